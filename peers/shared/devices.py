@@ -12,6 +12,7 @@ a short-lived child asks.
 import contextlib
 import dataclasses
 import json
+import logging
 import math
 import os
 import random
@@ -23,14 +24,17 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import psutil
 
 from peers.shared import faults
+from swarm.config import ModelConfig, RunConfig
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 ALIKE = 0.9
 """GPUs with at least this share of the most free memory count as equally free. Chance decides among them, because
@@ -39,6 +43,10 @@ GPU_SHARE, RAM_SHARE = 0.5, 0.25
 """The share that a stage's graphs may take of the memory that is free beside its weights and optimizer. The rest of a
 GPU is for computing one microbatch. Other programs need RAM too, and the system kills a process that takes too much."""
 ASKING_SECONDS = 60.0
+Dtype = Literal["fp32", "bf16", "fp16"]
+"""A type of matrix products, as --dtype names it."""
+LEAST_BF16_CAPABILITY = (8, 0)
+"""The first GPUs that compute in bfloat16 (A100, RTX 30). Earlier ones (V100, T4, RTX 20) emulate it, which is slow."""
 _NAME = re.compile("auto|(cpu|cuda|mps)(:[0-9]+)?")
 _CGROUPS, _OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
@@ -90,6 +98,24 @@ def graph_bytes(device: Device, *, needed_bytes: int = 0, num_processes: int = 1
     """
     share = GPU_SHARE if device.kind == "cuda" else RAM_SHARE
     return int(share * max(0, device.free_bytes // num_processes - needed_bytes))
+
+
+def computing_in(config: RunConfig, dtype: Dtype | None) -> RunConfig:
+    """The run's configuration with this type of matrix products; None leaves the run's."""
+    if dtype is None:
+        return config
+    autocast: Literal["off", "bf16", "fp16"] = "off" if dtype == "fp32" else dtype
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, autocast=autocast))
+
+
+def bf16_advice(model: ModelConfig, capability: tuple[int, int]) -> str:
+    """What to tell about a model's matrix products on a GPU of this CUDA capability; empty if there is nothing."""
+    if model.autocast != "bf16" or capability >= LEAST_BF16_CAPABILITY:
+        return ""
+    return (
+        "this GPU (CUDA capability {}.{}) only emulates bfloat16, which is slow: give --dtype fp16, or begin the run "
+        "with --set model.autocast=fp16"
+    ).format(*capability)
 
 
 # -- this machine's devices --------------------------------------------------------------------------------------------
@@ -151,6 +177,14 @@ def named(name: str) -> list[Device]:
     if matching := [device for device in devices if name in ("auto", device.name, device.kind)]:
         return matching
     raise ValueError(f"--device {name} cannot be used: this machine has {', '.join(d.name for d in devices)}")
+
+
+def warn_of_emulation(model: ModelConfig, device: "torch.device") -> None:
+    """Say what bf16_advice says of a device."""
+    import torch
+
+    if device.type == "cuda" and (advice := bf16_advice(model, torch.cuda.get_device_capability(device))):
+        logger.warning("%s", advice)
 
 
 def here(device: "torch.device") -> Device:

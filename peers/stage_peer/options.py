@@ -78,6 +78,8 @@ class PeerOptions:
     device: str = "auto"
     """cpu, cuda, cuda:1, ... or mps; auto takes a GPU if there is one. Of several GPUs it takes the one with the most
     free memory, as cuda does."""
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """Type of matrix products here; weights are kept in fp32. Left out, it is what model.autocast of the run says."""
     threads: int = 0
     """CPU threads for computing; 0 leaves the choice to PyTorch."""
     compile: bool = False

@@ -6,6 +6,7 @@ Used by server.py. With this check, a stage that does not fit fails at the start
 import torch
 
 from peers.shared import devices, process
+from peers.shared.devices import Dtype
 from peers.stage_peer.resume import genesis
 from swarm.config import RunConfig
 from swarm.errors import Fatal
@@ -25,7 +26,7 @@ from swarm.stage.staging import Staging
 
 def own_backend(
     config: RunConfig, stage: int, *, device: torch.device, staging: Staging, given: Weights | None,
-    graph_bytes: int | None, events: Events, compiles: bool = False,
+    graph_bytes: int | None, events: Events, dtype: Dtype | None = None, compiles: bool = False,
 ) -> StageBackend:  # fmt: skip
     """Make the model and its weights, at their initial values.
 
@@ -33,15 +34,18 @@ def own_backend(
         given: the weights with which the run begins; None if they are drawn from the run's seed.
         graph_bytes: the bytes that autograd graphs may take; None for a share of the memory that is free once the model
             is built.
+        dtype: the type of matrix products; None for that of the run.
         compiles: whether to compile the layers; the first microbatches then take longer.
 
     Raises:
         ValueError: the run's layers cannot be compiled.
         Fatal: the stage does not fit on the device, or this machine has no compiler.
     """
+    config = devices.computing_in(config, dtype)
     if compiles:
         require_compilable(config)
         require_compiler(device)
+    devices.warn_of_emulation(config.model, device)
     try:
         tensors = None if given is None else given.load(parameter_shapes(config, stage))
         module = build_stage(config, stage, device=device, weights=tensors)

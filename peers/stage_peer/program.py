@@ -228,6 +228,7 @@ class Start:
             sessions=SessionLimits(max_sessions=options.max_sessions, max_bytes=options.session_memory_mib << 20),
             checkpoints=checkpoints,
             events=self.events,
+            dtype=options.dtype,
             compiles=options.compile,
             resume=resume,
             weights=weights,

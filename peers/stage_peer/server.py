@@ -77,7 +77,7 @@ class StageServer:
             require_weights(config, stage, options.resume)
         backend = own_backend(
             config, stage, device=options.device, staging=staging, given=options.weights,
-            graph_bytes=options.graph_bytes, events=options.events, compiles=options.compiles,
+            graph_bytes=options.graph_bytes, events=options.events, dtype=options.dtype, compiles=options.compiles,
         )  # fmt: skip
         hop = None
         if not backend.is_last:

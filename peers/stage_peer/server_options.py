@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from peers.shared.devices import Dtype
 from peers.shared.own_figures import OwnFigures
 from peers.stage_peer.incarnation import Incarnation
 from peers.stage_peer.resume import ResumeOptions
@@ -28,6 +29,8 @@ class ServerOptions:
     resume: ResumeOptions
     checkpoints: CheckpointWriter | None
     events: Events
+    dtype: Dtype | None = None
+    """The type of matrix products; None for that of the run."""
     compiles: bool = False
     """Whether layers are compiled."""
     sessions: SessionLimits = field(default_factory=SessionLimits)

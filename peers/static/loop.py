@@ -4,6 +4,7 @@ A step is what a synchronous swarm calls a round: workers compute the gradient o
 microbatches, and take one optimizer step with it. A swarm that runs the same microbatches ends with the same weights.
 """
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,16 +14,19 @@ import torch
 from peers.static.batches import Batches
 from peers.static.checkpoints import Checkpoints
 from peers.static.computing import OneByOne, Pipeline
-from peers.static.precision import LossScale, computing_in
 from peers.static.report import Report
 from peers.static.spread import Spread
 from peers.static.workers import Workers
 from swarm.config import RunConfig
 from swarm.data.held_out import HeldOutLoss, averaged
 from swarm.data.microbatches import HeldOut
+from swarm.errors import Fatal
 from swarm.model.functions import fuses
 from swarm.training import optim, samples
+from swarm.training.loss_scale import LossScale
 from swarm.training.optimizers import gradient_optimizer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -30,12 +34,10 @@ class Run:
     """What the loop works with.
 
     Attributes:
-        dtype: the type of matrix products, as --dtype says.
         report: reports steps; None at all workers but the first.
     """
 
     config: RunConfig
-    dtype: str | None
     workers: Workers
     model: Spread
     computing: OneByOne | Pipeline
@@ -58,7 +60,7 @@ def train(
     """
     config, shape, parameters = run.config, run.workers.shape, run.model.local_parameters
     optimizer = gradient_optimizer(config, same_bits=False, cut=run.model, fused=fuses(run.workers.device))
-    scale = LossScale(run.dtype)
+    scale = LossScale.of_means(config.model.autocast)
     progress = run.checkpoints.restore(optimizer)
     if run.report is not None:
         run.report.begin(progress.step, last_step)
@@ -69,8 +71,7 @@ def train(
         # Forward and backward. Torch averages gradients over dp, but the sum is needed, so the weight has a factor dp.
         run.model.module.zero_grad()
         weight = scale.factor * shape.dp
-        with computing_in(run.dtype, run.workers.device):
-            own_loss = run.computing.backward(batch, weight / max(1.0, all_targets / (shape.tp * shape.pp)))
+        own_loss = run.computing.backward(batch, weight / max(1.0, all_targets / (shape.tp * shape.pp)))
         gradients = run.model.gradients()
 
         # One exchange sums up the gradient's norm, the mean loss, the next step's targets, and who was told to stop.
@@ -80,7 +81,7 @@ def train(
         )
         squared_norm, loss = scaled_norm / scale.factor**2, scaled_loss / (weight * shape.tp)
         factor = optim.clip_factor(squared_norm, config.optimizer.clip_norm) / scale.factor
-        if not scale.accepts(squared_norm, progress.step):
+        if not _accepts(scale, squared_norm, progress.step):
             continue
 
         # Clip the gradient, and take the step.
@@ -107,13 +108,25 @@ def train(
     return is_stopped
 
 
+def _accepts(scale: LossScale, squared_norm: float, step: int) -> bool:
+    """Whether a step's gradients, which have this squared norm, can be used; adapts the scale. Raises Fatal if they
+    cannot, and a smaller scale would not help."""
+    if math.isfinite(squared_norm):
+        scale.succeeded()
+        return True
+    if not scale.halve():
+        remedy = "a smaller optimizer.learning_rate" + ("" if scale.is_fixed else ", or --dtype bf16")
+        raise Fatal(f"the gradient of step {step} is not finite: take {remedy}")
+    logger.info("step %d overflows float16 and is computed again: the loss scale is now %g", step, scale.factor)
+    return False
+
+
 def evaluate(run: Run, held_out: Sequence[HeldOut]) -> HeldOutLoss:
     """The loss on held-out text. All workers call this, and each computes a part."""
     found = [batch for source in held_out for batch in source.batches]
     own: list[float] = []
-    with computing_in(run.dtype, run.workers.device):
-        for batch in run.batches.of_evaluation(found):
-            own += run.computing.losses(batch).tolist()
+    for batch in run.batches.of_evaluation(found):
+        own += run.computing.losses(batch).tolist()
     sums, place, shape = [0.0] * len(found), run.workers.place("dp"), run.workers.shape
     sums[place :: shape.dp] = own[: len(sums[place :: shape.dp])]
     targets = [samples.amount(batch).targets for batch in found]

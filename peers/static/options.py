@@ -103,8 +103,6 @@ class StaticOptions:
                 raise ValueError("--steps and --epochs exclude each other")
         if self.compress is not None and (self.fsdp is not None or self.tp > 1 or self.pp > 1):
             raise ValueError("--compress is for --dp alone, without --fsdp, --tp and --pp")
-        if self.compress is not None and self.dtype == "fp16":
-            raise ValueError("--compress is not for --dtype fp16, whose gradients may overflow: take bf16")
         cli.require_reporters(self)
 
 

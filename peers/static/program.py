@@ -21,7 +21,7 @@ import torch
 
 from peers.shared import cli, logs, process
 from peers.shared.cache import cache_folder, kept_tokenizer
-from peers.shared.devices import num_cores
+from peers.shared.devices import num_cores, warn_of_emulation
 from peers.shared.exit_codes import EXIT_FAILURE, EXIT_USAGE
 from peers.shared.option_names import naming_options
 from peers.shared.own_text import with_text
@@ -82,6 +82,7 @@ def run(options: StaticOptions, environment: Mapping[str, str]) -> int:
         torch.set_num_threads(threads)
     require_reporters(options)
     config, given = run_config.trained(options, shape)
+    warn_of_emulation(config.model, device)
     if options.compile:
         require_compiler(device)
     require_beginning(options)
@@ -136,7 +137,6 @@ def work(
     return train(
         Run(
             config=config,
-            dtype=options.dtype,
             workers=joined,
             model=model,
             computing=Pipeline(model.module, config, joined, batches.size) if is_piped else OneByOne(model.module),

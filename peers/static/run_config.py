@@ -5,9 +5,9 @@ Used by program.py. Any run of a swarm can be trained; if its setting is diloco,
 
 import dataclasses
 import logging
-from typing import Literal
 
 from peers.shared.cache import cache_folder
+from peers.shared.devices import computing_in
 from peers.shared.own_text import with_named_text
 from peers.stage_peer.own_model import OwnModel, open_model
 from peers.static.options import StaticOptions
@@ -41,10 +41,7 @@ def trained(options: StaticOptions, shape: Shape) -> tuple[RunConfig, Weights | 
         averaging = dataclasses.replace(config.averaging, num_fragments=1)
         config = dataclasses.replace(config, rounds=rounds, averaging=averaging, optimizer=config.gradient_step)
         logger.info("the run's setting is diloco: a static run takes a step every %d samples, its inner batch", size)
-    if options.dtype is not None:
-        # With float16 the loop does the autocast instead of the model, because the loop also scales the losses.
-        autocast: Literal["off", "bf16"] = "bf16" if options.dtype == "bf16" else "off"
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, autocast=autocast))
+    config = computing_in(config, options.dtype)
     config = _fitted(config, options, shape)
     if not config.model.weights:
         return config, None
@@ -81,6 +78,8 @@ def _fitted(config: RunConfig, options: StaticOptions, shape: Shape) -> RunConfi
         )
     if shape.tp > 1 and config.lora.dropout:
         raise ValueError("--tp is not for lora.dropout, which would zero other inputs at each worker: set it to 0")
+    if options.compress is not None and model.autocast == "fp16":
+        raise ValueError("--compress is not for --dtype fp16, whose gradients may overflow: take bf16")
     in_shards(model, shape.tp)
     if options.compile:
         require_compilable(config)

@@ -218,10 +218,17 @@ class Head(nn.Module):
         self.norm = make_norm(model, model.d_model, fused=fused)
         self.output = None if model.tied_embeddings else nn.Linear(model.d_model, model.vocab_size, bias=False)
 
-    def forward(self, hidden_BTD: Tensor, embedding_VD: Tensor | None, targets_BT: Tensor | None = None) -> Tensor:
-        """Return logits_BTV, or with targets the sum of their losses."""
+    def forward(
+        self,
+        hidden_BTD: Tensor,
+        embedding_VD: Tensor | None,
+        targets_BT: Tensor | None = None,
+        gradient_scale: float = 1.0,
+    ) -> Tensor:
+        """Return logits_BTV, or with targets the sum of their losses, whose gradients are scaled."""
         weight_VD = embedding_VD if self.output is None else self.output.weight
         assert weight_VD is not None, "a tied head needs the embedding's matrix"
         if targets_BT is not None:
-            return summed_loss(self.norm(hidden_BTD), weight_VD, targets_BT, fused=self.fused)
+            normed_BTD = self.norm(hidden_BTD)
+            return summed_loss(normed_BTD, weight_VD, targets_BT, fused=self.fused, gradient_scale=gradient_scale)
         return product(self.norm(hidden_BTD), weight_VD)

@@ -38,7 +38,9 @@ _VOCABULARY_BLOCK = 16_384
 """The number of tokens whose rows of the weight are converted and multiplied at a time."""
 
 
-def summed_loss(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *, fused: bool = False) -> Tensor:
+def summed_loss(
+    hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *, fused: bool = False, gradient_scale: float = 1.0
+) -> Tensor:
     """Cross entropy in nats, summed over all targets: a scalar, float32 or wider.
 
     Matrix products are computed in autocast's type, or without autocast in the hidden state's type. Everything else is
@@ -50,11 +52,13 @@ def summed_loss(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *, fu
         weight_VD: the head's weight.
         targets_BT: int64, each below V, or NO_TARGET.
         fused: whether to compute as on a GPU.
+        gradient_scale: all gradients become those of the loss times this. The factor is there before a gradient is
+            rounded to the products' type.
     """
     device = hidden_BTD.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_BTD.dtype
     arguments = (hidden_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), dtype, torch.is_grad_enabled(), fused)
-    return cast(Tensor, _SummedLoss.apply(*arguments))  # type: ignore[no-untyped-call]  # torch does not annotate it
+    return cast(Tensor, _SummedLoss.apply(*arguments, gradient_scale))  # type: ignore[no-untyped-call]  # torch does not annotate it
 
 
 def summed_loss_of_logits(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
@@ -92,6 +96,7 @@ class _SummedLoss(torch.autograd.Function):
         dtype: torch.dtype,
         differentiates: bool,
         fused: bool,
+        gradient_scale: float,
     ) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)
         wants_hidden, wants_weight = (differentiates and wanted for wanted in ctx.needs_input_grad[:2])
@@ -101,7 +106,7 @@ class _SummedLoss(torch.autograd.Function):
         if fused:
             gradients = hidden_gradient_ND, weight_gradient_VD
             ctx.save_for_backward(*gradients)
-            return _in_large_chunks(hidden_ND, weight_VD, targets_N, dtype, *gradients)
+            return _in_large_chunks(hidden_ND, weight_VD, targets_N, dtype, gradient_scale, *gradients)
         losses_N = torch.empty_like(targets_N, dtype=wide)
         blocks = [slice(start, start + _VOCABULARY_BLOCK) for start in range(0, len(weight_VD), _VOCABULARY_BLOCK)]
         num_positions, d_model = hidden_ND.shape
@@ -114,7 +119,7 @@ class _SummedLoss(torch.autograd.Function):
                 logits_CV = logits_CV[: len(hidden_CD)]
                 for block in blocks:
                     _multiply(hidden_CD, weight_VD[block].to(dtype).T, logits_CV[:, block], adds=False)
-                losses_N[chunk] = _to_gradient(logits_CV, targets_N[chunk])
+                losses_N[chunk] = _to_gradient(logits_CV, targets_N[chunk], gradient_scale)
                 for number, block in enumerate(blocks):
                     gradient_CW = logits_CV[:, block].to(dtype)
                     if hidden_gradient_ND is not None:
@@ -134,7 +139,7 @@ class _SummedLoss(torch.autograd.Function):
         if weight_gradient_VD is not None:
             # torch.autocast rounds the gradient like this, whether or not the weight was cast beforehand.
             weight_gradient_VD = weight_gradient_VD.mul_(scale).to(dtype).to(weight_dtype)
-        return hidden_gradient_ND, weight_gradient_VD, None, None, None, None
+        return hidden_gradient_ND, weight_gradient_VD, None, None, None, None, None
 
 
 def _in_large_chunks(
@@ -142,6 +147,7 @@ def _in_large_chunks(
     weight_VD: Tensor,
     targets_N: Tensor,
     dtype: torch.dtype,
+    gradient_scale: float,
     hidden_gradient_ND: Tensor | None,
     weight_gradient_VD: Tensor | None,
 ) -> Tensor:
@@ -156,10 +162,11 @@ def _in_large_chunks(
         with torch.autocast(hidden_ND.device.type, enabled=False), torch.set_grad_enabled(differentiates):
             logits_CV = F.linear(hidden_CD, cast_VD).detach().requires_grad_(differentiates)
             loss = F.cross_entropy(logits_CV.to(wide), targets_N[chunk], ignore_index=NO_TARGET, reduction="sum")
+            scaled = loss if gradient_scale == 1.0 else loss * gradient_scale
         losses.append(loss.detach())
         if not differentiates:
             continue
-        (gradient_CV,) = torch.autograd.grad(loss, logits_CV)
+        (gradient_CV,) = torch.autograd.grad(scaled, logits_CV)
         if hidden_gradient_ND is not None:
             hidden_gradient_ND[chunk] = gradient_CV @ cast_VD
         if weight_gradient_VD is not None:
@@ -177,14 +184,14 @@ def _multiply(left: Tensor, right: Tensor, product: Tensor, *, adds: bool) -> No
         product.copy_(left @ right)
 
 
-def _to_gradient(logits_CV: Tensor, targets_C: Tensor) -> Tensor:
-    """Replace logits by the gradient of the sum of their losses, and return these losses."""
+def _to_gradient(logits_CV: Tensor, targets_C: Tensor, scale: float) -> Tensor:
+    """Replace logits by the gradient of `scale` times the sum of their losses, and return these losses."""
     has_target_C1 = (targets_C != NO_TARGET).unsqueeze(1)
     targets_C1 = targets_C.clamp(min=0).unsqueeze(1)
     largest_C1 = logits_CV.amax(dim=1, keepdim=True)
     target_logits_C1 = logits_CV.gather(1, targets_C1) - largest_C1
     sums_C1 = logits_CV.sub_(largest_C1).exp_().sum(dim=1, keepdim=True)
     losses_C1 = (sums_C1.log() - target_logits_C1).where(has_target_C1, 0.0)
-    ones_C1 = has_target_C1.to(logits_CV.dtype)
+    ones_C1 = has_target_C1.to(logits_CV.dtype) * scale
     logits_CV.mul_(ones_C1 / sums_C1).scatter_add_(1, targets_C1, -ones_C1)
     return losses_C1.squeeze(1)

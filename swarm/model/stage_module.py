@@ -96,6 +96,7 @@ class StageModule(nn.Module):
         documents_BT: Tensor | None = None,
         cache: KeyValueCache | CacheRows | None = None,
         targets_BT: Tensor | None = None,
+        gradient_scale: float = 1.0,
     ) -> Tensor:
         """Run the stage.
 
@@ -108,6 +109,7 @@ class StageModule(nn.Module):
             documents_BT: the document of each token, if rows have several (see Documents).
             cache: when text is generated, the cache of the earlier positions; these positions are added to it.
             targets_BT: int64, for the last stage, with NO_TARGET where a position has no target.
+            gradient_scale: with targets, all gradients become those of the loss times this.
 
         Returns:
             Before the last stage: hidden_BTR. At the last stage with targets: the sum of their losses in nats, a
@@ -144,7 +146,7 @@ class StageModule(nn.Module):
             if self.head is not None:
                 hidden_BTR = hidden_BTR if cache is None else hidden_BTR[:, -1:]
                 embedding_VD = None if self.embedding is None else self.embedding.weight
-                hidden_BTR = self.head(hidden_BTR, embedding_VD, targets_BT)
+                hidden_BTR = self.head(hidden_BTR, embedding_VD, targets_BT, gradient_scale)
         return hidden_BTR.float()
 
     def _run_spans(
@@ -187,7 +189,7 @@ class StageModule(nn.Module):
 def with_shared_casts(
     module: nn.Module, parameters: Mapping[str, Tensor], casts: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Parameters to call `module` with, such that all graphs share the weights that are cast to bfloat16.
+    """Parameters to call `module` with, such that all graphs share the weights that autocast would cast.
 
     torch.autocast casts float32 weights in every forward pass, and each graph keeps its casts, which take half of the
     weights' bytes. A weight that was cast beforehand is used as it is, with the same numbers and gradients. A custom
@@ -213,6 +215,8 @@ def _autocast_dtype(model: ModelConfig) -> torch.dtype | None:
             return None
         case "bf16":
             return torch.bfloat16
+        case "fp16":
+            return torch.float16
         case other:
             assert_never(other)
 
@@ -240,6 +244,8 @@ def stage_loss(
     parameters: Mapping[str, Tensor],
     inputs: Tensor,
     targets_BT: Tensor,
+    *,
+    gradient_scale: float = 1.0,
     **options: object,
 ) -> Tensor:
     """The last stage's loss with these parameters: the sum over targets in nats, a scalar.
@@ -247,14 +253,16 @@ def stage_loss(
     A custom class gives logits, so those of all positions are in memory at once.
 
     Args:
+        gradient_scale: all gradients become those of the loss times this.
         options: further arguments of the module's forward.
     """
     if isinstance(module, StageModule):
-        options["targets_BT"] = targets_BT
+        options |= {"targets_BT": targets_BT, "gradient_scale": gradient_scale}
         loss: Tensor = functional_call(module, dict(parameters), (inputs,), options)
         return loss
     logits_BTV = functional_call(module, dict(parameters), (inputs,), options)
-    return summed_loss_of_logits(logits_BTV, targets_BT)
+    loss = summed_loss_of_logits(logits_BTV, targets_BT)
+    return loss if gradient_scale == 1.0 else loss.detach() + gradient_scale * (loss - loss.detach())
 
 
 def _run_uncompiled(layer: nn.Module, *arguments: object) -> Tensor:

@@ -1,7 +1,8 @@
 """One stage's computation of one microbatch: forward, backward, loss, and taking a gradient out again.
 
 Runs on the compute thread only; called by stage/computation. The network, queues and calls are not known here. Backward
-uses the weights that forward used, whatever steps were taken in between.
+uses the weights that forward used, whatever steps were taken in between. In float16 gradients are multiplied by a power
+of two while they are computed; a gradient that is computed again is computed with the same factor.
 
 A GPU works while this thread prepares the next task. For each microbatch the thread waits for the GPU once, before a
 gradient is added to the sum. At the last stage it waits a second time, for the loss. stage/staging also waits, so that
@@ -10,6 +11,7 @@ the thread does not get too far ahead of the GPU. Every other check is made on t
 Shapes: B samples of a microbatch, T tokens, T1 = T + 1, D numbers a token that travel, V vocabulary.
 """
 
+import logging
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
@@ -23,13 +25,16 @@ from swarm.model.masks import DropoutKey
 from swarm.model.stage_module import stage_loss, with_shared_casts
 from swarm.rpc.wire import require_in_range
 from swarm.stage.boundary import Boundary, boundary_of
-from swarm.stage.buckets import GradientBucket, Source, Version
-from swarm.stage.graphs import GraphBudget, with_gradient
+from swarm.stage.buckets import Accumulated, GradientBucket, Source, Version
+from swarm.stage.graphs import GraphBudget, are_finite, with_gradient
 from swarm.stage.inputs import StageInputs, WireInputs
 from swarm.stage.staging import Download, Staging
 from swarm.stage.weights import StageWeights
 from swarm.training import samples
+from swarm.training.loss_scale import LossScale
 from swarm.training.samples import NOTHING
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -50,15 +55,6 @@ class Forward:
     _outputs: torch.Tensor | None = None
 
 
-@dataclass(eq=False)
-class Accumulated:
-    """A gradient that is in a bucket, with all that is needed to take it out again."""
-
-    source: Source
-    bucket: GradientBucket
-    settled: bool = False
-
-
 @dataclass
 class StageBackend:
     """The computation of one stage."""
@@ -72,10 +68,12 @@ class StageBackend:
     events: Events = field(default_factory=Events)
     _boundary: Boundary = field(init=False)
     _inputs: StageInputs = field(init=False)
+    _scale: LossScale = field(init=False)
 
     def __post_init__(self) -> None:
         self._boundary = boundary_of(self.config)
         self._inputs = StageInputs(config=self.config, stage=self.stage, boundary=self._boundary, staging=self.staging)
+        self._scale = LossScale.of_sums(self.config.model.autocast, self.config.data.tokens_per_microbatch)
 
     @property
     def is_last(self) -> bool:
@@ -133,10 +131,7 @@ class StageBackend:
             if forward._outputs is None:
                 forward._inputs, forward._outputs = self._graph(forward)
                 self.budget.keep(recomputed=True)
-            assert forward._inputs is not None
-            gradient_BTD = self._inputs.decode(wire_gradient, forward.wire_inputs)
-            root = with_gradient(forward._outputs, gradient_BTD)
-            return self._collect(forward, root, wire_gradient, accumulate=accumulate, only_at=only_at)
+            return self._collect(forward, wire_gradient, accumulate=accumulate, only_at=only_at)
         finally:
             self.release(forward)
 
@@ -163,14 +158,14 @@ class StageBackend:
         )
         forward.version.taken()
         try:
-            forward._inputs, loss = self._graph(forward)
+            forward._inputs, loss = self._graph(forward, self._scale.factor)
             forward._outputs = loss
             self.budget.keep()
             # Checked before the backward, so that a loss that is not finite has no effect. This waits for the device
             # only once.
             loss_on_cpu = loss.detach().cpu() / max(1, samples.amount(wire_inputs).targets)
             require_in_range("loss", loss_on_cpu)
-            gradient, accumulated = self._collect(forward, loss, None, accumulate=accumulate, only_at=only_at)
+            gradient, accumulated = self._collect(forward, None, accumulate=accumulate, only_at=only_at)
             return float(loss_on_cpu), gradient, accumulated
         finally:
             self.release(forward)
@@ -219,18 +214,16 @@ class StageBackend:
         if len(staying) < len(leaving) and left + kept == bucket.amount:
             bucket.clear(kept)
             for source in staying:
-                bucket.add(self._again(source), source.amount, is_counted=True)
+                bucket.add(self._again(source), source.amount, scale=source.scale, is_counted=True)
         else:
             for source in leaving:
-                bucket.take_out(self._again(source), source.amount)
+                bucket.take_out(self._again(source), source.amount, scale=source.scale)
 
     def _again(self, source: Source) -> Sequence[torch.Tensor]:
-        """Compute a gradient again, with the same weights and randomness."""
+        """Compute a gradient again, times source.scale, with the same weights and randomness."""
         forward = Forward(microbatch=source.microbatch, wire_inputs=source.wire_inputs, version=source.version)
-        _, outputs = self._graph(forward)
-        root = outputs
-        if source.wire_gradient is not None:
-            root = with_gradient(outputs, self._inputs.decode(source.wire_gradient, source.wire_inputs))
+        _, forward._outputs = self._graph(forward, source.scale)
+        root = self._root(forward, source.wire_gradient, source.scale)
         parameters = list(source.version.parameters.values())
         return torch.autograd.grad(root, parameters, allow_unused=True, materialize_grads=True)
 
@@ -256,18 +249,18 @@ class StageBackend:
 
     # -- helpers -------------------------------------------------------------------------------------------------
 
-    def _graph(self, forward: Forward) -> tuple[torch.Tensor, torch.Tensor]:
+    def _graph(self, forward: Forward, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
         inputs = self._inputs.hidden_or_tokens(forward.wire_inputs)
         if self.stage:
             inputs.requires_grad_()
         with torch.enable_grad():
-            outputs = self.budget.build(lambda: self._apply(forward, inputs), forward.version)
+            outputs = self.budget.build(lambda: self._apply(forward, inputs, scale), forward.version)
         return inputs, outputs
 
-    def _apply(self, forward: Forward, inputs: torch.Tensor) -> torch.Tensor:
+    def _apply(self, forward: Forward, inputs: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         key = DropoutKey(seed=self.config.data.seed, microbatch=forward.microbatch)
         parameters = with_shared_casts(self.module, forward.version.parameters, forward.version.casts)
-        return self._call(parameters, inputs, forward.wire_inputs, key)
+        return self._call(parameters, inputs, forward.wire_inputs, key, scale)
 
     def _call(
         self,
@@ -275,33 +268,37 @@ class StageBackend:
         inputs: torch.Tensor,
         wire_inputs: WireInputs,
         key: DropoutKey | None,
+        scale: float = 1.0,
     ) -> torch.Tensor:
-        """The hidden state for the next stage; at the last one the loss in nats, summed over the targets."""
+        """The hidden state for the next stage; at the last one the loss in nats, summed over the targets, whose
+        gradients are those of `scale` times the loss."""
         options = {"dropout_key": key, **self._inputs.context(wire_inputs)}
         if self.is_last:
-            return stage_loss(self.module, parameters, inputs, self._inputs.targets(wire_inputs), **options)
+            targets_BT = self._inputs.targets(wire_inputs)
+            return stage_loss(self.module, parameters, inputs, targets_BT, gradient_scale=scale, **options)
         outputs: torch.Tensor = torch.func.functional_call(self.module, dict(parameters), (inputs,), options)
         return outputs
 
     def _collect(
         self,
         forward: Forward,
-        root: torch.Tensor,
         wire_gradient: torch.Tensor | None,
         *,
         accumulate: bool,
         only_at: int | None,
     ) -> tuple[Download | None, Accumulated | None]:
         parameters = list(forward.version.parameters.values()) if accumulate else []
-        inputs = [] if not self.stage or forward._inputs is None else [forward._inputs]
-        if not inputs and not parameters:
+        if not self.stage and not parameters:
             return None, None
-        gradients = torch.autograd.grad(root, [*inputs, *parameters], allow_unused=True, materialize_grads=True)
-        answer = self._boundary.encode(gradients[0], self.staging) if inputs else None
+        gradients, scale = self._gradients(forward, wire_gradient, parameters)
+        answer = None
+        if self.stage:
+            input_gradient, *gradients = gradients
+            answer = self._boundary.encode(input_gradient if scale == 1.0 else input_gradient / scale, self.staging)
         if not accumulate:
             return answer, None
         # Waits for the device, because a gradient that is not finite could not be taken out of the sum again.
-        if not bool(torch.stack(torch._foreach_norm(gradients[len(inputs) :])).isfinite().all()):
+        if self._scale.is_fixed and not are_finite(gradients):
             raise MalformedMessage("the gradient of the weights is not finite")
         source = Source(
             microbatch=forward.microbatch,
@@ -309,8 +306,9 @@ class StageBackend:
             wire_inputs=forward.wire_inputs,
             wire_gradient=wire_gradient,
             version=forward.version,
+            scale=scale,
         )
-        bucket = self.weights.accumulate(gradients[len(inputs) :], source)
+        bucket = self.weights.accumulate(gradients, source)
         self.events.write(
             Accumulate(
                 microbatch=source.microbatch,
@@ -320,3 +318,33 @@ class StageBackend:
             )
         )
         return answer, Accumulated(source=source, bucket=bucket)
+
+    def _gradients(
+        self, forward: Forward, wire_gradient: torch.Tensor | None, parameters: Sequence[torch.Tensor]
+    ) -> tuple[Sequence[torch.Tensor], float]:
+        """The gradients of the inputs (not at stage 0) and of the parameters times a power of two, and this factor.
+
+        With a factor that is not fixed they are finite, or MalformedMessage is raised: no factor makes them so.
+        """
+        while True:
+            scale = self._scale.factor
+            assert forward._outputs is not None
+            inputs = [] if not self.stage or forward._inputs is None else [forward._inputs]
+            root = self._root(forward, wire_gradient, scale)
+            gradients = torch.autograd.grad(root, [*inputs, *parameters], allow_unused=True, materialize_grads=True)
+            if self._scale.is_fixed or are_finite(gradients):
+                self._scale.succeeded()
+                return gradients, scale
+            if not self._scale.halve():
+                raise MalformedMessage("the gradient is not finite, whatever its scale")
+            logger.info("microbatch %d overflows float16: computed again with half the scale", forward.microbatch)
+            del root, gradients
+            forward._inputs, forward._outputs = self._graph(forward, self._scale.factor)
+
+    def _root(self, forward: Forward, wire_gradient: torch.Tensor | None, scale: float) -> torch.Tensor:
+        """The scalar whose gradients are those of the loss times `scale`. At the last stage its graph has the scale."""
+        assert forward._outputs is not None
+        if wire_gradient is None:
+            return forward._outputs
+        gradient_BTD = self._inputs.decode(wire_gradient, forward.wire_inputs)
+        return with_gradient(forward._outputs, gradient_BTD if scale == 1.0 else gradient_BTD * scale)

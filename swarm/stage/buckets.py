@@ -94,6 +94,7 @@ class Source:
         wire_inputs: what the stage received, CPU.
         wire_gradient: the gradient of the stage's output, as received; None at the last stage.
         version: the weights that were used.
+        scale: the power of two by which gradients were multiplied while they were computed.
     """
 
     microbatch: int
@@ -101,6 +102,7 @@ class Source:
     wire_inputs: Mapping[str, torch.Tensor]
     wire_gradient: torch.Tensor | None
     version: Version
+    scale: float = 1.0
 
 
 @dataclass(eq=False)
@@ -129,24 +131,27 @@ class GradientBucket:
         """Samples in the sum."""
         return self.amount.samples
 
-    def add(self, gradients: Iterable[torch.Tensor], amount: Amount, *, is_counted: bool = False) -> None:
+    def add(
+        self, gradients: Iterable[torch.Tensor], amount: Amount, *, scale: float = 1.0, is_counted: bool = False
+    ) -> None:
         """Add gradients, summed over the targets of `amount`, in the order of `sums`.
 
         Args:
+            scale: a power of two by which the gradients are too large.
             is_counted: whether this bucket's own `amount` includes them already.
         """
-        torch._foreach_add_(list(self.sums.values()), list(gradients))
+        torch._foreach_add_(list(self.sums.values()), list(gradients), alpha=1 / scale)
         if not is_counted:
             self.amount += amount
 
-    def take_out(self, gradients: Iterable[torch.Tensor], amount: Amount) -> None:
+    def take_out(self, gradients: Iterable[torch.Tensor], amount: Amount, *, scale: float = 1.0) -> None:
         """The inverse of `add`."""
-        torch._foreach_sub_(list(self.sums.values()), list(gradients))
+        torch._foreach_sub_(list(self.sums.values()), list(gradients), alpha=1 / scale)
         self.amount -= amount
 
     def accumulate(self, gradients: Iterable[torch.Tensor], source: Source) -> None:
         """Add a microbatch's gradient, which is tentative until `settled`."""
-        self.add(gradients, source.amount)
+        self.add(gradients, source.amount, scale=source.scale)
         self.num_tentative += 1
         self.versions[source.version.number] += 1
         source.version.taken()
@@ -174,6 +179,15 @@ class GradientBucket:
     def mean(self) -> Tensors:
         """The mean over the targets; zeros where there are none."""
         return {name: value * self.scale for name, value in self.sums.items()}
+
+
+@dataclass(eq=False)
+class Accumulated:
+    """A gradient that is in a bucket, with all that is needed to take it out again."""
+
+    source: Source
+    bucket: GradientBucket
+    settled: bool = False
 
 
 def moved(tensors: Tensors, device: torch.device) -> Tensors:

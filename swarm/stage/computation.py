@@ -19,8 +19,9 @@ from swarm.errors import MalformedMessage, NotReady, PeerUnavailable
 from swarm.hop.answers import HopReply
 from swarm.hop.hop import Hop
 from swarm.machine.tasks import spawn
-from swarm.stage.backend import Accumulated, Forward, StageBackend
+from swarm.stage.backend import Forward, StageBackend
 from swarm.stage.boundary import GRADIENT, HIDDEN
+from swarm.stage.buckets import Accumulated
 from swarm.stage.runtime import Runtime
 from swarm.stage.staging import Download
 from swarm.stage.task_queue import Priority

@@ -1,11 +1,11 @@
-"""Autograd graphs between forward and backward: measures one, limits how many are kept, and makes the start of a
-backward.
+"""Autograd graphs between forward and backward: measures one, limits how many are kept, makes the start of a
+backward, and looks at its end.
 
 Used by stage/backend on the compute thread, and by stage/shortage, which halves what may be kept. Never keeps a graph
 itself.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,3 +86,8 @@ def with_gradient(outputs: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor
     """
     scalar: torch.Tensor = _Scalar.apply(outputs, gradient)  # type: ignore[no-untyped-call]  # torch's
     return scalar
+
+
+def are_finite(gradients: Sequence[torch.Tensor]) -> bool:
+    """Whether all numbers are finite. Waits for the device."""
+    return bool(torch.stack(torch._foreach_norm(list(gradients))).isfinite().all())

@@ -15,8 +15,9 @@ from swarm.model.adapters import trained_parameters
 from swarm.model.stages import build_stage
 from swarm.rpc.v1.stage_pb2 import TrainRequest
 from swarm.rpc.wire import TensorReader, TensorSpec, filled
-from swarm.stage.backend import Accumulated, Forward, StageBackend
+from swarm.stage.backend import Forward, StageBackend
 from swarm.stage.boundary import GRADIENT, HIDDEN, TOKENS, request_specs
+from swarm.stage.buckets import Accumulated
 from swarm.training import optim
 
 KEPT_BYTES = 1 << 40

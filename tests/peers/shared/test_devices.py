@@ -4,12 +4,14 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 
 from peers.shared import devices
 from peers.shared.devices import Device, choose, device_of, found, free_ram_bytes, graph_bytes, here, spread
+from swarm.config import ModelConfig
 
 GIB = 1 << 30
 CPU, MPS = Device(name="cpu", free_bytes=64 * GIB), Device(name="mps", free_bytes=16 * GIB)
@@ -139,3 +141,14 @@ def test_auto_is_the_best_that_is_here() -> None:
     kinds = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     assert device_of("auto", random.Random(0)).type == next(kind for kind, is_here in kinds.items() if is_here)
     assert device_of("cpu", random.Random(0)) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("autocast", "capability", "is_told"),
+    [("bf16", (7, 5), True), ("bf16", (8, 0), False), ("fp16", (7, 0), False), ("off", (7, 5), False)],
+)
+def test_a_gpu_that_emulates_bfloat16_says_what_to_write_instead(
+    autocast: Literal["off", "bf16", "fp16"], capability: tuple[int, int], is_told: bool
+) -> None:
+    advice = devices.bf16_advice(ModelConfig(autocast=autocast), capability)
+    assert ("--dtype fp16" in advice and "capability 7.5" in advice) == is_told == bool(advice)

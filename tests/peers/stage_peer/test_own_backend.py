@@ -5,10 +5,12 @@ import dataclasses
 import pytest
 import torch
 
+from peers.shared.devices import Dtype
 from peers.stage_peer.own_backend import own_backend
 from swarm.config import RunConfig
 from swarm.errors import Fatal
 from swarm.events.kinds import Events
+from swarm.model.stage_module import StageModule
 from swarm.stage.backend import StageBackend
 from swarm.stage.staging import Staging
 from tests.support.chain import SYNCHRONOUS
@@ -17,7 +19,7 @@ _ENDLESS = 1 << 40
 """Tokens of a microbatch whose loss fits into no memory."""
 
 
-def _backend(config: RunConfig, stage: int, *, compiles: bool = False) -> StageBackend:
+def _backend(config: RunConfig, stage: int, *, dtype: Dtype | None = None, compiles: bool = False) -> StageBackend:
     return own_backend(
         config,
         stage,
@@ -26,6 +28,7 @@ def _backend(config: RunConfig, stage: int, *, compiles: bool = False) -> StageB
         given=None,
         graph_bytes=0,
         events=Events(),
+        dtype=dtype,
         compiles=compiles,
     )
 
@@ -38,6 +41,14 @@ def test_the_last_stage_alone_needs_room_for_the_loss() -> None:
     with pytest.raises(Fatal, match=rf"stage {last} does not fit on cpu \(no room for .*\): take more stages"):
         _backend(config, last)
     assert _backend(SYNCHRONOUS, last).is_last
+
+
+def test_a_peer_may_compute_in_a_type_of_its_own() -> None:
+    backend = _backend(SYNCHRONOUS, 0, dtype="fp16")
+    assert SYNCHRONOUS.model.autocast == "off"
+    assert backend.config.model.autocast == "fp16"
+    assert isinstance(backend.module, StageModule)
+    assert backend.module.model.autocast == "fp16"
 
 
 def test_dropout_is_not_compiled() -> None:

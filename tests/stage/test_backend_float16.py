@@ -1,0 +1,142 @@
+"""Products in float16: each stage scales its gradients, computes again what overflows, and takes the scale out."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+import pytest
+import torch
+
+from swarm.config import OptimizerConfig, RoundsConfig, RunConfig
+from swarm.errors import MalformedMessage
+from swarm.model.stage_module import stage_loss
+from swarm.stage.backend import StageBackend
+from swarm.stage.boundary import HIDDEN, TOKENS
+from swarm.training import optim
+from tests.stage.backends import CONFIG, arrived, backend_of, chain_of, hidden_of, run_microbatch, sums_of, tokens_of
+
+Autocast = Literal["off", "bf16", "fp16"]
+OVERFLOWS = "overflows float16: computed again with half the scale"
+
+
+def _in(autocast: Autocast, config: RunConfig = CONFIG) -> RunConfig:
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, autocast=autocast))
+
+
+def _error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    largest = max(float(value.abs().max()) for value in expected.values())
+    return max(float((found[name] - value).abs().max()) for name, value in expected.items()) / largest
+
+
+def _gradient(backend: StageBackend, microbatch: int, magnitude: float, *, accumulate: bool = True) -> torch.Tensor:
+    """Run a microbatch through a stage in the middle, with a gradient of this magnitude. Returns what it answers."""
+    forward = backend.forward(microbatch, 0, {TOKENS: tokens_of(microbatch), HIDDEN: hidden_of(microbatch)})
+    answer, _ = backend.backward(forward, hidden_of(100 + microbatch) * magnitude, accumulate=accumulate)
+    return arrived(answer)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_are_those_of_float32_and_nearer_than_bfloat16_s(fused: bool) -> None:
+    sums = {}
+    for autocast in ("off", "bf16", "fp16"):
+        chain = chain_of(_in(autocast), fused=fused)
+        for microbatch in range(2):
+            run_microbatch(chain, microbatch)
+        sums[autocast] = sums_of(chain)
+    assert 0.0 < _error(sums["fp16"], sums["off"]) < 2e-3
+    assert _error(sums["fp16"], sums["off"]) < _error(sums["bf16"], sums["off"])
+
+
+@pytest.mark.parametrize("magnitude", [1e-5, 1.0, 200.0])
+def test_what_vanishes_or_overflows_in_float16_has_its_gradient(
+    magnitude: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    found, expected = backend_of(_in("fp16"), 1), backend_of(CONFIG, 1)
+    with caplog.at_level("INFO"):
+        answers = [_gradient(backend, 0, magnitude) for backend in (found, expected)]
+    assert (OVERFLOWS in caplog.text) == (magnitude > 1.0)
+    assert _error(sums_of([found]), sums_of([expected])) < 1e-2
+    assert _error({"answer": answers[0]}, {"answer": answers[1]}) < 1e-2
+
+
+def test_an_overflow_of_the_last_stage_is_computed_again(caplog: pytest.LogCaptureFixture) -> None:
+    sums = []
+    for autocast in ("fp16", "off"):
+        backend = backend_of(_in(autocast), 2)
+        with torch.no_grad():
+            # The gradient of a hidden state goes through the head's matrix.
+            backend.weights.version.parameters["head.output.weight"].mul_(30_000.0)
+        inputs = {TOKENS: tokens_of(0), HIDDEN: hidden_of(0)}
+        with caplog.at_level("INFO"):
+            loss, gradient, _ = backend.forward_loss(0, 0, inputs, accumulate=True)
+        sums.append({**sums_of([backend]), "answer": arrived(gradient)})
+        assert loss > 0.0
+    assert OVERFLOWS in caplog.text
+    assert _error(sums[0], sums[1]) < 1e-2
+
+
+def test_a_custom_class_gets_scaled_gradients_of_the_same_loss() -> None:
+    logits = torch.nn.Linear(4, 8)
+    hidden_BTD, targets_BT = torch.randn(2, 3, 4), torch.arange(6).reshape(2, 3)
+    parameters = dict(logits.named_parameters())
+    losses = [stage_loss(logits, parameters, hidden_BTD, targets_BT, gradient_scale=scale) for scale in (1.0, 8.0)]
+    plain, scaled = (torch.autograd.grad(loss, list(parameters.values())) for loss in losses)
+    assert torch.equal(*losses)
+    assert all(torch.equal(8 * a, b) for a, b in zip(plain, scaled, strict=True))
+
+
+def test_what_is_rolled_back_is_computed_with_the_scale_that_it_had() -> None:
+    """The tiny gradient would be a coarse one with the scale that the large one leaves behind."""
+    backend, tiny = backend_of(_in("fp16"), 1), 1e-5
+    forward = backend.forward(0, 0, {TOKENS: tokens_of(0), HIDDEN: hidden_of(0)})
+    _, leaving = backend.backward(forward, hidden_of(100) * tiny, accumulate=True)
+    assert leaving is not None
+    before = sums_of([backend])
+    _gradient(backend, 1, 200.0, accumulate=False)
+    _gradient(backend, 2, tiny)
+    second = {name: value - before[name] for name, value in sums_of([backend]).items()}
+    backend.roll_back([leaving])
+    assert _error(sums_of([backend]), second) < 1e-5
+
+
+def test_a_gradient_that_no_scale_mends_is_refused_and_spoils_no_other() -> None:
+    backend, fresh = backend_of(_in("fp16"), 1), backend_of(_in("fp16"), 1)
+    with pytest.raises(MalformedMessage, match="the gradient is not finite, whatever its scale"):
+        _gradient(backend, 0, float("nan"))
+    for each in (backend, fresh):
+        _gradient(each, 1, 1e-5)
+    assert all(torch.equal(value, sums_of([fresh])[name]) for name, value in sums_of([backend]).items())
+    assert backend.budget.num_kept == 0
+
+
+def test_a_run_of_mixed_types_learns_as_one_in_bfloat16() -> None:
+    config = dataclasses.replace(
+        CONFIG,
+        rounds=RoundsConfig(setting="synchronous", round_samples=4),
+        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_samples=0),
+    )
+    bf16 = _losses([chain_of(_in("bf16", config)), chain_of(_in("bf16", config))])
+    mixed = [backend_of(_in("off" if stage == 0 else "fp16", config), stage) for stage in range(3)]
+    found = _losses([mixed, chain_of(config)])
+    assert bf16[-1] < bf16[0] - 0.5
+    assert found == pytest.approx(bf16, abs=1e-3)
+
+
+def _losses(chains: Sequence[Sequence[StageBackend]]) -> list[float]:
+    """The mean losses of 30 rounds, in which each replica has one of two microbatches that are always the same."""
+    losses = []
+    for number in range(30):
+        results = [run_microbatch(chain, place, round_number=number) for place, chain in enumerate(chains)]
+        losses.append(sum(loss for loss, _ in results) / len(results))
+        for chain, (_, entries) in zip(chains, results, strict=True):
+            for backend, entry in zip(chain, entries, strict=True):
+                backend.settle(entry)
+        averages = []
+        for replicas in zip(*chains, strict=True):
+            ours, theirs = (replica.weights.close().tensors for replica in replicas)
+            averages.append({name: (value + theirs[name]) / 2 for name, value in ours.items()})
+        norm = sum(optim.squared_norm(average.values()) for average in averages)
+        for chain in chains:
+            for backend, average in zip(chain, averages, strict=True):
+                backend.weights.commit(average, total_squared_norm=norm, num_samples=4, num_members=2, lineage="")
+    return losses
