@@ -7,6 +7,7 @@ bytes of UTF-8, or any tokenizer.json with what the tokenizer_config.json beside
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,15 @@ TokenIds = npt.NDArray[np.unsignedinteger[Any]]
 """Token ids, unsigned, as narrow as the vocabulary allows."""
 
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+
+
+_PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
+_BYTES_OF_LETTERS = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(256 + number): byte for number, byte in enumerate(byte for byte in range(256) if byte not in _PRINTABLE)
+}
+"""The byte for each letter in which GPT-2's tokenizer, and all that are made like it, write bytes."""
+_BYTE = re.compile("<0x([0-9A-F]{2})>")
+"""A token of one byte in tokenizers that are made like sentencepiece's."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
@@ -76,6 +86,10 @@ class ByteTokenizer:
         """
         known = np.asarray(ids, dtype=np.int64)
         return known[known < self.vocab_size].astype(np.uint8).tobytes().decode(errors="replace")
+
+    def bytes_of(self, token: int) -> bytes:
+        """What a token adds to a text, which may be a part of a character; empty if the tokenizer doesn't know it."""
+        return bytes([token]) if token < self.vocab_size else b""
 
 
 class JsonTokenizer:
@@ -184,6 +198,18 @@ class JsonTokenizer:
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer[Any]], *, with_special: bool = True) -> str:
         return str(self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=not with_special))
+
+    def bytes_of(self, token: int) -> bytes:
+        # Many decoders leave out the space before the first word.
+        text = self.decode([token, token]).removeprefix(self.decode([token]))
+        if "\N{REPLACEMENT CHARACTER}" not in text:
+            return text.encode()
+        written = self._tokenizer.id_to_token(token) or ""
+        if found := _BYTE.fullmatch(written):
+            return bytes.fromhex(found[1])
+        if all(letter in _BYTES_OF_LETTERS for letter in written):
+            return bytes(_BYTES_OF_LETTERS[letter] for letter in written)
+        return written.encode()
 
 
 def _content(token: Any) -> str:

@@ -13,9 +13,9 @@ from typing import Protocol
 
 import torch
 
-from swarm.generation.choice import choose
+from swarm.generation.choice import Scorer, choose
 from swarm.generation.room import Room
-from swarm.generation.sampling import Sampling
+from swarm.generation.sampling import Sampling, Scores
 from swarm.machine.words import counted
 from swarm.model.attention import CacheRows, KeyValueCache
 from swarm.model.transformer import Transformer
@@ -38,10 +38,16 @@ class Engine(Protocol):
         """The round of the weights that continue the newest sequence, or one that begins now; None if not known."""
         ...
 
-    def generate(self, prompt: Sequence[int], sampling: Sampling, max_tokens: int) -> AsyncGenerator[int, None]:
+    def generate(
+        self, prompt: Sequence[int], sampling: Sampling, max_tokens: int, scores: Scores | None = None
+    ) -> AsyncGenerator[int, None]:
         """Continue a prompt of at least one token, token by token, until the caller stops or `max_tokens` are computed.
 
         Closing the iterator frees what is kept for the sequence.
+
+        Args:
+            max_tokens: with 0, only the prompt is scored.
+            scores: gets a token's scores before that token comes, and may be ahead of the caller.
 
         Raises:
             ValueError: the prompt is empty, or together with `max_tokens` longer than `longest`.
@@ -85,50 +91,68 @@ class LocalEngine:
                 if not begun:
                     await self._changed.wait()
                     continue
-                try:
-                    await loop.run_in_executor(thread, self._compute, begun)
-                except Exception as error:  # noqa: BLE001 - such as out of memory; the callers raise it
-                    for sequence in begun:
-                        sequence.fail(error)
+                await loop.run_in_executor(thread, self._compute, begun)
                 for sequence in begun:
                     sequence.deliver()
 
-    async def generate(self, prompt: Sequence[int], sampling: Sampling, max_tokens: int) -> AsyncGenerator[int, None]:
+    async def generate(
+        self, prompt: Sequence[int], sampling: Sampling, max_tokens: int, scores: Scores | None = None
+    ) -> AsyncGenerator[int, None]:
         require_room(self, prompt, max_tokens)
         async with self._room.taken(len(prompt) + max_tokens):
-            sequence = _Sequence(prompt, sampling, max_tokens)
+            sequence = _Sequence(prompt, sampling, max_tokens, scores)
             self._sequences.append(sequence)
             try:
-                for _ in range(max_tokens):
+                for _ in range(num_chosen(max_tokens, scores)):
                     self._changed.set()
-                    yield await sequence.next_token()
+                    token = await sequence.next_token()
+                    if max_tokens:
+                        yield token
             finally:
                 self._sequences.remove(sequence)
 
-    @torch.inference_mode()
     def _compute(self, sequences: Sequence["_Sequence"]) -> None:
         """Compute a token for each sequence whose prompt is done, and a piece of the first prompt that is not."""
         if together := [sequence for sequence in sequences if sequence.num_new == 1]:
-            tokens_B1 = torch.tensor([sequence.tokens[-1:] for sequence in together])
-            logits_B1V = self._model(tokens_B1, cache=CacheRows([sequence.cache for sequence in together]))
-            for sequence, logits_1V in zip(together, logits_B1V, strict=True):
-                sequence.append(logits_1V[-1])
+            self._go_on(together)
         if (prompt := next((sequence for sequence in sequences if sequence.num_new > 1), None)) is not None:
-            first = prompt.cache.num_positions
-            piece_1T = torch.tensor([prompt.tokens[first : first + self._piece_tokens]])
-            logits_11V = self._model(piece_1T, cache=prompt.cache)
-            if prompt.num_new == 0:
-                prompt.append(logits_11V[0, -1])
+            self._go_on([prompt])
+
+    @torch.inference_mode()
+    def _go_on(self, sequences: Sequence["_Sequence"]) -> None:
+        """Compute the next positions of one sequence, or one position of each. If that fails, such as for lack of
+        memory, each is computed alone, so that the error is only told to the callers that it concerns."""
+        before = [sequence.cache.num_positions for sequence in sequences]
+        caches = [sequence.cache for sequence in sequences]
+        pieces = [sequence.next_piece(self._piece_tokens) for sequence in sequences]
+        num_logits = max(sequence.num_logits(len(piece)) for sequence, piece in zip(sequences, pieces, strict=True))
+        try:
+            cache = caches[0] if len(caches) == 1 else CacheRows(caches)
+            logits_BNV = self._model(torch.tensor(pieces), cache=cache, num_logits=num_logits)
+        except Exception as error:  # noqa: BLE001 - the caller raises it
+            if len(sequences) == 1:
+                sequences[0].fail(error)
+                return
+        else:
+            for sequence, piece, logits_NV in zip(sequences, pieces, logits_BNV, strict=True):
+                sequence.take(piece, logits_NV)
+            return
+        # By now the failed computation has given its memory back.
+        for sequence, num_positions in zip(sequences, before, strict=True):
+            sequence.cache.rewind(num_positions)
+            self._go_on([sequence])
 
 
 class _Sequence:
     """One sequence under way. The compute thread appends its tokens, and `deliver` passes them to the caller."""
 
-    def __init__(self, prompt: Sequence[int], sampling: Sampling, max_tokens: int) -> None:
+    def __init__(self, prompt: Sequence[int], sampling: Sampling, max_tokens: int, scores: Scores | None) -> None:
         self.tokens = list(prompt)
         self.cache = KeyValueCache(len(prompt) + max_tokens)
         self._sampling = sampling
-        self._num_left = max_tokens
+        self._scores = scores
+        self._scorer = None if scores is None else Scorer(scores.scoring)
+        self._num_left = num_chosen(max_tokens, scores)
         self._ready = deque[int]()
         self._num_delivered = len(prompt)
         self._error: Exception | None = None
@@ -144,13 +168,34 @@ class _Sequence:
         """Whether the next token of this sequence is to be computed now."""
         return self._num_left > 0 and len(self._ready) < _MOST_AHEAD and self._error is None
 
-    def append(self, logits_V: torch.Tensor) -> None:
-        """Choose the next token."""
-        self.tokens.append(choose(logits_V, self._sampling, len(self.tokens)))
-        self._num_left -= 1
+    def next_piece(self, most_tokens: int) -> list[int]:
+        """The tokens at the positions that are computed next."""
+        first = self.cache.num_positions
+        return self.tokens[first : first + most_tokens]
+
+    def num_logits(self, count: int) -> int:
+        """How many of the next positions' logits are needed."""
+        return 1 if self._scorer is None else self._scorer.num_logits(count)
+
+    def take(self, piece: Sequence[int], logits_NV: torch.Tensor) -> None:
+        """Score a piece's tokens, and choose the next one at the end of the prompt."""
+        try:
+            if self._scorer is not None:
+                self._scorer.add_positions(piece, logits_NV)
+            if self.num_new == 0:
+                token = choose(logits_NV[-1], self._sampling, len(self.tokens))
+                if self._scorer is not None:
+                    self._scorer.add_chosen(token)
+                self.tokens.append(token)
+                self._num_left -= 1
+        except Exception as error:  # noqa: BLE001 - the caller raises it
+            self.fail(error)
 
     def deliver(self) -> None:
         """Pass the computed tokens to the caller."""
+        if self._scorer is not None and self._scores is not None:
+            new = self._scorer.take()
+            self._scores.extend_from(new, len(new))
         self._ready.extend(self.tokens[self._num_delivered :])
         self._num_delivered = len(self.tokens)
         if self._ready or self._error is not None:
@@ -168,6 +213,12 @@ class _Sequence:
             self._arrived.clear()
             await self._arrived.wait()
         return self._ready.popleft()
+
+
+def num_chosen(max_tokens: int, scores: Scores | None) -> int:
+    """How many tokens are chosen for a sequence. The prompt's scores come with the token after it, even if that one is
+    not wanted."""
+    return max_tokens if scores is None else max(1, max_tokens)
 
 
 def require_room(engine: Engine, prompt: Sequence[int], max_tokens: int) -> None:

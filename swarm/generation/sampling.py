@@ -1,10 +1,21 @@
-"""The parameters with which tokens are chosen. generation/choice chooses them; this file needs no torch."""
+"""What is asked of a model's logits: how tokens are chosen, and which scores are told.
+
+generation/choice chooses and scores them; this file needs no torch.
+"""
 
 import math
-from dataclasses import dataclass
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 MOST_TOP_K = 2**31
 """More than any vocabulary has."""
+MOST_TOP = 20
+"""The most of the likeliest tokens that are told for a position."""
+MOST_SCORES = 1 << 18
+"""The most scores that are told at once: about a megabyte in each list of a message."""
+BYTES_OF_SCORE = 12
+"""The most bytes that are kept of a score: of a token, and of one of the likeliest with its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,3 +41,74 @@ class Sampling:
             raise ValueError(f"top_p must be from 0 to 1, not {self.top_p}")
         if not 0 <= self.top_k < MOST_TOP_K:
             raise ValueError(f"top_k must be at least 0 and below {MOST_TOP_K}, not {self.top_k}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """Which tokens of a sequence are scored.
+
+    Attributes:
+        first: the position of the first one.
+        num_top: how many of the likeliest tokens are told for each.
+    """
+
+    first: int
+    num_top: int
+
+    def __post_init__(self) -> None:
+        if self.first < 1:
+            raise ValueError("nothing says how likely the first token of a sequence is")
+        if not 0 <= self.num_top <= MOST_TOP:
+            raise ValueError(f"at most {MOST_TOP} of the likeliest tokens are told, not {self.num_top}")
+
+    def num_scores(self, num_positions: int) -> int:
+        """How many tokens are told for a sequence of this length."""
+        return max(0, num_positions - self.first) * max(1, self.num_top)
+
+
+def require_few(num_scores: int) -> None:
+    """Raise ValueError for more scores than are told at once."""
+    if num_scores > MOST_SCORES:
+        raise ValueError(
+            f"{num_scores} log-probabilities are wanted, and at most {MOST_SCORES} are told at once: ask for fewer "
+            "prompts, or fewer of the likeliest tokens"
+        )
+
+
+@dataclass(eq=False)
+class Scores:
+    """How likely the tokens of a sequence were, by the model alone: temperature and the like do not count.
+
+    Attributes:
+        logprobs: the logarithm of each token's probability, from position `scoring.first` on.
+        top: the likeliest tokens at each of these positions, the likeliest first.
+        top_logprobs: the logarithms of their probabilities.
+    """
+
+    scoring: Scoring
+    logprobs: "array[float]" = field(default_factory=lambda: array("f"))
+    top: "array[int]" = field(default_factory=lambda: array("I"))
+    top_logprobs: "array[float]" = field(default_factory=lambda: array("f"))
+
+    def __len__(self) -> int:
+        return len(self.logprobs)
+
+    def extend(self, logprobs: Sequence[float], top: Sequence[int], top_logprobs: Sequence[float]) -> None:
+        """Add the next tokens' scores, those of the likeliest in one list."""
+        self.logprobs.extend(logprobs)
+        self.top.extend(top)
+        self.top_logprobs.extend(top_logprobs)
+
+    def extend_from(self, other: "Scores", num_last: int) -> None:
+        """Add the last scores of others."""
+        skipped = len(other) - num_last
+        skipped_top = skipped * self.scoring.num_top
+        self.extend(other.logprobs[skipped:], other.top[skipped_top:], other.top_logprobs[skipped_top:])
+
+    def at(self, position: int) -> tuple[float, list[tuple[int, float]]] | None:
+        """The score of the token at a position, and the likeliest tokens with theirs; None if it has none."""
+        index, num_top = position - self.scoring.first, self.scoring.num_top
+        if not 0 <= index < len(self):
+            return None
+        top = slice(index * num_top, (index + 1) * num_top)
+        return self.logprobs[index], list(zip(self.top[top], self.top_logprobs[top], strict=True))

@@ -1,5 +1,6 @@
 """Turns a stream of tokens into text as they come, and finds where the text ends."""
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from typing import Literal
 
@@ -57,6 +58,8 @@ class Writing:
 
     Attributes:
         num_tokens: the number of tokens that were read, an end token included.
+        tokens: these tokens, after those of the prompt if the text begins with it.
+        offsets: for each of these, how many characters the text before it has.
         finish_reason: once the text has ended: `stop` if an end token or a stop string came, `length` if no tokens
             were left.
     """
@@ -70,41 +73,60 @@ class Writing:
         end_tokens: Collection[int] = (),
         stops: Sequence[str] = (),
         with_special: bool = False,
+        echoes: bool = False,
     ) -> None:
         """
         Args:
             tokens: the caller closes this iterator.
             prompt: the tokens before these.
             with_special: see TextStream.
+            echoes: whether the text begins with the prompt, in which neither end tokens nor stops are looked for.
         """
         self.num_tokens = 0
+        self.tokens: list[int] = []
+        self.offsets: list[int] = []
         self.finish_reason: Literal["stop", "length"] = "length"
-        self._tokens = tokens
-        self._stream = TextStream(tokenizer, prompt, with_special=with_special)
+        self._next_tokens = tokens
+        self._echoed = prompt if echoes else ()
+        self._stream = TextStream(tokenizer, () if echoes else prompt, with_special=with_special)
+        self._num_characters = 0
         self._end_tokens = end_tokens
         self._stops = stops
 
     async def pieces(self) -> AsyncGenerator[str, None]:
         """Yield the text piece by piece. If the end of a piece may be the beginning of a stop string, that end is held
         back until more tokens come."""
-        held = ""
-        async for token in self._tokens:
+        said = held = ""
+        if self._echoed:
+            said = await asyncio.to_thread(lambda: "".join(map(self._push, self._echoed)))
+        async for token in self._next_tokens:
             self.num_tokens += 1
             if token in self._end_tokens:
+                self._note(token)
                 self.finish_reason = "stop"
                 break
-            held += self._stream.push(token)
+            held += self._push(token)
             if any(stop in held for stop in self._stops):
                 break
             keep = _may_begin(held, self._stops)
             if len(held) > keep:
-                yield held[: len(held) - keep]
-                held = held[len(held) - keep :]
+                yield said + held[: len(held) - keep]
+                said, held = "", held[len(held) - keep :]
         held += self._stream.rest()
         if found := [held.index(stop) for stop in self._stops if stop in held]:
             self.finish_reason, held = "stop", held[: min(found)]
-        if held:
-            yield held
+        if said or held:
+            yield said + held
+
+    def _push(self, token: int) -> str:
+        self._note(token)
+        text = self._stream.push(token)
+        self._num_characters += len(text)
+        return text
+
+    def _note(self, token: int) -> None:
+        self.tokens.append(token)
+        self.offsets.append(self._num_characters)
 
 
 def _may_begin(text: str, stops: Sequence[str]) -> int:

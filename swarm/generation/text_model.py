@@ -14,7 +14,7 @@ from swarm.data.end_tokens import end_tokens
 from swarm.data.tokenizers import Tokenizer
 from swarm.errors import Overloaded
 from swarm.generation.engine import Engine
-from swarm.generation.sampling import Sampling
+from swarm.generation.sampling import Sampling, Scores
 from swarm.generation.text import Writing
 
 TURN_SECONDS = 30.0
@@ -53,16 +53,20 @@ class TextModel:
         stops: Sequence[str] = (),
         *,
         with_special: bool = False,
+        echoes: bool = False,
+        scores: Scores | None = None,
     ) -> AsyncIterator[Writing]:
         """Continue a prompt inside the block. At the block's end, what the engine keeps for the text is freed.
 
         Args:
             with_special: whether special tokens are part of the text.
+            echoes: whether the text begins with the prompt.
+            scores: see Engine.generate.
 
         Raises:
             ValueError, SwarmError: as Engine.generate does; they come with the first piece.
         """
-        async with aclosing(self.engine.generate(prompt, sampling, max_tokens)) as tokens:
+        async with aclosing(self.engine.generate(prompt, sampling, max_tokens, scores)) as tokens:
             yield Writing(
                 tokens,
                 self.tokenizer,
@@ -70,6 +74,7 @@ class TextModel:
                 end_tokens=self.end_tokens,
                 stops=stops,
                 with_special=with_special,
+                echoes=echoes,
             )
 
     async def conversation(self, messages: Sequence[Message]) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from swarm.errors import PeerUnavailable, SwarmError
 from swarm.hop.retries import HopLimits
-from swarm.hop.session import Order, Piece, Token, pack_pieces, pack_sampling
+from swarm.hop.session import Order, Piece, Token, pack_pieces, pack_sampling, unpack_token
 from swarm.rpc.stream import Stream
 from swarm.rpc.v1 import generation_pb2 as pb
 from swarm.rpc.v1 import stage_pb2
@@ -28,8 +28,11 @@ class SessionCall:
         rounds: the rounds whose weights are used at this peer's stage and at all later ones.
     """
 
-    def __init__(self, stream: Stream, peer: PeerRecord, rounds: Sequence[int], silence_seconds: float) -> None:
+    def __init__(
+        self, stream: Stream, peer: PeerRecord, order: Order, rounds: Sequence[int], silence_seconds: float
+    ) -> None:
         self.peer = peer
+        self._order = order
         self.rounds = tuple(rounds)
         self._stream = stream
         self._silence_seconds = silence_seconds
@@ -61,7 +64,7 @@ class SessionCall:
                 while True:
                     reply = await stream.read(self._silence_seconds)
                     if reply.HasField("sampled"):
-                        return Token(reply.sampled.position, reply.sampled.token)
+                        return unpack_token(reply.sampled, self._order)
         except asyncio.CancelledError:
             # When `send` fails it ends the stream, which the task that reads sees as a cancellation.
             task = asyncio.current_task()
@@ -101,6 +104,8 @@ class SessionCalls:
             address=self._address, rounds=rounds, newest_round=newest_round, num_positions=order.num_positions,
             sampling=pack_sampling(order.sampling), standby=standby,
         )  # fmt: skip
+        if order.scoring is not None:
+            opening.scoring.CopyFrom(pb.Scoring(first=order.scoring.first, num_top=order.scoring.num_top))
         async with Stream(self._stub(record).Generate()) as stream:
             await stream.write(pb.GenerateRequest(open=opening), self._limits.open_seconds)
             # The peer gives signs of life while it opens the session at later stages.
@@ -109,4 +114,4 @@ class SessionCalls:
                     raise PeerUnavailable("a token came before the session was opened")
             if not reply.opened.rounds:
                 raise PeerUnavailable("an answer without the rounds that are used")
-        return SessionCall(stream, record, reply.opened.rounds, self._limits.silence_seconds)
+        return SessionCall(stream, record, order, reply.opened.rounds, self._limits.silence_seconds)

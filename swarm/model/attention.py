@@ -151,6 +151,11 @@ class KeyValueCache:
         """Note that every layer now has `count` more positions."""
         self.num_positions += count
 
+    def rewind(self, num_positions: int) -> None:
+        """Forget all positions but the first ones, for example those of a computation that failed half-way."""
+        assert num_positions <= self.num_positions
+        self.num_positions = num_positions
+
     def attend(self, layer: str, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
         """Attention of the next T positions to all cached ones and to each other; their keys and values are cached."""
         return attention(q_BHTK, *self._extend(layer, k_BGTK, v_BGTK))

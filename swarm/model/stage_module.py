@@ -95,6 +95,7 @@ class StageModule(nn.Module):
         tokens_BT: Tensor | None = None,
         documents_BT: Tensor | None = None,
         cache: KeyValueCache | CacheRows | None = None,
+        num_logits: int = 1,
         targets_BT: Tensor | None = None,
         gradient_scale: float = 1.0,
     ) -> Tensor:
@@ -108,13 +109,13 @@ class StageModule(nn.Module):
             tokens_BT: int64, for later stages of a model with a bottleneck.
             documents_BT: the document of each token, if rows have several (see Documents).
             cache: when text is generated, the cache of the earlier positions; these positions are added to it.
+            num_logits: with a cache, of how many positions the last stage gives logits: the last ones.
             targets_BT: int64, for the last stage, with NO_TARGET where a position has no target.
             gradient_scale: with targets, all gradients become those of the loss times this.
 
         Returns:
             Before the last stage: hidden_BTR. At the last stage with targets: the sum of their losses in nats, a
-            scalar. At the last stage without targets: logits_BTV; with a cache only those of the last position. Always
-            float32.
+            scalar. At the last stage without targets: logits_BTV. Always float32.
         """
         num_positions, device = inputs.shape[1], inputs.device
         reach = cache if documents_BT is None else Documents(documents_BT)
@@ -144,7 +145,7 @@ class StageModule(nn.Module):
             if cache is not None:
                 cache.advance(num_positions)
             if self.head is not None:
-                hidden_BTR = hidden_BTR if cache is None else hidden_BTR[:, -1:]
+                hidden_BTR = hidden_BTR if cache is None else hidden_BTR[:, -num_logits:]
                 embedding_VD = None if self.embedding is None else self.embedding.weight
                 hidden_BTR = self.head(hidden_BTR, embedding_VD, targets_BT, gradient_scale)
         return hidden_BTR.float()

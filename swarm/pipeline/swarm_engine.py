@@ -9,9 +9,9 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from swarm.config import RunConfig
-from swarm.errors import RoundGone
-from swarm.generation.engine import require_room
-from swarm.generation.sampling import Sampling
+from swarm.errors import PeerUnavailable, RoundGone
+from swarm.generation.engine import num_chosen, require_room
+from swarm.generation.sampling import Sampling, Scores
 from swarm.hop.continuation import Continuation
 from swarm.hop.hop import Hop
 from swarm.hop.session import Order, Token, pieces_of
@@ -44,13 +44,16 @@ class SwarmEngine:
         self._vocab_size = config.model.vocab_size
         self.longest = config.model.max_positions or config.data.sequence_length
 
-    async def generate(self, prompt: Sequence[int], sampling: Sampling, max_tokens: int) -> AsyncGenerator[int, None]:
+    async def generate(
+        self, prompt: Sequence[int], sampling: Sampling, max_tokens: int, scores: Scores | None = None
+    ) -> AsyncGenerator[int, None]:
         """Write text as Engine.generate does, with the weights of one round, while training goes on.
 
         If no peer holds these any more, the text goes on with the newest ones, and the log says so.
 
         Raises:
-            ValueError: the prompt is empty, too long, or has a token that is not in the vocabulary.
+            ValueError: the prompt is empty, too long, or has a token that is not in the vocabulary; or too
+                many scores are wanted.
             Overloaded: the swarm has no room for one more session.
             SwarmError: a stage has no peer, or too many failed.
         """
@@ -58,18 +61,36 @@ class SwarmEngine:
         if not all(0 <= token < self._vocab_size for token in prompt):
             raise ValueError(f"a token of the prompt is outside the vocabulary of {self._vocab_size}")
         tokens = list(prompt)
-        order = Order(sampling=sampling, num_positions=len(prompt) + max_tokens, vocab_size=self._vocab_size)
-        while len(tokens) < order.num_positions:
-            session, num_before = _Session(self._hop.continuation(order), tokens, max_tokens), len(tokens)
+        num_left = num_chosen(max_tokens, scores)
+        order = Order(
+            sampling=sampling,
+            num_positions=len(prompt) + max_tokens,
+            vocab_size=self._vocab_size,
+            scoring=None if scores is None else scores.scoring,
+        )
+        while num_left:
+            session, num_before = _Session(self._hop.continuation(order), tokens, num_left), len(tokens)
             try:
                 async with aclosing(session.tokens()) as stream:
-                    async for token in stream:
+                    async for heard in stream:
                         if len(tokens) == num_before:
                             self.round = session.round
-                        tokens.append(token)
-                        yield token
+                        if scores is not None:
+                            _add(scores, heard)
+                        tokens.append(heard.token)
+                        num_left -= 1
+                        if max_tokens:
+                            yield heard.token
             except RoundGone as error:
                 logger.warning("the text goes on with the newest weights: %s", error)
+
+
+def _add(scores: Scores, heard: Token) -> None:
+    """Add the scores that came with a token, without those that are there already. Raises PeerUnavailable."""
+    num_missing = heard.position + 1 - scores.scoring.first - len(scores)
+    if heard.scores is None or len(heard.scores) < num_missing:
+        raise PeerUnavailable(f"{num_missing} scores are missing from what a peer of the last stage sent")
+    scores.extend_from(heard.scores, num_missing)
 
 
 class _Session:
@@ -86,13 +107,13 @@ class _Session:
         """The round whose weights stage 0 uses; None until it has said so."""
         return next(iter(self._continuation.rounds), None)
 
-    async def tokens(self) -> AsyncGenerator[int, None]:
+    async def tokens(self) -> AsyncGenerator[Token, None]:
         """Yield the tokens that follow the prompt. Closing the iterator ends the session at all stages."""
         # A task group would cancel the caller between two tokens. Instead this task is always ended below.
         running = asyncio.create_task(self._run())
         try:
             while (heard := await self._heard.get()) is not None:
-                yield heard.token
+                yield heard
             await running
         finally:
             running.cancel()

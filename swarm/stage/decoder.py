@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from swarm.config import RunConfig
-from swarm.errors import MalformedMessage
-from swarm.generation.choice import choose
+from swarm.generation.choice import Scorer, choose
+from swarm.generation.sampling import BYTES_OF_SCORE
 from swarm.hop.session import Order, Piece, Token
 from swarm.model.attention import CacheRows, KeyValueCache, cache_bytes
 from swarm.model.stage_module import StageModule
@@ -39,6 +39,8 @@ class Computed:
     order: Order
     held: HeldRound
     cache: KeyValueCache
+    scorer: Scorer | None = None
+    """Used at the last stage."""
 
 
 @dataclass(eq=False)
@@ -94,22 +96,17 @@ class Decoder:
 
     def _run(self, steps: list[_Step]) -> None:
         wanted = [step for step in steps if step.future.set_running_or_notify_cancel()]
-        try:
-            inputs = [(step, hidden) for step in wanted if (hidden := self._inputs(step)) is not None]
-            if inputs:
-                self._compute([step for step, _ in inputs], torch.cat([hidden for _, hidden in inputs]))
-        except BaseException as error:  # noqa: BLE001 - the callers raise it
-            for step in wanted:
-                if not step.future.done():
-                    step.future.set_exception(error)
+        inputs = [(step, hidden) for step in wanted if (hidden := self._inputs(step)) is not None]
+        if inputs:
+            self._compute([step for step, _ in inputs], [hidden for _, hidden in inputs])
 
     def _inputs(self, step: _Step) -> torch.Tensor | None:
-        """The module's input for a step. If it cannot be decoded, None, and the step's caller gets the error."""
-        if self._is_first:
-            return self._staging.upload(torch.tensor([step.tokens]))
+        """The module's input for a step. If there is none, None, and the step's caller gets the error."""
         try:
+            if self._is_first:
+                return self._staging.upload(torch.tensor([step.tokens]))
             return torch.cat([self._decode(piece) for piece in step.hidden], dim=1)
-        except MalformedMessage as error:
+        except BaseException as error:  # noqa: BLE001 - the caller raises it
             step.future.set_exception(error)
             return None
 
@@ -120,31 +117,68 @@ class Decoder:
         return self._boundary.decode(wire, 1, len(piece.tokens), self._staging)
 
     @torch.inference_mode()
-    def _compute(self, steps: list[_Step], inputs: torch.Tensor) -> None:
+    def _compute(self, steps: Sequence[_Step], inputs: Sequence[torch.Tensor]) -> None:
+        """Compute steps side by side. If that fails, such as for lack of memory, each is computed alone, so that the
+        error is only told to the callers that it concerns."""
+        before = [step.computed.cache.num_positions for step in steps]
+        try:
+            outputs = self._outputs(steps, torch.cat(list(inputs)))
+        except BaseException as error:  # noqa: BLE001 - the caller raises it
+            if len(steps) == 1:
+                steps[0].future.set_exception(error)
+                return
+        else:
+            for step, output in zip(steps, outputs.chunk(len(steps)), strict=True):
+                self._answer(step, output)
+            return
+        # By now the failed computation has given its memory back.
+        for step, num_positions, hidden in zip(steps, before, inputs, strict=True):
+            step.computed.cache.rewind(num_positions)
+            self._compute([step], [hidden])
+
+    def _outputs(self, steps: Sequence[_Step], inputs: torch.Tensor) -> torch.Tensor:
         held = steps[0].computed.held
         caches = [step.computed.cache for step in steps]
         cache = caches[0] if len(caches) == 1 else CacheRows(caches)
         arguments: dict[str, Any] = {"dropout_key": None, "cache": cache}
         if self._config.model.bottleneck_dim and not self._is_first:
             arguments["tokens_BT"] = self._staging.upload(torch.tensor([step.tokens for step in steps]))
+        if (scorer := steps[0].computed.scorer) is not None:
+            arguments["num_logits"] = scorer.num_logits(len(steps[0].tokens))
         assert isinstance(self._module, StageModule), "no session is taken for another one"
         outputs: torch.Tensor = held.module(self._module, self._device)(inputs, **arguments)
-        for step, output in zip(steps, outputs.chunk(len(steps)), strict=True):
-            step.future.set_result(self._sampled(step, output[0, -1]) if self._is_last else self._encode(step, output))
+        return outputs
 
-    def _sampled(self, step: _Step, logits_V: torch.Tensor) -> Token | None:
+    def _answer(self, step: _Step, output: torch.Tensor) -> None:
+        """Give a step's caller what was computed, or the error."""
+        try:
+            answer = self._chosen(step, output[0]) if self._is_last else self._encode(step, output)
+        except BaseException as error:  # noqa: BLE001 - the caller raises it
+            step.future.set_exception(error)
+        else:
+            step.future.set_result(answer)
+
+    def _chosen(self, step: _Step, logits_NV: torch.Tensor) -> Token | None:
+        order, scorer = step.computed.order, step.computed.scorer
+        if scorer is not None:
+            scorer.add_positions(step.tokens, logits_NV)
         if not step.sample:
             return None
         position = step.computed.cache.num_positions
-        return Token(position, choose(logits_V, step.computed.order.sampling, position))
+        token = choose(logits_NV[-1], order.sampling, position)
+        if scorer is None:
+            return Token(position, token)
+        scorer.add_chosen(token)
+        return Token(position, token, scorer.take())
 
     def _encode(self, step: _Step, output_1TR: torch.Tensor) -> Piece:
         wire = self._boundary.encode(output_1TR, self._staging).wait().contiguous()
         return Piece(step.tokens, wire.reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
-def session_bytes(config: RunConfig, stage: int, num_positions: int) -> int:
-    """The most bytes that a session takes at a stage: keys and values in float32, and the hidden states that it sends
-    on."""
-    kept = cache_bytes(config.model, len(layer_ranges(config)[stage]))
-    return num_positions * (kept + boundary_of(config).spec(1, 1).num_bytes)
+def session_bytes(config: RunConfig, stage: int, order: Order) -> int:
+    """The most bytes that a session takes at a stage: keys and values in float32, the hidden states that it sends on,
+    and scores."""
+    kept = cache_bytes(config.model, len(layer_ranges(config)[stage])) + boundary_of(config).spec(1, 1).num_bytes
+    num_scores = 0 if order.scoring is None else order.scoring.num_scores(order.num_positions)
+    return order.num_positions * kept + num_scores * BYTES_OF_SCORE

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from swarm.errors import MalformedMessage, NotReady
+from swarm.generation.choice import Scorer
 from swarm.hop.session import Order, unpack_order
 from swarm.model.attention import KeyValueCache
 from swarm.rpc.address import check_address
@@ -85,12 +86,13 @@ class GenerationServicer(GenerationServiceServicer):
             raise NotReady("this peer is joining or leaving")
         with ExitStack() as stack:
             stack.enter_context(self._sessions.taken(name))
-            stack.enter_context(self._bytes.taken(name, session_bytes(self._config, stage, order.num_positions)))
+            stack.enter_context(self._bytes.taken(name, session_bytes(self._config, stage, order)))
             held = stack.enter_context(self._stage.held_rounds.held(await self._round(opening, name), name))
             later = None
             if self._hop is not None:
                 later = self._hop.continuation(order, rounds=tuple(opening.rounds[1:]), newest_round=held.number)
-            computed = Computed(order, held, KeyValueCache(order.num_positions))
+            scorer = None if order.scoring is None else Scorer(order.scoring)
+            computed = Computed(order, held, KeyValueCache(order.num_positions), scorer)
             session = Session(
                 caller, computed, self._decoder, boundary=self._boundary, is_first=stage == 0, continuation=later,
                 on_token=self._count_token,
@@ -102,8 +104,8 @@ class GenerationServicer(GenerationServiceServicer):
         if config.model.custom_class:
             raise MalformedMessage("model.custom_class keeps no keys and values: a run with one generates no text")
         longest = config.model.max_positions or config.data.sequence_length
-        if not 2 <= opening.num_positions <= longest:
-            raise MalformedMessage(f"a session has 2 to {longest} positions, not {opening.num_positions}")
+        if not 1 <= opening.num_positions <= longest:
+            raise MalformedMessage(f"a session has 1 to {longest} positions, not {opening.num_positions}")
         if len(opening.rounds) not in (0, config.stages.num_stages - self._stage.number):
             raise MalformedMessage("a session that has begun names the rounds of this and all later stages")
         return unpack_order(opening, vocab_size=config.model.vocab_size)

@@ -11,7 +11,7 @@ from typing import Any
 
 from swarm.errors import MalformedMessage
 from swarm.hop.continuation import Continuation
-from swarm.hop.session import PIECE_TOKENS, Piece, Token, unpack_pieces
+from swarm.hop.session import PIECE_TOKENS, Piece, Token, pack_token, unpack_pieces
 from swarm.rpc.serving import MESSAGE_SECONDS, receive, send
 from swarm.rpc.v1 import generation_pb2 as pb
 from swarm.stage.boundary import Boundary
@@ -135,7 +135,7 @@ class Session:
         order = self.computed.order
         num_tokens = sum(len(piece.tokens) for piece in pieces)
         self._num_positions += num_tokens
-        if num_tokens > PIECE_TOKENS or self._num_positions >= order.num_positions:
+        if num_tokens > PIECE_TOKENS or self._num_positions > order.num_positions:
             raise MalformedMessage(f"{num_tokens} positions are too many for one message, or for the session")
         for piece in pieces:
             length = len(piece.tokens)
@@ -146,11 +146,11 @@ class Session:
     # -- tokens --------------------------------------------------------------------------------------------------------
 
     async def _pass_on(self, token: Token) -> None:
-        is_last = token.position + 1 == self.computed.order.num_positions
+        is_last = token.position + 1 >= self.computed.order.num_positions
         if self.is_first and not is_last:
             # Computed while the token is on its way to the caller.
             self._own.put_nowait(([Piece((token.token,))], True))
         self.on_token()
-        await self.caller.say(pb.GenerateReply(sampled=pb.Sampled(position=token.position, token=token.token)))
+        await self.caller.say(pb.GenerateReply(sampled=pack_token(token)))
         if is_last:
             self._ended.set()

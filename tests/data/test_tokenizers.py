@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers as library
+from tokenizers import decoders, normalizers
 from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import ByteLevel, Whitespace
 from tokenizers.processors import TemplateProcessing
@@ -47,6 +48,34 @@ def test_json_round_trip(tmp_path: Path) -> None:
     assert ids.tolist() == [1, 2, 3, 0]
     assert ids.dtype == np.uint8
     assert tokenizer.decode(ids[:3]) == "the swarm trains"
+
+
+def test_the_bytes_of_tokens_are_those_of_the_text_that_they_write(tmp_path: Path) -> None:
+    """Also where a character has several tokens, or a decoder leaves out the space before the first word."""
+    text = " the na\u00efve \U0001f41d"
+    letters = {letter: number for number, letter in enumerate(sorted(ByteLevel.alphabet()))}
+    like_gpt2 = library.Tokenizer(BPE(letters, []))
+    like_gpt2.pre_tokenizer, like_gpt2.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    like_gpt2.add_special_tokens(["<|im_end|>"])
+    pieces = [*(f"<0x{byte:02X}>" for byte in range(256)), *"\u2581theniv", "<|im_end|>"]
+    like_llama = library.Tokenizer(
+        BPE({piece: number for number, piece in enumerate(pieces)}, [], byte_fallback=True, unk_token="n")
+    )
+    like_llama.normalizer = normalizers.Replace(" ", "\u2581")
+    like_llama.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    like_llama.add_special_tokens(["<|im_end|>"])
+    for tokenizer in (like_gpt2, like_llama):
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        loaded = tokenizers.load(str(tmp_path))
+        ids = loaded.encode(text + "<|im_end|>").tolist()
+        assert b"".join(map(loaded.bytes_of, ids)).decode() == text + "<|im_end|>"
+        assert loaded.bytes_of(ids[-1]) == b"<|im_end|>"
+        assert loaded.bytes_of(100_000) == b""
+    words = tokenizers.load(_write(tmp_path / "words.json", WORDS))
+    assert b"".join(map(words.bytes_of, [1, 2])) == b" the swarm"
+    assert [tokenizers.load("bytes").bytes_of(token) for token in (0xC3, 255, 256)] == [b"\xc3", b"\xff", b""]
 
 
 def test_json_identity_is_the_content(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from swarm.config import DataConfig, RunConfig, StagesConfig
 from swarm.generation.engine import LocalEngine, collect
 from swarm.generation.room import Room
-from swarm.generation.sampling import Sampling
+from swarm.generation.sampling import Sampling, Scores, Scoring
 from swarm.interchange.source import Source
 from swarm.model.attention import CacheRows, KeyValueCache, cache_bytes
 from swarm.model.transformer import Transformer
@@ -60,6 +60,37 @@ async def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path
     assert len(set(found)) > 1
 
 
+@pytest.mark.parametrize("num_written", [0, 9])
+@pytest.mark.parametrize("first", [1, 7, POSITIONS - 9])
+@pytest.mark.parametrize("piece_tokens", [1, 5, 256])
+async def test_scores_are_those_of_transformers(
+    first: int, num_written: int, piece_tokens: int, tmp_path: Path
+) -> None:
+    """The prompt and what is written have the model's full length together; temperature changes no score."""
+    theirs, num_top = save("llama-3", tmp_path), 3
+    tokens, scores = make_tokens()[0].tolist() + [7] * POSITIONS, Scores(Scoring(first=first, num_top=num_top))
+    prompt = tokens[: POSITIONS - num_written]
+    async with (
+        _running(_load(tmp_path), piece_tokens=piece_tokens) as engine,
+        aclosing(engine.generate(prompt, Sampling(temperature=2.0), num_written, scores)) as stream,
+    ):
+        written = []
+        async for token in stream:
+            written.append(token)
+            assert scores.at(len(prompt) + len(written) - 1) is not None, "a score comes before its token"
+    sequence = torch.tensor([prompt + written])
+    expected_TV = theirs(sequence).logits[0].log_softmax(-1)
+    assert (len(written), scores.at(first - 1)) == (num_written, None)
+    for position in range(first, POSITIONS):
+        found = scores.at(position)
+        assert found is not None
+        logprob, top = found
+        assert logprob == pytest.approx(expected_TV[position - 1, sequence[0, position]].item(), abs=1e-4)
+        values_K, tokens_K = expected_TV[position - 1].topk(num_top)
+        assert [token for token, _ in top] == tokens_K.tolist()
+        assert [value for _, value in top] == pytest.approx(values_K.tolist(), abs=1e-4)
+
+
 @pytest.mark.parametrize("name", ["llama-3", "gpt2", "qwen3"])
 @torch.no_grad()
 def test_positions_may_come_in_any_pieces(name: str, tmp_path: Path) -> None:
@@ -95,12 +126,13 @@ SAMPLING = Sampling(temperature=1.0, seed=3)
 
 
 class _Watched(Transformer):
-    """A model that tells how many sequences it was given at once, and may fail."""
+    """A model that tells how many sequences it was given at once, and may fail, before it begins or at one token."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self.shapes: list[tuple[int, ...]] = []
         self.fault: Exception | None = None
+        self.fails_at = -1
 
     @property
     def largest_batch(self) -> int:
@@ -111,7 +143,10 @@ class _Watched(Transformer):
         if self.fault is not None:
             raise self.fault
         self.shapes.append(tuple(inputs.shape))
-        return super().forward(inputs, **options)
+        outputs = super().forward(inputs, **options)
+        if self.fails_at in inputs:
+            raise MemoryError(f"no room for {tuple(inputs.shape)}")
+        return outputs
 
 
 @pytest.fixture
@@ -189,6 +224,27 @@ async def test_what_goes_wrong_is_told_to_all_that_it_concerns_and_no_others(mod
         assert all(isinstance(result, MemoryError) for result in results)
         model.fault = None
         assert await collect(engine, prompt, SAMPLING, 5) == alone
+
+
+@pytest.mark.parametrize("place", [3, 8], ids=["prompt", "text"])
+async def test_one_sequence_that_fails_takes_no_others_along(model: _Watched, place: int) -> None:
+    """It fails while its prompt is computed, or side by side with the others."""
+    prompt, count = make_tokens()[0, :9].tolist(), 12
+    async with _running(model, piece_tokens=4) as engine:
+        model.fails_at = 258
+        poisoned = [*prompt[:place], model.fails_at, *prompt[place + 1 :]]
+        alone = [await collect(engine, prompt, SAMPLING, number) for number in (count, 20)]
+        assert model.fails_at not in (*prompt, *alone[0], *alone[1])
+        model.shapes.clear()
+        *texts, failed = await asyncio.gather(
+            collect(engine, prompt, SAMPLING, count),
+            collect(engine, prompt, SAMPLING, 20),
+            collect(engine, poisoned, SAMPLING, count),
+            return_exceptions=True,
+        )
+        assert texts == alone
+        assert isinstance(failed, MemoryError)
+        assert model.largest_batch >= 2
 
 
 @pytest.mark.parametrize(("prompt", "count"), [([], 3), ([1] * 60, 5)])

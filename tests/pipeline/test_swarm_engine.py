@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from swarm.config import LoraConfig, ModelConfig, RunConfig, WireConfig
-from swarm.errors import Overloaded, PeerUnavailable
+from swarm.errors import Overloaded, PeerUnavailable, SwarmError
 from swarm.generation.choice import choose
 from swarm.generation.engine import collect
-from swarm.generation.sampling import Sampling
-from swarm.hop import continuation
-from swarm.model.attention import KeyValueCache
+from swarm.generation.sampling import Sampling, Scores, Scoring
+from swarm.hop import continuation, session
+from swarm.model.attention import CacheRows, KeyValueCache
 from swarm.model.transformer import build_transformer
 from swarm.pipeline.swarm_engine import SwarmEngine
 from swarm.stage import decoder
@@ -121,6 +121,86 @@ async def test_sessions_that_wait_together_are_computed_together_and_do_not_mix(
         for tokens, stream in zip(found, streams, strict=True):
             tokens += [token async for token in stream]
         assert found == expected
+
+
+@torch.no_grad()
+def _assert_scored(config: RunConfig, scores: Scores, tokens: Sequence[int], num_top: int) -> None:
+    """The scores are those of the whole model in one process."""
+    logprobs_TV = build_transformer(config, device="cpu")(torch.tensor([tokens]))[0].log_softmax(-1)
+    for position in range(1, len(tokens)):
+        found = scores.at(position)
+        if position < scores.scoring.first:
+            assert found is None
+            continue
+        assert found is not None
+        logprob, top = found
+        values_K, tokens_K = logprobs_TV[position - 1].topk(num_top)
+        assert logprob == pytest.approx(logprobs_TV[position - 1, tokens[position]].item(), abs=1e-4)
+        assert [token for token, _ in top] == tokens_K.tolist()
+        assert [value for _, value in top] == pytest.approx(values_K.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("config", [CONFIG, _long(SYNCHRONOUS, **LEARNED)], ids=["llama", "gpt2"])
+async def test_scores_are_those_of_one_process(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of prompts and texts, in pieces, and of a prompt of the model's full length, after which nothing is written."""
+    monkeypatch.setattr(session, "PIECE_TOKENS", 7)
+    long = [(7 * number) % 64 for number in range(LONGEST)]
+    async with running_chain(config) as chain:
+        engine = _engine(chain)
+        for prompt, first, num_top, count in (
+            (long[:20], 1, 3, 10), (long[:20], 20, 0, 10), (long[:20], 17, 20, 3), (long, 1, 1, 0), ([5], 1, 1, 0)
+        ):  # fmt: skip
+            scores = Scores(Scoring(first=first, num_top=num_top))
+            async with aclosing(engine.generate(prompt, DRAWN, count, scores)) as stream:
+                written = [token async for token in stream]
+            assert len(written) == count
+            _assert_scored(config, scores, [*prompt, *written], num_top)
+        await _assert_freed(chain)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+async def test_scores_come_once_though_a_peer_dies(stage: int, pace: Pace) -> None:
+    scores = Scores(Scoring(first=1, num_top=2))
+    async with running_chain(CONFIG, num_peers=(1, 2, 2)) as chain:
+        tokens = list(PROMPT)
+        async with aclosing(_engine(chain).generate(PROMPT, DRAWN, 60, scores)) as stream:
+            async for token in stream:
+                tokens.append(token)
+                if len(tokens) == 8:
+                    pace.seconds = 0.0
+                    await max(chain.at(stage), key=lambda peer: peer.generation.counters().tokens).server.stop(0)
+        assert len(scores) == len(tokens) - 1
+        _assert_scored(CONFIG, scores, tokens, 2)
+
+
+async def test_one_session_that_fails_takes_no_others_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no memory for sessions side by side, and none at all for the choice of one of them."""
+
+    class TooMany(CacheRows):
+        def advance(self, count: int) -> None:
+            super().advance(count)
+            raise MemoryError("no room for the logits")
+
+    failing = Sampling(temperature=1.0, seed=13)
+
+    def choose_or_fail(logits_V: torch.Tensor, sampling: Sampling, position: int) -> int:
+        if sampling == failing and position > 40:
+            raise MemoryError("no room for this one")
+        return choose(logits_V, sampling, position)
+
+    monkeypatch.setattr(continuation, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(decoder, "CacheRows", TooMany)
+    monkeypatch.setattr(decoder, "choose", choose_or_fail)
+    prompts = [PROMPT, [1, 2]]
+    expected = [_expected(CONFIG, prompt, GREEDY, 60) for prompt in prompts]
+    async with running_chain(CONFIG) as chain:
+        asked = [collect(_engine(chain), prompt, GREEDY, 60) for prompt in prompts]
+        *texts, failed = await asyncio.gather(
+            *asked, collect(_engine(chain), PROMPT, failing, 60), return_exceptions=True
+        )
+        assert texts == expected
+        assert isinstance(failed, SwarmError)
+        await _assert_freed(chain)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

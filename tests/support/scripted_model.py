@@ -8,7 +8,7 @@ from datetime import datetime
 from swarm.data.chat import ChatTemplate
 from swarm.data.tokenizers import ByteTokenizer
 from swarm.generation.engine import require_room
-from swarm.generation.sampling import Sampling
+from swarm.generation.sampling import Sampling, Scores
 from swarm.generation.text_model import TextModel
 
 RUN = "tiny.0123456789abcdef"
@@ -24,12 +24,14 @@ class ScriptedEngine:
 
     Attributes:
         asked: the prompts that were continued, with their sampling.
+        likely: the tokens that it calls the likeliest, with the logarithms of their probabilities.
         under_way: how many sequences are being continued.
     """
 
     def __init__(self, text: str = "hello", *, longest: int = 100) -> None:
         self.round = 7
         self.longest = longest
+        self.likely: dict[int, float] = {ord("h"): -0.25, ord("e"): -0.5, 0xC3: -2.0}
         self.asked: list[tuple[bytes, Sampling, int]] = []
         self.under_way = 0
         self.fault: Exception | None = None
@@ -38,7 +40,9 @@ class ScriptedEngine:
         self.may_go_on.set()
         self._text = text.encode()
 
-    async def generate(self, prompt: Sequence[int], sampling: Sampling, max_tokens: int) -> AsyncGenerator[int, None]:
+    async def generate(
+        self, prompt: Sequence[int], sampling: Sampling, max_tokens: int, scores: Scores | None = None
+    ) -> AsyncGenerator[int, None]:
         require_room(self, prompt, max_tokens)
         self.asked.append((bytes(prompt), sampling, max_tokens))
         self.under_way += 1
@@ -47,9 +51,19 @@ class ScriptedEngine:
                 await self.may_go_on.wait()
                 if self.fault is not None and number == self.fault_after:
                     raise self.fault
-                yield self._text[number % len(self._text)]
+                token = self._text[number % len(self._text)]
+                if scores is not None:
+                    self._score(scores, [*prompt[scores.scoring.first :], token] if number == 0 else [token])
+                yield token
+            if max_tokens == 0 and scores is not None:
+                self._score(scores, prompt[scores.scoring.first :])
         finally:
             self.under_way -= 1
+
+    def _score(self, scores: Scores, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            likely = list(self.likely.items())[: scores.scoring.num_top]
+            scores.extend([self.likely.get(token, -4.0)], [token for token, _ in likely], [each for _, each in likely])
 
 
 def scripted_model(engine: ScriptedEngine, *, template: str | None = TEMPLATE) -> TextModel:

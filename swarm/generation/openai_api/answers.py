@@ -1,9 +1,9 @@
 """Makes the bodies of answers, whole and as events of a stream."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 END_OF_STREAM = b"data: [DONE]\n\n"
 STILL_HERE = b": the text goes on\n\n"
@@ -13,6 +13,22 @@ STILL_HERE = b": the text goes on\n\n"
 def event(body: Mapping[str, Any]) -> bytes:
     """One event of a stream."""
     return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+class Scored(NamedTuple):
+    """A token of a text with its score.
+
+    Attributes:
+        token: the bytes that it adds to the text.
+        offset: how many characters the text before it has.
+        logprob: the logarithm of its probability; None for the first one of all, before which there is nothing.
+        top: the likeliest tokens at its position with theirs, the likeliest first.
+    """
+
+    token: bytes
+    offset: int
+    logprob: float | None
+    top: Sequence[tuple[bytes, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,23 +68,23 @@ class Answer:
         kind = "chat.completion" if self.is_chat else "text_completion"
         return self._body(kind, choices) | {"usage": usage.body}
 
-    def choice(self, index: int, text: str, finish_reason: str) -> dict[str, Any]:
-        """One text of the whole answer."""
+    def choice(self, index: int, text: str, finish_reason: str, scored: Sequence[Scored]) -> dict[str, Any]:
+        """One text of the whole answer, with its tokens' scores if these are wanted."""
         said = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.is_chat else {"text": text}
-        return _choice(index, said, finish_reason)
+        return self._choice(index, said, finish_reason, scored)
 
     def opening(self, num_texts: int) -> list[dict[str, Any]]:
         """The events with which a stream begins."""
         said = {"delta": {"role": "assistant", "content": ""}}
         return [self._chunk(index, said, None) for index in range(num_texts)] if self.is_chat else []
 
-    def piece(self, index: int, text: str) -> dict[str, Any]:
+    def piece(self, index: int, text: str, scored: Sequence[Scored]) -> dict[str, Any]:
         """The event with a piece of a text in a stream."""
-        return self._chunk(index, {"delta": {"content": text}} if self.is_chat else {"text": text}, None)
+        return self._chunk(index, {"delta": {"content": text}} if self.is_chat else {"text": text}, None, scored)
 
-    def ending(self, index: int, finish_reason: str) -> dict[str, Any]:
+    def ending(self, index: int, finish_reason: str, scored: Sequence[Scored]) -> dict[str, Any]:
         """The event that ends a text in a stream."""
-        return self._chunk(index, {"delta": {}} if self.is_chat else {"text": ""}, finish_reason)
+        return self._chunk(index, {"delta": {}} if self.is_chat else {"text": ""}, finish_reason, scored)
 
     def closing(self, usage: Usage) -> list[dict[str, Any]]:
         """The events with which a stream ends."""
@@ -78,13 +94,55 @@ class Answer:
     def _chunk_kind(self) -> str:
         return "chat.completion.chunk" if self.is_chat else "text_completion"
 
-    def _chunk(self, index: int, said: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
-        body = self._body(self._chunk_kind, [_choice(index, said, finish_reason)])
+    def _chunk(
+        self, index: int, said: dict[str, Any], finish_reason: str | None, scored: Sequence[Scored] = ()
+    ) -> dict[str, Any]:
+        body = self._body(self._chunk_kind, [self._choice(index, said, finish_reason, scored)])
         return body | {"usage": None} if self.includes_usage else body
 
     def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
+    def _choice(
+        self, index: int, said: dict[str, Any], finish_reason: str | None, scored: Sequence[Scored]
+    ) -> dict[str, Any]:
+        logprobs = None if not scored else _of_chat(scored) if self.is_chat else _of_completion(scored)
+        return {"index": index, **said, "logprobs": logprobs, "finish_reason": finish_reason}
 
-def _choice(index: int, said: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
-    return {"index": index, **said, "logprobs": None, "finish_reason": finish_reason}
+
+def _of_chat(scored: Sequence[Scored]) -> dict[str, Any]:
+    def described(token: bytes, logprob: float | None) -> dict[str, Any]:
+        return {"token": token.decode(errors="replace"), "logprob": logprob, "bytes": list(token)}
+
+    content = [
+        described(one.token, one.logprob) | {"top_logprobs": [described(*likely) for likely in one.top]}
+        for one in scored
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _of_completion(scored: Sequence[Scored]) -> dict[str, Any]:
+    return {
+        "tokens": [_name(one.token) for one in scored],
+        "token_logprobs": [one.logprob for one in scored],
+        "top_logprobs": [_by_name(one) for one in scored],
+        "text_offset": [one.offset for one in scored],
+    }
+
+
+def _by_name(one: Scored) -> dict[str, float] | None:
+    """The likeliest tokens, and this one if it is not among them. Of tokens with one name the likeliest is told."""
+    if one.logprob is None:
+        return None
+    found: dict[str, float] = {}
+    for token, logprob in (*one.top, (one.token, one.logprob)):
+        found.setdefault(_name(token), logprob)
+    return found
+
+
+def _name(token: bytes) -> str:
+    """The token as a text. Parts of characters are written as OpenAI writes them, byte by byte."""
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)

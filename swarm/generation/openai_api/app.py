@@ -20,11 +20,12 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from swarm.generation.openai_api import requests
-from swarm.generation.openai_api.answers import END_OF_STREAM, STILL_HERE, Answer, Usage, event
+from swarm.generation.openai_api.answers import END_OF_STREAM, STILL_HERE, Answer, Scored, Usage, event
 from swarm.generation.openai_api.gate import HEALTH, refusal_of
 from swarm.generation.openai_api.refusals import Refusal
 from swarm.generation.openai_api.requests import ChatRequest, CompletionRequest
 from swarm.generation.openai_api.texts import Piece, Pieces, Text, written
+from swarm.generation.sampling import Scores, Scoring, require_few
 from swarm.generation.text_model import TextModel
 from swarm.machine.clock import Clock
 
@@ -112,26 +113,72 @@ class Api:
                         first = [await pieces.next()]
                 except TimeoutError:
                     first = []
-                return _Stream(_events(self._answer(wanted), num_prompt_tokens, texts, first, pieces), stack.pop_all())
+                events = self._events(self._answer(wanted), num_prompt_tokens, texts, first, pieces)
+                return _Stream(events, stack.pop_all())
             while await pieces.next() is not None:
                 pass
         answer = self._answer(wanted)
-        choices = [answer.choice(text.index, "".join(text.said), text.finish_reason) for text in texts]
+        choices = [
+            answer.choice(text.index, "".join(text.said), text.finish_reason, await self._scored(text))
+            for text in texts
+        ]
         return JSONResponse(answer.whole(choices, _usage(num_prompt_tokens, texts)))
 
     def _texts(self, wanted: CompletionRequest | ChatRequest, prompts: list[list[int]]) -> list[Text]:
         seed = self._numbers.getrandbits(63) if wanted.seed is None else wanted.seed
-        num_each = wanted.n or 1
-        return [
-            Text(
+        num_each, texts = wanted.n or 1, list[Text]()
+        for index in range(len(prompts) * num_each):
+            prompt = prompts[index // num_each]
+            text = Text(
                 index=index,
-                prompt=prompts[index // num_each],
+                prompt=prompt,
                 # The first text of each prompt is that of a request for one.
                 sampling=wanted.sampling(seed + index % num_each),
-                max_tokens=self._num_tokens(wanted, prompts[index // num_each]),
+                max_tokens=self._num_tokens(wanted, prompt),
+                echoes=wanted.echoes,
+                scores=self._scores(wanted, prompt),
             )
-            for index in range(len(prompts) * num_each)
-        ]
+            texts.append(text)
+        require_few(sum(text.num_scores for text in texts))
+        return texts
+
+    def _scores(self, wanted: CompletionRequest | ChatRequest, prompt: list[int]) -> Scores | None:
+        if wanted.num_top is None:
+            return None
+        first = 1 if wanted.echoes else len(prompt)
+        return Scores(Scoring(first=first, num_top=min(wanted.num_top, self._model.tokenizer.vocab_size)))
+
+    async def _scored(self, text: Text, first: int = 0, last: int | None = None) -> list[Scored]:
+        if text.scores is None:
+            return []
+        return await asyncio.to_thread(text.scored, self._model.tokenizer, first, last)
+
+    async def _events(
+        self, answer: Answer, num_prompt_tokens: int, texts: list[Text], first: list[Piece | None], pieces: Pieces
+    ) -> AsyncIterator[bytes]:
+        for chunk in answer.opening(len(texts)):
+            yield event(chunk)
+        while True:
+            try:
+                async with asyncio.timeout(STILL_HERE_SECONDS):
+                    arrived = first.pop() if first else await pieces.next()
+            except TimeoutError:
+                yield STILL_HERE
+                continue
+            except Exception as error:  # noqa: BLE001 - the status was sent already, so an event tells the client
+                yield event(refusal_of(error).body)
+                return
+            if arrived is None:
+                break
+            text, said, *numbers = arrived
+            scored = await self._scored(text, *numbers)
+            if said is None:
+                yield event(answer.ending(text.index, text.finish_reason, scored))
+            else:
+                yield event(answer.piece(text.index, said, scored))
+        for chunk in answer.closing(_usage(num_prompt_tokens, texts)):
+            yield event(chunk)
+        yield END_OF_STREAM
 
     def _answer(self, wanted: CompletionRequest | ChatRequest) -> Answer:
         is_chat = isinstance(wanted, ChatRequest)
@@ -149,12 +196,14 @@ class Api:
             raise Refusal(400, "the prompt has no tokens", param="prompt")
         left = self._model.engine.longest - len(prompt)
         field, num_tokens = wanted.most_tokens
-        if left < 1:
+        # A prompt of the model's full length may still be scored.
+        is_too_long = left < (0 if num_tokens == 0 or wanted.echoes else 1)
+        if is_too_long:
             field = "messages" if isinstance(wanted, ChatRequest) else "prompt"
         elif num_tokens is None or num_tokens <= left:
-            return num_tokens or min(self._default_tokens, left)
+            return min(self._default_tokens, left) if num_tokens is None else num_tokens
         has = f"the model takes {self._model.engine.longest} tokens with the answer, and the prompt has {len(prompt)}"
-        fault = has if left < 1 else f"{field} is more than the {left} that are left: {has}"
+        fault = has if is_too_long else f"{field} is more than the {left} that are left: {has}"
         raise Refusal(400, fault, code="context_length_exceeded", param=field)
 
     def _require_model(self, name: str) -> None:
@@ -188,30 +237,6 @@ class _Stream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._held:
             await super().__call__(scope, receive, send)
-
-
-async def _events(
-    answer: Answer, num_prompt_tokens: int, texts: list[Text], first: list[Piece | None], pieces: Pieces
-) -> AsyncIterator[bytes]:
-    for chunk in answer.opening(len(texts)):
-        yield event(chunk)
-    while True:
-        try:
-            async with asyncio.timeout(STILL_HERE_SECONDS):
-                arrived = first.pop() if first else await pieces.next()
-        except TimeoutError:
-            yield STILL_HERE
-            continue
-        except Exception as error:  # noqa: BLE001 - the status was sent already, so an event tells the client
-            yield event(refusal_of(error).body)
-            return
-        if arrived is None:
-            break
-        text, piece = arrived
-        yield event(answer.ending(text.index, text.finish_reason) if piece is None else answer.piece(text.index, piece))
-    for chunk in answer.closing(_usage(num_prompt_tokens, texts)):
-        yield event(chunk)
-    yield END_OF_STREAM
 
 
 def _usage(num_prompt_tokens: int, texts: list[Text]) -> Usage:

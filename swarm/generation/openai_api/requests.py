@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from swarm.generation.openai_api.refusals import Refusal
-from swarm.generation.sampling import MOST_TOP_K, Sampling
+from swarm.generation.sampling import MOST_TOP, MOST_TOP_K, Sampling
 
 MOST_STOPS = 16
 MOST_CHOICES = 128
@@ -41,7 +41,6 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "ignore_eos": (False,),
     "length_penalty": (1,),
     "logit_bias": ({},),
-    "logprobs": (False,),
     "min_p": (0,),
     "min_tokens": (0,),
     "mirostat": (0,),
@@ -86,6 +85,7 @@ _INERT = frozenset({
 _EXPECTED = {
     "prompt": f"must be a text, a list of tokens, or a list of at most {MOST_CHOICES} of either",
     "stop": f"must be a text, or a list of at most {MOST_STOPS} texts",
+    "logprobs": f"must be a number from 0 to {MOST_TOP}",
 }
 """Error messages for fields that may be of several types."""
 
@@ -128,6 +128,16 @@ class _Request(_Strict):
         """Whether a stream ends with the numbers of tokens."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def echoes(self) -> bool:
+        """Whether texts begin with their prompts."""
+        return False
+
+    @property
+    def num_top(self) -> int | None:
+        """How many of the likeliest tokens are told at each position; None if no scores are wanted."""
+        return None
+
     def sampling(self, seed: int) -> Sampling:
         """How tokens are chosen.
 
@@ -152,6 +162,17 @@ class CompletionRequest(_Request):
     """A request to continue a text."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = Field(None, ge=0)
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | Literal[False] | None = None
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
+
+    @property
+    def num_top(self) -> int | None:
+        return None if self.logprobs is False else self.logprobs
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -183,6 +204,12 @@ class ChatRequest(_Request):
 
     messages: list[_Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
+
+    @property
+    def num_top(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def most_tokens(self) -> tuple[str, int | None]:
@@ -220,6 +247,8 @@ def parse(kind: type[Request], body: bytes) -> Request:
             raise Refusal(400, f"{name} is not supported here, but for {_neutral_values(name)}", param=name)
         if name not in _NEUTRAL and value is not False and value not in ("", [], {}):
             raise Refusal(400, f"{name} is not known here, and might change the answer: leave it out", param=name)
+    if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
+        raise Refusal(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     if request.stream_options is not None and not request.stream:
         raise Refusal(400, "stream_options needs stream: true", param="stream_options")
     return request

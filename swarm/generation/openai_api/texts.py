@@ -8,8 +8,11 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from swarm.generation.sampling import Sampling
+from swarm.data.tokenizers import Tokenizer
+from swarm.generation.openai_api.answers import Scored
+from swarm.generation.sampling import Sampling, Scores
 from swarm.generation.text import Writing
 from swarm.generation.text_model import TextModel
 
@@ -25,6 +28,8 @@ class Text:
 
     Attributes:
         index: its number in the request.
+        echoes: whether it begins with the prompt.
+        scores: of its tokens; None if they are not wanted.
         writing: None until it begins.
         said: the pieces so far.
     """
@@ -33,6 +38,8 @@ class Text:
     prompt: Sequence[int]
     sampling: Sampling
     max_tokens: int
+    echoes: bool = False
+    scores: Scores | None = None
     writing: Writing | None = None
     said: list[str] = field(default_factory=list)
 
@@ -46,9 +53,36 @@ class Text:
         """Why it ended, once it has."""
         return "length" if self.writing is None else self.writing.finish_reason
 
+    @property
+    def num_scores(self) -> int:
+        """How many scores it may get at most."""
+        return 0 if self.scores is None else self.scores.scoring.num_scores(len(self.prompt) + self.max_tokens + 1)
 
-Piece = tuple[Text, str | None]
-"""A piece of a text; None in its place once the text has ended."""
+    def scored(self, tokenizer: Tokenizer, first: int = 0, last: int | None = None) -> list[Scored]:
+        """The tokens of the text from one number to another with their scores; none if these are not wanted."""
+        if self.scores is None or self.writing is None:
+            return []
+        before, found = 0 if self.echoes else len(self.prompt), list[Scored]()
+        tokens, offsets = self.writing.tokens[first:last], self.writing.offsets[first:last]
+        for number, (token, offset) in enumerate(zip(tokens, offsets, strict=True), start=first):
+            logprob, top = self.scores.at(before + number) or (None, ())
+            likeliest = [(tokenizer.bytes_of(likely), theirs) for likely, theirs in top]
+            found.append(Scored(tokenizer.bytes_of(token), offset, logprob, likeliest))
+        return found
+
+
+class Piece(NamedTuple):
+    """A piece of a text.
+
+    Attributes:
+        said: None once the text has ended.
+        first, last: the numbers of its tokens in the text.
+    """
+
+    text: Text
+    said: str | None
+    first: int
+    last: int
 
 
 class Pieces:
@@ -71,14 +105,17 @@ class Pieces:
             async with (
                 room,
                 model.continued(
-                    text.prompt, text.sampling, text.max_tokens, stops, with_special=with_special
+                    text.prompt, text.sampling, text.max_tokens, stops,
+                    with_special=with_special, echoes=text.echoes, scores=text.scores,
                 ) as text.writing,
                 aclosing(text.writing.pieces()) as pieces,
-            ):
+            ):  # fmt: skip
+                first, tokens = 0, text.writing.tokens
                 async for piece in pieces:
                     text.said.append(piece)
-                    await self._queue.put((text, piece))
-            await self._queue.put((text, None))
+                    await self._queue.put(Piece(text, piece, first, len(tokens)))
+                    first = len(tokens)
+            await self._queue.put(Piece(text, None, first, len(tokens)))
 
         try:
             async with asyncio.TaskGroup() as tasks:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from swarm.rpc.v1 import stage_pb2 as swarm_dot_rpc_dot_v1_dot_stage__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dswarm/rpc/v1/generation.proto\x12\x0cswarm.rpc.v1\x1a\x18swarm/rpc/v1/stage.proto\"o\n\x0fGenerateRequest\x12\'\n\x04open\x18\x01 \x01(\x0b\x32\x19.swarm.rpc.v1.SessionOpen\x12#\n\x06pieces\x18\x02 \x03(\x0b\x32\x13.swarm.rpc.v1.Piece\x12\x0e\n\x06sample\x18\x03 \x01(\x08\"\xc3\x01\n\x0bSessionOpen\x12&\n\x07\x61\x64\x64ress\x18\x01 \x01(\x0b\x32\x15.swarm.rpc.v1.Address\x12\x0e\n\x06rounds\x18\x02 \x03(\x04\x12\x19\n\x0cnewest_round\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x15\n\rnum_positions\x18\x04 \x01(\r\x12(\n\x08sampling\x18\x05 \x01(\x0b\x32\x16.swarm.rpc.v1.Sampling\x12\x0f\n\x07standby\x18\x06 \x01(\x08\x42\x0f\n\r_newest_round\"K\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\t\"\'\n\x05Piece\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x0e\n\x06hidden\x18\x02 \x01(\x0c\"d\n\rGenerateReply\x12+\n\x06opened\x18\x01 \x01(\x0b\x32\x1b.swarm.rpc.v1.SessionOpened\x12&\n\x07sampled\x18\x02 \x01(\x0b\x32\x15.swarm.rpc.v1.Sampled\"\x1f\n\rSessionOpened\x12\x0e\n\x06rounds\x18\x01 \x03(\x04\"*\n\x07Sampled\x12\x10\n\x08position\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\r2_\n\x11GenerationService\x12J\n\x08Generate\x12\x1d.swarm.rpc.v1.GenerateRequest\x1a\x1b.swarm.rpc.v1.GenerateReply(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dswarm/rpc/v1/generation.proto\x12\x0cswarm.rpc.v1\x1a\x18swarm/rpc/v1/stage.proto\"o\n\x0fGenerateRequest\x12\'\n\x04open\x18\x01 \x01(\x0b\x32\x19.swarm.rpc.v1.SessionOpen\x12#\n\x06pieces\x18\x02 \x03(\x0b\x32\x13.swarm.rpc.v1.Piece\x12\x0e\n\x06sample\x18\x03 \x01(\x08\"\xeb\x01\n\x0bSessionOpen\x12&\n\x07\x61\x64\x64ress\x18\x01 \x01(\x0b\x32\x15.swarm.rpc.v1.Address\x12\x0e\n\x06rounds\x18\x02 \x03(\x04\x12\x19\n\x0cnewest_round\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x15\n\rnum_positions\x18\x04 \x01(\r\x12(\n\x08sampling\x18\x05 \x01(\x0b\x32\x16.swarm.rpc.v1.Sampling\x12\x0f\n\x07standby\x18\x06 \x01(\x08\x12&\n\x07scoring\x18\x07 \x01(\x0b\x32\x15.swarm.rpc.v1.ScoringB\x0f\n\r_newest_round\")\n\x07Scoring\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\x0f\n\x07num_top\x18\x02 \x01(\r\"K\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\t\"\'\n\x05Piece\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x0e\n\x06hidden\x18\x02 \x01(\x0c\"d\n\rGenerateReply\x12+\n\x06opened\x18\x01 \x01(\x0b\x32\x1b.swarm.rpc.v1.SessionOpened\x12&\n\x07sampled\x18\x02 \x01(\x0b\x32\x15.swarm.rpc.v1.Sampled\"\x1f\n\rSessionOpened\x12\x0e\n\x06rounds\x18\x01 \x03(\x04\"_\n\x07Sampled\x12\x10\n\x08position\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\x0b\n\x03top\x18\x04 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x02\x32_\n\x11GenerationService\x12J\n\x08Generate\x12\x1d.swarm.rpc.v1.GenerateRequest\x1a\x1b.swarm.rpc.v1.GenerateReply(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,17 +35,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATEREQUEST']._serialized_start=73
   _globals['_GENERATEREQUEST']._serialized_end=184
   _globals['_SESSIONOPEN']._serialized_start=187
-  _globals['_SESSIONOPEN']._serialized_end=382
-  _globals['_SAMPLING']._serialized_start=384
-  _globals['_SAMPLING']._serialized_end=459
-  _globals['_PIECE']._serialized_start=461
-  _globals['_PIECE']._serialized_end=500
-  _globals['_GENERATEREPLY']._serialized_start=502
-  _globals['_GENERATEREPLY']._serialized_end=602
-  _globals['_SESSIONOPENED']._serialized_start=604
-  _globals['_SESSIONOPENED']._serialized_end=635
-  _globals['_SAMPLED']._serialized_start=637
-  _globals['_SAMPLED']._serialized_end=679
-  _globals['_GENERATIONSERVICE']._serialized_start=681
-  _globals['_GENERATIONSERVICE']._serialized_end=776
+  _globals['_SESSIONOPEN']._serialized_end=422
+  _globals['_SCORING']._serialized_start=424
+  _globals['_SCORING']._serialized_end=465
+  _globals['_SAMPLING']._serialized_start=467
+  _globals['_SAMPLING']._serialized_end=542
+  _globals['_PIECE']._serialized_start=544
+  _globals['_PIECE']._serialized_end=583
+  _globals['_GENERATEREPLY']._serialized_start=585
+  _globals['_GENERATEREPLY']._serialized_end=685
+  _globals['_SESSIONOPENED']._serialized_start=687
+  _globals['_SESSIONOPENED']._serialized_end=718
+  _globals['_SAMPLED']._serialized_start=720
+  _globals['_SAMPLED']._serialized_end=815
+  _globals['_GENERATIONSERVICE']._serialized_start=817
+  _globals['_GENERATIONSERVICE']._serialized_end=912
 # @@protoc_insertion_point(module_scope)

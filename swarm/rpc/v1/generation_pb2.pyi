@@ -65,6 +65,7 @@ class SessionOpen(_message.Message):
     NUM_POSITIONS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     STANDBY_FIELD_NUMBER: _builtins.int
+    SCORING_FIELD_NUMBER: _builtins.int
     newest_round: _builtins.int
     """If the session has not begun: the round of the stage before. With DiLoCo, the nearest round to that one is wanted."""
     num_positions: _builtins.int
@@ -83,6 +84,10 @@ class SessionOpen(_message.Message):
 
     @_builtins.property
     def sampling(self) -> Global___Sampling: ...
+    @_builtins.property
+    def scoring(self) -> Global___Scoring:
+        """If it is there, tokens are scored as well."""
+
     def __init__(
         self,
         *,
@@ -92,16 +97,41 @@ class SessionOpen(_message.Message):
         num_positions: _builtins.int = ...,
         sampling: Global___Sampling | None = ...,
         standby: _builtins.bool = ...,
+        scoring: Global___Scoring | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_newest_round", b"_newest_round", "address", b"address", "newest_round", b"newest_round", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_newest_round", b"_newest_round", "address", b"address", "newest_round", b"newest_round", "sampling", b"sampling", "scoring", b"scoring"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_newest_round", b"_newest_round", "address", b"address", "newest_round", b"newest_round", "num_positions", b"num_positions", "rounds", b"rounds", "sampling", b"sampling", "standby", b"standby"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_newest_round", b"_newest_round", "address", b"address", "newest_round", b"newest_round", "num_positions", b"num_positions", "rounds", b"rounds", "sampling", b"sampling", "scoring", b"scoring", "standby", b"standby"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__newest_round: _TypeAlias = _typing.Literal["newest_round"]  # noqa: Y015
     _WhichOneofArgType__newest_round: _TypeAlias = _typing.Literal["_newest_round", b"_newest_round"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__newest_round) -> _WhichOneofReturnType__newest_round | None: ...
 
 Global___SessionOpen: _TypeAlias = SessionOpen  # noqa: Y015
+
+@_typing.final
+class Scoring(_message.Message):
+    """Which tokens are scored: those from position `first` on, with so many of the likeliest at each position."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_FIELD_NUMBER: _builtins.int
+    NUM_TOP_FIELD_NUMBER: _builtins.int
+    first: _builtins.int
+    num_top: _builtins.int
+    def __init__(
+        self,
+        *,
+        first: _builtins.int = ...,
+        num_top: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "num_top", b"num_top"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Scoring: _TypeAlias = Scoring  # noqa: Y015
 
 @_typing.final
 class Sampling(_message.Message):
@@ -210,18 +240,36 @@ class Sampled(_message.Message):
 
     POSITION_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOP_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     position: _builtins.int
     """The number of tokens before it."""
     token: _builtins.int
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """If tokens are scored: the logarithms of the probabilities of this token and the ones before it that have not been
+        told. After a peer has taken over, all of them are told again.
+        """
+
+    @_builtins.property
+    def top(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The likeliest tokens at these positions, the likeliest first, and theirs."""
+
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     def __init__(
         self,
         *,
         position: _builtins.int = ...,
         token: _builtins.int = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        top: _abc.Iterable[_builtins.int] | None = ...,
+        top_logprobs: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["position", b"position", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "position", b"position", "token", b"token", "top", b"top", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
