@@ -1,10 +1,10 @@
 """Does a swarm make a good model better at a new text, with nothing but defaults, as transformers and peft do?
 
 transformers trains a small Llama of bytes on English, the help topics of Python, until it is good. Then a swarm of two
-stages trains it further on Python's sources: all weights, and adapters (LoRA). The programs are started as a user
-starts them, and get no option for the learning rate, the rounds or the batches. Beside each swarm a plain loop of
-transformers, and with adapters of peft, trains on as many tokens of the same text, as such loops usually do: AdamW,
-batches of 16 samples, a rate of 2e-5, or 2e-4 for adapters, that falls linearly to zero.
+stages trains it further on Python's sources: all weights, and adapters (LoRA). The programs are started as the README
+starts them: they are told the number of steps, and nothing of the learning rate, the rounds or the batches. Beside each
+swarm a plain loop of transformers, and with adapters of peft, trains on as many tokens of the same text, as such loops
+usually do: AdamW, batches of 16 samples, a rate of 2e-5, or 2e-4 for adapters, that falls linearly to zero.
 
 Every loss is computed by transformers, for what swarm-model exports too. It is nats a byte on text that no side has
 seen: `new` is text of the kind that was trained on, and `old` is English. `over_plain` is the swarm's loss on `new`
@@ -121,7 +121,8 @@ def _swarm(kind: Kind, steps: int, text: Path, model: Path, folder: Path) -> tup
 
     def command(program: str, arguments: Sequence[str]) -> list[str]:
         begins = program == "peer" and "--initial-peers" not in arguments
-        own = ["--dataset", str(text), "--stages", "2", *(["--lora-rank", str(LORA_RANK)] if kind == "lora" else [])]
+        own = ["--dataset", str(text), "--stages", "2", "--steps", str(steps)]
+        own += ["--lora-rank", str(LORA_RANK)] if kind == "lora" else []
         return command_line(program, [*arguments, *(own if begins else [])])
 
     with Supervisor(folder / "logs") as children:
