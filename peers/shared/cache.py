@@ -1,6 +1,7 @@
-"""The folder in which programs keep keys, prepared texts and tokenizers from one start to the next."""
+"""The folder in which programs keep keys, prepared texts, tokenizers and compiled code from one start to the next."""
 
 import os
+from collections.abc import MutableMapping
 from pathlib import Path
 
 
@@ -15,3 +16,12 @@ def cache_folder() -> Path:
 def kept_tokenizer(cache: Path, digest: str) -> Path:
     """The folder in which the tokenizer with this digest (`data.tokenizer_files`) is kept."""
     return cache / "tokenizers" / digest
+
+
+def keep_compiled_code(environment: MutableMapping[str, str]) -> None:
+    """Have torch.compile keep its code in this user's folder, unless the environment names another one.
+
+    By itself torch takes a folder of /tmp, which is gone when the machine starts again. Raises ValueError as
+    cache_folder.
+    """
+    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))

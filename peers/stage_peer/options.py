@@ -82,8 +82,9 @@ class PeerOptions:
     """Type of matrix products here; weights are kept in fp32. Left out, it is what model.autocast of the run says."""
     threads: int = 0
     """CPU threads for computing; 0 leaves the choice to PyTorch."""
-    compile: bool = False
-    """Compile layers (torch.compile), so that the first microbatches take a minute. Not for runs with dropout."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Compile layers (torch.compile) before the peer serves, which takes a minute the first time. auto does so on a
+    CUDA GPU. Not for runs with dropout."""
     host: str = ""
     """IP address to listen on; left out, all of this machine's, of IPv4 and IPv6."""
     port: int = 0

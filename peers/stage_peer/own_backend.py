@@ -1,7 +1,10 @@
 """Makes a stage's model on this machine's device, and checks that there is room for what its first step allocates.
 
-Used by server.py. With this check, a stage that does not fit fails at the start, and not after an hour.
+Used by server.py. With this check, a stage that does not fit fails at the start, and not after an hour. The model also
+computes once before the peer serves, because a first computation may take a minute.
 """
+
+import logging
 
 import torch
 
@@ -12,16 +15,20 @@ from swarm.config import RunConfig
 from swarm.errors import Fatal
 from swarm.events.kinds import Events
 from swarm.interchange.weights import Weights
+from swarm.machine.clock import Clock
 from swarm.machine.out_of_memory import is_out_of_memory, what_was_asked
-from swarm.model.compiled import require_compilable, require_compiler
+from swarm.model.compiled import go_on_uncompiled
 from swarm.model.functions import fuses
 from swarm.model.loss import loss_bytes
 from swarm.model.stage_module import StageModule
 from swarm.model.stages import build_stage, parameter_shapes
 from swarm.stage.backend import StageBackend
 from swarm.stage.graphs import GraphBudget
+from swarm.stage.runtime import Runtime
 from swarm.stage.settings import weights_of
 from swarm.stage.staging import Staging
+
+logger = logging.getLogger(__name__)
 
 
 def own_backend(
@@ -35,16 +42,12 @@ def own_backend(
         graph_bytes: the bytes that autograd graphs may take; None for a share of the memory that is free once the model
             is built.
         dtype: the type of matrix products; None for that of the run.
-        compiles: whether to compile the layers; the first microbatches then take longer.
+        compiles: whether to compile the layers; StageBackend.warm_up then takes long.
 
     Raises:
-        ValueError: the run's layers cannot be compiled.
-        Fatal: the stage does not fit on the device, or this machine has no compiler.
+        Fatal: the stage does not fit on the device.
     """
     config = devices.computing_in(config, dtype)
-    if compiles:
-        require_compilable(config)
-        require_compiler(device)
     devices.warn_of_emulation(config.model, device)
     try:
         tensors = None if given is None else given.load(parameter_shapes(config, stage))
@@ -80,3 +83,27 @@ def own_backend(
         budget=GraphBudget(limit_bytes=graph_bytes),
         events=events,
     )
+
+
+async def warm_up(
+    backend: StageBackend, runtime: Runtime, clock: Clock, *, device: torch.device, compiles: bool
+) -> None:
+    """Compile what is to be compiled, and have a GPU choose its kernels, before others count on this peer.
+
+    On a CPU without compiled layers there is nothing to do. Layers that cannot be compiled run uncompiled.
+    """
+    if not compiles and device.type != "cuda":
+        return
+    began_at = clock.monotonic()
+    if compiles:
+        logger.info("compiling the layers of stage %d, which takes a minute the first time", backend.stage)
+    try:
+        await runtime.control(backend.warm_up)
+    except Exception as error:
+        if not compiles or is_out_of_memory(error):
+            raise
+        go_on_uncompiled(error, device)
+        compiles = False
+        await runtime.control(backend.warm_up)
+    verb, seconds = "compiled" if compiles else "warmed up", clock.monotonic() - began_at
+    logger.info("%s the layers of stage %d in %.0f s", verb, backend.stage, seconds)

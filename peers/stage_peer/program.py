@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from peers.shared import cli, logs, stopping
-from peers.shared.cache import cache_folder
+from peers.shared.cache import cache_folder, keep_compiled_code
 from peers.shared.devices import device_of
 from peers.shared.entrance import Entrance, find_entrance
 from peers.shared.event_file import begin, open_events, start_of
@@ -68,6 +68,7 @@ from swarm.errors import Fatal, PeerUnavailable, SwarmError
 from swarm.events.kinds import Events
 from swarm.interchange.weights import Weights
 from swarm.machine.clock import SystemClock, run_loop
+from swarm.model import compiled
 from swarm.rpc.entry import Entry
 from swarm.rpc.meeting.budget import MeetingLimits
 from swarm.stage.generation import SessionLimits
@@ -96,6 +97,7 @@ def main(argv: Sequence[str]) -> int:
     require_ready_file(options.ready_file)
     require_page(options, os.environ, is_locked=token is not None)
     cache = cache_folder()
+    keep_compiled_code(os.environ)
     device = device_of(options.device, random.SystemRandom())
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -167,11 +169,9 @@ def open_checkpoints(options: PeerOptions, owner: str) -> CheckpointWriter | Non
     writer = None
     if options.checkpoint is not None:
         writer = CheckpointWriter(
-            options.checkpoint,
-            every=options.checkpoint_every or DEFAULT_EVERY,
-            keep=options.keep_checkpoints or 3,
+            options.checkpoint, every=options.checkpoint_every or DEFAULT_EVERY, keep=options.keep_checkpoints or 3,
             owner=owner,
-        )
+        )  # fmt: skip
     if options.resume is not None:
         cli.require_folder("--resume", options.resume)
     return writer
@@ -201,7 +201,7 @@ class Start:
 
     def server_options(
         self, moves: int, *, moved: bool, incarnation: Incarnation, weights: Weights | None, shelves: Shelves,
-        own_figures: OwnFigures,
+        own_figures: OwnFigures, compiles: bool,
     ) -> ServerOptions:  # fmt: skip
         """The options of one stage's server.
 
@@ -220,25 +220,13 @@ class Start:
             has_weights=weights is not None,
         )
         return ServerOptions(
-            name=options.name,
-            device=self.device,
-            insecure=options.insecure,
-            max_in_flight=options.max_in_flight,
+            name=options.name, device=self.device, insecure=options.insecure, max_in_flight=options.max_in_flight,
             graph_bytes=None if options.graph_memory_mib is None else options.graph_memory_mib << 20,
             sessions=SessionLimits(max_sessions=options.max_sessions, max_bytes=options.session_memory_mib << 20),
-            checkpoints=checkpoints,
-            events=self.events,
-            dtype=options.dtype,
-            compiles=options.compile,
-            resume=resume,
-            weights=weights,
-            shelves=shelves,
-            meeting=MeetingLimits.of(options.relay_mbit),
-            movable=options.rebalance_seconds > 0,
-            moves=moves,
-            own_figures=own_figures,
-            incarnation=incarnation,
-        )
+            checkpoints=checkpoints, events=self.events, dtype=options.dtype, compiles=compiles, resume=resume,
+            weights=weights, shelves=shelves, meeting=MeetingLimits.of(options.relay_mbit),
+            movable=options.rebalance_seconds > 0, moves=moves, own_figures=own_figures, incarnation=incarnation,
+        )  # fmt: skip
 
 
 async def run(start: Start) -> None:
@@ -295,7 +283,7 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         weights = await contents.initial_weights(stage, resumes=resumes)
         local = start.server_options(
             moves, moved=moved, incarnation=incarnation, weights=weights, shelves=contents.shelves,
-            own_figures=own_figures,
+            own_figures=own_figures, compiles=compiles,
         )  # fmt: skip
         return StageServer(member, stage, tasks, local)
 
@@ -305,6 +293,7 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         background.append(tasks.create_task(member.waits.run(clock)))
         await member.known.look_first(member.directory, member.stages, clock, returns=start.returns)
         await say_what_is_wrong(options, member, start.device)
+        compiles = await asyncio.to_thread(compiled.compiles, options.compile, member.config, start.device)
         # Rivals are looked for before anything is announced: an announcement would replace the records of another
         # process with this identity.
         await rivals.require_alone()

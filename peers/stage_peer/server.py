@@ -17,7 +17,7 @@ from peers.shared.membership import Membership
 from peers.stage_peer.checkpoints import Checkpoints
 from peers.stage_peer.listen import Announced, Listening
 from peers.stage_peer.news import StageNews
-from peers.stage_peer.own_backend import own_backend
+from peers.stage_peer.own_backend import own_backend, warm_up
 from peers.stage_peer.own_state import OwnState
 from peers.stage_peer.presence import Presence
 from peers.stage_peer.resume import require_weights
@@ -125,6 +125,11 @@ class StageServer:
             logger.info("autograd graphs may take up to %s of %s", in_words(limit_bytes), self._options.device)
         self._runtime.start()
         try:
+            with self._membership.waits.on(f"the first computation of stage {self.stage.number}"):
+                await warm_up(
+                    self.stage.context.backend, self._runtime, self._membership.clock, device=self._options.device,
+                    compiles=self._options.compiles,
+                )  # fmt: skip
             await self._own_state.begin()
             waits = self._membership.waits
             async with self._server(listen) as services, asyncio.TaskGroup() as tasks:

@@ -57,8 +57,8 @@ class StaticOptions:
     it is what model.autocast says."""
     compress: CompressedCodec | None = None
     """Codec in which gradients are averaged, with the options of [averaging]; for --dp alone."""
-    compile: bool = False
-    """Compile every layer (torch.compile)."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Compile every layer (torch.compile). auto does so on a CUDA GPU. Not for runs with dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes a GPU for each worker if there are any."""
     threads: int = 0

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from peers.shared import cli, logs, process
-from peers.shared.cache import cache_folder, kept_tokenizer
+from peers.shared.cache import cache_folder, keep_compiled_code, kept_tokenizer
 from peers.shared.devices import num_cores, warn_of_emulation
 from peers.shared.exit_codes import EXIT_FAILURE, EXIT_USAGE
 from peers.shared.option_names import naming_options
@@ -45,7 +45,7 @@ from swarm.data.microbatches import Microbatches
 from swarm.errors import SwarmError
 from swarm.interchange.origin import TOKENIZER_FOLDER
 from swarm.interchange.weights import Weights
-from swarm.model.compiled import require_compiler
+from swarm.model.compiled import compiles
 
 logger = logging.getLogger(__name__)
 
@@ -83,8 +83,8 @@ def run(options: StaticOptions, environment: Mapping[str, str]) -> int:
     require_reporters(options)
     config, given = run_config.trained(options, shape)
     warn_of_emulation(config.model, device)
-    if options.compile:
-        require_compiler(device)
+    keep_compiled_code(os.environ)
+    options = dataclasses.replace(options, compile="on" if compiles(options.compile, config, device) else "off")
     require_beginning(options)
     is_first = environment.get("RANK", "0") == "0"
     own_files = writing_alone(options) if is_first else contextlib.nullcontext()

@@ -81,7 +81,7 @@ def _fitted(config: RunConfig, options: StaticOptions, shape: Shape) -> RunConfi
     if options.compress is not None and model.autocast == "fp16":
         raise ValueError("--compress is not for --dtype fp16, whose gradients may overflow: take bf16")
     in_shards(model, shape.tp)
-    if options.compile:
+    if options.compile == "on":
         require_compilable(config)
     if shape.pp == config.stages.num_stages:
         return config

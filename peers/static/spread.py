@@ -98,7 +98,7 @@ class Spread:
         # torch requires this order: checkpointing of activations, then compilation, then FSDP or DDP around the whole.
         for layer in layers if config.model.gradient_checkpointing else ():
             checkpoint(layer, preserve_rng_state=False)
-        if options.compile:
+        if options.compile == "on":
             cast(StageModule, stage).compile_layers()
         self.module: nn.Module = Part(stage, config.data.seed)
         if options.fsdp:

@@ -87,7 +87,10 @@ def attention(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask_B1TS: Tensor 
         k_BGSK, v_BGSK = (heads.repeat_interleave(group_size, dim=1) for heads in (k_BGSK, v_BGSK))
         group_size = 1
     num_queries, num_keys = q_BHTK.shape[2], k_BGSK.shape[2]
-    is_causal = mask_B1TS is None and num_queries == num_keys
+    is_causal = False
+    # torch.compile has symbols for lengths that vary. A branch decides, where the comparison would be one more symbol.
+    if mask_B1TS is None and num_queries == num_keys:
+        is_causal = True
     if mask_B1TS is None and 1 < num_queries < num_keys:
         mask_B1TS = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)
     return F.scaled_dot_product_attention(

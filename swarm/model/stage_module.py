@@ -41,6 +41,9 @@ from swarm.model.loss import summed_loss_of_logits
 from swarm.model.masks import Dropout, DropoutKey
 from swarm.model.shards import Shards, Span, spans
 
+MOST_VARIANTS = 64
+"""The most pieces of code that torch makes of a layer; with more it would run uncompiled."""
+
 
 class StageModule(nn.Module):
     """The layers of one stage. Stage 0 also holds the embedding, and the last stage the head.
@@ -83,9 +86,14 @@ class StageModule(nn.Module):
         self.head = Head(config.model, fused=fused) if is_last else None
 
     def compile_layers(self) -> None:
-        """Let torch.compile compile the layers at their next call. With a cache, which grows, they run uncompiled."""
+        """Let torch.compile compile the layers at their next call. With a cache, which grows, they run uncompiled.
+
+        All layers share their code. The first shape has code of its own, and all others share one that fits any shape.
+        """
+        # Training, evaluation and computing again each need code of their own, for either kind of shape.
+        torch._dynamo.config.recompile_limit = MOST_VARIANTS
         for layer in self.layers.values():
-            layer.compile(dynamic=False)
+            layer.compile()
 
     def forward(
         self,

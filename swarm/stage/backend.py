@@ -161,8 +161,7 @@ class StageBackend:
             forward._inputs, loss = self._graph(forward, self._scale.factor)
             forward._outputs = loss
             self.budget.keep()
-            # Checked before the backward, so that a loss that is not finite has no effect. This waits for the device
-            # only once.
+            # Checked before the backward, so that a loss that is not finite has no effect.
             loss_on_cpu = loss.detach().cpu() / max(1, samples.amount(wire_inputs).targets)
             require_in_range("loss", loss_on_cpu)
             gradient, accumulated = self._collect(forward, None, accumulate=accumulate, only_at=only_at)
@@ -201,9 +200,8 @@ class StageBackend:
         for accumulated in all_accumulated:
             source, bucket = accumulated.source, accumulated.bucket
             bucket.withdrawn(source)
-            self.events.write(
-                RollBack(microbatch=source.microbatch, samples=source.amount.samples, bucket=bucket.number)
-            )
+            undone = RollBack(microbatch=source.microbatch, samples=source.amount.samples, bucket=bucket.number)
+            self.events.write(undone)
             self.settle(accumulated)
 
     def _take_out(self, bucket: GradientBucket, leaving: Set[Source]) -> None:
@@ -227,13 +225,23 @@ class StageBackend:
         parameters = list(source.version.parameters.values())
         return torch.autograd.grad(root, parameters, allow_unused=True, materialize_grads=True)
 
+    def warm_up(self) -> None:
+        """Compute a gradient and an evaluation of made-up samples, so that what is compiled at a first call is there.
+
+        Nothing of it is kept. If layers are compiled, torch may raise errors of many kinds.
+        """
+        wire_inputs, wire_gradient = self._inputs.made_up()
+        made_up = Source(
+            microbatch=0, amount=NOTHING, wire_inputs=wire_inputs, version=self.weights.version,
+            wire_gradient=None if self.is_last else wire_gradient,
+        )  # fmt: skip
+        self._again(made_up)
+        self.evaluate(wire_inputs, self.weights.version.parameters)
+
     # -- evaluation ----------------------------------------------------------------------------------------------
 
     def evaluate(self, wire_inputs: WireInputs, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Compute a forward without dropout, with the given weights, usually an anchor.
-
-        Args:
-            parameters: on the stage's device.
+        """Compute a forward without dropout, with the given weights (usually an anchor) on the stage's device.
 
         Returns:
             The encoded hidden state for the next stage. At the last stage it is the mean loss over the targets, a
@@ -301,22 +309,14 @@ class StageBackend:
         if self._scale.is_fixed and not are_finite(gradients):
             raise MalformedMessage("the gradient of the weights is not finite")
         source = Source(
-            microbatch=forward.microbatch,
-            amount=samples.amount(forward.wire_inputs),
-            wire_inputs=forward.wire_inputs,
-            wire_gradient=wire_gradient,
-            version=forward.version,
-            scale=scale,
-        )
+            microbatch=forward.microbatch, amount=samples.amount(forward.wire_inputs), wire_inputs=forward.wire_inputs,
+            wire_gradient=wire_gradient, version=forward.version, scale=scale,
+        )  # fmt: skip
         bucket = self.weights.accumulate(gradients, source)
-        self.events.write(
-            Accumulate(
-                microbatch=source.microbatch,
-                samples=source.amount.samples,
-                bucket=bucket.number,
-                only_at=only_at,
-            )
+        taken = Accumulate(
+            microbatch=source.microbatch, samples=source.amount.samples, bucket=bucket.number, only_at=only_at
         )
+        self.events.write(taken)
         return answer, Accumulated(source=source, bucket=bucket)
 
     def _gradients(

@@ -14,7 +14,7 @@ from swarm.config import RunConfig
 from swarm.model.loss import NO_TARGET
 from swarm.rpc.wire import require_in_range
 from swarm.stage.boundary import HIDDEN, TOKENS, Boundary
-from swarm.stage.staging import Staging
+from swarm.stage.staging import Staging, staging_of
 from swarm.training import samples
 
 WireInputs = Mapping[str, torch.Tensor]
@@ -37,6 +37,15 @@ class StageInputs:
         samples.require_sound(wire_inputs, self.config.model.vocab_size)
         if self.stage:
             require_in_range(HIDDEN, wire_inputs[HIDDEN])
+
+    def made_up(self) -> tuple[WireInputs, torch.Tensor]:
+        """Inputs of the run's shapes, all zeros, as they would arrive, and such a gradient of the stage's output."""
+        data = self.config.data
+        size, length = data.microbatch_size, data.sequence_length
+        zeros_BTR = torch.zeros(size, length, self.boundary.width)
+        wire = self.boundary.encode(zeros_BTR, staging_of(zeros_BTR.device)).wait()
+        tokens = {name: torch.zeros(size, length + 1, dtype=torch.int32) for name in samples.names(data)}
+        return {**tokens, HIDDEN: wire} if self.stage else tokens, wire
 
     def hidden_or_tokens(self, wire_inputs: WireInputs) -> torch.Tensor:
         """What the module takes: tokens [B, T] at stage 0, at any other the hidden state [B, T, D]."""

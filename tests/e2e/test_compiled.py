@@ -20,7 +20,7 @@ def test_a_swarm_with_compiled_layers_follows_one_process(tmp_path: Path) -> Non
         swarm = RealSwarm(tmp_path, children, setting="synchronous")
         swarm.start_seconds = SECONDS
         # With this limit some forwards are computed again.
-        swarm.start_peers([0, 1], "--compile", "--graph-memory-mib", "1")
+        swarm.start_peers([0, 1], "--compile", "on", "--graph-memory-mib", "1")
         swarm.start_peers([1])
         assert swarm.wait_for_end(swarm.start_trainer("trainer", steps=STEPS), SECONDS) == 0
         losses = [row["train/loss"] for row in swarm.steps("trainer")]

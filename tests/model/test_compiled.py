@@ -9,7 +9,8 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from swarm import config as configs
-from swarm.config import LoraConfig
+from swarm.config import LoraConfig, ModelConfig, RunConfig
+from swarm.model.compiled import Compile, compiles
 from swarm.model.masks import DropoutKey
 from swarm.model.stage_module import StageModule
 from swarm.model.stages import build_stage
@@ -40,6 +41,19 @@ from swarm.model.stages import build_stage
 def test_layers_share_what_is_compiled(
     model: dict[str, Any], lora: LoraConfig, documents: bool, num_graphs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    counter, module = _counted(monkeypatch, lora=lora, **model)
+    tokens = torch.arange(32).reshape(2, 16)
+    others = {"documents_BT": torch.arange(16).div(5).long().expand(2, 16)} if documents else {}
+    for microbatch in range(2):
+        key = DropoutKey(seed=1, microbatch=microbatch)
+        module(tokens, targets_BT=tokens, dropout_key=key, **others).backward()
+    assert counter.frame_count == num_graphs
+
+
+def _counted(
+    monkeypatch: pytest.MonkeyPatch, *, lora: LoraConfig | None = None, **model: Any
+) -> tuple[CompileCounter, StageModule]:
+    """Four compiled layers, and what counts the pieces of code that are made for them."""
     torch._dynamo.reset()
     counter, compile_layer = CompileCounter(), nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda self, **kwargs: compile_layer(self, backend=counter, **kwargs))
@@ -48,14 +62,66 @@ def test_layers_share_what_is_compiled(
         tiny,
         model=dataclasses.replace(tiny.model, num_layers=4, **model),
         stages=dataclasses.replace(tiny.stages, num_stages=1),
-        lora=lora,
+        lora=lora or LoraConfig(),
     )
     module = build_stage(config, 0, device=torch.device("cpu"))
     assert isinstance(module, StageModule)
     module.compile_layers()
-    tokens = torch.arange(32).reshape(2, 16)
-    others = {"documents_BT": torch.arange(16).div(5).long().expand(2, 16)} if documents else {}
-    for microbatch in range(2):
-        key = DropoutKey(seed=1, microbatch=microbatch)
-        module(tokens, targets_BT=tokens, dropout_key=key, **others).backward()
-    assert counter.frame_count == num_graphs
+    return counter, module
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_dozen_shapes_are_compiled_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches may end short, and conversations may have any width."""
+    counter, module = _counted(monkeypatch)
+    for size, length in [(4, 32), *((size, length) for size in (3, 2, 5) for length in (32, 17, 24, 8))]:
+        tokens = torch.ones(size, length, dtype=torch.int64)
+        module(tokens, targets_BT=tokens).backward()
+    assert 1 < counter.frame_count <= 3
+
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "dropout", "expected"),
+    [
+        ("auto", GPU, 0.0, True),
+        ("auto", CPU, 0.0, False),
+        ("auto", GPU, 0.1, False),
+        ("on", CPU, 0.0, True),
+        ("off", GPU, 0.0, False),
+    ],
+)
+def test_what_is_compiled(
+    wanted: Compile, device: torch.device, dropout: float, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device: torch.ones(*shape))
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    assert compiles(wanted, RunConfig(model=ModelConfig(dropout=dropout)), device) is expected
+
+
+@pytest.mark.parametrize("model", [{"dropout": 0.1}, {"custom_class": "package.module:Class"}])
+def test_what_cannot_be_compiled_and_is_to_be_is_refused(model: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="--compile on is"):
+        compiles("on", RunConfig(model=ModelConfig(**model)), CPU)
+
+
+def test_without_a_compiler_one_line_says_so_and_what_was_compiled_runs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(function: object) -> object:
+        raise RuntimeError("\n  No working C++ compiler found\nand much more")
+
+    counter, module = _counted(monkeypatch)
+    monkeypatch.setattr(torch, "compile", fails)
+    try:
+        assert not compiles("on", RunConfig(), CPU)
+        module(torch.ones(2, 4, dtype=torch.int64))
+    finally:
+        torch.compiler.set_stance("default")
+    assert [record.message for record in caplog.records] == [
+        "goes on uncompiled, and so slower: this machine makes no code for cpu (No working C++ compiler found)"
+    ]
+    assert counter.frame_count == 0

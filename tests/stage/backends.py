@@ -9,6 +9,7 @@ import torch
 
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.model.masks import DropoutKey
+from swarm.model.stage_module import StageModule
 from swarm.model.stages import build_stage
 from swarm.model.transformer import build_transformer
 from swarm.stage.backend import StageBackend
@@ -28,8 +29,13 @@ DILOCO = dataclasses.replace(CONFIG, rounds=RoundsConfig(setting="diloco", round
 PLENTY = 1 << 30
 
 
-def backend_of(config: RunConfig, stage: int, limit_bytes: int = PLENTY, *, fused: bool = False) -> StageBackend:
+def backend_of(
+    config: RunConfig, stage: int, limit_bytes: int = PLENTY, *, fused: bool = False, compiles: bool = False
+) -> StageBackend:
     module = build_stage(config, stage, device="cpu", fused=fused)
+    if compiles:
+        assert isinstance(module, StageModule)
+        module.compile_layers()
     return StageBackend(
         config=config, stage=stage, module=module, weights=weights_of(config, module, lineage="", fused=fused),
         staging=Staging(), budget=GraphBudget(limit_bytes=limit_bytes),

@@ -1,19 +1,23 @@
 """A stage that does not fit, and what the last one needs besides its weights."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
+from torch import nn
 
 from peers.shared.devices import Dtype
-from peers.stage_peer.own_backend import own_backend
+from peers.stage_peer.own_backend import own_backend, warm_up
 from swarm.config import RunConfig
 from swarm.errors import Fatal
 from swarm.events.kinds import Events
 from swarm.model.stage_module import StageModule
 from swarm.stage.backend import StageBackend
+from swarm.stage.runtime import Runtime
 from swarm.stage.staging import Staging
 from tests.support.chain import SYNCHRONOUS
+from tests.support.manual_clock import ManualClock
 
 _ENDLESS = 1 << 40
 """Tokens of a microbatch whose loss fits into no memory."""
@@ -51,18 +55,37 @@ def test_a_peer_may_compute_in_a_type_of_its_own() -> None:
     assert backend.module.model.autocast == "fp16"
 
 
-def test_dropout_is_not_compiled() -> None:
-    model = dataclasses.replace(SYNCHRONOUS.model, dropout=0.1)
-    with pytest.raises(ValueError, match="--compile is not for runs with dropout"):
-        _backend(dataclasses.replace(SYNCHRONOUS, model=model), 0, compiles=True)
+async def _warmed_up(caplog: pytest.LogCaptureFixture, *, device: str = "cpu", compiles: bool = False) -> list[str]:
+    """Warm a stage up, and return the lines about it."""
+    backend = _backend(SYNCHRONOUS, 1, compiles=compiles)
+    runtime = Runtime(queue_capacity=4)
+    runtime.start()
+    try:
+        with caplog.at_level("INFO"):
+            await warm_up(backend, runtime, ManualClock(), device=torch.device(device), compiles=compiles)
+    finally:
+        runtime.stop(20.0)
+    return [record.message for record in caplog.records if record.name.startswith(("peers", "swarm"))]
 
 
-def test_without_a_compiler_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(function: object) -> object:
-        raise RuntimeError("\nNo working C++ compiler found\nand much more")
+async def test_a_gpu_is_warmed_up_and_a_cpu_need_not_be(caplog: pytest.LogCaptureFixture) -> None:
+    assert await _warmed_up(caplog) == []
+    assert await _warmed_up(caplog, device="cuda") == ["warmed up the layers of stage 1 in 0 s"]
 
-    monkeypatch.setattr(torch, "compile", fails)
-    with pytest.raises(
-        Fatal, match=r"^--compile: this machine makes no code for cpu, .*\(No working C\+\+ compiler found\)$"
-    ):
-        _backend(SYNCHRONOUS, 0, compiles=True)
+
+async def test_layers_that_no_code_can_be_made_for_run_uncompiled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(graph: object, inputs: object) -> object:
+        raise RuntimeError("no such instruction")
+
+    torch._dynamo.reset()
+    compile_layer = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self: compile_layer(self, backend=fails))
+    try:
+        lines = await _warmed_up(caplog, compiles=True)
+    finally:
+        torch.compiler.set_stance("default")
+    assert lines[0] == "compiling the layers of stage 1, which takes a minute the first time"
+    assert re.fullmatch("goes on uncompiled, .* makes no code for cpu .*no such instruction.*", lines[1])
+    assert lines[2] == "warmed up the layers of stage 1 in 0 s"

@@ -51,6 +51,7 @@ OTHER_BLOCK_TYPES = dataclasses.replace(
 )
 ADAPTERS = dataclasses.replace(CONFIG, lora=LoraConfig(rank=4, targets=("all-linear",)))
 MUON = dataclasses.replace(CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, name="muon", learning_rate=5e-3))
+COMPILED = ("--compile", "on")
 HEAD_NORMS = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, qk_norm=True, dropout=0.0))
 
 
@@ -86,8 +87,9 @@ MORE_CASES = [
     [Case(4, ("--tp", "2", "--fsdp", "zero3"), BLOCK_TYPES)],
     [Case(2, ("--fsdp", "zero3"), ADAPTERS), Case(2, ("--tp", "2"), ADAPTERS)],
     [Case(2, ("--fsdp", "zero2"), OTHER_SWITCHES), Case(2, ("--tp", "2"), OTHER_SWITCHES)],
-    [Case(1, (), OTHER_SWITCHES), Case(1, ("--compile",), HEAD_NORMS), Case(2, ("--tp", "2"), HEAD_NORMS)],
-    [Case(2, ("--tp", "2", "--compile"), HEAD_NORMS), Case(2, ("--fsdp", "zero3", "--compile"), HEAD_NORMS)],
+    [Case(1, (), OTHER_SWITCHES), Case(1, COMPILED, HEAD_NORMS), Case(2, ("--tp", "2"), HEAD_NORMS)],
+    [Case(2, ("--tp", "2", *COMPILED), HEAD_NORMS), Case(2, ("--fsdp", "zero3", *COMPILED), HEAD_NORMS)],
+    [Case(2, ("--pp", "2", *COMPILED), HEAD_NORMS)],
     [Case(2, ("--dp", "2"), OTHER_SWITCHES), Case(2, ("--pp", "2"), OTHER_SWITCHES)],
     [Case(2, ("--fsdp", "zero3"), MUON), Case(2, ("--tp", "2"), MUON)],
     [Case(4, ("--tp", "2", "--fsdp", "zero2"), MUON)],
