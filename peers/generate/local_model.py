@@ -6,15 +6,18 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import datetime
 from pathlib import Path
+from random import SystemRandom
 
 import torch
 
 from peers.generate.options import GenerateOptions
 from peers.generate.terminal import tell
 from peers.shared.cache import cache_folder
+from peers.shared.devices import computing_in, device_of, warn_of_emulation
 from peers.shared.option_names import naming_options
 from peers.shared.tokenizer import folder_of
 from peers.stage_peer.own_model import open_model
+from swarm.config import RunConfig
 from swarm.data import tokenizers
 from swarm.generation.engine import LocalEngine
 from swarm.generation.room import Room
@@ -22,6 +25,8 @@ from swarm.generation.text_model import TextModel, read_text_model
 from swarm.interchange import origin, run_folder
 from swarm.interchange.export import Origin
 from swarm.model.attention import cache_bytes
+from swarm.model.functions import fuses
+from swarm.model.stage_module import autocast_dtype
 from swarm.model.transformer import Transformer
 
 
@@ -32,15 +37,17 @@ async def open_local_model(options: GenerateOptions) -> AsyncIterator[TextModel]
     Raises:
         ValueError, IntegrityError, CorpusMismatch: the model or its tokenizer cannot be loaded.
     """
+    device = device_of(options.device, SystemRandom())
     found = _origin(options)
-    config = found.config
+    config = computing_in(found.config, options.dtype)
+    warn_of_emulation(config.model, device)
     data = dataclasses.replace(config.data, tokenizer=options.tokenizer or found.tokenizer)
     with naming_options(options):
         tokenizer = tokenizers.load_for_run(data, vocab_size=config.model.vocab_size)
     longest = config.model.max_positions or data.sequence_length
     num_positions = int(options.cache_gib * 2**30 / cache_bytes(config.model, config.model.num_layers))
     room = Room(options.max_sequences, max(longest, num_positions))
-    engine = LocalEngine(load(found), room, longest=longest, round_number=found.card.round)
+    engine = LocalEngine(load(found, config, device), room, longest=longest, round_number=found.card.round)
     # The chat template and end tokens may be beside the tokenizer, or in the model's folder.
     named = [Path(folder) for folder in (options.model, options.base) if folder is not None]
     folders = [*folder_of(data.tokenizer), *named]
@@ -51,13 +58,19 @@ async def open_local_model(options: GenerateOptions) -> AsyncIterator[TextModel]
         computing.cancel()
 
 
-def load(found: Origin) -> Transformer:
-    """The whole model with its weights, in float32. Raises IntegrityError."""
-    model = Transformer(found.config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(found.load({name})[name])
-    return model
+def load(found: Origin, config: RunConfig, device: torch.device) -> Transformer:
+    """The whole model with its weights on a device. Matrices have the type of model.autocast, and else float32: reading
+    them is most of what a token takes.
+
+    Raises:
+        IntegrityError: the weights are not those of the model.
+    """
+    model = Transformer(config, fused=fuses(device))
+    for name, parameter in model.named_parameters():
+        value = found.load({name})[name]
+        dtype = autocast_dtype(config.model) if value.ndim > 1 else None
+        parameter.data = value.to(device, dtype or torch.float32)
+    return model.to(device)
 
 
 def _origin(options: GenerateOptions) -> Origin:

@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from peers.shared import cli
 from peers.shared.invite_option import RunOptions
@@ -66,6 +67,10 @@ class GenerateOptions(RunOptions):
     """Texts that are written at once, with --serve; others wait."""
     cache_gib: float = 4.0
     """Memory for the keys and values of these texts, with --serve."""
+    device: str = "auto"
+    """Where a model in this process computes: cpu, cuda, cuda:1, ... or mps; auto takes a GPU if there is one."""
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """Type of its matrices. Left out, it is what model.autocast of its run says, and fp32 for a model's folder."""
     threads: int = 0
     """CPU threads for computing; 0 leaves the choice to PyTorch."""
 
@@ -78,6 +83,8 @@ class GenerateOptions(RunOptions):
             "--checkpoint DIR": self.checkpoint is not None,
             "--model DIR_OR_NAME": self.model is not None,
         })  # fmt: skip
+        if (self.device != "auto" or self.dtype is not None) and self.checkpoint is None and self.model is None:
+            raise ValueError("--device and --dtype need --checkpoint DIR or --model DIR_OR_NAME")
         if self.round is not None and self.checkpoint is None:
             raise ValueError("--round needs --checkpoint DIR: a model's folder has no rounds")
         if self.base is not None and self.checkpoint is None:

@@ -73,6 +73,7 @@ class LocalEngine:
         """
         assert room.capacity >= longest, "a sequence could wait for ever"
         self._model = model.eval()
+        self._device = next(model.parameters()).device
         self._room = room
         self.longest = longest
         self.round = round_number
@@ -128,7 +129,7 @@ class LocalEngine:
         num_logits = max(sequence.num_logits(len(piece)) for sequence, piece in zip(sequences, pieces, strict=True))
         try:
             cache = caches[0] if len(caches) == 1 else CacheRows(caches)
-            logits_BNV = self._model(torch.tensor(pieces), cache=cache, num_logits=num_logits)
+            logits_BNV = self._model(torch.tensor(pieces, device=self._device), cache=cache, num_logits=num_logits)
         except Exception as error:  # noqa: BLE001 - the caller raises it
             if len(sequences) == 1:
                 sequences[0].fail(error)

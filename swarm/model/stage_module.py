@@ -129,7 +129,7 @@ class StageModule(nn.Module):
         reach = cache if documents_BT is None else Documents(documents_BT)
         # Without a cache or documents, positions begin with 0.
         positions_T = (KeyValueCache(0) if reach is None else reach).next_positions(num_positions, device)
-        cast_dtype = _autocast_dtype(self.model)
+        cast_dtype = autocast_dtype(self.model)
         # If the model has no autocast of its own, an autocast of the caller stays in effect.
         with torch.autocast(inputs.device.type, cast_dtype) if cast_dtype else contextlib.nullcontext():
             hidden_BTR = inputs
@@ -207,7 +207,7 @@ def with_shared_casts(
     Args:
         casts: the casts of these parameters. The first call with these parameters fills it, and later ones use it.
     """
-    if not isinstance(module, StageModule) or (cast_dtype := _autocast_dtype(module.model)) is None:
+    if not isinstance(module, StageModule) or (cast_dtype := autocast_dtype(module.model)) is None:
         return dict(parameters)
     if not casts:
         masters = {name: parameters[name].detach() for name in module.product_weights()}
@@ -217,7 +217,7 @@ def with_shared_casts(
     return {**parameters, **{name: as_cast(parameters[name], cast) for name, cast in casts.items()}}
 
 
-def _autocast_dtype(model: ModelConfig) -> torch.dtype | None:
+def autocast_dtype(model: ModelConfig) -> torch.dtype | None:
     """The type in which the model computes matrix products; None where it leaves that to its caller."""
     match model.autocast:
         case "off":

@@ -28,13 +28,13 @@ class Transformer(StageModule):
     Shards that meet only at the ends of stages meet here where the run's stages end.
     """
 
-    def __init__(self, config: RunConfig, shards: Shards | None = None) -> None:
+    def __init__(self, config: RunConfig, shards: Shards | None = None, *, fused: bool = False) -> None:
         """
         Args:
-            shards: as in StageModule.
+            shards, fused: as in StageModule.
         """
         uncut = dataclasses.replace(config, stages=StagesConfig(num_stages=1))
-        super().__init__(uncut, 0, range(config.model.num_layers), shards)
+        super().__init__(uncut, 0, range(config.model.num_layers), shards, fused=fused)
         if self.shards is not None:
             self.spans = [span for layers in layer_ranges(config) for span in spans(config.model, layers)]
 

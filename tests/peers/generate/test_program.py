@@ -4,21 +4,25 @@ import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from peers.generate import program
+from peers.generate.local_model import load
 from peers.generate.options import PROG
 from peers.model import program as model
 from peers.shared import faults
+from peers.shared.devices import computing_in
 from peers.shared.exit_codes import EXIT_USAGE
 from swarm.checkpoint import file
 from swarm.checkpoint.file import Header
 from swarm.config import LoraConfig, StagesConfig
 from swarm.data import hub
 from swarm.interchange import run_folder
+from swarm.interchange.origin import from_model_folder
 from swarm.interchange.source import parameter_shapes
 from tests.checkpoint.states import CONFIG, cut, write_cut
 from tests.interchange.small_models import make, save
@@ -103,6 +107,30 @@ def test_a_text_ends_before_a_stop_and_with_the_model_s_end_token(
     assert _run(capsys, *options).split() == whole[: whole.index(whole[3])]
 
 
+@pytest.mark.parametrize(("dtype", "held"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+@pytest.mark.parametrize("name", ["llama-3", "gpt2"])
+def test_matrices_may_have_sixteen_bits(
+    name: str, dtype: Literal["bf16", "fp16"], held: torch.dtype, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _save_with_words(tmp_path, name)
+    found, cpu = from_model_folder(tmp_path), torch.device("cpu")
+    plain, narrow = (load(found, computing_in(found.config, each), cpu) for each in ("fp32", dtype))
+    assert {value.dtype for value in plain.parameters()} == {torch.float32}
+    for parameter in narrow.parameters():
+        assert parameter.dtype is (held if parameter.ndim > 1 else torch.float32)
+    tokens = torch.arange(8)[None]
+    with torch.inference_mode():
+        expected = plain(tokens)
+        torch.testing.assert_close(narrow(tokens), expected, rtol=0, atol=0.02 * float(expected.abs().max()))
+    options = ("--prompt", "a", "--max-tokens", "5", "--device", "cpu", "--model", str(tmp_path))
+    assert _run(capsys, *options, "--dtype", dtype).split()
+
+
+def test_a_device_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    refused = _refused(capsys, "--model", str(tmp_path), "--prompt", "a", "--device", "cuda:99")
+    assert "--device cuda:99 cannot be used" in refused
+
+
 def test_checkpoints_write_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, vocab_size=256))
     write_cut(tmp_path, cut(2, config), num_rounds=1)
@@ -180,6 +208,8 @@ def test_a_run_on_bytes_ends_its_texts_where_the_model_does(tmp_path: Path, caps
         ),
         (["--chat", "--model", "m", "--system", "\udcff"], "--system must be UTF-8 text"),
         (["--prompt", "a", "--model", "m", "--top-k", str(2**31)], "top_k must be at least 0 and below"),
+        (["swarm://x", "--prompt", "a", "--dtype", "bf16"], "--device and --dtype need --checkpoint DIR or --model"),
+        (["swarm://x", "--prompt", "a", "--device", "cpu"], "--device and --dtype need --checkpoint DIR or --model"),
         (["--prompt", "a", "--model", "m", "--base", "m"], "--base needs --checkpoint DIR"),
         (["--prompt", "a", "--model", "m", "--round", "1"], "--round needs --checkpoint DIR"),
     ],
