@@ -22,9 +22,9 @@ from swarm.checkpoint.writer import CheckpointWriter
 from swarm.config import RunConfig
 from swarm.errors import Fatal, PeerUnavailable
 from swarm.stage.member import StageMember
-from swarm.stage.state import digest_of
-from swarm.training.optim import learning_rate
-from swarm.training.optimizers import round_optimizer
+from swarm.stage.state import digest_of, named, parts
+from swarm.training.optim import Optimizer, learning_rate
+from swarm.training.optimizers import gradient_optimizer, round_optimizer
 from swarm.training.round_member import Snapshot
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ async def begin(
         await member.begin(highest_microbatch=0 if others.has_begun else -1)
         return
     restored = beginning.restored
-    tensors = (await member.snapshot()).tensors if restored is None else known(config, shapes, restored.tensors)
+    tensors = (await member.snapshot()).tensors if restored is None else known(config, shapes, restored)
     snapshot = Snapshot(
         round=beginning.round,
         run_samples=beginning.run_samples,
@@ -106,7 +106,10 @@ async def begin(
         digest=await asyncio.to_thread(digest_of, tensors),
     )
     source = "initial" if restored is None else "checkpoint"
-    await member.begin_with(snapshot, beginning.highest_microbatch, source=source, parent=beginning.parent)
+    moments = {} if restored is None else _moments(config, shapes, restored)
+    await member.begin_with(
+        snapshot, beginning.highest_microbatch, source=source, parent=beginning.parent, moments=moments
+    )
     if restored is None:
         return
     logger.info("resumes at round %d, from %s", beginning.round, ", ".join(map(str, restored.files)))
@@ -188,21 +191,35 @@ def say_changes(checkpoint: RunConfig, run: RunConfig, *, round_number: int, run
     if any(name.startswith("optimizer.") for name in differing):
         rates = [learning_rate(config.gradient_step, run_samples) for config in (checkpoint, run)]
         logger.warning("  the learning rate at %d samples: %.4g before, %.4g now", run_samples, *rates)
-    if run.rounds.synchronous and "optimizer.name" in differing:
+    if "rounds.setting" in differing:
+        logger.warning("  each peer takes inner steps from now on, and the outer step begins without momentum")
+    if checkpoint.rounds.synchronous and "optimizer.name" in differing:
         logger.warning(
             "  %s begins with no memory of the parameters that it steps in another way", run.gradient_step.name
         )
 
 
-def known(
-    config: RunConfig, shapes: Mapping[str, torch.Size], tensors: Mapping[str, torch.Tensor]
-) -> Mapping[str, torch.Tensor]:
+def known(config: RunConfig, shapes: Mapping[str, torch.Size], restored: Restored) -> dict[str, torch.Tensor]:
     """A checkpoint's state, without the optimizer state that the run's optimizer does not use."""
-    known = set[str]()
-    optimizer = round_optimizer(config)
-    for name, shape in shapes.items():
-        known |= {f"outer/{name}/{key}" for key in optimizer.state_shapes(name, shape)}
-    return {name: tensor for name, tensor in tensors.items() if name in known or not name.startswith("outer/")}
+    anchor, remembered = parts(restored.tensors)
+    # What ended synchronous rounds stepped along gradients, and an outer step does not.
+    is_same = restored.config.rounds.setting == config.rounds.setting
+    return named(anchor, _used(round_optimizer(config), shapes, remembered) if is_same else {})
+
+
+def _moments(config: RunConfig, shapes: Mapping[str, torch.Size], restored: Restored) -> dict[str, torch.Tensor]:
+    """What the optimizer of inner steps remembers of a checkpoint's synchronous rounds, by `NAME/KEY`."""
+    if config.rounds.synchronous or not restored.config.rounds.synchronous:
+        return {}
+    _, remembered = parts(restored.tensors)
+    return _used(gradient_optimizer(config, same_bits=False), shapes, remembered)
+
+
+def _used(
+    optimizer: Optimizer, shapes: Mapping[str, torch.Size], remembered: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    used = {f"{name}/{key}" for name, shape in shapes.items() for key in optimizer.state_shapes(name, shape)}
+    return {key: tensor for key, tensor in remembered.items() if key in used}
 
 
 def _at_their_round(
@@ -235,9 +252,12 @@ def _at_their_round(
 
 
 def _begin_with(restored: Restored) -> Beginning:
+    # A synchronous round has microbatches of its own: of later ones some were seen, and none was learnt.
+    is_exact = restored.config.rounds.synchronous
+    highest = restored.config.microbatches_of(restored.round).start - 1 if is_exact else restored.highest_microbatch
     return Beginning(
         restored=restored, round=restored.round, run_samples=restored.run_samples, lineage=restored.lineage,
-        highest_microbatch=restored.highest_microbatch,
+        highest_microbatch=highest,
     )  # fmt: skip
 
 

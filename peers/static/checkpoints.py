@@ -94,7 +94,7 @@ class Checkpoints:
             reason = next((f": they are of another run ({reason})" for reason in reasons if reason), "")
             raise Fatal(f"{folder.path} has no sound checkpoint of this model{reason}")
         say_changes(restored.config, self._config, round_number=restored.round, run_samples=restored.run_samples)
-        anchor, remembered = state.parts(known(self._config, self._model.shapes, restored.tensors))
+        anchor, remembered = state.parts(known(self._config, self._model.shapes, restored))
         parameters = self._model.local_parameters
         with torch.no_grad():
             for name, part in parameters.items():

@@ -43,12 +43,12 @@ contents of both. Earlier releases did not write all of them."""
 
 def forbidden(checkpoint: RunConfig, run: RunConfig) -> dict[str, Difference]:
     """The differences that make the checkpoint one of another run, by field."""
-    return {name: pair for name, pair in _differences(checkpoint, run).items() if not _is_free(name, run)}
+    return {name: pair for name, pair in _differences(checkpoint, run).items() if not _is_free(name, pair, run)}
 
 
 def allowed(checkpoint: RunConfig, run: RunConfig) -> dict[str, Difference]:
     """All differences that are not forbidden, by field."""
-    return {name: pair for name, pair in _differences(checkpoint, run).items() if _is_free(name, run)}
+    return {name: pair for name, pair in _differences(checkpoint, run).items() if _is_free(name, pair, run)}
 
 
 def _differences(checkpoint: RunConfig, run: RunConfig) -> dict[str, Difference]:
@@ -61,7 +61,10 @@ def _differences(checkpoint: RunConfig, run: RunConfig) -> dict[str, Difference]
     return {name: pair for name, pair in differing.items() if name not in _NO_CHANGE}
 
 
-def _is_free(name: str, run: RunConfig) -> bool:
+def _is_free(name: str, pair: Difference, run: RunConfig) -> bool:
+    if name == "rounds.setting":
+        # The way back is closed: a synchronous round's number determines its microbatches, and would repeat some.
+        return pair == ("synchronous", "diloco")
     if name in _DILOCO_FIELDS:
         return not run.rounds.synchronous
     if "parallel" in run.model.types_of_blocks and name.startswith("stages."):

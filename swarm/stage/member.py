@@ -261,14 +261,17 @@ class StageMember:
         await self._install(snapshot, source="download", carry=carry)
 
     async def _install(
-        self, snapshot: Snapshot, *, source: str, parent: str | None = None, carry: bool = False
-    ) -> None:
+        self, snapshot: Snapshot, *, source: str, parent: str | None = None, carry: bool = False,
+        moments: Tensors | None = None,
+    ) -> None:  # fmt: skip
         await asyncio.to_thread(self._weights.check, snapshot.tensors, snapshot.digest, round_number=snapshot.round)
         self._closed = None
 
         def install() -> None:
             new_round = Round(number=snapshot.round, run_samples=snapshot.run_samples, lineage=snapshot.lineage)
             self._weights.install(snapshot.tensors, new_round, carry=carry)
+            if moments:
+                self._weights.recall(moments)
             self._events.write(
                 Install(
                     round=snapshot.round,
@@ -296,17 +299,19 @@ class StageMember:
         self._events.write(Install(round=now.number, lineage=now.lineage, state=digest, source="initial"))
 
     async def begin_with(
-        self, snapshot: Snapshot, highest_microbatch: int, *, source: str, parent: str | None = None
-    ) -> None:
+        self, snapshot: Snapshot, highest_microbatch: int, *, source: str, parent: str | None = None,
+        moments: Tensors | None = None,
+    ) -> None:  # fmt: skip
         """Enter a run with a state that did not come from another peer: the initial one, or a checkpoint's.
 
         Args:
             source: `initial` or `checkpoint`, for the record.
             parent: the lineage that the state had before, for the record, if it gets a new one.
             highest_microbatch: new microbatches are to have higher ids.
+            moments: see StageWeights.recall.
 
         Raises:
             IntegrityError: the snapshot is of another model, or its digest does not fit.
         """
-        await self._install(snapshot, source=source, parent=parent)
+        await self._install(snapshot, source=source, parent=parent, moments=moments)
         self._stage.ledger.saw(highest_microbatch)

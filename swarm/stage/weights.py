@@ -249,6 +249,14 @@ class StageWeights(ABC):
         self._begin(new_round, self.version.parameters)
         optim.load_state_tensors(self._ends_rounds, self._stepped(), remembered)
 
+    def recall(self, moments: Tensors) -> None:
+        """Let inner steps go on with the moments of a run that was synchronous until now.
+
+        Args:
+            moments: what the optimizer of gradients remembers, by `NAME/KEY`.
+        """
+        raise AssertionError("only DiLoCo has inner steps")
+
     def state_digest(self) -> str:
         """BLAKE3 over anchor and outer state, in hexadecimal."""
         return state.digest_of(self.state())

@@ -63,9 +63,12 @@ def test_stages_may_not_change_where_shards_meet_at_their_ends() -> None:
         assert found(_set(run, "stages.num_stages", 2), run) == cut
 
 
-def test_the_setting_may_not() -> None:
+def test_the_setting_may_change_to_diloco_alone() -> None:
     assert changes.forbidden(DILOCO, SYNCHRONOUS) == {"rounds.setting": ("diloco", "synchronous")}
-    assert changes.forbidden(SYNCHRONOUS, DILOCO) == {"rounds.setting": ("synchronous", "diloco")}
+    assert changes.forbidden(SYNCHRONOUS, DILOCO) == {}
+    assert changes.allowed(SYNCHRONOUS, DILOCO)["rounds.setting"] == ("synchronous", "diloco")
+    longer = _set(DILOCO, "rounds.round_samples", 512)
+    assert changes.forbidden(SYNCHRONOUS, longer) == {}
 
 
 @pytest.mark.parametrize("name", ["data.dataset", "data.tokenizer"])

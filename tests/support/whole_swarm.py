@@ -6,7 +6,7 @@ the process around it are replaced. Peers and trainers log their events, as the 
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,11 +64,12 @@ class WholePeer:
 
 @dataclass(eq=False)
 class WholeSwarm:
-    """Peers and trainers of one run. `folder` takes their event logs."""
+    """Peers and trainers of one run. `folder` takes their event logs; `tokens` gives a microbatch's, by its index."""
 
     config: RunConfig
     folder: Path
     resume: ResumeOptions = field(default_factory=ResumeOptions)
+    tokens: Callable[[RunConfig, int], torch.Tensor] = tokens
     peers: list[WholePeer] = field(default_factory=list)
     _store: MemoryStore = field(default_factory=lambda: MemoryStore(CLOCK))
     _num_logs: int = 0
@@ -125,8 +126,9 @@ class WholeSwarm:
         work = LeasedWork(
             config=config, leases=leases, clock=CLOCK, max_in_flight=16, on_waiting=lambda stage, obstacle: None
         )
+        data = cast(Microbatches, _Data(config, self.tokens))
         loop = TrainLoop(
-            config=config, data=cast(Microbatches, _Data(config)), hop=hop, work=work, watcher=watcher, clock=CLOCK,
+            config=config, data=data, hop=hop, work=work, watcher=watcher, clock=CLOCK,
             on_waiting=lambda stage, obstacle: None, events=log,
         )  # fmt: skip
 
@@ -150,17 +152,19 @@ class WholeSwarm:
 @dataclass(frozen=True)
 class _Data:
     config: RunConfig
+    tokens: Callable[[RunConfig, int], torch.Tensor]
 
     def samples(self, index: int) -> dict[str, torch.Tensor]:
-        return {TOKENS: tokens(self.config, index)}
+        return {TOKENS: self.tokens(self.config, index)}
 
 
 @asynccontextmanager
 async def whole_swarm(
-    config: RunConfig, folder: Path, *, num_peers: tuple[int, ...], resume: ResumeOptions | None = None
-) -> AsyncIterator[WholeSwarm]:
+    config: RunConfig, folder: Path, *, num_peers: tuple[int, ...], resume: ResumeOptions | None = None,
+    tokens: Callable[[RunConfig, int], torch.Tensor] = tokens,
+) -> AsyncIterator[WholeSwarm]:  # fmt: skip
     """A swarm with these numbers of peers at its stages. All of them end with the block."""
-    swarm = WholeSwarm(config, folder, resume=resume or ResumeOptions())
+    swarm = WholeSwarm(config, folder, resume=resume or ResumeOptions(), tokens=tokens)
     try:
         for stage, count in enumerate(num_peers):
             for _ in range(count):

@@ -230,6 +230,9 @@ class DilocoWeights(StageWeights):
             self._add_to_masters(learnt)
             self._versions.publish()
 
+    def recall(self, moments: Tensors) -> None:
+        optim.load_state_tensors(self._inner, self.masters, moments)
+
     def _begin(self, new_round: Round, anchor: Tensors) -> None:
         self._closings = {}
         self.inner_steps = InnerSteps(configured_samples=self._config.rounds.inner_batch_samples)

@@ -10,6 +10,7 @@ import torch
 
 from peers.stage_peer.others import Others
 from peers.stage_peer.resume import Beginning, ResumeOptions, choose, genesis, say_changes
+from swarm.audit.audit import audit
 from swarm.checkpoint import file
 from swarm.checkpoint.file import Header
 from swarm.checkpoint.folder import CheckpointFolder
@@ -72,7 +73,8 @@ def test_the_first_peer_of_a_run_begins_at_its_newest_checkpoint(config: RunConf
     assert beginning is not None
     assert _value(beginning) == 40
     assert (beginning.round, beginning.run_samples, beginning.lineage) == (40, 3200, "lineage 40")
-    assert beginning.highest_microbatch == 400
+    # A synchronous round's microbatches follow from its number, and ids of the round that had begun are used again.
+    assert beginning.highest_microbatch == (40 * 80 // 8 - 1 if config.rounds.synchronous else 400)
     earlier = _choose(config, Others(), folder, round_number=30)
     assert earlier is not None
     assert (_value(earlier), earlier.round) == (30, 30)
@@ -298,3 +300,58 @@ async def test_a_peer_says_so_when_it_resumes(
         ]
         * is_changed
     )
+
+
+def _counting(config: RunConfig, microbatch: int) -> torch.Tensor:
+    """Tokens that count up, from random ones: what comes next can be learnt. No sample comes twice."""
+    first = torch.randint(config.model.vocab_size, (2, 1), generator=torch.Generator().manual_seed(microbatch))
+    return ((first + torch.arange(config.data.sequence_length + 1)) % config.model.vocab_size).to(torch.int32)
+
+
+async def test_a_run_that_was_begun_alone_goes_on_as_diloco_with_friends(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The schedule and the data go on by the samples, Adam by its moments, and no microbatch is trained on twice."""
+    caplog.set_level("INFO")
+    optimizer = OptimizerConfig(
+        name="adamw", learning_rate=0.02, schedule="cosine", total_samples=1000, warmup_samples=100
+    )
+    alone = dataclasses.replace(cut(2), optimizer=optimizer)
+    rounds = RoundsConfig(setting="diloco", round_samples=64, inner_batch_samples=8)
+    together = dataclasses.replace(alone, rounds=rounds)
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    async with whole_swarm(alone, tmp_path / "alone", num_peers=(1, 1), tokens=_counting) as swarm:
+        before = await swarm.train(12)
+        for peer in swarm.peers:
+            assert peer.server is not None
+            snapshot, highest = await peer.server.member.snapshot(), peer.server.member.progress().highest_microbatch
+            header = Header(
+                config=alone, stage=peer.stage, round=snapshot.round, run_samples=snapshot.run_samples,
+                lineage=snapshot.lineage, highest_microbatch=highest, state_digest=snapshot.digest,
+            )  # fmt: skip
+            file.write(folder, header, snapshot.tensors, owner="test")
+    resume = ResumeOptions(folder=folder)
+    async with whole_swarm(together, tmp_path / "logs", num_peers=(1, 1), resume=resume, tokens=_counting) as swarm:
+        for number, peer in enumerate(swarm.peers):
+            assert peer.server is not None
+            weights, member = peer.server.stage.context.backend.weights, peer.server.member
+            state = (await member.snapshot()).tensors
+            saved = file.load(folder / str(file.FileName(round=12, num_stages=2, stage=number)), weights.masters)
+            assert state.keys() == {f"anchor/{name}" for name in weights.masters}, "the outer step has no memory yet"
+            assert all(torch.equal(value, saved[name]) for name, value in state.items())
+            assert member.progress().highest_microbatch == 12 * 8 - 1
+            assert (weights.round.number, member.run_samples) == (12, 12 * 16)
+            assert weights.learning_rate == learning_rate(optimizer, 12 * 16)
+        for stage in (0, 1):
+            await swarm.start(stage)
+        after = await swarm.train(6, first=12)
+        members = [peer.server.member for peer in swarm.peers if peer.server is not None]
+        digests = [await member.state_digest() for member in members]
+        assert len({member.progress().round for member in members}) == 1
+    assert digests[:2] == digests[2:], "both members of each stage"
+    losses = [step.totals.loss or 0.0 for step in [before[-1], after[0], after[-1]]]
+    assert losses[0] >= losses[1] > losses[2] > 0.0
+    report = audit(swarm.logs)
+    assert not report.findings.violations
+    assert "  rounds.setting: 'synchronous' before, 'diloco' now" in caplog.messages

@@ -39,11 +39,15 @@ def test_a_step_that_fails_leaves_weights_that_say_so(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_inner_steps_are_adamw_on_the_mean_of_every_inner_batch(fused: bool) -> None:
+@pytest.mark.parametrize("was_synchronous", [False, True])
+def test_inner_steps_are_adamw_on_the_mean_of_every_inner_batch(fused: bool, was_synchronous: bool) -> None:
     options = {"weight_decay": 0.1, "clip_norm": 0.5}
     weights = weights_of(config_of("diloco", **options), linear(), lineage="", fused=fused)
     reference = dict(linear().named_parameters())
     adamw = optim.AdamW(config_of("diloco", **options).optimizer)
+    if was_synchronous:
+        optim.step(adamw, dict(linear().named_parameters()), gradients(9), 0.1)
+        weights.recall(optim.state_tensors(adamw, reference))
     for number in range(6):
         accumulate(weights, number)
     for number in (0, 2, 4):
