@@ -55,10 +55,10 @@ OPTIONS: dict[str, type] = {
     "scripts/chaos": ChaosOptions,
     "scripts/simulate": StudyOptions,
 } | {f"scripts/bench {name}": catalogue.module_of(name).Options for name in catalogue.MEASURING}
-TORCHRUN = frozenset(
-    ("--nproc-per-node", "--nnodes", "--no-python", "--max-restarts", "--rdzv-backend", "--rdzv-endpoint")
+ELSEWHERE = frozenset(
+    ("--nproc-per-node", "--nnodes", "--no-python", "--max-restarts", "--rdzv-backend", "--rdzv-endpoint", "--tasks")
 )
-"""Options of torch's launcher."""
+"""Options of torch's launcher and of lm-eval."""
 MAINS = {"scripts/bench": bench.main, "scripts/chaos": chaos.main, "scripts/simulate": simulate.main}
 SHOWN = {"performance.md": bench.BENCHES, "simulation.md": simulate.STUDIES}
 """What a page has a command of, for each; NAME stands for all of them."""
@@ -130,7 +130,7 @@ def test_options_exist(page: Path) -> None:
         pieces = [span[start:end] for start, end in zip([0, *starts], [*starts, len(span)], strict=True)]
         for piece in pieces:
             match = program.match(piece)
-            known = _flags(OPTIONS[match[0]]) if match else TORCHRUN.union(*map(_flags, OPTIONS.values()))
+            known = _flags(OPTIONS[match[0]]) if match else ELSEWHERE.union(*map(_flags, OPTIONS.values()))
             assert set(_OPTION.findall(piece)) <= known, span
 
 

@@ -28,11 +28,12 @@ TokenIds = npt.NDArray[np.unsignedinteger[Any]]
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
-_PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
-_BYTES_OF_LETTERS = {chr(byte): byte for byte in _PRINTABLE} | {
+_PRINTABLE = (*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+BYTES_OF_LETTERS = {chr(byte): byte for byte in _PRINTABLE} | {
     chr(256 + number): byte for number, byte in enumerate(byte for byte in range(256) if byte not in _PRINTABLE)
 }
-"""The byte for each letter in which GPT-2's tokenizer, and all that are made like it, write bytes."""
+"""The byte for each letter in which GPT-2's tokenizer, and all that are made like it, write bytes: a printable byte of
+Latin-1 is written as itself, and the others, in their order, as the characters from 256 on."""
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 """A token of one byte in tokenizers that are made like sentencepiece's."""
 
@@ -207,8 +208,8 @@ class JsonTokenizer:
         written = self._tokenizer.id_to_token(token) or ""
         if found := _BYTE.fullmatch(written):
             return bytes.fromhex(found[1])
-        if all(letter in _BYTES_OF_LETTERS for letter in written):
-            return bytes(_BYTES_OF_LETTERS[letter] for letter in written)
+        if all(letter in BYTES_OF_LETTERS for letter in written):
+            return bytes(BYTES_OF_LETTERS[letter] for letter in written)
         return written.encode()
 
 

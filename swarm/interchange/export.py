@@ -19,7 +19,7 @@ from swarm.config import ModelConfig, RunConfig
 from swarm.data import tokenizer_files, tokenizers
 from swarm.data.end_tokens import end_tokens
 from swarm.data.tokenizer_files import TOKENIZER
-from swarm.data.tokenizers import ByteTokenizer, Tokenizer
+from swarm.data.tokenizers import BYTES_OF_LETTERS, ByteTokenizer, Tokenizer
 from swarm.interchange.families import special_tokens
 from swarm.interchange.families.family import Family, TensorRule
 from swarm.interchange.families.known import family_of
@@ -182,13 +182,7 @@ def _write_tokenizer(config: RunConfig, spec: str, folder: Path) -> Tokenizer:
 
 def _byte_tokenizer() -> library.Tokenizer:
     """A tokenizer.json whose tokens are the 256 bytes, each under its own number."""
-    # The library writes each byte as a printable character: a printable byte of Latin-1 as itself, and the others, in
-    # their order, as the characters from 256 on (GPT-2's bytes_to_unicode).
-    itself = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in itself]
-    characters = {byte: chr(byte) for byte in itself} | {byte: chr(256 + n) for n, byte in enumerate(others)}
-    vocabulary = {character: byte for byte, character in characters.items()}
-    tokenizer = library.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer = library.Tokenizer(models.BPE(vocab=BYTES_OF_LETTERS, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
