@@ -11,9 +11,13 @@ and then backward.
 
 Both sides take turns of several calls, one after another. A turn's figure is the median of its calls, and a ratio
 compares turns of the same repetition.
+
+Then four microbatches at a time go there and back, 12 MiB of bfloat16 each way, in turns with a pair of TLS sockets.
+That says how much the hop carries, and how much of the cores it takes.
 """
 
 import asyncio
+import os
 import random
 import statistics
 import sys
@@ -23,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import hivemind
 import torch
@@ -35,7 +39,7 @@ from torch import Tensor
 
 from peers.local.supervisor import Supervisor
 from peers.shared import cli
-from scripts.benches.shared import paired
+from scripts.benches.shared import paired, proc
 from scripts.benches.shared.common import (
     BenchOptions,
     SwarmProcesses,
@@ -44,34 +48,39 @@ from scripts.benches.shared.common import (
     wait_for_json,
     with_corpus,
 )
-from scripts.benches.shared.judged import MORE
+from scripts.benches.shared.judged import LESS, MORE
 from scripts.benches.sides.identity_stage import VOCABULARY, Identity
 from scripts.benches.sides.moe_server import EXPERT
-from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
+from scripts.benches.sides.tls_sockets import IN_FLIGHT, Pair
+from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig, WireConfig
 from swarm.errors import PeerUnavailable
 from swarm.hop.answers import HopListener
 from swarm.hop.hop import Hop
 from swarm.machine.clock import SystemClock
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
+from swarm.rpc.wire import DTYPES
 from swarm.stage.boundary import GRADIENT, HIDDEN, TOKENS, reply_specs
 from swarm.training.microbatch import Microbatch
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a hidden state, float32."""
+    """The shape of a hidden state, and its type on the wire."""
 
     num_samples: int
     num_positions: int
     width: int
+    encoding: Literal["fp32", "bf16"] = "fp32"
 
     def hidden(self) -> Tensor:
         """Random numbers, always the same."""
         sizes = self.num_samples, self.num_positions, self.width
-        return torch.randn(sizes, generator=torch.Generator().manual_seed(0))
+        return torch.randn(sizes, generator=torch.Generator().manual_seed(0)).to(DTYPES[self.encoding])
 
 
+LOAD = Shape(8, 1024, 768, "bf16")
+"""12 MiB, of which four are under way at a time."""
 SHAPES = {"8 MiB": Shape(8, 256, 1024), "16 KiB": Shape(1, 16, 256)}
 TIMES_AS_MANY = {"8 MiB": 1, "16 KiB": 10}
 """How many calls of each size a turn has, relative to the calls of the largest size."""
@@ -79,7 +88,10 @@ TIMES_AS_MANY = {"8 MiB": 1, "16 KiB": 10}
 ATTEMPTS = 3
 """The bench fails if this many calls of hivemind.moe in a row fail."""
 
-JUDGED = {"ratio_to_hivemind_moe": MORE, "small_ratio_to_hivemind_moe": MORE}
+JUDGED = {
+    "ratio_to_hivemind_moe": MORE, "small_ratio_to_hivemind_moe": MORE, "ratio_to_tls_socket": MORE,
+    "cpu_seconds_per_gigabyte": LESS,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +104,11 @@ class Options(BenchOptions):
     """Calls of a turn with 8 MiB; ten times as many with 16 KiB."""
     warm_up: int = 3
     """Calls of each side before the first turn."""
+    load_calls: int = 24
+    """Calls of a turn with 12 MiB each way, four at a time."""
 
     def __post_init__(self) -> None:
-        cli.require_at_least(self, {"repetitions": 1, "calls": 1, "warm_up": 0})
+        cli.require_at_least(self, {"repetitions": 1, "calls": 1, "warm_up": 0, "load_calls": IN_FLIGHT})
 
 
 def run(options: Options) -> dict[str, Any]:
@@ -116,11 +130,19 @@ def run(options: Options) -> dict[str, Any]:
                 swarm.stop()
             for expert in theirs.values():
                 expert.close()
+            load = _measure_load(options, children, Path(name) / "load", runner)
     ratios = {size: paired.ratio(sides["hivemind_moe"], sides["ours"]) for size, sides in turns.items()}
     return {
-        **paired.figures({"ratio_to_hivemind_moe": ratios["8 MiB"], "small_ratio_to_hivemind_moe": ratios["16 KiB"]}),
+        **paired.figures(
+            {
+                "ratio_to_hivemind_moe": ratios["8 MiB"],
+                "small_ratio_to_hivemind_moe": ratios["16 KiB"],
+                "ratio_to_tls_socket": paired.ratio(load.seconds["tls_sockets"], load.seconds["ours"]),
+            }
+        ),
+        **load.figures(),
         "median_seconds": {size: paired.medians(sides) for size, sides in turns.items()},
-        "repetitions": turns,
+        "repetitions": {**turns, "load": load.seconds},
         "hivemind_moe_failed_calls": sum(expert.num_failed for expert in theirs.values()),
         "calls": {size: options.calls * times for size, times in TIMES_AS_MANY.items()},
     }
@@ -139,6 +161,63 @@ def _measure(
         return statistics.median(call() for _ in range(options.calls * TIMES_AS_MANY[size]))
 
     return paired.in_turns({name: partial(turn, call) for name, call in sides.items()}, options.repetitions, what=size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Load:
+    """What the turns with several calls at a time took."""
+
+    num_bytes: int
+    """Of one turn, there and back."""
+    seconds: dict[str, list[float]]
+    cpu_seconds: dict[str, list[float]]
+    """Of both processes of a side, in each turn."""
+
+    def figures(self) -> dict[str, Any]:
+        """The figures of both sides; those of the hop by their own names."""
+        cpu = {name: 1e9 * statistics.median(turns) / self.num_bytes for name, turns in self.cpu_seconds.items()}
+        rates = {name: 1e-6 * self.num_bytes / seconds for name, seconds in paired.medians(self.seconds).items()}
+        return {
+            "megabytes_per_second": rates["ours"],
+            "cpu_seconds_per_gigabyte": cpu["ours"],
+            "tls_sockets": {
+                "megabytes_per_second": rates["tls_sockets"], "cpu_seconds_per_gigabyte": cpu["tls_sockets"],
+            },
+        }  # fmt: skip
+
+
+def _measure_load(options: Options, children: Supervisor, folder: Path, runner: asyncio.Runner) -> _Load:
+    swarm = SwarmProcesses(with_corpus(_config(options, LOAD))[0], children, folder / "swarm")
+    swarm.start_peers([1])
+    ours = runner.run(_connect_hop(swarm, LOAD))
+    tls = Pair(children, folder / "tls", num_bytes=LOAD.hidden().nbytes)
+    works: dict[str, tuple[Callable[[], None], int]] = {
+        "ours": (lambda: runner.run(ours.calls(options.load_calls)), swarm.peers[0].child.pid),
+        "tls_sockets": (lambda: tls.exchange(options.load_calls), tls.pid),
+    }
+    cpu_seconds: dict[str, list[float]] = {name: [] for name in works}
+
+    def turn(name: str, number: int) -> float:
+        work, pid = works[name]
+        start, cpu_start = time.perf_counter(), _cpu_seconds(pid)
+        work()
+        cpu_seconds[name].append(_cpu_seconds(pid) - cpu_start)
+        return time.perf_counter() - start
+
+    for work, _ in works.values():
+        work()
+    turns = {name: partial(turn, name) for name in works}
+    seconds = paired.in_turns(turns, options.repetitions, what="12 MiB, four at a time")
+    tls.close()
+    runner.run(ours.close())
+    swarm.stop()
+    num_bytes = 2 * LOAD.hidden().nbytes * options.load_calls
+    return _Load(num_bytes=num_bytes, seconds=seconds, cpu_seconds=cpu_seconds)
+
+
+def _cpu_seconds(pid: int) -> float:
+    """The CPU seconds of this process and another one."""
+    return proc.cpu_seconds(pid) + proc.cpu_seconds(os.getpid())
 
 
 def _call_ours(runner: asyncio.Runner, ours: "OurHop") -> float:
@@ -162,6 +241,7 @@ def _config(options: Options, shape: Shape) -> RunConfig:
             microbatch_size=shape.num_samples,
             max_tokens=1_000_000,
         ),
+        wire=WireConfig(dtype=shape.encoding),
         # No round ends while the bench runs.
         rounds=RoundsConfig(
             setting="diloco", round_samples=shape.num_samples << 20, inner_batch_samples=shape.num_samples
@@ -189,6 +269,19 @@ class OurHop:
         seconds = time.perf_counter() - start
         assert reply.tensors[GRADIENT].shape == self.hidden_BTD.shape
         return seconds
+
+    async def calls(self, number: int) -> None:
+        """Make this many calls, IN_FLIGHT at a time."""
+        async with asyncio.TaskGroup() as tasks:
+            room = asyncio.Semaphore(IN_FLIGHT)
+
+            async def call() -> None:
+                await self.call()
+                room.release()
+
+            for _ in range(number):
+                await room.acquire()
+                tasks.create_task(call())
 
     async def close(self) -> None:
         """Close the connection."""
