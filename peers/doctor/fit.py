@@ -21,7 +21,7 @@ from peers.doctor.options import DoctorOptions
 from peers.shared.devices import Device
 from peers.shared.exit_codes import EXIT_FAILURE
 from swarm import config as configs
-from swarm.config import DataConfig, RunConfig, StagesConfig
+from swarm.config import DataConfig, RunConfig, StagesConfig, WireConfig
 from swarm.data import hub
 from swarm.interchange import run_folder
 from swarm.interchange.families.known import read_config
@@ -103,10 +103,12 @@ def planned(options: DoctorOptions) -> RunConfig:
         else:
             _, model = read_config(folder / "config.json")
             # The run begins with the model's weights, which decides the optimizer. They are not read for that.
-            model = dataclasses.replace(model, weights="0" * 64)
+            model = dataclasses.replace(model, weights="0" * 64, autocast="auto")
             length = min(model.max_positions or run_folder.LONGEST_SEQUENCE, run_folder.LONGEST_SEQUENCE)
             stages = StagesConfig(num_stages=min(2, model.num_layers))
-            config = RunConfig(model=model, stages=stages, data=DataConfig(sequence_length=length))
+            config = RunConfig(
+                model=model, stages=stages, data=DataConfig(sequence_length=length), wire=WireConfig(dtype="auto")
+            )
     else:
         config = configs.load(options.config) if options.config else configs.load_preset(options.preset or "")
     config = configs.with_settings(config, options.set)
@@ -115,11 +117,12 @@ def planned(options: DoctorOptions) -> RunConfig:
     config = configs.with_settings(config, settings)
     if config.model.custom_class:
         raise ValueError("only its code knows the size of a run with a model.custom_class")
-    return config
+    return config.begun()
 
 
 def of_stages(config: RunConfig, num_peers: int, *, on_gpu: bool) -> list[StageFit]:
     """What each stage takes. Stages of the same shape are computed once."""
+    config = needs.computing_on(config, on_gpu=on_gpu)
     ranges = layer_ranges(config)
     shapes = [(len(layers), stage == 0, stage == len(ranges) - 1) for stage, layers in enumerate(ranges)]
     found = {shape: StageFit.of(config, shapes.index(shape), num_peers=num_peers, on_gpu=on_gpu) for shape in {*shapes}}
@@ -176,6 +179,7 @@ def measured_step(config: RunConfig, stages: Sequence[StageFit], num_peers: int,
         config.model, num_layers=3, block_types="", num_shards=1, weights="", gradient_checkpointing=False
     )
     alone = dataclasses.replace(config, model=model, stages=StagesConfig(num_stages=3))
+    alone = needs.computing_on(alone, on_gpu=device.kind == "cuda")
     if 4 * sum(needs.state_bytes(alone, 1).values()) > 3 * device.free_bytes:
         return None
     data, begun, a_token = config.data, time.monotonic(), math.inf

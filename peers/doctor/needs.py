@@ -44,6 +44,7 @@ class Needs:
     @classmethod
     def of(cls, config: RunConfig, stage: int, *, on_gpu: bool) -> "Needs":
         """The needs of a stage by the run's configuration."""
+        config = computing_on(config, on_gpu=on_gpu)
         held, trained = state_bytes(config, stage), _FLOAT_BYTES * num_parameters(config, stage)
         # With DiLoCo the outer step is taken on the CPU.
         outer = 0 if config.rounds.synchronous else held.pop("anchors") + held.pop("outer_momentum", 0)
@@ -58,6 +59,13 @@ class Needs:
             cache=_TOKENIZER_BYTES + _FLOAT_BYTES * own,
             checkpoint=trained + (held["optimizer"] if config.rounds.synchronous else trained),
         )
+
+
+def computing_on(config: RunConfig, *, on_gpu: bool) -> RunConfig:
+    """The configuration with what model.autocast `auto` means on a GPU, or on a CPU."""
+    if config.model.autocast != "auto":
+        return config
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, autocast="bf16" if on_gpu else "off"))
 
 
 def _shapes(config: RunConfig, stage: int) -> tuple[dict[str, Size], dict[str, Size]]:

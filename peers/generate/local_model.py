@@ -39,7 +39,7 @@ async def open_local_model(options: GenerateOptions) -> AsyncIterator[TextModel]
     """
     device = device_of(options.device, SystemRandom())
     found = _origin(options)
-    config = computing_in(found.config, options.dtype)
+    config = computing_in(found.config, options.dtype, device)
     warn_of_emulation(config.model, device)
     data = dataclasses.replace(config.data, tokenizer=options.tokenizer or found.tokenizer)
     with naming_options(options):

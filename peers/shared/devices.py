@@ -100,12 +100,32 @@ def graph_bytes(device: Device, *, needed_bytes: int = 0, num_processes: int = 1
     return int(share * max(0, device.free_bytes // num_processes - needed_bytes))
 
 
-def computing_in(config: RunConfig, dtype: Dtype | None) -> RunConfig:
-    """The run's configuration with this type of matrix products; None leaves the run's."""
-    if dtype is None:
-        return config
-    autocast: Literal["off", "bf16", "fp16"] = "off" if dtype == "fp32" else dtype
+def computing_in(config: RunConfig, dtype: Dtype | None, device: "torch.device") -> RunConfig:
+    """The run's configuration with this type of matrix products; None leaves the run's, which `auto` leaves to the
+    device. On a GPU, products of float32 are then computed in TF32."""
+    import torch
+
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    autocast = config.model.autocast if dtype is None else "off" if dtype == "fp32" else dtype
+    if autocast == "auto":
+        autocast = fast_products(capability)
+    if autocast == "off" and device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
     return dataclasses.replace(config, model=dataclasses.replace(config.model, autocast=autocast))
+
+
+def fast_products(capability: tuple[int, int] | None) -> Literal["off", "bf16", "fp16"]:
+    """The type in which a GPU of this CUDA capability computes products fast; "off" where there is no such GPU."""
+    if capability is None:
+        return "off"
+    return "bf16" if capability >= LEAST_BF16_CAPABILITY else "fp16"
+
+
+def in_words(config: RunConfig, device: "torch.device") -> str:
+    """How a device computes a run's products, in words that follow "computes"."""
+    products = {"off": "in TF32" if device.type == "cuda" else "in fp32", "bf16": "in bf16", "fp16": "in fp16"}
+    again = ", each layer again in the backward" if config.model.gradient_checkpointing else ""
+    return f"{products[config.model.autocast]} on {device}{again}"
 
 
 def bf16_advice(model: ModelConfig, capability: tuple[int, int]) -> str:

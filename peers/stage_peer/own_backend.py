@@ -47,8 +47,9 @@ def own_backend(
     Raises:
         Fatal: the stage does not fit on the device.
     """
-    config = devices.computing_in(config, dtype)
+    config = devices.computing_in(config, dtype, device)
     devices.warn_of_emulation(config.model, device)
+    logger.info("stage %d computes %s and sends %s", stage, devices.in_words(config, device), config.wire.dtype)
     try:
         tensors = None if given is None else given.load(parameter_shapes(config, stage))
         module = build_stage(config, stage, device=device, weights=tensors)

@@ -81,7 +81,7 @@ def run(options: StaticOptions, environment: Mapping[str, str]) -> int:
     if threads := options.threads or own_share:
         torch.set_num_threads(threads)
     require_reporters(options)
-    config, given = run_config.trained(options, shape)
+    config, given = run_config.trained(options, shape, device)
     warn_of_emulation(config.model, device)
     keep_compiled_code(os.environ)
     options = dataclasses.replace(options, compile="on" if compiles(options.compile, config, device) else "off")

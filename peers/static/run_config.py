@@ -6,6 +6,8 @@ Used by program.py. Any run of a swarm can be trained; if its setting is diloco,
 import dataclasses
 import logging
 
+import torch
+
 from peers.shared.cache import cache_folder
 from peers.shared.devices import computing_in
 from peers.shared.own_text import with_named_text
@@ -20,7 +22,7 @@ from swarm.model.compiled import require_compilable
 logger = logging.getLogger(__name__)
 
 
-def trained(options: StaticOptions, shape: Shape) -> tuple[RunConfig, Weights | None]:
+def trained(options: StaticOptions, shape: Shape, device: torch.device) -> tuple[RunConfig, Weights | None]:
     """The configuration that the command line names, as a synchronous run with the mesh's stages, and the weights with
     which the run begins (None if they are drawn from the seed).
 
@@ -41,7 +43,7 @@ def trained(options: StaticOptions, shape: Shape) -> tuple[RunConfig, Weights | 
         averaging = dataclasses.replace(config.averaging, num_fragments=1)
         config = dataclasses.replace(config, rounds=rounds, averaging=averaging, optimizer=config.gradient_step)
         logger.info("the run's setting is diloco: a static run takes a step every %d samples, its inner batch", size)
-    config = computing_in(config, options.dtype)
+    config = computing_in(config, options.dtype, device)
     config = _fitted(config, options, shape)
     if not config.model.weights:
         return config, None

@@ -94,10 +94,11 @@ class ModelConfig:
     do not."""
     num_shards: int = 1
     """With block_types: into how many shards the heads and the feed-forward columns of each layer are divided."""
-    autocast: Literal["off", "bf16", "fp16"] = "off"
+    autocast: Literal["off", "bf16", "fp16", "auto"] = "off"
     """Run matrix products in bfloat16 or float16, with float32 weights and gradients. fp16 is for GPUs that would only
-    emulate bfloat16; in the backward each stage scales its gradients by a power of two, so that small ones survive. A
-    peer may choose another type for itself (--dtype)."""
+    emulate bfloat16; in the backward each stage scales its gradients by a power of two, so that small ones survive.
+    `auto`: bf16 on a GPU that computes in it, fp16 on an older one, `off` elsewhere. A peer may choose another type for
+    itself (--dtype)."""
     gradient_checkpointing: bool = False
     """Keep only each layer's input for the backward and compute the layer again."""
     weights: str = ""

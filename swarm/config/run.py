@@ -150,7 +150,8 @@ class RunConfig:
         return range(round_number * self.microbatches_per_round, (round_number + 1) * self.microbatches_per_round)
 
     def begun(self, num_steps: int | None = None) -> "RunConfig":
-        """The configuration with which a run begins: what was left out of the learning rate is filled in.
+        """The configuration with which a run begins: what was left open of the learning rate and of the wire is filled
+        in.
 
         Args:
             num_steps: the steps that the run is planned for, if that is known.
@@ -159,7 +160,10 @@ class RunConfig:
         if num_steps is not None and optimizer.schedule == "auto" and not optimizer.total_samples:
             optimizer = dataclasses.replace(optimizer, total_samples=num_steps * self.rounds.round_samples)
         filled = dataclasses.replace(self, optimizer=optimizer).gradient_step
-        return dataclasses.replace(self, optimizer=dataclasses.replace(filled, name=optimizer.name))
+        wire = self.wire
+        if wire.dtype == "auto":
+            wire = dataclasses.replace(wire, dtype="fp32" if self.rounds.synchronous else "bf16")
+        return dataclasses.replace(self, optimizer=dataclasses.replace(filled, name=optimizer.name), wire=wire)
 
     @functools.cached_property
     def gradient_step(self) -> OptimizerConfig:

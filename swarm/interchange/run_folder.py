@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from swarm import config as configs
-from swarm.config import DataConfig, RunConfig, StagesConfig
+from swarm.config import DataConfig, RunConfig, StagesConfig, WireConfig
 from swarm.config.data import Format
 from swarm.data import chat, sources, tokenizer_files, tokenizers
 from swarm.data.chat import ChatTemplate
@@ -102,7 +102,7 @@ def config_of(source: Source, options: ImportOptions, *, tokenizer: Path) -> Run
     Raises:
         ValueError: the configuration is not valid, or the tokenizer has more tokens than the model.
     """
-    model = source.model
+    model = dataclasses.replace(source.model, autocast="auto")
     name = options.run or re.sub(r"[^A-Za-z0-9_-]+", "-", source.folder.resolve().name).strip("-")[:64] or "model"
     longest = min(model.max_positions or LONGEST_SEQUENCE, LONGEST_SEQUENCE)
     data = DataConfig(sequence_length=longest)
@@ -113,7 +113,9 @@ def config_of(source: Source, options: ImportOptions, *, tokenizer: Path) -> Run
         data = dataclasses.replace(data, tokenizer=str(tokenizer.resolve()))
     _require_sound_texts(source.folder, is_chat=data.has_conversations)
     num_stages = options.num_stages or min(2, model.num_layers)
-    return RunConfig(run=name, model=model, stages=StagesConfig(num_stages=num_stages), data=data)
+    return RunConfig(
+        run=name, model=model, stages=StagesConfig(num_stages=num_stages), data=data, wire=WireConfig(dtype="auto")
+    )
 
 
 def _require_sound_texts(folder: Path, *, is_chat: bool) -> None:

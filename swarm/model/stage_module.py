@@ -220,7 +220,8 @@ def with_shared_casts(
 def autocast_dtype(model: ModelConfig) -> torch.dtype | None:
     """The type in which the model computes matrix products; None where it leaves that to its caller."""
     match model.autocast:
-        case "off":
+        case "off" | "auto":
+            # A program has replaced `auto` by what its device computes in, if that is not float32.
             return None
         case "bf16":
             return torch.bfloat16

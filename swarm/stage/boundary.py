@@ -70,6 +70,7 @@ class Boundary:
 
 def boundary_of(config: RunConfig) -> Boundary:
     """Make the boundary for a run's configuration."""
+    assert config.wire.dtype != "auto", "the peer that begins a run fills it in"
     return Boundary(encoding=config.wire.dtype, width=config.model.hidden_width)
 
 

@@ -5,7 +5,17 @@ import dataclasses
 import pytest
 
 from swarm import config
-from swarm.config import DataConfig, LoraConfig, ModelConfig, OptimizerConfig, OuterConfig, RoundsConfig, RunConfig
+from swarm.config import (
+    DataConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    OuterConfig,
+    RoundsConfig,
+    RunConfig,
+    Setting,
+    WireConfig,
+)  # fmt: skip
 from swarm.errors import ConfigMismatch
 from swarm.rpc.bounds import LONGEST_LIST
 
@@ -105,6 +115,13 @@ def test_what_is_left_out_of_the_learning_rate_suits_what_is_trained(
     assert (found.learning_rate, found.schedule, found.warmup_samples, found.total_samples) == expected
     assert found.name == config.optimizer.name
     assert config.begun(steps).begun(7).optimizer == found
+
+
+@pytest.mark.parametrize(("setting", "dtype"), [("diloco", "bf16"), ("synchronous", "fp32")])
+def test_a_wire_that_is_left_open_suits_the_setting(setting: Setting, dtype: str) -> None:
+    run = RunConfig(rounds=RoundsConfig(setting=setting), wire=WireConfig(dtype="auto"))
+    assert run.begun().wire.dtype == dtype
+    assert dataclasses.replace(run, wire=WireConfig(dtype="int8")).begun().wire.dtype == "int8"
 
 
 @pytest.mark.parametrize(

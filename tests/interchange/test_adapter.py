@@ -61,7 +61,7 @@ def _import(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> RunC
         optimizer=OptimizerConfig(
             learning_rate=LEARNING_RATE, warmup_samples=0, weight_decay=DECAY, clip_norm=CLIP, epsilon=EPSILON
         ),
-    )
+    ).begun()
 
 
 def _trained(chain: WireChain) -> dict[str, Tensor]:

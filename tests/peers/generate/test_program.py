@@ -114,7 +114,7 @@ def test_matrices_may_have_sixteen_bits(
 ) -> None:
     _save_with_words(tmp_path, name)
     found, cpu = from_model_folder(tmp_path), torch.device("cpu")
-    plain, narrow = (load(found, computing_in(found.config, each), cpu) for each in ("fp32", dtype))
+    plain, narrow = (load(found, computing_in(found.config, each, cpu), cpu) for each in ("fp32", dtype))
     assert {value.dtype for value in plain.parameters()} == {torch.float32}
     for parameter in narrow.parameters():
         assert parameter.dtype is (held if parameter.ndim > 1 else torch.float32)

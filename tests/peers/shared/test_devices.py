@@ -11,7 +11,7 @@ import torch
 
 from peers.shared import devices
 from peers.shared.devices import Device, choose, device_of, found, free_ram_bytes, graph_bytes, here, spread
-from swarm.config import ModelConfig
+from swarm.config import ModelConfig, RunConfig
 
 GIB = 1 << 30
 CPU, MPS = Device(name="cpu", free_bytes=64 * GIB), Device(name="mps", free_bytes=16 * GIB)
@@ -141,6 +141,22 @@ def test_auto_is_the_best_that_is_here() -> None:
     kinds = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     assert device_of("auto", random.Random(0)).type == next(kind for kind, is_here in kinds.items() if is_here)
     assert device_of("cpu", random.Random(0)) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("capability", "autocast"), [(None, "off"), ((7, 5), "fp16"), ((8, 0), "bf16"), ((9, 0), "bf16")]
+)
+def test_products_are_in_the_type_that_the_device_computes_fast(
+    capability: tuple[int, int] | None, autocast: str
+) -> None:
+    assert devices.fast_products(capability) == autocast
+
+
+def test_a_run_leaves_the_type_of_products_to_each_device() -> None:
+    run, cpu = RunConfig(model=ModelConfig(autocast="auto")), torch.device("cpu")
+    assert devices.computing_in(run, None, cpu).model.autocast == "off"
+    assert devices.computing_in(run, "bf16", cpu).model.autocast == "bf16"
+    assert devices.computing_in(RunConfig(model=ModelConfig(autocast="bf16")), None, cpu).model.autocast == "bf16"
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ class Tuned:
             optimizer=OptimizerConfig(learning_rate=1e-2),
             averaging=AveragingConfig(codec="fp32"),
             lora=LoraConfig(rank=4, dropout=0.1),
-        )
+        ).begun()
         self.store = MemoryStore(SystemClock())
         self._folder = folder
         self._num_peers = 0

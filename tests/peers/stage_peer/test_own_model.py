@@ -50,6 +50,7 @@ def test_a_model_s_folder_begins_the_same_run_on_every_machine(tmp_path: Path, t
     two = _config(tmp_path / "two" / "model", text, tmp_path / "cache 2", stages=3)
     assert one.digest == two.digest
     assert (one.run, one.stages.num_stages, one.data.tokenizer) == ("model", 3, "served")
+    assert (one.model.autocast, one.wire.dtype) == ("auto", "bf16")
     import_model(Source(tmp_path / "one" / "model"), tmp_path / "run", ImportOptions())
     assert _config(tmp_path / "run", text, tmp_path / "cache 1").model == one.model
 

@@ -140,7 +140,7 @@ def test_a_run_that_does_not_fit_the_options_is_one_line(
     write_config(dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, **model)), tmp_path / "run.toml")
     given = StaticOptions(config=tmp_path / "run.toml", **options)
     with pytest.raises(ValueError, match=re.escape(expected)):
-        run_config.trained(given, Shape(dp=1, tp=given.tp, pp=1))
+        run_config.trained(given, Shape(dp=1, tp=given.tp, pp=1), torch.device("cpu"))
 
 
 def test_other_workers_of_a_machine_do_not_repeat_it(
