@@ -43,6 +43,21 @@ GPU_SHARE, RAM_SHARE = 0.5, 0.25
 """The share that a stage's graphs may take of the memory that is free beside its weights and optimizer. The rest of a
 GPU is for computing one microbatch. Other programs need RAM too, and the system kills a process that takes too much."""
 ASKING_SECONDS = 60.0
+PEAK_TFLOPS = {
+    "H200": (989.0, 495.0),
+    "H100 PCIe": (756.0, 378.0),
+    "H100": (989.0, 495.0),
+    "A100": (312.0, 156.0),
+    "L40S": (362.0, 183.0),
+    "L4": (121.0, 60.0),
+    "A10": (125.0, 62.5),
+    "V100": (125.0, 15.7),
+    "T4": (65.0, 8.1),
+    "RTX 4090": (165.0, 82.6),
+    "RTX 3090": (71.0, 35.6),
+}
+"""For common GPUs, TFLOP/s of 16-bit products that are added up in float32, and of float32 products, which are TF32
+where the GPU has it."""
 Dtype = Literal["fp32", "bf16", "fp16"]
 """A type of matrix products, as --dtype names it."""
 LEAST_BF16_CAPABILITY = (8, 0)
@@ -138,6 +153,16 @@ def bf16_advice(model: ModelConfig, capability: tuple[int, int]) -> str:
     ).format(*capability)
 
 
+def known_peak_tflops(gpu: str, autocast: str) -> float:
+    """The TFLOP/s of matrix products, without sparsity, that a GPU's maker names; 0 for one that is not listed.
+
+    Args:
+        gpu: the GPU's name, as CUDA has it.
+    """
+    narrow, single = next((peaks for name, peaks in PEAK_TFLOPS.items() if re.search(rf"\b{name}\b", gpu)), (0.0, 0.0))
+    return single if autocast == "off" else narrow
+
+
 # -- this machine's devices --------------------------------------------------------------------------------------------
 
 
@@ -205,6 +230,21 @@ def warn_of_emulation(model: ModelConfig, device: "torch.device") -> None:
 
     if device.type == "cuda" and (advice := bf16_advice(model, torch.cuda.get_device_capability(device))):
         logger.warning("%s", advice)
+
+
+def peak_flops(given_tflops: float, config: RunConfig, dtype: Dtype | None, device: "torch.device") -> float:
+    """The floating-point operations in a second that a device manages at best in a run's type; 0 if not known.
+
+    Args:
+        given_tflops: what the user says; 0 if nothing.
+    """
+    import torch
+
+    if not given_tflops and device.type == "cuda":
+        given_tflops = known_peak_tflops(
+            torch.cuda.get_device_name(device), computing_in(config, dtype, device).model.autocast
+        )
+    return given_tflops * 1e12
 
 
 def here(device: "torch.device") -> Device:

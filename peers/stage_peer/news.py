@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from peers.status.answer import idle_because
 from swarm.machine.clock import Clock
 from swarm.machine.repeats import Repeats
 from swarm.machine.words import counted
@@ -20,6 +21,10 @@ EVERY_SECONDS = 10.0
 """Least time between two lines about rounds."""
 ACCUSED_SECONDS = 60.0
 """The shortest time between two lines about senders that have banned this peer."""
+IDLE_SECONDS = 600.0
+"""The shortest time between two lines that say why this peer has little to do."""
+IDLE_LOOKS = 12
+"""After so many looks in a row that find little to do, which take a minute, the log says so: a beginning is slow."""
 MOST_ACCUSERS = 3
 """The most senders that such a line names."""
 QUIET_SECONDS = 30.0
@@ -76,6 +81,9 @@ class StageNews:
         self._told_of: set[str] = set()
         """The senders that have banned this peer and are already named in the log."""
         self._accused = Repeats(clock, ACCUSED_SECONDS)
+        self._idle = Repeats(clock, IDLE_SECONDS)
+        self._idle_looks = 0
+        """How many looks in a row have found little to do."""
 
     def committed(self, report: pb.RoundReport, *, samples_per_second: float, is_behind: bool) -> None:
         """Log that a round was committed here, unless this peer only applies it to catch up with its group.
@@ -109,6 +117,13 @@ class StageNews:
         elif not self._is_quiet and now - self._busy_at >= QUIET_SECONDS:
             self._is_quiet = True
             logger.info("no microbatch for %d s: %s", QUIET_SECONDS, around.why_quiet)
+
+    def look_at(self, shares: pb.TimeShares) -> None:
+        """Log why this peer has little to do, if it has, but not often."""
+        reason = idle_because(shares)
+        self._idle_looks = self._idle_looks + 1 if reason else 0
+        if self._idle_looks >= IDLE_LOOKS and self._idle.count(""):
+            logger.info("this peer is %s", reason)
 
     def _look_for_accusers(self, around: Around) -> None:
         """Warn of senders that say that they have banned this peer. Their claims change nothing else."""

@@ -85,6 +85,9 @@ class PeerOptions:
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile layers (torch.compile) before the peer serves, which takes a minute the first time. auto does so on a
     CUDA GPU. Not for runs with dropout."""
+    peak_tflops: float = 0.0
+    """TFLOP/s that the device manages at best in the type of matrix products, for the figure of its utilisation; 0
+    takes the maker's for common GPUs."""
     host: str = ""
     """IP address to listen on; left out, all of this machine's, of IPv4 and IPv6."""
     port: int = 0

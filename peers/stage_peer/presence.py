@@ -4,6 +4,7 @@ Used by server.py, which calls it when the peer begins to serve and when the pee
 """
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from swarm.rpc.callers import Callers
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.member import StageMember
 from swarm.stage.stage import Stage
+from swarm.stage.time_shares import TimeWatch
 from swarm.types import LONGEST_WAIT, MOST_DHT_ADDRESSES, PROTOCOL_VERSION, PeerRecord, PeerState, TrainerRecord
 
 logger = logging.getLogger(__name__)
@@ -53,6 +55,7 @@ class Presence:
         self.state = PeerState.JOINING
         self.health = Health()
         self.loop_lag = LoopLag(membership.clock)
+        self._times = TimeWatch(stage, membership.clock)
         self._membership = membership
         self._stage = stage
         self._member = member
@@ -138,7 +141,7 @@ class Presence:
 
     def works(self, news: StageNews) -> Sequence[Coroutine[Any, Any, None]]:
         """The tasks of a serving peer. Each runs until it is cancelled."""
-        return self.keep_announced(), self._look_around(news), self.loop_lag.run()
+        return self.keep_announced(), self._look_around(news), self.loop_lag.run(), self._times.run()
 
     async def keep_announced(self) -> None:
         """Announce the record at intervals; at once after a commit, with new endpoints, and when the DHT is back."""
@@ -157,6 +160,7 @@ class Presence:
         while True:
             await self._membership.clock.sleep(ANNOUNCE_SECONDS)
             news.look(self._stage.counters["forwards"] + self._stage.counters["backwards"], await self._around())
+            news.look_at(self._time_shares())
 
     async def _around(self) -> Around:
         """What others say about this peer, and whether any of them has reached it."""
@@ -224,9 +228,16 @@ class Presence:
             last_peers=self._last_peers(),
             rounds=list(self._member.reports),
             loop_lag_seconds=self.loop_lag.seconds,
+            time_shares=self._time_shares(),
             resident_bytes=devices.most_resident_bytes(),
             device_bytes=devices.most_device_bytes(self._options.device),
         )
+
+    def _time_shares(self) -> pb.TimeShares:
+        shares, peak = self._times.shares, self._options.peak_flops
+        return pb.TimeShares(
+            **dataclasses.asdict(shares), utilisation=shares.flops_per_second / peak if peak else 0.0,
+        )  # fmt: skip
 
     def _last_peers(self) -> list[pb.LastPeer]:
         member, clock = self._membership, self._membership.clock

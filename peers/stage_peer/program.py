@@ -24,7 +24,7 @@ import torch
 
 from peers.shared import cli, logs, stopping
 from peers.shared.cache import cache_folder, keep_compiled_code
-from peers.shared.devices import device_of
+from peers.shared.devices import device_of, peak_flops
 from peers.shared.entrance import Entrance, find_entrance
 from peers.shared.event_file import begin, open_events, start_of
 from peers.shared.lan import Announcer, found_invite, require_installed
@@ -201,7 +201,7 @@ class Start:
 
     def server_options(
         self, moves: int, *, moved: bool, incarnation: Incarnation, weights: Weights | None, shelves: Shelves,
-        own_figures: OwnFigures, compiles: bool,
+        own_figures: OwnFigures, compiles: bool, peak_flops: float,
     ) -> ServerOptions:  # fmt: skip
         """The options of one stage's server.
 
@@ -224,7 +224,7 @@ class Start:
             graph_bytes=None if options.graph_memory_mib is None else options.graph_memory_mib << 20,
             sessions=SessionLimits(max_sessions=options.max_sessions, max_bytes=options.session_memory_mib << 20),
             checkpoints=checkpoints, events=self.events, dtype=options.dtype, compiles=compiles, resume=resume,
-            weights=weights, shelves=shelves, meeting=MeetingLimits.of(options.relay_mbit),
+            peak_flops=peak_flops, weights=weights, shelves=shelves, meeting=MeetingLimits.of(options.relay_mbit),
             movable=options.rebalance_seconds > 0, moves=moves, own_figures=own_figures, incarnation=incarnation,
         )  # fmt: skip
 
@@ -283,7 +283,7 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         weights = await contents.initial_weights(stage, resumes=resumes)
         local = start.server_options(
             moves, moved=moved, incarnation=incarnation, weights=weights, shelves=contents.shelves,
-            own_figures=own_figures, compiles=compiles,
+            own_figures=own_figures, compiles=compiles, peak_flops=peak,
         )  # fmt: skip
         return StageServer(member, stage, tasks, local)
 
@@ -293,6 +293,7 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         background.append(tasks.create_task(member.waits.run(clock)))
         await member.known.look_first(member.directory, member.stages, clock, returns=start.returns)
         await say_what_is_wrong(options, member, start.device)
+        peak = peak_flops(options.peak_tflops, member.config, options.dtype, start.device)
         compiles = await asyncio.to_thread(compiled.compiles, options.compile, member.config, start.device)
         # Rivals are looked for before anything is announced: an announcement would replace the records of another
         # process with this identity.

@@ -31,6 +31,8 @@ class ServerOptions:
     events: Events
     dtype: Dtype | None = None
     """The type of matrix products; None for that of the run."""
+    peak_flops: float = 0.0
+    """The floating-point operations in a second that the device manages at best; 0 where that is not known."""
     compiles: bool = False
     """Whether layers are compiled."""
     sessions: SessionLimits = field(default_factory=SessionLimits)

@@ -12,6 +12,8 @@ from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.training.inner_steps import InnerSteps
 from swarm.types import LATEST_TIME, LONGEST_NAME, LONGEST_WAIT
 
+LITTLE = 1 / 3
+"""A peer that computes for a smaller share of the time says why."""
 MOST_REFUSALS = 8
 """The most lines that are shown about holders that a peer does not follow."""
 LONGEST_REFUSAL = 400
@@ -76,9 +78,22 @@ class Answer:
         return tuple(printable(line[:LONGEST_REFUSAL]) for line in self.reply.averaging.refusals[:MOST_REFUSALS])
 
     @property
+    def reached(self) -> str:
+        """How callers reach the peer, in a word."""
+        lines = self.reply.lines
+        if not lines.is_hidden:
+            return "direct"
+        return "punched" if lines.punched else "relayed" if lines.relayed else "tunnel"
+
+    @property
     def waiting_for(self) -> str:
         """What the peer waits for."""
         return printable(self.reply.waiting_for[:LONGEST_WAIT])
+
+    @property
+    def idle_because(self) -> str:
+        """Why the peer is busy for a small part of the time, and what to change; empty if it is busy, or unused."""
+        return idle_because(self.reply.time_shares)
 
     @property
     def links(self) -> tuple[dict[str, Any], ...]:
@@ -99,6 +114,29 @@ class Answer:
             last.stage: LastPeer(name=printable(last.name[:LONGEST_NAME]), last_at=last.last_at, has_left=last.has_left)
             for last in self.reply.last_peers[:MOST_STAGES]
         }
+
+
+def idle_because(shares: pb.TimeShares) -> str:
+    """What Answer.idle_because says, from a peer's shares of its time."""
+    if not 0.0 < shares.computing < LITTLE:
+        return ""
+    remedies = {
+        "waits for input": (
+            shares.waiting_for_input,
+            "more microbatches under way (--max-in-flight here, another trainer), larger ones "
+            "(data.microbatch_size), or fewer peers at its stage",
+        ),
+        "waits for room at the next stage": (
+            shares.waiting_for_room,
+            "another peer there, a smaller wire.dtype, or a faster line",
+        ),
+        "averages": (
+            shares.averaging,
+            "longer rounds (rounds.round_samples), a smaller averaging.codec, or averaging.overlap_steps",
+        ),
+    }
+    reason, (share, remedy) = max(remedies.items(), key=lambda item: item[1][0])
+    return f"busy for {shares.computing:.0%} of the time, and {reason} for {share:.0%}; what helps: {remedy}"
 
 
 def time_of_day(at: float) -> str:

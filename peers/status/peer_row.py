@@ -24,12 +24,6 @@ _STATE_STYLES = {
 }  # fmt: skip
 
 
-def _reached(lines: pb.Lines) -> str:
-    if not lines.is_hidden:
-        return "direct"
-    return "punched" if lines.punched else "relayed" if lines.relayed else "tunnel"
-
-
 @dataclass(frozen=True, kw_only=True)
 class PeerRow:
     """A stage peer: its announcement, and what it answered when asked."""
@@ -82,7 +76,7 @@ class PeerRow:
         "directly.",
         default="direct",
         announced=lambda record: "direct" if direct(record.endpoints) else "tunnel",
-        answered=lambda said: _reached(said.reply.lines),
+        answered=lambda said: said.reached,
         column=Column(
             heading="reached", rank=9, cell="{row.reached}", is_shown=lambda row: row.reached != "direct", is_text=True
         ),
@@ -111,6 +105,40 @@ class PeerRow:
         unit="samples/s",
         answered=lambda said: said.reply.samples_per_second,
         column=Column(heading="samples/s", rank=4, cell="{row.samples_per_second:.1f}"),
+    )
+    computing_share: float = number(
+        "The share of the last minute in which it computed; this and the next three are 1 together, and 0 where it "
+        "computed no microbatch. On a GPU, the share in which the GPU worked or was given work.",
+        answered=lambda said: said.reply.time_shares.computing,
+        column=Column(
+            heading="busy", rank=7, cell="{row.computing_share:.0%}", is_shown=lambda row: row.computing_share > 0
+        ),
+    )
+    input_wait_share: float = number(
+        "The share in which it had nothing to compute, because hidden states or gradients were still to come.",
+        answered=lambda said: said.reply.time_shares.waiting_for_input,
+    )
+    room_wait_share: float = number(
+        "The same, because what it had computed found no room at the next stage, or on the line there.",
+        answered=lambda said: said.reply.time_shares.waiting_for_room,
+    )
+    averaging_share: float = number(
+        "The same, because training waited for its average.", answered=lambda said: said.reply.time_shares.averaging
+    )
+    flops_utilisation: float = number(
+        "The model's floating-point operations in that minute over those that its device manages at best (MFU), which "
+        "is what `--peak-tflops` says, or a common GPU's maker; 0 where that is not known. A token takes 6 for each "
+        "weight of a matrix (4 if it is frozen), and 12 L H T for L layers of H numbers in all heads and T positions.",
+        answered=lambda said: said.reply.time_shares.utilisation,
+        column=Column(
+            heading="MFU", rank=11, cell="{row.flops_utilisation:.0%}", is_shown=lambda row: row.flops_utilisation > 0
+        ),
+    )
+    idle_because: str = figure(
+        "Why it computed for less than a third of that minute, and what to change. Below the table of peers stands the "
+        "line of the one with the smallest share.",
+        default="",
+        answered=lambda said: said.idle_because,
     )
     queue_length: int = number(
         "Forwards and backwards that wait for its compute thread.",

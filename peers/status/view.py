@@ -12,6 +12,7 @@ from typing import Any, Self
 from peers.status.answer import LastPeer, time_of_day
 from peers.status.figure import Column, bans_of, figure, number, read
 from peers.status.peer_row import PeerRow
+from swarm.machine.words import counted
 from swarm.training.run_rounds import RunRounds
 from swarm.types import TrainerRecord
 
@@ -153,8 +154,11 @@ class SwarmView:
 
     @property
     def waits(self) -> list[str]:
-        """Lines that say what peers wait for."""
-        return [f"{peer.name} waits for {peer.waiting_for}" for peer in self.peers if peer.waiting_for]
+        """Lines that say what peers wait for, and why they have little to do: the reason of the one that has least."""
+        waiting = [f"{peer.name} waits for {peer.waiting_for}" for peer in self.peers if peer.waiting_for]
+        idle = sorted((peer for peer in self.peers if peer.idle_because), key=lambda peer: peer.computing_share)
+        others = f" ({counted(len(idle) - 1, 'other')} too)" if len(idle) > 1 else ""
+        return waiting + [f"{peer.name} is {peer.idle_because}{others}" for peer in idle[:1]]
 
     def to_json(self) -> str:
         """One line of JSON: every field by its name, and `empty_stages` and `silent_stages` besides."""

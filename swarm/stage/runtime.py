@@ -42,6 +42,10 @@ class Runtime:
         self._stopping = False
         self._running = False
         self._ended_at = now()
+        self._worked: tuple[float, float | None] = (0.0, None)
+        """For how long tasks have run that have ended, and when the running one began: read together."""
+        self._device_seconds = 0.0
+        """By how much longer the device took for them."""
         self.longest_seconds = 0.0
         """The longest time that a task has taken so far."""
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
@@ -63,6 +67,13 @@ class Runtime:
         return self._now() - self._ended_at
 
     @property
+    def busy_seconds(self) -> float:
+        """For how long tasks have run so far: on the thread, or on the device if that took longer."""
+        ended_seconds, began_at = self._worked
+        running_seconds = 0.0 if began_at is None else self._now() - began_at
+        return ended_seconds + running_seconds + self._device_seconds
+
+    @property
     def queue_length(self) -> int:
         """Tasks waiting or running."""
         with self._condition:
@@ -79,11 +90,11 @@ class Runtime:
         has not started. Work that has started runs to its end, and its result is lost.
         """
 
-        def timed() -> tuple[_Result, Stopwatch]:
-            stopwatch = self._stopwatch()
+        def timed() -> tuple[_Result, Stopwatch, float]:
+            stopwatch, began_at = self._stopwatch(), self._now()
             result = work()
             stopwatch.stop()
-            return result, stopwatch
+            return result, stopwatch, self._now() - began_at
 
         with self._condition:
             if self._stopping:
@@ -91,12 +102,14 @@ class Runtime:
             task = self._queue.push(timed, priority=priority, age=age)
             self._condition.notify()
         try:
-            result, stopwatch = await asyncio.wrap_future(task.future)
+            result, stopwatch, thread_seconds = await asyncio.wrap_future(task.future)
         except asyncio.CancelledError:
             with self._condition:
                 self._queue.drop(task)
             raise
-        return result, await stopwatch.seconds()
+        seconds = await stopwatch.seconds()
+        self._device_seconds += max(0.0, seconds - thread_seconds)
+        return result, seconds
 
     def submit(self, work: Callable[[], None], *, priority: Priority) -> None:
         """Run work on the thread without waiting for it. Its errors are lost.
@@ -128,11 +141,13 @@ class Runtime:
 
     def _measured(self, work: Callable[[], Any]) -> Any:
         began_at = self._now()
+        self._worked = (self._worked[0], began_at)
         try:
             return work()
         finally:
             # Set before the caller gets the result, because the caller may read these figures at once.
             self._ended_at = self._now()
+            self._worked = (self._worked[0] + self._ended_at - began_at, None)
             self.longest_seconds = max(self.longest_seconds, self._ended_at - began_at)
 
     def _next(self) -> Task | None:

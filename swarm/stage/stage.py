@@ -67,6 +67,11 @@ class Stage:
         return self.context.backend.weights.round.closed
 
     @property
+    def stands_still(self) -> bool:
+        """Whether training waits here until the round is committed."""
+        return self.is_closed and (not self.setting.takes_gradients or self.setting.num_waiting > 0)
+
+    @property
     def samples_per_second(self) -> float:
         """The rate of the compute thread, for forward and backward together; 0 before the first microbatch."""
         seconds = self._seconds_per_sample.value

@@ -43,6 +43,29 @@ async def test_how_the_thread_gets_on_is_known() -> None:
     runtime.stop(5.0)
 
 
+async def test_the_seconds_of_tasks_are_added_up_while_they_run_too() -> None:
+    clock = ManualClock()
+    runtime = Runtime(queue_capacity=3, now=clock.monotonic, stopwatch=lambda: _DeviceWatch(2.0))
+    runtime.start()
+    async with _Blocked(runtime):
+        clock.advance(5.0)
+        assert runtime.busy_seconds == 5.0
+    clock.advance(3.0)
+    assert runtime.busy_seconds == 5.0
+    await runtime.control(lambda: clock.advance(0.5))
+    assert runtime.busy_seconds == 7.0, "the device took longer than the thread"
+    runtime.stop(5.0)
+
+
+class _DeviceWatch(Stopwatch):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._device_seconds = seconds
+
+    async def seconds(self) -> float:
+        return self._device_seconds
+
+
 class _Blocked:
     """Keeps the thread busy until it is released."""
 

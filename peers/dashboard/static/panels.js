@@ -65,6 +65,8 @@ export function showNotes(list, run) {
       text: `${name} leaves ${names[peer_id] ?? peer_id.slice(0, 8)} alone until ${moment(until)}: ${reason}`,
     }))),
     ...all.filter(({ waiting_for }) => waiting_for).map(({ name, waiting_for }) => ({ kind: "plain", text: `${name} waits for ${waiting_for}` })),
+    ...all.filter(({ idle_because }) => idle_because).sort((a, b) => a.computing_share - b.computing_share).slice(0, 1)
+      .map(({ name, idle_because }) => ({ kind: "plain", text: `${name} is ${idle_because}` })),
   ];
   const shown = lines.slice(0, MOST_NOTES);
   if (lines.length > MOST_NOTES) shown.push({ kind: "plain", text: `and ${lines.length - MOST_NOTES} more` });

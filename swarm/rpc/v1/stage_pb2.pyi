@@ -707,6 +707,7 @@ class DescribeReply(_message.Message):
     LINKS_FIELD_NUMBER: _builtins.int
     LAST_PEERS_FIELD_NUMBER: _builtins.int
     LINES_FIELD_NUMBER: _builtins.int
+    TIME_SHARES_FIELD_NUMBER: _builtins.int
     peer_id: _builtins.str
     name: _builtins.str
     protocol_version: _builtins.int
@@ -754,6 +755,8 @@ class DescribeReply(_message.Message):
     def lines(self) -> Global___Lines:
         """The ways by which callers reach the peer."""
 
+    @_builtins.property
+    def time_shares(self) -> Global___TimeShares: ...
     def __init__(
         self,
         *,
@@ -782,14 +785,53 @@ class DescribeReply(_message.Message):
         links: _abc.Iterable[Global___Link] | None = ...,
         last_peers: _abc.Iterable[Global___LastPeer] | None = ...,
         lines: Global___Lines | None = ...,
+        time_shares: Global___TimeShares | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["averaging", b"averaging", "counters", b"counters", "generation", b"generation", "lines", b"lines", "rival", b"rival"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["averaging", b"averaging", "counters", b"counters", "generation", b"generation", "lines", b"lines", "rival", b"rival", "time_shares", b"time_shares"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["averaging", b"averaging", "counters", b"counters", "device_bytes", b"device_bytes", "generation", b"generation", "last_peers", b"last_peers", "lineage", b"lineage", "lines", b"lines", "links", b"links", "loop_lag_seconds", b"loop_lag_seconds", "name", b"name", "peer_id", b"peer_id", "protocol_version", b"protocol_version", "queue_length", b"queue_length", "resident_bytes", b"resident_bytes", "rival", b"rival", "round", b"round", "round_samples", b"round_samples", "rounds", b"rounds", "run_id", b"run_id", "run_samples", b"run_samples", "samples_per_second", b"samples_per_second", "software_version", b"software_version", "stage", b"stage", "state", b"state", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["averaging", b"averaging", "counters", b"counters", "device_bytes", b"device_bytes", "generation", b"generation", "last_peers", b"last_peers", "lineage", b"lineage", "lines", b"lines", "links", b"links", "loop_lag_seconds", b"loop_lag_seconds", "name", b"name", "peer_id", b"peer_id", "protocol_version", b"protocol_version", "queue_length", b"queue_length", "resident_bytes", b"resident_bytes", "rival", b"rival", "round", b"round", "round_samples", b"round_samples", "rounds", b"rounds", "run_id", b"run_id", "run_samples", b"run_samples", "samples_per_second", b"samples_per_second", "software_version", b"software_version", "stage", b"stage", "state", b"state", "time_shares", b"time_shares", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DescribeReply: _TypeAlias = DescribeReply  # noqa: Y015
+
+@_typing.final
+class TimeShares(_message.Message):
+    """What the peer did with the last minute, in shares of it. All are 0 if it computed no microbatch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMPUTING_FIELD_NUMBER: _builtins.int
+    WAITING_FOR_INPUT_FIELD_NUMBER: _builtins.int
+    WAITING_FOR_ROOM_FIELD_NUMBER: _builtins.int
+    AVERAGING_FIELD_NUMBER: _builtins.int
+    FLOPS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    UTILISATION_FIELD_NUMBER: _builtins.int
+    computing: _builtins.float
+    waiting_for_input: _builtins.float
+    waiting_for_room: _builtins.float
+    averaging: _builtins.float
+    flops_per_second: _builtins.float
+    """The model's floating-point operations in a second."""
+    utilisation: _builtins.float
+    """The same over what its device manages at best; 0 where that is not known."""
+    def __init__(
+        self,
+        *,
+        computing: _builtins.float = ...,
+        waiting_for_input: _builtins.float = ...,
+        waiting_for_room: _builtins.float = ...,
+        averaging: _builtins.float = ...,
+        flops_per_second: _builtins.float = ...,
+        utilisation: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["averaging", b"averaging", "computing", b"computing", "flops_per_second", b"flops_per_second", "utilisation", b"utilisation", "waiting_for_input", b"waiting_for_input", "waiting_for_room", b"waiting_for_room"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TimeShares: _TypeAlias = TimeShares  # noqa: Y015
 
 @_typing.final
 class LastPeer(_message.Message):

@@ -168,3 +168,24 @@ def test_a_gpu_that_emulates_bfloat16_says_what_to_write_instead(
 ) -> None:
     advice = devices.bf16_advice(ModelConfig(autocast=autocast), capability)
     assert ("--dtype fp16" in advice and "capability 7.5" in advice) == is_told == bool(advice)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "autocast", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.0),
+        ("NVIDIA H100 PCIe", "bf16", 756.0),
+        ("NVIDIA A100-SXM4-40GB", "off", 156.0),
+        ("Tesla T4", "fp16", 65.0),
+        ("NVIDIA L40S", "fp16", 362.0),
+        ("NVIDIA L4", "fp16", 121.0),
+        ("NVIDIA T400 4GB", "fp16", 0.0),
+    ],
+)
+def test_the_peak_of_a_common_gpu_is_known(gpu: str, autocast: str, tflops: float) -> None:
+    assert devices.known_peak_tflops(gpu, autocast) == tflops
+
+
+def test_a_peak_that_is_given_counts() -> None:
+    assert devices.peak_flops(2.5, RunConfig(), None, torch.device("cpu")) == 2.5e12
+    assert devices.peak_flops(0.0, RunConfig(), None, torch.device("cpu")) == 0.0

@@ -5,7 +5,15 @@ from typing import Any
 
 import pytest
 
-from peers.stage_peer.news import ACCUSED_SECONDS, EVERY_SECONDS, QUIET_SECONDS, Around, StageNews
+from peers.stage_peer.news import (
+    ACCUSED_SECONDS,
+    EVERY_SECONDS,
+    IDLE_LOOKS,
+    IDLE_SECONDS,
+    QUIET_SECONDS,
+    Around,
+    StageNews,
+)
 from swarm.rpc.v1 import stage_pb2 as pb
 from tests.support.manual_clock import ManualClock
 
@@ -115,3 +123,17 @@ def test_a_peer_that_others_leave_alone_is_told_once_by_whom_and_why(caplog: pyt
     assert len(caplog.messages) == 2
     assert "this peer is left alone for a while by 5 of its callers, as they say: gpu-0 (no answer), " in caplog.text
     assert "and 2 more. If" in caplog.text
+
+
+def test_a_peer_that_is_idle_for_a_minute_says_so_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    clock = ManualClock()
+    news = StageNews(clock)
+    idle, busy = pb.TimeShares(computing=0.1, waiting_for_input=0.9), pb.TimeShares(computing=0.9)
+    with caplog.at_level("INFO"):
+        for shares in [idle] * (IDLE_LOOKS - 1) + [busy] + [idle] * IDLE_LOOKS:
+            assert not caplog.messages
+            news.look_at(shares)
+        for _ in range(100):
+            clock.advance(IDLE_SECONDS / 100 + 0.1)
+            news.look_at(idle)
+    assert [message[:43] for message in caplog.messages] == ["this peer is busy for 10% of the time, and "] * 2

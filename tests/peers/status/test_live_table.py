@@ -81,7 +81,7 @@ def test_every_column_has_its_place_and_its_own_figure() -> None:
         name="host-1", peer_id="ab", state="leaving", moves=50, device="cuda:1", samples_per_second=1.25,
         queue_length=2, round=3, samples=4, forwards=5, backwards=6, rerouted_backwards=7, alive_peers=9, members=8,
         averaged_bytes=51, inner_steps=10, samples_per_inner_step=11.0, configured_samples_per_inner_step=52,
-        staleness=12.3, largest_staleness=13, loop_lag_seconds=14.56,
+        staleness=12.3, largest_staleness=13, loop_lag_seconds=14.56, computing_share=0.16, flops_utilisation=0.17,
     )  # fmt: skip
     assert _columns(_draw(replace(VIEW, stages=(StageRow(stage=15, peers=(peer,)),))), "stage") == [
         ("stage", "15"),
@@ -89,6 +89,8 @@ def test_every_column_has_its_place_and_its_own_figure() -> None:
         ("state", "leaving"),
         ("device", "cuda:1"),
         ("samples/s", "1.2"),
+        ("busy", "16%"),
+        ("MFU", "17%"),
         ("queue", "2"),
         ("round", "3"),
         ("samples", "4"),

@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
@@ -198,12 +199,18 @@ async def test_every_figure_is_read_from_its_own_field() -> None:
         generation=pb.GenerationCounters(sessions=13, tokens=14, rounds=15), waiting_for="round 3",
         links=[pb.Link(peer_id=OTHER, round_trip_seconds=4.5, bytes_per_second=5.5)],
         lines=pb.Lines(is_hidden=True, punched=21, relayed=22, waiting=23, carried=24, carried_bytes=25),
+        time_shares=pb.TimeShares(
+            computing=0.25, waiting_for_input=0.5, waiting_for_room=0.125, averaging=0.0625, flops_per_second=26.0,
+            utilisation=0.75,
+        ),
     )  # fmt: skip
     (shown,) = await _ask([reply])
     assert shown == {
         "name": "peer of stage 0", "peer_id": f"{0:040x}", "state": "leaving", "moving_from": None, "moving_to": None,
         "moves": 0, "started_at": 0.0, "device": "", "reached": "punched", "punched_connections": 21,
         "relayed_connections": 22, "waiting_peers": 23, "carried_connections": 24, "carried_bytes": 25,
+        "computing_share": 0.25, "input_wait_share": 0.5, "room_wait_share": 0.125, "averaging_share": 0.0625,
+        "flops_utilisation": 0.75, "idle_because": ANY,
         "samples_per_second": 1.25, "queue_length": 2, "round": 3, "samples": 4, "forwards": 5, "backwards": 6,
         "committed": 16, "rerouted_backwards": 7, "sessions": 13, "generated_tokens": 14, "held_rounds": 15,
         "alive_peers": 9, "members": 8, "recent_rounds": [18, 20],

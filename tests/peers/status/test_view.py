@@ -2,8 +2,12 @@
 
 import json
 
+import pytest
+
+from peers.status.answer import idle_because
 from peers.status.peer_row import PeerRow
 from peers.status.view import StageRow, SwarmView, TrainerRow
+from swarm.rpc.v1 import stage_pb2 as pb
 
 
 def test_a_stage_is_empty_without_a_peer_that_serves_or_joins() -> None:
@@ -44,3 +48,31 @@ def test_json_has_every_field() -> None:
     assert document["trainers"] == [{"name": "t", "step": 0, "loss": None, "tokens_per_second": 0.0, "bans": []}]
     assert document["events"] == ["x"]
     assert document["empty_stages"] == []
+
+
+@pytest.mark.parametrize(
+    ("shares", "line"),
+    [
+        ({"computing": 0.24, "waiting_for_input": 0.7}, "busy for 24% of the time, and waits for input for 70%; what "),
+        ({"computing": 0.1, "waiting_for_room": 0.9}, "busy for 10% of the time, and waits for room at the next stage"),
+        ({"computing": 0.1, "averaging": 0.5}, "busy for 10% of the time, and averages for 50%; what helps: longer "),
+        ({"computing": 0.34, "waiting_for_input": 0.66}, ""),
+        ({}, ""),
+    ],
+)
+def test_a_peer_with_little_to_do_says_why(shares: dict[str, float], line: str) -> None:
+    because = idle_because(pb.TimeShares(**shares))
+    assert because.startswith(line)
+    view = SwarmView(
+        run="r",
+        stages=(
+            StageRow(
+                stage=0,
+                peers=tuple(
+                    PeerRow(name=name, peer_id=name, computing_share=share, idle_because=because)
+                    for name, share in (("p", 0.3), ("q", 0.1))
+                ),
+            ),
+        ),
+    )
+    assert view.waits == ([f"q is {because} (1 other too)"] if line else [])

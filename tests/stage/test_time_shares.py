@@ -1,0 +1,109 @@
+"""What a stage peer did with the last minute, by made-up seconds, and the operations of a microbatch."""
+
+import dataclasses
+from collections import Counter
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from swarm.config import LoraConfig, ModelConfig, RunConfig
+from swarm.model.stages import build_stage
+from swarm.stage.stage import Stage
+from swarm.stage.time_shares import KEPT_SECONDS, TimeShares, TimeWatch, microbatch_flops
+from tests.stage.backends import CONFIG
+from tests.support.manual_clock import ManualClock
+
+
+@dataclass
+class _Peer:
+    """A stage of which only what the watch looks at is there."""
+
+    clock: ManualClock = field(default_factory=ManualClock)
+    is_last: bool = False
+
+    def __post_init__(self) -> None:
+        self.runtime = SimpleNamespace(busy_seconds=0.0)
+        self.hop = None if self.is_last else SimpleNamespace(is_held_up=False)
+        backend = SimpleNamespace(config=CONFIG, module=nn.Linear(2, 2))
+        context = SimpleNamespace(runtime=self.runtime, hop=self.hop, backend=backend)
+        self.stage = SimpleNamespace(number=1, counters=Counter[str](), context=context, stands_still=False)
+        self.watch = TimeWatch(cast(Stage, self.stage), self.clock)
+
+    def live(self, seconds: float, *, busy: float = 0.0, tasks: int = 0) -> None:
+        self.runtime.busy_seconds += busy
+        self.stage.counters["forwards"] += tasks
+        self.clock.advance(seconds)
+        self.watch.look()
+
+
+def test_time_goes_to_what_is_waited_for_when_nothing_is_computed() -> None:
+    peer = _Peer()
+    assert peer.hop is not None
+    peer.live(10.0, busy=5.0, tasks=3)
+    peer.hop.is_held_up = True
+    peer.live(4.0, busy=1.0)
+    peer.stage.stands_still = True
+    peer.live(6.0)
+    shares = peer.watch.shares
+    assert dataclasses.replace(shares, flops_per_second=0.0) == TimeShares(
+        computing=0.3, waiting_for_input=0.25, waiting_for_room=0.15, averaging=0.3
+    )
+
+
+def test_only_the_last_minute_counts() -> None:
+    peer = _Peer(is_last=True)
+    for second in range(600):
+        peer.live(0.25, busy=0.25 if second < 300 else 0.05, tasks=1)
+    assert peer.watch.shares.computing == pytest.approx(0.2)
+    assert peer.watch.shares.waiting_for_input == pytest.approx(0.8)
+
+
+def test_a_peer_without_microbatches_has_no_shares() -> None:
+    peer = _Peer()
+    assert peer.watch.shares == TimeShares()
+    peer.live(10.0, busy=1.0, tasks=1)
+    assert peer.watch.shares.computing > 0.0
+    for _ in range(int(KEPT_SECONDS / 0.25)):
+        peer.live(0.25)
+    assert peer.watch.shares == TimeShares()
+
+
+def test_a_task_that_ends_late_counts_for_no_more_than_the_time_that_passed() -> None:
+    peer = _Peer()
+    peer.live(1.0, busy=3.0, tasks=1)
+    assert peer.watch.shares.computing == 1.0
+
+
+GROUPED = ModelConfig(num_layers=3, d_model=32, num_heads=4, num_kv_heads=2, vocab_size=64, tied_embeddings=True)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        CONFIG,
+        dataclasses.replace(CONFIG, model=GROUPED),
+        dataclasses.replace(CONFIG, lora=LoraConfig(rank=2, targets=("all-linear",))),
+    ],
+)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_operations_are_those_that_torch_counts(config: RunConfig, stage: int) -> None:
+    module = build_stage(config, stage, device="cpu", fused=True)
+    shape = config.data.microbatch_size, config.data.sequence_length, config.model.d_model
+    hidden_BTD = torch.randn(shape, requires_grad=True)
+    # torch counts attention only where it is made of products.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
+        outputs = module(hidden_BTD)
+        forward = counted.get_total_flops()
+        outputs.sum().backward()
+    assert microbatch_flops(config, stage, module) == (forward, counted.get_total_flops() - forward)
+
+
+def test_the_operations_of_a_custom_class_are_not_known() -> None:
+    model = dataclasses.replace(CONFIG.model, custom_class="package.module:Class")
+    assert microbatch_flops(dataclasses.replace(CONFIG, model=model), 0, nn.Linear(2, 2)) == (0.0, 0.0)
