@@ -3,7 +3,9 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
+
+from swarm.generation.openai_api.refusals import Refusal
 
 END_OF_STREAM = b"data: [DONE]\n\n"
 STILL_HERE = b": the text goes on\n\n"
@@ -11,8 +13,9 @@ STILL_HERE = b": the text goes on\n\n"
 
 
 def event(body: Mapping[str, Any]) -> bytes:
-    """One event of a stream."""
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    """One event of a stream, with its name if it has one."""
+    name = f"event: {body['type']}\n".encode() if "type" in body else b""
+    return name + b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 class Scored(NamedTuple):
@@ -62,6 +65,8 @@ class Answer:
     created: int
     model: str
     includes_usage: bool = False
+    tail: ClassVar[bytes] = END_OF_STREAM
+    """What follows the last event of a stream."""
 
     def whole(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
         """The body of the whole answer."""
@@ -78,17 +83,21 @@ class Answer:
         said = {"delta": {"role": "assistant", "content": ""}}
         return [self._chunk(index, said, None) for index in range(num_texts)] if self.is_chat else []
 
-    def piece(self, index: int, text: str, scored: Sequence[Scored]) -> dict[str, Any]:
+    def piece(self, index: int, text: str, scored: Sequence[Scored]) -> list[dict[str, Any]]:
         """The event with a piece of a text in a stream."""
-        return self._chunk(index, {"delta": {"content": text}} if self.is_chat else {"text": text}, None, scored)
+        return [self._chunk(index, {"delta": {"content": text}} if self.is_chat else {"text": text}, None, scored)]
 
-    def ending(self, index: int, finish_reason: str, scored: Sequence[Scored]) -> dict[str, Any]:
+    def ending(self, index: int, finish_reason: str, scored: Sequence[Scored]) -> list[dict[str, Any]]:
         """The event that ends a text in a stream."""
-        return self._chunk(index, {"delta": {}} if self.is_chat else {"text": ""}, finish_reason, scored)
+        return [self._chunk(index, {"delta": {}} if self.is_chat else {"text": ""}, finish_reason, scored)]
 
     def closing(self, usage: Usage) -> list[dict[str, Any]]:
         """The events with which a stream ends."""
         return [self._body(self._chunk_kind, []) | {"usage": usage.body}] if self.includes_usage else []
+
+    def failed(self, refusal: Refusal) -> dict[str, Any]:
+        """The event that ends a stream early."""
+        return refusal.body
 
     @property
     def _chunk_kind(self) -> str:
@@ -106,19 +115,19 @@ class Answer:
     def _choice(
         self, index: int, said: dict[str, Any], finish_reason: str | None, scored: Sequence[Scored]
     ) -> dict[str, Any]:
-        logprobs = None if not scored else _of_chat(scored) if self.is_chat else _of_completion(scored)
+        logprobs: dict[str, Any] | None = None
+        if scored:
+            logprobs = {"content": described(scored), "refusal": None} if self.is_chat else _of_completion(scored)
         return {"index": index, **said, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
-def _of_chat(scored: Sequence[Scored]) -> dict[str, Any]:
-    def described(token: bytes, logprob: float | None) -> dict[str, Any]:
+def described(scored: Sequence[Scored]) -> list[dict[str, Any]]:
+    """The scores of tokens in the form of conversations."""
+
+    def of(token: bytes, logprob: float | None) -> dict[str, Any]:
         return {"token": token.decode(errors="replace"), "logprob": logprob, "bytes": list(token)}
 
-    content = [
-        described(one.token, one.logprob) | {"top_logprobs": [described(*likely) for likely in one.top]}
-        for one in scored
-    ]
-    return {"content": content, "refusal": None}
+    return [of(one.token, one.logprob) | {"top_logprobs": [of(*likely) for likely in one.top]} for one in scored]
 
 
 def _of_completion(scored: Sequence[Scored]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The routes: /health, /v1/models, /v1/completions and /v1/chat/completions, of one model.
+"""The routes: /health, /v1/models, /v1/completions, /v1/chat/completions and /v1/responses, of one model.
 
     request -> Gate -> Api: the prompts' tokens -> texts -> one answer, or a stream of events
 
@@ -8,22 +8,24 @@ neither logged nor kept.
 """
 
 import asyncio
+import functools
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from swarm.generation.openai_api import requests
-from swarm.generation.openai_api.answers import END_OF_STREAM, STILL_HERE, Answer, Scored, Usage, event
+from swarm.generation.openai_api.answers import STILL_HERE, Answer, Scored, Usage, event
 from swarm.generation.openai_api.gate import HEALTH, refusal_of
 from swarm.generation.openai_api.refusals import Refusal
-from swarm.generation.openai_api.requests import ChatRequest, CompletionRequest
+from swarm.generation.openai_api.requests import ChatRequest, CompletionRequest, Request
+from swarm.generation.openai_api.responses import ResponseAnswer, ResponseRequest
 from swarm.generation.openai_api.texts import Piece, Pieces, Text, written
 from swarm.generation.sampling import Scores, Scoring, require_few
 from swarm.generation.text_model import TextModel
@@ -33,6 +35,9 @@ STATUS_SECONDS = 1.0
 """How long a stream waits for its first piece, so that an error before it can be sent as an HTTP status."""
 STILL_HERE_SECONDS = 5.0
 """Time between two signs of life in a stream to which nothing else is sent."""
+
+
+_ROUTES = "/health, /v1/models, /v1/completions, /v1/chat/completions and /v1/responses"
 
 
 class Api:
@@ -58,33 +63,34 @@ class Api:
             Route("/v1/models", _answering(self._models)),
             Route("/v1/models/{name:path}", _answering(self._one_model)),
             Route("/v1/completions", _answering(self._complete), methods=["POST"]),
-            Route("/v1/chat/completions", _answering(self._chat), methods=["POST"]),
         ]
+        for path, kind in (("/v1/chat/completions", ChatRequest), ("/v1/responses", ResponseRequest)):
+            routes.append(Route(path, _answering(functools.partial(self._converse, kind)), methods=["POST"]))
         return Starlette(routes=routes, exception_handlers={HTTPException: _no_such_route})
 
-    async def _health(self, request: Request) -> Response:
+    async def _health(self, request: HttpRequest) -> Response:
         return JSONResponse({"status": "ok"})
 
-    async def _models(self, request: Request) -> Response:
+    async def _models(self, request: HttpRequest) -> Response:
         names = dict.fromkeys((self._model.name, self._model.run))
         return JSONResponse({"object": "list", "data": [self._described() | {"id": name} for name in names]})
 
-    async def _one_model(self, request: Request) -> Response:
+    async def _one_model(self, request: HttpRequest) -> Response:
         self._require_model(request.path_params["name"])
         return JSONResponse(self._described())
 
-    async def _complete(self, request: Request) -> Response:
+    async def _complete(self, request: HttpRequest) -> Response:
         wanted = requests.parse(CompletionRequest, await request.body())
         self._require_model(wanted.model)
         return await self._written(wanted, [await self._prompt(prompt) for prompt in wanted.prompts])
 
-    async def _chat(self, request: Request) -> Response:
-        wanted = requests.parse(ChatRequest, await request.body())
+    async def _converse(self, kind: type[ChatRequest | ResponseRequest], request: HttpRequest) -> Response:
+        wanted = requests.parse(kind, await request.body())
         self._require_model(wanted.model)
         try:
             prompt = await self._model.conversation(wanted.conversation)
         except ValueError as error:
-            raise Refusal(400, str(error), param="messages") from None
+            raise Refusal(400, str(error), param=wanted.prompt_field) from None
         return await self._written(wanted, [prompt])
 
     async def _prompt(self, prompt: str | list[int]) -> list[int]:
@@ -98,7 +104,7 @@ class Api:
             raise Refusal(400, f"tokens are from 0 to {self._model.tokenizer.vocab_size - 1}", param="prompt")
         return prompt
 
-    async def _written(self, wanted: CompletionRequest | ChatRequest, prompts: list[list[int]]) -> Response:
+    async def _written(self, wanted: Request, prompts: list[list[int]]) -> Response:
         """Write the texts: `n` for each prompt."""
         texts = self._texts(wanted, prompts)
         num_prompt_tokens = sum(map(len, prompts))
@@ -124,9 +130,9 @@ class Api:
         ]
         return JSONResponse(answer.whole(choices, _usage(num_prompt_tokens, texts)))
 
-    def _texts(self, wanted: CompletionRequest | ChatRequest, prompts: list[list[int]]) -> list[Text]:
+    def _texts(self, wanted: Request, prompts: list[list[int]]) -> list[Text]:
         seed = self._numbers.getrandbits(63) if wanted.seed is None else wanted.seed
-        num_each, texts = wanted.n or 1, list[Text]()
+        num_each, texts, num_scores = wanted.num_each, list[Text](), 0
         for index in range(len(prompts) * num_each):
             prompt = prompts[index // num_each]
             text = Text(
@@ -139,10 +145,12 @@ class Api:
                 scores=self._scores(wanted, prompt),
             )
             texts.append(text)
-        require_few(sum(text.num_scores for text in texts))
+            if text.scores is not None:
+                num_scores += text.scores.scoring.num_scores(len(prompt) + text.max_tokens + 1)
+        require_few(num_scores)
         return texts
 
-    def _scores(self, wanted: CompletionRequest | ChatRequest, prompt: list[int]) -> Scores | None:
+    def _scores(self, wanted: Request, prompt: list[int]) -> Scores | None:
         if wanted.num_top is None:
             return None
         first = 1 if wanted.echoes else len(prompt)
@@ -154,7 +162,12 @@ class Api:
         return await asyncio.to_thread(text.scored, self._model.tokenizer, first, last)
 
     async def _events(
-        self, answer: Answer, num_prompt_tokens: int, texts: list[Text], first: list[Piece | None], pieces: Pieces
+        self,
+        answer: Answer | ResponseAnswer,
+        num_prompt_tokens: int,
+        texts: list[Text],
+        first: list[Piece | None],
+        pieces: Pieces,
     ) -> AsyncIterator[bytes]:
         for chunk in answer.opening(len(texts)):
             yield event(chunk)
@@ -166,40 +179,47 @@ class Api:
                 yield STILL_HERE
                 continue
             except Exception as error:  # noqa: BLE001 - the status was sent already, so an event tells the client
-                yield event(refusal_of(error).body)
+                yield event(answer.failed(refusal_of(error)))
                 return
             if arrived is None:
                 break
             text, said, *numbers = arrived
             scored = await self._scored(text, *numbers)
-            if said is None:
-                yield event(answer.ending(text.index, text.finish_reason, scored))
-            else:
-                yield event(answer.piece(text.index, said, scored))
+            for chunk in (
+                answer.ending(text.index, text.finish_reason, scored)
+                if said is None
+                else answer.piece(text.index, said, scored)
+            ):
+                yield event(chunk)
         for chunk in answer.closing(_usage(num_prompt_tokens, texts)):
             yield event(chunk)
-        yield END_OF_STREAM
+        if answer.tail:
+            yield answer.tail
 
-    def _answer(self, wanted: CompletionRequest | ChatRequest) -> Answer:
+    def _answer(self, wanted: Request) -> Answer | ResponseAnswer:
+        digits = f"{self._numbers.getrandbits(96):024x}"
+        created, model = int(self._clock.time()), self._model.name
+        if isinstance(wanted, ResponseRequest):
+            return ResponseAnswer(wanted, digits=digits, created=created, model=model)
         is_chat = isinstance(wanted, ChatRequest)
         return Answer(
             is_chat=is_chat,
-            id=f"{'chatcmpl' if is_chat else 'cmpl'}-{self._numbers.getrandbits(96):024x}",
-            created=int(self._clock.time()),
-            model=self._model.name,
+            id=f"{'chatcmpl' if is_chat else 'cmpl'}-{digits}",
+            created=created,
+            model=model,
             includes_usage=wanted.includes_usage,
         )
 
-    def _num_tokens(self, wanted: CompletionRequest | ChatRequest, prompt: list[int]) -> int:
+    def _num_tokens(self, wanted: Request, prompt: list[int]) -> int:
         """How many tokens the answer may have. Raises Refusal."""
         if not prompt:
-            raise Refusal(400, "the prompt has no tokens", param="prompt")
+            raise Refusal(400, "the prompt has no tokens", param=wanted.prompt_field)
         left = self._model.engine.longest - len(prompt)
         field, num_tokens = wanted.most_tokens
         # A prompt of the model's full length may still be scored.
         is_too_long = left < (0 if num_tokens == 0 or wanted.echoes else 1)
         if is_too_long:
-            field = "messages" if isinstance(wanted, ChatRequest) else "prompt"
+            field = wanted.prompt_field
         elif num_tokens is None or num_tokens <= left:
             return min(self._default_tokens, left) if num_tokens is None else num_tokens
         has = f"the model takes {self._model.engine.longest} tokens with the answer, and the prompt has {len(prompt)}"
@@ -243,10 +263,10 @@ def _usage(num_prompt_tokens: int, texts: list[Text]) -> Usage:
     return Usage(prompt_tokens=num_prompt_tokens, completion_tokens=sum(text.num_tokens for text in texts))
 
 
-def _answering(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+def _answering(endpoint: Callable[[HttpRequest], Awaitable[Response]]) -> Callable[[HttpRequest], Awaitable[Response]]:
     """Wrap an endpoint so that its errors become answers."""
 
-    async def answer(request: Request) -> Response:
+    async def answer(request: HttpRequest) -> Response:
         try:
             return await endpoint(request)
         except Exception as error:  # noqa: BLE001 - the client gets every error, and the server goes on
@@ -255,7 +275,7 @@ def _answering(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[
     return answer
 
 
-async def _no_such_route(request: Request, error: Exception) -> Response:
+async def _no_such_route(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    where = "there is nothing here: the routes are /health, /v1/models, /v1/completions and /v1/chat/completions"
+    where = f"there is nothing here: the routes are {_ROUTES}"
     return Refusal(error.status_code, where if error.status_code == 404 else error.detail).response()

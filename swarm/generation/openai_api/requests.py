@@ -5,8 +5,8 @@ is null, false or empty.
 """
 
 import json
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -48,6 +48,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "prediction": (),
     "presence_penalty": (0,),
     "prompt_logprobs": (),
+    "reasoning": ({"effort": "none"}, {"effort": None}),
     "reasoning_effort": ("none",),
     "repeat_penalty": (1,),
     "repetition_penalty": (1,),
@@ -57,8 +58,10 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
+    "text": ({"format": {"type": "text"}},),
     "tfs_z": (1,),
     "top_logprobs": (0,),
+    "truncation": ("disabled",),
     "typical_p": (1,),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
@@ -69,10 +72,12 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 _INERT = frozenset({
     "cache_prompt",
     "cache_salt",
+    "max_tool_calls",
     "metadata",
     "parallel_tool_calls",
     "priority",
     "prompt_cache_key",
+    "prompt_cache_options",
     "prompt_cache_retention",
     "repeat_last_n",
     "request_id",
@@ -86,6 +91,7 @@ _EXPECTED = {
     "prompt": f"must be a text, a list of tokens, or a list of at most {MOST_CHOICES} of either",
     "stop": f"must be a text, or a list of at most {MOST_STOPS} texts",
     "logprobs": f"must be a number from 0 to {MOST_TOP}",
+    "input": "must be a text, or a list of messages with a role and text",
 }
 """Error messages for fields that may be of several types."""
 
@@ -102,13 +108,14 @@ class StreamOptions(_Strict):
     include_usage: bool | None = None
 
 
-class _Request(_Strict):
-    """The fields that both kinds of request have."""
+class Request(_Strict):
+    """The fields that all kinds of request have."""
+
+    prompt_field: ClassVar[str]
+    """The name of the field that has the prompt."""
 
     model: str
-    max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
-    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
     top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=-1, lt=MOST_TOP_K)
     seed: int | None = Field(None, ge=-_SEEDS, lt=_SEEDS)
@@ -127,6 +134,11 @@ class _Request(_Strict):
     def includes_usage(self) -> bool:
         """Whether a stream ends with the numbers of tokens."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def num_each(self) -> int:
+        """The number of texts for each prompt."""
+        return 1
 
     @property
     def echoes(self) -> bool:
@@ -155,11 +167,31 @@ class _Request(_Strict):
     def most_tokens(self) -> tuple[str, int | None]:
         """The name of the field for the most tokens that the client wants, and its value; None if the client gives
         none."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raise Refusal for fields that do not go together."""
+        if self.stream_options is not None and not self.stream:
+            raise Refusal(400, "stream_options needs stream: true", param="stream_options")
+
+
+class _ChoicesRequest(Request):
+    max_tokens: int | None = Field(None, ge=1)
+    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
+
+    @property
+    def num_each(self) -> int:
+        return self.n or 1
+
+    @property
+    def most_tokens(self) -> tuple[str, int | None]:
         return "max_tokens", self.max_tokens
 
 
-class CompletionRequest(_Request):
+class CompletionRequest(_ChoicesRequest):
     """A request to continue a text."""
+
+    prompt_field: ClassVar[str] = "prompt"
 
     prompt: str | list[str] | list[int] | list[list[int]]
     max_tokens: int | None = Field(None, ge=0)
@@ -181,17 +213,20 @@ class CompletionRequest(_Request):
             return [self.prompt]
         tokens = [part for part in self.prompt if isinstance(part, int)]
         several = [part for part in self.prompt if not isinstance(part, int)] or [tokens]
-        if len(several) * (self.n or 1) > MOST_CHOICES:
+        if len(several) * self.num_each > MOST_CHOICES:
             raise Refusal(400, f"one request gets at most {MOST_CHOICES} texts", param="prompt")
         return several
 
 
 class _Part(_Strict):
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: str
 
 
-class _Message(_Strict):
+class Message(_Strict):
+    """What one side of a conversation says."""
+
+    type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[_Part]
     # Tools are not supported, nor are messages that call them.
@@ -199,10 +234,25 @@ class _Message(_Strict):
     function_call: None = None
 
 
-class ChatRequest(_Request):
+def conversation_of(messages: Sequence[Message]) -> list[dict[str, str]]:
+    """The messages in the form for chat templates, in which OpenAI's role `developer` is called `system`."""
+    return [
+        {
+            "role": "system" if message.role == "developer" else message.role,
+            "content": message.content
+            if isinstance(message.content, str)
+            else "".join(part.text for part in message.content),
+        }
+        for message in messages
+    ]
+
+
+class ChatRequest(_ChoicesRequest):
     """A request to answer in a conversation."""
 
-    messages: list[_Message] = Field(min_length=1)
+    prompt_field: ClassVar[str] = "messages"
+
+    messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
@@ -219,22 +269,19 @@ class ChatRequest(_Request):
 
     @property
     def conversation(self) -> list[dict[str, str]]:
-        """The messages in the form for chat templates, in which OpenAI's role `developer` is called `system`."""
-        return [
-            {
-                "role": "system" if message.role == "developer" else message.role,
-                "content": message.content
-                if isinstance(message.content, str)
-                else "".join(part.text for part in message.content),
-            }
-            for message in self.messages
-        ]
+        """The messages in the form for chat templates."""
+        return conversation_of(self.messages)
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise Refusal(400, "top_logprobs needs logprobs: true", param="top_logprobs")
 
 
-Request = TypeVar("Request", bound=_Request)
+Kind = TypeVar("Kind", bound=Request)
 
 
-def parse(kind: type[Request], body: bytes) -> Request:
+def parse(kind: type[Kind], body: bytes) -> Kind:
     """Read the body of a request. Raises Refusal."""
     try:
         request = kind.model_validate_json(body)
@@ -247,10 +294,7 @@ def parse(kind: type[Request], body: bytes) -> Request:
             raise Refusal(400, f"{name} is not supported here, but for {_neutral_values(name)}", param=name)
         if name not in _NEUTRAL and value is not False and value not in ("", [], {}):
             raise Refusal(400, f"{name} is not known here, and might change the answer: leave it out", param=name)
-    if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
-        raise Refusal(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-    if request.stream_options is not None and not request.stream:
-        raise Refusal(400, "stream_options needs stream: true", param="stream_options")
+    request.check()
     return request
 
 

@@ -8,7 +8,6 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from swarm.data.tokenizers import Tokenizer
 from swarm.generation.openai_api.answers import Scored
@@ -53,11 +52,6 @@ class Text:
         """Why it ended, once it has."""
         return "length" if self.writing is None else self.writing.finish_reason
 
-    @property
-    def num_scores(self) -> int:
-        """How many scores it may get at most."""
-        return 0 if self.scores is None else self.scores.scoring.num_scores(len(self.prompt) + self.max_tokens + 1)
-
     def scored(self, tokenizer: Tokenizer, first: int = 0, last: int | None = None) -> list[Scored]:
         """The tokens of the text from one number to another with their scores; none if these are not wanted."""
         if self.scores is None or self.writing is None:
@@ -71,18 +65,8 @@ class Text:
         return found
 
 
-class Piece(NamedTuple):
-    """A piece of a text.
-
-    Attributes:
-        said: None once the text has ended.
-        first, last: the numbers of its tokens in the text.
-    """
-
-    text: Text
-    said: str | None
-    first: int
-    last: int
+Piece = tuple[Text, str | None, int, int]
+"""A piece of a text, or None once the text has ended, and where its tokens begin and end among the text's tokens."""
 
 
 class Pieces:
@@ -113,9 +97,9 @@ class Pieces:
                 first, tokens = 0, text.writing.tokens
                 async for piece in pieces:
                     text.said.append(piece)
-                    await self._queue.put(Piece(text, piece, first, len(tokens)))
+                    await self._queue.put((text, piece, first, len(tokens)))
                     first = len(tokens)
-            await self._queue.put(Piece(text, None, first, len(tokens)))
+            await self._queue.put((text, None, first, len(tokens)))
 
         try:
             async with asyncio.TaskGroup() as tasks:
