@@ -69,7 +69,7 @@ def _wanted(options: Options) -> Sequence[str]:
     for name in options.only or tuple(MEASURING):
         if options.dataset == BenchOptions.dataset and _dataset_is_required(name):
             say(f"{name} is left out: its figures mean something for its own text only, which --dataset is to name")
-        elif name == "cuda" and not torch.cuda.is_available():
+        elif name == "gpu" and not torch.cuda.is_available():
             say(f"{name} is left out: there is no GPU that torch can use")
         else:
             wanted.append(name)

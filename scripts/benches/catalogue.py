@@ -33,7 +33,7 @@ MEASURING = {
     "joining": "what joiners cost a run whose donor has a slow line (slow; needs root and nftables)",
     "viewers": "what fifty people who look at a dashboard cost the swarm",
     "heterogeneous": "unequal peers that come and go, against their capacities (slow)",
-    "cuda": "tokens/s of a GPU stage, against one that copies without pinned memory and streams (needs a GPU)",
+    "gpu": "tokens/s of swarms, swarm-static and text on a GPU, against plain torch and transformers (needs a GPU)",
     "diloco": "validation loss and bytes of each way to average (slow)",
     "causes": "what a DiLoCo run loses to one process, cause by cause (slow)",
     "learning": "held-out loss of a swarm at equal tokens and seconds, against plain training (slow)",

@@ -75,7 +75,7 @@ def test_a_bench_that_fails_now_is_worse(tmp_path: Path) -> None:
 def test_a_judged_figure_that_is_gone_is_worse(tmp_path: Path) -> None:
     before: Outcomes = {
         "hop": {"figures": {"ratio_to_hivemind_moe": 2.0, "warm_up": 3}},
-        "cuda": {"error": "exit code 2"},
+        "gpu": {"error": "exit code 2"},
     }
     after: Outcomes = {
         "hop": {"figures": {"ratio_to_hivemind_moe": None, "calls": 5}},
@@ -83,7 +83,7 @@ def test_a_judged_figure_that_is_gone_is_worse(tmp_path: Path) -> None:
     }
     found = _compare(tmp_path, before, after)
     assert found["worse"] == ["hop.ratio_to_hivemind_moe"]
-    assert found["gone"] == ["cuda", "hop.warm_up"]
+    assert found["gone"] == ["gpu", "hop.warm_up"]
     assert found["new"] == ["hop.calls", "wire"]
 
 

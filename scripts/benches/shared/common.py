@@ -132,6 +132,8 @@ class SwarmProcesses:
     """Run folder with the weights with which the run begins; None if they are drawn from the run's seed."""
     threads: int = 1
     """CPU threads of each peer."""
+    device: str = "cpu"
+    """What each peer computes on."""
     _num_started: int = 0
 
     @property
@@ -235,7 +237,7 @@ class SwarmProcesses:
             name=name[:64],
             host="127.0.0.1",
             threads=self.threads,
-            device="cpu",
+            device=self.device,
             identity=self.folder / f"{name}.pem",
             ready_file=self.ready_file(name),
             events=self._event_log(name),

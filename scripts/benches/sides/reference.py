@@ -35,13 +35,13 @@ class BareStage(nn.Module):
         return outputs
 
 
-def torch_adamw(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+def torch_adamw(module: nn.Module, config: OptimizerConfig, *, fused: bool = False) -> torch.optim.AdamW:
     """The swarm's optimizer as a torch.optim.AdamW, for code that needs one."""
     matrices = [parameter for parameter in module.parameters() if parameter.ndim >= 2]
     vectors = [parameter for parameter in module.parameters() if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     betas = (config.beta1, config.beta2)
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon, fused=fused)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,378 @@
+"""What does a GPU give, and what does the swarm take of it?
+
+Each part measures one thing on the same GPU, one after the other, and its figures are printed as soon as they are
+there:
+
+    plain        a plain training loop in torch: a compiled Llama, autocast, fused AdamW
+    static       swarm-static with the same model, microbatches and steps
+    one_stage    a swarm of one peer that has the whole model, which trains with DiLoCo
+    two_stages   a swarm of two peers on this GPU, each with half of the layers
+    stage        one stage in the middle as a peer computes it, and its layers as a bare CUDA graph
+    generate     a single text from a model in this process, and from transformers
+
+A part that fails is named, and the others go on. Without a GPU, `--device cpu` and small sizes try the bench itself;
+such figures mean nothing.
+"""
+
+import asyncio
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+
+from peers.commands import command_line
+from peers.generate.local_model import load
+from peers.local.supervisor import Supervisor
+from peers.shared import cli
+from peers.shared.devices import computing_in
+from peers.static.options import StaticOptions
+from scripts.benches.shared import paired
+from scripts.benches.shared.common import (
+    BenchOptions,
+    SwarmProcesses,
+    fail_on_exit,
+    require_multiple,
+    say,
+    with_corpus,
+    write_config,
+)
+from scripts.benches.shared.judged import MORE
+from scripts.benches.sides import plain_llama
+from scripts.benches.sides.gpu_stage import BareSide, StageSide
+from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig, WireConfig
+from swarm.errors import DeadlineExceeded, Fatal, in_one_line
+from swarm.generation.engine import LocalEngine, collect
+from swarm.generation.room import Room
+from swarm.generation.sampling import Sampling
+from swarm.interchange.origin import from_model_folder
+from swarm.metrics import log as metrics_log
+
+Part = Literal["plain", "static", "one_stage", "two_stages", "stage", "generate"]
+Figures = dict[str, Any]
+
+MOST_TOKENS = 4_000_000
+"""Of the text, so that preparing it takes seconds."""
+STEP_MICROBATCHES = 4
+"""Microbatches of an optimizer step, everywhere."""
+WARM_UP_STEPS, WARM_UP_MICROBATCHES = 4, 10
+STATIC_SECONDS = 300.0
+"""How long swarm-static may take at most."""
+PROMPT_TOKENS = 32
+REPETITIONS = 3
+"""Turns of each side of the parts stage and generate."""
+
+JUDGED = dict.fromkeys(
+    (
+        "static_ratio_to_plain", "one_stage_ratio_to_plain", "two_stages_ratio_to_plain", "stage_ratio_to_graph",
+        "generate_ratio_to_transformers",
+    ),
+    MORE,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(BenchOptions):
+    """Measure training and text on a GPU, against plain torch and transformers."""
+
+    device: Literal["cuda", "cpu"] = "cuda"
+    """What to compute on; cpu is for trying the bench with small sizes."""
+    only: tuple[Part, ...] = ()
+    """Parts to measure; left out, all. Ratios to plain need that part as well."""
+    d_model: int = 768
+    """Width of the model that is trained; a multiple of 64."""
+    layers: int = 12
+    """Its layers, at least two."""
+    vocab_size: int = 50_304
+    """Its vocabulary, and that of the model that writes text."""
+    microbatch_size: int = 8
+    """Samples of a microbatch."""
+    sequence_length: int = 1024
+    """Tokens of a sample."""
+    steps: int = 20
+    """Steps of plain and static that are measured, of four microbatches each."""
+    rounds: int = 3
+    """Rounds of the swarms that are measured."""
+    round_steps: int = 16
+    """Inner steps of a round."""
+    stage_width: int = 1024
+    """Width of the stage in the middle, which has four layers and microbatches of 8 x 512 tokens, or shorter ones."""
+    microbatches: int = 100
+    """Microbatches of each of its turns."""
+    tokens: int = 128
+    """Tokens of a text."""
+
+    def __post_init__(self) -> None:
+        least = {"layers": 2, "vocab_size": 256, "microbatch_size": 1, "sequence_length": 1, "steps": 1, "rounds": 1}
+        cli.require_at_least(self, {**least, "round_steps": 1, "microbatches": 1, "tokens": 2})
+        require_multiple("d-model", self.d_model, 64)
+        require_multiple("stage-width", self.stage_width, 64)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether layers and the plain model are compiled, as they are at peers by default."""
+        return self.device == "cuda"
+
+
+def run(options: Options) -> Figures:
+    """Measure the parts, and return what was found. Raises Fatal if there is no GPU."""
+    device = torch.device(options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise Fatal(
+            "this bench needs a GPU, and PyTorch finds none: run it on a machine that has one, or try it with "
+            "--device cpu and small sizes"
+        )
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "none"
+    found: Figures = {"gpu": name, "failed": {}}
+    measures: dict[Part, Callable[[Options, torch.device, Figures], Figures]] = {
+        "plain": _plain,
+        "static": _static,
+        "one_stage": lambda *arguments: _swarm(*arguments, num_stages=1),
+        "two_stages": lambda *arguments: _swarm(*arguments, num_stages=2),
+        "stage": _stage,
+        "generate": _generate,
+    }
+    for part in get_args(Part):
+        if options.only and part not in options.only:
+            continue
+        began_at = time.monotonic()
+        try:
+            new = measures[part](options, device, found)
+        except Exception as error:  # noqa: BLE001 - a GPU is lent for minutes: the other parts are still of use
+            found["failed"][part] = in_one_line(error)
+            say(f"{part} failed: {in_one_line(error)}")
+            continue
+        finally:
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+        for figure, value in new.items():
+            found[figure] = {**found.get(figure, {}), **value} if isinstance(value, dict) else value
+            say(f"{figure}: {value:.4g}" if isinstance(value, float) else f"{figure}: {value}")
+        say(f"{part} took {time.monotonic() - began_at:.0f} s")
+    return found
+
+
+def exit_code(figures: Figures) -> int:
+    """1 if a part failed."""
+    return int(bool(figures["failed"]))
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+def _config(options: Options, num_stages: int, rounds: RoundsConfig) -> RunConfig:
+    return RunConfig(
+        run="bench-gpu",
+        model=ModelConfig(
+            num_layers=options.layers, d_model=options.d_model, num_heads=options.d_model // 64,
+            vocab_size=options.vocab_size, autocast="bf16",
+        ),
+        stages=StagesConfig(num_stages=num_stages),
+        data=DataConfig(
+            dataset=options.dataset, sequence_length=options.sequence_length, microbatch_size=options.microbatch_size,
+            max_tokens=MOST_TOKENS,
+        ),
+        rounds=rounds,
+        optimizer=OptimizerConfig(name="adamw", learning_rate=4e-4, warmup_samples=0, clip_norm=1.0),
+        wire=WireConfig(dtype="bf16"),
+    )  # fmt: skip
+
+
+def _synchronous(options: Options) -> RunConfig:
+    samples = STEP_MICROBATCHES * options.microbatch_size
+    return _config(options, 1, RoundsConfig(setting="synchronous", round_samples=samples))
+
+
+def _plain(options: Options, device: torch.device, found: Figures) -> Figures:
+    config, data = with_corpus(_synchronous(options))
+    trained = plain_llama.train(
+        config, data, device, warm_up=WARM_UP_STEPS, steps=options.steps, compiles=options.compiles
+    )
+    return {
+        "plain_tokens_per_second": trained.tokens_per_second,
+        "plain_device_bytes": trained.peak_bytes,
+        "plain_losses": trained.losses,
+    }
+
+
+def _static(options: Options, device: torch.device, found: Figures) -> Figures:
+    config, num_steps = _synchronous(options), WARM_UP_STEPS + options.steps
+    with tempfile.TemporaryDirectory(prefix="bench-gpu-") as name, Supervisor(Path(name) / "logs") as children:
+        folder = Path(name)
+        write_config(config, folder / "run.toml")
+        static = StaticOptions(
+            config=folder / "run.toml", steps=num_steps, device=options.device, evaluate_every=0, evaluation_samples=1,
+            metrics=folder / "metrics.jsonl", compile="on" if options.compiles else "off",
+        )  # fmt: skip
+        child = children.start("static", command_line("static", cli.arguments(static)))
+        deadline = time.monotonic() + STATIC_SECONDS
+        while not children.exits():
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(f"swarm-static took more than {STATIC_SECONDS:.0f} s")
+            time.sleep(0.1)
+        if any(end.returncode for end in children.exits()):
+            fail_on_exit(children)
+        rows = [row for row in metrics_log.read(folder / "metrics.jsonl") if "train/loss" in row]
+        assert child.name == "static"
+    rate = statistics.median(row["train/tokens_per_sec"] for row in rows[WARM_UP_STEPS:])
+    figures = {
+        "static_tokens_per_second": rate,
+        "static_device_bytes": rows[-1]["device/memory_bytes"],
+        "static_losses": [row["train/loss"] for row in rows],
+    }
+    if "plain_losses" in found:
+        pairs = zip(figures["static_losses"], found["plain_losses"], strict=True)
+        figures["largest_loss_difference"] = max(abs(ours - theirs) for ours, theirs in pairs)
+    return {**figures, **_ratio("static", rate, found)}
+
+
+def _swarm(options: Options, device: torch.device, found: Figures, *, num_stages: int) -> Figures:
+    size = STEP_MICROBATCHES * options.microbatch_size
+    rounds = RoundsConfig(setting="diloco", inner_batch_samples=size, round_samples=options.round_steps * size)
+    part = "one_stage" if num_stages == 1 else "two_stages"
+    config, _ = with_corpus(_config(options, num_stages, rounds))
+    with tempfile.TemporaryDirectory(prefix="bench-gpu-") as name, Supervisor(Path(name) / "logs") as children:
+        swarm = SwarmProcesses(config, children, Path(name) / part, device=options.device)
+        swarm.start_peers(range(num_stages))
+        with _busy_shares(device) as busy_shares:
+            rate = swarm.tokens_per_second("trainer", options.rounds)
+        last = swarm.steps("trainer")[-1]
+    figures: Figures = {
+        f"{part}_tokens_per_second": rate,
+        f"{part}_device_bytes": last["device/memory_bytes"],
+        f"{part}_loss": last["train/loss"],
+    }
+    if busy_shares:
+        figures["gpu_busy_share" if num_stages == 2 else f"{part}_gpu_busy_share"] = statistics.mean(busy_shares)
+    return {**figures, **_ratio(part, rate, found)}
+
+
+def _ratio(part: str, rate: float, found: Figures) -> Figures:
+    plain = found.get("plain_tokens_per_second")
+    return {} if plain is None else {f"{part}_ratio_to_plain": rate / plain}
+
+
+@contextmanager
+def _busy_shares(device: torch.device) -> Iterator[list[float]]:
+    """The shares of time in which the GPU was busy, as nvidia-smi says every quarter of a second of the block; empty
+    where there is no such program. There once the block has ended."""
+    shares = list[float]()
+    if device.type != "cuda" or shutil.which("nvidia-smi") is None:
+        yield shares
+        return
+    query = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "--id=0", "--loop-ms=250"]
+    watching = subprocess.Popen(query, stdout=subprocess.PIPE, text=True)
+    try:
+        yield shares
+    finally:
+        watching.terminate()
+        said, _ = watching.communicate(timeout=10.0)
+        shares += [float(line) / 100 for line in said.split() if line.isdecimal()]
+
+
+# -- one stage ---------------------------------------------------------------------------------------------------------
+
+
+def _stage(options: Options, device: torch.device, found: Figures) -> Figures:
+    width = options.stage_width
+    config = RunConfig(
+        run="bench-gpu-stage",
+        model=ModelConfig(num_layers=12, d_model=width, num_heads=width // 64, autocast="bf16"),
+        stages=StagesConfig(num_stages=3),
+        data=DataConfig(sequence_length=min(512, options.sequence_length), microbatch_size=8),
+        rounds=RoundsConfig(setting="synchronous"),
+        wire=WireConfig(dtype="bf16"),
+    )
+    rate_of: dict[str, Callable[[int], float]] = {
+        "swarm": StageSide(config, device, compiles=options.compiles).tokens_per_second,
+        "graph": BareSide(config, device).tokens_per_second,
+    }
+    for rate in rate_of.values():
+        rate(min(WARM_UP_MICROBATCHES, options.microbatches))
+    rates = paired.in_turns(
+        {name: partial(_turn, rate, options.microbatches) for name, rate in rate_of.items()},
+        REPETITIONS,
+        what="stage",
+        unit="tokens/s",
+    )
+    medians = paired.medians(rates)
+    return {
+        **paired.figures({"stage_ratio_to_graph": paired.ratio(rates["swarm"], rates["graph"])}),
+        "stage_tokens_per_second": medians["swarm"],
+        "graph_tokens_per_second": medians["graph"],
+    }
+
+
+# -- text --------------------------------------------------------------------------------------------------------------
+
+
+def _generate(options: Options, device: torch.device, found: Figures) -> Figures:
+    import transformers  # It takes seconds, and the other parts do without it.
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    config = transformers.LlamaConfig(
+        vocab_size=options.vocab_size, hidden_size=options.d_model, intermediate_size=4 * options.d_model,
+        num_hidden_layers=options.layers, num_attention_heads=options.d_model // 64,
+        max_position_embeddings=PROMPT_TOKENS + options.tokens,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    theirs = transformers.LlamaForCausalLM(config).eval().to(torch.bfloat16)
+    with tempfile.TemporaryDirectory(prefix="bench-gpu-") as name:
+        theirs.save_pretrained(name)
+        origin = from_model_folder(Path(name))
+        ours = load(origin, computing_in(origin.config, "bf16", device), device)
+    theirs.to(device)
+    generator = torch.Generator().manual_seed(1)
+    prompt = torch.randint(options.vocab_size, (PROMPT_TOKENS,), generator=generator).tolist()
+
+    async def write() -> list[int]:
+        longest = PROMPT_TOKENS + options.tokens
+        engine = LocalEngine(ours, Room(1, longest), longest=longest)
+        async with asyncio.TaskGroup() as tasks:
+            computing = tasks.create_task(engine.run())
+            written = await collect(engine, prompt, Sampling(temperature=0.0), options.tokens)
+            computing.cancel()
+        return written
+
+    def their_text() -> list[int]:
+        inputs = torch.tensor([prompt], device=device)
+        written = theirs.generate(
+            inputs, max_new_tokens=options.tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        tokens: list[int] = written[0, PROMPT_TOKENS:].tolist()
+        return tokens
+
+    texts = {"swarm": lambda: asyncio.run(write()), "transformers": their_text}
+    is_same = texts["swarm"]() == texts["transformers"]()
+    rates = paired.in_turns(
+        {name: partial(_turn, partial(_rate, text), options.tokens) for name, text in texts.items()},
+        REPETITIONS,
+        what="generate",
+        unit="tokens/s",
+    )
+    medians = paired.medians(rates)
+    return {
+        **paired.figures({"generate_ratio_to_transformers": paired.ratio(rates["swarm"], rates["transformers"])}),
+        "generate_tokens_per_second": medians["swarm"],
+        "transformers_tokens_per_second": medians["transformers"],
+        "same_tokens": is_same,
+    }
+
+
+def _turn(rate: Callable[[int], float], amount: int, number: int) -> float:
+    return rate(amount)
+
+
+def _rate(text: Callable[[], list[int]], num_tokens: int) -> float:
+    began_at = time.perf_counter()
+    text()
+    return num_tokens / (time.perf_counter() - began_at)
