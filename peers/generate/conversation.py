@@ -1,15 +1,87 @@
-"""A conversation in the terminal, or in a pipe: a line is a message, and its answer is printed as it is written."""
+"""A conversation in the terminal, or in a pipe: a line is a message, and its answer is printed as it is written.
 
+Ctrl-C ends the answer, and not the conversation.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
 import sys
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from peers.generate import terminal
-from peers.generate.keyboard import Keyboard
 from peers.generate.options import PROG, GenerateOptions
+from peers.shared import stopping
 from peers.shared.exit_codes import EXIT_FAILURE, EXIT_TERMINATED
 from peers.shared.strangers_text import printable
 from swarm.errors import SwarmError
 from swarm.generation.text_model import TextModel
 from swarm.machine.words import counted
+
+Result = TypeVar("Result")
+
+_READ_BYTES = 1 << 16
+
+
+class Keyboard:
+    """Lines and interrupts, for the running loop."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+        """Whether the program is to end because SIGTERM came."""
+        self._interrupt = asyncio.Event()
+        self._read_ahead = b""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, self._interrupt.set)
+        loop.add_signal_handler(signal.SIGTERM, self._end)
+
+    async def line(self) -> str | None:
+        """The next line without its end; None if there are no more, or Ctrl-C came before it."""
+        return await self.before_interrupt(self._next_line())
+
+    async def before_interrupt(self, work: Coroutine[Any, Any, Result]) -> Result | None:
+        """Run `work` and return its result. If Ctrl-C or SIGTERM comes first, cancel `work`, wait for its end, and
+        return None."""
+        self._interrupt.clear()
+        if self.is_over:
+            self._interrupt.set()
+        return await stopping.before(self._interrupt.wait(), work)
+
+    def _end(self) -> None:
+        self.is_over = True
+        self._interrupt.set()
+
+    async def _next_line(self) -> str | None:
+        loop = asyncio.get_running_loop()
+        read = loop.create_future()
+
+        def tell(line: str | None) -> None:
+            if not read.done():
+                read.set_result(line)
+
+        def wait_for_line() -> None:
+            line = self._read_line()
+            # The loop may have ended meanwhile.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(tell, line)
+
+        # The thread may wait for ever. It is a daemon thread, because the threads of the loop's executor would keep the
+        # process from ending.
+        threading.Thread(target=wait_for_line, daemon=True).start()
+        line: str | None = await read
+        return line
+
+    def _read_line(self) -> str | None:
+        """Read the next line; blocks. This reads the descriptor, because a process cannot end while a thread holds the
+        lock of Python's buffer."""
+        while b"\n" not in self._read_ahead and (piece := os.read(sys.stdin.fileno(), _READ_BYTES)):
+            self._read_ahead += piece
+        line, mark, self._read_ahead = self._read_ahead.partition(b"\n")
+        return line.decode(errors="replace") if line or mark else None
+
 
 HELP = "/reset begins anew, /exit ends, and Ctrl-C stops an answer"
 _MARK = "> "

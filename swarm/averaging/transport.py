@@ -1,6 +1,6 @@
 """How averaging reaches other peers, over gRPC.
 
-Used by averaging/calls, participant, shared and downloads. Requests and replies are the protocol's messages. Never
+Used by averaging/averager, participant, shared and downloads. Requests and replies are the protocol's messages. Never
 retries.
 """
 

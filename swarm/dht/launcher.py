@@ -1,7 +1,8 @@
 """Launches this process's node: p2pd, and hivemind's node over it.
 
 Used by node, which launches it anew when p2pd has died, or when the node is to go on as a client. Imports hivemind's
-DHT once a launcher is made.
+DHT once a launcher is made, and without hivemind's own __init__, which would import its experts and optimizers, and
+torch.
 """
 
 import logging
@@ -13,12 +14,50 @@ from typing import TYPE_CHECKING, Any
 
 from swarm.dht import addresses
 from swarm.dht.addresses import Node
-from swarm.dht.bare_package import bare_package
 from swarm.dht.validator import RecordValidator
 from swarm.machine.clock import Clock
 
 if TYPE_CHECKING:
     from swarm.dht.kademlia import Kademlia
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+
+@contextmanager
+def bare_package(name: str, *parts: str) -> Iterator[None]:
+    """Let the block import parts of a package without the package's own __init__.
+
+    Args:
+        parts: modules of the package whose names the block imports from the package itself.
+
+    A later import of the package itself imports all of it. If the package was imported before, the block changes
+    nothing.
+
+    Raises:
+        ModuleNotFoundError: the package is not installed.
+    """
+    if name in sys.modules:
+        yield
+        return
+    spec = importlib.util.find_spec(name)
+    if spec is None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    package = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        for part in parts:
+            vars(package).update(vars(importlib.import_module(f"{name}.{part}")) | _own(package))
+        yield
+    finally:
+        del sys.modules[name]
+
+
+def _own(module: ModuleType) -> dict[str, object]:
+    return {name: value for name, value in vars(module).items() if name.startswith("__")}
+
 
 CLIENT_OPTIONS = ("-dhtClient=1", "-noListenAddrs=1")
 """Options of p2pd for a node that asks others, but cannot be asked and stores nothing."""

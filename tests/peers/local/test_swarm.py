@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from peers.local import swarm as swarms
-from peers.local.drama import Drama
 from peers.local.output import Output
 from peers.local.supervisor import Exit
-from peers.local.swarm import LocalSwarm
+from peers.local.swarm import Drama, LocalSwarm
 from peers.status.live_table import LiveTable
 from swarm.credentials.identity import generate
 from swarm.errors import PeerUnavailable

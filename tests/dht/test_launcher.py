@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from swarm.dht.bare_package import bare_package
+from swarm.dht.launcher import bare_package
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_one_that_is_not_installed_is_named() -> None:
 def test_the_dht_needs_neither_hivemind_s_averaging_nor_its_experts() -> None:
     script = """
 import sys
-from swarm.dht.bare_package import bare_package
+from swarm.dht.launcher import bare_package
 with bare_package("hivemind"):
     from swarm.dht import kademlia
 assert not {"hivemind.averaging", "hivemind.moe", "hivemind.optim"} & sys.modules.keys()

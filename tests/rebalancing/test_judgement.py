@@ -1,6 +1,6 @@
 """How long peers stay."""
 
-from swarm.rebalancing.stays import PRIOR_SECONDS, Stays
+from swarm.rebalancing.judgement import PRIOR_SECONDS, Stays
 from swarm.types import PeerId
 
 
