@@ -20,6 +20,7 @@ from swarm.dht.lookup import DirectoryServicer
 from swarm.pipeline.lease_service import GroupLead, LeaseServicer
 from swarm.pipeline.leases import RoundView
 from swarm.rpc.callers import Callers
+from swarm.rpc.frames import add_stage_servicer
 from swarm.rpc.meeting.endpoints import direct
 from swarm.rpc.meeting.meeting_point import MeetingPoint
 from swarm.rpc.probe import ProbeServicer
@@ -32,7 +33,6 @@ from swarm.rpc.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_se
 from swarm.rpc.v1.lease_pb2_grpc import add_LeaseServiceServicer_to_server
 from swarm.rpc.v1.meeting_pb2_grpc import add_MeetingServiceServicer_to_server
 from swarm.rpc.v1.probe_pb2_grpc import add_ProbeServiceServicer_to_server
-from swarm.rpc.v1.stage_pb2_grpc import add_StageServiceServicer_to_server
 from swarm.stage.generation import GenerationServicer
 from swarm.stage.servicer import StageServicer
 from swarm.stage.stage import Stage
@@ -84,7 +84,7 @@ class Services:
             config.run_id, options.shelves, is_exchanging=self._is_exchanging, clock=clock, turns=self._turns
         )
         averaging = AveragingServicer(averager.handlers, own_id=self._membership.peer_id)
-        add_StageServiceServicer_to_server(stage, server)
+        add_stage_servicer(stage, server)
         add_GenerationServiceServicer_to_server(self._generation, server)
         add_LeaseServiceServicer_to_server(lease, server)
         add_AveragingServiceServicer_to_server(averaging, server)

@@ -3,7 +3,8 @@
 Used by the hop, which chooses the peer and asks another one if the attempt fails. Every wait has a deadline.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import asyncio
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from swarm.errors import Overloaded, PeerUnavailable
@@ -15,10 +16,10 @@ from swarm.hop.route import pack_route, unpack_route
 from swarm.machine.clock import Clock
 from swarm.routing.router import Router
 from swarm.routing.throughput import Observation
-from swarm.rpc.bounds import require_bounds
+from swarm.rpc.frames import frames, parsed
 from swarm.rpc.stream import Stream
 from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.rpc.wire import TensorReader, TensorSpec, filled, require_in_range
+from swarm.rpc.wire import CHUNK_BYTES, Piece, TensorReader, TensorSpec, require_in_range
 from swarm.training import samples
 from swarm.training.microbatch import Microbatch
 from swarm.types import PeerId, PeerRecord
@@ -37,10 +38,10 @@ class Line:
         return self._num_sending > 0
 
     async def send(self, call: Stream, request: Any, tensors: Tensors) -> None:
-        """Write tensors in several messages. The first is `request` itself, which is filled in place."""
+        """Write tensors in several messages. The first has the fields of `request`."""
         self._num_sending += 1
         try:
-            for message in filled(request, tensors):
+            for message in frames(request, tensors):
                 await call.write(message, self._silence_seconds)
         finally:
             self._num_sending -= 1
@@ -141,13 +142,13 @@ class TrainCalls:
         if opening.eager:
             way.begin(tensors)
             await self._line.send(call, pb.TrainRequest(open=opening), tensors)
-            _admitted(await call.read(self._limits.silence_seconds))
+            _admitted(_reply(await call.read(self._limits.silence_seconds))[0])
             way.heard()
             retries.accepted()
             return
         way.asks()
         await call.write(pb.TrainRequest(open=opening), self._limits.open_seconds)
-        accepted = _admitted(await call.read(self._limits.open_seconds))
+        accepted = _admitted(_reply(await call.read(self._limits.open_seconds))[0])
         way.answered()
         retries.accepted()
         if not accepted.has_tensors:
@@ -161,15 +162,14 @@ class TrainCalls:
         """Read the peer's messages until the answer is there."""
         stalled_since = self._clock.monotonic()
         while True:
-            reply = await call.read(self._limits.silence_seconds)
+            reply, pieces = _reply(await call.read(self._limits.silence_seconds))
             way.heard()
-            _feed(reader, reply.chunks)
+            with well_formed():
+                for piece in pieces:
+                    reader.feed(piece)
             if reply.HasField("done"):
-                _require_complete(reader)
-                done: pb.Done = reply.done
-                with well_formed():
-                    require_bounds(done, finite=True)
-                return done
+                await _require_complete(reader)
+                return reply.done
             if reply.HasField("progress"):
                 progress = reply.progress
                 if progress.stage != self._stage:
@@ -180,7 +180,7 @@ class TrainCalls:
                 listener.progress(progress.stage, obstacle=obstacle_of(progress))
                 if retries.route.progressed(peer_id, progress.stage, unpack_route(progress.route)):
                     listener.routed(retries.route.peers)
-            elif not reply.chunks:
+            elif not pieces:
                 _admitted(reply)
                 raise PeerUnavailable("it was accepted twice")
 
@@ -244,15 +244,17 @@ def _require_targets(num_targets: int, tensors: Tensors) -> None:
         raise PeerUnavailable(f"it counts {num_targets} targets, and there are {expected}")
 
 
-def _feed(reader: TensorReader, chunks: Iterable[Any]) -> None:
+def _reply(data: bytes) -> tuple[pb.TrainReply, list[Piece]]:
     with well_formed():
-        for chunk in chunks:
-            reader.feed(chunk)
+        return parsed(pb.TrainReply, data)
 
 
-def _require_complete(reader: TensorReader) -> None:
+async def _require_complete(reader: TensorReader) -> None:
     if not reader.complete:
         raise PeerUnavailable("the reply ended before its tensors")
     with well_formed():
         for name, tensor in reader.tensors.items():
-            require_in_range(name, tensor)
+            if tensor.nbytes <= CHUNK_BYTES:
+                require_in_range(name, tensor)
+            else:
+                await asyncio.to_thread(require_in_range, name, tensor)

@@ -28,9 +28,9 @@ from swarm.machine.clock import Clock
 from swarm.machine.repeats import Repeats
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
+from swarm.rpc.frames import stage_stub
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.generation_pb2_grpc import GenerationServiceStub
-from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
 from swarm.rpc.wire import TensorSpec
 from swarm.training.microbatch import Microbatch
 from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord
@@ -59,7 +59,7 @@ class Hop:
         address = pb.Address(run_id=run_id, protocol_version=PROTOCOL_VERSION, stage=stage)
 
         def stub(record: PeerRecord) -> Any:
-            return StageServiceStub(channels.channel(record))
+            return stage_stub(channels.channel(record))
 
         self._train_calls = TrainCalls(
             address=address, reply_specs=reply_specs, stub=stub, router=router, clock=clock, limits=self._limits,

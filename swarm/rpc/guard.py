@@ -5,7 +5,7 @@ only the calls that trainers need, and no member may send in another one's name.
 caller are counted. The contents of a call are not looked at.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -65,7 +65,6 @@ class Unreadable:
     """
 
     reason: str
-    chunks: Sequence[Any] = ()
 
     def WhichOneof(self, _: str) -> str:
         """The name of the field that is set, like the method of protobuf messages."""
@@ -103,7 +102,9 @@ class Guard(grpc.aio.ServerInterceptor):
         make = grpc.stream_stream_rpc_method_handler if is_streamed else grpc.unary_stream_rpc_method_handler
         return make(
             guarded(handler_call_details.method, behaviour),
-            request_deserializer=partial(_read, handler.request_deserializer, is_streamed),
+            # Calls with tensors get bytes, and read them by themselves (frames.py).
+            request_deserializer=handler.request_deserializer
+            and partial(_read, handler.request_deserializer, is_streamed),
             response_serializer=handler.response_serializer,
         )
 

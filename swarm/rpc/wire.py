@@ -1,20 +1,19 @@
-"""Turns tensors into messages, and messages into tensors.
+"""Tensors on the wire: what a receiver expects, and puts together again.
 
-Used by both ends of every call that carries tensors. A tensor travels as its own bytes, cut into chunks, so that no
-message is large; the receiver knows which shapes it wants and allocates nothing else. Never converts between element
-types, and never encodes: that is work for the compute thread.
+Used by both ends of every call that carries tensors; frames.py reads and writes their messages. A tensor travels as its
+own bytes, cut into chunks, so that no message is large; the receiver knows which shapes it wants and allocates nothing
+else. Never converts between element types, and never encodes: that is work for the compute thread.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
 
 import torch
 
 from swarm.compression.quantize import Int8
 from swarm.compression.scaled import ScaledHalf
 from swarm.errors import MalformedMessage
-from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
+from swarm.rpc.v1.tensor_pb2 import TensorHeader
 
 CHUNK_BYTES = 1 << 20
 """Most bytes of a tensor in one chunk. A message is sent once it has this many, so it has less than twice as many."""
@@ -34,7 +33,8 @@ DTYPES: Mapping[str, torch.dtype] = {
 _INT8, _FP16 = Int8(), ScaledHalf()
 ENCODINGS: Mapping[str, torch.dtype] = {**DTYPES, _INT8.name: torch.uint8}
 """The encodings that may travel between stages: element types, and a codec's output as bytes."""
-_NAMES = {dtype: name for name, dtype in ENCODINGS.items()}
+NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in ENCODINGS.items()}
+"""The encodings by their element types."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,36 +53,8 @@ class TensorSpec:
         return num_bytes
 
 
-class _ChunkList(Protocol):
-    def add(self, *, header: TensorHeader | None = None, data: bytes = b"") -> TensorChunk: ...
-
-
-class _WithChunks(Protocol):
-    @property
-    def chunks(self) -> _ChunkList: ...
-
-
-_Message = TypeVar("_Message", bound=_WithChunks)
-
-
-def filled(first: _Message, tensors: Mapping[str, torch.Tensor]) -> Iterator[_Message]:
-    """Yield messages that carry CPU tensors, of types in ENCODINGS, as chunks: `first`, and then new ones.
-
-    There is at least one message, and each but the last has CHUNK_BYTES or more. Chunks are added in place, because a
-    finished chunk would be copied twice when it is put into a message.
-    """
-    message, num_bytes = first, 0
-    for name, tensor in tensors.items():
-        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        header = TensorHeader(name=name, encoding=_NAMES[tensor.dtype], shape=tuple(tensor.shape), num_bytes=raw.nbytes)
-        for start in range(0, max(1, raw.nbytes), CHUNK_BYTES):
-            if num_bytes >= CHUNK_BYTES:
-                yield message
-                message, num_bytes = type(first)(), 0
-            data = bytes(raw[start : start + CHUNK_BYTES])
-            message.chunks.add(header=header if start == 0 else None, data=data)
-            num_bytes += len(data)
-    yield message
+Piece = tuple[TensorHeader | None, memoryview]
+"""A piece of a tensor, with the header if it is the first one."""
 
 
 class TensorReader:
@@ -90,7 +62,8 @@ class TensorReader:
 
     def __init__(self, expected: Mapping[str, TensorSpec]) -> None:
         self._missing = dict(expected)
-        self._buffer = bytearray()
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._buffer = memoryview(b"")
         self._current: TensorSpec | None = None
         self._name = ""
         self._filled = 0
@@ -106,21 +79,20 @@ class TensorReader:
 
         Callers that have taken `tensors` keep them.
         """
-        self._buffer, self.tensors = bytearray(), {}
+        self._bytes, self._buffer, self.tensors = torch.empty(0), memoryview(b""), {}
 
-    def feed(self, chunk: TensorChunk) -> None:
-        """Take the next chunk.
+    def feed(self, piece: Piece) -> None:
+        """Take the next piece, which is copied.
 
         Raises:
-            MalformedMessage: the chunk is empty, or has an unexpected or repeated name, or another shape, encoding or
+            MalformedMessage: the piece is empty, or has an unexpected or repeated name, or another shape, encoding or
                 size than expected.
         """
-        if chunk.HasField("header"):
-            self._begin(chunk.header)
+        header, data = piece
+        if header is not None:
+            self._begin(header)
         if self._current is None:
             raise MalformedMessage("a tensor chunk came before its header")
-        # Read once, since each access makes a copy.
-        data = chunk.data
         if self._buffer and not data:
             raise MalformedMessage(f"an empty chunk of tensor {self._name!r}")
         end = self._filled + len(data)
@@ -145,11 +117,12 @@ class TensorReader:
         if header.num_bytes != spec.num_bytes:
             raise MalformedMessage(f"tensor {header.name!r} has {header.num_bytes} bytes, expected {spec.num_bytes}")
         self._name, self._current, self._filled = header.name, spec, 0
-        self._buffer = bytearray(spec.num_bytes)
+        # Not cleared: a tensor is given out once all of its bytes have come.
+        self._bytes = torch.empty(spec.num_bytes, dtype=torch.uint8)
+        self._buffer = self._bytes.numpy().data
 
     def _finish(self, spec: TensorSpec) -> None:
-        flat = torch.frombuffer(self._buffer, dtype=ENCODINGS[spec.encoding])
-        self.tensors[self._name] = flat.reshape(spec.shape)
+        self.tensors[self._name] = self._bytes.view(ENCODINGS[spec.encoding]).reshape(spec.shape)
         self._current = None
 
 

@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from google.protobuf.message import Message
 
 from swarm.errors import DeadlineExceeded, MalformedMessage
 from swarm.rpc.callers import MAX_KEPT_BYTES, Caller, Callers
+from swarm.rpc.frames import parsed
 from swarm.rpc.serving import MESSAGE_SECONDS, receive
-from swarm.rpc.wire import TensorReader, TensorSpec
+from swarm.rpc.wire import Piece, TensorReader, TensorSpec
 from swarm.stage.slots import LARGEST_NUM_SLOTS
 
 FIRST_SECONDS = 10.0
@@ -46,7 +48,12 @@ def _num_bytes(specs: Mapping[str, TensorSpec]) -> int:
 class Incoming:
     """Reads one request's messages."""
 
-    def __init__(self, context: Context, caller: Caller, callers: Callers) -> None:
+    def __init__(self, kind: type[Message], context: Context, caller: Caller, callers: Callers) -> None:
+        """
+        Args:
+            kind: the type of the messages.
+        """
+        self._kind = kind
         self._context = context
         self.caller = caller
         self._callers = callers
@@ -55,32 +62,28 @@ class Incoming:
         """The announced bytes that are still to come; negative when more has come."""
         self._kept_bytes = 0
         self._training = False
-        self._first: Any = None
-        """The first message, while it has chunks to be read."""
+        self._first: list[Piece] = []
+        """The pieces in the first message, while they are not read."""
         self._due = 0.0
         """When everything expected has to be here, at the slowest rate, by the loop's clock."""
 
-    async def read(self, seconds: float = MESSAGE_SECONDS) -> Any:
-        """The next message, or None at the end of the stream. Raises DeadlineExceeded."""
-        if (message := await receive(self._context, seconds)) is None:
+    async def read(self, seconds: float = MESSAGE_SECONDS) -> tuple[Any, list[Piece]]:
+        """The next message without its chunks, or None at the end of the stream; and its chunks. Raises
+        MalformedMessage, DeadlineExceeded."""
+        if (data := await receive(self._context, seconds)) is None:
             self._expected_bytes = 0
-            return None
-        self._expected_bytes -= sum(len(chunk.data) for chunk in message.chunks)
-        return message
+            return None, []
+        message, pieces = parsed(self._kind, data)
+        self._expected_bytes -= sum(len(piece) for _, piece in pieces)
+        return message, pieces
 
     async def opening(self) -> Any:
-        """The opening in the first message; None if it has none. Raises DeadlineExceeded.
+        """The opening in the first message; None if it has none. Raises MalformedMessage, DeadlineExceeded.
 
-        Returns a copy, because a part of a message keeps the whole message in memory, with its chunks. `tensors` reads
-        these chunks.
+        `tensors` reads the chunks that come with it.
         """
-        message = await self.read(FIRST_SECONDS)
-        if message is None or not message.HasField("open"):
-            return None
-        self._first = message if message.chunks else None
-        opening = type(message.open)()
-        opening.CopyFrom(message.open)
-        return opening
+        message, self._first = await self.read(FIRST_SECONDS)
+        return message.open if message is not None and message.HasField("open") else None
 
     def expect(self, specs: Mapping[str, TensorSpec], *, training: bool) -> None:
         """Note that the caller has begun to send these tensors. Raises Overloaded if too much is kept for it already.
@@ -100,18 +103,18 @@ class Incoming:
         """The expected tensors, once they are whole. Raises MalformedMessage, DeadlineExceeded."""
         assert self._reader is not None
         seconds = MESSAGE_SECONDS + self._kept_bytes / SLOWEST_BYTES_PER_SECOND
-        message, self._first = self._first, None
+        pieces, self._first = self._first, []
         try:
             async with asyncio.timeout(seconds):
                 while True:
-                    for chunk in message.chunks if message is not None else ():
-                        self._reader.feed(chunk)
+                    for piece in pieces:
+                        self._reader.feed(piece)
                     if self._reader.complete:
                         return self._reader.tensors
-                    message = await self.read()
+                    message, pieces = await self.read()
                     if message is None:
                         raise MalformedMessage("the request ended before its tensors")
-                    if not message.chunks:
+                    if not pieces:
                         raise MalformedMessage("a tensor chunk is expected")
         except TimeoutError:
             raise DeadlineExceeded(f"the tensors were not whole after {seconds:.0f} s") from None
@@ -123,7 +126,7 @@ class Incoming:
         it would take a busy peer for a broken one.
         """
         self.close()
-        self._first = None
+        self._first = []
         if self._reader is not None:
             self._reader.clear()
             self._reader = None
@@ -131,7 +134,7 @@ class Incoming:
             async with asyncio.timeout_at(max(self._due, asyncio.get_running_loop().time()) + DRAIN_SECONDS):
                 while self._expected_bytes > 0:
                     await self.read()
-        except (TimeoutError, DeadlineExceeded):
+        except (TimeoutError, DeadlineExceeded, MalformedMessage):
             pass
 
     def close(self) -> None:

@@ -18,10 +18,10 @@ from swarm.hop.route import pack_route, unpack_route
 from swarm.machine.out_of_memory import is_out_of_memory, what_was_asked
 from swarm.rpc.address import check_address
 from swarm.rpc.callers import Callers, caller_of
+from swarm.rpc.frames import Frame, frames
 from swarm.rpc.serving import send
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceServicer
-from swarm.rpc.wire import filled
 from swarm.stage.boundary import GRADIENT, request_specs
 from swarm.stage.computation import Computation
 from swarm.stage.evaluation import Evaluation
@@ -91,7 +91,7 @@ class StageServicer(StageServiceServicer):
 
     # The generated type knows only iterators, but grpc also takes a coroutine that uses the context to read and write.
     async def Train(self, request_iterator: Any, context: Context) -> None:  # type: ignore[override]
-        incoming = Incoming(context, caller_of(context), self._callers)
+        incoming = Incoming(pb.TrainRequest, context, caller_of(context), self._callers)
         try:
             await self._train(context, incoming)
         except Overloaded as busy:
@@ -128,7 +128,7 @@ class StageServicer(StageServiceServicer):
         now = asyncio.get_running_loop().time
         patience_seconds = ack_seconds(self._stage.number, opening.way_seconds)
         deadline = now() + patience_seconds
-        message = await incoming.read(patience_seconds)
+        message, _ = await incoming.read(patience_seconds)
         if message is None:
             return False
         if now() > deadline:
@@ -214,7 +214,7 @@ class StageServicer(StageServiceServicer):
         if result.gradient is not None and microbatch.answers_gradient(self._stage.number):
             tensors = {GRADIENT: result.gradient}
         with self._stage.answers.written(len(tensors)):
-            reply = await _send_tensors(context, tensors, pb.TrainReply())
+            last = await _send_tensors(context, tensors)
             done = pb.Done(
                 loss=result.loss,
                 num_targets=samples.amount(computation.order.wire_inputs).targets,
@@ -224,8 +224,8 @@ class StageServicer(StageServiceServicer):
                 credits=self._stage.admission.grants(has_others=has_others),
                 num_reroutes=result.num_reroutes,
             )
-            reply.done.CopyFrom(done)
-            await send(context, reply)
+            last.add(pb.TrainReply(done=done))
+            await send(context, last)
 
     def _microbatch(self, opening: pb.Open) -> Microbatch:
         size = self._config.data.microbatch_size
@@ -244,7 +244,7 @@ class StageServicer(StageServiceServicer):
 
     # A coroutine, like Train.
     async def Evaluate(self, request_iterator: Any, context: Context) -> None:  # type: ignore[override]
-        incoming = Incoming(context, caller_of(context), self._callers)
+        incoming = Incoming(pb.EvaluateRequest, context, caller_of(context), self._callers)
         try:
             await send(context, pb.EvaluateReply(evaluated=await self._evaluation.answer(context, incoming)))
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends this call and nothing else
@@ -261,9 +261,9 @@ class StageServicer(StageServiceServicer):
             await refuse(context, error)
 
 
-async def _send_tensors(context: Context, tensors: Mapping[str, torch.Tensor], first: pb.TrainReply) -> pb.TrainReply:
+async def _send_tensors(context: Context, tensors: Mapping[str, torch.Tensor]) -> Frame:
     """Send all messages of the tensors except the last one. Return the last one, so that the caller can add to it."""
-    messages = filled(first, tensors)
+    messages = frames(pb.TrainReply(), tensors)
     last = next(messages)
     for following in messages:
         await send(context, last)

@@ -4,10 +4,12 @@ import dataclasses
 from typing import Any
 
 import pytest
+from google.protobuf.message import Message
 
 from swarm.routing.throughput import Observation
 from swarm.rpc.callers import Caller, Callers
 from swarm.rpc.serving import MESSAGE_SECONDS
+from swarm.rpc.wire import Piece
 from swarm.stage import servicer
 from swarm.stage.incoming import Incoming
 from swarm.types import PeerId
@@ -52,15 +54,15 @@ async def test_a_link_is_measured_with_a_credit_and_without_one(eager: bool, mon
             succeeded(peer_id, reply)
 
         class Slowly(Incoming):
-            def __init__(self, context: Any, caller: Caller, callers: Callers) -> None:
-                super().__init__(context, caller, callers)
+            def __init__(self, kind: type[Message], context: Any, caller: Caller, callers: Callers) -> None:
+                super().__init__(kind, context, caller, callers)
                 self.is_slow = callers is slow.callers
 
-            async def read(self, seconds: float = MESSAGE_SECONDS) -> Any:
-                message = await super().read(seconds)
+            async def read(self, seconds: float = MESSAGE_SECONDS) -> tuple[Any, list[Piece]]:
+                message, pieces = await super().read(seconds)
                 if self.is_slow and not message.HasField("ack"):
                     clock.advance(0.5)
-                return message
+                return message, pieces
 
         monkeypatch.setattr(router, "succeeded", note)
         monkeypatch.setattr(servicer, "Incoming", Slowly)

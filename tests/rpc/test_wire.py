@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from swarm.errors import MalformedMessage
-from swarm.rpc.v1.stage_pb2 import TrainRequest
+from swarm.rpc.frames import frames, parsed, serialized
+from swarm.rpc.v1.stage_pb2 import Ack, TrainRequest
 from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
-from swarm.rpc.wire import CHUNK_BYTES, ENCODINGS, TensorReader, TensorSpec, filled, require_in_range
+from swarm.rpc.wire import CHUNK_BYTES, ENCODINGS, Piece, TensorReader, TensorSpec, require_in_range
 from tests.support.chunks import chunks
 
 _SPEC = TensorSpec(shape=(2, 3), encoding="fp32")
@@ -17,7 +18,12 @@ _HEADER = TensorHeader(name="hidden", encoding="fp32", shape=(2, 3), num_bytes=2
 
 def _feed(reader: TensorReader, messages: Iterable[TensorChunk]) -> None:
     for message in messages:
-        reader.feed(TensorChunk.FromString(message.SerializeToString()))
+        reader.feed(_piece(message))
+
+
+def _piece(chunk: TensorChunk) -> Piece:
+    [piece] = parsed(TrainRequest, TrainRequest(chunks=[chunk]).SerializeToString())[1]
+    return piece
 
 
 def _read(messages: Iterable[TensorChunk], **expected: TensorSpec) -> dict[str, torch.Tensor]:
@@ -39,12 +45,13 @@ def test_round_trip_is_exact(encoding: str, dtype: torch.dtype, shape: tuple[int
 def test_a_message_takes_what_fits_and_is_bounded() -> None:
     """Small tensors come together; a large one goes on in the next message."""
     small, large = torch.zeros(4), torch.zeros(CHUNK_BYTES // 4 * 2 + 1)
-    first = TrainRequest()
-    messages = list(filled(first, {"first": small, "second": small, "third": large}))
+    first = TrainRequest(ack=Ack())
+    sent = frames(first, {"first": small, "second": small, "third": large})
+    messages = [TrainRequest.FromString(serialized(frame)) for frame in sent]
     sizes = [[len(chunk.data) for chunk in message.chunks] for message in messages]
     assert sizes == [[16, 16, CHUNK_BYTES], [CHUNK_BYTES], [4]]
-    assert messages[0] is first
-    assert [len(message.chunks) for message in filled(TrainRequest(), {})] == [0], "there is always one"
+    assert [message.HasField("ack") for message in messages] == [True, False, False]
+    assert [serialized(frame) for frame in frames(first, {})] == [first.SerializeToString()], "there is always one"
 
 
 def test_large_tensors_travel_in_bounded_chunks() -> None:
@@ -96,7 +103,7 @@ def test_error_messages_quote_little_of_what_a_stranger_sent() -> None:
     reader = TensorReader({"hidden": _SPEC})
     header = TensorHeader(name="hidden", encoding="e" * 10_000, shape=[1] * 10_000)
     with pytest.raises(MalformedMessage) as refusal:
-        reader.feed(TensorChunk(header=header))
+        reader.feed(_piece(TensorChunk(header=header)))
     assert len(str(refusal.value)) < 300
 
 
@@ -162,6 +169,6 @@ def test_empty_chunks_are_refused() -> None:
     """Each would cost the reader work, and their number has no bound."""
     reader = TensorReader({"x": TensorSpec(shape=(3,), encoding="fp32")})
     first = next(chunks("x", torch.ones(3)))
-    header = TensorChunk(header=first.header)
+    header = _piece(TensorChunk(header=first.header))
     with pytest.raises(MalformedMessage, match="an empty chunk of tensor 'x'"):
         reader.feed(header)

@@ -14,7 +14,7 @@ from swarm.rpc.wire import TensorReader, TensorSpec, require_in_range
 from swarm.stage.boundary import GRADIENT, HIDDEN, TOKENS, Boundary, reply_specs, request_specs
 from swarm.stage.staging import Staging
 from tests.stage.backends import CONFIG
-from tests.support.chunks import chunks
+from tests.support.chunks import pieces
 from tests.support.rounding import rounded
 
 _STAGING = Staging()
@@ -32,8 +32,8 @@ def _hidden(scale: float = 1.0) -> torch.Tensor:
 def _travel(boundary: Boundary, tensor: torch.Tensor) -> torch.Tensor:
     """Send a tensor through messages, as one stage sends it and the next reads it."""
     reader = TensorReader({"hidden": boundary.spec(3, 7)})
-    for chunk in chunks("hidden", boundary.encode(tensor, _STAGING).wait()):
-        reader.feed(chunk)
+    for piece in pieces("hidden", boundary.encode(tensor, _STAGING).wait()):
+        reader.feed(piece)
     assert reader.complete
     require_in_range("hidden", reader.tensors["hidden"])
     return boundary.decode(reader.tensors["hidden"], 3, 7, _STAGING)

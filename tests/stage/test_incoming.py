@@ -5,8 +5,9 @@ from typing import Any
 import torch
 
 from swarm.rpc.callers import Caller, Callers
+from swarm.rpc.frames import frames, serialized
 from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.rpc.wire import CHUNK_BYTES, TensorSpec, filled
+from swarm.rpc.wire import CHUNK_BYTES, TensorSpec
 from swarm.stage.incoming import Incoming
 from tests.support.memory import resident_bytes
 
@@ -22,17 +23,17 @@ class _Context:
         self._data = data
 
     async def read(self) -> Any:
-        """Parse the message here, as gRPC does, so that no other part holds it."""
-        return pb.TrainRequest.FromString(self._data)
+        """A message of its own, which no other part holds."""
+        return bytes(bytearray(self._data))
 
 
 async def test_an_opening_keeps_nothing_of_what_came_with_it() -> None:
     """The opening is kept as long as its microbatch, which already has the tensors."""
-    [message] = filled(pb.TrainRequest(open=pb.Open(microbatch=7)), {"x": _TENSOR})
-    data, callers = message.SerializeToString(), Callers()
+    [frame] = frames(pb.TrainRequest(open=pb.Open(microbatch=7)), {"x": _TENSOR})
+    data, callers = serialized(frame), Callers()
     openings, before_bytes = [], resident_bytes()
     for _ in range(_MESSAGES):
-        incoming = Incoming(_Context(data), Caller("somebody"), callers)
+        incoming = Incoming(pb.TrainRequest, _Context(data), Caller("somebody"), callers)
         openings.append(await incoming.opening())
         incoming.expect({"x": _SPEC}, training=True)
         assert torch.equal((await incoming.tensors())["x"], _TENSOR)

@@ -139,8 +139,8 @@ async def test_blocks_that_nobody_encodes_are_refused_and_change_nothing(hidden:
 
 
 async def test_a_tensor_that_claims_to_be_huge_is_refused_before_it_comes(chain: Chain) -> None:
-    header = TensorHeader(name=TOKENS, encoding="int32", shape=(2, 17), num_bytes=1 << 60)
-    with pytest.raises(MalformedMessage, match="1152921504606846976 bytes, expected 136"):
+    header = TensorHeader(name=TOKENS, encoding="int32", shape=(2, 17), num_bytes=1 << 40)
+    with pytest.raises(MalformedMessage, match="1099511627776 bytes, expected 136"):
         await _send(chain.peers[1], "Train", [_open(), pb.TrainRequest(chunks=[TensorChunk(header=header)])])
 
 

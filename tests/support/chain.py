@@ -36,10 +36,10 @@ from swarm.model.transformer import build_transformer
 from swarm.routing.router import Router
 from swarm.rpc.callers import Callers
 from swarm.rpc.channels import ChannelPool
+from swarm.rpc.frames import add_stage_servicer
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
-from swarm.rpc.v1.stage_pb2_grpc import add_StageServiceServicer_to_server
 from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import TOKENS, reply_specs
 from swarm.stage.context import StageContext, StageLimits
@@ -190,7 +190,7 @@ class Peer:
         describe = partial(pb.DescribeReply, run_id=config.run_id)
         self.servicer = StageServicer(self.stage, describe=describe, callers=self.callers)
         self.server = grpc.aio.server(options=SERVER_OPTIONS)
-        add_StageServiceServicer_to_server(self.servicer, self.server)
+        add_stage_servicer(self.servicer, self.server)
         self.generation = GenerationServicer(self.stage, session_limits)
         add_GenerationServiceServicer_to_server(self.generation, self.server)
         self.record = PeerRecord(

@@ -13,8 +13,9 @@ from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.model.adapters import trained_parameters
 from swarm.model.stages import build_stage
+from swarm.rpc.frames import frames, parsed, serialized
 from swarm.rpc.v1.stage_pb2 import TrainRequest
-from swarm.rpc.wire import TensorReader, TensorSpec, filled
+from swarm.rpc.wire import TensorReader, TensorSpec
 from swarm.stage.backend import Forward, StageBackend
 from swarm.stage.boundary import GRADIENT, HIDDEN, TOKENS, request_specs
 from swarm.stage.buckets import Accumulated
@@ -95,10 +96,10 @@ class WireChain:
     def _travel(self, tensors: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
         reader = TensorReader(specs)
         for name, tensor in tensors.items():
-            for message in filled(TrainRequest(), {name: tensor}):
-                for chunk in message.chunks:
-                    self.sent_bytes[name] += len(chunk.data)
-                    reader.feed(chunk)
+            for frame in frames(TrainRequest(), {name: tensor}):
+                for piece in parsed(TrainRequest, serialized(frame))[1]:
+                    self.sent_bytes[name] += len(piece[1])
+                    reader.feed(piece)
         return reader.tensors
 
     def _settle(self, stage: StageBackend, accumulated: Accumulated | None) -> None:
