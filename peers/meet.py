@@ -31,6 +31,7 @@ from swarm.dht.node import DhtNode
 from swarm.machine.clock import SystemClock, run_loop
 from swarm.rpc import tls
 from swarm.rpc.callers import Callers
+from swarm.rpc.endpoint import LOOPBACK
 from swarm.rpc.entry import Entry
 from swarm.rpc.front import Front
 from swarm.rpc.guard import Guard
@@ -45,7 +46,6 @@ from swarm.rpc.v1.probe_pb2_grpc import add_ProbeServiceServicer_to_server
 logger = logging.getLogger(__name__)
 
 PROG = "swarm-meet"
-LOOPBACK = "127.0.0.1"
 BYTES_PER_MBIT = 125_000.0
 LIMITS = MeetingLimits(max_waiting=1024, max_connections=2048)
 """More than at a peer, which has other work: this machine serves several runs."""

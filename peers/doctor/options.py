@@ -31,7 +31,7 @@ class DoctorOptions:
     port: int = 0
     """TCP port for tensors (gRPC)."""
     dht_port: int = 0
-    """TCP port for the DHT."""
+    """TCP port for the DHT, which may be the same."""
     announce: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """HOST[:PORT] at which others are to reach --port, once for each such address."""
     announce_dht: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
@@ -69,11 +69,9 @@ class DoctorOptions:
         if not self.plans and (self.set or self.stages is not None or self.lora_rank is not None or self.peers != 1):
             raise ValueError("--set, --stages, --lora-rank and --peers belong to --model, --preset or --config")
         cli.require_at_least(self, {"keep_checkpoints": 1, "stages": 1, "lora_rank": 0, "peers": 1})
-        cli.require_ports(self, ["port", "dht_port"])
+        cli.require_ports(self, ["port", *([] if self.ports.are_one else ["dht_port"])])
         if self.stage != "auto" and self.stage < 0:
             raise ValueError(f"--stage must not be negative, not {self.stage}")
-        # Reading this property checks the addresses.
-        _ = self.ports
 
     @property
     def plans(self) -> bool:
@@ -85,6 +83,8 @@ class DoctorOptions:
         """Where the peer is to listen, and where others are to reach its ports."""
         outside = tuple(Outside.parse(text, option="--announce") for text in self.announce)
         outside_dht = tuple(Outside.parse(text, option="--announce-dht") for text in self.announce_dht)
+        if self.port == self.dht_port:
+            outside_dht = outside_dht or outside
         return Ports(host=self.host, port=self.port, dht_port=self.dht_port, outside=outside, outside_dht=outside_dht)
 
     @property

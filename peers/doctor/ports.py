@@ -6,18 +6,20 @@ with this process's certificate, on the other a listener that sends only the fir
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from peers.doctor.finding import Finding, fine, not_checked, wrong
 from peers.stage_peer.listen import Outside, loopback_advice
-from peers.stage_peer.own_port import answering, answering_as_node
+from peers.stage_peer.own_port import answering, answering_as_node, reserved
 from swarm.credentials.identity import Identity
 from swarm.dht import addresses
 from swarm.errors import SwarmError
 from swarm.machine.words import counted
 from swarm.rpc.channels import ChannelPool
-from swarm.rpc.endpoint import endpoint_of
+from swarm.rpc.endpoint import LOOPBACK, endpoint_of
+from swarm.rpc.front import Front
 from swarm.rpc.meeting.check import ANSWER_SECONDS, MAX_ENDPOINTS, check
 from swarm.rpc.meeting.endpoints import direct
 from swarm.rpc.v1 import meeting_pb2 as pb
@@ -37,6 +39,11 @@ class Ports:
     dht_port: int
     outside: tuple[Outside, ...] = ()
     outside_dht: tuple[Outside, ...] = ()
+
+    @property
+    def are_one(self) -> bool:
+        """Whether gRPC and the DHT share a port."""
+        return 0 < self.port == self.dht_port
 
     @property
     def taken(self) -> list[Finding]:
@@ -89,12 +96,28 @@ async def from_outside(
             fault = str(error)
             return pb.CheckReply()
 
-    async with answering(ports.host, port, own, insecure=channels.is_insecure), answering_as_node(ports.host, dht_port):
+    async with _answering(ports, port, dht_port, own, insecure=channels.is_insecure):
         asked = [peer for peer in peers if direct(peer.endpoints)][:NUM_ASKED]
         replies = [reply for reply in await asyncio.gather(*map(ask, asked)) if reply.observed_host]
     if not replies:
         return [not_checked(what, fault) for what in (GRPC, DHT)]
     return judge(port, dht_port, replies, host=ports.host)
+
+
+@asynccontextmanager
+async def _answering(ports: Ports, port: int, dht_port: int, own: Identity, *, insecure: bool) -> AsyncIterator[None]:
+    if not ports.are_one:
+        async with answering(ports.host, port, own, insecure=insecure), answering_as_node(ports.host, dht_port):
+            yield
+        return
+    with reserved(LOOPBACK) as of_grpc, reserved(LOOPBACK) as of_dht:
+        inner, inner_dht = (sock.getsockname()[1] for sock in (of_grpc, of_dht))
+        async with (
+            answering(LOOPBACK, inner, own, insecure=insecure),
+            answering_as_node(LOOPBACK, inner_dht),
+            Front(inner, inner_dht).listening(ports.host, port),
+        ):
+            yield
 
 
 def judge(port: int, dht_port: int, replies: Sequence[pb.CheckReply], *, host: str = "") -> list[Finding]:

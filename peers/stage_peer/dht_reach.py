@@ -25,14 +25,14 @@ class DhtReach:
 
     Attributes:
         addresses: where others are told to enter the DHT, the best first; none while the node is a client.
-        port: the TCP port of this machine at which the node listens; 0 if it has never been asked.
+        port: the TCP port of this machine at which others reach the node; 0 if it has never been asked.
     """
 
     def __init__(self, node: DhtNode, listen: Listen) -> None:
         self.addresses = listen.dht_addresses
         self.port = listen.dht_port if listen.dht_addresses else 0
         self._node = node
-        self._host = listen.host
+        self._place = listen.node
         self._named = listen.dht_addresses
         self._own = {one.host for one in listen.own}
 
@@ -56,7 +56,7 @@ class DhtReach:
         async with AsyncExitStack() as stack:
             if places and not self.addresses:
                 try:
-                    await stack.enter_async_context(answering_as_node(self._host, self.port))
+                    await stack.enter_async_context(answering_as_node(*self._place))
                 except OSError as error:
                     logger.debug("the port of the DHT's node is taken: %s", error)
                     ends = []

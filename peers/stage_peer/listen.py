@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
 from swarm.dht.addresses import is_host
-from swarm.rpc.endpoint import endpoint_of, host_and_port, ip_of
+from swarm.rpc.endpoint import LOOPBACK, endpoint_of, host_and_port, ip_of
 
 MOST_OWN = 2
 """The most of a machine's own addresses that are announced behind others."""
@@ -138,6 +138,8 @@ class Listen:
         own: this machine's own addresses, where processes on it and in its network reach the port in any case.
         dht_addresses: where others enter the DHT, the best first.
         dht_port: TCP port at which the DHT's node listens; 0 if there is none that others can ask.
+        behind_front: where gRPC and the DHT share a port, which a Front has: the loopback's ports at which the server
+            and the node listen.
     """
 
     host: str
@@ -146,6 +148,17 @@ class Listen:
     own: tuple[Outside, ...] = ()
     dht_addresses: tuple[str, ...]
     dht_port: int = 0
+    behind_front: tuple[int, int] | None = None
+
+    @property
+    def server(self) -> tuple[str, int]:
+        """Host and port at which the gRPC server listens."""
+        return (self.host, self.port) if self.behind_front is None else (LOOPBACK, self.behind_front[0])
+
+    @property
+    def node(self) -> tuple[str, int]:
+        """Host and port at which the DHT's node listens."""
+        return (self.host, self.dht_port) if self.behind_front is None else (LOOPBACK, self.behind_front[1])
 
     def endpoints(self, own_port: int) -> tuple[str, ...]:
         """HOST:PORT of each address, for a server that listens on `own_port`."""

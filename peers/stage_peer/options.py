@@ -93,7 +93,8 @@ class PeerOptions:
     port: int = 0
     """TCP port for tensors (gRPC); 0 takes a free one."""
     dht_port: int = 0
-    """TCP port for the DHT; 0 takes a free one."""
+    """TCP port for the DHT; 0 takes a free one. With the same number as --port one port does for both, at the cost of
+    some CPU for all that goes through it."""
     announce: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """HOST[:PORT] at which others reach this machine's --port, once for each such address, the best first. Without
     PORT it has the same number, and HOST counts for the DHT as well. Left out, the machine's own addresses are
@@ -184,7 +185,8 @@ class PeerOptions:
             )
         if not self.names_a_run and self.lora_options:
             raise ValueError("--lora-rank and the like belong to a new run's --preset, --config or --model")
-        cli.require_ports(self, ["port", "dht_port", "metrics_port", "dashboard_port"])
+        shared = [] if self.shares_port else ["dht_port"]
+        cli.require_ports(self, ["port", *shared, "metrics_port", "dashboard_port"])
         for name in ("checkpoint_every", "keep_checkpoints"):
             if getattr(self, name) is not None and self.checkpoint is None:
                 option = f"--{name.replace('_', '-')}"
@@ -194,7 +196,7 @@ class PeerOptions:
         for option, outside in (("--announce", self.outside), ("--announce-dht", self.outside_dht)):
             for one in outside:
                 one.require_heard(self.host, option=option)
-        if any(outside.port for outside in self.outside) and not self.announce_dht:
+        if any(outside.port for outside in self.outside) and not (self.announce_dht or self.shares_port):
             raise ValueError(
                 "--announce HOST:PORT is for gRPC alone: give --announce-dht HOST:PORT for the DHT as well"
             )
@@ -229,6 +231,11 @@ class PeerOptions:
         return "auto" if self.invite is not None or self.seeks else 0
 
     @property
+    def shares_port(self) -> bool:
+        """Whether gRPC and the DHT have one port."""
+        return 0 < self.port == self.dht_port
+
+    @property
     def outside(self) -> tuple[Outside, ...]:
         """Where others reach the gRPC port, if --announce says so."""
         return tuple(Outside.parse(text, option="--announce") for text in self.announce)
@@ -237,7 +244,7 @@ class PeerOptions:
     def outside_dht(self) -> tuple[Outside, ...]:
         """Where others enter the DHT, if --announce-dht or --announce says so."""
         if not self.announce_dht:
-            return tuple(Outside(outside.host) for outside in self.outside)
+            return self.outside if self.shares_port else tuple(Outside(outside.host) for outside in self.outside)
         return tuple(Outside.parse(text, option="--announce-dht") for text in self.announce_dht)
 
     @property

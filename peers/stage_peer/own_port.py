@@ -17,7 +17,7 @@ import grpc
 
 from swarm.credentials.identity import Identity
 from swarm.rpc import tls
-from swarm.rpc.meeting.check import MULTISTREAM
+from swarm.rpc.meeting.check import DIAL_SECONDS, MULTISTREAM
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 
 FREE_SECONDS = 5.0
@@ -111,11 +111,14 @@ async def answering_as_node(host: str, port: int) -> AsyncIterator[None]:
         OSError: the port is in use.
     """
 
-    async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
             writer.write(MULTISTREAM)
             await writer.drain()
-            writer.close()
+            # To close with bytes unread would reset the connection, and the line might be lost with it.
+            async with asyncio.timeout(DIAL_SECONDS):
+                await reader.readexactly(len(MULTISTREAM))
+        writer.close()
 
     async with await asyncio.start_server(greet, host or None, port):
         yield

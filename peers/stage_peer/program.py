@@ -47,6 +47,7 @@ from peers.stage_peer.own_addresses import own_outside
 from peers.stage_peer.own_config import own_config, require_allowed_class, require_stage
 from peers.stage_peer.own_dashboard import OwnDashboard, require_page
 from peers.stage_peer.own_model import OwnModel, open_model
+from peers.stage_peer.own_port import reserved
 from peers.stage_peer.reach import Reach
 from peers.stage_peer.rebalancer import Rebalancer
 from peers.stage_peer.resume import ResumeOptions
@@ -69,7 +70,9 @@ from swarm.events.kinds import Events
 from swarm.interchange.weights import Weights
 from swarm.machine.clock import SystemClock, run_loop
 from swarm.model import compiled
+from swarm.rpc.endpoint import LOOPBACK
 from swarm.rpc.entry import Entry
+from swarm.rpc.front import Front
 from swarm.rpc.meeting.budget import MeetingLimits
 from swarm.stage.generation import SessionLimits
 
@@ -86,6 +89,8 @@ def main(argv: Sequence[str]) -> int:
     logs.setup_logging(name if options.first_stage == "auto" else options.name or options.label, options.log_level)
     clock = SystemClock()
     cli.require_own_host("--host", options.host)
+    if options.shares_port:
+        cli.require_free_port("--port", options.host, options.port)
     require_exporter(options.metrics_host, options.metrics_port)
     if options.lan:
         require_installed()
@@ -125,10 +130,13 @@ def main(argv: Sequence[str]) -> int:
     own_hosts = own_outside(options.host, addresses, is_named=is_named)
     outside_dht = tuple(dict.fromkeys([*options.outside_dht, *own_hosts]))
     node = enter_dht(options, addresses, outside_dht, member, identity.libp2p_path)
+    # Where one port is shared, this one of the loopback is kept for the gRPC servers as long as the process runs.
+    inner = reserved(LOOPBACK) if options.shares_port else None
     try:
         listen = Listen(
             host=options.host, port=options.port, outside=options.outside or own_hosts, own=own_hosts,
-            dht_addresses=tuple(node.addresses()), dht_port=node.port,
+            dht_addresses=tuple(node.addresses()), dht_port=options.port if inner else node.port,
+            behind_front=(inner.getsockname()[1], node.port) if inner else None,
         )  # fmt: skip
         start = Start(
             options=options, config=own, model=model, entrance=entrance, addresses=addresses, identity=member,
@@ -145,10 +153,11 @@ def enter_dht(
 ) -> DhtNode:
     """Start this peer's node. Raises what dht_node.start raises, and Fatal if another process has this identity."""
     clock = SystemClock()
+    host, port = (LOOPBACK, 0) if options.shares_port else (options.host, options.dht_port)
     try:
         return dht_node.start(
-            clock=clock, initial_peers=initial_peers, host=options.host, port=options.dht_port,
-            announce=[(one.host, one.port) for one in outside], identity_path=libp2p_path,
+            clock=clock, initial_peers=initial_peers, host=host, port=port,
+            announce=[(one.host, one.port or options.dht_port) for one in outside], identity_path=libp2p_path,
         )  # fmt: skip
     except OwnAddress:
         # Either this peer had the address in an earlier start, or its key files were copied from the process that has
@@ -232,7 +241,10 @@ class Start:
 async def run(start: Start) -> None:
     """Join, serve and leave. Raises what `serve` and `exporting` raise."""
     own_figures, options = OwnFigures(), start.options
-    async with exporting(own_figures, "swarm_peer", host=options.metrics_host, port=options.metrics_port):
+    behind, front = start.listen.behind_front, contextlib.AsyncExitStack()
+    async with exporting(own_figures, "swarm_peer", host=options.metrics_host, port=options.metrics_port), front:
+        if behind is not None:
+            await front.enter_async_context(Front(*behind).listening(options.host, options.port))
         await serve(start, own_figures)
 
 
@@ -271,7 +283,7 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         member, start.node, start.listen, insecure=options.insecure, router_ports=router_ports, meet=start.meet,
         own=lambda: own_outside(options.host, start.addresses, is_named=True),
     )  # fmt: skip
-    page = OwnDashboard(options, identity.peer_id, reach.port, start.entrance.token)
+    page = OwnDashboard(options, identity.peer_id, reach.open_port, start.entrance.token)
     contents = Contents(member, start.model, cache_folder(), checkpoints=options.checkpoint)
 
     def serves(stage: int, announced: Announced) -> None:

@@ -77,22 +77,25 @@ class Reach:
         self._own = own
         self._dht = DhtReach(node, listen)
         self._router_ports = router_ports
-        self._own_port = OwnPort(listen.host, listen.port, membership.identity, insecure=insecure)
+        self._own_port = OwnPort(*listen.server, membership.identity, insecure=insecure)
         self.port = self._own_port.number
+        """Where the server is to listen."""
+        self.open_port = self.port if listen.behind_front is None else listen.port
+        """The port that others dial."""
         self._found: Verdict | None = None
         """None while it is not known which endpoints others reach."""
         self._announced: tuple[str, ...] = ("",)
         self._inquiry = Inquiry(membership, random.Random(membership.peer_id), insecure=insecure)
         self._waiting = Waiting(
             membership.identity, Points(membership.identity, insecure=insecure), membership.clock,
-            server=(listen.host if listen.host not in _EVERYWHERE else "127.0.0.1", self.port),
+            server=("127.0.0.1" if listen.server[0] in _EVERYWHERE else listen.server[0], self.port),
             candidates=self._points,
         )  # fmt: skip
 
     @property
     def host(self) -> str:
         """Where the server is to listen, as Listen says."""
-        return self._listen.host
+        return self._listen.server[0]
 
     @property
     def endpoints(self) -> tuple[str, ...]:
@@ -100,14 +103,14 @@ class Reach:
         if self._found is None:
             return ()
         found = self._found.endpoints
-        behind = self._listen.behind(found, self.port) if found else ()
+        behind = self._listen.behind(found, self.open_port) if found else ()
         tunnels = self._waiting.endpoints if self._found.needs_tunnels else ()
         return (*(*found, *tunnels)[: MOST_ENDPOINTS - len(behind)], *behind)
 
     @property
     def _candidates(self) -> tuple[str, ...]:
         """The endpoints at which others are to dial this peer back."""
-        return self._listen.endpoints(self.port)[: MAX_ENDPOINTS - 1]
+        return self._listen.endpoints(self.open_port)[: MAX_ENDPOINTS - 1]
 
     def announced(self, own_port: int) -> Announced:
         """What others are told now. `own_port` is the port of this Reach."""
@@ -185,7 +188,7 @@ class Reach:
     async def _with_router(self, verdict: Verdict, tasks: asyncio.TaskGroup) -> Verdict:
         """Ask the router to forward the ports, and then ask the peers again. Return what they reach."""
         assert self._router_ports is not None
-        if not await self._router_ports.ask([port for port in (self.port, self._dht.port) if port]):
+        if not await self._router_ports.ask(self._open_ports):
             return verdict
         # Peers that were asked a moment ago do not dial back again so soon.
         await self._membership.clock.sleep(GAP_SECONDS + 0.1)
@@ -202,9 +205,9 @@ class Reach:
         ports, own = self._router_ports, self._listen.outside
         if ports is None or self._inquiry.hindrance or not private_advice(self._candidates):
             return ()
-        if loopback_advice(self.host) or all(one.host in _LOOPBACK for one in own):
+        if loopback_advice(self._listen.host) or all(one.host in _LOOPBACK for one in own):
             return ()  # No router leads to the loopback.
-        if not await ports.ask([port for port in (self.port, self._dht.port) if port]):
+        if not await ports.ask(self._open_ports):
             return ()
         host = await ports.outer_host()
         if host is None:
@@ -212,7 +215,12 @@ class Reach:
             return ()
         tasks.create_task(ports.keep())
         self._dht.is_forwarded_from(host, ports.outer.get(self._dht.port, 0))
-        return (endpoint_of(host, ports.outer[self.port]),)
+        return (endpoint_of(host, ports.outer[self.open_port]),)
+
+    @property
+    def _open_ports(self) -> list[int]:
+        """The ports that others dial: gRPC's and the DHT's, which may be one."""
+        return list(dict.fromkeys(port for port in (self.open_port, self._dht.port) if port))
 
     def _forwarded(self, port: int) -> int | None:
         """The router's port that leads to this port; None if the router was not asked, or does not forward the port."""
@@ -235,7 +243,7 @@ class Reach:
             return advice
         ends = f"{', '.join(self._candidates)} (gRPC)"
         these, them, fix = "that TCP port", "it", "--port fixes"
-        if not verdict.dht_endpoints:
+        if not verdict.dht_endpoints and self._open_ports != [self.open_port]:
             ends += f" and {self._dht.named} (DHT)"
             these, them, fix = "these TCP ports", "them", "--port and --dht-port fix"
         return (
@@ -263,7 +271,7 @@ class Reach:
         async with self._dht.answering(self._forwarded(self._dht.port)) as dht_endpoints:
             request = pb.CheckRequest(
                 peer_id=self._membership.peer_id,
-                endpoints=[*self._candidates, f":{self._forwarded(self.port) or self.port}"],
+                endpoints=[*self._candidates, f":{self._forwarded(self.open_port) or self.open_port}"],
                 dht_endpoints=dht_endpoints,
             )
             return await self._inquiry.verdict(others, request)

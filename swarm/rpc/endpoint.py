@@ -3,6 +3,8 @@ dial. Pure."""
 
 import ipaddress
 
+LOOPBACK = "127.0.0.1"
+"""Where servers listen that only this machine is to reach."""
 Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 

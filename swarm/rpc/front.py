@@ -1,8 +1,10 @@
 """One TCP port for gRPC and for the DHT: hands each connection on to one of the two, by its first byte.
 
-Used by swarm-meet. A client of TLS begins with a record of type 22 (RFC 8446, 5.1), and one of libp2p with the length
-of a line of multistream. The two servers listen on the loopback, where every connection would seem to come from this
-machine. So callers.py is told from which loopback port each connection comes, and who is at its other end.
+Used by swarm-meet, and by swarm-peer and swarm-doctor where --port and --dht-port are one. A client of TLS begins with
+a record of type 22 (RFC 8446, 5.1), one of libp2p with the length of a line of multistream, and one of gRPC without TLS
+with the preface of HTTP/2 (RFC 9113, 3.4). The two servers listen on the loopback, where every connection would seem to
+come from this machine. So callers.py is told from which loopback port each connection comes, and who is at its other
+end.
 """
 
 import asyncio
@@ -14,12 +16,13 @@ from contextlib import asynccontextmanager
 
 from swarm.errors import Overloaded
 from swarm.rpc.callers import Caller, Shares, handed_on
+from swarm.rpc.endpoint import LOOPBACK
 from swarm.rpc.meeting.carrying import BUFFER_BYTES, Kind, TcpLine, TcpStream
 
 logger = logging.getLogger(__name__)
 
-TLS, LIBP2P = b"\x16", b"\x13"
-"""The first byte of a connection of gRPC, and of one of the DHT."""
+TLS, PLAIN, LIBP2P = b"\x16", b"P", b"\x13"
+"""The first byte of a connection of gRPC with TLS or without, and of one of the DHT."""
 FIRST_SECONDS = 10.0
 """Longest wait for the first byte."""
 CONNECT_SECONDS = 5.0
@@ -34,7 +37,7 @@ class Front:
     """Listens on one port, and hands connections on to two ports of the loopback."""
 
     def __init__(self, grpc_port: int, dht_port: int) -> None:
-        self._ports = {TLS: grpc_port, LIBP2P: dht_port}
+        self._ports = {TLS: grpc_port, PLAIN: grpc_port, LIBP2P: dht_port}
         self._open = Shares("connections", MAX_CONNECTIONS, each=MAX_CONNECTIONS / 8)
 
     @asynccontextmanager
@@ -88,7 +91,7 @@ class Front:
                 return
             with handed_on(caller) as source:
                 async with asyncio.timeout(CONNECT_SECONDS):
-                    await asyncio.get_running_loop().sock_connect(source, ("127.0.0.1", self._ports[first]))
+                    await asyncio.get_running_loop().sock_connect(source, (LOOPBACK, self._ports[first]))
                 inner = await asyncio.open_connection(sock=source, limit=BUFFER_BYTES)
                 inner[1].write(first)
                 await TcpLine(inner, Kind.DIRECT).carry(outer)

@@ -84,3 +84,20 @@ def test_the_only_peer_of_a_stage_is_found_again_when_the_address_of_its_machine
     trainer.process.send_signal(signal.SIGINT)
     swarm.wait_for_end(trainer)
     assert swarm.audit()["proven"]
+
+
+def test_peers_with_one_open_port_each_join_and_train(internet: Internet, children: Supervisor, tmp_path: Path) -> None:
+    """gRPC and the DHT share it. The second peer finds the run, and both are dialled back, at that port alone."""
+    hosts = [internet.public_host(), internet.public_host()]
+    swarm = NatSwarm(tmp_path, children, num_stages=2)
+    swarm.options = ["--port", str(PORT), "--dht-port", str(PORT)]
+    for stage, host in enumerate(hosts):
+        internet.close_but(host, PORT)
+        peer = swarm.start_peer_on(host, stage)
+        assert peer.ready["endpoint"] == f"{host.address}:{PORT}"
+        assert any(f"/ip4/{host.address}/tcp/{PORT}/" in address for address in peer.ready["dht_addresses"])
+    trainer = swarm.start_trainer_on(internet.host("restricted"), "trainer", steps=5)
+    assert swarm.wait_for_end(trainer) == 0
+    rows = swarm.answers_from(hosts[0])
+    assert [row["reached"] for row in rows.values()] == ["direct", "direct"]
+    assert swarm.audit()["proven"]

@@ -48,6 +48,9 @@ async def test_the_first_byte_decides_and_limits_see_the_caller_s_own_address(mo
             async with grpc.aio.secure_channel(target, credentials, options=PINNED_OPTIONS) as channel:
                 assert await echo(channel, b"a" * 100_000) == b"a" * 100_000
             assert await is_node("127.0.0.1", port)
+            # What is not TLS reaches the same server, which decides.
+            with pytest.raises(grpc.aio.AioRpcError):
+                await echo(grpc.aio.insecure_channel(target), b"a")
             for first in (b"G", b""):
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
                 writer.write(first)

@@ -23,6 +23,8 @@ class NatSwarm(RealSwarm):
         """What a swarm-meet prints as its address, if the run is begun there."""
         self.first_options: list[str] = []
         """Further options of the first peer."""
+        self.options: list[str] = []
+        """Further options of each peer."""
         self.serves_seconds: list[float] = []
         """How long each peer took until it served."""
 
@@ -40,7 +42,7 @@ class NatSwarm(RealSwarm):
         where += ["--lan"] if found_by_lan else []
         if not self.peers:
             where += [*(["--meet", self.begin_at] if self.begin_at is not None else []), *self.first_options]
-        own = ["--stage", str(stage), "--name", name, "--identity", str(self.folder / f"{name}.pem")]
+        own = [*self.options, "--stage", str(stage), "--name", name, "--identity", str(self.folder / f"{name}.pem")]
         logs = ["--ready-file", str(ready), "--events", str(self.events / f"{name}.jsonl"), "--threads", "1"]
         began_at = time.monotonic()
         child = self.children.start(name, host.command(command_line("peer", [*where, *own, *logs])))

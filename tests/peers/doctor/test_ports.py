@@ -6,8 +6,13 @@ from collections.abc import Sequence
 import pytest
 
 from peers.doctor.finding import State
-from peers.doctor.ports import Ports, judge, unasked
+from peers.doctor.ports import Ports, from_outside, judge, unasked
+from scripts.benches.shared.ports import free_ports
+from swarm.credentials.identity import generate
+from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import meeting_pb2 as pb
+from swarm.types import PeerRecord, PeerState
+from tests.support.meeting import meeting_point
 
 
 def _reply(endpoints: Sequence[str] = (), dht_endpoints: Sequence[str] = ()) -> pb.CheckReply:
@@ -57,3 +62,23 @@ def test_a_port_that_was_left_open_is_a_free_one(host: str) -> None:
     ports = Ports(host=host, port=0, dht_port=0)
     assert not ports.taken
     assert all(port > 0 for port in ports.free())
+
+
+async def test_one_port_for_both_is_dialled_back_as_two() -> None:
+    (port,) = free_ports(1)
+    ports, own, other, channels = (
+        Ports(host="127.0.0.1", port=port, dht_port=port),
+        generate(),
+        generate(),
+        ChannelPool(),
+    )
+    async with meeting_point(other) as host:
+        record = PeerRecord(
+            peer_id=other.peer_id, announced_at=0.0, stage=0, endpoint=host.entry.endpoint,
+            certificate_pem=other.certificate_pem, state=PeerState.SERVING,
+        )  # fmt: skip
+        try:
+            found = await from_outside(ports, [record], channels, own)
+        finally:
+            await channels.close()
+    assert [finding.text.split(",")[0] for finding in found] == [f"127.0.0.1:{port} is reached from outside"] * 2

@@ -69,7 +69,7 @@ def test_without_a_port_it_counts_for_the_dht_as_well() -> None:
         ("--announce 127.0.0.1 --host 192.168.1.7", "--announce 127.0.0.1: this peer listens on 192.168.1.7 alone"),
         ("--announce 0.0.0.0", "--announce 0.0.0.0: this is no machine's address; give the one at which others"),
         ("--announce [::]:5001 --announce-dht 224.0.0.1", "--announce ::: this is no machine's address"),
-        ("--port 5001 --dht-port 5001", "--port and --dht-port cannot both be 5001"),
+        ("--port 5001 --metrics-port 5001", "--port and --metrics-port cannot both be 5001"),
         ("--threads 1025", "--threads must be between 0 and 1024, not 1025"),
         ("--announce a:b:c", "--announce takes HOST or HOST:PORT"),
     ],
@@ -130,3 +130,9 @@ def test_addresses_that_only_the_own_network_reaches_are_told_with_what_to_do(
     advice = private_advice(endpoints)
     assert bool(advice) is is_private
     assert not advice or "forward the TCP port in the router" in advice
+
+
+def test_one_port_for_both_is_announced_once() -> None:
+    options = _options("--port", "5001", "--dht-port", "5001", "--announce", "203.0.113.7:41001")
+    assert options.shares_port
+    assert options.outside == options.outside_dht == (Outside("203.0.113.7", 41001),)

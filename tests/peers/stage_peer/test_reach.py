@@ -13,6 +13,7 @@ from peers.shared.membership import Membership
 from peers.stage_peer import inquiry
 from peers.stage_peer import reach as reaches
 from peers.stage_peer.listen import Listen, Outside, loopback_advice
+from peers.stage_peer.own_port import reserved
 from peers.stage_peer.reach import Reach
 from peers.stage_peer.router_ports import RouterPorts
 from peers.stage_peer.verdict import Verdict
@@ -23,6 +24,8 @@ from swarm.dht.node import DhtNode
 from swarm.errors import Overloaded
 from swarm.machine.clock import SystemClock
 from swarm.rpc import probe, tls
+from swarm.rpc.endpoint import LOOPBACK
+from swarm.rpc.front import Front
 from swarm.rpc.meeting import check as checks
 from swarm.rpc.meeting.budget import MeetingLimits
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server
@@ -84,12 +87,14 @@ async def _reach(
     router: Router | None = None,
     own: Identity | None = None,
     own_hosts: Callable[[], tuple[Outside, ...]] | None = None,
+    behind_front: tuple[int, int] | None = None,
 ) -> AsyncIterator[tuple[Reach, Node, Host]]:
     """The reach of a peer that finds one other peer in the run (at further endpoints too), or no peer.
 
     Args:
         largest_bytes: what is written at once is lost on its way there if it is more than that.
         dht_ports: the port of the DHT's node, and the one that the user says others reach.
+        behind_front: the ports of the loopback, if the first of `dht_ports` is one for both.
     """
     own, other, node = own or generate(), generate(), Node()
     async with meeting_point(other, limits=limits) as point, Proxy(point.entry.host, point.entry.port) as path:
@@ -104,7 +109,8 @@ async def _reach(
         )  # fmt: skip
         member.known.update(0, [record] if is_known else [])
         listen = Listen(
-            host=host, port=0, outside=(Outside("127.0.0.1"),), own=(Outside("127.0.0.1"),) if own_hosts else (),
+            host=host, port=0 if behind_front is None else dht_ports[0], behind_front=behind_front,
+            outside=(Outside("127.0.0.1"),), own=(Outside("127.0.0.1"),) if own_hosts else (),
             dht_addresses=(f"/ip4/127.0.0.1/tcp/{dht_ports[1]}/p2p/{NODE_ID}",), dht_port=dht_ports[0],
         )  # fmt: skip
         router_ports = None if router is None else RouterPorts(CLOCK, [router])
@@ -222,15 +228,40 @@ async def test_a_node_of_the_dht_that_was_not_reached_by_accident_is_soon_asked_
         assert reach.announced(reach.port).dht_addresses == (f"/ip4/127.0.0.1/tcp/{port}/p2p/{NODE_ID}",)
 
 
-@pytest.mark.usefixtures("nobody_gets_through")
-async def test_a_router_is_asked_for_the_ports_of_this_machine_and_not_for_outer_ones(
+async def test_one_port_that_grpc_and_the_dht_share_is_reached_and_announced_for_both(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(reaches, "DOUBT_SECONDS", 0.05)
+    monkeypatch.setattr(checks, "GAP_SECONDS", 0.0)
+    (port,) = free_ports(1)
+    with reserved(LOOPBACK) as one, reserved(LOOPBACK) as other:
+        inner = one.getsockname()[1], other.getsockname()[1]
+        async with (
+            Front(*inner).listening(LOOPBACK, port),
+            _reach(host="", dht_ports=(port, port), behind_front=inner) as (reach, node, _),
+        ):
+            await reach.found_out()
+            assert (reach.host, reach.port, reach.open_port) == (LOOPBACK, inner[0], port)
+            # Nothing listens in the node's place until it is a client.
+            await eventually(lambda: node.is_client)
+            await eventually(lambda: not node.is_client)
+            announced = reach.announced(reach.port)
+    assert announced.endpoints == (f"127.0.0.1:{port}",)
+    assert announced.dht_addresses == (f"/ip4/127.0.0.1/tcp/{port}/p2p/{NODE_ID}",)
+
+
+@pytest.mark.usefixtures("nobody_gets_through")
+@pytest.mark.parametrize("is_one", [False, True])
+async def test_a_router_is_asked_for_the_ports_of_this_machine_and_not_for_outer_ones(
+    is_one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reaches, "GAP_SECONDS", 0.0)
-    router = Router()
-    async with _reach(dht_ports=(5002, 41002), router=router) as (reach, _, _):
+    router, (one, other) = Router(), free_ports(2)
+    inner = (one, other) if is_one else None
+    async with _reach(dht_ports=(5002, 41002), router=router, behind_front=inner) as (reach, _, _):
         await reach.found_out()
-        assert router.asked == [(reach.port, reach.port), (5002, 5002)]
+        both = [(reach.port, reach.port), (5002, 5002)]
+        assert router.asked == ([(5002, 5002)] if is_one else both)
 
 
 @pytest.mark.usefixtures("nobody_gets_through")
