@@ -23,15 +23,16 @@ MOMENT_SECONDS = 2.0
 """How long `in_passing` waits for the answers of other peers."""
 
 
-async def thoroughly(plan: DoctorOptions, run: Membership | str) -> list[Finding]:
+async def thoroughly(plan: DoctorOptions, run: Membership | str, dht_addresses: Sequence[str] = ()) -> list[Finding]:
     """Check everything, in 20 s at most.
 
     Args:
         plan: how this machine is to be used.
         run: the run, with its known peers; or text that says why nothing is known of the run.
+        dht_addresses: where a peer would enter the run's DHT.
     """
     on_device = asyncio.create_task(asyncio.to_thread(machine.device, plan.device))
-    on_line = [] if isinstance(run, str) else await _on_line(plan, run)
+    on_line = [] if isinstance(run, str) else await _on_line(plan, run, dht_addresses)
     device_finding, device = await on_device
     findings = [device_finding]
     if isinstance(run, str):
@@ -49,11 +50,11 @@ async def in_passing(plan: DoctorOptions, run: Membership, device: Device) -> li
     return [finding for finding in (*_for_run(plan, run, device), *on_line) if finding.state is State.WRONG]
 
 
-async def _on_line(plan: DoctorOptions, run: Membership) -> list[Finding]:
+async def _on_line(plan: DoctorOptions, run: Membership, dht_addresses: Sequence[str]) -> list[Finding]:
     # Both run at the same time: peers dial this machine's ports while the lines to them are checked.
     asking = from_outside(plan.ports, run.known.everyone(), run.channels, run.identity)
-    ports, on_line = await asyncio.gather(asking, _to_peers(run))
-    return [*ports, *on_line]
+    ports, nodes, on_line = await asyncio.gather(asking, line.nodes(dht_addresses), _to_peers(run))
+    return [*ports, line.judge_dht(nodes), *on_line]
 
 
 async def _to_peers(run: Membership) -> list[Finding]:

@@ -11,10 +11,13 @@ from collections.abc import Mapping, Sequence
 
 from peers.doctor.finding import Finding, fine, not_checked, wrong
 from swarm.config import RunConfig
+from swarm.dht import addresses
 from swarm.errors import SwarmError
 from swarm.machine.clock import Clock
 from swarm.machine.words import counted
 from swarm.rpc.channels import ChannelPool
+from swarm.rpc.endpoint import endpoint_of
+from swarm.rpc.meeting.check import is_node
 from swarm.rpc.meeting.endpoints import where
 from swarm.rpc.probe import SHORT_ALONE, Distance, Rates, measure_distance, measure_rates, passes_long
 from swarm.stage.boundary import request_specs
@@ -51,6 +54,25 @@ async def distances(peers: Sequence[PeerRecord], channels: ChannelPool, clock: C
 
     asked = peers[:MOST_PEERS]
     return dict(zip((PeerId(peer.peer_id) for peer in asked), await asyncio.gather(*map(ask, asked)), strict=True))
+
+
+async def nodes(dht_addresses: Sequence[str]) -> dict[str, bool]:
+    """For each node of the DHT with these addresses, by its endpoints: whether it answers. Cancellation ends the
+    calls."""
+
+    async def answers(address: str) -> bool:
+        try:
+            async with asyncio.timeout(DISTANCE_SECONDS):
+                return await is_node(*addresses.place(address))
+        except (OSError, TimeoutError):
+            return False
+
+    async def any_answers(node: addresses.Node) -> bool:
+        return any(await asyncio.gather(*map(answers, node)))
+
+    found = addresses.of_nodes(dht_addresses)
+    names = [", ".join(endpoint_of(*addresses.place(address)) for address in node) for node in found]
+    return dict(zip(names, await asyncio.gather(*map(any_answers, found)), strict=True))
 
 
 async def passing(peers: Sequence[PeerRecord], channels: ChannelPool) -> list[bool]:
@@ -106,6 +128,21 @@ def judge_peers(found: Distances) -> Finding:
     if len(silent) < len(found):
         return fine("peers", f"{len(found) - len(silent)} of {len(found)} that were asked answer; {why}")
     return wrong("peers", f"none answers ({why}): check that this machine may open connections to them")
+
+
+def judge_dht(found: Mapping[str, bool]) -> Finding:
+    """Whether some of the nodes at which a peer would enter the DHT answer; each is named by its endpoints."""
+    silent = [name for name, answers in found.items() if not answers]
+    if not found:
+        return wrong("DHT", "no peer of the run says where its DHT is entered: one has to be reached from outside")
+    if len(silent) < len(found):
+        text = f"{len(found) - len(silent)} of {counted(len(found), 'node')} of the run's DHT answer"
+        return fine("DHT", text + (f"; no answer at {', '.join(silent)}" if silent else ""))
+    return wrong(
+        "DHT",
+        f"no node of the run's DHT answers at {', '.join(silent)}, so no peer could join from here. Where a firewall "
+        "lets out few ports, one peer with --port 443 --dht-port 443, or a swarm-meet, serves all",
+    )
 
 
 def judge_clock(found: Distances) -> Finding:

@@ -21,7 +21,7 @@ from peers.doctor.examination import thoroughly
 from peers.doctor.finding import Finding, is_well, wrong
 from peers.doctor.options import DoctorOptions
 from peers.shared import cli, logs
-from peers.shared.entrance import Entrance, find_entrance
+from peers.shared.entrance import Entrance, dht_addresses_of, find_entrance
 from peers.shared.exit_codes import EXIT_FAILURE
 from peers.shared.lan import with_invite
 from peers.shared.option_names import naming_options
@@ -63,11 +63,11 @@ async def examine(options: DoctorOptions, entrance: Entrance) -> list[Finding]:
     async with AsyncExitStack() as stack:
         try:
             async with asyncio.timeout(LOOK_SECONDS):
-                member, _ = await stack.enter_async_context(entrance.asking(SystemClock()))
+                member, store = await stack.enter_async_context(entrance.asking(SystemClock()))
                 await member.known.look(member.directory, member.stages)
         except TimeoutError:
             fault = f"no answer within {LOOK_SECONDS:.0f} s: check the network, and that a peer of the invite runs"
             return [wrong("run", fault), *await thoroughly(options, "no peer of the run answers")]
         except (SwarmError, ValueError) as error:
             return [wrong("run", str(error)), *await thoroughly(options, "nothing is known of the run")]
-        return await thoroughly(options, member)
+        return await thoroughly(options, member, dht_addresses_of(member, store))

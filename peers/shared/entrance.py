@@ -66,10 +66,10 @@ class Entrance:
         async def ask() -> tuple[str, ...]:
             async with self.asking(clock) as (member, store):
                 await member.known.look(member.directory, member.stages)
-                addresses = dict.fromkeys([*member.known.dht_addresses(MAX_ADDRESSES), *store.dht_addresses])
+                addresses = dht_addresses_of(member, store)
             if not addresses:
                 raise PeerUnavailable(f"no peer of the run at {self.where} says where the DHT is entered")
-            return tuple(addresses)
+            return addresses
 
         return await patiently(ask, clock, f"the run at {self.where}")
 
@@ -124,6 +124,11 @@ class Entrance:
     def where(self) -> str:
         """The endpoints of the entries, or else the addresses, as text for people."""
         return ", ".join(entry.endpoint for entry in self.entries) or ", ".join(self.addresses)
+
+
+def dht_addresses_of(member: Membership, store: PeerStore) -> tuple[str, ...]:
+    """Where a program enters the run's DHT: at the peers that are known, and at those that were asked."""
+    return tuple(dict.fromkeys([*member.known.dht_addresses(MAX_ADDRESSES), *store.dht_addresses]))
 
 
 def find_entrance(

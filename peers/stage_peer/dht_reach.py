@@ -9,7 +9,7 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from peers.stage_peer.listen import Listen
+from peers.stage_peer.listen import Listen, Outside
 from peers.stage_peer.own_port import answering_as_node
 from swarm.dht import addresses
 from swarm.dht.node import DhtNode
@@ -39,7 +39,15 @@ class DhtReach:
     @property
     def named(self) -> str:
         """The endpoints that others were asked to dial, as text for people."""
-        return ", ".join(endpoint_of(*place) for place in map(_host_and_port, self._named))
+        return ", ".join(endpoint_of(*place) for place in map(addresses.place, self._named))
+
+    def moved(self, own: Sequence[Outside]) -> None:
+        """Name the addresses that the machine has now in place of its former ones. Those that the user named stay."""
+        if self._named:
+            _, libp2p_id = addresses.split(self._named[0])
+            kept = [named for named in self._named if addresses.place(named)[0] not in self._own]
+            new = [f"{addresses.at(one.host, self.port)}/p2p/{libp2p_id}" for one in own]
+            self._named, self._own = (*kept, *new), {one.host for one in own}
 
     @asynccontextmanager
     async def answering(self, forwarded_port: int | None) -> AsyncIterator[Sequence[str]]:
@@ -49,7 +57,7 @@ class DhtReach:
         Args:
             forwarded_port: the router's port that leads to the node's; None if the router forwards none.
         """
-        places = [_host_and_port(address) for address in self.addresses or self._named][: MAX_ENDPOINTS - 1]
+        places = [addresses.place(address) for address in self.addresses or self._named][: MAX_ENDPOINTS - 1]
         # Others also try the address from which they see this peer call.
         seen = [f":{forwarded_port or port}" for _, port in places[:1]]
         ends = [*(endpoint_of(*place) for place in places), *seen]
@@ -90,7 +98,7 @@ class DhtReach:
         ends = map(host_and_port, reached)
         found = (f"{addresses.at(host, port)}/p2p/{libp2p_id}" for host, port in ends)
         # Nobody outside reaches the machine's own, which are for processes on it and in its network.
-        own = (named for named in self._named if _host_and_port(named)[0] in self._own)
+        own = (named for named in self._named if addresses.place(named)[0] in self._own)
         self.addresses = tuple(dict.fromkeys([*found, *own]))
 
     async def _become(self, *, client_mode: bool) -> bool:
@@ -100,9 +108,3 @@ class DhtReach:
             logger.debug("the node of the DHT stays what it is: %s", error)
             return False
         return True
-
-
-def _host_and_port(address: str) -> tuple[str, int]:
-    """The host and port in a multiaddress of the DHT."""
-    _, _, host, _, port, *_ = address.split("/")
-    return host, int(port)

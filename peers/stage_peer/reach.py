@@ -258,6 +258,7 @@ class Reach:
         if own and own != self._listen.own and not all(one.host in _LOOPBACK for one in own):
             logger.info("this machine's addresses are now %s", ", ".join(one.host for one in own))
             self._listen = self._listen.moved(own)
+            self._dht.moved(own)
 
     async def _verdict(self) -> Verdict | None:
         """Ask some peers to dial back. Return None if none of them answers."""

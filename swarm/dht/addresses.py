@@ -73,6 +73,12 @@ def split(address: str) -> tuple[str, str]:
     return address[: address.rindex("/p2p/")], match["peer_id"]
 
 
+def place(address: str) -> tuple[str, int]:
+    """The host and port in a node's address."""
+    _, _, host, _, port, *_ = address.split("/")
+    return host, int(port)
+
+
 def require_all(given: Iterable[str]) -> None:
     """Raise ValueError for the first string that is no node's address."""
     for address in given:

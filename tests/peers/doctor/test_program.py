@@ -16,6 +16,8 @@ from peers.doctor.finding import Finding, State
 from peers.doctor.options import DoctorOptions
 from peers.shared.devices import Device
 from peers.shared.entrance import find_entrance
+from peers.stage_peer.own_port import answering_as_node
+from scripts.benches.shared.ports import free_ports
 from swarm import __version__
 from swarm import config as configs
 from swarm.credentials.certificates import Role
@@ -59,10 +61,14 @@ async def _examine(options: DoctorOptions) -> dict[str, Finding]:
 
 
 async def test_a_machine_that_can_serve_is_told_so_with_figures() -> None:
-    async with shown_run(CONFIG, generate(), NODE, software_version=__version__) as run:
+    (port,) = free_ports(1)
+    async with (
+        answering_as_node("127.0.0.1", port),
+        shown_run(CONFIG, generate(), NODE.replace("4001", str(port)), software_version=__version__) as run,
+    ):
         found = await _examine(_options(run.entry))
     assert list(found) == [
-        "device", "files", "memory", "disk", "version", "gRPC port", "DHT port", "peers", "clock", "round trip",
+        "device", "files", "memory", "disk", "version", "gRPC port", "DHT port", "DHT", "peers", "clock", "round trip",
         "packets", "bandwidth",
     ]  # fmt: skip
     assert {finding.state for finding in found.values()} == {State.FINE}
@@ -71,6 +77,15 @@ async def test_a_machine_that_can_serve_is_told_so_with_figures() -> None:
     assert "Mbit/s up" in found["bandwidth"].text
     assert "ms to 1 peer" in found["round trip"].text
     assert found["version"].text == f"{__version__}, as the run's peers have"
+
+
+async def test_a_node_of_the_dht_that_no_connection_reaches_is_told_though_grpc_does() -> None:
+    (port,) = free_ports(1)
+    async with shown_run(CONFIG, generate(), NODE.replace("4001", str(port)), software_version=__version__) as run:
+        found = await _examine(_options(run.entry))
+    assert [what for what, finding in found.items() if finding.state is not State.FINE] == ["DHT"]
+    assert found["DHT"].state is State.WRONG
+    assert found["DHT"].text.startswith(f"no node of the run's DHT answers at 127.0.0.1:{port}, so no peer could join")
 
 
 async def test_what_is_wrong_says_what_to_change() -> None:
@@ -82,7 +97,7 @@ async def test_what_is_wrong_says_what_to_change() -> None:
     assert "the run's peers have 0.0.1: install that release" in found["version"].text
     assert f"--port {port} cannot be had: Address already in use; choose another port" in found["gRPC port"].text
     wrong = {what for what, finding in found.items() if finding.state is State.WRONG}
-    assert wrong == {"clock", "version", "gRPC port"}
+    assert wrong == {"clock", "version", "gRPC port", "DHT"}
 
 
 async def test_without_an_answer_the_machine_is_looked_at_all_the_same() -> None:

@@ -422,14 +422,20 @@ async def test_an_address_that_changes_in_mid_run_is_announced_once_others_reach
 
     async def check(_: grpc.aio.Channel, request: pb.CheckRequest, **__: object) -> pb.CheckReply:
         asked.append(request.endpoints)
-        reached = [end for end in request.endpoints if hosts and end.startswith(hosts[0])]
-        return pb.CheckReply(observed_host="192.0.2.7", endpoints=reached)
+        reached, nodes = (
+            [end for end in ends if end.startswith(tuple(hosts))] for ends in (request.endpoints, request.dht_endpoints)
+        )
+        return pb.CheckReply(observed_host="192.0.2.7", endpoints=reached, dht_endpoints=nodes)
 
     monkeypatch.setattr(inquiry, "check", check)
     async with _reach(host="", own_hosts=lambda: tuple(map(Outside, hosts))) as (reach, _, _):
         await eventually(lambda: reach.endpoints == (f"127.0.0.1:{reach.port}",))
         hosts[:] = ["192.0.2.7"]
         await eventually(lambda: reach.endpoints == (f"192.0.2.7:{reach.port}",))
+        hosts[:] = ["192.0.2.7", "11.0.0.7"]
+        await eventually(lambda: f"11.0.0.7:{reach.port}" in reach.endpoints)
+        links = {f"/ip4/{host}/tcp/5002/p2p/{NODE_ID}" for host in hosts}
+        await eventually(lambda: links == set(reach.announced(reach.port).dht_addresses))
         hosts[:] = []
         before = len(asked)
         await eventually(lambda: len(asked) > before + 3)
