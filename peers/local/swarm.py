@@ -72,9 +72,9 @@ class Drama:
         return [f"{newcomer.child.name} joined stage {newcomer.stage}"]
 
 
-START_SECONDS, START_SECONDS_PER_PEER = 120.0, 20.0
-"""Longest wait until the peers after the first serve: they import and connect all at once. The first may take any time,
-because it may have to download and prepare the text."""
+START_SECONDS, START_SECONDS_PER_PEER = 300.0, 60.0
+"""Longest wait until the peers after the first serve: they import, connect and perhaps compile, all at once. The first
+may take any time, because it may have to download and prepare the text."""
 LOOK_SECONDS = 0.5
 
 

@@ -42,7 +42,8 @@ from swarm.model.masks import Dropout, DropoutKey
 from swarm.model.shards import Shards, Span, spans
 
 MOST_VARIANTS = 64
-"""The most pieces of code that torch makes of a layer; with more it would run uncompiled."""
+"""The most pieces of code that torch makes of a layer; with more it would run uncompiled. Training, evaluation and
+computing again each need some, for either kind of shape."""
 
 
 class StageModule(nn.Module):
@@ -62,6 +63,7 @@ class StageModule(nn.Module):
         """
         super().__init__()
         self.fused = fused
+        self._compiles = False
         self.model = config.model
         if config.model.block_types and shards is None:
             shards = Shards(num_shards=config.model.num_shards, num_held=config.model.num_shards)
@@ -90,8 +92,7 @@ class StageModule(nn.Module):
 
         All layers share their code. The first shape has code of its own, and all others share one that fits any shape.
         """
-        # Training, evaluation and computing again each need code of their own, for either kind of shape.
-        torch._dynamo.config.recompile_limit = MOST_VARIANTS
+        self._compiles = True
         for layer in self.layers.values():
             layer.compile()
 
@@ -125,6 +126,9 @@ class StageModule(nn.Module):
             Before the last stage: hidden_BTR. At the last stage with targets: the sum of their losses in nats, a
             scalar. At the last stage without targets: logits_BTV. Always float32.
         """
+        if self._compiles and torch._dynamo.config.recompile_limit != MOST_VARIANTS:
+            # Set here because it counts for the present thread alone.
+            torch._dynamo.config.recompile_limit = MOST_VARIANTS
         num_positions, device = inputs.shape[1], inputs.device
         reach = cache if documents_BT is None else Documents(documents_BT)
         # Without a cache or documents, positions begin with 0.

@@ -1,6 +1,7 @@
 """torch.compile on a stage's layers. A backend counts the graphs, and runs them without compiling."""
 
 import dataclasses
+import threading
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from swarm import config as configs
 from swarm.config import LoraConfig, ModelConfig, RunConfig
 from swarm.model.compiled import Compile, compiles
 from swarm.model.masks import DropoutKey
-from swarm.model.stage_module import StageModule
+from swarm.model.stage_module import MOST_VARIANTS, StageModule
 from swarm.model.stages import build_stage
 
 
@@ -79,6 +80,24 @@ def test_a_dozen_shapes_are_compiled_a_few_times(monkeypatch: pytest.MonkeyPatch
         tokens = torch.ones(size, length, dtype=torch.int64)
         module(tokens, targets_BT=tokens).backward()
     assert 1 < counter.frame_count <= 3
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_thread_of_its_own_may_have_more_kinds_of_calls_than_torch_allows_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counter, module = _counted(monkeypatch)
+    found = list[int]()
+
+    def compute() -> None:
+        module(torch.ones(2, 8, dtype=torch.int64))
+        found.append(torch._dynamo.config.recompile_limit)
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    thread.join()
+    assert (counter.frame_count, found) == (1, [MOST_VARIANTS])
 
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
