@@ -50,6 +50,10 @@ class DataConfig:
     `bytes`; the first peer fills it in."""
     max_tokens: int = 0
     """Use at most this many tokens of each dataset; 0 means all."""
+    part_rows: int = 0
+    """Hugging Face datasets are read in parts of this many rows, and each part is prepared while the one before it is
+    trained on. A part is an epoch, and after a dataset's last row its first ones come again. 0: datasets are prepared
+    whole, before training."""
     sequence_length: int = 128
     """Tokens in a sample."""
     microbatch_size: int = 8
@@ -64,7 +68,8 @@ class DataConfig:
     too_long: Literal["cut", "drop"] = "cut"
     """With `chat` and `completion`: what becomes of a document that has more than `sequence_length` + 1 tokens."""
     held_out_fraction: float = 0.02
-    """Share of each dataset, taken from its end, that is never trained on, unless there is a `validation`."""
+    """Share of each dataset, taken from its end, that is never trained on, unless there is a `validation`. With
+    `part_rows` it is the share of a part's rows that is held out, once, at the dataset's beginning."""
     seed: int = 0
     """Order of the microbatches, initial weights and dropout all follow from it."""
     digest: str = ""
@@ -84,7 +89,13 @@ class DataConfig:
             "glob of them, or hf:NAME",
         )
         require_at_least_one("data", self, "sequence_length", "microbatch_size")
-        require_not_negative("data", self, "max_tokens")
+        require_not_negative("data", self, "max_tokens", "part_rows")
+        if self.part_rows:
+            whole = [dataset for dataset in self.datasets if not dataset.startswith("hf:")]
+            require(
+                not whole, f"data.part_rows is for Hugging Face datasets, hf:NAME, and not for {''.join(whole[:1])!r}"
+            )
+            require(not self.max_tokens, "data.part_rows and data.max_tokens exclude each other: set one of them to 0")
         require(
             self.tokenizer_identity in ("", "bytes") or is_sha256(self.tokenizer_identity),
             f"data.tokenizer_identity must be 'bytes' or 64 hexadecimal digits, not {self.tokenizer_identity[:80]!r}",
@@ -138,6 +149,11 @@ class DataConfig:
     def datasets(self) -> tuple[str, ...]:
         """The datasets that `dataset` names."""
         return (self.dataset,) if isinstance(self.dataset, str) else self.dataset
+
+    @property
+    def held_out_rows(self) -> int:
+        """With `part_rows`: how many rows at a dataset's beginning are held out."""
+        return 0 if self.validation else max(1, int(self.part_rows * self.held_out_fraction))
 
     @property
     def source_names(self) -> tuple[str, ...]:

@@ -16,10 +16,12 @@ import numpy.typing as npt
 
 from swarm.config import DataConfig
 from swarm.data import chat, prepared, text_files, tokenizers
+from swarm.data.parts import Parts
 from swarm.data.prepared import Prepared, Recipe
 from swarm.data.rows import HUGGING_FACE
 from swarm.data.tokenizer_files import SERVED, TokenizerFiles
 from swarm.errors import CorpusMismatch
+from swarm.machine.words import counted
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -33,7 +35,9 @@ class SourceTokens:
     digest: str
     """SHA-256, in hexadecimal, of the tokenizer's identity and all tokens, or sequences."""
     validation: npt.NDArray[Any] | None = None
-    """What `data.validation` names; None if the dataset's end is held out."""
+    """What `data.validation` names, or a dataset's first rows if it is read in parts; None if its end is held out."""
+    parts: Parts | None = None
+    """With `data.part_rows` the dataset's parts, of which `tokens` is the first; otherwise None."""
 
     @property
     def training(self) -> npt.NDArray[Any]:
@@ -66,7 +70,8 @@ class Corpus:
 
 
 def prepare(config: DataConfig, *, cache_dir: Path) -> Corpus:
-    """Tokenize all datasets into files in `cache_dir`, unless they are there, and map the files into memory.
+    """Tokenize all datasets into files in `cache_dir`, unless they are there, and map the files into memory. Of
+    datasets that are read in parts this prepares the first part, and what is held out.
 
     Raises:
         ValueError: one line, if a dataset, the tokenizer or its chat template is missing, unreadable or empty, a row
@@ -75,18 +80,24 @@ def prepare(config: DataConfig, *, cache_dir: Path) -> Corpus:
     tokenizer = tokenizers.load(config.tokenizer)
     template = chat.beside(config.tokenizer, now=lambda: chat.TRAINING_DATE) if config.has_conversations else None
     recipe = Recipe(config, tokenizer, template)
-    found = [prepared.prepare(dataset, recipe, cache_dir) for dataset in config.datasets]
-    if config.validation:
-        own = prepared.prepare(config.validation, recipe, cache_dir, field="data.validation")
-        sources = [_with_validation(found[0], own, config)]
-    else:
-        sources = [_divided(dataset, each, config) for dataset, each in zip(config.datasets, found, strict=True)]
+    sources = [_source(dataset, recipe, cache_dir) for dataset in config.datasets]
     return Corpus(
         sources=sources,
         vocab_size=tokenizer.vocab_size,
         digest=_digest(sources),
         tokenizer_identity=tokenizer.identity,
     )
+
+
+def _source(dataset: str, recipe: Recipe, cache_dir: Path) -> SourceTokens:
+    config = recipe.config
+    parts = Parts(dataset, recipe, cache_dir) if config.part_rows else None
+    # What is held out are a dataset's first rows, so they are read first.
+    held_out = None if parts is None or config.validation else parts.held_out()
+    found = prepared.prepare(dataset, recipe, cache_dir) if parts is None else parts.first()
+    if config.validation:
+        held_out = prepared.prepare(config.validation, recipe, cache_dir, field="data.validation")
+    return _divided(dataset, found, config) if held_out is None else _with_own(dataset, found, held_out, config, parts)
 
 
 def _digest(sources: Sequence[SourceTokens]) -> str:
@@ -120,21 +131,28 @@ def _divided(dataset: str, found: Prepared, config: DataConfig) -> SourceTokens:
     return SourceTokens(tokens=tokens, num_training=num_training, digest=found.digest)
 
 
-def _with_validation(found: Prepared, own: Prepared, config: DataConfig) -> SourceTokens:
-    """Train on all of a dataset, and evaluate on another. Raises ValueError if one of them is too short."""
+def _with_own(
+    dataset: str, found: Prepared, own: Prepared, config: DataConfig, parts: Parts | None
+) -> SourceTokens:  # fmt: skip
+    """Train on all of a dataset, or of its parts, and evaluate on another text. Raises ValueError if one of them is too
+    short."""
     length = config.sequence_length
-    for field, part, num_samples in (
-        ("dataset", found.tokens, config.microbatch_size),
-        ("validation", own.tokens, 1),
+    named = f"data.dataset {dataset!r}"
+    held_out = f"what is held out of {named} ({counted(config.held_out_rows, 'row')})"
+    for name, part, num_samples in (
+        (named if parts is None else f"part 0 of {named}", found.tokens, config.microbatch_size),
+        (f"data.validation {config.validation!r}" if config.validation else held_out, own.tokens, 1),
     ):
         needed, unit = (num_samples, "samples") if config.has_targets else (num_samples * length + 1, "tokens")
         if len(part) < needed:
             raise ValueError(
-                f"data.{field} {getattr(config, field)!r} is too short: it has {len(part)} {unit}, and {needed} are "
-                "needed; give more, or a smaller data.microbatch_size or data.sequence_length"
+                f"{name} is too short: it has {len(part)} {unit}, and {needed} are needed; give more, or a smaller "
+                "data.microbatch_size or data.sequence_length"
             )
     digest = hashlib.sha256(f"{found.digest}\n{own.digest}\n".encode()).hexdigest()
-    return SourceTokens(tokens=found.tokens, num_training=len(found.tokens), digest=digest, validation=own.tokens)
+    return SourceTokens(
+        tokens=found.tokens, num_training=len(found.tokens), digest=digest, validation=own.tokens, parts=parts
+    )
 
 
 def published(config: DataConfig, corpus: Corpus, files: TokenizerFiles | None) -> DataConfig:

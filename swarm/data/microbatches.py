@@ -7,9 +7,13 @@ The training part of a text is cut into windows of `sequence_length` tokens. Eac
 window, as its last target. Conversations and completions are sequences already (data/packing). An epoch visits every
 sequence once, in an order of its own. With `data.weights` an epoch has the number of sequences of each dataset that the
 weights say, and the next epoch goes on where this one ended in each dataset.
+
+With `data.part_rows` epoch k has the samples of part k of each dataset (data/parts), as many as part 0 has: of a part
+with more the rest is left out, and one with fewer begins again at its own start.
 """
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +23,7 @@ import torch
 
 from swarm.config import DataConfig
 from swarm.data.corpora import Corpus
+from swarm.data.prepared import Prepared
 from swarm.training.samples import TOKENS
 
 _NUM_FEISTEL_ROUNDS = 6
@@ -54,7 +59,8 @@ class Microbatches:
         self._microbatch_size = config.microbatch_size
         self._seed = config.seed
         self._num_sequences = [self._count(source.training) for source in corpus.sources]
-        self._sizes = _epoch_sizes(self._num_sequences, config.weights)
+        sizes = _part_sizes if config.part_rows else _epoch_sizes
+        self._sizes = sizes(self._num_sequences, config.weights)
         """Samples of each dataset in an epoch."""
         self._ends = np.cumsum(self._sizes)
         self.num_windows = int(self._ends[-1])
@@ -65,8 +71,17 @@ class Microbatches:
         tokens: npt.NDArray[np.int32] = self.samples(index)[TOKENS].numpy()
         return tokens
 
+    def preparing(self, index: int) -> list[Future[Prepared]]:
+        """The parts that microbatch `index` needs and that are not prepared yet. Has them, and those that come next,
+        prepared in the background. The parts of the present epoch and the one before it stay at hand."""
+        first = index * self._microbatch_size
+        epochs = range(first // self.num_windows, (first + self._microbatch_size - 1) // self.num_windows + 1)
+        parts = [source.parts for source in self._sources if source.parts is not None]
+        wanted = [each.want(epoch) for epoch in epochs for each in parts]
+        return [part for part in wanted if not part.done()]
+
     def samples(self, index: int) -> dict[str, torch.Tensor]:
-        """Microbatch `index` in its wire form (training/samples).
+        """Microbatch `index` in its wire form (training/samples). Blocks while one of its parts is prepared.
 
         Sample j of microbatch i is sample i * microbatch_size + j of the run; epochs follow each other without a
         gap, so that a microbatch may begin in one and end in the next.
@@ -105,7 +120,14 @@ class Microbatches:
         """Find the sequence at a place in an epoch's permutation: its dataset's training part, and its number there."""
         source = int(np.searchsorted(self._ends, place, side="right"))
         size = self._sizes[source]
-        seen = epoch * size + place - (int(self._ends[source]) - size)
+        number = place - (int(self._ends[source]) - size)
+        if (parts := self._sources[source].parts) is not None:
+            part = parts.want(epoch).result().tokens
+            if (available := self._count(part)) <= 0:
+                # Hardly any of its rows could be used.
+                part, available = self._sources[source].training, self._num_sequences[source]
+            return part, number % available
+        seen = epoch * size + number
         return self._sources[source].training, seen % self._num_sequences[source]
 
     def _count(self, part: _Part) -> int:
@@ -128,6 +150,14 @@ def _epoch_sizes(num_sequences: Sequence[int], weights: Sequence[float]) -> list
         return list(num_sequences)
     total = sum(num_sequences)
     return [max(1, round(total * (weight / sum(weights)))) for weight in weights]
+
+
+def _part_sizes(num_sequences: Sequence[int], weights: Sequence[float]) -> list[int]:
+    """Samples of each dataset in an epoch: as many as there are, if they are not too many beside the others'."""
+    if not weights:
+        return list(num_sequences)
+    scale = min(number / weight for number, weight in zip(num_sequences, weights, strict=True))
+    return [max(1, int(weight * scale)) for weight in weights]
 
 
 def _permute(positions: _Words, size: int, *, seed: int, epochs: _Words) -> _Words:

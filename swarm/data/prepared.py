@@ -17,7 +17,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from swarm.data import packing, tokenizers
 from swarm.data.chat import ChatTemplate
 from swarm.data.documents import Documents, noun_of
 from swarm.data.dummy import DUMMY, random_tokens
-from swarm.data.sources import Source, Text
+from swarm.data.sources import Part, Source, Text
 from swarm.data.tokenizers import TokenIds, Tokenizer
 from swarm.errors import in_one_line
 from swarm.machine.words import counted
@@ -98,8 +98,10 @@ class Recipe:
         return hashlib.sha256(json.dumps(origin).encode()).hexdigest()
 
 
-def prepare(dataset: str, recipe: Recipe, cache_dir: Path, *, field: str = "data.dataset") -> Prepared:
-    """Tokenize a dataset into a file in `cache_dir`, unless it is there, and map the file into memory.
+def prepare(
+    dataset: str, recipe: Recipe, cache_dir: Path, *, field: str = "data.dataset", part: Part | None = None
+) -> Prepared:
+    """Tokenize a dataset, or a part, into a file in `cache_dir`, unless it is there, and map the file into memory.
 
     Local files are recognised by path, size and modification time; a Hugging Face dataset by its name alone.
     Of several processes that call this at once, one reads the dataset and the others wait. (If the file system has no
@@ -113,14 +115,16 @@ def prepare(dataset: str, recipe: Recipe, cache_dir: Path, *, field: str = "data
     """
     _sweep(cache_dir)
     try:
-        source = Source(dataset, recipe.config)
-        path = cache_dir / f"{recipe.key(source)[:32]}.tokens"
+        source = Source(dataset, recipe.config, part)
+        path = _path(source, recipe, cache_dir)
         if not path.exists():
             cache_dir.mkdir(parents=True, exist_ok=True)
-            with _alone(path.with_suffix(".lock"), dataset):
+            with _alone(path.with_suffix(".lock"), source.title):
                 if not path.exists():
                     _write(path, source, recipe)
-        tokens = np.memmap(path, dtype=recipe.dtype, mode="r")
+        # An empty file cannot be mapped.
+        is_empty = path.stat().st_size == 0
+        tokens = np.zeros(0, recipe.dtype) if is_empty else np.memmap(path, dtype=recipe.dtype, mode="r")
         about = json.loads(_about_path(path).read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(str(error).replace(f"data.dataset {dataset!r}", f"{field} {dataset!r}")) from None
@@ -129,15 +133,32 @@ def prepare(dataset: str, recipe: Recipe, cache_dir: Path, *, field: str = "data
             f"cannot prepare {field} {dataset!r} in {cache_dir}: {in_one_line(error)}; the environment's "
             "XDG_CACHE_HOME can name another place for prepared texts than ~/.cache"
         ) from None
-    _say_skipped(dataset, {**source.unreadable, **about["no_text"]}, source.num_files)
+    _say_skipped(source.title, {**source.unreadable, **about["no_text"]}, source.num_files)
     if about["faults"]["num_rows"]:
         logger.warning(
-            "%s of %s left out; the first: %s", counted(about["faults"]["num_rows"], "row"), dataset,
+            "%s of %s left out; the first: %s", counted(about["faults"]["num_rows"], "row"), source.title,
             about["faults"]["first"],
         )  # fmt: skip
     if recipe.config.has_targets:
-        _say_counts(dataset, recipe.config, about["counts"], len(tokens))
+        _say_counts(source.title, recipe.config, about["counts"], len(tokens))
     return Prepared(tokens, about["digest"])
+
+
+def delete_parts(dataset: str, recipe: Recipe, cache_dir: Path, *, but: Collection[str]) -> None:
+    """Delete a dataset's prepared parts, but not those with these names. Whoever has one open can still read it."""
+    anyone = _path(Source(dataset, recipe.config, Part("*", ())), recipe, cache_dir)
+    kept = {anyone.name.replace("*", name) for name in but}
+    for path in cache_dir.glob(anyone.name):
+        if path.name not in kept:
+            with contextlib.suppress(OSError):
+                path.unlink()
+                _about_path(path).unlink()
+
+
+def _path(source: Source, recipe: Recipe, cache_dir: Path) -> Path:
+    """The file of a prepared dataset, or of a part of it."""
+    part = "" if source.part is None else f"-{source.part.name}"
+    return cache_dir / f"{recipe.key(source)[:32]}{part}.tokens"
 
 
 def _say_skipped(dataset: str, skipped: Mapping[str, str], num_files: int) -> None:
@@ -180,13 +201,15 @@ def _write(path: Path, source: Source, recipe: Recipe) -> None:
                     break
                 if time.monotonic() - said_at >= _SAY_SECONDS:
                     said_at = time.monotonic()
-                    end = f"of {most / 1e6:.1f}" if config.max_tokens else "so far; data.max_tokens would end it sooner"
+                    end = f"of {most / 1e6:.1f}" if config.max_tokens else "so far"
+                    if not config.max_tokens and source.part is None:
+                        end += "; data.max_tokens would end it sooner"
                     done = (most - remaining) / 1e6
-                    logger.info("preparing %s: %.1f million tokens %s", source.dataset, done, end)
+                    logger.info("preparing %s: %.1f million tokens %s", source.title, done, end)
             # Without this, a power cut could leave a file without its end, which would pass for the whole dataset.
             file.flush()
             os.fsync(file.fileno())
-            if not file.tell():
+            if not file.tell() and not (source.part and source.part.may_be_empty):
                 raise ValueError(_nothing(source, documents))
         counts = {} if documents is None else dataclasses.asdict(documents.counts)
         faults = dataclasses.asdict(source.faults)

@@ -24,8 +24,6 @@ HUGGING_FACE = "hf:"
 LONGEST_ROW_BYTES = 16 << 20
 """The longest line of JSONL that is accepted, because a line has to be in memory."""
 _BATCH_ROWS = 64
-_MOST_FAULTS_AT_FIRST = 100
-"""If so many rows at a dataset's beginning cannot be used, none will be: another dataset or setting is meant."""
 _MOST_REASON = 500
 """The most characters of what is wrong with a row, because a row may hold anything."""
 
@@ -63,11 +61,14 @@ class Faults:
 
     Attributes:
         first: what is wrong with the first of them, and where it is.
+        most_at_first: if so many rows at the beginning cannot be used, none will be: another dataset or setting is
+            meant.
     """
 
     num_used: int = 0
     num_rows: int = 0
     first: str = ""
+    most_at_first: float = 100
 
     def each(self, rows: Iterable[Row], use: Callable[[Row], T]) -> Iterator[T]:
         """Yield what `use` makes of the rows, without those for which it raises ValueError. Raises ValueError, one line
@@ -81,7 +82,7 @@ class Faults:
                 self.num_rows += 1
                 reason = str(error).removeprefix(f"{row.place}: ")[:_MOST_REASON]
                 self.first = self.first or str(row.fault(reason))
-                if self.num_rows == _MOST_FAULTS_AT_FIRST and not self.num_used:
+                if self.num_rows == self.most_at_first and not self.num_used:
                     raise ValueError(self.first) from None
             else:
                 self.num_used += 1

@@ -1,10 +1,13 @@
 """Sources: read one dataset, text by text or row by row.
 
 Used by data/prepared. A text is a file, or a field of a row. data/text_files finds the files and their order. A file
-that holds no text, or no rows, is skipped, and the reason is kept for the log.
+that holds no text, or no rows, is skipped, and the reason is kept for the log. Of a Hugging Face dataset a source may
+be a part (data/parts).
 """
 
+import math
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +20,27 @@ Text = Iterable[str]
 """The pieces of one text, in order."""
 
 
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Some successive rows of a Hugging Face dataset.
+
+    Attributes:
+        name: tells it from the dataset's other parts.
+        rows: its rows. They are read once, and only if they are needed.
+        may_be_empty: whether it may have no row that can be used.
+    """
+
+    name: str
+    rows: Iterable[Row]
+    may_be_empty: bool = False
+
+
 class Source:
-    """The files of a dataset, or its name on the hub.
+    """The files of a dataset, or its name on the hub, or a part of that.
 
     Attributes:
         dataset: the dataset's name in `data.dataset`.
+        title: that name, and which part it is, for log lines.
         identity: a value that changes on this machine when the source has changed.
         unreadable: files that were skipped because they cannot be opened: the reason by path.
         no_text: files that were skipped because they turned out to hold no text, or no rows: the reason by path.
@@ -29,15 +48,21 @@ class Source:
         faults: leaves out rows that cannot be used.
     """
 
-    def __init__(self, dataset: str, config: DataConfig) -> None:
+    def __init__(self, dataset: str, config: DataConfig, part: Part | None = None) -> None:
         """Find the dataset's files. Raises ValueError, one line, if there is no such file, folder or glob."""
         self.dataset = dataset
+        self.title = dataset if part is None else f"{dataset}, {part.name}"
+        self.part = part
         self._config = config
         self._files: list[Path] = []
         self.unreadable: dict[str, str] = {}
         self.no_text: dict[str, str] = {}
         self.faults = Faults()
+        if part is not None and part.may_be_empty:
+            self.faults.most_at_first = math.inf
         self.identity: list[Any] = [config.hf_config, config.hf_split, config.text_field]
+        if part is not None:
+            self.identity += [config.part_rows, config.held_out_rows]
         if not self._is_hugging_face and dataset != DUMMY:
             found = text_files.find(dataset)
             self._files = found.files
@@ -53,7 +78,7 @@ class Source:
     def texts(self) -> Iterator[Text]:
         """Yield the texts, file by file, and add skipped files to `no_text`. Raises ValueError, one line."""
         if self._is_hugging_face:
-            yield from self.faults.each(rows.of_hugging_face(self.dataset, self._config), self._text_of)
+            yield from self.faults.each(self._hugging_face_rows(), self._text_of)
         for path in self._files:
             if rows.has_rows(path):
                 yield from self.faults.each(rows.of_file(path), self._text_of)
@@ -65,12 +90,15 @@ class Source:
     def rows(self) -> Iterator[Row]:
         """Yield the rows, file by file, and add files without rows to `no_text`. Raises ValueError, one line."""
         if self._is_hugging_face:
-            yield from rows.of_hugging_face(self.dataset, self._config)
+            yield from self._hugging_face_rows()
         for path in self._files:
             if rows.has_rows(path):
                 yield from rows.of_file(path)
             else:
                 self.no_text[_shown(path)] = f"it ends in none of {', '.join(rows.READERS)}"
+
+    def _hugging_face_rows(self) -> Iterable[Row]:
+        return rows.of_hugging_face(self.dataset, self._config) if self.part is None else self.part.rows
 
     def _text_of(self, row: Row) -> Text:
         text = row.values.get(self._config.text_field)

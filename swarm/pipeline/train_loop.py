@@ -154,7 +154,10 @@ class TrainLoop(HopListener):
     async def _train(self, work: Work) -> None:
         microbatch = work.microbatch
         try:
-            batch = self._data.samples(microbatch.index)
+            number = self._data_number(microbatch)
+            for part in self._data.preparing(number):
+                await asyncio.wrap_future(part)
+            batch = self._data.samples(number)
             hints = microbatch.known_by(self._routes.get(microbatch.index, {}))
             reply = await self._hop.train(microbatch, batch, self, hints)
             if self._work.is_overdue:
@@ -174,6 +177,15 @@ class TrainLoop(HopListener):
             self._work.note_acknowledged(microbatch)
         except Fatal as error:
             self._failed(work, error)
+
+    def _data_number(self, microbatch: Microbatch) -> int:
+        """Which of the data's microbatches this one is.
+
+        With DiLoCo a new leader leaves many indices out. What streams cannot be left out, because it would have to be
+        read, so there the round says where in the data a microbatch is. In the synchronous setting that is its index.
+        """
+        num = self._config.microbatches_per_round
+        return microbatch.round * num + microbatch.index % num if self._config.data.part_rows else microbatch.index
 
     def _answered(self, microbatch: Microbatch, reply: HopReply, num_targets: int) -> None:
         if self._config.rounds.synchronous:

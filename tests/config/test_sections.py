@@ -110,6 +110,12 @@ from swarm.config import RunConfig
         (f"[data]\ndataset = {[str(n) for n in range(65)]}", "data.dataset must name at most 64 datasets, not 65"),
         ("[data]\nweights = [1, 2]", "data.weights has 2 numbers, and data.dataset names 1: each needs one"),
         ("[data]\ndataset = ['a', 'b']\nweights = [1, 0]", "data.weights must be positive and finite, not [1.0, 0.0]"),
+        ("[data]\npart_rows = -1\ndataset = 'hf:x'", "data.part_rows must not be negative, not -1"),
+        (
+            "[data]\npart_rows = 9\ndataset = ['hf:x', 'b']",
+            "data.part_rows is for Hugging Face datasets, hf:NAME, and not for 'b'",
+        ),
+        ("[data]\npart_rows = 9\nmax_tokens = 9\ndataset = 'hf:x'", "data.part_rows and data.max_tokens exclude each"),
         ("[data]\nseed = -1", "data.seed must be at least 0 and below 2^63, not -1"),
         (f"[data]\nseed = {1 << 63}", f"data.seed must be at least 0 and below 2^63, not {1 << 63}"),
         (

@@ -1,7 +1,9 @@
 """The trainer's loop, with a hop and leases that the test controls: what it acknowledges, and what it gives up."""
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Collection, Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import Any, cast
 
@@ -10,6 +12,7 @@ import torch
 
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
+from swarm.data.prepared import Prepared
 from swarm.hop.answers import HopListener
 from swarm.hop.hop import Hop
 from swarm.hop.obstacle import Obstacle
@@ -80,6 +83,11 @@ class World:
         self.hints: list[dict[int, PeerId]] = []
         self.round = 0
         self.steps: list[Step] = []
+        self.numbers: list[int] = []
+        """Which of the data's microbatches were read."""
+        self.part: Future[Prepared] = Future()
+        self.part.set_running_or_notify_cancel()
+        self.waits_for_part = False
 
     def obstacle(self, stage: int) -> Obstacle:
         assert not self.reachable
@@ -126,7 +134,11 @@ class World:
     async def on_step(self, step: Step) -> None:
         self.steps.append(step)
 
+    def preparing(self, index: int) -> list[Future[Prepared]]:
+        return [self.part] if self.waits_for_part else []
+
     def samples(self, index: int) -> dict[str, torch.Tensor]:
+        self.numbers.append(index)
         return {TOKENS: torch.zeros(1, 2, dtype=torch.int32)}
 
 
@@ -404,3 +416,37 @@ async def test_without_renewal_all_is_given_up_before_the_lease_ends() -> None:
         world.reachable = True
         await eventually(lambda: 0 in world.released, meanwhile=lambda: pass_time(world))
         assert not world.reply.acked
+
+
+async def test_a_microbatch_whose_text_is_not_prepared_waits_and_others_go_on() -> None:
+    async with running(SYNCHRONOUS, max_in_flight=2) as world:
+        world.waits_for_part, world.num_there = True, 2
+        await eventually(lambda: world.num_granted == 2, meanwhile=lambda: pass_time(world))
+        world.answer.set()
+        await eventually(lambda: world.reply.acked)
+        for _ in range(3 * int(LEASE_SECONDS)):
+            pass_time(world)
+            await asyncio.sleep(0)
+        assert world.num_runs == 1
+        assert not world.released, "the lease is renewed meanwhile"
+        world.part.set_result(cast(Prepared, None))
+        await eventually(lambda: world.num_runs == 2, meanwhile=lambda: pass_time(world))
+
+
+@pytest.mark.parametrize(("config", "streams", "number"), [
+    (DILOCO, False, 10**9), (DILOCO, True, 7), (SYNCHRONOUS, False, 7), (SYNCHRONOUS, True, 7),
+])  # fmt: skip
+async def test_in_data_that_streams_a_round_says_where_its_microbatches_are(
+    config: RunConfig, streams: bool, number: int
+) -> None:
+    """With DiLoCo, a new leader leaves out up to a billion indices, and nobody can skip as many rows."""
+    num = config.microbatches_per_round
+    number = number if number == 10**9 else 3 * num + 10**9 % num
+    if streams:
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, dataset="hf:x", part_rows=100))
+    async with running(config, first=3) as world:
+        world.stage_0_round = 3
+        world.num_granted = number if config.rounds.synchronous else 10**9
+        world.num_there = world.num_granted + 1
+        await eventually(lambda: world.num_runs == 2, meanwhile=lambda: pass_time(world))
+        assert world.numbers[1:] == [number]

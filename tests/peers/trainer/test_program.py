@@ -22,6 +22,7 @@ from swarm.errors import CorpusMismatch
 from swarm.metrics.log import MetricsLog
 from swarm.metrics.wandb_run import WandbRun
 from swarm.training.samples import TOKENS
+from tests.data.texts import Rows
 from tests.support.chain import SYNCHRONOUS
 from tests.support.manual_clock import ManualClock
 from tests.support.text_corpus import text_corpus
@@ -80,6 +81,23 @@ def test_a_text_for_validation_may_lie_elsewhere(tmp_path: Path, monkeypatch: py
     whole = dataclasses.replace(config, data=dataclasses.replace(config.data, validation="", digest=""))
     with pytest.raises(ValueError, match="the run holds out a part of its own: leave it out"):
         open_corpus(whole, (str(tmp_path / "text.txt"),), validation=str(copy))
+
+
+def test_a_run_on_a_dataset_that_streams_is_begun_and_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    Rows([{"text": f"story {number:03} " * 99} for number in range(500)]).install(monkeypatch)
+    options = PeerOptions(preset="tiny", dataset=("hf:stories",), set=("data.part_rows=60",))
+    config = own_config(options, None, tmp_path / "first")
+    assert config is not None
+    _, data = open_corpus(config, ())
+    told = set[str]()
+    for index in range(2 * data.num_windows // config.data.microbatch_size + 1):
+        told |= set(bytes(data.tokens(index).ravel().tolist()).decode().split())
+    assert {"000", "001", "060", "061", "120"} & told == {"001", "060", "061", "120"}, "the first row is held out"
+    with pytest.raises(ValueError, match=r"^--set: data\.part_rows is for Hugging Face datasets"):
+        own_config(dataclasses.replace(options, dataset=(str(tmp_path),)), None, tmp_path / "first")
 
 
 def test_another_tokenizer_is_told_by_its_digest_and_not_by_its_size(

@@ -1,0 +1,156 @@
+"""Parts of a Hugging Face dataset: it is read while training goes on, because it may be too large to be prepared whole.
+
+data/corpora makes the parts, and data/microbatches asks for them by number. Row 0 is the first row after those that are
+held out; part k is rows k * part_rows to (k + 1) * part_rows, and after the last row comes row 0 again. So all machines
+have the same parts, and one that begins with a later part only has to skip rows. A thread prepares the part that is
+asked for and the next one. On disk are part 0, which every start compares with the run's, the last part, the present
+one and the next.
+"""
+
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+from swarm.data import prepared, rows
+from swarm.data.prepared import Prepared, Recipe
+from swarm.data.rows import Row
+from swarm.data.sources import Part
+
+logger = logging.getLogger(__name__)
+
+RETRY_SECONDS = 30.0
+"""Time until a part is tried again that could not be prepared, because the hub may be away for a while."""
+
+
+class Parts:
+    """The parts of one dataset."""
+
+    def __init__(
+        self, dataset: str, recipe: Recipe, cache_dir: Path, *, pause: Callable[[float], object] = time.sleep
+    ) -> None:
+        self._dataset = dataset
+        self._recipe = recipe
+        self._cache_dir = cache_dir
+        self._pause = pause
+        self._open: tuple[Iterator[Row], int] | None = None
+        """The dataset where the last part that was read ended, and the number of its next row."""
+        self._num_rows = 0
+        """The number of rows that are not held out; 0 before the end was reached."""
+        self._first: Prepared | None = None
+        self._present = 0
+        self._futures: dict[int, Future[Prepared]] = {}
+        self._queue: queue.SimpleQueue[tuple[int, Future[Prepared]]] = queue.SimpleQueue()
+        """Parts to prepare. Few are asked for at once."""
+        self._thread: threading.Thread | None = None
+
+    def held_out(self) -> Prepared:
+        """Prepare the held-out rows. Blocks. Raises ValueError as `prepare` does."""
+        return self._prepared(Part("held-out", self._held_out_rows()))
+
+    def first(self) -> Prepared:
+        """Prepare part 0. Blocks. Raises ValueError as `prepare` does, and if the dataset has fewer rows."""
+        if self._first is None:
+            self._first = self._prepared(Part(_name(0), self._rows(0)))
+        return self._first
+
+    def want(self, number: int) -> Future[Prepared]:
+        """Part `number`, once it is prepared, which does not fail: what cannot be read now is tried again. Part 0 must
+        have been prepared. Only one thread may call this."""
+        if number not in self._futures or number > self._present:
+            self._present = number
+            kept = {0, number - 1, number, number + 1}
+            self._futures = {each: future for each, future in self._futures.items() if each in kept}
+            for each in (number, number + 1):
+                if each not in self._futures:
+                    self._futures[each] = self._begun(each)
+            names = ["held-out", *map(_name, kept)]
+            prepared.delete_parts(self._dataset, self._recipe, self._cache_dir, but=names)
+            if not self._futures[number].done():
+                logger.info("training waits for part %d of %s, which is prepared now", number, self._dataset)
+        return self._futures[number]
+
+    # -- in the background ---------------------------------------------------------------------------------------------
+
+    def _begun(self, number: int) -> Future[Prepared]:
+        future: Future[Prepared] = Future()
+        # Whoever waits for a part may be cancelled, but not the part.
+        future.set_running_or_notify_cancel()
+        if number == 0:
+            future.set_result(self.first())
+            return future
+        self._queue.put((number, future))
+        if self._thread is None:
+            # As a daemon thread it does not keep the program from ending.
+            self._thread = threading.Thread(target=self._prepare_all, name="parts", daemon=True)
+            self._thread.start()
+        return future
+
+    def _prepare_all(self) -> None:
+        while True:
+            number, future = self._queue.get()
+            while not future.done():
+                try:
+                    # Only a dataset's first part may have no row that can be used: an error would not pass.
+                    future.set_result(self._prepared(Part(_name(number), self._rows(number), may_be_empty=True)))
+                except ValueError as error:
+                    logger.warning("part %d is prepared again in %.0f s: %s", number, RETRY_SECONDS, error)
+                    self._pause(RETRY_SECONDS)
+                except Exception as error:  # noqa: BLE001 - whoever waits for the part raises it
+                    future.set_exception(error)
+
+    def _prepared(self, part: Part) -> Prepared:
+        return prepared.prepare(self._dataset, self._recipe, self._cache_dir, part=part)
+
+    # -- reading rows --------------------------------------------------------------------------------------------------
+
+    def _held_out_rows(self) -> Iterator[Row]:
+        reader = rows.of_hugging_face(self._dataset, self._recipe.config)
+        yield from itertools.islice(reader, self._recipe.config.held_out_rows)
+        self._open = reader, 0
+
+    def _rows(self, number: int) -> Iterator[Row]:
+        """The rows of a part. Raises ValueError if they cannot be read, or the dataset is too small for one part."""
+        config = self._recipe.config
+        first = number * config.part_rows
+        reader, position = self._opened(first)
+        while position < first + config.part_rows:
+            row = next(reader, None)
+            if row is None:
+                self._num_rows = self._num_rows or position
+                if self._num_rows < config.part_rows:
+                    raise ValueError(
+                        f"data.dataset {self._dataset!r} has {self._num_rows + config.held_out_rows} rows, too few for "
+                        f"data.part_rows {config.part_rows}: leave that out"
+                    )
+                reader, position = self._from_start(max(position, first))
+                continue
+            position += 1
+            if position > first:
+                yield row
+        # If the part was not read to its end, the next one is read from the dataset's start.
+        self._open = reader, position
+
+    def _opened(self, first: int) -> tuple[Iterator[Row], int]:
+        """The dataset at row `first`, or before it."""
+        found, self._open = self._open, None
+        if found is not None and found[1] <= first:
+            return found
+        if first:
+            logger.info("skips %d rows of %s", first % self._num_rows if self._num_rows else first, self._dataset)
+        return self._from_start(first)
+
+    def _from_start(self, first: int) -> tuple[Iterator[Row], int]:
+        """The dataset at row 0 of the pass that has row `first`; before its end was reached once, at row 0."""
+        reader = rows.of_hugging_face(self._dataset, self._recipe.config)
+        for _ in itertools.islice(reader, self._recipe.config.held_out_rows):
+            pass
+        return reader, first - first % self._num_rows if self._num_rows else 0
+
+
+def _name(number: int) -> str:
+    return f"part-{number}"
