@@ -1,14 +1,16 @@
-"""Asks this machine's router to forward TCP ports to it: by NAT-PMP, or else by UPnP.
+"""Asks this machine's router to forward TCP ports to it: by PCP, by NAT-PMP, or else by UPnP.
 
 Used by reach.py where others do not reach the peer. A forwarding has a lease, which is renewed, and is ended when the
 peer leaves. A router's answer is a claim like any other: the peer announces an endpoint only once others have reached
 it there. Its address is the one from which others see this peer call. Only the first peer of a run, whom nobody can
-dial back yet, takes the router's word for both. NAT-PMP (RFC 6886) takes two datagrams; UPnP needs miniupnpc.
+dial back yet, takes the router's word for both. PCP (RFC 6887) and NAT-PMP (RFC 6886), which it succeeds, take two
+datagrams each; UPnP needs miniupnpc.
 """
 
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import struct
 from collections.abc import Callable, Sequence
@@ -28,8 +30,13 @@ RENEW_SECONDS = 400.0
 ASK_SECONDS = 5.0
 """The longest wait for the router's answer to one call."""
 TRIES_SECONDS = (0.25, 0.5)
-"""How long to wait for an answer after each of two datagrams of NAT-PMP: the first two waits of RFC 6886."""
-_NAT_PMP_PORT, _OUTER_HOST, _MAP_TCP, _ANSWER = 5351, 0, 2, 128
+"""How long to wait for an answer after each of two datagrams: the first two waits of RFC 6886."""
+_PORT, _ANSWER = 5351, 128
+"""The port at which a router answers PCP and NAT-PMP, and what it adds to the number of an operation."""
+_OUTER_HOST, _MAP_TCP = 0, 2
+"""Operations of NAT-PMP."""
+_PCP, _PCP_MAP, _PCP_TCP = 2, 1, 6
+"""PCP's version, its operation that forwards a port, and its number of TCP."""
 _ROUTES = Path("/proc/net/route")
 _IS_GATEWAY = 0x2
 _UPNP_MILLISECONDS = 1000
@@ -52,6 +59,58 @@ class Router(Protocol):
         ...
 
 
+def _exchange(address: tuple[str, int], request: Callable[[str], bytes]) -> bytes:
+    """The router's answer to a datagram, which is made for this machine's address. Raises OSError if there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        # A connected socket receives only the router's datagrams.
+        sock.connect(address)
+        for seconds in TRIES_SECONDS:
+            sock.settimeout(seconds)
+            sock.send(request(sock.getsockname()[0]))
+            with contextlib.suppress(TimeoutError):
+                return sock.recv(1100)
+    raise OSError("the router does not answer by PCP or NAT-PMP")
+
+
+class Pcp:
+    """A router that speaks PCP."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self._address = address
+        self._nonce = os.urandom(12)
+        """Shows the router that a renewal is this peer's. One that was forwarded with another nonce is refused."""
+        self._outer_host = ""
+
+    def forward(self, port: int, outer_port: int, lease_seconds: int) -> int:
+        """Forward a port, as Router says."""
+
+        def request(own_host: str) -> bytes:
+            header = struct.pack("!BBHI", _PCP, _PCP_MAP, 0, lease_seconds) + _mapped(own_host)
+            return header + self._nonce + struct.pack("!BxxxHH", _PCP_TCP, port, outer_port) + _mapped("0.0.0.0")
+
+        reply = _exchange(self._address, request)
+        if len(reply) < 60 or reply[:2] != bytes([_PCP, _ANSWER + _PCP_MAP]) or reply[3] != 0:
+            raise OSError(f"the router refuses by PCP, with {reply[:4].hex()}")
+        protocol, own_port, granted = struct.unpack("!BxxxHH", reply[36:44])
+        if (reply[24:36], protocol, own_port) != (self._nonce, _PCP_TCP, port):
+            raise OSError("the router answers another request by PCP")
+        self._outer_host = socket.inet_ntoa(reply[56:60])
+        return int(granted)
+
+    def outer_host(self) -> str:
+        """The address outside, as Router says: that of the newest forwarding."""
+        return self._outer_host
+
+    def end(self, port: int, outer_port: int) -> None:
+        """End a forwarding, as Router says."""
+        self.forward(port, 0, 0)
+
+
+def _mapped(host: str) -> bytes:
+    """An IPv4 address as PCP has it, in 16 bytes."""
+    return bytes(10) + b"\xff\xff" + socket.inet_aton(host)
+
+
 class NatPmp:
     """A router that speaks NAT-PMP."""
 
@@ -61,25 +120,14 @@ class NatPmp:
     def forward(self, port: int, outer_port: int, lease_seconds: int) -> int:
         """Forward a port, as Router says."""
         request = struct.pack("!BBHHHI", 0, _MAP_TCP, 0, port, outer_port, lease_seconds)
-        return _granted(self._answer(request), port)
+        return _granted(_exchange(self._address, lambda _: request), port)
 
     def outer_host(self) -> str:
         """The address outside, as Router says."""
-        reply = self._answer(struct.pack("!BB", 0, _OUTER_HOST))
+        reply = _exchange(self._address, lambda _: struct.pack("!BB", 0, _OUTER_HOST))
         if len(reply) < 12 or reply[:4] != struct.pack("!BBH", 0, _ANSWER + _OUTER_HOST, 0):
             raise OSError("the router does not tell its address by NAT-PMP")
         return socket.inet_ntoa(reply[8:12])
-
-    def _answer(self, request: bytes) -> bytes:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-            # A connected socket receives only the router's datagrams.
-            sock.connect(self._address)
-            for seconds in TRIES_SECONDS:
-                sock.settimeout(seconds)
-                sock.send(request)
-                with contextlib.suppress(TimeoutError):
-                    return sock.recv(64)
-        raise OSError("the router does not answer by NAT-PMP")
 
     def end(self, port: int, outer_port: int) -> None:
         """End a forwarding, as Router says."""
@@ -141,7 +189,7 @@ class Upnp:
 def own_routers() -> list[Router]:
     """This machine's router, once for each protocol in which it can be asked."""
     gateway = default_gateway(_ROUTES.read_text()) if _ROUTES.exists() else None
-    return [*([NatPmp((gateway, _NAT_PMP_PORT))] if gateway is not None else []), Upnp()]
+    return [*([] if gateway is None else [Pcp((gateway, _PORT)), NatPmp((gateway, _PORT))]), Upnp()]
 
 
 def default_gateway(routes: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Ports that a router forwards on request: a responder that speaks NAT-PMP, and what is made of its answers."""
+"""Ports that a router forwards on request: one that speaks PCP or NAT-PMP, and what is made of its answers."""
 
 import asyncio
 import socket
@@ -6,11 +6,12 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
 from peers.stage_peer import router_ports
-from peers.stage_peer.router_ports import NatPmp, RouterPorts, default_gateway
+from peers.stage_peer.router_ports import NatPmp, Pcp, RouterPorts, default_gateway
 from tests.support.chain import eventually
 from tests.support.manual_clock import ManualClock
 
@@ -19,8 +20,31 @@ eth0\t0000000A\t00000000\t0001\t0\t0\t0\t00FFFFFF\t0\t0\t0
 eth0\t00000000\t0100000A\t0003\t0\t0\t0\t00000000\t0\t0\t0
 """
 
-Answer = Callable[[int, int, int], bytes]
-"""Own port, outer port and lease of a request -> the reply."""
+Request = tuple[int, int, int]
+"""Own port, outer port and lease."""
+Answer = Callable[[bytes], tuple[Request, bytes]]
+"""A datagram -> what it asks for, and the reply."""
+
+
+def _nat_pmp(grant: Callable[[int, int, int], bytes]) -> Answer:
+    def answer(data: bytes) -> tuple[Request, bytes]:
+        _, _, _, port, outer_port, lease_seconds = struct.unpack("!BBHHHI", data)
+        return (port, outer_port, lease_seconds), grant(port, outer_port, lease_seconds)
+
+    return answer
+
+
+def _pcp(data: bytes, *, change: Callable[[bytes], bytes] = bytes) -> tuple[Request, bytes]:
+    """A router that speaks PCP, on the wire as RFC 6887 has it."""
+    version, operation, _, lease_seconds, client, nonce, protocol, _, port, outer_port, suggested = struct.unpack(
+        "!BBHI16s12sB3sHH16s", data
+    )
+    assert (version, operation, protocol) == (2, 1, 6)
+    assert client == suggested[:12] + b"\x7f\0\0\x01", "the address from which the datagram comes"
+    granted = outer_port and outer_port + 1000
+    reply = struct.pack("!BBBBII12x", 2, 129, 0, 0, lease_seconds, 7)
+    reply += struct.pack("!12sB3xHH12s4s", nonce, 6, port, granted, suggested[:12], bytes([11, 0, 0, 7]))
+    return (port, outer_port, lease_seconds), change(reply)
 
 
 def _grant(port: int, outer_port: int, lease_seconds: int, *, own: int = 0, result: int = 0) -> bytes:
@@ -34,7 +58,7 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def _router(answer: Answer, asked: list[tuple[int, int, int]]) -> Iterator[tuple[str, int]]:
+def _router(answer: Answer, asked: list[Request]) -> Iterator[tuple[str, int]]:
     """A router that answers from a thread, after it has missed the first datagram. Where it is slow it may get a
     request twice, which counts once."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
@@ -49,12 +73,11 @@ def _router(answer: Answer, asked: list[tuple[int, int, int]]) -> Iterator[tuple
                     data, sender = sock.recvfrom(64)
                 except TimeoutError:
                     continue
-                _, _, _, port, outer_port, lease_seconds = struct.unpack("!BBHHHI", data)
                 if not is_first:
-                    request = (port, outer_port, lease_seconds)
+                    request, reply = answer(data)
                     if asked[-1:] != [request]:
                         asked.append(request)
-                    sock.sendto(answer(port, outer_port, lease_seconds), sender)
+                    sock.sendto(reply, sender)
                 is_first = False
 
         thread = threading.Thread(target=serve)
@@ -66,11 +89,12 @@ def _router(answer: Answer, asked: list[tuple[int, int, int]]) -> Iterator[tuple
             thread.join()
 
 
-async def test_ports_are_forwarded_renewed_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, int, int]] = []
+@pytest.mark.parametrize(("protocol", "answer"), [(NatPmp, _nat_pmp(_grant)), (Pcp, _pcp)], ids=["NAT-PMP", "PCP"])
+async def test_ports_are_forwarded_renewed_and_given_back(protocol: type[NatPmp] | type[Pcp], answer: Answer) -> None:
+    asked: list[Request] = []
     clock = ManualClock()
-    with _router(_grant, asked) as address:
-        ports = RouterPorts(clock, [NatPmp(address)])
+    with _router(answer, asked) as address:
+        ports = RouterPorts(clock, [protocol(address)])
         assert await ports.ask([5001, 5002])
         assert ports.outer == {5001: 6001, 5002: 6002}
         keeping = asyncio.create_task(ports.keep())
@@ -86,20 +110,45 @@ async def test_ports_are_forwarded_renewed_and_given_back(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    "answer",
+    ("protocol", "answer"),
     [
-        lambda port, outer, lease: _grant(port, outer, lease, result=2),
-        lambda port, outer, lease: _grant(port, outer, lease, own=1),
-        lambda port, outer, lease: _grant(port, 0, lease),
-        lambda port, outer, lease: b"\0\x82",
+        (NatPmp, _nat_pmp(lambda port, outer, lease: _grant(port, outer, lease, result=2))),
+        (NatPmp, _nat_pmp(lambda port, outer, lease: _grant(port, outer, lease, own=1))),
+        (NatPmp, _nat_pmp(lambda port, outer, lease: _grant(port, 0, lease))),
+        (NatPmp, _nat_pmp(lambda port, outer, lease: b"\0\x82")),
+        (Pcp, partial(_pcp, change=lambda reply: reply[:3] + b"\x02" + reply[4:])),
+        (Pcp, partial(_pcp, change=lambda reply: reply[:24] + bytes(12) + reply[36:])),
+        (Pcp, partial(_pcp, change=lambda reply: reply[:40] + b"\0\x01" + reply[42:])),
+        (Pcp, partial(_pcp, change=lambda reply: reply[:-1])),
+        (Pcp, lambda data: ((0, 0, 0), struct.pack("!BBHI", 0, 129, 1, 7))),
     ],
-    ids=["refused", "another port", "no port", "cut off"],
-)
-async def test_a_refusal_or_nonsense_forwards_nothing(answer: Answer) -> None:
+    ids=[
+        "refused", "another port", "no port", "cut off", "PCP refused", "PCP another nonce", "PCP another port",
+        "PCP cut off", "PCP another version",
+    ],
+)  # fmt: skip
+async def test_a_refusal_or_nonsense_forwards_nothing(protocol: type[NatPmp] | type[Pcp], answer: Answer) -> None:
     with _router(answer, []) as address:
-        ports = RouterPorts(ManualClock(), [NatPmp(address)])
+        ports = RouterPorts(ManualClock(), [protocol(address)])
         assert not await ports.ask([5001, 5002])
         assert not ports.outer
+
+
+@pytest.mark.parametrize("version", [0, 2])
+async def test_of_pcp_and_nat_pmp_the_one_that_the_router_speaks_forwards_the_ports(version: int) -> None:
+    def answer(data: bytes) -> tuple[Request, bytes]:
+        """As RFC 6887 (9) has it: an answer in the router's own version, with the result that it does not know this
+        one."""
+        if data[0] != version:
+            return (0, 0, 0), struct.pack("!BBHI", version, 128 + data[1], 1, 7)
+        return _pcp(data) if version else _nat_pmp(_grant)(data)
+
+    with _router(answer, []) as address:
+        ports = RouterPorts(ManualClock(), [Pcp(address), NatPmp(address)])
+        assert await ports.ask([5001, 5002])
+        assert ports.outer == {5001: 6001, 5002: 6002}
+        if version:
+            assert await ports.outer_host() == "11.0.0.7"
 
 
 def test_the_default_gateway_is_read_from_the_table_of_routes() -> None:
