@@ -44,15 +44,23 @@ class Joining:
         )
 
 
-def remedy(join_command: str, stage: int, run_round: int) -> str:
+def remedy(join_command: str, stage: int, run_round: int, *, may_return: bool) -> str:
     """Text that says what a user can do about a stage without a peer. It warns of losing what the stage has learnt.
 
     Args:
         run_round: the round that the run's other peers have reached.
+        may_return: whether the stage's last peer fell silent, and did not leave: then it still holds the stage, and
+            nobody is advised to begin the stage anew.
     """
     command = f"{join_command} --stage {stage}"
     if run_round == 0:
         return f"start one with {command}"
+    if may_return:
+        return (
+            "what it has learnt is with that peer, which may only be frozen, cut off or on its way to a new address, "
+            f"and is waited for. If it is gone for good, start one with {command} --resume DIR, where DIR has a "
+            "checkpoint"
+        )
     return (
         f"what it had learnt was with its peers. If they are gone for good, start one with {command} --resume DIR, "
         "where DIR has a checkpoint; if there is none, with --start-over in place of --resume DIR"

@@ -1,19 +1,34 @@
 """Writes a stage peer's checkpoints: when they are due, while training goes on, and once more when the peer leaves.
 
-Used by server.py. swarm/checkpoint/writer.py writes the files.
+Used by server.py, and by program.py, which opens the writer. swarm/checkpoint/writer.py writes the files.
 """
 
 import asyncio
 from collections.abc import Callable
 
+from peers.shared import cli
+from peers.stage_peer.options import PeerOptions
 from swarm.checkpoint.file import Header
-from swarm.checkpoint.writer import CheckpointWriter
+from swarm.checkpoint.writer import DEFAULT_EVERY, CheckpointWriter
 from swarm.config import RunConfig
 from swarm.machine.out_of_memory import is_out_of_memory
 from swarm.stage.member import StageMember
 
 LAST_CHECKPOINT_SECONDS = 120.0
 """How long a peer that leaves waits for its checkpoint. Large ones take a while; a disk that hangs takes for ever."""
+
+
+def open_checkpoints(options: PeerOptions, owner: str) -> CheckpointWriter | None:
+    """Make the writer of checkpoints, if they are wanted. Raises ValueError if --resume names no folder."""
+    writer = None
+    if options.checkpoint is not None:
+        writer = CheckpointWriter(
+            options.checkpoint, every=options.checkpoint_every or DEFAULT_EVERY, keep=options.keep_checkpoints or 3,
+            owner=owner,
+        )  # fmt: skip
+    if options.resume is not None:
+        cli.require_folder("--resume", options.resume)
+    return writer
 
 
 class Checkpoints:

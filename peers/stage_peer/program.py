@@ -35,6 +35,7 @@ from peers.shared.own_figures import OwnFigures, exporting, require_exporter
 from peers.shared.token_option import admitted, stop_or_expiry
 from peers.stage_peer import incarnation as incarnations
 from peers.stage_peer.arrival import Arrival, require_ready_file
+from peers.stage_peer.checkpoints import open_checkpoints
 from peers.stage_peer.checkup import say_what_is_wrong
 from peers.stage_peer.claim import Claim
 from peers.stage_peer.contents import Contents
@@ -56,7 +57,7 @@ from peers.stage_peer.server import StageServer
 from peers.stage_peer.server_options import ServerOptions
 from swarm import config as configs
 from swarm.checkpoint import file
-from swarm.checkpoint.writer import DEFAULT_EVERY, CheckpointWriter
+from swarm.checkpoint.writer import CheckpointWriter
 from swarm.config import RunConfig
 from swarm.content.servicer import Shelves
 from swarm.credentials.certificates import Role
@@ -171,19 +172,6 @@ def enter_dht(
             finally:
                 node.shutdown()
         raise
-
-
-def open_checkpoints(options: PeerOptions, owner: str) -> CheckpointWriter | None:
-    """Make the writer of checkpoints, if they are wanted. Raises ValueError if --resume names no folder."""
-    writer = None
-    if options.checkpoint is not None:
-        writer = CheckpointWriter(
-            options.checkpoint, every=options.checkpoint_every or DEFAULT_EVERY, keep=options.keep_checkpoints or 3,
-            owner=owner,
-        )  # fmt: skip
-    if options.resume is not None:
-        cli.require_folder("--resume", options.resume)
-    return writer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -166,7 +166,8 @@ def _warnings(view: SwarmView) -> list[str]:
     last = {stage: f" ({peer.in_words})" for stage, peer in view.last_peers.items()}
     return [
         *(
-            f"stage {stage} has no peer{last.get(stage, '')}: {remedy(view.join_command, stage, view.round)}"
+            f"stage {stage} has no peer{last.get(stage, '')}: "
+            + remedy(view.join_command, stage, view.round, may_return=view.may_return(stage))
             for stage in view.empty_stages
         ),
         *(

@@ -95,6 +95,11 @@ class SwarmView:
         """Stages without any peer: none serves, none is on its way there, and none is announced but silent."""
         return [row.stage for row in self._unserved if row.stage not in self.silent_stages]
 
+    def may_return(self, stage: int) -> bool:
+        """Whether the last peer of an empty stage fell silent, and so may still hold what the stage has learnt."""
+        last = self.last_peers.get(stage)
+        return last is not None and not last.has_left
+
     @property
     def peers(self) -> list[PeerRow]:
         """The peers of all stages; one that moves may have two rows."""

@@ -65,9 +65,9 @@ RECORD_SECONDS = 20.0
 def cure_of(stage: int, member: Membership, *, insecure: bool) -> str:
     """Text that says when and how the last peer of an empty stage ended, and what the user can do to fill the stage."""
     command = Joining.at(member.config, member.known.entries(4), insecure=insecure).peer
-    cure = remedy(command, stage, member.known.round)
     gone = member.known.router.gone(stage)
-    return cure if gone is None else f"{gone.in_words(member.clock.monotonic())}; if it does not come back, {cure}"
+    cure = remedy(command, stage, member.known.round, may_return=gone is not None and not gone.has_left)
+    return cure if gone is None else f"{gone.in_words(member.clock.monotonic())}; {cure}"
 
 
 def main(argv: Sequence[str]) -> int:

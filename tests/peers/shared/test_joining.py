@@ -28,7 +28,7 @@ def _options(line: str) -> PeerOptions:
 
 
 def test_a_stage_that_nobody_has_served_needs_a_peer_and_no_more() -> None:
-    told = remedy(Joining.at(CONFIG, [ENTRY], insecure=True).peer, 1, run_round=0)
+    told = remedy(Joining.at(CONFIG, [ENTRY], insecure=True).peer, 1, run_round=0, may_return=True)
     options = _options(told.removeprefix("start one with "))
     assert (options.stage, options.insecure, options.resume, options.start_over) == (1, True, None, False)
     assert options.invite is not None
@@ -37,10 +37,18 @@ def test_a_stage_that_nobody_has_served_needs_a_peer_and_no_more() -> None:
 
 def test_what_a_stage_has_learnt_is_taken_from_a_checkpoint_or_given_up_knowingly() -> None:
     """A peer begins anew only if the user asks for it (resume.choose)."""
-    told = remedy(Joining.at(CONFIG, [ENTRY], insecure=False).peer, 1, run_round=7)
+    told = remedy(Joining.at(CONFIG, [ENTRY], insecure=False).peer, 1, run_round=7, may_return=False)
     line = told.partition("start one with ")[2].partition(",")[0]
     assert _options(line).resume is not None
     assert _options(line.replace("--resume DIR", "--start-over")).start_over
+
+
+def test_nobody_is_advised_to_give_up_what_a_peer_holds_that_fell_silent() -> None:
+    told = remedy(Joining.at(CONFIG, [ENTRY], insecure=False).peer, 1, run_round=7, may_return=True)
+    assert told.startswith("what it has learnt is with that peer, which may only be frozen, cut off or on its way to")
+    assert "--start-over" not in told
+    line = told.partition("start one with ")[2].partition(",")[0]
+    assert _options(line).resume is not None
 
 
 def test_a_locked_run_s_line_says_where_the_token_goes() -> None:

@@ -249,6 +249,15 @@ def test_of_a_stage_without_a_peer_it_is_said_when_the_last_one_was_heard_of() -
     empty = replace(VIEW, stages=(StageRow(stage=0, peers=(PEER,)), StageRow(stage=1, last_peer=last)))
     (line,) = [line for line in plain_lines(empty) if "no peer" in line]
     assert re.match(r"stage 1 has no peer \(gpu-2 was last heard of at \d\d:\d\d:\d\d\): start one with", line)
+    begun = replace(PEER, round=3)
+    for has_left in (False, True):
+        row = StageRow(stage=1, last_peer=replace(last, has_left=has_left))
+        (line,) = [
+            line
+            for line in plain_lines(replace(empty, stages=(StageRow(stage=0, peers=(begun,)), row)))
+            if "no peer" in line
+        ]
+        assert ("is waited for" in line, "--start-over" in line) == (not has_left, has_left)
     silent = StageRow(stage=1, peers=(replace(PEER, state="unreachable"),), last_peer=replace(last, has_left=True))
     (line,) = [line for line in plain_lines(replace(VIEW, stages=(silent,))) if "answers" in line]
     assert re.search(r"out of reach from here \(gpu-2 left at \d\d:\d\d:\d\d\)$", line)
