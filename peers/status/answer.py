@@ -124,7 +124,7 @@ def idle_because(shares: pb.TimeShares) -> str:
         "waits for input": (
             shares.waiting_for_input,
             "more microbatches under way (--max-in-flight here, another trainer), larger ones "
-            "(data.microbatch_size), or fewer peers at its stage",
+            "(data.microbatch_size), or its place at a stage that is busier",
         ),
         "waits for room at the next stage": (
             shares.waiting_for_room,
