@@ -1,6 +1,8 @@
 """A run of people who are all behind routers: it is begun at a swarm-meet, of which one port is open."""
 
+import itertools
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -100,4 +102,36 @@ def test_peers_with_one_open_port_each_join_and_train(internet: Internet, childr
     assert swarm.wait_for_end(trainer) == 0
     rows = swarm.answers_from(hosts[0])
     assert [row["reached"] for row in rows.values()] == ["direct", "direct"]
+    assert swarm.audit()["proven"]
+
+
+def test_where_only_port_443_leaves_one_peer_with_everything_there_lets_others_join(
+    internet: Internet, children: Supervisor, tmp_path: Path
+) -> None:
+    first, second, home = internet.public_host(), internet.public_host(), internet.host("restricted")
+    rule = f"type filter hook forward priority 0\nct state new tcp dport != {PORT} drop\n"
+    building = internet.router_of(home).command(["nft", "-f", "-"])
+    subprocess.run(building, input=f"table inet few {{ chain out {{\n{rule}}}\n}}\n", text=True, check=True)
+    swarm = NatSwarm(tmp_path, children, num_stages=2)
+    swarm.options = ["--port", str(PORT), "--dht-port", "8443"]
+    swarm.start_peer_on(first, 0)
+
+    numbers = itertools.count()
+
+    def doctor() -> str:
+        child = children.start(f"doctor-{next(numbers)}", home.command(command_line("doctor", [swarm.invite])))
+        swarm.wait_for_end(child)
+        return next(line for line in child.log.read_text().splitlines() if line.startswith("DHT  "))
+
+    alone = doctor()
+    assert alone.split()[1] == "wrong"
+    assert f"no node of the run's DHT answers at {first.address}:8443" in alone
+    swarm.options = ["--port", str(PORT), "--dht-port", str(PORT)]
+    swarm.start_peer_on(second, 1)
+    wait_until(lambda: "1 of 2 nodes of the run's DHT answer" in doctor(), 60.0, "a node that answers")
+    swarm.options = []
+    peer = swarm.start_peer_on(home, 0)
+    assert peer.ready["endpoint"].startswith("tunnel:")
+    trainer = swarm.start_trainer_on(home, "trainer", steps=3)
+    assert swarm.wait_for_end(trainer) == 0
     assert swarm.audit()["proven"]
