@@ -84,7 +84,7 @@ class StageServer:
             hop = Hop(
                 run_id=config.run_id, stage=stage + 1, reply_specs=reply_specs(config, stage + 1),
                 router=membership.known.router, channels=channels, clock=clock, events=options.events,
-                limits=HopLimits(round_microbatches=config.round_microbatches),
+                limits=HopLimits(round_microbatches=config.round_microbatches), memory=staging.host_bytes,
             )  # fmt: skip
         self.stage = Stage(
             StageContext(

@@ -19,7 +19,7 @@ from swarm.routing.throughput import Observation
 from swarm.rpc.frames import frames, parsed
 from swarm.rpc.stream import Stream
 from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.rpc.wire import CHUNK_BYTES, Piece, TensorReader, TensorSpec, require_in_range
+from swarm.rpc.wire import CHUNK_BYTES, NewBytes, Piece, TensorReader, TensorSpec, require_in_range
 from swarm.training import samples
 from swarm.training.microbatch import Microbatch
 from swarm.types import PeerId, PeerRecord
@@ -88,8 +88,12 @@ class TrainCalls:
 
     def __init__(
         self, *, address: pb.Address, reply_specs: Mapping[str, TensorSpec], stub: OpenStub, router: Router,
-        clock: Clock, limits: HopLimits, line: Line,
+        clock: Clock, limits: HopLimits, line: Line, memory: NewBytes,
     ) -> None:  # fmt: skip
+        """
+        Args:
+            memory: makes the memory of the tensors that are answered.
+        """
         self._address = address
         self._stage = address.stage
         self._reply_specs = reply_specs
@@ -98,6 +102,7 @@ class TrainCalls:
         self._clock = clock
         self._limits = limits
         self._line = line
+        self._memory = memory
         self._credits: set[PeerId] = set()
         """Peers whose last answer granted room for one more microbatch, which may be sent without asking."""
 
@@ -109,7 +114,8 @@ class TrainCalls:
         Cancellation closes the stream, which makes the peer roll back.
         """
         peer_id, way = PeerId(record.peer_id), _Way(self._clock)
-        reader = TensorReader(self._reply_specs if microbatch.answers_gradient(self._stage) else {})
+        specs = self._reply_specs if microbatch.answers_gradient(self._stage) else {}
+        reader = TensorReader(specs, self._memory)
         retries.offered(peer_id)
         async with Stream(self._stub(record).Train()) as call:
             await self._hand_over(call, self._opening(peer_id, microbatch, retries), tensors, way, retries)

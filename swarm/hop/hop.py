@@ -31,7 +31,7 @@ from swarm.rpc.channels import ChannelPool
 from swarm.rpc.frames import stage_stub
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.generation_pb2_grpc import GenerationServiceStub
-from swarm.rpc.wire import TensorSpec
+from swarm.rpc.wire import NewBytes, TensorSpec, new_bytes
 from swarm.training.microbatch import Microbatch
 from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord
 
@@ -47,7 +47,12 @@ class Hop:
     def __init__(
         self, *, run_id: str, stage: int, reply_specs: Mapping[str, TensorSpec], router: Router,
         channels: ChannelPool, clock: Clock, limits: HopLimits | None = None, events: Events | None = None,
+        memory: NewBytes = new_bytes,
     ) -> None:  # fmt: skip
+        """
+        Args:
+            memory: makes the memory of the tensors that the stage answers.
+        """
         self.stage = stage
         self._router = router
         self._clock = clock
@@ -63,7 +68,7 @@ class Hop:
 
         self._train_calls = TrainCalls(
             address=address, reply_specs=reply_specs, stub=stub, router=router, clock=clock, limits=self._limits,
-            line=self._line,
+            line=self._line, memory=memory,
         )  # fmt: skip
         self._hold_calls = HoldCalls(address=address, stub=stub, limits=self._limits)
         self._evaluate_calls = EvaluateCalls(address=address, stub=stub, limits=self._limits, line=self._line)

@@ -5,7 +5,7 @@ own bytes, cut into chunks, so that no message is large; the receiver knows whic
 else. Never converts between element types, and never encodes: that is work for the compute thread.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -57,12 +57,26 @@ Piece = tuple[TensorHeader | None, memoryview]
 """A piece of a tensor, with the header if it is the first one."""
 
 
+NewBytes = Callable[[int], torch.Tensor]
+"""Makes memory for this many bytes, whatever they are: a tensor of uint8 on the CPU."""
+
+
+def new_bytes(num_bytes: int) -> torch.Tensor:
+    """Ordinary memory."""
+    return torch.empty(num_bytes, dtype=torch.uint8)
+
+
 class TensorReader:
     """Assembles the expected tensors from the chunks of one stream."""
 
-    def __init__(self, expected: Mapping[str, TensorSpec]) -> None:
+    def __init__(self, expected: Mapping[str, TensorSpec], memory: NewBytes = new_bytes) -> None:
+        """
+        Args:
+            memory: makes the memory of each tensor.
+        """
         self._missing = dict(expected)
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._memory = memory
+        self._bytes = new_bytes(0)
         self._buffer = memoryview(b"")
         self._current: TensorSpec | None = None
         self._name = ""
@@ -79,7 +93,7 @@ class TensorReader:
 
         Callers that have taken `tensors` keep them.
         """
-        self._bytes, self._buffer, self.tensors = torch.empty(0), memoryview(b""), {}
+        self._bytes, self._buffer, self.tensors = new_bytes(0), memoryview(b""), {}
 
     def feed(self, piece: Piece) -> None:
         """Take the next piece, which is copied.
@@ -118,7 +132,7 @@ class TensorReader:
             raise MalformedMessage(f"tensor {header.name!r} has {header.num_bytes} bytes, expected {spec.num_bytes}")
         self._name, self._current, self._filled = header.name, spec, 0
         # Not cleared: a tensor is given out once all of its bytes have come.
-        self._bytes = torch.empty(spec.num_bytes, dtype=torch.uint8)
+        self._bytes = self._memory(spec.num_bytes)
         self._buffer = self._bytes.numpy().data
 
     def _finish(self, spec: TensorSpec) -> None:

@@ -14,7 +14,7 @@ from swarm.errors import DeadlineExceeded, MalformedMessage
 from swarm.rpc.callers import MAX_KEPT_BYTES, Caller, Callers
 from swarm.rpc.frames import parsed
 from swarm.rpc.serving import MESSAGE_SECONDS, receive
-from swarm.rpc.wire import Piece, TensorReader, TensorSpec
+from swarm.rpc.wire import NewBytes, Piece, TensorReader, TensorSpec, new_bytes
 from swarm.stage.slots import LARGEST_NUM_SLOTS
 
 FIRST_SECONDS = 10.0
@@ -48,12 +48,16 @@ def _num_bytes(specs: Mapping[str, TensorSpec]) -> int:
 class Incoming:
     """Reads one request's messages."""
 
-    def __init__(self, kind: type[Message], context: Context, caller: Caller, callers: Callers) -> None:
+    def __init__(
+        self, kind: type[Message], context: Context, caller: Caller, callers: Callers, memory: NewBytes = new_bytes
+    ) -> None:
         """
         Args:
             kind: the type of the messages.
+            memory: makes the memory of the tensors.
         """
         self._kind = kind
+        self._memory = memory
         self._context = context
         self.caller = caller
         self._callers = callers
@@ -93,7 +97,7 @@ class Incoming:
         """
         if self._reader is None:
             num_bytes = _num_bytes(specs)
-            self._reader = TensorReader(specs)
+            self._reader = TensorReader(specs, self._memory)
             self._expected_bytes += num_bytes
             self._due = asyncio.get_running_loop().time() + num_bytes / SLOWEST_BYTES_PER_SECOND
             self._callers.keep(self.caller, num_bytes, training=training)

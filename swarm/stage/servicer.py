@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import torch
+from google.protobuf.message import Message
 
 from swarm.errors import DeadlineExceeded, MalformedMessage, NotReady, Overloaded, StaleMicrobatch
 from swarm.hop.obstacle import pack_obstacle
@@ -91,7 +92,7 @@ class StageServicer(StageServiceServicer):
 
     # The generated type knows only iterators, but grpc also takes a coroutine that uses the context to read and write.
     async def Train(self, request_iterator: Any, context: Context) -> None:  # type: ignore[override]
-        incoming = Incoming(pb.TrainRequest, context, caller_of(context), self._callers)
+        incoming = self._incoming(pb.TrainRequest, context)
         try:
             await self._train(context, incoming)
         except Overloaded as busy:
@@ -227,6 +228,10 @@ class StageServicer(StageServiceServicer):
             last.add(pb.TrainReply(done=done))
             await send(context, last)
 
+    def _incoming(self, kind: type[Message], context: Context) -> Incoming:
+        memory = self._stage.context.backend.staging.host_bytes
+        return Incoming(kind, context, caller_of(context), self._callers, memory)
+
     def _microbatch(self, opening: pb.Open) -> Microbatch:
         size = self._config.data.microbatch_size
         if opening.num_samples != size:
@@ -244,7 +249,7 @@ class StageServicer(StageServiceServicer):
 
     # A coroutine, like Train.
     async def Evaluate(self, request_iterator: Any, context: Context) -> None:  # type: ignore[override]
-        incoming = Incoming(pb.EvaluateRequest, context, caller_of(context), self._callers)
+        incoming = self._incoming(pb.EvaluateRequest, context)
         try:
             await send(context, pb.EvaluateReply(evaluated=await self._evaluation.answer(context, incoming)))
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends this call and nothing else

@@ -7,8 +7,9 @@ looks at the numbers.
 A GPU works through queues ("streams"): calls return before their work is done, and reading a result waits for
 everything that was queued before it. So copies have queues of their own. They use pinned memory, because only then can
 the GPU copy and compute at the same time: while a microbatch is computed, the last one is copied to the CPU and the
-next one to the GPU. Pinned memory is held only for a short time. torch provides it, and does not use it again before
-the copy is made, even if nothing waits for the copy.
+next one to the GPU. What comes over the network is written into pinned memory, and stays there until it is
+acknowledged; other tensors are there only for a short time. torch provides this memory, and does not use it again
+before the copy is made, even if nothing waits for the copy.
 """
 
 import asyncio
@@ -99,6 +100,10 @@ class Staging:
     """The staging of the CPU. It copies nothing, because tensors arrive and leave in the memory with which the CPU
     computes."""
 
+    def host_bytes(self, num_bytes: int) -> torch.Tensor:
+        """Make memory on the CPU for a tensor that comes over the network and is to be uploaded. Any thread may."""
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         """Bring a CPU tensor to the device. Returns a copy, which may be changed. On the CPU, returns the tensor
         itself."""
@@ -175,13 +180,17 @@ class CudaReader(HostReader):
 
 
 class CudaStaging(Staging):
-    """The staging of a GPU. To be used by the compute thread alone."""
+    """The staging of a GPU. To be used by the compute thread alone, except for `host_bytes`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._uploads = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
         self._downloads = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._newest: torch.cuda.Event | None = None
+
+    def host_bytes(self, num_bytes: int) -> torch.Tensor:
+        # So the compute thread has nothing to copy: `pin_memory` gives what is pinned back as it is.
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         pinned = tensor.pin_memory()

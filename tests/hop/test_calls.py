@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 from swarm.routing.throughput import Observation
 from swarm.rpc.callers import Caller, Callers
 from swarm.rpc.serving import MESSAGE_SECONDS
-from swarm.rpc.wire import Piece
+from swarm.rpc.wire import NewBytes, Piece
 from swarm.stage import servicer
 from swarm.stage.incoming import Incoming
 from swarm.types import PeerId
@@ -54,8 +54,10 @@ async def test_a_link_is_measured_with_a_credit_and_without_one(eager: bool, mon
             succeeded(peer_id, reply)
 
         class Slowly(Incoming):
-            def __init__(self, kind: type[Message], context: Any, caller: Caller, callers: Callers) -> None:
-                super().__init__(kind, context, caller, callers)
+            def __init__(
+                self, kind: type[Message], context: Any, caller: Caller, callers: Callers, memory: NewBytes
+            ) -> None:
+                super().__init__(kind, context, caller, callers, memory)
                 self.is_slow = callers is slow.callers
 
             async def read(self, seconds: float = MESSAGE_SECONDS) -> tuple[Any, list[Piece]]:

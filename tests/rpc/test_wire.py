@@ -74,6 +74,21 @@ def test_several_tensors_in_any_order() -> None:
     assert torch.equal(received["tokens"], second)
 
 
+def test_a_tensor_arrives_in_the_memory_that_is_made_for_it() -> None:
+    """On a machine with a GPU this is memory from which the GPU copies by itself."""
+    made = []
+
+    def memory(num_bytes: int) -> torch.Tensor:
+        made.append(torch.full((num_bytes,), 255, dtype=torch.uint8))
+        return made[-1]
+
+    reader = TensorReader({"hidden": _SPEC}, memory)
+    _feed(reader, chunks("hidden", torch.ones(2, 3)))
+    [only] = made
+    assert reader.tensors["hidden"].data_ptr() == only.data_ptr()
+    assert torch.equal(reader.tensors["hidden"], torch.ones(2, 3))
+
+
 def test_a_received_tensor_can_be_written_to() -> None:
     received = _read(chunks("hidden", torch.zeros(2, 3)), hidden=_SPEC)["hidden"]
     received += 1

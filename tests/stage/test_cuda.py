@@ -55,6 +55,14 @@ async def test_stages_on_a_gpu_accumulate_the_gradient_of_one_process_on_the_cpu
         assert all(peer.stage.samples_per_second > 0 for peer in chain.peers)
 
 
+def test_what_comes_over_the_network_is_uploaded_from_where_it_was_written() -> None:
+    staging = CudaStaging(torch.device(DEVICE))
+    received = staging.host_bytes(64).view(torch.float32)
+    received.copy_(torch.arange(16))
+    assert received.pin_memory().data_ptr() == received.data_ptr(), "there is nothing to copy first"
+    assert torch.equal(staging.upload(received).cpu(), torch.arange(16, dtype=torch.float32))
+
+
 async def test_an_evaluation_on_a_gpu_is_that_of_a_cpu() -> None:
     batch = tokens(SYNCHRONOUS, 99)
     async with running_chain(SYNCHRONOUS, devices=_ALL) as chain:

@@ -14,8 +14,9 @@ import torch
 
 from swarm.config import RunConfig, WireConfig
 from swarm.model.transformer import build_transformer
-from swarm.stage.boundary import TOKENS
+from swarm.stage.boundary import TOKENS, reply_specs, request_specs
 from swarm.stage.buckets import Version
+from swarm.stage.staging import Staging
 from swarm.training import samples
 from tests.support.chain import (
     DILOCO,
@@ -38,6 +39,21 @@ _SHARDS = dataclasses.replace(
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+async def test_tensors_arrive_in_the_memory_of_the_stages_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, host_bytes = list[int](), Staging.host_bytes
+
+    def counted(staging: Staging, num_bytes: int) -> torch.Tensor:
+        made.append(num_bytes)
+        return host_bytes(staging, num_bytes)
+
+    monkeypatch.setattr(Staging, "host_bytes", counted)
+    async with running_chain(SYNCHRONOUS) as chain:
+        await chain.train_all([0])
+    sent = [spec.num_bytes for stage in range(3) for spec in request_specs(SYNCHRONOUS, stage).values()]
+    answered = [spec.num_bytes for stage in range(3) for spec in reply_specs(SYNCHRONOUS, stage).values()]
+    assert sorted(made) == sorted(sent + answered)
 
 
 @pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO, DROPOUT, LORA, _SHARDS])

@@ -40,6 +40,7 @@ from swarm.rpc.frames import add_stage_servicer
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
+from swarm.rpc.wire import NewBytes, new_bytes
 from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import TOKENS, reply_specs
 from swarm.stage.context import StageContext, StageLimits
@@ -173,7 +174,7 @@ class Peer:
             budget=GraphBudget(limit_bytes=graph_bytes),
         )  # fmt: skip
         self.runtime = Runtime(queue_capacity=64, name=f"compute-{number}", stopwatch=staging.stopwatch)
-        self.router, self.channels, self.hop = _hop(config, stage, hop_clock, hop_limits)
+        self.router, self.channels, self.hop = _hop(config, stage, hop_clock, hop_limits, staging.host_bytes)
         last = stage == config.stages.num_stages - 1
         context = StageContext(
             config=config,
@@ -365,12 +366,14 @@ async def running_chain(
         yield chain
 
 
-def _hop(config: RunConfig, stage: int, clock: Clock, limits: HopLimits) -> tuple[Router, ChannelPool, Hop]:
+def _hop(
+    config: RunConfig, stage: int, clock: Clock, limits: HopLimits, memory: NewBytes = new_bytes
+) -> tuple[Router, ChannelPool, Hop]:
     """The hop from `stage` to the next one, with its router and channels."""
     router, channels = Router(clock, random.Random(0)), ChannelPool(insecure=True)
     hop = Hop(
         run_id=config.run_id, stage=stage + 1, reply_specs=reply_specs(config, stage + 1), router=router,
-        channels=channels, clock=clock, limits=limits,
+        channels=channels, clock=clock, limits=limits, memory=memory,
     )  # fmt: skip
     return router, channels, hop
 
