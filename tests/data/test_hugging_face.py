@@ -3,6 +3,7 @@
 Without the extra `hf` this module is skipped. The library takes a while to import.
 """
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,14 @@ def test_an_unknown_configuration_is_one_line(stories: Path, tmp_path: Path) -> 
     with pytest.raises(ValueError, match=r"cannot load data\.dataset .*other") as caught:
         corpora.prepare(_config(f"hf:{stories}:other"), cache_dir=tmp_path / "cache")
     assert "\n" not in str(caught.value)
+
+
+def test_parts_go_over_the_ends_of_shards_and_of_the_dataset(stories: Path, tmp_path: Path) -> None:
+    config = dataclasses.replace(_config(f"hf:{stories}"), part_rows=30)
+    corpus = corpora.prepare(config, cache_dir=tmp_path / "cache")
+    [source] = corpus.sources
+    assert source.parts is not None
+    stored = [source.held_out, *(source.parts.want(number).result(60).tokens for number in range(4))]
+    expected = [f"Story {shard}.{number}" for shard in range(2) for number in range(50)]
+    found = [line for tokens in stored for line in tokens.tobytes().decode().splitlines()]
+    assert found == [*expected, *expected[3 : 3 + 4 * 30 - 97]]
