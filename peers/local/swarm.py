@@ -156,6 +156,7 @@ class LocalSwarm:
             wandb_online=options.wandb_online,
             tensorboard=options.tensorboard,
             insecure=options.insecure,
+            **self.peers.own_text,
         )
         return self._children.start("trainer", command_line("trainer", cli.arguments(own)))
 

@@ -37,9 +37,13 @@ class Joining:
         word = f"{invite}#TOKEN" if config.owner else str(invite)
         options = " --insecure" if insecure else ""
         own_class = f" --allow-class {shlex.quote(config.model.custom_class)}" if config.model.custom_class else ""
+        names = [f"--dataset {shlex.quote(name)}" for name in config.data.datasets]
+        names += [f"--validation {shlex.quote(config.data.validation)}"] if config.data.validation else []
+        # Others name a text themselves only where it comes from a class, which is code.
+        own_text = f" {' '.join(names)}" if config.data.classes else ""
         return cls(
             peer=f"swarm-peer {word}{own_class}{options}",
-            trainer=f"swarm-trainer {word} --steps 100{options}",
+            trainer=f"swarm-trainer {word} --steps 100{own_text}{options}",
             status=f"swarm-status {word} --watch{options}",
         )
 

@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import logging
 import os
+import shlex
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -253,6 +254,13 @@ def open_corpus(
     local = dataclasses.replace(
         config.data, dataset=datasets or config.data.dataset, validation=validation or config.data.validation
     )
+    for name in local.classes:
+        if name not in (*datasets, validation):
+            option = "--validation" if name == local.validation else "--dataset"
+            raise ValueError(
+                f"this run would have this machine import and run {name!r} for its text: if you trust that code, add "
+                f"{option} {shlex.quote(name)}"
+            )
     local = local if tokenizer is None else dataclasses.replace(local, tokenizer=tokenizer)
     # The tokenizer is checked first, because tokenizing the text may take minutes.
     tokenizers.load_for_run(local, vocab_size=config.model.vocab_size)

@@ -14,6 +14,8 @@ from swarm.config.checks import (
 )
 
 Format = Literal["text", "chat", "completion"]
+HUGGING_FACE, CLASS = "hf:", "class:"
+"""What the names of Hugging Face datasets begin with, and those of classes of the user's own."""
 MOST_DATASETS = 64
 """The most datasets of one run: each has figures of its own in every evaluation."""
 
@@ -25,10 +27,10 @@ class DataConfig:
     __pydantic_config__ = STRICT
 
     dataset: str | tuple[str, ...] = "stdlib"
-    """`stdlib`, a file, folder or glob, `hf:NAME` (`hf:NAME:CONFIGURATION`) for a Hugging Face dataset, or `dummy` for
-    random tokens. Files that end in `.jsonl`, `.ndjson` or `.parquet` have rows with named fields, all others are text.
-    Texts and JSONL may be compressed (`.gz`). A list names several datasets: part of each is held out, and has a loss
-    of its own."""
+    """`stdlib`, a file, folder or glob, `hf:NAME` (`hf:NAME:CONFIGURATION`) for a Hugging Face dataset,
+    `class:package.module:Class` for rows that a class of your own gives, or `dummy` for random tokens. Files that end
+    in `.jsonl`, `.ndjson` or `.parquet` have rows with named fields, all others are text. Texts and JSONL may be
+    compressed (`.gz`). A list names several datasets: part of each is held out, and has a loss of its own."""
     validation: str = ""
     """A text of its own for evaluations, named as in `dataset`, of which then nothing is held out. For one dataset."""
     weights: tuple[float, ...] = ()
@@ -91,7 +93,7 @@ class DataConfig:
         require_at_least_one("data", self, "sequence_length", "microbatch_size")
         require_not_negative("data", self, "max_tokens", "part_rows")
         if self.part_rows:
-            whole = [dataset for dataset in self.datasets if not dataset.startswith("hf:")]
+            whole = [dataset for dataset in self.datasets if not dataset.startswith(HUGGING_FACE)]
             require(
                 not whole, f"data.part_rows is for Hugging Face datasets, hf:NAME, and not for {''.join(whole[:1])!r}"
             )
@@ -154,6 +156,11 @@ class DataConfig:
     def held_out_rows(self) -> int:
         """With `part_rows`: how many rows at a dataset's beginning are held out."""
         return 0 if self.validation else max(1, int(self.part_rows * self.held_out_fraction))
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Those of the datasets, and of the text for evaluations, that classes of the user's own give."""
+        return tuple(name for name in (*self.datasets, self.validation) if name.startswith(CLASS))
 
     @property
     def source_names(self) -> tuple[str, ...]:

@@ -15,10 +15,10 @@ from typing import Any
 import numpy.typing as npt
 
 from swarm.config import DataConfig
+from swarm.config.data import HUGGING_FACE
 from swarm.data import chat, prepared, text_files, tokenizers
 from swarm.data.parts import Parts
 from swarm.data.prepared import Prepared, Recipe
-from swarm.data.rows import HUGGING_FACE
 from swarm.data.tokenizer_files import SERVED, TokenizerFiles
 from swarm.errors import CorpusMismatch
 from swarm.machine.words import counted
@@ -200,6 +200,8 @@ def check_digest(config: DataConfig, corpus: Corpus) -> None:
             "the dataset has changed: on the machine that is behind delete ~/.cache/swarm/corpora, or swarm/corpora in "
             "XDG_CACHE_HOME, which is made again"
         )
+    elif config.classes:
+        advice = f"{config.classes[0]} has to give the rows that it gives on the run's other machines"
     else:
         advice = "copy the files from a machine of the run"
     raise CorpusMismatch(

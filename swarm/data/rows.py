@@ -1,10 +1,12 @@
-"""Rows: records with named fields, from JSONL and Parquet files or a Hugging Face dataset, one after another.
+"""Rows: records with named fields, one after another, from JSONL and Parquet files, a Hugging Face dataset, or a class
+of the user's own.
 
 Used by data/sources and data/documents. Each row knows its file and number, for error messages. Only a few rows are in
 memory at a time. One bad row never ends a dataset: `Faults` leaves it out.
 """
 
 import gzip
+import inspect
 import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,14 +15,14 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from swarm.config import DataConfig
+from swarm.config.data import CLASS, HUGGING_FACE
 from swarm.data import hub, text_files
+from swarm.errors import in_one_line
 from swarm.machine import json_file
-from swarm.machine.extras import missing
+from swarm.machine.extras import missing, own_class
 
 logger = logging.getLogger(__name__)
 
-HUGGING_FACE = "hf:"
-"""The prefix of a Hugging Face dataset's name."""
 LONGEST_ROW_BYTES = 16 << 20
 """The longest line of JSONL that is accepted, because a line has to be in memory."""
 _BATCH_ROWS = 64
@@ -121,6 +123,39 @@ def of_hugging_face(dataset: str, config: DataConfig) -> Iterator[Row]:
             yield Row(f"data.dataset {dataset!r}, row {number}", _without_nulls(values))
     except Exception as error:  # noqa: BLE001 - the library raises many kinds, and as late as at the last row
         raise ValueError(f"cannot load data.dataset {dataset!r}: {hub.reason(error, f'datasets/{name}')}") from None
+
+
+def of_class(dataset: str, config: DataConfig) -> Iterator[Row]:
+    """The rows of `class:package.module:Class`. Raises ValueError, one line, whatever the class does."""
+    number = 0
+    try:
+        for number, values in enumerate(_imported(dataset)(), start=1):
+            if isinstance(values, str):
+                values = {config.text_field: values}
+            is_row = isinstance(values, Mapping)
+            place = f"data.dataset {dataset!r}, row {number}"
+            yield Row(place, values if is_row else {}, "" if is_row else "it is neither a dict nor a string")
+    except Exception as error:
+        what = f"{type(error).__name__}: {in_one_line(error)}"
+        raise ValueError(f"data.dataset {dataset!r} fails after row {number}: {what}") from error
+
+
+def identity_of_class(dataset: str) -> list[Any]:
+    """A value that changes with the class's file, and with its `identity`. Raises ValueError, one line."""
+    found = _imported(dataset)
+    identity = [str(getattr(found, "identity", ""))]
+    try:
+        stat = Path(inspect.getfile(found)).stat()
+    except (TypeError, OSError):
+        return identity  # It has no file of its own.
+    return [*identity, stat.st_size, stat.st_mtime_ns]
+
+
+def _imported(dataset: str) -> type:
+    found = own_class("data.dataset", dataset.removeprefix(CLASS))
+    if not (isinstance(found, type) and hasattr(found, "__iter__")):
+        raise ValueError(f"data.dataset {dataset!r} is not a class with an __iter__ that gives rows")
+    return found
 
 
 def _jsonl(path: Path) -> Iterator[Row]:

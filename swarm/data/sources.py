@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from swarm.config import DataConfig
+from swarm.config.data import CLASS, HUGGING_FACE
 from swarm.data import rows, text_files
 from swarm.data.dummy import DUMMY
-from swarm.data.rows import HUGGING_FACE, Faults, Row
+from swarm.data.rows import Faults, Row
 
 Text = Iterable[str]
 """The pieces of one text, in order."""
@@ -63,7 +64,9 @@ class Source:
         self.identity: list[Any] = [config.hf_config, config.hf_split, config.text_field]
         if part is not None:
             self.identity += [config.part_rows, config.held_out_rows]
-        if not self._is_hugging_face and dataset != DUMMY:
+        if dataset.startswith(CLASS):
+            self.identity += rows.identity_of_class(dataset)
+        elif not dataset.startswith(HUGGING_FACE) and dataset != DUMMY:
             found = text_files.find(dataset)
             self._files = found.files
             self.unreadable = {_shown(path): reason for path, reason in found.unreadable.items()}
@@ -71,14 +74,9 @@ class Source:
             self.identity = [config.text_field, *((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)]
         self.num_files = len(self._files) + len(self.unreadable)
 
-    @property
-    def _is_hugging_face(self) -> bool:
-        return self.dataset.startswith(HUGGING_FACE)
-
     def texts(self) -> Iterator[Text]:
         """Yield the texts, file by file, and add skipped files to `no_text`. Raises ValueError, one line."""
-        if self._is_hugging_face:
-            yield from self.faults.each(self._hugging_face_rows(), self._text_of)
+        yield from self.faults.each(self._rows_without_files(), self._text_of)
         for path in self._files:
             if rows.has_rows(path):
                 yield from self.faults.each(rows.of_file(path), self._text_of)
@@ -89,16 +87,19 @@ class Source:
 
     def rows(self) -> Iterator[Row]:
         """Yield the rows, file by file, and add files without rows to `no_text`. Raises ValueError, one line."""
-        if self._is_hugging_face:
-            yield from self._hugging_face_rows()
+        yield from self._rows_without_files()
         for path in self._files:
             if rows.has_rows(path):
                 yield from rows.of_file(path)
             else:
                 self.no_text[_shown(path)] = f"it ends in none of {', '.join(rows.READERS)}"
 
-    def _hugging_face_rows(self) -> Iterable[Row]:
-        return rows.of_hugging_face(self.dataset, self._config) if self.part is None else self.part.rows
+    def _rows_without_files(self) -> Iterable[Row]:
+        if self.part is not None:
+            return self.part.rows
+        if self.dataset.startswith(HUGGING_FACE):
+            return rows.of_hugging_face(self.dataset, self._config)
+        return rows.of_class(self.dataset, self._config) if self.dataset.startswith(CLASS) else ()
 
     def _text_of(self, row: Row) -> Text:
         text = row.values.get(self._config.text_field)

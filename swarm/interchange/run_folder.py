@@ -81,8 +81,16 @@ def _require_run(config: RunConfig, source: Source) -> None:
             path.encode()
         except UnicodeEncodeError:
             raise ValueError(f"{path!r} is no UTF-8 text, and {CONFIG} has to name it: rename it") from None
+    _require_no_class(config)
     for dataset in config.data.datasets:
         sources.require_there(dataset)
+
+
+def _require_no_class(config: RunConfig) -> None:
+    """Raise ValueError if a text comes from a class: a folder may come from others, and must not name code to run."""
+    if config.data.classes:
+        name = config.data.classes[0]
+        raise ValueError(f"{CONFIG} must not name {name!r} as text: give it with --dataset when the run begins")
 
 
 def _parts(source: Source) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -147,6 +155,7 @@ def load_config(folder: Path) -> RunConfig:
     if not (folder / CONFIG).is_file():
         raise ValueError(f"{folder} is no run folder: make one with swarm-model import")
     config = configs.load(folder / CONFIG)
+    _require_no_class(config)
     if not (folder / TOKENIZER).is_file():
         return config
     # The configuration may name another path, because the folder may have been moved or copied.

@@ -1,7 +1,10 @@
-"""The error for libraries that are missing because they are only installed on request, as extras of this package."""
+"""What is imported only on request: libraries that are extras of this package, and classes of the user's own."""
 
 import importlib.util
+import pkgutil
 from collections.abc import Iterable
+
+from swarm.errors import in_one_line
 
 
 def missing(what: str, needs: str, extra: str) -> ValueError:
@@ -20,3 +23,21 @@ def require(what: str, needs: str, extra: str, *, modules: Iterable[str]) -> Non
     """Raise the error that `missing` makes if one of these modules is not installed. Imports none of them."""
     if any(importlib.util.find_spec(module) is None for module in modules):
         raise missing(what, needs, extra)
+
+
+def own_class(field: str, name: str) -> object:
+    """Import what `package.module:Class` names. It runs that code, so the caller has to know that our user wants this.
+
+    Args:
+        field: the field of the configuration that names it, for the error.
+
+    Raises:
+        ValueError: one line, if it cannot be imported.
+    """
+    try:
+        return pkgutil.resolve_name(name)
+    except Exception as error:
+        raise ValueError(
+            f"{field} {name!r} cannot be imported ({in_one_line(error)}): name it as package.module:Class "
+            "and install its package, or put it on PYTHONPATH"
+        ) from error

@@ -5,7 +5,6 @@ named by their place in the whole model (`layers.3.attention.q.weight`), so anot
 """
 
 import math
-import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from swarm.config import RunConfig
-from swarm.errors import in_one_line
+from swarm.machine.extras import own_class
 from swarm.machine.out_of_memory import is_out_of_memory
 from swarm.model import adapters
 from swarm.model.adapters import trained_parameters
@@ -135,14 +134,7 @@ def _set_initial(name: str, parameter: Tensor, config: RunConfig) -> None:
 
 def _custom_class(name: str) -> type[nn.Module]:
     """Import the class of this name. Raises ValueError if that fails, or if this is no class of torch modules."""
-    try:
-        found = pkgutil.resolve_name(name)
-    except Exception as error:
-        reason = in_one_line(error)
-        raise ValueError(
-            f"model.custom_class {name!r} cannot be imported ({reason}): name it as package.module:Class "
-            "and install its package, or put it on PYTHONPATH"
-        ) from error
+    found = own_class("model.custom_class", name)
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise ValueError(f"model.custom_class {name!r} is not a class derived from torch.nn.Module")
     return found

@@ -12,7 +12,7 @@ from swarm import config as configs
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig
 from swarm.errors import IntegrityError
 from swarm.interchange import weights
-from swarm.interchange.run_folder import ImportOptions, import_model, open_weights, to_toml
+from swarm.interchange.run_folder import ImportOptions, import_model, load_config, open_weights, to_toml
 from swarm.interchange.source import Source
 from tests.interchange.importing import write_model
 from tests.interchange.small_models import save
@@ -40,6 +40,18 @@ def test_the_configuration_is_read_back(tmp_path: Path) -> None:
     assert (config.run, config.stages.num_stages, config.data.sequence_length) == ("mine", 3, 64)
     assert config.data.tokenizer == "bytes"
     assert open_weights(tmp_path / "run", config).index.digest == config.model.weights
+
+
+def test_a_run_folder_makes_nobody_import_code(tmp_path: Path) -> None:
+    """It may come from others."""
+    _import(tmp_path, options=ImportOptions(dataset=("hf:theirs",)))
+    file = tmp_path / "run" / "run.toml"
+    assert load_config(tmp_path / "run").data.dataset == "hf:theirs"
+    file.write_text(file.read_text().replace("hf:theirs", "class:theirs:Rows"))
+    with pytest.raises(
+        ValueError, match=r"run\.toml must not name 'class:theirs:Rows' as text: give it with --dataset"
+    ):
+        load_config(tmp_path / "run")
 
 
 def test_every_tensor_comes_back(tmp_path: Path) -> None:
@@ -82,6 +94,11 @@ def test_what_no_run_could_begin_with_is_refused(tmp_path: Path) -> None:
         ),
         (Source(tmp_path / "model"), ImportOptions(dataset=("stdlib", "nofile")), "'nofile' does not exist; give"),
         (Source(tmp_path / "model"), ImportOptions(dataset=(f"{tmp_path}/*.none",)), "names no file that can be read"),
+        (
+            Source(tmp_path / "model"),
+            ImportOptions(dataset=("class:no:Rows",)),
+            "'class:no:Rows' as text: give it with",
+        ),
     ):
         with pytest.raises(ValueError, match=fault):
             import_model(source, tmp_path / "run", options)

@@ -22,6 +22,15 @@ def _swarm(tmp_path: Path) -> tuple[LocalSwarm, Children]:
     return LocalSwarm(options, "tiny", peers, children, generate()), children
 
 
+@pytest.mark.parametrize("dataset", ["class:mine:Rows", "books"])
+def test_the_trainer_names_a_class_that_its_user_has_named(dataset: str, tmp_path: Path) -> None:
+    """It would not import one because the run names it."""
+    options, peers, children = started_peers(tmp_path, dataset=(dataset,))
+    serve(peers.start(0))
+    LocalSwarm(options, "tiny", peers, children, generate()).start_trainer()
+    assert (f"--dataset {dataset}" in " ".join(children.commands["trainer"])) == dataset.startswith("class:")
+
+
 def _add_step(output: Path, step: int) -> None:
     with (output / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": step, "train/loss": 1.0, "train/tokens_per_sec": 1.0}) + "\n")

@@ -60,6 +60,15 @@ def test_a_locked_run_s_line_says_where_the_token_goes() -> None:
         assert token == "TOKEN"
 
 
+def test_a_text_that_comes_from_a_class_is_named_by_who_feeds_it() -> None:
+    config = dataclasses.replace(
+        CONFIG, data=dataclasses.replace(CONFIG.data, dataset=("class:my.rows:Rows", "my books"))
+    )
+    joining = Joining.at(config, [ENTRY], insecure=False)
+    assert joining.trainer.endswith(" --steps 100 --dataset class:my.rows:Rows --dataset 'my books'")
+    assert "class:" not in joining.peer
+
+
 def test_they_lead_to_peers_of_several_stages_that_serve() -> None:
     records = [_record(1, 0), _record(2, 0), _record(3, 1, PeerState.LEAVING), _record(4, 1), _record(5, 2)]
     rows = [[record for record in records if record.stage == stage] for stage in range(3)]

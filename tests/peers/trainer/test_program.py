@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import sys
 from pathlib import Path
 from typing import cast
 
@@ -16,6 +17,7 @@ from peers.stage_peer.own_config import own_config
 from peers.trainer import program
 from peers.trainer.program import finish, open_corpus
 from peers.trainer.report import Report
+from swarm import config as configs
 from swarm.config import RunConfig
 from swarm.data import tokenizers
 from swarm.errors import CorpusMismatch
@@ -44,6 +46,33 @@ def test_a_run_that_names_a_file_and_no_digest_does_not_have_it_read(tmp_path: P
     )
     with pytest.raises(ValueError, match="does not say which text it is trained on: name yours with --dataset"):
         open_corpus(config, ())
+
+
+@pytest.mark.parametrize("option", ["--dataset", "--validation"])
+def test_a_class_that_the_run_names_is_not_imported_unless_our_user_names_it(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text("a text " * 9000)
+    (tmp_path / "their_rows.py").write_text(
+        "import pathlib\npathlib.Path(__file__).with_name('imported').touch()\n"
+        "class Rows:\n    def __iter__(self):\n        return iter(['some text of theirs ' * 9000])\n"
+    )
+    monkeypatch.delitem(sys.modules, "their_rows", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    name, text = "class:their_rows:Rows", str(tmp_path / "text.txt")
+    texts = {"dataset": name} if option == "--dataset" else {"dataset": text, "validation": name}
+    config = configs.load_preset("tiny")
+    data = dataclasses.replace(config.data, digest="ab" * 32, **texts)  # type: ignore[arg-type]
+    config = dataclasses.replace(config, data=data)
+    told = f"if you trust that code, add {option} {name}"
+    with pytest.raises(ValueError, match=f"^this run would have this machine import and run '{name}'.*: {told}$"):
+        open_corpus(config, (text,) if option == "--validation" else ())
+    assert not (tmp_path / "imported").exists()
+    given = {"datasets": (name,)} if option == "--dataset" else {"datasets": (text,), "validation": name}
+    with pytest.raises(CorpusMismatch, match="is different text here"):
+        open_corpus(config, **given)
+    assert (tmp_path / "imported").exists()
 
 
 def _run_with_a_tokenizer(folder: Path) -> RunConfig:
