@@ -47,10 +47,11 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("way", ["natpmp", "upnp"])
-def test_the_router_forwards_both_ports_as_long_as_the_peer_is_there(
-    children: Supervisor, tmp_path: Path, way: str
+@pytest.mark.parametrize(("way", "num_ports"), [("natpmp", 2), ("natpmp", 1), ("upnp", 2)])
+def test_the_router_forwards_the_ports_as_long_as_the_peer_is_there(
+    children: Supervisor, tmp_path: Path, way: str, num_ports: int
 ) -> None:
+    """miniupnpd speaks PCP where it speaks NAT-PMP."""
     with Internet() as internet:
         public, hidden = internet.public_host(), internet.host("restricted")
         router = internet.router_of(hidden)
@@ -62,9 +63,10 @@ def test_the_router_forwards_both_ports_as_long_as_the_peer_is_there(
         wait_until(pid.exists, 10.0, "miniupnpd")
         swarm = NatSwarm(tmp_path, children, num_stages=1)
         swarm.start_peer_on(public, 0)
+        swarm.options = ["--port", "7001", "--dht-port", "7001"] if num_ports == 1 else []
         peer = swarm.start_peer_on(hidden, 0)
         assert peer.ready["endpoint"].startswith(f"{router.address}:")
-        [dht_address] = peer.ready["dht_addresses"]
+        dht_address = peer.ready["dht_addresses"][0]
         assert dht_address.startswith(f"/ip4/{router.address}/tcp/")
         assert swarm.answers_from(public)["peer-2"]["reached"] == "direct"
 
@@ -72,6 +74,6 @@ def test_the_router_forwards_both_ports_as_long_as_the_peer_is_there(
             command = router.command(["nft", "list", "chain", "inet", "miniupnpd", "prerouting"])
             return subprocess.run(command, capture_output=True, text=True, check=True).stdout.count("dnat")
 
-        assert forwarded() == 2
+        assert forwarded() == num_ports
         peer.child.process.terminate()
         wait_until(lambda: forwarded() == 0, 60.0, "the forwarding to end")
