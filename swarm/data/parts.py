@@ -41,9 +41,10 @@ class Parts:
         """The dataset where the last part that was read ended, and the number of its next row."""
         self._num_rows = 0
         """The number of rows that are not held out; 0 before the end was reached."""
-        self._first: Prepared | None = None
-        self._present = 0
+        self._present = -1
+        """The part that was asked for last, without those that came late."""
         self._futures: dict[int, Future[Prepared]] = {}
+        """The parts that are at hand or will be."""
         self._queue: queue.SimpleQueue[tuple[int, Future[Prepared]]] = queue.SimpleQueue()
         """Parts to prepare. Few are asked for at once."""
         self._thread: threading.Thread | None = None
@@ -54,9 +55,10 @@ class Parts:
 
     def first(self) -> Prepared:
         """Prepare part 0. Blocks. Raises ValueError as `prepare` does, and if the dataset has fewer rows."""
-        if self._first is None:
-            self._first = self._prepared(Part(_name(0), self._rows(0)))
-        return self._first
+        first = self._prepared(Part(_name(0), self._rows(0)))
+        self._futures[0] = Future()
+        self._futures[0].set_result(first)
+        return first
 
     def want(self, number: int) -> Future[Prepared]:
         """Part `number`, once it is prepared, which does not fail: what cannot be read now is tried again. Part 0 must
@@ -80,9 +82,6 @@ class Parts:
         future: Future[Prepared] = Future()
         # Whoever waits for a part may be cancelled, but not the part.
         future.set_running_or_notify_cancel()
-        if number == 0:
-            future.set_result(self.first())
-            return future
         self._queue.put((number, future))
         if self._thread is None:
             # As a daemon thread it does not keep the program from ending.

@@ -76,7 +76,8 @@ class LeasedWork:
         """The last answer of stage 0."""
         self._wanted = asyncio.Event()
         self._changed = asyncio.Event()
-        self._is_paused = False
+        self._num_pauses = 0
+        """How many callers want a pause now."""
         self._renewed_at = clock.monotonic()
 
     @property
@@ -105,14 +106,18 @@ class LeasedWork:
         In the synchronous setting, leased microbatches that have not begun are given back. Otherwise other trainers
         would wait for them.
         """
-        self._is_paused = True
+        self._num_pauses += 1
         if self._config.rounds.synchronous:
             self._give_up_queue()
         try:
             yield
         finally:
-            self._is_paused = False
+            self._num_pauses -= 1
             self._changed.set()
+
+    @property
+    def _is_paused(self) -> bool:
+        return self._num_pauses > 0
 
     # -- running the work ----------------------------------------------------------------------------------------------
 

@@ -145,6 +145,13 @@ class TrainLoop(HopListener):
     async def _dispatch(self, tasks: asyncio.TaskGroup) -> None:
         while True:
             while (work := self._work.next()) is not None:
+                if parts := self._data.preparing(self._data_number(work.microbatch)):
+                    # Others run what this trainer has no text for yet, as it may take long.
+                    self._work.release(work)
+                    with self._work.paused():
+                        for part in parts:
+                            await asyncio.wrap_future(part)
+                    continue
                 task = tasks.create_task(self._train(work))
                 self._count_busy()
                 self._work.begun(work, task)
@@ -154,10 +161,7 @@ class TrainLoop(HopListener):
     async def _train(self, work: Work) -> None:
         microbatch = work.microbatch
         try:
-            number = self._data_number(microbatch)
-            for part in self._data.preparing(number):
-                await asyncio.wrap_future(part)
-            batch = self._data.samples(number)
+            batch = self._data.samples(self._data_number(microbatch))
             hints = microbatch.known_by(self._routes.get(microbatch.index, {}))
             reply = await self._hop.train(microbatch, batch, self, hints)
             if self._work.is_overdue:

@@ -144,14 +144,18 @@ def test_the_next_part_is_prepared_while_the_present_one_is_trained_on(
 
 def test_older_parts_are_deleted_but_the_first(hub: Hub, tmp_path: Path) -> None:
     parts = Parts("hf:endless", _recipe(), tmp_path)
+    parts.held_out()
     parts.first()
     kept = [parts.want(number) for number in range(6)]
     assert [_of(part)[0] for part in kept] == [PART * number + HELD_OUT for number in range(6)]
     _of(parts.want(6))
     assert {path.stem.partition("-")[2] for path in tmp_path.glob("*.tokens")} - {"part-7"} == {
-        "part-0", "part-5", "part-6",
+        "held-out", "part-0", "part-5", "part-6",
     }  # fmt: skip
     assert len(list(tmp_path.glob("*.json"))) <= 4
+    later = parts.want(6)
+    assert _of(parts.want(0)) == list(range(HELD_OUT, HELD_OUT + PART)), "it is always at hand"
+    assert parts.want(6) is later
 
 
 def test_a_dataset_with_other_rows_is_refused(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -418,19 +418,22 @@ async def test_without_renewal_all_is_given_up_before_the_lease_ends() -> None:
         assert not world.reply.acked
 
 
-async def test_a_microbatch_whose_text_is_not_prepared_waits_and_others_go_on() -> None:
-    async with running(SYNCHRONOUS, max_in_flight=2) as world:
-        world.waits_for_part, world.num_there = True, 2
-        await eventually(lambda: world.num_granted == 2, meanwhile=lambda: pass_time(world))
-        world.answer.set()
-        await eventually(lambda: world.reply.acked)
-        for _ in range(3 * int(LEASE_SECONDS)):
+@pytest.mark.parametrize("config", [DILOCO, SYNCHRONOUS])
+async def test_a_trainer_whose_text_is_not_prepared_gives_back_what_it_was_granted(config: RunConfig) -> None:
+    """Others would wait for it, and it would be banned for holding it."""
+    async with running(config, max_in_flight=4) as world:
+        world.waits_for_part, world.num_there = True, 3
+        await eventually(lambda: 1 in world.released, meanwhile=lambda: pass_time(world))
+        with world.work.paused():  # As for an evaluation, after which the wait goes on.
             pass_time(world)
-            await asyncio.sleep(0)
-        assert world.num_runs == 1
-        assert not world.released, "the lease is renewed meanwhile"
+        asked = len(world.wanted)
+        world.answer.set()
+        await eventually(lambda: len(world.wanted) > asked + 3, meanwhile=lambda: pass_time(world))
+        assert not any(world.wanted[asked + 1 :])
+        assert (world.num_runs, world.reply.acked) == (1, True), "what had begun has ended"
         world.part.set_result(cast(Prepared, None))
-        await eventually(lambda: world.num_runs == 2, meanwhile=lambda: pass_time(world))
+        world.waits_for_part, world.num_there = False, 100
+        await eventually(lambda: world.num_runs > 1, meanwhile=lambda: pass_time(world))
 
 
 @pytest.mark.parametrize(("config", "streams", "number"), [
