@@ -34,6 +34,7 @@ from swarm.content.line import Kind
 from swarm.content.weights import WeightsCache
 from swarm.credentials.certificates import Role
 from swarm.errors import Fatal, IntegrityError, PeerUnavailable, SwarmError
+from swarm.interchange.families.known import family_of
 from swarm.interchange.weights import Weights
 from swarm.machine.clock import SystemClock, run_loop
 from swarm.machine.patience import patiently
@@ -131,6 +132,8 @@ class LiveModel:
     """Downloads the weights of all stages of a running swarm."""
 
     def __init__(self, member: Membership, *, transport: Transport | None = None) -> None:
+        """Raises ValueError if no architecture of transformers computes this model, before anything is downloaded."""
+        family_of(member.config.model)
         self._member = member
         self._clock = member.clock
         transport = transport or Transport(member.channels)
@@ -260,8 +263,6 @@ def fetch_model(options: ExportModelOptions, folder: Path) -> tuple[str, Weights
     async def fetch() -> tuple[str, Weights | None]:
         async with reading(entrance, clock) as member:
             config = member.config
-            if config.model.custom_class:
-                raise ValueError(f"no architecture of transformers computes {config.model.custom_class}")
             await LiveModel(member).write_checkpoints(folder, options.round)
             has_base = config.lora.is_on and config.model.weights and not (options.adapter or options.base)
             base = await _base(member) if has_base else None

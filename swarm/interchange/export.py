@@ -130,8 +130,10 @@ def _shards(origin: Origin, family: Family, target: Target) -> Iterator[dict[str
     model = origin.config.model
     shard: dict[str, Tensor] = {}
     num_bytes = 0
-    for rule in family.tensors(model, parameter_shapes(model)):
-        tensor = _theirs(rule, origin, target.dtype or origin.base_dtype)
+    own, shapes = parameter_shapes(model), parameter_shapes(family.with_biases(model))
+    zeros = {name: shape for name, shape in shapes.items() if name not in own}
+    for rule in family.tensors(model, shapes):
+        tensor = _theirs(rule, origin, zeros, target.dtype or origin.base_dtype)
         if shard and num_bytes + tensor.nbytes > target.shard_bytes:
             yield shard
             shard, num_bytes = {}, 0
@@ -140,9 +142,11 @@ def _shards(origin: Origin, family: Family, target: Target) -> Iterator[dict[str
     yield shard
 
 
-def _theirs(rule: TensorRule, origin: Origin, dtype: torch.dtype | None) -> Tensor:
-    ours = origin.load(set(rule.ours))
-    tensor = torch.cat([ours[name] for name in rule.ours])
+def _theirs(
+    rule: TensorRule, origin: Origin, zeros: Mapping[str, tuple[int, ...]], dtype: torch.dtype | None
+) -> Tensor:
+    ours = origin.load({*rule.ours} - zeros.keys())
+    tensor = torch.cat([torch.zeros(zeros[name]) if name in zeros else ours[name] for name in rule.ours])
     if rule.transposed:
         tensor = tensor.t()
     # It is cloned, because safetensors refuses tensors of one file that share memory.

@@ -11,9 +11,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from swarm.config import DataConfig, ModelConfig, RunConfig, StagesConfig
+from swarm.config.reading import load_preset
 from swarm.interchange.export import Card, Origin, Target, export_model
 from swarm.interchange.families.known import family_of, read_config
 from swarm.interchange.source import Source
+from swarm.model.stages import build_stage
 from tests.interchange.small_models import MODELS, logits_of, make_tokens, save
 
 CARD = Card(round=0, num_samples=0, losses={})
@@ -63,6 +65,21 @@ def test_the_exported_model_computes_the_same(tmp_path: Path) -> None:
     assert len([file for file in files if file.suffix == ".safetensors"]) > 3
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert torch.equal(loaded(tokens_BT).logits, model(tokens_BT).logits)
+
+
+@torch.no_grad()
+def test_a_gpt2_without_biases_is_exported_with_zeros_for_them(tmp_path: Path) -> None:
+    model = load_preset("shakespeare-cpu").model
+    config = RunConfig(model=model, stages=StagesConfig(num_stages=1), data=DataConfig(sequence_length=8))
+    ours, tokens_BT = build_stage(config, 0, device="cpu"), make_tokens() % model.vocab_size
+    weights = dict(ours.named_parameters())
+    origin = Origin(
+        config=config, load=lambda names: {name: weights[name] for name in names}, card=CARD, tokenizer="bytes"
+    )
+    export_model(origin, tmp_path / "out")
+    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert (loaded.eval()(tokens_BT).logits - ours(tokens_BT, dropout_key=None)).abs().max() < 1e-4
 
 
 def _changed(tmp_path: Path, name: str, **values: Any) -> Path:
@@ -152,6 +169,7 @@ def test_a_window_bounds_the_length_of_sequences(window: int | None, longest: in
         ({"qkv_bias": True}, "Qwen2ForCausalLM"),
         ({"qk_norm": True}, "Qwen3ForCausalLM"),
         ({"block_types": "tp", "num_shards": 2}, "LlamaForCausalLM"),
+        ({"norm": "layer", "positions": "learned", "feed_forward": "gelu"}, "GPT2LMHeadModel"),
     ],
 )
 def test_a_run_of_ours_has_a_family(fields: dict[str, Any], architecture: str) -> None:

@@ -5,6 +5,7 @@ that the table does not know is refused, because the key may change what the mod
 without a value, nothing can depend on it, and it is ignored.
 """
 
+import dataclasses
 import re
 import reprlib
 from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +33,8 @@ _HARMLESS = re.compile(
 (Dropout is the run's own choice.)"""
 _LARGEST = 2**53
 """The largest number that a configuration may have: a float can hold every whole number up to this."""
+
+BIASES = ("qkv_bias", "attention_output_bias", "feed_forward_bias")
 
 
 class Keys:
@@ -154,6 +157,12 @@ class Family:
     no_tensors: tuple[str, ...]
     prefix: str
     special_tokens: Mapping[str, int] = field(default_factory=dict)
+
+    def with_biases(self, model: ModelConfig) -> ModelConfig:
+        """The model with all biases that this family would have in its place. Those that it lacks stand for zeros."""
+        own = self.read(Keys(self.write(dataclasses.replace(model, max_positions=model.max_positions or 1))))
+        biases: dict[str, Any] = {name: True for name in BIASES if own.get(name)}
+        return dataclasses.replace(model, **biases)
 
     def tensors(self, model: ModelConfig, ours: Mapping[str, Any]) -> Iterator[TensorRule]:
         """The rules for the tensors that a model has, layer by layer.

@@ -62,7 +62,8 @@ def family_of(model: ModelConfig) -> Family:
     """The family whose class in transformers computes the same as `model`.
 
     An imported Mistral is exported as a Llama: they differ only in how far layers look back, which import resolves. So
-    is a Phi-3, whose matrices are only stored in another way.
+    is a Phi-3, whose matrices are only stored in another way. A model that lacks biases of every such family is one of
+    the family in which they are zeros (`with_biases`): nanoGPT's models without biases are GPT-2s.
 
     Raises:
         ValueError: no family does.
@@ -76,14 +77,15 @@ def family_of(model: ModelConfig) -> Family:
         raise ValueError(f"a model with {' and '.join(other)} blocks has no counterpart in transformers")
     # A run's model may have no longest sequence, but a config.json always names one.
     model = dataclasses.replace(model, max_positions=model.max_positions or 1)
-    for family in FAMILIES:
-        # Write the configuration as this family's, and read it again: a switch that the family lacks is lost.
-        try:
-            again = ModelConfig(**family.read(Keys(family.write(model))))
-        except ValueError:
-            continue
-        if _function(again) == _function(model):
-            return family
+    for may_have_zeros in (False, True):
+        for family in FAMILIES:
+            # Write the configuration as this family's, and read it again: a switch that the family lacks is lost.
+            try:
+                again = ModelConfig(**family.read(Keys(family.write(model))))
+            except ValueError:
+                continue
+            if _function(again) == _function(family.with_biases(model) if may_have_zeros else model):
+                return family
     raise ValueError("no architecture of transformers has this combination of switches in [model]")
 
 

@@ -89,8 +89,8 @@ class World:
         alive = [record for record in records if record.peer_id not in self.line.broken]
         return [stage_pb2.DescribeReply(round=self.line.holders[r.peer_id].standing.round) for r in alive]
 
-    def model(self) -> LiveModel:
-        member = Membership.enter(CONFIG, MemoryStore(self.clock), generate(), self.clock, insecure=True)
+    def model(self, config: RunConfig = CONFIG) -> LiveModel:
+        member = Membership.enter(config, MemoryStore(self.clock), generate(), self.clock, insecure=True)
         known = Known(Router(self.clock, random.Random(0)))
         for stage, records in enumerate(self.records):
             known.update(stage, records)
@@ -128,6 +128,13 @@ async def test_all_stages_come_and_nothing_but_their_weights(
     weights = sum(t.nbytes for stage in world.stages for t in stage[0].tensors.values())
     assert weights <= sum(world.line.num_bytes.values()) < weights + 2 * 512
     assert "stage 0 of 0 to 1 is here" in caplog.text
+
+
+@in_virtual_time
+async def test_a_model_that_transformers_lacks_is_refused_before_the_download(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, 1, 1)
+    with pytest.raises(ValueError, match="no architecture of transformers"):
+        world.model(dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, norm="layer")))
 
 
 @in_virtual_time
