@@ -7,6 +7,7 @@ the process around it are replaced. Peers and trainers log their events, as the 
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from peers.stage_peer.server_options import ServerOptions
 from swarm.config import RunConfig
 from swarm.credentials import identity as identities
 from swarm.data.microbatches import Microbatches
+from swarm.data.prepared import Prepared
 from swarm.dht.directory import Directory
 from swarm.events.log import EventLog
 from swarm.hop.hop import Hop
@@ -153,6 +155,9 @@ class WholeSwarm:
 class _Data:
     config: RunConfig
     tokens: Callable[[RunConfig, int], torch.Tensor]
+
+    def preparing(self, index: int) -> list[Future[Prepared]]:
+        return []
 
     def samples(self, index: int) -> dict[str, torch.Tensor]:
         return {TOKENS: self.tokens(self.config, index)}
