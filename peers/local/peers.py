@@ -17,7 +17,6 @@ from peers.shared import cli, devices
 from peers.shared.devices import Device
 from peers.stage_peer.options import PeerOptions
 from swarm.config import RunConfig
-from swarm.config.data import CLASS
 from swarm.types import PeerRecord, PeerState
 
 MOST_ADDRESSES = 4
@@ -68,9 +67,8 @@ class LocalPeers:
         self.running: list[LocalPeer] = []
         self._options = options
         self._custom_class = config.model.custom_class
-        datasets, validation = options.dataset or config.data.datasets, options.validation or config.data.validation
-        has_class = any(name.startswith(CLASS) for name in (*datasets, validation))
-        self.own_text: dict[str, Any] = {"dataset": datasets, "validation": validation or None} if has_class else {}
+        text = {"dataset": config.data.datasets, "validation": config.data.validation or None}
+        self.own_text: dict[str, Any] = text if config.data.classes else {}
         """What the trainer has to name, because a class of the user's own gives it."""
         self._children = children
         self._folder = folder

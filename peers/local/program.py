@@ -20,6 +20,7 @@ from peers.local.swarm import LocalSwarm
 from peers.shared import cli, devices, stopping
 from peers.shared.cache import cache_folder
 from peers.shared.logs import setup_logging
+from peers.shared.option_names import naming_options, with_named_text
 from peers.shared.reporting import require_reporters
 from peers.shared.sole_writer import require_sole_writer
 from peers.shared.token_option import VARIABLE, admitted, find_token
@@ -41,7 +42,8 @@ def main(argv: Sequence[str]) -> int:
     require_reporters(options)
     if not hasattr(os, "waitid"):
         raise ValueError("swarm-local cannot watch over processes with this Python: on macOS take 3.13 or newer")
-    config = run_config(options)
+    with naming_options(options):
+        config = run_config(options)
     clock = SystemClock()
     _, token = find_token(options.token, (), os.environ, role=Role.PEER, insecure=options.insecure, clock=clock)
     if token is not None:
@@ -66,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
 
 def run_config(options: LocalOptions) -> RunConfig:
     """The configuration with which the first peer begins the run, as far as this program needs it: its name, its
-    stages, and the class of its model."""
+    stages, and classes that it names."""
     if options.model is not None:
         # This import takes seconds, and only a --model needs it.
         from peers.stage_peer.own_model import open_model
@@ -74,6 +76,7 @@ def run_config(options: LocalOptions) -> RunConfig:
         config = open_model(options.model).config(cache_folder(), num_stages=options.stages or 0)
     else:
         config = configs.load(options.config) if options.config else configs.load_preset(options.preset or PRESET)
+    config = with_named_text(config, options.dataset, options.tokenizer, options.validation)
     return configs.with_settings(config, options.set)
 
 

@@ -1,13 +1,15 @@
-"""Rewords errors about values of a configuration: where a value comes from an option, the error names the option.
+"""Options that set fields of a run's configuration: puts texts in, and lets errors name the option and not the field.
 
 Used by the programs that have such options. Libraries name the configuration's fields in their errors, because they do
 not know the options.
 """
 
+import dataclasses
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from swarm.config import RunConfig
 from swarm.errors import CorpusMismatch
 
 FIELDS = {
@@ -21,6 +23,20 @@ FIELDS = {
     "lora_targets": "lora.targets",
 }
 """The field of the configuration that each option sets. Options have the names of the fields of their dataclass."""
+
+
+def with_named_text(
+    config: RunConfig, dataset: tuple[str, ...], tokenizer: str | None, validation: str | None
+) -> RunConfig:
+    """The configuration with the texts and the tokenizer of the command line, where it names them."""
+    data = dataclasses.replace(
+        config.data,
+        dataset=dataset or config.data.dataset,
+        validation=config.data.validation if validation is None else validation,
+    )
+    if tokenizer is not None:
+        data = dataclasses.replace(data, tokenizer=tokenizer)
+    return dataclasses.replace(config, data=data)
 
 
 @contextmanager

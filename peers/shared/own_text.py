@@ -13,20 +13,6 @@ from swarm.data.corpora import Corpus
 from swarm.data.tokenizers import ByteTokenizer
 
 
-def with_named_text(
-    config: RunConfig, dataset: tuple[str, ...], tokenizer: str | None, validation: str | None
-) -> RunConfig:
-    """The configuration with the texts and the tokenizer of the command line, where it names them."""
-    data = dataclasses.replace(
-        config.data,
-        dataset=dataset or config.data.dataset,
-        validation=config.data.validation if validation is None else validation,
-    )
-    if tokenizer is not None:
-        data = dataclasses.replace(data, tokenizer=tokenizer)
-    return dataclasses.replace(config, data=data)
-
-
 def with_text(config: RunConfig, cache: Path) -> tuple[RunConfig, Corpus]:
     """The configuration with the digests of text and tokenizer, and the text. Blocks while the text is prepared.
 

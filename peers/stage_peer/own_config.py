@@ -9,7 +9,8 @@ import shlex
 from pathlib import Path
 from typing import assert_never
 
-from peers.shared.own_text import with_named_text, with_text
+from peers.shared.option_names import with_named_text
+from peers.shared.own_text import with_text
 from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_model import OwnModel
 from swarm import config as configs

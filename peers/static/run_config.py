@@ -10,7 +10,7 @@ import torch
 
 from peers.shared.cache import cache_folder
 from peers.shared.devices import computing_in
-from peers.shared.own_text import with_named_text
+from peers.shared.option_names import with_named_text
 from peers.stage_peer.own_model import OwnModel, open_model
 from peers.static.options import StaticOptions
 from peers.static.workers import Shape

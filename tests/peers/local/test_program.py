@@ -48,6 +48,12 @@ def test_the_run_is_that_of_the_model_with_the_settings(tmp_path: Path, monkeypa
     assert found.model.weights
 
 
+def test_a_setting_may_be_about_the_text_that_is_named_beside_it() -> None:
+    """The preset's own text has neither rows of conversations nor parts."""
+    found = local.run_config(LocalOptions(dataset=("hf:talks",), set=("data.part_rows=9", "data.format='chat'")))
+    assert (found.data.dataset, found.data.part_rows, found.data.format) == ("hf:talks", 9, "chat")
+
+
 # -- scripts/demo ------------------------------------------------------------------------------------------------------
 
 

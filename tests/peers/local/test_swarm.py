@@ -1,6 +1,7 @@
 """A local swarm whose child processes are only recorded: what it waits for, deletes and kills, and when it gives up."""
 
 import asyncio
+import dataclasses
 import json
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from peers.local.output import Output
 from peers.local.supervisor import Exit
 from peers.local.swarm import Drama, LocalSwarm
 from peers.status.live_table import LiveTable
+from swarm import config as configs
 from swarm.credentials.identity import generate
 from swarm.errors import PeerUnavailable
 from swarm.metrics.log import MetricsLog
@@ -25,7 +27,9 @@ def _swarm(tmp_path: Path) -> tuple[LocalSwarm, Children]:
 @pytest.mark.parametrize("dataset", ["class:mine:Rows", "books"])
 def test_the_trainer_names_a_class_that_its_user_has_named(dataset: str, tmp_path: Path) -> None:
     """It would not import one because the run names it."""
-    options, peers, children = started_peers(tmp_path, dataset=(dataset,))
+    config = configs.load_preset("tiny")
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, dataset=dataset))
+    options, peers, children = started_peers(tmp_path, config)
     serve(peers.start(0))
     LocalSwarm(options, "tiny", peers, children, generate()).start_trainer()
     assert (f"--dataset {dataset}" in " ".join(children.commands["trainer"])) == dataset.startswith("class:")
