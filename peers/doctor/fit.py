@@ -234,6 +234,13 @@ def report(options: DoctorOptions) -> int:
     return 0 if fits[0]["fits"] else EXIT_FAILURE
 
 
+def _in_words(stages: Sequence[str], verdict: str) -> str:
+    if len(stages) == 1:
+        return f"stage {stages[0]} {verdict}"
+    verb, space, rest = verdict.partition(" ")
+    return f"stages {', '.join(stages)} {verb.removesuffix('s')}{space}{rest}"
+
+
 def _print(
     config: RunConfig, stages: Sequence[StageFit], fits: Sequence[dict[str, Any]], seconds: float | None
 ) -> None:
@@ -247,7 +254,7 @@ def _print(
     print("\nAll but ram is memory of the device. Graphs are of the microbatches in flight; sent is for each step.\n")
     for fit in fits:
         said = {text: [str(n) for n, verdict in enumerate(fit["stages"]) if verdict == text] for text in fit["stages"]}
-        text = "; ".join(f"stage {', '.join(who)} {what}" for what, who in said.items())
+        text = "; ".join(_in_words(who, what) for what, who in said.items())
         print(f"{fit['device']:<15}  {in_words(fit['free_bytes']):>9} free  {text}")
         for settings in fit["would_fit_with"]:
             print(f"{'':<33}fits with {' '.join(f'--set {setting}' for setting in settings)}")

@@ -11,6 +11,12 @@ from peers.shared import cli, logs
 from peers.shared.invite_option import InviteOption
 from peers.stage_peer.listen import Outside
 
+_OF_A_RUN = (
+    "token", "stage", "host", "port", "dht_port", "announce", "announce_dht", "checkpoint", "keep_checkpoints",
+    "insecure",
+)  # fmt: skip
+"""Options that say nothing about a run that does not exist yet."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
@@ -68,6 +74,11 @@ class DoctorOptions:
             raise ValueError("INVITE, --lan, --model, --preset and --config exclude each other")
         if not self.plans and (self.set or self.stages is not None or self.lora_rank is not None or self.peers != 1):
             raise ValueError("--set, --stages, --lora-rank and --peers belong to --model, --preset or --config")
+        if self.plans:
+            for name in _OF_A_RUN:
+                if getattr(self, name) != getattr(type(self), name):
+                    option = f"--{name.replace('_', '-')}"
+                    raise ValueError(f"{option} belongs to a run that is there, not to --model, --preset or --config")
         cli.require_at_least(self, {"keep_checkpoints": 1, "stages": 1, "lora_rank": 0, "peers": 1})
         cli.require_ports(self, ["port", *([] if self.ports.are_one else ["dht_port"])])
         if self.stage != "auto" and self.stage < 0:

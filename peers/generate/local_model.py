@@ -51,7 +51,8 @@ async def open_local_model(options: GenerateOptions) -> AsyncIterator[TextModel]
     # The chat template and end tokens may be beside the tokenizer, or in the model's folder.
     named = [Path(folder) for folder in (options.model, options.base) if folder is not None]
     folders = [*folder_of(data.tokenizer), *named]
-    model = read_text_model(config, engine, tokenizer, folders=folders, now=datetime.now)
+    # The run's own configuration, because its id is the model's name, whatever type the matrices have here.
+    model = read_text_model(found.config, engine, tokenizer, folders=folders, now=datetime.now)
     async with asyncio.TaskGroup() as tasks:
         computing = tasks.create_task(engine.run())
         yield model

@@ -57,6 +57,8 @@ def naming_options(options: object) -> Iterator[None]:
         text = renamed(str(error), given)
         if text == str(error):
             raise
+        # `with_settings` names --set, though another option has the value.
+        text = text.removeprefix("--set: ") if text.startswith("--set: --") else text
         raise (CorpusMismatch if isinstance(error, CorpusMismatch) else ValueError)(text) from error
 
 

@@ -3,6 +3,8 @@
 Called by the programs, and when the configuration is fetched from another peer. A fault is a ValueError of one line.
 """
 
+import dataclasses
+import difflib
 import json
 import tomllib
 from collections.abc import Sequence
@@ -138,8 +140,24 @@ def from_json(text: str, *, source: str) -> RunConfig:
         if first["type"] == "json_invalid":
             raise ValueError(f"{source} is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}") from None
         if first["type"] == "unexpected_keyword_argument":
-            raise ValueError(f"{source}: unknown key {where!r}") from None
+            raise ValueError(f"{source}: unknown key {where!r}; {_meant(where)}") from None
         message = first["msg"].removeprefix("Value error, ")
         # Our own messages name the field already.
         named = not where or message.startswith(where)
         raise ValueError(f"{source}: {message}" if named else f"{source}: {where}: {message}") from None
+
+
+def _meant(where: str) -> str:
+    """What an unknown key was perhaps meant to be, or which there are."""
+    names = [field.name for field in dataclasses.fields(RunConfig)]
+    sections = {
+        name: [*values] for name, values in json.loads(to_json(RunConfig())).items() if isinstance(values, dict)
+    }
+    section, _, key = where[:100].rpartition(".")
+    known = sections.get(section, names)
+    prefix = f"{section}." if section in sections else ""
+    near = [f"{other}.{key}" for other, keys in sections.items() if key in keys]
+    near = near or [prefix + name for name in difflib.get_close_matches(key, known, n=2)]
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    return f"{section if prefix else 'a configuration'} has {', '.join(known)}"

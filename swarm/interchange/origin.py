@@ -47,7 +47,7 @@ def from_model_folder(folder: Path) -> Origin:
     longest = source.model.max_positions
     tokenizer = str(folder) if (folder / TOKENIZER).is_file() else "bytes"
     config = RunConfig(
-        run="model",
+        run=run_folder.name_of(folder),
         model=source.model,
         stages=StagesConfig(num_stages=1),
         data=DataConfig(sequence_length=longest, tokenizer=tokenizer),

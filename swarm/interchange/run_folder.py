@@ -101,6 +101,14 @@ def _parts(source: Source) -> Iterator[tuple[str, dict[str, Tensor]]]:
         yield part, dict(source.tensors(members))
 
 
+def name_of(folder: Path) -> str:
+    """The name of a run that begins with the model in a folder: the folder's, or in the hub's cache the model's."""
+    folder = folder.resolve()
+    if folder.parent.name == "snapshots":
+        folder = Path(folder.parent.parent.name.removeprefix("models--").replace("--", "-"))
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", folder.name).strip("-")[:64] or "model"
+
+
 def config_of(source: Source, options: ImportOptions, *, tokenizer: Path) -> RunConfig:
     """The configuration of a run that begins with a model, still without the digest of its weights.
 
@@ -111,7 +119,7 @@ def config_of(source: Source, options: ImportOptions, *, tokenizer: Path) -> Run
         ValueError: the configuration is not valid, or the tokenizer has more tokens than the model.
     """
     model = dataclasses.replace(source.model, autocast="auto")
-    name = options.run or re.sub(r"[^A-Za-z0-9_-]+", "-", source.folder.resolve().name).strip("-")[:64] or "model"
+    name = options.run or name_of(source.folder)
     longest = min(model.max_positions or LONGEST_SEQUENCE, LONGEST_SEQUENCE)
     data = DataConfig(sequence_length=longest)
     data = dataclasses.replace(data, dataset=options.dataset or data.dataset, format=options.format)

@@ -39,9 +39,15 @@ def test_settings_are_written_as_in_toml_and_a_word_needs_no_quotes() -> None:
 @pytest.mark.parametrize(
     ("setting", "complaint"),
     [
-        ("optimizer.lr=1", "--set: unknown key 'optimizer.lr'"),
-        ("optimiser.learning_rate=1", "--set: unknown key 'optimiser'"),
-        ("a.b.c=1", "--set: unknown key 'a.b'"),
+        ("optimizer.lr=1", "--set: unknown key 'optimizer.lr'; optimizer has adjust_lr_fn, "),
+        (
+            "optimizer.learningrate=1",
+            "--set: unknown key 'optimizer.learningrate'; did you mean optimizer.learning_rate",
+        ),
+        ("optimiser.learning_rate=1", "--set: unknown key 'optimiser'; did you mean optimizer?"),
+        ("learning_rate=1", "--set: unknown key 'learning_rate'; did you mean optimizer.learning_rate or outer.l"),
+        ("model.sequence_length=1", "--set: unknown key 'model.sequence_length'; did you mean data.sequence_length?"),
+        ("a.b.c=1", "--set: unknown key 'a.b'; a configuration has run, owner, model, "),
         ("optimizer.learning_rate=-1", "--set: optimizer.learning_rate must not be negative, not -1.0"),
         ("optimizer.learning_rate=fast", "--set: optimizer.learning_rate: Input should be a valid number"),
         ("model.num_layers=4.5", "--set: model.num_layers: Input should be a valid integer"),

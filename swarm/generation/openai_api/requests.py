@@ -317,4 +317,8 @@ def _refusal(error: ValidationError) -> Refusal:
     if name in _EXPECTED and fault["type"] != "missing":
         return Refusal(400, f"{name} {_EXPECTED[name]}", param=name)
     where = ".".join(str(part) for part in fault["loc"])
+    # Of a field that may have several types, pydantic's first fault speaks of the first type alone.
+    message, is_content, _ = where.partition(".content.")
+    if is_content:
+        return Refusal(400, f"{message}.content must be a text, or a list of parts of type text", param=name)
     return Refusal(400, f"{where}: {fault['msg']}", param=name)

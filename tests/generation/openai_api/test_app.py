@@ -538,6 +538,13 @@ async def test_messages_that_cannot_be(client: httpx2.AsyncClient, messages: Any
     assert response.json()["error"]["param"] in ("messages", "prompt")
 
 
+@pytest.mark.parametrize("content", [None, 5, [{"type": "image_url", "image_url": {"url": "http://x"}}], [{}]])
+async def test_the_refusal_of_a_message_says_what_it_may_have(client: httpx2.AsyncClient, content: Any) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "user", "content": content}]
+    response = await client.post("/chat/completions", json=CHAT | {"messages": messages})
+    assert response.json()["error"]["message"] == "messages.1.content must be a text, or a list of parts of type text"
+
+
 @pytest.mark.parametrize(
     "body",
     [

@@ -80,7 +80,7 @@ def test_a_plan_is_reported_with_a_measured_step(capsys: pytest.CaptureFixture[s
     assert doctor.main(["--preset", "tiny", "--device", "cpu"]) == 0
     text = capsys.readouterr().out
     assert "A step has 64 microbatches of 8 x 64 tokens." in text
-    assert "a GPU of 24 GiB   23.0 GiB free  stage 0, 1, 2 fits" in text
+    assert "a GPU of 24 GiB   23.0 GiB free  stages 0, 1, 2 fit\n" in text
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,9 @@ def test_a_plan_is_reported_with_a_measured_step(capsys: pytest.CaptureFixture[s
     [
         (["--preset", "tiny", "--model", "x"], "exclude each other"),
         (["--stages", "2"], "belong to --model, --preset or --config"),
-        (["--preset", "tiny", "--stages", "9"], "--stages (9) must not exceed model.num_layers (3)"),
+        (["--preset", "tiny", "--stages", "9"], "error: --stages (9) must not exceed model.num_layers (3)"),
+        (["--preset", "tiny", "--stage", "7"], "--stage belongs to a run that is there"),
+        (["--preset", "tiny", "--dht-port", "7"], "--dht-port belongs to a run that is there"),
         (["--preset", "tiny", "--peers", "0"], "--peers must be at least 1"),
         (["--preset", "tiny", "--set", "model.custom_class=a:B"], "only its code knows"),
     ],

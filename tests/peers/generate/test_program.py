@@ -71,6 +71,18 @@ def test_a_name_is_looked_for_on_the_hub(
     assert "/no/such: there is no such folder" in _refused(capsys, "--model", "/no/such", *options)
 
 
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [("my model", "my-model"), ("models--me--mine/snapshots/0a1b", "me-mine")],
+)
+def test_a_text_is_said_to_be_of_the_model_s_name(
+    folder: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save("gpt2", tmp_path / folder)
+    assert program.main(["--model", str(tmp_path / folder), "--prompt", "a", "--max-tokens", "1"]) == 0
+    assert f"1 token by {name}." in capsys.readouterr().err
+
+
 WORDS = [f"word{number}" for number in range(250)]
 
 
@@ -136,6 +148,9 @@ def test_checkpoints_write_as_well(tmp_path: Path, capsys: pytest.CaptureFixture
     write_cut(tmp_path, cut(2, config), num_rounds=1)
     # The model's sequences are of eight tokens.
     assert _run(capsys, "--checkpoint", str(tmp_path), "--prompt", "a").startswith("a")
+    # The type of its matrices here does not change the run's id.
+    assert program.main(["--checkpoint", str(tmp_path), "--prompt", "a", "--dtype", "bf16"]) == 0
+    assert f" by {cut(2, config).run_id}@1," in capsys.readouterr().err
     (tmp_path / "adapters").mkdir()
     config = dataclasses.replace(config, lora=LoraConfig(rank=2))
     write_cut(tmp_path / "adapters", cut(2, config), num_rounds=3)
