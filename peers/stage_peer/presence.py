@@ -50,12 +50,13 @@ class Presence:
     """What one peer says of itself while it stays at its stage."""
 
     def __init__(
-        self, membership: Membership, stage: Stage, member: StageMember, options: ServerOptions, callers: Callers
-    ) -> None:
+        self, membership: Membership, stage: Stage, member: StageMember, options: ServerOptions, callers: Callers,
+        times: TimeWatch,
+    ) -> None:  # fmt: skip
         self.state = PeerState.JOINING
         self.health = Health()
         self.loop_lag = LoopLag(membership.clock)
-        self._times = TimeWatch(stage, membership.clock)
+        self._times = times
         self._membership = membership
         self._stage = stage
         self._member = member

@@ -47,6 +47,7 @@ from swarm.stage.runtime import Runtime
 from swarm.stage.slots import LARGEST_NUM_SLOTS
 from swarm.stage.stage import Stage
 from swarm.stage.staging import staging_of
+from swarm.stage.time_shares import TimeWatch
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +110,8 @@ class StageServer:
         )  # fmt: skip
         self._own_state = OwnState(membership, self.stage, self.member, options)
         self._news = StageNews(clock)
-        self.presence = Presence(membership, self.stage, self.member, options, self.callers)
+        times = TimeWatch(self.stage, clock)
+        self.presence = Presence(membership, self.stage, self.member, options, self.callers, times)
 
     @asynccontextmanager
     async def serving(self, listen: Listening) -> AsyncIterator[Announced]:

@@ -34,7 +34,7 @@ class _Present(Presence):
 
     def __init__(self, membership: Membership) -> None:
         nothing: Any = SimpleNamespace(round=0)
-        super().__init__(membership, nothing, nothing, nothing, nothing)
+        super().__init__(membership, nothing, nothing, nothing, nothing, nothing)
         self.membership = membership
 
     def record(self) -> PeerRecord:
