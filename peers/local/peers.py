@@ -112,8 +112,17 @@ class LocalPeers:
         preset = None if options.config or options.model else options.preset or PRESET
         names = ("config", "model", "stages", "dataset", "validation", "tokenizer", "lora_rank", "set")
         # A preset, or a file, has a schedule of its own.
-        steps = options.steps if options.model else None
+        steps = options.steps + self._steps_before() if options.model else None
         return {"preset": preset, "steps": steps} | {name: getattr(options, name) for name in names}
+
+    def _steps_before(self) -> int:
+        """The steps that the run had made at its newest checkpoint, from which it goes on."""
+        if self._options.resume is None:
+            return 0
+        # Imported only here, because it imports torch, which takes seconds.
+        from swarm.checkpoint import file
+
+        return max((name.round for name in file.names(self._options.resume)), default=0)
 
     @property
     def addresses(self) -> tuple[str, ...]:

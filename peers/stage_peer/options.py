@@ -63,8 +63,8 @@ class PeerOptions:
     stages: int | None = None
     """Number of stages of a new run, instead of the configuration's."""
     steps: int | None = None
-    """Steps for which a new run is planned: the learning rate falls to its end over them, unless the configuration has
-    a schedule. Trainers may stop earlier or go on."""
+    """Steps, counted from its very first, for which a new run is planned: the learning rate falls to its end over them,
+    unless the configuration has a schedule. Trainers may stop earlier or go on."""
     lora_rank: int | None = None
     """Train adapters (LoRA) of this rank in a new run, and leave the model's own weights as they are; 0 trains those.
     This and the next three options replace the configuration's values."""

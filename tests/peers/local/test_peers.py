@@ -50,6 +50,18 @@ def test_the_first_peer_gets_what_was_asked_for(
     assert [word for index in options_at for word in command[index : index + 2]] == expected
 
 
+@pytest.mark.parametrize(("rounds", "planned"), [((), "60"), ((30, 40), "100")])
+def test_a_run_that_goes_on_is_planned_for_the_steps_that_come_as_well(
+    rounds: tuple[int, ...], planned: str, tmp_path: Path
+) -> None:
+    for number in rounds:
+        (tmp_path / f"stage-0-of-3.round-{number}.safetensors").touch()
+    _, peers, children = started_peers(tmp_path, None, model="m", steps=60, resume=tmp_path)
+    peers.start(0)
+    command = children.commands["peer-1"]
+    assert command[command.index("--steps") + 1] == planned
+
+
 def test_those_who_join_are_told_of_a_model_that_the_user_s_configuration_names(tmp_path: Path) -> None:
     config = configs.load_preset("tiny")
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, custom_class="mine:Model"))
