@@ -1,10 +1,10 @@
 """Measures the hop against hivemind.moe: activations to a stage that does no work, and a gradient back, 8 MiB and 16
 KiB.
 
-Our side: a swarm-peer serves the last of two stages over TLS. This process acts as stage 0: it hands over microbatches
-with `Hop.train` and acknowledges them. The served module returns the first two channels of its input as logits of a
-vocabulary of two. Computing the loss over all tokens, and its gradient (zero in the other channels), takes a few
-milliseconds with 8 MiB. These count as our time.
+Our side: a swarm-peer serves the last of two stages over TLS. This process acts as stage 0: in an event loop like a
+peer's, it hands over microbatches with `Hop.train` and acknowledges them. The served module returns the first two
+channels of its input as logits of a vocabulary of two. Computing the loss over all tokens, and its gradient (zero in
+the other channels), takes a few milliseconds with 8 MiB. These count as our time.
 
 hivemind's side: hivemind.moe's Server has a torch.nn.Identity, and this process calls it through RemoteExpert, forward
 and then backward.
@@ -56,7 +56,7 @@ from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, Stage
 from swarm.errors import PeerUnavailable
 from swarm.hop.answers import HopListener
 from swarm.hop.hop import Hop
-from swarm.machine.clock import SystemClock
+from swarm.machine.clock import Loop, SystemClock
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.wire import DTYPES
@@ -119,7 +119,7 @@ def run(options: Options) -> dict[str, Any]:
         say("hivemind.moe's servers and our peers start")
         # hivemind's side starts first: it forks, and gRPC must not be loaded yet when it does.
         theirs = {size: _connect_expert(shape, children, Path(name) / size) for size, shape in SHAPES.items()}
-        with asyncio.Runner() as runner:
+        with asyncio.Runner(loop_factory=Loop) as runner:
             turns: dict[str, paired.Turns] = {}
             for size, shape in SHAPES.items():
                 swarm = SwarmProcesses(configs[size], children, Path(name) / size / "swarm")
