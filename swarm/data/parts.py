@@ -9,7 +9,6 @@ one and the next.
 
 import itertools
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from swarm.data.sources import Part
 
 logger = logging.getLogger(__name__)
 
+THREAD_NAME = "parts"
 RETRY_SECONDS = 30.0
 """Time until a part is tried again that could not be prepared, because the hub may be away for a while."""
 
@@ -45,9 +45,8 @@ class Parts:
         """The part that was asked for last, without those that came late."""
         self._futures: dict[int, Future[Prepared]] = {}
         """The parts that are at hand or will be."""
-        self._queue: queue.SimpleQueue[tuple[int, Future[Prepared]]] = queue.SimpleQueue()
-        """Parts to prepare. Few are asked for at once."""
         self._thread: threading.Thread | None = None
+        """It prepares the part that was asked for last, after those before it."""
 
     def held_out(self) -> Prepared:
         """Prepare the held-out rows. Blocks. Raises ValueError as `prepare` does."""
@@ -82,25 +81,24 @@ class Parts:
         future: Future[Prepared] = Future()
         # Whoever waits for a part may be cancelled, but not the part.
         future.set_running_or_notify_cancel()
-        self._queue.put((number, future))
-        if self._thread is None:
-            # As a daemon thread it does not keep the program from ending.
-            self._thread = threading.Thread(target=self._prepare_all, name="parts", daemon=True)
-            self._thread.start()
+        # As a daemon thread it does not keep the program from ending.
+        arguments = (number, future, self._thread)
+        self._thread = threading.Thread(target=self._prepare, args=arguments, name=THREAD_NAME, daemon=True)
+        self._thread.start()
         return future
 
-    def _prepare_all(self) -> None:
-        while True:
-            number, future = self._queue.get()
-            while not future.done():
-                try:
-                    # Only a dataset's first part may have no row that can be used: an error would not pass.
-                    future.set_result(self._prepared(Part(_name(number), self._rows(number), may_be_empty=True)))
-                except ValueError as error:
-                    logger.warning("part %d is prepared again in %.0f s: %s", number, RETRY_SECONDS, error)
-                    self._pause(RETRY_SECONDS)
-                except Exception as error:  # noqa: BLE001 - whoever waits for the part raises it
-                    future.set_exception(error)
+    def _prepare(self, number: int, future: Future[Prepared], after: threading.Thread | None) -> None:
+        if after is not None:
+            after.join()
+        while not future.done():
+            try:
+                # Only a dataset's first part has to have rows that can be used: an error would not pass.
+                future.set_result(self._prepared(Part(_name(number), self._rows(number), may_be_empty=True)))
+            except ValueError as error:
+                logger.warning("part %d is prepared again in %.0f s: %s", number, RETRY_SECONDS, error)
+                self._pause(RETRY_SECONDS)
+            except Exception as error:  # noqa: BLE001 - whoever waits for the part raises it
+                future.set_exception(error)
 
     def _prepared(self, part: Part) -> Prepared:
         return prepared.prepare(self._dataset, self._recipe, self._cache_dir, part=part)
@@ -120,13 +118,9 @@ class Parts:
         while position < first + config.part_rows:
             row = next(reader, None)
             if row is None:
-                self._num_rows = self._num_rows or position
-                if self._num_rows < config.part_rows:
-                    raise ValueError(
-                        f"data.dataset {self._dataset!r} has {self._num_rows + config.held_out_rows} rows, too few for "
-                        f"data.part_rows {config.part_rows}: leave that out"
-                    )
-                reader, position = self._from_start(max(position, first))
+                self._note_end(self._num_rows or position)
+                position = max(position, first)
+                reader = self._from_row(position)
                 continue
             position += 1
             if position > first:
@@ -137,18 +131,30 @@ class Parts:
     def _opened(self, first: int) -> tuple[Iterator[Row], int]:
         """The dataset at row `first`, or before it."""
         found, self._open = self._open, None
-        if found is not None and found[1] <= first:
-            return found
-        if first:
-            logger.info("skips %d rows of %s", first % self._num_rows if self._num_rows else first, self._dataset)
-        return self._from_start(first)
+        return found if found is not None and found[1] <= first else (self._from_row(first), first)
 
-    def _from_start(self, first: int) -> tuple[Iterator[Row], int]:
-        """The dataset at row 0 of the pass that has row `first`; before its end was reached once, at row 0."""
-        reader = rows.of_hugging_face(self._dataset, self._recipe.config)
-        for _ in itertools.islice(reader, self._recipe.config.held_out_rows):
-            pass
-        return reader, first - first % self._num_rows if self._num_rows else 0
+    def _from_row(self, first: int) -> Iterator[Row]:
+        """The dataset from a row on, to its end."""
+        if first and not self._num_rows:
+            logger.info("skips %d rows of %s", first, self._dataset)
+            reader = self._reader(first)
+            if (row := next(reader, None)) is not None:
+                return itertools.chain([row], reader)
+            self._note_end(sum(1 for _ in self._reader(0)))
+        return self._reader(first % self._num_rows if self._num_rows else 0)
+
+    def _reader(self, skipped: int) -> Iterator[Row]:
+        config = self._recipe.config
+        return rows.of_hugging_face(self._dataset, config, skipped=config.held_out_rows + skipped)
+
+    def _note_end(self, num_rows: int) -> None:
+        config = self._recipe.config
+        if num_rows < config.part_rows:
+            raise ValueError(
+                f"data.dataset {self._dataset!r} has {num_rows + config.held_out_rows} rows, too few for "
+                f"data.part_rows {config.part_rows}: leave that out"
+            )
+        self._num_rows = num_rows
 
 
 def _name(number: int) -> str:

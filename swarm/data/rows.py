@@ -107,8 +107,12 @@ def _kind(path: Path) -> str:
     return Path(name.removesuffix(".gz")).suffix if name.endswith((".jsonl.gz", ".ndjson.gz")) else Path(name).suffix
 
 
-def of_hugging_face(dataset: str, config: DataConfig) -> Iterator[Row]:
-    """The rows of `hf:NAME` or `hf:NAME:CONFIGURATION`, as they are downloaded. Raises ValueError with one line."""
+def of_hugging_face(dataset: str, config: DataConfig, *, skipped: int = 0) -> Iterator[Row]:
+    """The rows of `hf:NAME` or `hf:NAME:CONFIGURATION`, as they are downloaded. Raises ValueError with one line.
+
+    Args:
+        skipped: how many rows to leave out at the beginning.
+    """
     try:
         # Imported here, because the library is an extra, and slow to import.
         from datasets import load_dataset
@@ -119,7 +123,8 @@ def of_hugging_face(dataset: str, config: DataConfig) -> Iterator[Row]:
     logger.info("asks Hugging Face for the dataset %s", name)
     try:
         rows = load_dataset(name, configuration or config.hf_config or None, split=config.hf_split, streaming=True)
-        for number, values in enumerate(rows, start=1):
+        # In Parquet files the library skips rows without reading them.
+        for number, values in enumerate(rows.skip(skipped) if skipped else rows, start=skipped + 1):
             yield Row(f"data.dataset {dataset!r}, row {number}", _without_nulls(values))
     except Exception as error:  # noqa: BLE001 - the library raises many kinds, and as late as at the last row
         raise ValueError(f"cannot load data.dataset {dataset!r}: {hub.reason(error, f'datasets/{name}')}") from None

@@ -10,6 +10,7 @@ import pytest
 
 from swarm.config import DataConfig
 from swarm.data import corpora
+from tests.data.texts import end_of_preparation
 
 pytestmark = pytest.mark.slow
 
@@ -53,3 +54,9 @@ def test_parts_go_over_the_ends_of_shards_and_of_the_dataset(stories: Path, tmp_
     expected = [f"Story {shard}.{number}" for shard in range(2) for number in range(50)]
     found = [line for tokens in stored for line in tokens.tobytes().decode().splitlines()]
     assert found == [*expected, *expected[3 : 3 + 4 * 30 - 97]]
+    late = corpora.prepare(config, cache_dir=tmp_path / "late").sources[0].parts
+    assert late is not None
+    for number in (2, 40):
+        start = number * 30 % 97
+        assert late.want(number).result(60).tokens.tobytes().decode().splitlines() == (expected[3:] * 2)[start:][:30]
+    end_of_preparation()

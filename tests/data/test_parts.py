@@ -17,7 +17,7 @@ from swarm.data.parts import RETRY_SECONDS, Parts
 from swarm.data.prepared import Prepared, Recipe
 from swarm.errors import CorpusMismatch
 from swarm.training.samples import TOKENS
-from tests.data.texts import Rows
+from tests.data.texts import Rows, end_of_preparation
 
 PART, HELD_OUT, WIDTH = 20, 2, 32
 """Rows of a part and of what is held out, and bytes of a row: two samples."""
@@ -50,6 +50,12 @@ class Hub(Rows):
             self.num_read += 1
             text = f"row {number}{'!' if number == self.changed else ''} ".ljust(WIDTH - 1, ".")
             yield {} if number in self.without_text else {"text": text}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_in_the_background(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    yield
+    end_of_preparation()
 
 
 @pytest.fixture

@@ -1,6 +1,8 @@
 """Small datasets of text, and corpora of them."""
 
+import itertools
 import sys
+import threading
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 
 from swarm.config import DataConfig
 from swarm.data import corpora
+from swarm.data.parts import THREAD_NAME
 
 NUM_FILES = 30
 
@@ -38,11 +41,17 @@ class Rows:
         self.late_error = late_error
         self.asked: list[tuple[Any, ...]] = []
 
-    def load_dataset(self, name: str, config: str | None, *, split: str, streaming: bool) -> Iterator[dict[str, Any]]:
+    def load_dataset(self, name: str, config: str | None, *, split: str, streaming: bool) -> "Rows":
         self.asked.append((name, config, split, streaming))
         if self.error:
             raise self.error
+        return self
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
         return self._all()
+
+    def skip(self, n: int) -> Iterator[dict[str, Any]]:
+        return itertools.islice(self, n, None)
 
     def _all(self) -> Iterator[dict[str, Any]]:
         yield from self.rows
@@ -53,6 +62,13 @@ class Rows:
         module = types.ModuleType("datasets")
         vars(module)["load_dataset"] = self.load_dataset
         monkeypatch.setitem(sys.modules, "datasets", module)
+
+
+def end_of_preparation() -> None:
+    """Wait until no part of a dataset is prepared any more, which would reach beyond the test."""
+    for thread in threading.enumerate():
+        if thread.name == THREAD_NAME:
+            thread.join(30)
 
 
 def assert_refused(config: DataConfig, cache: Path, message: str) -> None:

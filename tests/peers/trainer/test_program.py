@@ -24,7 +24,7 @@ from swarm.errors import CorpusMismatch
 from swarm.metrics.log import MetricsLog
 from swarm.metrics.wandb_run import WandbRun
 from swarm.training.samples import TOKENS
-from tests.data.texts import Rows
+from tests.data.texts import Rows, end_of_preparation
 from tests.support.chain import SYNCHRONOUS
 from tests.support.manual_clock import ManualClock
 from tests.support.text_corpus import text_corpus
@@ -124,6 +124,7 @@ def test_a_run_on_a_dataset_that_streams_is_begun_and_joined(
     told = set[str]()
     for index in range(2 * data.num_windows // config.data.microbatch_size + 1):
         told |= set(bytes(data.tokens(index).ravel().tolist()).decode().split())
+    end_of_preparation()
     assert {"000", "001", "060", "061", "120"} & told == {"001", "060", "061", "120"}, "the first row is held out"
     with pytest.raises(ValueError, match=r"^--set: data\.part_rows is for Hugging Face datasets"):
         own_config(dataclasses.replace(options, dataset=(str(tmp_path),)), None, tmp_path / "first")
