@@ -24,6 +24,7 @@ from swarm.errors import (
 )
 from swarm.hop.retries import HopLimits
 from swarm.rpc.failures import translate
+from swarm.rpc.frames import Frame
 from swarm.rpc.options import CLIENT_OPTIONS, MAX_MESSAGE_BYTES
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
@@ -283,12 +284,27 @@ async def test_an_evaluation_that_makes_no_sense_is_refused(
         await _send(chain.peers[1], "Evaluate", requests)
 
 
+@pytest.mark.parametrize("method", ["Train", "Evaluate"])
+@pytest.mark.parametrize("data", [b"\xff", b"\x12\x05\x12", b"\x1a\x00" * 65])
+async def test_bytes_that_are_no_message_are_refused(method: str, data: bytes) -> None:
+    async with running_chain(SYNCHRONOUS) as chain:
+        async with grpc.aio.insecure_channel(chain.peers[1].record.endpoint, options=CLIENT_OPTIONS) as channel:
+            open_call: Any = channel.stream_stream(f"/swarm.rpc.v1.StageService/{method}")
+            call = open_call(iter([data]), timeout=20)
+            with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                await call.read()
+        assert "that is no message of this call" in str(refusal.value.details())
+        chain.assert_idle()
+
+
 # -- what the hop makes of it ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "garbage",
     [
+        [Frame([b"\xff"])],
+        [pb.TrainReply(accepted=pb.Accepted()), Frame([b"\x22\x05\x12"])],
         [pb.TrainReply(done=pb.Done())],
         [pb.TrainReply(accepted=pb.Accepted())],
         [pb.TrainReply(accepted=pb.Accepted()), pb.TrainReply()],
@@ -313,7 +329,7 @@ async def test_an_evaluation_that_makes_no_sense_is_refused(
     ],
 )
 async def test_a_peer_that_answers_nonsense_is_banned_and_another_one_asked(
-    garbage: list[pb.TrainReply], monkeypatch: pytest.MonkeyPatch
+    garbage: list[pb.TrainReply | Frame], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_chain(SYNCHRONOUS, num_peers=(1, 2, 1)) as chain:
         first, (bad, good) = chain.peers[0], chain.at(1)
