@@ -92,8 +92,10 @@ class Entry:
         try:
             certificate_pem = await shown_certificate(self.host, self.port)
         except OSError as error:
+            # asyncio has words of its own for every refusal, with the address in them.
+            reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
             raise PeerUnavailable(
-                f"no swarm-peer answers at {self.endpoint} ({error.strerror or error}): check the address, that its "
+                f"no swarm-peer answers at {self.endpoint} ({reason}): check the address, that its "
                 f"port is open, and that it was started without --insecure{_proxy_advice()}"
             ) from None
         if id_of(certificate_pem) != self.peer_id:

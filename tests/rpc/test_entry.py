@@ -103,7 +103,7 @@ async def test_without_tls_both_sides_have_to_agree(serve: Callable[[Identity | 
 
 
 async def test_nobody_there_is_said_so() -> None:
-    with pytest.raises(PeerUnavailable, match=r"no swarm-peer answers at 127\.0\.0\.1:1 "):
+    with pytest.raises(PeerUnavailable, match=r"no swarm-peer answers at 127\.0\.0\.1:1 \(Connection refused\)"):
         await Entry(ID, "127.0.0.1:1").connect(generate(), insecure=False)
 
 
