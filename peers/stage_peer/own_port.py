@@ -18,7 +18,7 @@ import grpc
 from swarm.credentials.identity import Identity
 from swarm.rpc import tls
 from swarm.rpc.meeting.check import DIAL_SECONDS, MULTISTREAM
-from swarm.rpc.serving import SERVER_OPTIONS, bind_server
+from swarm.rpc.serving import SERVER_OPTIONS, bind_server, start_server
 
 FREE_SECONDS = 5.0
 """Longest wait until gRPC has closed the socket of a server that has stopped."""
@@ -87,8 +87,8 @@ async def answering(host: str, port: int, own: Identity, *, insecure: bool) -> A
     """
     server = grpc.aio.server(options=SERVER_OPTIONS)
     bind_server(server, host, port, None if insecure else tls.server_credentials(own))
-    await server.start()
     try:
+        await start_server(server)
         yield
     finally:
         await server.stop(None)

@@ -37,7 +37,7 @@ from swarm.rpc import tls
 from swarm.rpc.callers import Callers
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.guard import Guard
-from swarm.rpc.serving import SERVER_OPTIONS, bind_server
+from swarm.rpc.serving import SERVER_OPTIONS, bind_server, start_server
 from swarm.rpc.turns import Turns
 from swarm.stage.boundary import reply_specs, request_specs
 from swarm.stage.context import StageContext, StageLimits
@@ -180,7 +180,7 @@ class StageServer:
             )  # fmt: skip
             services.add_to(server)
             try:
-                await server.start()
+                await start_server(server)
                 yield services
             finally:
                 self._options.own_figures.follow(lambda: None)

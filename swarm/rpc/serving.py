@@ -51,6 +51,17 @@ def bind_server(server: grpc.aio.Server, host: str, port: int, credentials: grpc
         ) from None
 
 
+async def start_server(server: grpc.aio.Server) -> None:
+    """Start a server. If that is cancelled, the server has started all the same, so that it can be stopped."""
+    # Were grpc.aio itself cancelled here, its server could not be stopped, and would log an error at its end.
+    starting = asyncio.ensure_future(server.start())
+    try:
+        await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        await starting
+        raise
+
+
 async def send(context: Any, message: Any, seconds: float = MESSAGE_SECONDS) -> None:
     """Send a message to the caller over the stream whose ServicerContext is `context`.
 
