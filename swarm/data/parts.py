@@ -64,12 +64,13 @@ class Parts:
         have been prepared. Only one thread may call this."""
         if number not in self._futures or number > self._present:
             self._present = number
-            kept = {0, number - 1, number, number + 1}
-            self._futures = {each: future for each, future in self._futures.items() if each in kept}
+            near = {0, number - 1, number, number + 1}
+            # What is prepared just now must not be deleted before it is open.
+            self._futures = {n: future for n, future in self._futures.items() if n in near or not future.done()}
             for each in (number, number + 1):
                 if each not in self._futures:
                     self._futures[each] = self._begun(each)
-            names = ["held-out", *map(_name, kept)]
+            names = ["held-out", *map(_name, near | self._futures.keys())]
             prepared.delete_parts(self._dataset, self._recipe, self._cache_dir, but=names)
             if not self._futures[number].done():
                 logger.info("training waits for part %d of %s, which is prepared now", number, self._dataset)

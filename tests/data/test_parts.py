@@ -164,6 +164,21 @@ def test_older_parts_are_deleted_but_the_first(hub: Hub, tmp_path: Path) -> None
     assert parts.want(6) is later
 
 
+def test_a_part_that_is_prepared_just_now_is_not_deleted(hub: Hub, tmp_path: Path) -> None:
+    """A run may jump ahead meanwhile."""
+    pauses: list[float] = []
+    parts = Parts("hf:endless", _recipe(), tmp_path, pause=pauses.append)
+    parts.first()
+    hub.stops_at = HELD_OUT + PART + 5
+    early = parts.want(1)
+    assert hub.has_stopped.wait(30)
+    late = parts.want(9)
+    assert parts.want(1) is early, "it is not prepared twice"
+    hub.goes_on.set()
+    assert (_of(early)[0], _of(late)[0]) == (HELD_OUT + PART, HELD_OUT + 9 * PART)
+    assert not pauses
+
+
 def test_a_dataset_with_other_rows_is_refused(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = corpora.published(CONFIG, corpora.prepare(CONFIG, cache_dir=tmp_path / "first"), None)
     corpora.check_digest(run, corpora.prepare(run, cache_dir=tmp_path / "same"))
