@@ -1,7 +1,6 @@
 """Reads command lines into dataclasses, and makes command lines from them.
 
-Each program has one frozen dataclass of options, with a docstring under each field as the option's help text. Every
-program calls `parse` once, at its start. Programs that start other programs call `arguments`.
+Each program has one frozen dataclass of options, with a docstring under each field as the option's help text.
 """
 
 import contextlib

@@ -98,10 +98,6 @@ def test_one_that_was_renamed_is_refused(written: Path) -> None:
             "model.d_model is 16 in it and 32 here",
         ),
         (
-            dataclasses.replace(CONFIG, rounds=dataclasses.replace(CONFIG.rounds, setting="diloco")),
-            "rounds.setting is 'synchronous' in it and 'diloco' here",
-        ),
-        (
             dataclasses.replace(CONFIG, data=DataConfig(sequence_length=8, microbatch_size=4)),
             "data.microbatch_size is 2 in it and 4 here",
         ),
