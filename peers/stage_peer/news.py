@@ -118,9 +118,10 @@ class StageNews:
             self._is_quiet = True
             logger.info("no microbatch for %d s: %s", QUIET_SECONDS, around.why_quiet)
 
-    def look_at(self, shares: pb.TimeShares) -> None:
-        """Log why this peer has little to do, if it has, but not often."""
-        reason = idle_because(shares)
+    def look_at(self, shares: pb.TimeShares, around: Around) -> None:
+        """Log why this peer has little to do, if it has, but not often. While a stage is empty, nothing else is the
+        reason."""
+        reason = "" if around.empty_stages else idle_because(shares)
         self._idle_looks = self._idle_looks + 1 if reason else 0
         if self._idle_looks >= IDLE_LOOKS and self._idle.count(""):
             logger.info("this peer is %s", reason)

@@ -160,8 +160,9 @@ class Presence:
         """At intervals, log what others say about this peer."""
         while True:
             await self._membership.clock.sleep(ANNOUNCE_SECONDS)
-            news.look(self._stage.counters["forwards"] + self._stage.counters["backwards"], await self._around())
-            news.look_at(self._time_shares())
+            around = await self._around()
+            news.look(self._stage.counters["forwards"] + self._stage.counters["backwards"], around)
+            news.look_at(self._time_shares(), around)
 
     async def _around(self) -> Around:
         """What others say about this peer, and whether any of them has reached it."""

@@ -161,7 +161,9 @@ class SwarmView:
     def waits(self) -> list[str]:
         """Lines that say what peers wait for, and why they have little to do: the reason of the one that has least."""
         waiting = [f"{peer.name} waits for {peer.waiting_for}" for peer in self.peers if peer.waiting_for]
-        idle = sorted((peer for peer in self.peers if peer.idle_because), key=lambda peer: peer.computing_share)
+        # While a stage is empty, nothing else is the reason.
+        idle = [peer for peer in self.peers if peer.idle_because and not self.empty_stages]
+        idle.sort(key=lambda peer: peer.computing_share)
         others = f" ({counted(len(idle) - 1, 'other')} too)" if len(idle) > 1 else ""
         return waiting + [f"{peer.name} is {peer.idle_because}{others}" for peer in idle[:1]]
 

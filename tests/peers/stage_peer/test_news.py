@@ -132,8 +132,16 @@ def test_a_peer_that_is_idle_for_a_minute_says_so_now_and_then(caplog: pytest.Lo
     with caplog.at_level("INFO"):
         for shares in [idle] * (IDLE_LOOKS - 1) + [busy] + [idle] * IDLE_LOOKS:
             assert not caplog.messages
-            news.look_at(shares)
+            news.look_at(shares, around())
         for _ in range(100):
             clock.advance(IDLE_SECONDS / 100 + 0.1)
-            news.look_at(idle)
+            news.look_at(idle, around())
     assert [message[:43] for message in caplog.messages] == ["this peer is busy for 10% of the time, and "] * 2
+
+
+def test_a_peer_that_is_idle_since_a_stage_is_empty_gets_no_advice(caplog: pytest.LogCaptureFixture) -> None:
+    news = StageNews(ManualClock())
+    with caplog.at_level("INFO"):
+        for _ in range(2 * IDLE_LOOKS):
+            news.look_at(pb.TimeShares(computing=0.1, waiting_for_input=0.9), around(empty_stages=[1]))
+    assert not caplog.messages

@@ -76,3 +76,5 @@ def test_a_peer_with_little_to_do_says_why(shares: dict[str, float], line: str) 
         ),
     )
     assert view.waits == ([f"q is {because} (1 other too)"] if line else [])
+    empty = StageRow(stage=1, peers=())
+    assert SwarmView(run="r", stages=(*view.stages, empty)).waits == []
