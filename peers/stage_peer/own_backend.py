@@ -49,7 +49,6 @@ def own_backend(
     """
     config = devices.computing_in(config, dtype, device)
     devices.warn_of_emulation(config.model, device)
-    logger.info("stage %d computes %s and sends %s", stage, devices.in_words(config, device), config.wire.dtype)
     try:
         tensors = None if given is None else given.load(parameter_shapes(config, stage))
         module = build_stage(config, stage, device=device, weights=tensors)
@@ -73,6 +72,7 @@ def own_backend(
         raise Fatal(
             f"stage {stage} does not fit on {device} (no room for {asked}): take more stages, or another --device"
         ) from None
+    logger.info("stage %d computes %s and sends %s", stage, devices.in_words(config, device), config.wire.dtype)
     if graph_bytes is None:
         graph_bytes = devices.graph_bytes(devices.here(device), needed_bytes=first_step_bytes)
     return StageBackend(

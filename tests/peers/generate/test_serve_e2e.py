@@ -65,7 +65,7 @@ MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "word1
 def test_the_client_gets_what_transformers_writes(client: openai.OpenAI, folder: Path) -> None:
     model, plain = client.models.list().data
     assert plain.id == model.id.removesuffix("@0")
-    assert re.fullmatch(r"model\.[0-9a-f]{16}@0", model.id)
+    assert re.fullmatch(rf"{folder.name}\.[0-9a-f]{{16}}@0", model.id)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompt = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_tensors="pt")["input_ids"]
     theirs = AutoModelForCausalLM.from_pretrained(folder)
