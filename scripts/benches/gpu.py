@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -297,18 +297,7 @@ def _stage(options: Options, device: torch.device, found: Figures) -> Figures:
     }
     for rate in rate_of.values():
         rate(min(WARM_UP_MICROBATCHES, options.microbatches))
-    rates = paired.in_turns(
-        {name: partial(_turn, rate, options.microbatches) for name, rate in rate_of.items()},
-        REPETITIONS,
-        what="stage",
-        unit="tokens/s",
-    )
-    medians = paired.medians(rates)
-    return {
-        **paired.figures({"stage_ratio_to_graph": paired.ratio(rates["swarm"], rates["graph"])}),
-        "stage_tokens_per_second": medians["swarm"],
-        "graph_tokens_per_second": medians["graph"],
-    }
+    return _compared("stage", "graph", rate_of, options.microbatches)
 
 
 # -- text --------------------------------------------------------------------------------------------------------------
@@ -353,18 +342,22 @@ def _generate(options: Options, device: torch.device, found: Figures) -> Figures
 
     texts = {"swarm": lambda: asyncio.run(write()), "transformers": their_text}
     is_same = texts["swarm"]() == texts["transformers"]()
-    rates = paired.in_turns(
-        {name: partial(_turn, partial(_rate, text), options.tokens) for name, text in texts.items()},
-        REPETITIONS,
-        what="generate",
-        unit="tokens/s",
-    )
+    rate_of = {name: partial(_rate, text) for name, text in texts.items()}
+    return {**_compared("generate", "transformers", rate_of, options.tokens), "same_tokens": is_same}
+
+
+# -- in turns ----------------------------------------------------------------------------------------------------------
+
+
+def _compared(part: str, other: str, rate_of: Mapping[str, Callable[[int], float]], amount: int) -> Figures:
+    """The figures of a part whose two sides, the swarm's and the other one, work in turns on this amount each."""
+    turns = {name: partial(_turn, rate, amount) for name, rate in rate_of.items()}
+    rates = paired.in_turns(turns, REPETITIONS, what=part, unit="tokens/s")
     medians = paired.medians(rates)
     return {
-        **paired.figures({"generate_ratio_to_transformers": paired.ratio(rates["swarm"], rates["transformers"])}),
-        "generate_tokens_per_second": medians["swarm"],
-        "transformers_tokens_per_second": medians["transformers"],
-        "same_tokens": is_same,
+        **paired.figures({f"{part}_ratio_to_{other}": paired.ratio(rates["swarm"], rates[other])}),
+        f"{part}_tokens_per_second": medians["swarm"],
+        f"{other}_tokens_per_second": medians[other],
     }
 
 
