@@ -22,11 +22,11 @@ from peers.shared.reader import reading
 from peers.shared.tokenizer import have_tokenizer
 from peers.stage_peer.others import answers
 from peers.stage_peer.own_model import kept_weights
-from swarm.averaging.catching_up.downloads import Downloads
-from swarm.averaging.catching_up.partial_snapshot import PartialSnapshot
-from swarm.averaging.catching_up.state_transfer import MAX_SOURCES, StateTransfer, Wanted
-from swarm.averaging.timing import Timing
-from swarm.averaging.transport import Transport
+from swarm.averaging.agreement.rules import Timing
+from swarm.averaging.downloads import Downloads
+from swarm.averaging.state_transfer import MAX_SOURCES, StateTransfer, Wanted
+from swarm.averaging.vectors.snapshots import PartialSnapshot
+from swarm.averaging.wire.transport import Transport
 from swarm.checkpoint import file
 from swarm.checkpoint.file import Header
 from swarm.config import StagesConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import swarm
 from peers.shared.sole_writer import require_sole_writer
-from swarm.averaging.exchanging.shares import most_samples
+from swarm.averaging.agreement.shares import most_samples
 from swarm.config import RunConfig
 from swarm.events.kinds import Events, Start
 from swarm.events.log import EventLog, boot_id

@@ -14,7 +14,7 @@ from pathlib import Path
 from peers.shared.membership import Membership
 from peers.stage_peer.claim import Claim
 from peers.stage_peer.others import answers
-from swarm.averaging.leading.rules import has_quorum
+from swarm.averaging.agreement.rules import has_quorum
 from swarm.checkpoint import file
 from swarm.errors import Fatal, SwarmError
 from swarm.rebalancing.claims import layout_of

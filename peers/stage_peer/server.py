@@ -25,8 +25,8 @@ from peers.stage_peer.server_options import ServerOptions
 from peers.stage_peer.services import Services
 from peers.status.peer_row import PeerRow
 from swarm.averaging.averager import Averager
-from swarm.averaging.context import Context
-from swarm.averaging.transport import Transport
+from swarm.averaging.wire.context import Context
+from swarm.averaging.wire.transport import Transport
 from swarm.errors import Fatal
 from swarm.events.kinds import Join
 from swarm.hop.connections import watch_connections

@@ -32,9 +32,9 @@ from scripts.benches.shared.common import (
 )
 from scripts.benches.shared.judged import MORE
 from scripts.benches.sides.reference import Reference
-from swarm.averaging.catching_up.downloads import Downloads
-from swarm.averaging.catching_up.state_transfer import StateTransfer
-from swarm.averaging.transport import Transport
+from swarm.averaging.downloads import Downloads
+from swarm.averaging.state_transfer import StateTransfer
+from swarm.averaging.wire.transport import Transport
 from swarm.config import DataConfig, LoraConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.credentials import identity
 from swarm.errors import PeerUnavailable

@@ -9,34 +9,32 @@ import asyncio
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from swarm.averaging import messages
-from swarm.averaging.catching_up.advance import Advance
-from swarm.averaging.catching_up.catch_up import CatchUp
-from swarm.averaging.catching_up.donor import Donor
-from swarm.averaging.catching_up.downloads import Downloads
-from swarm.averaging.catching_up.entry import Entry
-from swarm.averaging.catching_up.replay import Replay
-from swarm.averaging.catching_up.state_transfer import StateTransfer
-from swarm.averaging.context import Context
-from swarm.averaging.exchanging.own_round import OwnRound
-from swarm.averaging.exchanging.participant import Participant
-from swarm.averaging.exchanging.shared import SharedBlocks
-from swarm.averaging.handlers import Handlers
-from swarm.averaging.leading.barrier import Barrier
-from swarm.averaging.leading.beginning import Beginning
-from swarm.averaging.leading.blame import Blame
-from swarm.averaging.leading.broadcast import Broadcast
-from swarm.averaging.leading.group import Phase
-from swarm.averaging.leading.lead_loop import LeadLoop
-from swarm.averaging.leading.leader import Leader
-from swarm.averaging.leading.watch import RoundWatch
-from swarm.averaging.members.report_answers import ReportAnswers
-from swarm.averaging.members.reporter import Reporter
-from swarm.averaging.members.roster import Roster
-from swarm.averaging.members.survey import Survey
-from swarm.averaging.place import Place
-from swarm.averaging.transport import Method, Reply, Request
-from swarm.averaging.view import GroupView
+from swarm.averaging.advance import Advance
+from swarm.averaging.agreement import messages
+from swarm.averaging.agreement.blame import Blame
+from swarm.averaging.agreement.branches import Branches
+from swarm.averaging.agreement.group import Phase
+from swarm.averaging.agreement.pace import Entry
+from swarm.averaging.agreement.place import Place
+from swarm.averaging.barrier import Barrier
+from swarm.averaging.beginning import Beginning
+from swarm.averaging.catch_up import CatchUp
+from swarm.averaging.donor import Donor
+from swarm.averaging.downloads import Downloads
+from swarm.averaging.leader import Leader, LeadLoop
+from swarm.averaging.own_round import OwnRound
+from swarm.averaging.participant import Participant
+from swarm.averaging.replay import Replay
+from swarm.averaging.reporter import Reporter
+from swarm.averaging.roster import Roster
+from swarm.averaging.servicer import Handlers
+from swarm.averaging.state_transfer import StateTransfer
+from swarm.averaging.survey import ReportAnswers, Survey
+from swarm.averaging.vectors.shared import SharedBlocks
+from swarm.averaging.watch import GroupView, RoundWatch
+from swarm.averaging.wire.calls import Broadcast
+from swarm.averaging.wire.context import Context
+from swarm.averaging.wire.transport import Method, Reply, Request
 from swarm.errors import DeadlineExceeded, NotReady, PeerUnavailable
 from swarm.machine.tasks import wait
 from swarm.rpc.v1.stage_pb2 import AveragingCounters
@@ -46,7 +44,7 @@ from swarm.types import PeerId, PeerRecord
 
 @dataclass(eq=False)
 class Calls:
-    """A Caller, see averaging/transport."""
+    """A Caller, see averaging/wire/transport."""
 
     context: Context
     roster: Roster
@@ -94,7 +92,9 @@ class Averager:
             member: the stage, as averaging sees it.
         """
         self.context = context
-        self.place = place = Place(context, messages.standing_of(member.progress()))
+        config, standing = context.config, messages.standing_of(member.progress())
+        branches = Branches(standing, config, context.clock, context.timing, lambda: context.other_stages)
+        self.place = place = Place(standing, branches, num_fragments=config.averaging.num_fragments)
         self.roster = roster = Roster(context, place.branches.is_elsewhere)
         self.donor = donor = Donor(place, member, context.clock, context.turns)
         self.shared = shared = SharedBlocks(context)
@@ -110,7 +110,7 @@ class Averager:
             silence_seconds=context.timing.silence_seconds,
         )
         transfer = StateTransfer(downloads, context.waits)
-        entry = Entry(context, member)
+        entry = Entry(config, context.peers, member)
         replay = Replay(context, place, advance, transfer=transfer, downloads=downloads, entry=entry)
         self.catch_up = CatchUp(
             context,

@@ -1,27 +1,122 @@
-"""The gRPC face of averaging: AveragingService.
+"""One peer's answers to others: AveragingService over gRPC, and the handlers that give each call to the part that
+answers it.
 
-It passes requests to averaging/handlers and returns the answers. The stage peer's program adds it to its server. It
-decides nothing and keeps nothing.
+Every call is checked here. Decides nothing and keeps nothing.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from swarm.averaging import messages
-from swarm.averaging.exchanging.reduction import MemberFailed
-from swarm.averaging.handlers import Handlers
-from swarm.averaging.transport import ABORT, AVERAGE, BARRIER, BEGIN, COMMIT, REPORT, Method, Reply, Request, pieces_of
+from swarm.averaging.agreement import messages
+from swarm.averaging.agreement.messages import MemberFailed
+from swarm.averaging.barrier import Barrier
+from swarm.averaging.donor import Donor
+from swarm.averaging.participant import Participant
+from swarm.averaging.survey import ReportAnswers
+from swarm.averaging.vectors.shared import SharedBlocks
+from swarm.averaging.wire.context import Context
+from swarm.averaging.wire.transport import (
+    ABORT,
+    AVERAGE,
+    BARRIER,
+    BEGIN,
+    COMMIT,
+    REPORT,
+    Method,
+    Payload,
+    Reply,
+    Request,
+    pieces_of,
+)
+from swarm.compression.codec import Buffer
 from swarm.errors import DeadlineExceeded, Fatal, MalformedMessage, NotServed, PeerUnavailable, SwarmError
-from swarm.rpc.callers import bearer_of
+from swarm.machine.out_of_memory import is_out_of_memory
+from swarm.rpc.address import check_address
+from swarm.rpc.callers import Caller, bearer_of
 from swarm.rpc.failures import abort
 from swarm.rpc.serving import MESSAGE_SECONDS
+from swarm.rpc.turns import NOBODY
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.averaging_pb2_grpc import AveragingServiceServicer
+from swarm.rpc.v1.stage_pb2 import Address
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Handlers:
+    """Answers the calls of other peers.
+
+    Each method raises WrongRun, IncompatibleVersion or WrongStage for a call that is not meant for this peer, and
+    NotReady before this peer averages. It also raises what the answering part raises.
+    """
+
+    context: Context
+    participant: Participant
+    donor: Donor
+    shared_blocks: SharedBlocks
+    barrier: Barrier
+    reports: ReportAnswers
+
+    @cached_property
+    def _answers(self) -> dict[str, Callable[[Any], Any]]:
+        return {REPORT.name: self.reports.answer, BARRIER.name: self.barrier.answer, **self.participant.answers}
+
+    async def handle(self, method: Method[Request, Reply], request: Request) -> Reply:
+        """Answer one request with one reply."""
+        message: Any = request
+        self._check(message.address)
+        with self._ends_without_memory():
+            reply: Reply = await self._answers[method.name](request)
+        self.context.changes.signal()
+        return reply
+
+    async def exchange(self, opening: pb.ExchangeOpen, pieces: AsyncIterator[bytes]) -> Payload:
+        """Answer as the owner of a part; see Participant.exchange."""
+        self._check(opening.address)
+        with self._ends_without_memory():
+            return await self.participant.exchange(opening, pieces)
+
+    async def download(
+        self, request: pb.DownloadRequest, caller: Caller = NOBODY
+    ) -> AsyncGenerator[pb.DownloadReply, None]:
+        """Answer a peer that is behind; see Donor.serve."""
+        self._check(request.address)
+        async with aclosing(self.donor.serve(request, caller)) as replies:
+            async for reply in replies:
+                yield reply
+
+    async def shared(self, request: pb.SharedRequest) -> Buffer:
+        """Return this stage's average of shared blocks to another stage that holds them."""
+        self._check(request.address)
+        return self.shared_blocks.answer(request)
+
+    @contextmanager
+    def _ends_without_memory(self) -> Iterator[None]:
+        """If the block runs out of memory, end the whole averager with that error.
+
+        Otherwise this peer would be left out round after round, and nothing that it computes would count.
+        """
+        try:
+            yield
+        except Exception as error:
+            if is_out_of_memory(error):
+                self.context.tasks.spawn(_raise(error))
+            raise
+
+    def _check(self, address: Address) -> None:
+        check_address(address, run_id=self.context.config.run_id, stage=self.context.own.stage)
+        self.context.tasks.require_running()
+
+
+async def _raise(error: Exception) -> None:
+    raise error
+
 
 Context = Any
 """Stands for grpc.aio.ServicerContext, which has other type arguments in each call."""

@@ -1,6 +1,6 @@
 """The caller's side of a call with many messages as its answer. It may take hours, but must never stand still.
 
-Used by content and by averaging/transport.
+Used by content and by averaging/wire/transport.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Sends the exceptions of swarm.errors over gRPC, so that a caller raises the same error as the servicer.
 
-Used by servicers, which abort calls, and by the callers' sides (ask, stream, download and averaging/transport).
+Used by servicers, which abort calls, and by the callers' sides (ask, stream, download and averaging/wire/transport).
 """
 
 import re

@@ -80,7 +80,7 @@ class RoundCost:
     Attributes:
         bytes_sent: payload that the member sent.
         bytes_received: payload that the member received.
-        compression_ratio: see averaging/exchanging/allreduce.
+        compression_ratio: see averaging/vectors/allreduce.
         seconds: time from the member's closing to the commit.
         exchange_seconds: the part of that time which the exchange itself took.
         contribution_norm: norm of the member's own contribution.

@@ -1,6 +1,6 @@
 """At which rounds a run and its stages are, by what their peers say.
 
-Used by averaging/leading/watch, by the trainer's pipeline/round_watcher, by peers that begin or move, and by
+Used by averaging/watch, by the trainer's pipeline/round_watcher, by peers that begin or move, and by
 swarm-status. Any peer can say any round. So what counts is what most of them say, never the highest that one of them
 names. Pure: whoever asks peers, or reads their records, passes the numbers on.
 """

@@ -10,7 +10,7 @@ from tests.support.loop_guard import guarded_loops
 @pytest.fixture
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make segments so small that the vectors of these tests are snapshots of several segments."""
-    monkeypatch.setattr("swarm.averaging.catching_up.donor.SEGMENT_BYTES", 64)
+    monkeypatch.setattr("swarm.averaging.donor.SEGMENT_BYTES", 64)
 
 
 @pytest.fixture

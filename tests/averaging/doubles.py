@@ -11,11 +11,10 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from swarm.averaging.agreement.rules import Timing
 from swarm.averaging.averager import Averager
-from swarm.averaging.context import Context, Tasks
-from swarm.averaging.exchanging.reduction import Payload
-from swarm.averaging.timing import Timing
-from swarm.averaging.transport import Method, Reply, Request, Transport
+from swarm.averaging.wire.context import Context, Tasks
+from swarm.averaging.wire.transport import Method, Payload, Reply, Request, Transport
 from swarm.compression.codec import Buffer
 from swarm.config import RunConfig, from_dict
 from swarm.errors import DeadlineExceeded, IntegrityError, PeerUnavailable

@@ -8,13 +8,13 @@ from typing import cast
 
 import torch
 
-from swarm.averaging import messages
-from swarm.averaging.catching_up.donor import Donor, snapshot_id
-from swarm.averaging.catching_up.downloads import Downloads
-from swarm.averaging.catching_up.results import Committed
-from swarm.averaging.leading.group import Ballot
-from swarm.averaging.messages import Standing, lineage_after
-from swarm.averaging.place import Place
+from swarm.averaging.agreement import messages
+from swarm.averaging.agreement.group import Ballot
+from swarm.averaging.agreement.messages import Standing, lineage_after
+from swarm.averaging.agreement.place import Place
+from swarm.averaging.donor import Donor, snapshot_id
+from swarm.averaging.downloads import Downloads
+from swarm.averaging.vectors.results import Committed
 from swarm.config import from_dict
 from swarm.errors import DeadlineExceeded, PeerUnavailable
 from swarm.machine.clock import Clock

@@ -46,7 +46,7 @@ class Group:
 @asynccontextmanager
 async def group_of(*numbers: int, segment_bytes: int = 16) -> AsyncIterator[Group]:
     config = make_config("diloco", microbatches=len(numbers))
-    with patch("swarm.averaging.catching_up.donor.SEGMENT_BYTES", segment_bytes):
+    with patch("swarm.averaging.donor.SEGMENT_BYTES", segment_bytes):
         async with network_of(config, *numbers) as network:
             group = Group(network, *numbers)
             await group.commit()

@@ -8,9 +8,9 @@ from grpc_health.v1._async import HealthServicer
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 from swarm.averaging.averager import Averager
-from swarm.averaging.context import Context
 from swarm.averaging.servicer import AveragingServicer
-from swarm.averaging.transport import Transport
+from swarm.averaging.wire.context import Context
+from swarm.averaging.wire.transport import Transport
 from swarm.config import RunConfig
 from swarm.machine.clock import SystemClock
 from swarm.rpc.channels import ChannelPool

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from swarm.averaging.transport import COMMIT
+from swarm.averaging.wire.transport import COMMIT
 from swarm.types import PeerId
 from tests.averaging.doubles import QUICK, all_past, make_config, network_of, peer_id, stages, until
 from tests.averaging.outcomes import assert_equal_and_once, expected_mean, result_vector

@@ -8,8 +8,8 @@ from typing import cast
 import pytest
 import torch
 
-from swarm.averaging.exchanging.shared import SharedBlocks
-from swarm.averaging.transport import Transport, contact_of
+from swarm.averaging.vectors.shared import SharedBlocks
+from swarm.averaging.wire.transport import Transport, contact_of
 from swarm.compression.codec import Buffer
 from swarm.config import ModelConfig
 from swarm.machine.clock import SystemClock

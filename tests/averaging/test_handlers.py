@@ -5,8 +5,8 @@ from typing import Any, cast
 
 import pytest
 
-from swarm.averaging import messages
-from swarm.averaging.transport import ABORT, AVERAGE, BEGIN, Method
+from swarm.averaging.agreement import messages
+from swarm.averaging.wire.transport import ABORT, AVERAGE, BEGIN, Method
 from swarm.errors import MalformedMessage, PeerUnavailable
 from swarm.machine.out_of_memory import is_out_of_memory
 from swarm.rpc.v1 import averaging_pb2 as pb

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from swarm.averaging.members.suspicions import MOST_FAILURES
+from swarm.averaging.agreement.reports import MOST_FAILURES
 from swarm.types import PeerRecord
 from tests.averaging.doubles import MICROBATCH, QUICK, FakeStage, Network, make_config, record, until
 from tests.support.virtual_time import in_virtual_time

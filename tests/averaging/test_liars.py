@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 import pytest
 import torch
 
+from swarm.averaging.agreement.rules import Timing
 from swarm.averaging.averager import Averager
-from swarm.averaging.timing import Timing
 from swarm.config import RunConfig
 from swarm.types import PeerId
 from tests.averaging.doubles import QUICK, FakeStage, Network, Peer, make_config, network_of, peer_id, until

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from swarm.averaging.averager import Averager
-from swarm.averaging.transport import REPORT, Transport
+from swarm.averaging.wire.transport import REPORT, Transport
 from swarm.errors import DeadlineExceeded, NotReady, WrongRun, WrongStage
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server

@@ -30,7 +30,7 @@ from scripts.benches.shared.common import wait_for_json, write_json
 from scripts.benches.shared.proc import loopback_bytes
 from scripts.benches.sides.averaging_peer import SIDE, Orders, as_tensors, compare, distance, exact_mean, values
 from scripts.benches.sides.swarm_averager import averaging_config
-from swarm.averaging.leading.rules import is_complete
+from swarm.averaging.agreement.rules import is_complete
 from swarm.errors import DeadlineExceeded, IntegrityError, PeerUnavailable
 
 NUM_PARAMETERS = 1000

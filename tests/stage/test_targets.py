@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from scripts.benches.sides.reference import Reference
-from swarm.averaging.exchanging.shares import divide
+from swarm.averaging.agreement.shares import divide
 from swarm.config import OuterConfig, RoundsConfig, RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.errors import MalformedMessage

@@ -27,7 +27,7 @@ def _patch(value: float) -> None:
 
     from peers.stage_peer import own_state, resume
     from peers.stage_peer.others import Others
-    from swarm.averaging.catching_up.branches import Branches
+    from swarm.averaging.agreement.branches import Branches
     from swarm.checkpoint.folder import Restored
     from swarm.stage.weights import StageWeights
 

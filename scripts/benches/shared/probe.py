@@ -16,7 +16,7 @@ import grpc
 from scripts.benches.shared.common import START_SECONDS, ServingPeer, SwarmProcesses, fail_on_exit
 from scripts.benches.shared.lines import Lines
 from scripts.benches.shared.throttle import Link
-from swarm.averaging.timing import Timing
+from swarm.averaging.agreement.rules import Timing
 from swarm.errors import DeadlineExceeded, SwarmError
 from swarm.rpc import tls
 from swarm.rpc.describe import describe

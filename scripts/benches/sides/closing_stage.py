@@ -27,9 +27,9 @@ from scripts.benches.shared.backend import cpu_backend
 from scripts.benches.shared.common import write_json
 from swarm import config as configs
 from swarm.averaging.averager import Averager
-from swarm.averaging.context import Context
 from swarm.averaging.servicer import AveragingServicer
-from swarm.averaging.transport import Transport
+from swarm.averaging.wire.context import Context
+from swarm.averaging.wire.transport import Transport
 from swarm.config import RunConfig
 from swarm.credentials.identity import generate
 from swarm.machine.clock import SystemClock

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from swarm.averaging.exchanging.reduction import Payload
-from swarm.averaging.transport import Method, Reply, Request, Transport
+from swarm.averaging.wire.transport import Method, Payload, Reply, Request, Transport
 from swarm.hop.answers import HopListener, HopReply, Tensors
 from swarm.hop.hop import Hop
 from swarm.rpc.channels import ChannelPool

@@ -28,8 +28,8 @@ from scripts.benches.sides.diloco.driven_swarm import TIMING
 from scripts.benches.sides.memory_neighbours import HeldTransport, NextStage
 from swarm import config as configs
 from swarm.averaging.averager import Averager
-from swarm.averaging.context import Context
 from swarm.averaging.servicer import AveragingServicer
+from swarm.averaging.wire.context import Context
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.credentials.identity import generate
 from swarm.machine.clock import SystemClock

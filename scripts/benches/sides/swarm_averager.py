@@ -23,9 +23,9 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from scripts.benches.shared.common import compute_like_peers, write_json
 from scripts.benches.sides.averaging_peer import POLL_SECONDS, READY_FILE, Orders, as_tensors, compare, digest, values
 from swarm.averaging.averager import Averager
-from swarm.averaging.context import Context
 from swarm.averaging.servicer import AveragingServicer
-from swarm.averaging.transport import Transport
+from swarm.averaging.wire.context import Context
+from swarm.averaging.wire.transport import Transport
 from swarm.config import AveragingConfig, DataConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.credentials.identity import Identity, generate
 from swarm.machine.clock import SystemClock

@@ -14,7 +14,7 @@ from peers.model import live
 from peers.model.live import LiveModel
 from peers.shared.membership import Membership
 from peers.shared.network import KnownPeers
-from swarm.averaging.transport import Transport
+from swarm.averaging.wire.transport import Transport
 from swarm.checkpoint import file
 from swarm.config import RunConfig
 from swarm.credentials.identity import generate
@@ -119,7 +119,7 @@ async def test_all_stages_come_and_nothing_but_their_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    monkeypatch.setattr("swarm.averaging.catching_up.donor.SEGMENT_BYTES", 512)
+    monkeypatch.setattr("swarm.averaging.donor.SEGMENT_BYTES", 512)
     world = World(monkeypatch, 2, 3)
     assert await world.model().write_checkpoints(tmp_path) == 3
     _is_exact(world, tmp_path, 3)

@@ -15,9 +15,9 @@ import torch
 
 from scripts.benches.shared.backend import cpu_backend
 from scripts.benches.sides.diloco.memory_transport import MemoryNetwork, MemoryTransport
+from swarm.averaging.agreement.rules import Timing
 from swarm.averaging.averager import Averager
-from swarm.averaging.context import Context
-from swarm.averaging.timing import Timing
+from swarm.averaging.wire.context import Context
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.errors import DeadlineExceeded, IntegrityError

@@ -8,9 +8,8 @@ wait.
 import asyncio
 from collections.abc import AsyncIterator, Awaitable
 
-from swarm.averaging.exchanging.reduction import Payload
-from swarm.averaging.handlers import Handlers
-from swarm.averaging.transport import Method, Reply, Request, Transport
+from swarm.averaging.servicer import Handlers
+from swarm.averaging.wire.transport import Method, Payload, Reply, Request, Transport
 from swarm.compression.codec import Buffer
 from swarm.errors import DeadlineExceeded, PeerUnavailable
 from swarm.rpc.v1 import averaging_pb2 as pb

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from scripts.benches.simulate.study import StudyOptions
-from swarm.averaging.exchanging.shares import part_sizes
+from swarm.averaging.agreement.shares import part_sizes
 from swarm.compression.codec import contribution_codec, result_codec
 from swarm.config import AveragingConfig, load_preset
 

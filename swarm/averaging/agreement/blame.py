@@ -1,0 +1,203 @@
+"""Why an attempt failed, which members the next attempt leaves out, and how much longer the next attempt waits."""
+
+import logging
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from swarm.averaging.agreement import messages
+from swarm.averaging.agreement.group import Ballot
+from swarm.averaging.agreement.shares import Counts
+from swarm.config import RunConfig
+from swarm.errors import DeadlineExceeded, Overloaded, PeerUnavailable, SwarmError
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.types import PeerId
+
+logger = logging.getLogger(__name__)
+
+MOST_THROUGH_ONE = 8
+"""The largest group in which one member may sum everything because others cannot reach each other: that member's line
+carries all that they send."""
+SLOW = DeadlineExceeded, Overloaded
+"""The first error of these kinds only doubles the deadlines."""
+MOST_DOUBLINGS = 3
+
+
+class AttemptFailed(Exception):
+    """Nothing was decided; the attempt is aborted. Does not leave this package."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.unreachable: set[PeerId] = set()
+        self.excluded: set[PeerId] = set()
+        """Members that are alive, but make attempts fail."""
+        self.refused: set[PeerId] = set()
+        self.promised_attempt = 0
+        self.void = False
+        """Whether it is certain that no result of an earlier attempt was or will be decided."""
+
+
+class Blame:
+    """One leader's conclusions from failed attempts.
+
+    Attributes:
+        num_timeouts: time-outs in a row; every one doubles the deadlines, up to MOST_DOUBLINGS times.
+    """
+
+    def __init__(self, own_id: PeerId) -> None:
+        self._own_id = own_id
+        self._round_through_one: int | None = None
+        """The round in which the connection between two members failed. In that round all members exchange through this
+        peer alone."""
+        self.num_timeouts = 0
+
+    # -- how much longer the next attempt waits ----------------------------------------------------------------------
+
+    def deadline(self, floor: float, measured: float) -> float:
+        """The deadline in seconds for a step that took `measured` seconds the last time; never below `floor`."""
+        return (floor + 3 * measured) * float(2 ** min(MOST_DOUBLINGS, self.num_timeouts))
+
+    def is_first_timeout(self, timed_out: bool) -> bool:
+        """Count a time-out, if there was one. Returns whether it is the first in a row: that one only doubles the
+        deadlines."""
+        self.num_timeouts += timed_out
+        return timed_out and self.num_timeouts == 1
+
+    def exchanged(self) -> None:
+        """Note that an exchange was completed in time."""
+        self.num_timeouts = 0
+
+    # -- which members the next attempt leaves out -------------------------------------------------------------------
+
+    def failure(self, reason: str, replies: Mapping[PeerId, Any]) -> AttemptFailed:
+        """Make the error of an attempt that decided nothing. It names the members that the next attempt leaves out.
+
+        These are members that answered with an error, because they would do so again. From the second time-out in a row
+        on, they include slow members. Both kinds are alive and go on reporting, so the stage would wait for them for
+        ever.
+        """
+        failed = AttemptFailed(reason)
+        for peer, reply in replies.items():
+            if isinstance(reply, PeerUnavailable) and reply.is_unreachable:
+                failed.unreachable.add(peer)
+            elif isinstance(reply, SLOW):
+                if self.num_timeouts > 1:
+                    failed.excluded.add(peer)
+            elif isinstance(reply, SwarmError):
+                failed.excluded.add(peer)
+        if failed.excluded:
+            logger.warning("left out, because they failed or are slow: %s", ", ".join(sorted(failed.excluded)))
+        return failed
+
+    def failed_exchange(
+        self,
+        replies: Mapping[PeerId, Any],
+        members: Collection[PeerId],
+        round_number: int,
+        ballot: Ballot,
+        *,
+        took_long: bool,
+    ) -> AttemptFailed:
+        """Like `failure`, but for an exchange, in which members also blame others from which they got nothing.
+
+        Args:
+            took_long: whether it took so long that an owner may have waited for another member in vain.
+        """
+        # Keyed by the member that noticed the failure, because other members only pass its error on.
+        accusations = {
+            PeerId(reply.failure.noticed_by_id): reply.failure
+            for reply in replies.values()
+            if isinstance(reply, pb.AverageReply) and reply.HasField("failure")
+        }
+        is_explained = bool(accusations) or any(isinstance(reply, PeerUnavailable) for reply in replies.values())
+        is_first = self.is_first_timeout(took_long or not is_explained)
+        failed = self.failure("the exchange failed", replies)
+        if not (is_explained or is_first or took_long):
+            # Refusals twice in a row are no accident. But after a long exchange, a refusal only means that the member's
+            # time was over.
+            failed.excluded |= _refusing(replies, ballot)
+        if failed.unreachable or failed.excluded or is_first or not accusations:
+            return failed
+        counts = Counter(PeerId(failure.blamed_id) for failure in accusations.values())
+        blamed, _ = counts.most_common(1)[0]
+        accusers = {accuser: failure for accuser, failure in accusations.items() if failure.blamed_id == blamed}
+        logger.warning("the exchange failed because of %s: %s", blamed, next(iter(accusers.values())).reason)
+        if self._can_sum_all(members) and self._own_id not in counts.keys() | accusations.keys():
+            # The connection between two others is at fault. Both have just answered this peer, so neither is left out.
+            self._round_through_one = round_number
+            return failed
+        # If members blame the leader, and the leader itself noticed nothing, these members are cut off.
+        is_cut_off = blamed == self._own_id and self._own_id not in accusers
+        failed.excluded = set(accusers) if is_cut_off else {blamed}
+        return failed
+
+    def different_results(self, digests: Mapping[PeerId, str]) -> AttemptFailed:
+        """Make the error of an exchange whose members came to different results. It leaves out those that differ from
+        most of the others."""
+        failed = AttemptFailed("members came to different results")
+        result, count = Counter(digests.values()).most_common(1)[0]
+        if 2 * count > len(digests):
+            failed.excluded = {peer for peer, digest in digests.items() if digest != result}
+            logger.warning("left out, because their result is not that of most: %s", ", ".join(sorted(failed.excluded)))
+        else:
+            members = ", ".join(sorted(digests))
+            logger.warning("%s came to different results, and nobody can say which of them is wrong", members)
+        return failed
+
+    def uncommitted(self, holders: Collection[PeerId]) -> AttemptFailed:
+        """Make the error of an attempt that would commit a result which its holders never commit. It leaves them
+        out."""
+        failed = AttemptFailed("a result is not committed by its holders")
+        failed.excluded = set(holders)
+        logger.warning("left out, because they do not commit what they hold: %s", ", ".join(sorted(holders)))
+        return failed
+
+    def goes_through_one(self, round_number: int, members: Collection[PeerId]) -> bool:
+        """Whether the leader sums everything, because two members of this round cannot reach each other."""
+        return round_number == self._round_through_one and self._can_sum_all(members)
+
+    def _can_sum_all(self, members: Collection[PeerId]) -> bool:
+        return self._own_id in members and 2 < len(members) <= MOST_THROUGH_ONE
+
+
+def _refusing(replies: Mapping[PeerId, Any], ballot: Ballot) -> set[PeerId]:
+    """Members that refuse this attempt, although it is the last that they promised."""
+    promised = messages.pack_ballot(ballot)
+    return {
+        peer
+        for peer, reply in replies.items()
+        if isinstance(reply, pb.AverageReply) and reply.HasField("refusal") and reply.refusal.promised == promised
+    }
+
+
+def without_the_useless(
+    begun: Mapping[PeerId, pb.BeginReply], config: RunConfig, round_number: int, own_id: PeerId
+) -> AttemptFailed | None:
+    """Make the error of an attempt in which some contributions are useless. It leaves their members out. None if all
+    are useful.
+
+    In the synchronous setting a contribution holds exactly the microbatches of the round that its member names.
+
+    Args:
+        own_id: the leader, whose contribution has the right size.
+    """
+    sizes = Counter(reply.num_elements for reply in begun.values())
+    size = begun[own_id].num_elements if own_id in begun else sizes.most_common(1)[0][0]
+    useless = dict[PeerId, str]()
+    for peer, reply in begun.items():
+        fault = Counts.of(reply, reply.norm).fault(config)
+        if not fault and reply.num_elements != size:
+            fault = "of another size"
+        if not fault and config.rounds.synchronous:
+            named = messages.unpack_indices_of(config.microbatches_of(round_number), reply.committed_gaps)
+            if {reply.num_samples, reply.round_samples} != {len(named) * config.data.microbatch_size}:
+                fault = "of other samples than the microbatches that it names"
+        if fault:
+            useless[peer] = fault
+    if not useless:
+        return None
+    for peer, fault in sorted(useless.items()):
+        logger.warning("%s is left out: its contribution is %s", peer, fault)
+    failed = AttemptFailed("a contribution is of no use")
+    failed.excluded = set(useless)
+    return failed

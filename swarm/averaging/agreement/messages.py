@@ -1,0 +1,156 @@
+"""Small records of averaging and their form on the wire."""
+
+import itertools
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from swarm.averaging.agreement.group import Ballot
+from swarm.errors import MalformedMessage, TryLater
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.training.lineage import next_lineage
+from swarm.training.round_member import Progress, Snapshot
+from swarm.types import LARGEST_COUNT
+
+PAST = 16
+"""The number of earlier rounds whose lineages a peer sends to others."""
+LONGEST_ID = 64
+"""The most characters of a lineage or a peer's id. Bounded, because even those of strangers are kept in memory."""
+
+
+class MemberFailed(TryLater):
+    """The exchange cannot be completed, and one member seems to be the cause.
+
+    Attributes:
+        noticed_by: the member that noticed the failure; others pass the error on.
+    """
+
+    def __init__(self, peer_id: str, reason: str, *, noticed_by: str) -> None:
+        super().__init__(reason)
+        self.peer_id = peer_id
+        self.noticed_by = noticed_by
+
+    def anew(self) -> "MemberFailed":
+        """Return a copy to be raised in place of this error, which is kept. A raised error refers to the frames that it
+        passed through, and so to the vectors of a whole exchange. They would stay in memory until Python collects
+        cycles."""
+        return MemberFailed(self.peer_id, str(self), noticed_by=self.noticed_by)
+
+
+@dataclass(frozen=True, order=True, kw_only=True)
+class Standing:
+    """Where a peer is in the run. Standings are ordered: when peers of two branches meet, those with the lesser
+    standing go to the greater one."""
+
+    run_samples: int
+    round: int
+    lineage: str
+
+
+def lineage_after(previous: str, outcome: pb.Outcome) -> str:
+    """The lineage of a peer that has applied a round's outcome."""
+    prepared = outcome.prepared
+    return next_lineage(
+        previous,
+        outcome.round,
+        prepared.digest,
+        prepared.member_ids,
+        total_squared_norm=outcome.total_squared_norm,
+        partners=digests_of(outcome.partners),
+    )
+
+
+def digests_of(partners: Iterable[pb.Partner]) -> tuple[str, ...]:
+    """The digests of the averages that were added up because stages share a block."""
+    return tuple(partner.digest for partner in partners)
+
+
+def standing_of(state: Progress | Snapshot) -> Standing:
+    """Where a member stands, or will stand once it has installed a snapshot."""
+    return Standing(run_samples=state.run_samples, round=state.round, lineage=state.lineage)
+
+
+def pack_standing(standing: Standing) -> pb.Standing:
+    """A standing in its wire form."""
+    return pb.Standing(round=standing.round, run_samples=standing.run_samples, lineage=standing.lineage)
+
+
+def unpack_standing(message: pb.Standing) -> Standing:
+    """A standing, read from its wire form. Raises MalformedMessage for a lineage that is too long."""
+    _require_short(message.lineage, "a lineage")
+    return Standing(round=message.round, run_samples=message.run_samples, lineage=message.lineage)
+
+
+def unpack_past(lineages: Sequence[str]) -> tuple[str, ...]:
+    """The last PAST lineages of the rounds before a peer's own, read from its message, oldest first.
+
+    Raises MalformedMessage for a lineage that is too long.
+    """
+    told = tuple(lineages[-PAST:])
+    for lineage in told:
+        _require_short(lineage, "a lineage")
+    return told
+
+
+def pack_ballot(ballot: Ballot | None) -> pb.Ballot | None:
+    """A ballot in its wire form."""
+    return None if ballot is None else pb.Ballot(attempt=ballot.attempt, leader_id=ballot.leader_id)
+
+
+def unpack_ballot(message: pb.Ballot) -> Ballot | None:
+    """A ballot, read from its wire form; None for a field that was left out, since attempts are numbered from 1.
+
+    Raises MalformedMessage for a leader's id that is too long.
+    """
+    _require_short(message.leader_id, "a leader's id")
+    return Ballot(message.attempt, message.leader_id) if message.attempt else None
+
+
+def require_ballot(message: pb.Ballot) -> Ballot:
+    """A ballot, read from its wire form. Raises MalformedMessage for a missing one."""
+    ballot = unpack_ballot(message)
+    if ballot is None:
+        raise MalformedMessage("the request names no attempt")
+    return ballot
+
+
+def own_ballot(request: pb.BeginRequest | pb.AverageRequest | pb.AbortRequest) -> Ballot:
+    """The attempt that a leader calls about. Raises MalformedMessage if it is missing or another leader's."""
+    ballot = require_ballot(request.ballot)
+    if ballot.leader_id != request.peer_id:
+        raise MalformedMessage(f"attempt {ballot.attempt} is not that of the caller")
+    return ballot
+
+
+def _require_short(text: str, what: str) -> None:
+    if len(text) > LONGEST_ID:
+        raise MalformedMessage(f"{what} has {len(text)} characters, at most {LONGEST_ID} are taken")
+
+
+def pack_failure(failed: MemberFailed) -> pb.Failure:
+    """A failure in its wire form."""
+    return pb.Failure(blamed_id=failed.peer_id, reason=str(failed), noticed_by_id=failed.noticed_by)
+
+
+def pack_indices(indices: Collection[int]) -> list[int]:
+    """A set of microbatches as the gaps between them: most gaps are 1 and take one byte."""
+    gaps, previous = [], -1
+    for index in sorted(indices):
+        gaps.append(index - previous)
+        previous = index
+    return gaps
+
+
+def unpack_indices(gaps: Iterable[int]) -> frozenset[int]:
+    """The inverse of `pack_indices`. Raises MalformedMessage for indices beyond LARGEST_COUNT."""
+    indices, previous = [], -1
+    for gap in gaps:
+        previous += gap
+        if previous > LARGEST_COUNT:
+            raise MalformedMessage(f"a microbatch beyond {LARGEST_COUNT} is named")
+        indices.append(previous)
+    return frozenset(indices)
+
+
+def unpack_indices_of(round_indices: range, gaps: Iterable[int]) -> frozenset[int]:
+    """Like `unpack_indices`, but leaves out indices that do not belong to the round."""
+    return frozenset(index for index in itertools.accumulate(gaps, initial=-1) if index in round_indices)

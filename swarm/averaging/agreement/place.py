@@ -1,0 +1,127 @@
+"""One peer's place in its group: where it stands, how the last rounds ended, and what it has promised and leads in this
+round.
+
+Moved by advance, catch_up and leader, and read by all other parts.
+"""
+
+import asyncio
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from swarm.averaging.agreement.branches import Branches
+from swarm.averaging.agreement.group import Ballot, Group
+from swarm.averaging.agreement.messages import Standing
+from swarm.rpc.v1 import averaging_pb2 as pb
+
+KEPT_OUTCOMES = 4
+"""A peer keeps the outcomes of so many committed rounds, or of as many as there are fragments, if that is more. Stages
+that share a block wait for each other only in the rounds that average this block, so they may be as many rounds apart
+as there are fragments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """A decided result: it will certainly be committed."""
+
+    round: int
+    prepared: pb.Prepared
+    squared_norm: float
+    """The squared norm of the stage's gradient. It includes the shared blocks if this stage is the one that counts
+    them."""
+
+
+class Place:
+    """Where one peer is.
+
+    Attributes:
+        branches: where the other holders of its stage stand.
+        group: what it has promised and prepared in this round.
+        lock: held while the stage is called, so that the peer does not move meanwhile.
+        standing: its round, samples and lineage; changes together with `outcomes`.
+        outcomes: how the last rounds were committed, by round.
+        is_catching_up: whether it is on its way to its group. Then it promises no attempt.
+        leads: the attempt that it leads; None while it leads none.
+        decision: the result that this attempt has decided; None before that, and once it is committed.
+        awaited_since: when another stage first waited for this one to decide the round; None if none has.
+        is_sound: False once a replayed round gave a wrong state. `standing` then stays at the last round before it.
+    """
+
+    def __init__(self, standing: Standing, branches: Branches, *, num_fragments: int) -> None:
+        """
+        Args:
+            num_fragments: see AveragingConfig.
+        """
+        self.branches = branches
+        self.group = Group(standing.round)
+        self.lock = asyncio.Lock()
+        self.standing = standing
+        self.outcomes: dict[int, pb.Outcome] = {}
+        self.is_catching_up = False
+        self.is_sound = True
+        self.leads: Ballot | None = None
+        self.decision: Decision | None = None
+        self.awaited_since: float | None = None
+        self._num_kept = max(KEPT_OUTCOMES, num_fragments)
+
+    @property
+    def last_members(self) -> Collection[str]:
+        """Ids of the members of the round before; empty where this peer does not know them."""
+        last = self.outcomes.get(self.standing.round - 1)
+        return last.prepared.member_ids if last else ()
+
+    def committed(self, after: Standing, outcome: pb.Outcome) -> None:
+        """Note that this peer has committed a round, as one of its members."""
+        self._move(after, [outcome])
+        self.branches.committed(after)
+
+    def replayed(self, after: Standing, outcome: pb.Outcome) -> None:
+        """Note that this peer has applied a round that others committed."""
+        self._move(after, [outcome])
+        self.branches.replayed(after)
+
+    def installed(self, standing: Standing, outcomes: Iterable[pb.Outcome], past: Sequence[str]) -> None:
+        """Note that this peer has installed a state that others hold.
+
+        Args:
+            outcomes: how the last rounds before that state were committed.
+            past: the lineages of the last rounds before that state, oldest first.
+        """
+        self.outcomes.clear()
+        self.is_sound = True
+        self._move(standing, outcomes)
+        self.branches.installed(standing, past)
+
+    @contextmanager
+    def catching_up(self) -> Iterator[None]:
+        """Mark this peer as on its way to the group while the block runs."""
+        self.is_catching_up = True
+        try:
+            yield
+        finally:
+            self.is_catching_up = False
+
+    @contextmanager
+    def leading(self, ballot: Ballot) -> Iterator[None]:
+        """Mark this peer as the leader of an attempt while the block runs."""
+        self.leads = ballot
+        try:
+            yield
+        finally:
+            self.leads = self.decision = None
+
+    def decide(self, decision: Decision) -> None:
+        """Note that the attempt that this peer leads has decided a result."""
+        self.decision = decision
+
+    def awaited(self, now: float) -> None:
+        """Note that another stage waits for this one to decide the round."""
+        if self.awaited_since is None:
+            self.awaited_since = now
+
+    def _move(self, standing: Standing, outcomes: Iterable[pb.Outcome]) -> None:
+        self.outcomes |= {outcome.round: outcome for outcome in outcomes}
+        for round_number in sorted(self.outcomes)[: -self._num_kept]:
+            del self.outcomes[round_number]
+        self.standing = standing
+        self.awaited_since = None

@@ -1,0 +1,189 @@
+"""What one peer has heard of the others of its stage: their reports about the round, and whom it cannot rely on."""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Set
+from dataclasses import dataclass, field
+
+from swarm.averaging.agreement import messages
+from swarm.averaging.agreement.group import Ballot
+from swarm.averaging.agreement.messages import Standing
+from swarm.averaging.agreement.rules import Timing
+from swarm.machine.clock import Clock
+from swarm.rpc.bounds import LONGEST_LIST
+from swarm.training.round_member import Progress
+from swarm.types import PeerId
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The newest report of a member."""
+
+    progress: Progress
+    prepared: Ballot | None
+    heard_at: float
+
+    @property
+    def standing(self) -> Standing:
+        """The sender's standing."""
+        return messages.standing_of(self.progress)
+
+
+@dataclass(eq=False)
+class RoundReports:
+    """The reports about the present round; begun anew with each round."""
+
+    round_microbatches: int | None
+    """The number of microbatches of a synchronous round; None with DiLoCo."""
+    current: dict[PeerId, Report] = field(default_factory=dict, init=False)
+    """The newest report of each peer that is not suspected."""
+    last: dict[PeerId, Report] = field(default_factory=dict, init=False)
+    """The newest report of each peer that has reported in this round, even if the peer is gone."""
+    _counted: set[int] = field(default_factory=set, init=False)
+    _lost: set[int] = field(default_factory=set, init=False)
+
+    def named(self, round_number: int, gaps: Iterable[int]) -> frozenset[int]:
+        """Read the microbatches of a round that a peer names; with DiLoCo none, because only their number matters."""
+        size = self.round_microbatches
+        if size is None:
+            return frozenset()
+        return messages.unpack_indices_of(range(round_number * size, (round_number + 1) * size), gaps)
+
+    def hear(self, peer_id: PeerId, report: Report) -> None:
+        """Note a peer's report."""
+        before = self.last.get(peer_id)
+        if before is not None and before.standing == report.standing:
+            # The peer was started again, or gave up microbatches that others had as well.
+            _add(self._lost, before.progress.committed - report.progress.committed)
+        self.count(report.progress.committed)
+        self.last[peer_id] = report
+
+    def count(self, committed: Set[int]) -> None:
+        """Note that some peer has committed these microbatches; the peer may be gone since."""
+        _add(self._counted, committed)
+
+    def lose(self, peer_id: PeerId) -> None:
+        """Note that a peer is gone, and that what it had committed in this round is lost."""
+        if (last := self.last.pop(peer_id, None)) is not None:
+            _add(self._lost, last.progress.committed)
+
+    def begin_round(self) -> None:
+        """Forget the reports about the last round, but not which peers are there."""
+        self.last.clear()
+        self._counted.clear()
+        self._lost.clear()
+
+    def forget_others(self, known: Collection[PeerId]) -> None:
+        """Forget the reports of peers that are not in `known`."""
+        self.current = {peer: report for peer, report in self.current.items() if peer in known}
+        self.last = {peer: report for peer, report in self.last.items() if peer in known}
+
+    @property
+    def counted(self) -> frozenset[int]:
+        """The microbatches that any peer has committed in this round, even if that peer is gone."""
+        return frozenset(self._counted)
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """The microbatches that were lost with a peer, and that no other peer has reported."""
+        return frozenset(self._lost.difference(*(last.progress.committed for last in self.last.values())))
+
+
+def _add(known: set[int], more: Set[int]) -> None:
+    """Add microbatches to `known`, up to LONGEST_LIST, so that no peer can fill the memory."""
+    known |= more
+    if len(known) > LONGEST_LIST:
+        known.clear()
+        known |= more
+
+
+MOST_FAILURES = 5
+"""So many attempts may fail because of the same member. After that the others go on without it, whatever it holds,
+until it takes part in a round again. If the attempts failed for lack of time, the last one waited eight times as long
+as the first."""
+PROBE_SHARE = 0.05
+"""The pause between calls to a suspected peer, as a share of the time for which it has not answered."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Suspicion:
+    since: float
+    called_at: float
+    """When the peer was last called."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Exclusion:
+    seconds: float
+    ends_at: float
+
+
+class Suspicions:
+    """The other peers on which one peer does not rely, and why."""
+
+    def __init__(self, clock: Clock, timing: Timing) -> None:
+        self._clock = clock
+        self._timing = timing
+        self._suspected: dict[PeerId, _Suspicion] = {}
+        self._excluded: dict[PeerId, _Exclusion] = {}
+        self._num_failures: Counter[PeerId] = Counter()
+        """Attempts that failed because of a peer since it took part in a round."""
+
+    @property
+    def suspected(self) -> Set[PeerId]:
+        """Peers that a call failed to reach, and that have given no sign of life since."""
+        return self._suspected.keys()
+
+    def suspect(self, peer_id: PeerId) -> None:
+        """Note that a call to a peer failed."""
+        now, before = self._clock.monotonic(), self._suspected.get(peer_id)
+        self._suspected[peer_id] = _Suspicion(since=before.since if before else now, called_at=now)
+
+    def answered(self, peer_id: PeerId) -> None:
+        """Note that a peer gave a sign of life."""
+        self._suspected.pop(peer_id, None)
+
+    def suspect_none(self) -> None:
+        """Forget all suspicions: all peers have to be asked again."""
+        self._suspected.clear()
+
+    def due(self) -> list[PeerId]:
+        """Suspected peers that should be called again. The longer a peer has been gone, the less often it is called."""
+        now, least = self._clock.monotonic(), self._timing.probe_seconds
+        return [
+            peer
+            for peer, suspicion in self._suspected.items()
+            if now - suspicion.called_at >= max(least, PROBE_SHARE * (suspicion.called_at - suspicion.since))
+        ]
+
+    def exclude(self, peer_id: PeerId) -> None:
+        """Leave a living peer out of this round for a while: each time for twice as long, up to a limit."""
+        previous = self._excluded.get(peer_id)
+        doubled = 2 * previous.seconds if previous else self._timing.exclusion_seconds
+        seconds = min(doubled, self._timing.max_exclusion_seconds)
+        self._excluded[peer_id] = _Exclusion(seconds=seconds, ends_at=self._clock.monotonic() + seconds)
+        self.failed(peer_id)
+
+    def is_excluded(self, peer_id: PeerId) -> bool:
+        """Whether a peer is left out now."""
+        exclusion = self._excluded.get(peer_id)
+        return exclusion is not None and exclusion.ends_at > self._clock.monotonic()
+
+    def failed(self, peer_id: PeerId) -> None:
+        """Note that an attempt failed because of a peer, or committed without it."""
+        self._num_failures[peer_id] += 1
+
+    def has_failed_for_good(self, peer_id: PeerId) -> bool:
+        """Whether so many attempts have failed because of a peer that the others no longer wait for it."""
+        return self._num_failures[peer_id] >= MOST_FAILURES
+
+    def begin_round(self, members: Collection[str]) -> None:
+        """Begin a round from which no peer is left out. The members of the last round have their failures forgotten."""
+        for peer_id in self._num_failures.keys() & set(members):
+            del self._num_failures[peer_id]
+        self._excluded.clear()
+
+    def forget_others(self, known: Collection[PeerId]) -> None:
+        """Forget what was noted about peers that are not in `known`."""
+        for by_peer in (self._suspected, self._num_failures):
+            for peer_id in by_peer.keys() - known:
+                del by_peer[peer_id]

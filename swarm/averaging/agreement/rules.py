@@ -1,0 +1,172 @@
+"""The rules of a group's rounds: which peer leads, when a round is complete, which members may commit it, which earlier
+result has to be finished first, and how long anything is waited for.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar, assert_never
+
+from swarm.averaging.agreement import messages
+from swarm.config import Quorum, RunConfig
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.types import PeerId
+
+Begun = Mapping[PeerId, pb.BeginReply]
+"""The answers of the members that began an attempt."""
+
+_Id = TypeVar("_Id", bound=str)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Durations, all in seconds. Deadlines grow with measured times and double after a time-out."""
+
+    report_gap_seconds: float = 0.05
+    """Least time between two reports of progress."""
+    heartbeat_seconds: float = 0.5
+    """Longest time without a report. In an exchange, members also ping each other this often."""
+    late_seconds: float = 1.0
+    """A peer that stood still for this long has missed two heartbeats, so it asks all others where they stand."""
+    report_seconds: float = 3.0
+    """Deadline of a report and of a ping. A peer that misses it is suspected, or its exchange fails."""
+    call_seconds: float = 2.0
+    """Deadline of a call to a peer that has missed a report, is suspected, or was cut off."""
+    reconnect_seconds: float = 1.0
+    """Deadline of a report on a new connection, after the former one broke within this time."""
+    fresh_seconds: float = 3.5
+    """Age up to which a report counts its sender as a member."""
+    missed_seconds: float = 20.0
+    """A member that has been silent for this long is not expected back soon. The others no longer wait for what it
+    holds."""
+    probe_seconds: float = 0.5
+    """Time between two calls to a suspected peer, at first."""
+    forget_seconds: float = 3600.0
+    """A peer is forgotten if it is not announced and gave no sign of life for this long."""
+    exclusion_seconds: float = 5.0
+    """How long a member that made an exchange fail is left out, the first time."""
+    max_exclusion_seconds: float = 60.0
+    """Longest time for which a member is left out."""
+    begin_seconds: float = 3.0
+    """Least time that a member may take for one piece of closing its contribution."""
+    closing_seconds: float = 1.0
+    """After this time a member that is still closing answers with its progress."""
+    max_closing_seconds: float = 300.0
+    """Longest time for closing, whatever a member reports; after that it is left out at once."""
+    work_bytes_per_second: float = 5e7
+    """The others do not wait for a machine that copies, encodes or applies more slowly than this."""
+    average_seconds: float = 10.0
+    """Least deadline for an exchange."""
+    bytes_per_second: float = 1e6
+    """An exchange does not wait for a line that is slower than this."""
+    commit_seconds: float = 10.0
+    """Least deadline for applying a result."""
+    grace_seconds: float = 0.5
+    """After a first failure, the other members have this long to answer which member they blame."""
+    barrier_seconds: float = 2.0
+    """How long another stage may hold a barrier request while it waits for its own result."""
+    awaited_seconds: float = 20.0
+    """With DiLoCo: after another stage has waited this long for a round of this stage, the round ends with what it
+    has."""
+    shared_seconds: float = 60.0
+    """How long a member goes on asking for another stage's average of a shared block."""
+    silence_seconds: float = 15.0
+    """Longest wait for the next piece of a snapshot, or of an exchange."""
+    retry_seconds: float = 0.2
+    """Wait before another stage is asked again, and before the second repetition of an attempt."""
+    max_retry_seconds: float = 5.0
+    """Longest wait between two attempts."""
+
+
+def leader_of(peer_ids: Iterable[_Id]) -> _Id:
+    """The leader of these peers of a stage: the one with the lowest id. There must be one at least.
+
+    Roster.leader says which peers these are.
+    """
+    return min(peer_ids)
+
+
+def is_complete(
+    config: RunConfig,
+    round_number: int,
+    committed: Collection[int],
+    num_samples: int,
+    *,
+    absent_samples: int = 0,
+    is_late: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Whether a group holds everything that a round needs.
+
+    Synchronous: all its microbatches. DiLoCo: its number of samples. But a stage that lost samples with a peer ends its
+    round early when it is late, or else it would stay behind the others for ever. A stage that shares a block with it
+    cannot get ahead: it waits, and admits no more samples once it has enough for a round.
+
+    With DiLoCo, a round that has its samples is not committed while the members that would be left out hold more
+    samples of it than the others. A round that ends early leaves no living member out. Otherwise a newcomer with one
+    inner step could commit a round without the member that has nearly all samples of it.
+
+    Args:
+        committed: microbatches of the members that would commit the round.
+        num_samples: samples of the members that would commit the round.
+        absent_samples: samples of the round at living members that would be left out.
+        is_late: tells whether another stage is at a later round, or has waited long for this stage to decide. Called
+            only when needed.
+    """
+    if config.rounds.synchronous:
+        return all(index in committed for index in config.microbatches_of(round_number))
+    if num_samples >= config.rounds.round_samples:
+        return num_samples >= absent_samples
+    return absent_samples == 0 < num_samples and is_late()
+
+
+def has_quorum(
+    quorum: Quorum, present: Collection[str], *, last_members: Collection[str], announced: Callable[[], Collection[str]]
+) -> bool:
+    """Whether the peers that are present may commit a round.
+
+    With a majority, two parts of a group cannot both commit the same round. The exception is a member that is started
+    again: it forgets what it had prepared, and may join the majority for another result of that round.
+
+    Args:
+        last_members: the members of the last round; empty for a peer that knows of none. If a majority is wanted, most
+            of them must be present.
+        announced: gives all peers of the stage in the directory, including this one. Called only if no last round is
+            known.
+    """
+    match quorum:
+        case "available":
+            return True
+        case "majority":
+            electorate = set(last_members or announced())
+            return 2 * len(electorate & set(present)) > len(electorate)
+        case other:
+            assert_never(other)
+
+
+def agreed(results: Mapping[PeerId, pb.Prepared], own_id: PeerId) -> pb.Prepared:
+    """The result that members of an exchange hold, who all name the same digest. That does not cover the norm: it is
+    this peer's own, or if it took no part, the median of theirs."""
+    if own_id in results:
+        return results[own_id]
+    by_norm = sorted(results.values(), key=lambda prepared: prepared.squared_norm)
+    return by_norm[(len(by_norm) - 1) // 2]
+
+
+def unfinished(begun: Begun) -> pb.Prepared | None:
+    """The newest result of an earlier attempt, if it may have been decided; else None. It cannot have been decided if a
+    member of its exchange did not prepare it."""
+    prepared = [reply.prepared for reply in begun.values() if reply.HasField("prepared")]
+    if not prepared:
+        return None
+    newest = max(prepared, key=lambda p: messages.require_ballot(p.ballot))
+    ballot = messages.require_ballot(newest.ballot)
+    for peer in newest.member_ids:
+        reply = begun.get(PeerId(peer))
+        # The answer of a member that was restarted since does not count: it may have prepared the result and forgotten
+        # it.
+        if (
+            reply is not None
+            and reply.prepared.digest != newest.digest
+            and messages.require_ballot(reply.since) <= ballot
+        ):
+            return None
+    return newest

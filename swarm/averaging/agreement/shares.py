@@ -1,0 +1,286 @@
+"""The members of an exchange: the weight with which each takes part, and the part of the vector that it owns.
+
+The leader computes the shares with `divide`. Every member, including the leader, gets them with the Average call,
+checks their counts, and computes the weights for itself (`shares_of`). So no member counts for more than a round can
+hold, and no leader can give a member another weight than all members' counts do.
+"""
+
+import hashlib
+import itertools
+import math
+import statistics
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from swarm.config import RunConfig
+from swarm.errors import MalformedMessage
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.training.round_member import Contribution
+
+BANDWIDTH_NOISE = 1.5
+"""Bandwidths that differ by less than this factor count as equal, because on a fast network such differences are
+noise."""
+PLAUSIBLE_BANDWIDTHS = 1.0, 1e12
+"""The least and the largest bandwidth that is believed, in bytes a second. A line that reports more or less counts as
+not measured."""
+BANDWIDTH_RANGE = 8.0
+"""A line's bandwidth counts as at most this multiple of the median, and at least the median divided by it, because
+members may lie."""
+ROUNDING = 1e-6
+"""By how much the sum of all weights may be off."""
+COUNTED_ROUNDS = 2
+"""With DiLoCo, the samples of one member count towards a round at most as this many rounds. A peer goes on while a
+round ends, so it may have somewhat more than one."""
+LATE_ROUNDS = 5
+"""With DiLoCo, the rounds whose samples a contribution may hold, each up to COUNTED_ROUNDS: those that a peer missed
+and this one; or with fragments, those since the fragment was averaged last."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """What a member says of its contribution.
+
+    Attributes:
+        num_samples: the samples in the contribution. A member without samples sends nothing, but gets the result.
+        num_targets: the targets in these samples; its weight.
+        round_samples: the samples among these that count towards the round.
+        norm: the contribution's norm.
+    """
+
+    num_samples: int
+    num_targets: int
+    round_samples: int
+    norm: float
+
+    @classmethod
+    def of(cls, message: pb.BeginReply | pb.Share | Contribution, norm: float) -> "Counts":
+        """The counts that a message, or a contribution, has in fields of the same names."""
+        return cls(
+            num_samples=message.num_samples,
+            num_targets=message.num_targets,
+            round_samples=message.round_samples,
+            norm=norm,
+        )
+
+    def bounded(self, config: RunConfig) -> "Counts":
+        """The counts with which a member takes part that has computed more than can count."""
+        most = most_samples(config)
+        num_samples = min(self.num_samples, most_rounds(config) * most)
+        return Counts(
+            num_samples=num_samples,
+            num_targets=self.num_targets * num_samples // max(1, self.num_samples),
+            round_samples=min(self.round_samples, num_samples, most),
+            norm=self.norm,
+        )
+
+    def fault(self, config: RunConfig) -> str:
+        """What is impossible about the counts, in words that follow "its contribution is"; empty if nothing is."""
+        faults = (
+            ("not finite", not math.isfinite(self.norm)),
+            ("of a norm below zero", self.norm < 0.0),
+            ("of no samples, although some count towards the round", self.num_samples == 0 < self.round_samples),
+            (
+                "of more targets than its samples can have",
+                self.num_targets > self.num_samples * config.data.sequence_length,
+            ),
+            ("of more samples than a round can hold", not self._is_bounded(config)),
+        )
+        return next((fault for fault, is_so in faults if is_so), "")
+
+    def _is_bounded(self, config: RunConfig) -> bool:
+        bounded = self.bounded(config)
+        return (self.num_samples, self.round_samples) == (bounded.num_samples, bounded.round_samples)
+
+
+def most_samples(config: RunConfig) -> int:
+    """The most samples of one member that count towards a round."""
+    return config.rounds.round_samples * (1 if config.rounds.synchronous else COUNTED_ROUNDS)
+
+
+def most_rounds(config: RunConfig) -> int:
+    """The most rounds whose samples a contribution may hold."""
+    return 1 if config.rounds.synchronous else max(LATE_ROUNDS, config.averaging.num_fragments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """One member.
+
+    Attributes:
+        weight: the factor of its contribution in the sum.
+        num_elements: the length of the part that the member owns.
+    """
+
+    peer_id: str
+    counts: Counts
+    weight: float
+    num_elements: int
+
+    @property
+    def contributes(self) -> bool:
+        """Whether the member has samples."""
+        return self.counts.num_samples > 0
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The shares of all members, in the same order at every member. Contributions are summed in this order, and the
+    parts follow one another in this order."""
+
+    members: tuple[Share, ...]
+
+    def __post_init__(self) -> None:
+        if len({share.peer_id for share in self.members}) < len(self.members):
+            raise MalformedMessage("a member is named twice")
+        if not all(0.0 <= share.weight <= 1.0 for share in self.members):
+            raise MalformedMessage("a member's weight is not between 0 and 1")
+        if sum(share.weight for share in self.members) > 1.0 + ROUNDING:
+            raise MalformedMessage("the members' weights add up to more than 1")
+
+    @property
+    def num_elements(self) -> int:
+        """Length of the whole vector."""
+        return sum(share.num_elements for share in self.members)
+
+    @property
+    def round_samples(self) -> int:
+        """Samples of the round."""
+        return sum(share.counts.round_samples for share in self.members)
+
+    @cached_property
+    def parts(self) -> list[slice]:
+        """The part of each member."""
+        ends = list(itertools.accumulate((share.num_elements for share in self.members), initial=0))
+        return [slice(start, end) for start, end in itertools.pairwise(ends)]
+
+    @property
+    def has_one_owner(self) -> bool:
+        """Whether one member sums the whole vector."""
+        return sum(share.num_elements > 0 for share in self.members) == 1
+
+    @property
+    def senders(self) -> list[Share]:
+        """The members that contribute."""
+        return [share for share in self.members if share.contributes]
+
+    def of(self, peer_id: str) -> Share:
+        """A member's share. Raises MalformedMessage for a peer that is no member."""
+        for share in self.members:
+            if share.peer_id == peer_id:
+                return share
+        raise MalformedMessage(f"{peer_id} is no member of this exchange")
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 digest of all shares, in hexadecimal."""
+        lines = (f"{s.peer_id} {s.counts} {s.weight.hex()} {s.num_elements}" for s in self.members)
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def divide(
+    begun: Mapping[str, pb.BeginReply],
+    *,
+    num_elements: int,
+    tile: int,
+    clip_to_median: float,
+    only_owner: str | None = None,
+) -> Shares:
+    """Weigh the members and cut the vector into their parts.
+
+    Args:
+        begun: each member's answer after it closed its contribution, in the members' order.
+        num_elements: length of the vector.
+        tile: the length of each part, except the last one, is a multiple of this.
+        clip_to_median: a contribution counts for less if its norm is above this multiple of the median; 0 turns that
+            off.
+        only_owner: if given, this member owns the whole vector, so that no two other members need a connection.
+    """
+    if only_owner is None:
+        sizes = part_sizes(num_elements, [reply.bytes_per_second for reply in begun.values()], tile=tile)
+    else:
+        sizes = [num_elements * (peer_id == only_owner) for peer_id in begun]
+    counts = [Counts.of(reply, reply.norm) for reply in begun.values()]
+    return _weighed(list(begun), counts, sizes, clip_to_median)
+
+
+def shares_of(shares: Sequence[pb.Share], config: RunConfig) -> Shares:
+    """The shares that a leader names.
+
+    Raises:
+        MalformedMessage: a member is named twice, or its counts are impossible.
+    """
+    counts = [Counts.of(share, share.norm) for share in shares]
+    for share, each in zip(shares, counts, strict=True):
+        if fault := each.fault(config):
+            raise MalformedMessage(f"the contribution of {share.contact.peer_id} is {fault}")
+    if not any(each.num_samples for each in counts):
+        raise MalformedMessage("no member has samples")
+    names, sizes = [share.contact.peer_id for share in shares], [share.num_elements for share in shares]
+    return _weighed(names, counts, sizes, clip_of(config))
+
+
+def clip_of(config: RunConfig) -> float:
+    """See `divide`. Synchronous contributions are not clipped: their sum must be the gradient that one process has."""
+    return 0.0 if config.rounds.synchronous else config.averaging.clip_to_median
+
+
+def _weighed(names: Sequence[str], counts: Sequence[Counts], sizes: Sequence[int], clip_to_median: float) -> Shares:
+    weights = _weights(counts, clip_to_median)
+    return Shares(
+        tuple(
+            Share(peer_id=name, counts=each, weight=weight, num_elements=size)
+            for name, each, weight, size in zip(names, counts, weights, sizes, strict=True)
+        )
+    )
+
+
+def _weights(begun: Collection[Counts], clip_to_median: float) -> list[float]:
+    """The weight of each member: its share of all targets. So the weighted sum of the members' means is the mean over
+    all targets."""
+    assert any(reply.num_samples for reply in begun), "a round without samples is never averaged"
+    # Without any target all gradients are 0. Steps may still have changed weights, for example by decay, and these
+    # changes are averaged by samples.
+    has_targets = any(reply.num_targets for reply in begun)
+    amounts = [reply.num_targets if has_targets else reply.num_samples for reply in begun]
+    median = statistics.median(reply.norm for reply in begun if reply.num_samples)
+    limit = clip_to_median * median if clip_to_median and median else math.inf
+    return [
+        amount / sum(amounts) * min(1.0, limit / max(reply.norm, 1e-300))
+        for reply, amount in zip(begun, amounts, strict=True)
+    ]
+
+
+def part_sizes(num_elements: int, bandwidths: Sequence[float], *, tile: int) -> list[int]:
+    """Return the lengths of the parts, chosen so that all members finish sending at the same time.
+
+    With D elements and M members, the owner of P elements sends D - P elements of its own, and its part's result M - 1
+    times: D + (M - 2) P in all. The parts are chosen so that this number divided by the bandwidth is equal for all
+    members, or as nearly equal as a slow line allows. They are found by filling up from the fastest line. Between two
+    members no division helps.
+    """
+    num_members = len(bandwidths)
+    low, high = PLAUSIBLE_BANDWIDTHS
+    known = [bandwidth for bandwidth in bandwidths if low <= bandwidth <= high]
+    shares = [1.0 / num_members] * num_members
+    if num_members > 2 and known and max(known) > BANDWIDTH_NOISE * min(known):
+        median = statistics.median(known)
+        told = [bandwidth if low <= bandwidth <= high else median for bandwidth in bandwidths]
+        lines = [min(median * BANDWIDTH_RANGE, max(median / BANDWIDTH_RANGE, bandwidth)) for bandwidth in told]
+        shares = _fill(lines)
+    ends = [round(end * num_elements / tile) * tile for end in itertools.accumulate(shares, initial=0.0)]
+    ends = [min(end, num_elements) for end in ends[:-1]] + [num_elements]
+    return [end - start for start, end in itertools.pairwise(ends)]
+
+
+def _fill(lines: Sequence[float]) -> list[float]:
+    """Return shares p that add up to 1, with (1 + (M - 2) p) / line equal for all p > 0, and not smaller where p =
+    0."""
+    extra = len(lines) - 2
+    fastest = sorted(lines, reverse=True)
+    for count in range(len(lines), 0, -1):
+        # All of the `count` fastest take part: sum((time * line - 1) / extra) = 1.
+        time = (extra + count) / sum(fastest[:count])
+        if time * fastest[count - 1] >= 1.0:
+            break
+    return [max(0.0, (time * line - 1.0) / extra) for line in lines]

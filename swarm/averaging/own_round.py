@@ -1,0 +1,349 @@
+"""One member's work in its round: the contribution that it freezes, the attempt, and the attempt's result.
+
+There is at most one of each, and none outlives the round. An attempt may be given up at any time. Never decides
+anything about a round.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from swarm.averaging.agreement.group import Ballot, Refused
+from swarm.averaging.agreement.messages import MemberFailed
+from swarm.averaging.agreement.place import Place
+from swarm.averaging.agreement.shares import Shares
+from swarm.averaging.vectors.allreduce import AllReduceTransport, Average
+from swarm.averaging.vectors.exchange import Closed, Exchanges, Residual
+from swarm.averaging.vectors.reduction import Reduction, Side
+from swarm.averaging.wire.context import Context
+from swarm.averaging.wire.transport import Payload
+from swarm.compression.buffers import Received
+from swarm.events.kinds import Abort
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.rpc.wire import CHUNK_BYTES
+from swarm.training.round_member import RoundMember, RoundResult
+
+logger = logging.getLogger(__name__)
+
+
+class Attempt:
+    """The attempt for which a member's contribution is closed.
+
+    Attributes:
+        closed: the contribution, frozen.
+        began_at: when it began to be frozen, by the member's clock.
+    """
+
+    def __init__(
+        self, context: Context, exchanges: Exchanges, *, ballot: Ballot, closed: Closed, began_at: float
+    ) -> None:
+        self.ballot = ballot
+        self.closed = closed
+        self.began_at = began_at
+        self._own_id = context.own_id
+        self._exchanges = exchanges
+        self._clock = context.clock
+        self._timing = context.timing
+        self._heard_at: dict[str, float] = {}
+        """When the last piece of each member's part came."""
+        self._shares = Shares(())
+        self._side: asyncio.Future[Side] = asyncio.get_running_loop().create_future()
+        """This member's side of the exchange, set when the leader sends Average. Other members may call before that."""
+        self._scopes: set[asyncio.Timeout] = set()
+        """Timeouts around the exchange and around each call of another member. Expiring a timeout ends the block inside
+        it."""
+        self._sending: set[str] = set()
+        """The members that are sending their part, or whose part is just being added."""
+        self._end = ""
+
+    def open(self, shares: Shares) -> None:
+        """Let the members that the leader has named exchange with this one from now on."""
+        self._shares = shares
+        self._side.set_result(self._exchanges.open(self.closed, shares))
+
+    async def exchange(self, transport: AllReduceTransport, timeout_seconds: float) -> tuple[Average, float]:
+        """Exchange with the other members. Returns the average and the seconds that this took.
+
+        Raises:
+            Refused: the attempt was given up, or it took too long.
+            MemberFailed: a member failed.
+        """
+        side = self._side.result()
+        try:
+            async with self._ends_with_attempt(timeout_seconds):
+                watching = asyncio.create_task(self._watch(side))
+                try:
+                    return await self._exchanges.run(self.closed, self._shares, side, transport, timeout_seconds)
+                finally:
+                    watching.cancel()
+        except TimeoutError:
+            reason = self._end or f"it took longer than {timeout_seconds:.1f} s"
+            raise Refused(f"attempt {self.ballot.attempt} was given up: {reason}") from None
+
+    def silence_seconds(self) -> float:
+        """The seconds of silence after which a member counts as failed. They allow for a slow line and a slow
+        processor.
+
+        A member sends to all owners in turn, and has to encode a whole vector before its first message.
+        """
+        vector_D, timing = self.closed.vector_D, self._timing
+        turn_seconds = len(self._shares.members) * CHUNK_BYTES / timing.bytes_per_second
+        return timing.silence_seconds + turn_seconds + vector_D.nbytes / timing.work_bytes_per_second
+
+    async def _watch(self, side: Side) -> None:
+        """Fail the exchange, and blame the member, once a member answers calls but sends nothing."""
+        began_at, seconds = self._clock.monotonic(), self.silence_seconds()
+        while side.missing:
+            looked_at = self._clock.monotonic()
+            await self._clock.sleep(self._timing.heartbeat_seconds)
+            if self._clock.monotonic() - looked_at > 2 * self._timing.heartbeat_seconds:
+                # This process itself stood still. It has yet to read what others sent in that time.
+                began_at = self._clock.monotonic()
+            for peer_id in side.missing:
+                last_at = max(began_at, self._heard_at.get(peer_id, began_at))
+                if peer_id != self._own_id and self._clock.monotonic() - last_at > seconds:
+                    reason = f"nothing of its contribution came for {seconds:.1f} s"
+                    side.fail(MemberFailed(peer_id, reason, noticed_by=self._own_id))
+                    return
+
+    async def serve(self, peer_id: str, shares_digest: str, pieces: AsyncIterator[bytes]) -> Payload:
+        """Take another member's part and return the sum; or, in a gather, return this member's contribution.
+
+        Raises:
+            Refused: the attempt was given up or has other members, or the caller is sending its part already.
+            MemberFailed: the exchange failed, so there will be no answer.
+            MalformedMessage: the caller sent more bytes than the part has, or is no member.
+        """
+        try:
+            async with asyncio.timeout(self.silence_seconds()):
+                side = await asyncio.shield(self._side)
+        except TimeoutError:
+            raise Refused("the leader has not named the members here") from None
+        if shares_digest != self._shares.digest:
+            raise Refused("the member lists differ")
+        num_bytes = side.num_bytes_from(peer_id)
+        if peer_id in self._sending:
+            # Each member gets memory for one part, however often it calls.
+            raise Refused(f"{peer_id} is sending its part already")
+        self._sending.add(peer_id)
+        try:
+            received = await self._receive(peer_id, num_bytes, pieces)
+            if isinstance(side, Reduction) and peer_id in side.missing:
+                await side.add(peer_id, received.whole())
+        finally:
+            self._sending.discard(peer_id)
+        return await side.result()
+
+    async def _receive(self, peer_id: str, num_bytes: int, pieces: AsyncIterator[bytes]) -> Received:
+        try:
+            async with self._ends_with_attempt(None):
+                received = Received(num_bytes)
+                async for piece in pieces:
+                    received.add(piece)
+                    self._heard_at[peer_id] = self._clock.monotonic()
+        except TimeoutError:
+            raise Refused(f"attempt {self.ballot.attempt} was given up: {self._end}") from None
+        return received
+
+    def end(self, reason: str) -> None:
+        """Give the attempt up. All calls that wait for it, from here and from other members, end with the reason."""
+        self._end = reason
+        for scope in self._scopes:
+            if not scope.expired():
+                scope.reschedule(asyncio.get_running_loop().time())
+        if not self._side.done():
+            self._side.set_exception(Refused(reason))
+            self._side.exception()  # Read here, because asyncio would complain if no caller waited.
+
+    @asynccontextmanager
+    async def _ends_with_attempt(self, timeout_seconds: float | None) -> AsyncIterator[None]:
+        """End the block with a TimeoutError after `timeout_seconds`, or when the attempt is given up."""
+        async with asyncio.timeout(timeout_seconds) as scope:
+            self._scopes.add(scope)
+            try:
+                yield
+            finally:
+                self._scopes.discard(scope)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """A finished exchange's result, applied or not.
+
+    Attributes:
+        residual: what error feedback keeps once the result is applied.
+        fragment: which part of the member's parameters the result is about.
+        began_at: when the contribution began to be frozen, by the member's clock.
+    """
+
+    prepared: pb.Prepared
+    round_result: RoundResult
+    residual: Residual
+    fragment: int
+    began_at: float
+
+
+class Closing:
+    """A contribution that is being frozen, or is frozen, for any attempt that needs it.
+
+    For a stage of several GB, or on a machine whose tasks take ten seconds, freezing takes longer than a call may. So
+    it goes on after the call that started it, and the next call joins it.
+
+    Attributes:
+        drop: microbatches that are taken out of the contribution.
+        began_at: when freezing began, by the member's clock.
+    """
+
+    def __init__(self, *, drop: frozenset[int], began_at: float) -> None:
+        self.drop = drop
+        self.began_at = began_at
+        self._outcome: asyncio.Future[Closed | Exception] = asyncio.get_running_loop().create_future()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether freezing has ended, with a contribution or with an error."""
+        return self._outcome.done()
+
+    def end(self, outcome: Closed | Exception) -> None:
+        """Note the frozen contribution, or the error of freezing it."""
+        self._outcome.set_result(outcome)
+
+    async def wait(self, seconds: float | None = None) -> bool:
+        """Wait until freezing is over, but no longer than `seconds`. Returns whether it is."""
+        await asyncio.wait([self._outcome], timeout=seconds)
+        return self.is_over
+
+    @property
+    def closed(self) -> Closed:
+        """The frozen contribution, once freezing is over. Raises the error of freezing it."""
+        outcome = self._outcome.result()
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+
+class OwnRound:
+    """One member's work in the round at which it stands. Callers hold the place's lock unless a method says otherwise.
+
+    Attributes:
+        exchanges: closes contributions and exchanges them.
+        attempt: the attempt for which this member's contribution is closed.
+        result: the result of this attempt. Or that of an earlier attempt, if it may have been decided.
+    """
+
+    def __init__(self, context: Context, place: Place, member: RoundMember) -> None:
+        self._context = context
+        self._lock = place.lock
+        self._group = place.group
+        self._member = member
+        self.exchanges = Exchanges(context.config.averaging, context.own_id)
+        self._closing: Closing | None = None
+        """The contribution that is being frozen, or is frozen; None once the round is reopened or over. Freezing needs
+        no lock."""
+        self.attempt: Attempt | None = None
+        self.result: Result | None = None
+
+    def close(self, drop: frozenset[int]) -> Closing:
+        """Freeze the contribution, or join what an earlier attempt began to freeze with the same `drop`."""
+        before = self._closing
+        if before is None or before.drop != drop:
+            self._closing = Closing(drop=drop, began_at=self._context.clock.monotonic())
+            self._context.tasks.spawn(self._close(self._closing, before))
+            return self._closing
+        return before
+
+    async def _close(self, closing: Closing, before: Closing | None) -> None:
+        if before is not None:
+            await before.wait()
+        failed = False
+        try:
+            contribution = await self._member.close(self._group.round, drop=closing.drop)
+            closing.end(await self.exchanges.close(contribution))
+        except Exception as error:  # noqa: BLE001 - the attempts that wait for the contribution raise it
+            logger.warning("the contribution could not be closed: %s", error)
+            closing.end(error)
+            failed = True
+        async with self._lock:
+            if closing is self._closing and (failed or self._group.active is None):
+                # Freezing failed, or no attempt is active any more, so nothing will use the contribution.
+                await self._member.reopen(self._group.round)
+                self._closing = None
+
+    def closing_report(self) -> pb.Closing:
+        """Report the progress of freezing the contribution. Needs no lock."""
+        activity, now = self._member.activity(), self._context.clock.monotonic()
+        waited_seconds = now - self._closing.began_at if self._closing is not None else math.inf
+        copying_seconds = activity.num_bytes / self._context.timing.work_bytes_per_second
+        return pb.Closing(
+            quiet_seconds=min(activity.quiet_seconds, waited_seconds),
+            expected_seconds=max(activity.longest_seconds, copying_seconds),
+        )
+
+    def begin(self, ballot: Ballot, closing: Closing) -> bool:
+        """Begin an attempt with the frozen contribution. Returns False if the attempt was given up, or `closing` was
+        replaced."""
+        if closing is not self._closing or self._group.active != ballot:
+            return False
+        self.attempt = Attempt(
+            self._context, self.exchanges, ballot=ballot, closed=closing.closed, began_at=closing.began_at
+        )
+        return True
+
+    def end_exchange(self, reason: str) -> None:
+        """Give this member's exchange up, if there is one under way."""
+        if self.attempt is not None:
+            self.attempt.end(reason)
+
+    def keep(self, result: Result) -> None:
+        """Keep the result of an exchange that succeeded."""
+        self.result = result
+
+    async def stop(self, reason: str) -> None:
+        """End the exchange, because the round ends in another way, and wait until nothing is being frozen.
+
+        Calls of the stage must not overlap.
+        """
+        self.end_exchange(reason)
+        if self._closing is not None:
+            await self._closing.wait()
+
+    async def reopen(self, reason: str, ballot: Ballot | None = None) -> None:
+        """Go on training after a failed attempt. A prepared result is kept."""
+        self.end_exchange(reason)
+        if ballot is not None:
+            self._context.events.write(
+                Abort(round=self._group.round, attempt=ballot.attempt, leader=ballot.leader_id, reason=reason)
+            )
+        self.attempt = None
+        if self._group.prepared is None:
+            self.result = None
+        if self._closing is None or self._closing.is_over:
+            self._closing = None
+            await self._member.reopen(self._group.round)
+        # While freezing is not over, it goes on for the next attempt. If there is none when it ends, `_close` reopens
+        # the round.
+
+    async def step_back(self, reason: str, *, only: Ballot | None = None) -> None:
+        """Go on training, because the leader may be gone. What is prepared is kept, so that the next leader finds it.
+
+        Takes the lock itself.
+
+        Args:
+            only: do nothing unless this attempt is under way; None for any attempt.
+        """
+        async with self._lock:
+            active = self._group.active
+            if active is not None and only in (None, active):
+                self._group.step_back()
+                await self.reopen(reason, active)
+
+    def let_go(self) -> None:
+        """Drop the contribution, because applying a result takes memory."""
+        self.attempt = None
+
+    def end(self) -> None:
+        """Forget the round, because the member stands elsewhere now."""
+        self.attempt = self.result = self._closing = None

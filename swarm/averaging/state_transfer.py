@@ -1,0 +1,281 @@
+"""Fetches a snapshot of the stage, from several donors at once, for a peer that is behind.
+
+Segments that have come are kept when donors fail, for the next try. Every byte is checked before another part sees it.
+It decides nothing, and does not install the snapshot.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from swarm.averaging.agreement.branches import most_held, voice_of
+from swarm.averaging.agreement.messages import Standing
+from swarm.averaging.donor import snapshot_id
+from swarm.averaging.downloads import Downloads, name_of
+from swarm.averaging.vectors.snapshots import PartialSnapshot
+from swarm.errors import IntegrityError, MalformedMessage, NotReady, Overloaded, PeerUnavailable, SwarmError
+from swarm.machine.arriving import Arriving
+from swarm.machine.waits import Waits
+from swarm.machine.words import counted
+from swarm.rpc.bounds import require_bounds
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.training.round_member import Snapshot
+from swarm.types import PeerRecord
+
+logger = logging.getLogger(__name__)
+
+MAX_SOURCES = 4
+"""The most donors that are asked, or send, at the same time."""
+GRACE_SECONDS = 1.0
+"""After the first offer, other donors have at least this much time to make theirs."""
+QUEUE_SECONDS = 3600.0
+"""How long this peer waits for a donor that serves others first."""
+LONGEST_RETRY_SECONDS = 5.0
+OFFER_BYTES_PER_SECOND = 2e8
+"""This peer does not wait for a donor that copies and digests its state more slowly than this."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Offer:
+    donor: PeerRecord
+    header: pb.SnapshotHeader
+    snapshot_id: bytes
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Fetched:
+    """A snapshot with its sources. It comes with the outcomes of the last rounds before it, and the lineages of some
+    more.
+
+    Attributes:
+        seconds: how long at least one source was sending.
+        bytes_per_second: the rate in that time. The sources' pauses, and waits for a turn, are left out, because they
+            say nothing about this peer's line.
+    """
+
+    snapshot: Snapshot
+    outcomes: list[pb.Outcome]
+    past: tuple[str, ...]
+    sources: list[PeerRecord]
+    seconds: float
+    bytes_per_second: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """Describes the wanted snapshot, and which part of it is wanted.
+
+    Attributes:
+        max_bytes: a larger snapshot is refused.
+        is_useful: tells whether a snapshot of some standing is of any use.
+        round_number: if given, donors are to keep the state with which this round begins, once they reach it.
+        only: fetch only the bytes of tensors with this prefix in their names.
+    """
+
+    max_bytes: int
+    is_useful: Callable[[Standing], bool]
+    round_number: int | None = None
+    only: str = ""
+
+
+@dataclass(eq=False)
+class StateTransfer:
+    """One peer's downloads: what has come so far, and which peers sent wrong bytes."""
+
+    downloads: Downloads
+    waits: Waits
+    """Shows how far a download is."""
+    _partial: PartialSnapshot | None = field(default=None, init=False)
+    _distrusted: set[str] = field(default_factory=set, init=False)
+
+    def distrust(self, donor: PeerRecord) -> None:
+        """From now on, ask this peer only when no other is left, because it sent a wrong state."""
+        self._distrusted.add(donor.peer_id)
+
+    def forget(self) -> None:
+        """Let go of a half-fetched snapshot, which is of no use any more."""
+        self._partial = None
+
+    # -- snapshots -----------------------------------------------------------------------------------------------------
+
+    async def snapshot(
+        self, donors: Sequence[PeerRecord], *, max_bytes: int, wanted: Callable[[Standing], bool],
+        has_others: Callable[[], bool] = lambda: False,
+    ) -> Fetched:  # fmt: skip
+        """Fetch the farthest snapshot that most donors stand behind, from all donors that hold it with the same bits.
+
+        A failure, or cancellation, loses no whole segment: the next call goes on with the same snapshot while
+        some peer still keeps it.
+
+        Args:
+            donors: the best first; the first few that answer are used.
+            max_bytes: a larger snapshot is refused.
+            wanted: tells whether a snapshot of some standing is of any use.
+            has_others: tells whether there are donors by now that are not among `donors`.
+
+        Raises:
+            PeerUnavailable: no peer offers what is wanted, or the last source failed before all of it had come.
+            Overloaded: all donors serve others first, less than half has come, and there are other donors by now.
+        """
+        return await self.fetch(await self.begin(donors, Wanted(max_bytes=max_bytes, is_useful=wanted)), has_others)
+
+    async def fetch(self, partial: PartialSnapshot, has_others: Callable[[], bool] = lambda: False) -> Fetched:
+        """Fetch what `begin` has chosen; see `snapshot`."""
+        arriving = Arriving(f"the state of stage {self.downloads.stage}", partial.num_missing_bytes)
+        with self.waits.on(arriving.in_words):
+            async with asyncio.TaskGroup() as workers:
+                for donor in partial.sources:
+                    workers.create_task(self._work(donor, partial, arriving, has_others))
+        if partial.segments.num_missing:
+            if partial.is_young and has_others():
+                self.forget()
+                raise Overloaded("others have the state by now as well", retry_after_seconds=0.0)
+            segments = counted(partial.num_segments, "segment")
+            raise PeerUnavailable(f"no source is left, {partial.segments.num_missing} of {segments} missing")
+        self._partial = None
+        return Fetched(
+            snapshot=partial.snapshot,
+            outcomes=list(partial.header.outcomes),
+            past=voice_of(partial.header).past,
+            sources=partial.fastest_first,
+            seconds=arriving.sending_seconds,
+            bytes_per_second=arriving.bytes_per_second,
+        )
+
+    async def begin(self, donors: Sequence[PeerRecord], wanted: Wanted) -> PartialSnapshot:
+        """Ask donors to keep a snapshot, and choose among their offers; see `snapshot`.
+
+        A second call makes the donors keep the chosen snapshot for longer. Donors are asked a few at a time: first the
+        sources of a half-fetched snapshot, and last the donors that sent wrong bytes.
+
+        Raises:
+            PeerUnavailable: no peer offers what is wanted.
+        """
+        former = {donor.peer_id for donor in self._partial.sources} if self._partial else set()
+        ranked = sorted(donors, key=lambda donor: donor.peer_id not in former)
+        for group in (
+            [donor for donor in ranked if donor.peer_id not in self._distrusted],
+            [donor for donor in ranked if donor.peer_id in self._distrusted],
+        ):
+            for start in range(0, len(group), MAX_SOURCES):
+                asked = group[start : start + MAX_SOURCES]
+                names = ", ".join(map(name_of, asked))
+                with self.waits.on(f"an offer of the state of stage {self.downloads.stage} by {names}"):
+                    offers = await self._offers(asked, wanted)
+                if (partial := self._choose(offers, wanted)) is not None:
+                    return partial
+        raise PeerUnavailable("no peer offers a snapshot that would be of use")
+
+    async def _offers(self, donors: Sequence[PeerRecord], wanted: Wanted) -> list[_Offer]:
+        """Ask several donors at once. After the first offer, wait as long again for the others, or GRACE_SECONDS."""
+        offers: list[_Offer] = []
+
+        async def ask(donor: PeerRecord) -> None:
+            try:
+                offers.append(await self._ask(donor, wanted))
+            except SwarmError as error:
+                logger.info("no snapshot from %s: %s", name_of(donor), error)
+
+        time = asyncio.get_running_loop().time
+        began_at = time()
+        async with asyncio.TaskGroup() as tasks:
+            asking = {tasks.create_task(ask(donor)) for donor in donors}
+            while asking and not offers:
+                _, asking = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+            if asking:
+                _, asking = await asyncio.wait(asking, timeout=max(GRACE_SECONDS, time() - began_at))
+            for task in asking:
+                task.cancel()
+        return offers
+
+    async def _ask(self, donor: PeerRecord, wanted: Wanted) -> _Offer:
+        begun = self._partial.snapshot_id if self._partial else b""
+        offer = pb.OfferRequest(begun=begun, round=wanted.round_number)
+        copy_seconds = wanted.max_bytes / OFFER_BYTES_PER_SECOND
+        async for reply in self.downloads.replies(donor, pb.DownloadRequest(offer=offer), more_seconds=copy_seconds):
+            if reply.WhichOneof("message") != "header":
+                raise MalformedMessage("an offer is a header")
+            require_bounds(reply.header, finite=True)
+            if not wanted.is_useful(voice_of(reply.header).standing):
+                raise NotReady("it is of no use here")
+            return _Offer(donor=donor, header=reply.header, snapshot_id=snapshot_id(reply.header))
+        raise PeerUnavailable("it ended before the header came")
+
+    def _choose(self, offers: list[_Offer], wanted: Wanted) -> PartialSnapshot | None:
+        """Choose the half-fetched snapshot if it is offered. Else choose the best by `most_held` with a valid header;
+        None if there is none."""
+        begun = self._partial.snapshot_id if self._partial else b""
+        donors: dict[bytes, list[PeerRecord]] = {}
+        headers = {offer.snapshot_id: offer.header for offer in offers}
+        for offer in offers:
+            donors.setdefault(offer.snapshot_id, []).append(offer.donor)
+
+        best_first = most_held(
+            {name: voice_of(header) for name, header in headers.items()},
+            {name: len(holders) for name, holders in donors.items()},
+        )
+        for best in sorted(best_first, key=lambda name: name != begun):
+            try:
+                if self._partial is None or best != begun:
+                    self._partial = None
+                    self._partial = PartialSnapshot(headers[best], best, wanted.max_bytes, only=wanted.only)
+            except MalformedMessage as error:
+                for donor in donors[best]:
+                    logger.warning("no snapshot from %s: %s", donor.peer_id, error)
+                    self.distrust(donor)
+                continue
+            self._partial.sources = donors[best]
+            return self._partial
+        return None
+
+    async def _work(
+        self, donor: PeerRecord, partial: PartialSnapshot, arriving: Arriving, has_others: Callable[[], bool]
+    ) -> None:
+        """Fetch segments from one source until all have come, the source fails, or other donors may be faster."""
+        time = asyncio.get_running_loop().time
+        given_at = time()
+        while (index := await partial.segments.take()) is not None:
+            pause_seconds = 0.0
+            try:
+                await self._fetch(donor, partial, index, arriving)
+                given_at = time()
+            except Overloaded as error:
+                if partial.is_young and has_others():
+                    return
+                # The donor serves others first. Another source may send this segment meanwhile.
+                if time() - given_at >= QUEUE_SECONDS:
+                    logger.warning("%s serves others first, for too long", name_of(donor))
+                    return
+                arriving.held_up(name_of(donor), str(error))
+                pause_seconds = min(error.retry_after_seconds, LONGEST_RETRY_SECONDS)
+            except SwarmError as error:
+                logger.warning("%s is no source any more: %s", name_of(donor), error)
+                arriving.lost(name_of(donor))
+                if isinstance(error, IntegrityError):
+                    self.distrust(donor)
+                return
+            finally:
+                partial.segments.give_back(index)
+            await asyncio.sleep(pause_seconds)
+
+    async def _fetch(self, donor: PeerRecord, partial: PartialSnapshot, index: int, arriving: Arriving) -> None:
+        time = asyncio.get_running_loop().time
+        start, stop = partial.span(index)
+        at, timed_from, began_at = start, start, time()
+        wanted = pb.SegmentRequest(snapshot=partial.snapshot_id, index=index)
+        async for reply in self.downloads.replies(donor, pb.DownloadRequest(segment=wanted)):
+            if not 0 < len(reply.data) <= stop - at:
+                raise MalformedMessage(f"segment {index} does not come in {stop - start} bytes")
+            partial.content.write(at, reply.data)
+            if at == start and len(reply.data) < stop - start:
+                # The wait for the first piece says nothing about the line, so it is not timed.
+                timed_from, began_at = start + len(reply.data), time()
+            at += len(reply.data)
+            arriving.add(len(reply.data), name_of(donor))
+        if at != stop:
+            raise PeerUnavailable(f"segment {index} ended early")
+        arriving.timed(stop - timed_from, began_at, time())
+        if await asyncio.to_thread(partial.content.sha256, start, stop) != partial.header.segment_digests[index]:
+            raise IntegrityError(f"segment {index} does not match its digest")
+        partial.arrived(index, donor)

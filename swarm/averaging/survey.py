@@ -1,0 +1,196 @@
+"""Both ends of a report: a peer tells others where it stands, and each answers where it stands itself.
+
+The sender notes the answers; reporter and catch_up decide what follows from them.
+"""
+
+import asyncio
+import logging
+import math
+from dataclasses import dataclass, field
+
+from swarm.averaging.advance import Advance
+from swarm.averaging.agreement import messages
+from swarm.averaging.agreement.branches import voice_of
+from swarm.averaging.agreement.group import Ballot, Refused
+from swarm.averaging.agreement.messages import Standing
+from swarm.averaging.agreement.place import Place
+from swarm.averaging.reporter import Reporter
+from swarm.averaging.roster import Roster
+from swarm.averaging.watch import RoundWatch
+from swarm.averaging.wire.context import Context
+from swarm.averaging.wire.transport import REPORT, Caller, contact_of
+from swarm.errors import NotReady, PeerUnavailable, SwarmError
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.training.round_member import RoundMember
+from swarm.types import PeerId, PeerRecord
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Survey:
+    """One peer's questions to others about where they stand."""
+
+    context: Context
+    place: Place
+    member: RoundMember
+    roster: Roster
+    advance: Advance
+    call: Caller
+    _asked: set[PeerId] = field(default_factory=set, init=False)
+    """The peers that served at the last call of `choose`."""
+
+    async def choose(self) -> Standing | None:
+        """Ask all holders where they stand. Returns where this peer should go; None if it should stay."""
+        branches = self.place.branches
+        self._asked = set(self.roster.contacts.serving())
+        branches.listen()
+        async with asyncio.TaskGroup() as calls:
+            for peer in self.roster.holders():
+                calls.create_task(self._ask(peer))
+        return branches.choose(is_sound=self.place.is_sound, announced=self.roster.contacts.standings_announced())
+
+    def has_newcomers(self) -> bool:
+        """Whether peers have begun to serve since the last call of `choose`. Each peer counts once, so a peer that
+        serves but holds nothing of use is asked only once."""
+        return not self._asked.issuperset(self.roster.contacts.serving())
+
+    def behind(self, target: Standing) -> list[PeerRecord]:
+        """The peers that stand behind `target`, by their answers."""
+        return list(self.roster.contacts.records(sorted(self.place.branches.behind(target))).values())
+
+    async def _ask(self, peer: PeerRecord) -> None:
+        peer_id, standing = PeerId(peer.peer_id), self.place.standing
+        request = self.request(peer_id)
+        # So the peer that is asked does not take this one for a member.
+        request.unanswered = True
+        try:
+            timeout_seconds = self.context.timing.call_seconds
+            reply = await self.call(peer, REPORT, request, timeout_seconds=timeout_seconds)
+            await self.take_in(peer_id, standing, reply)
+        except SwarmError as error:
+            self.lost(peer_id, error)
+
+    def request(self, peer_id: PeerId) -> pb.ReportRequest:
+        """Make a report: where this peer stands, and what it has of the round."""
+        progress, prepared = self.member.progress(), self.place.group.prepared
+        return pb.ReportRequest(
+            address=self.context.address,
+            sender=contact_of(self.context.present),
+            standing=messages.pack_standing(self.place.standing),
+            num_samples=progress.num_samples,
+            committed_gaps=messages.pack_indices(progress.committed),
+            highest_microbatch=progress.highest_microbatch,
+            prepared=messages.pack_ballot(prepared.ballot if prepared else None),
+            unanswered=peer_id in self.roster.suspicions.suspected,
+        )
+
+    async def tell(self, peer: PeerRecord, request: pb.ReportRequest, timeout_seconds: float) -> pb.ReportReply:
+        """Send a report, and send it again if the connection breaks. Raises what the peer or the transport raises."""
+        clock, reconnect_seconds = self.context.clock, self.context.timing.reconnect_seconds
+        started_at = clock.monotonic()
+        try:
+            return await self.call(peer, REPORT, request, timeout_seconds=timeout_seconds)
+        except PeerUnavailable as error:
+            is_stale = messages.unpack_standing(request.standing) != self.place.standing
+            # If a peer was silent until the connection broke, it will not answer on a new connection.
+            was_silent = clock.monotonic() - started_at >= reconnect_seconds
+            if error.is_gone or is_stale or was_silent or self.place.is_catching_up:
+                raise
+            # A new connection shows at once whether the peer is still there.
+            return await self.call(peer, REPORT, request, timeout_seconds=reconnect_seconds)
+
+    async def take_in(
+        self, peer_id: PeerId, standing: Standing, reply: pb.ReportReply
+    ) -> tuple[Standing, Ballot | None]:
+        """Note a peer's standing. If its answer says that this peer's prepared result was decided, commit that result.
+
+        Args:
+            standing: where this peer was when it asked.
+
+        Returns:
+            Where the other peer stands, and the attempt that it leads.
+        """
+        voice, leading = voice_of(reply), messages.unpack_ballot(reply.active)
+        theirs = voice.standing
+        self.place.branches.heard(peer_id, voice)
+        # In the middle of a commit a leader still stands at the old round, while its members may not. So its standing
+        # is not noted, unless it is ahead of this peer and can give the state.
+        is_ahead = self.roster.is_ahead(theirs, self.place.standing)
+        self.roster.answered(peer_id, None if leading and not is_ahead else theirs)
+        decided, prepared = reply.outcome.prepared.digest, self.place.group.prepared
+        if standing == self.place.standing and decided and prepared and prepared.digest == decided:
+            try:
+                await self.advance.apply(reply.outcome)
+            except Refused as refused:
+                # Something that the commit needs is gone. The whole state will be downloaded instead.
+                logger.info("round %d cannot be committed here: %s", standing.round, refused)
+        return theirs, leading
+
+    def lost(self, peer_id: PeerId, error: SwarmError) -> None:
+        """Note that a peer does not answer."""
+        logger.debug("report to %s: %s", peer_id, error)
+        self.roster.suspect(peer_id)
+        self.context.changes.signal()  # Other parts need not wait for that peer any more.
+
+
+@dataclass(eq=False)
+class ReportAnswers:
+    """Answers the reports that reach one peer."""
+
+    context: Context
+    place: Place
+    member: RoundMember
+    roster: Roster
+    reporter: Reporter
+    watch: RoundWatch
+    _told_round: int = field(default=-1, init=False)
+    _told_at: dict[PeerId, float] = field(default_factory=dict, init=False)
+    """When this peer, in `_told_round`, last sent to each member what all members have committed."""
+
+    async def answer(self, request: pb.ReportRequest) -> pb.ReportReply:
+        """Take a report in and answer it. Raises NotReady while this peer catches up, and MalformedMessage."""
+        if self.place.is_catching_up:
+            # This peer neither leads nor takes part. A peer that takes it for the leader must look for another one.
+            raise NotReady("this peer is catching up")
+        # A sender that gets no answers from this peer does not count as a member, because it would only hold up
+        # attempts.
+        if not request.unanswered and self.roster.hear(request):
+            self.context.changes.progressed()
+        peer_id, standing = PeerId(request.sender.peer_id), self.place.standing
+        theirs = messages.unpack_standing(request.standing)
+        # A peer on another branch never leads here, and is not asked again. If it has come to this branch since, only
+        # its reports say so.
+        self.place.branches.reported(peer_id, theirs)
+        if not self.place.branches.is_known(theirs) and self.place.leads is None:
+            self.reporter.nudge(peer_id)
+        reply = pb.ReportReply(
+            standing=messages.pack_standing(standing),
+            active=messages.pack_ballot(self.place.leads),
+            outcome=self.place.outcomes.get(theirs.round),
+            leader=self.watch.leader_contact(),
+            num_alive=len(self.roster.alive()),
+        )
+        if theirs != standing:
+            reply.past.extend(self.place.branches.told)
+        elif self.context.config.rounds.synchronous:
+            self._tell_of_microbatches(peer_id, reply)
+        else:
+            own = self.member.progress()
+            reply.num_samples = own.num_samples if own.round == standing.round else 0
+        return reply
+
+    def _tell_of_microbatches(self, peer_id: PeerId, reply: pb.ReportReply) -> None:
+        """If this peer leads, add to the reply what all members have committed: the next leader needs to know it."""
+        view, now = self.watch.view(), self.context.clock.monotonic()
+        if not view.is_leader:
+            return
+        if view.round != self._told_round:
+            self._told_round, self._told_at = view.round, {}
+        # Sent only now and then, because a round may have thousands of microbatches, and each of them causes reports.
+        heartbeat_seconds = self.context.timing.heartbeat_seconds
+        if now - self._told_at.get(peer_id, -math.inf) >= heartbeat_seconds:
+            latest = now - heartbeat_seconds
+            self._told_at = {peer: at for peer, at in self._told_at.items() if at > latest} | {peer_id: now}
+            reply.committed_gaps.extend(messages.pack_indices(self.member.progress().committed))
+            reply.counted_gaps.extend(messages.pack_indices(view.counted))

@@ -1,0 +1,174 @@
+"""Blocks that several stages hold: every holder applies the sum of these stages' averages.
+
+Within a stage a round's average is a mean over that stage's peers. A block with a role at several stages (tied
+embeddings: the first stage looks vectors up, the last one scores with them) has a gradient that is the sum over its
+roles. So once the stages that share it have decided their averages of a round, each member fetches those of the other
+stages, adds all in the order of the stages, and commits the sum: the holders stay equal to the last bit. A stage's
+result is committed by a digest that ends with that of the bytes which others fetch. So whoever answers for a stage
+gives all members the same bytes, or none.
+
+Shapes: S elements of the shared parameters, in the order of their names.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from blake3 import blake3
+
+from swarm.averaging.vectors.reduction import decode_bounded, squared_norm
+from swarm.averaging.wire.context import Context
+from swarm.averaging.wire.transport import record_of
+from swarm.compression.codec import Buffer, Codec, contribution_codec, simple_codec
+from swarm.config import RunConfig
+from swarm.errors import IntegrityError, MalformedMessage, NotReady, PeerUnavailable, SwarmError
+from swarm.model.stages import shared_parameters
+from swarm.rpc.v1 import averaging_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+KEPT_AVERAGES = 4
+"""The number of rounds whose averages others may still fetch."""
+
+
+class SharedBlocks:
+    """One member's view of the blocks that its stage shares with others; there may be none."""
+
+    def __init__(self, context: Context) -> None:
+        config, stage = context.config, context.own.stage
+        self._context = context
+        self._stage = stage
+        self._num_fragments = config.averaging.num_fragments
+        held = [shared for shared in shared_parameters(config) if stage in shared.stages]
+        self._shapes = {shared.name: shared.shape for shared in sorted(held, key=lambda shared: shared.name)}
+        self._num_elements = sum(map(_numel, self._shapes.values()))
+        self._stages = sorted({number for shared in held for number in shared.stages})
+        self._codec = _codec(config)
+        self._averages: dict[tuple[int, int, str], Buffer] = {}
+        """The averages of shared blocks, encoded, by round, stage and digest."""
+
+    def is_due(self, round_number: int) -> bool:
+        """Whether this round averages the shared blocks. Without fragments every round does. With fragments only the
+        first round of each turn through all fragments does."""
+        return bool(self._shapes) and round_number % self._num_fragments == 0
+
+    def partners(self, round_number: int) -> set[int]:
+        """The other stages whose averages a round needs."""
+        return set(self._stages) - {self._stage} if self.is_due(round_number) else set()
+
+    def counts_norm(self, round_number: int) -> bool:
+        """Whether this stage is the one that counts the shared blocks in the whole model's norm."""
+        return self.is_due(round_number) and self._stage == self._stages[0]
+
+    def squared_norm_of_rest(self, tensors: Mapping[str, torch.Tensor]) -> float:
+        """The squared norm of an average without the shared blocks."""
+        return sum(squared_norm(tensor) for name, tensor in tensors.items() if name not in self._shapes)
+
+    async def offer(self, round_number: int, digest: str, tensors: Mapping[str, torch.Tensor]) -> str:
+        """Keep this stage's average for peers of other stages that ask for it.
+
+        Returns the digest that the result has from now on: if the round averages the shared blocks, theirs is appended.
+        """
+        if not self.is_due(round_number):
+            return digest
+        encoded, own_digest = await asyncio.to_thread(self._encode, tensors)
+        digest = f"{digest}.{own_digest}"
+        self._keep((round_number, self._stage, digest), encoded)
+        return digest
+
+    def _encode(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Buffer, str]:
+        encoded = self._codec.encode(torch.cat([tensors[name].flatten() for name in self._shapes]))
+        return encoded, _digest_of(encoded)
+
+    def answer(self, request: pb.SharedRequest) -> Buffer:
+        """The average that another holder asks for. Raises NotReady if it is not here, or not any more."""
+        encoded = self._averages.get((request.round, self._stage, request.digest))
+        if encoded is None:
+            raise NotReady(f"the average of round {request.round} is not here")
+        return encoded
+
+    async def sum(self, round_number: int, holders: Iterable[pb.Partner]) -> dict[str, torch.Tensor]:
+        """Add up the averages of the stages that share the blocks. Returns the sum of each parameter.
+
+        Args:
+            holders: a peer of each stage that shares the blocks, this one included.
+
+        Raises:
+            PeerUnavailable: no peer gives some stage's average.
+        """
+        by_stage = {holder.stage: holder for holder in holders}
+        if sorted(by_stage) != self._stages:
+            raise MalformedMessage(f"shared blocks are held by the stages {self._stages}, not {sorted(by_stage)}")
+        sum_S = await asyncio.to_thread(torch.zeros, self._num_elements)
+        for _, holder in sorted(by_stage.items()):
+            await asyncio.to_thread(sum_S.add_, await self._average_of(round_number, holder))
+        pieces = torch.split(sum_S, [_numel(shape) for shape in self._shapes.values()])
+        return {name: piece.view(shape) for (name, shape), piece in zip(self._shapes.items(), pieces, strict=True)}
+
+    async def squared_norm_of_sum(self, round_number: int, holders: Iterable[pb.Partner]) -> float:
+        """The squared norm of the result of `sum`."""
+        summed = (await self.sum(round_number, holders)).values()
+        return await asyncio.to_thread(lambda: sum(map(squared_norm, summed)))
+
+    async def _average_of(self, round_number: int, holder: pb.Partner) -> torch.Tensor:
+        key = (round_number, holder.stage, holder.digest)
+        clock, timing = self._context.clock, self._context.timing
+        deadline, turn = clock.monotonic() + timing.shared_seconds, 0
+        while key not in self._averages:
+            try:
+                encoded = await self._fetch(round_number, holder, turn)
+                if await asyncio.to_thread(_digest_of, encoded) != holder.digest.partition(".")[2]:
+                    raise IntegrityError("a peer sent other bytes than its stage has averaged")
+                average_S = await self._decode(encoded)
+                self._keep(key, encoded)
+                return average_S
+            except SwarmError as error:
+                logger.debug("stage %d: %s", holder.stage, error)
+                if clock.monotonic() > deadline:
+                    raise PeerUnavailable(
+                        f"no peer at stage {holder.stage} has its average of round {round_number}: {error}"
+                    ) from None
+                turn += 1
+                await clock.sleep(timing.retry_seconds)
+        return await self._decode(self._averages[key])
+
+    async def _fetch(self, round_number: int, holder: pb.Partner, turn: int) -> Buffer:
+        """Ask one of the peers that may have a stage's average; each turn asks a different one."""
+        context, num_bytes = self._context, self._codec.num_bytes(self._num_elements)
+        others = sorted(context.peers(holder.stage), key=lambda record: record.peer_id)
+        candidates = [record_of(holder.contact, holder.stage), *others]
+        candidates = [record for record in candidates if record.peer_id != context.own_id]
+        if not candidates:
+            raise PeerUnavailable("no other peer there is known")
+        request = pb.SharedRequest(
+            address=context.address_of(holder.stage), peer_id=context.own_id, round=round_number, digest=holder.digest
+        )
+        seconds = context.timing.average_seconds + num_bytes / context.timing.bytes_per_second
+        return await context.transport.shared(
+            candidates[turn % len(candidates)], request, reply_bytes=num_bytes, timeout_seconds=seconds
+        )
+
+    async def _decode(self, encoded: Buffer) -> torch.Tensor:
+        return await asyncio.to_thread(decode_bounded, self._codec, encoded, self._num_elements)
+
+    def _keep(self, key: tuple[int, int, str], encoded: Buffer) -> None:
+        self._averages[key] = encoded
+        rounds = sorted({round_number for round_number, _, _ in self._averages})
+        for stale in [key for key in self._averages if key[0] not in rounds[-KEPT_AVERAGES:]]:
+            del self._averages[stale]
+
+
+def _codec(config: RunConfig) -> Codec:
+    """The codec of averages: the same as for contributions. If that one is sparse it is float16, because an average is
+    not sparse."""
+    codec = contribution_codec(config.averaging)
+    return simple_codec("fp16") if codec.is_sparse or codec.tile > 1024 else codec
+
+
+def _digest_of(encoded: Buffer) -> str:
+    return blake3(encoded).hexdigest()
+
+
+def _numel(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()

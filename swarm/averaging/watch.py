@@ -1,0 +1,182 @@
+"""This peer's view of its group's round: what the members have of it, which peer leads, whether an attempt may begin.
+
+It combines the reports of peers with this peer's own progress. Changes nothing.
+"""
+
+import logging
+from collections.abc import Collection, Mapping, Set
+from dataclasses import dataclass, field
+from functools import partial
+
+from swarm.averaging.agreement.place import Place
+from swarm.averaging.agreement.rules import has_quorum, is_complete
+from swarm.averaging.reporter import Reporter
+from swarm.averaging.roster import Roster
+from swarm.averaging.wire.context import Context
+from swarm.averaging.wire.transport import contact_of
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.training.round_member import Progress, RoundMember
+from swarm.types import PeerId
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupView:
+    """This peer's knowledge of its group's round. The leader knows all of it, any other peer only its own part.
+
+    Attributes:
+        progress: the progress of each member, this peer included.
+        committed: microbatches that some member has committed in this round.
+        shown: `committed`, without the microbatches of members that have missed a heartbeat.
+        counted: `committed`, and the microbatches that were committed by members that are gone or left out.
+        lost: the microbatches that were certainly lost with a member.
+        complete: whether the members hold all that the round needs.
+        highest_microbatch: the highest index that any member has seen; -1 for none.
+        quiet_seconds: the time since any of this last changed.
+    """
+
+    round: int
+    leader_id: PeerId
+    is_leader: bool
+    progress: Mapping[PeerId, Progress]
+    committed: frozenset[int]
+    shown: frozenset[int]
+    counted: frozenset[int]
+    lost: frozenset[int]
+    complete: bool
+    highest_microbatch: int
+    quiet_seconds: float
+
+
+@dataclass(eq=False)
+class RoundWatch:
+    """One peer's view of its group's round."""
+
+    context: Context
+    place: Place
+    member: RoundMember
+    roster: Roster
+    reporter: Reporter
+    _waits_for_quorum: bool = field(default=False, init=False)
+
+    # -- what there is of the round ----------------------------------------------------------------------------------
+
+    def view(self) -> GroupView:
+        """The round as this peer knows it."""
+        own, own_id, standing = self.member.progress(), self.context.own_id, self.place.standing
+        is_own_round = own.round == standing.round
+        progress = {own_id: own} if is_own_round and not self.roster.excludes_self else {}
+        progress |= {peer: report.progress for peer, report in self.roster.members(standing).items()}
+        overdue = self._overdue()
+        committed = frozenset[int]().union(*(p.committed for p in progress.values()))
+        shown = frozenset[int]().union(*(p.committed for peer, p in progress.items() if peer not in overdue))
+        num_samples = sum(p.num_samples for p in progress.values())
+        decision = self.place.decision
+        if decision is not None and decision.round == standing.round and self.context.config.rounds.synchronous:
+            # A decided result holds all microbatches of the round, even if a member has left since.
+            committed = shown = committed | frozenset(self.context.config.microbatches_of(standing.round))
+        leader_id = self.leader_id
+        return GroupView(
+            round=standing.round,
+            leader_id=leader_id,
+            is_leader=leader_id == own_id,
+            progress=progress,
+            committed=committed,
+            shown=shown,
+            # This peer's microbatches count even while it is left out, because it may come back before the round ends.
+            counted=self.roster.reports.counted | committed | (own.committed if is_own_round else frozenset()),
+            lost=self.roster.reports.lost - committed,
+            complete=self.is_complete(standing.round, committed, num_samples, progress.keys()),
+            highest_microbatch=max([own.highest_microbatch, *(p.highest_microbatch for p in progress.values())]),
+            quiet_seconds=self.context.changes.quiet_seconds,
+        )
+
+    def _overdue(self) -> Set[PeerId]:
+        # A peer that stood still has received no reports in that time, and during an attempt nothing is added to a
+        # round.
+        is_of_use = not self.reporter.may_be_behind and self.place.leads is None
+        return self.roster.overdue(self.place.standing) if is_of_use else frozenset()
+
+    # -- who leads ---------------------------------------------------------------------------------------------------
+
+    @property
+    def leader_id(self) -> PeerId:
+        """The group's leader as far as this peer knows. While this peer leads an attempt, it is this peer."""
+        return self.context.own_id if self.place.leads else self.roster.leader(self.place.standing)
+
+    def leader_contact(self) -> pb.Contact:
+        """The contact by which others reach the leader."""
+        return contact_of(self.roster.contacts.record(self.leader_id) or self.context.present)
+
+    # -- what may be done --------------------------------------------------------------------------------------------
+
+    def is_complete(
+        self, round_number: int, committed: Collection[int], num_samples: int, present: Collection[PeerId]
+    ) -> bool:
+        """Whether the peers that are present hold all that a round needs; see rules.is_complete.
+
+        Args:
+            committed: the microbatches that these peers have committed in the round.
+            num_samples: the samples that these peers have in the round.
+        """
+        return is_complete(
+            self.context.config,
+            round_number,
+            committed,
+            num_samples,
+            absent_samples=self._absent_samples(present),
+            is_late=partial(self._is_late, round_number),
+        )
+
+    def _absent_samples(self, present: Collection[PeerId]) -> int:
+        """Samples of the round at living members, this peer included, that are not `present`.
+
+        Zero in the synchronous setting, where the microbatches of an absent member are replayed.
+        """
+        if self.context.config.rounds.synchronous:
+            return 0
+        standing, own, own_id = self.place.standing, self.member.progress(), self.context.own_id
+        others = self.roster.absent_samples(standing, present)
+        if own_id in present or own.round != standing.round or self.roster.suspicions.has_failed_for_good(own_id):
+            return others
+        return others + own.num_samples
+
+    def _is_late(self, round_number: int) -> bool:
+        """Whether most peers of another stage are at a later round, or have waited for this one for long."""
+        since = self.place.awaited_since if round_number == self.place.standing.round else None
+        timing, now = self.context.timing, self.context.clock.monotonic()
+        if since is not None and now - since >= timing.awaited_seconds:
+            return True
+        theirs = self.context.other_stages.latest
+        return theirs > round_number and self.place.branches.is_at_pace(theirs)
+
+    def has_quorum(self, present: Collection[str]) -> bool:
+        """Whether the peers that are present may commit the round."""
+        return has_quorum(
+            self.context.config.averaging.quorum,
+            present,
+            last_members=self.place.last_members,
+            announced=lambda: {self.context.own_id, *self.roster.contacts.serving()},
+        )
+
+    def may_begin(self) -> bool:
+        """Whether this peer is to begin an attempt now."""
+        view, place = self.view(), self.place
+        if not view.is_leader or self.reporter.may_be_behind or place.group.active is not None:
+            return False
+        if place.branches.is_in_doubt:
+            # This peer may have been left behind: then it would commit a second result of a round that is over.
+            return False
+        members = self.roster.members(place.standing)
+        is_unfinished = place.group.prepared is not None or any(report.prepared for report in members.values())
+        # No attempt begins while a member is silent, because it would hold up the replays of that member's
+        # microbatches.
+        is_ready = view.complete and not self._overdue() and not self.roster.awaits_members(place.standing)
+        if not (is_unfinished or is_ready):
+            return False
+        is_present = self.has_quorum(view.progress.keys())
+        if not is_present and not self._waits_for_quorum:
+            logger.warning("round %d waits for a majority of the last round's members", view.round)
+        self._waits_for_quorum = not is_present
+        return is_present

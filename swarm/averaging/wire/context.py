@@ -1,0 +1,155 @@
+"""The context that every part of one peer's averaging gets: which peer it is, and the configuration, clock and
+directory.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from swarm.averaging.agreement.rules import Timing
+from swarm.averaging.wire.transport import Transport
+from swarm.config import RunConfig
+from swarm.errors import NotReady
+from swarm.events.kinds import Events
+from swarm.machine.clock import Clock
+from swarm.machine.tasks import spawn, wait
+from swarm.machine.waits import Waits
+from swarm.rpc.turns import Turns
+from swarm.rpc.v1.stage_pb2 import Address
+from swarm.training.run_rounds import RunRounds
+from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord, PeerState
+
+_NOT_YET = "this peer does not average yet"
+
+
+class Tasks:
+    """The tasks of one peer's averaging. They can be started only while `running` is entered."""
+
+    def __init__(self) -> None:
+        self._group: asyncio.TaskGroup | None = None
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Let tasks start while the block runs. At its end all tasks are awaited. An error in one cancels the
+        others."""
+        async with asyncio.TaskGroup() as self._group:
+            yield
+
+    def require_running(self) -> None:
+        """Raise NotReady if this peer does not average yet."""
+        if self._group is None:
+            raise NotReady(_NOT_YET)
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+        """Start a task that outlives the call that asked for it. Raises NotReady."""
+        if self._group is None:
+            work.close()
+            raise NotReady(_NOT_YET)
+        return spawn(self._group, work)
+
+
+class Changes:
+    """Signals between the parts of one peer's averaging: something has changed, or a report is due.
+
+    The reporter waits for something to report, other parts for a change of the round.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._progressed_at = clock.monotonic()
+        self._report_due = asyncio.Event()
+        self.next = asyncio.Event()
+        """Set at the next change, and then replaced by a new event."""
+        self.version = 0
+        """Counts the changes of this peer's report."""
+
+    @property
+    def quiet_seconds(self) -> float:
+        """The seconds since the progress of any member last changed."""
+        return self._clock.monotonic() - self._progressed_at
+
+    def signal(self) -> None:
+        """Wake all that wait for a change: the state of a round may have changed."""
+        self.next.set()
+        self.next = asyncio.Event()
+
+    def progressed(self) -> None:
+        """Note that a member has more of the round than before, or less."""
+        self._progressed_at = self._clock.monotonic()
+        self.signal()
+
+    def notify(self) -> None:
+        """Note that this peer has something new to report."""
+        self.version += 1
+        self._report_due.set()
+
+    def report_again(self) -> None:
+        """Let a report be sent, even if it holds nothing new."""
+        self._report_due.set()
+
+    async def until_report_due(self, seconds: float) -> None:
+        """Wait until there is something to report, but no longer than `seconds`."""
+        await wait(self._report_due, seconds)
+        self._report_due.clear()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """One peer's surroundings.
+
+    Attributes:
+        own: this peer's record, of which the stage, the endpoints and the certificate are used.
+        peers: gives the directory's last known view of a stage.
+        endpoints: gives this peer's present endpoints, if those in `own` may become out of date.
+        turns: decide which peers may download from this one now; None if all may at the same time.
+    """
+
+    config: RunConfig
+    own: PeerRecord
+    peers: Callable[[int], Sequence[PeerRecord]]
+    transport: Transport
+    clock: Clock
+    timing: Timing = field(default_factory=Timing)
+    events: Events = field(default_factory=Events)
+    tasks: Tasks = field(default_factory=Tasks)
+    endpoints: Callable[[], Sequence[str]] | None = None
+    waits: Waits = field(default_factory=Waits)
+    turns: Turns | None = None
+
+    @cached_property
+    def changes(self) -> Changes:
+        """The signals of this peer's parts to each other."""
+        return Changes(self.clock)
+
+    @property
+    def own_id(self) -> PeerId:
+        """This peer's id."""
+        return PeerId(self.own.peer_id)
+
+    @property
+    def present(self) -> PeerRecord:
+        """This peer's record with the endpoints that it has now."""
+        endpoints = tuple(self.endpoints()) if self.endpoints is not None else self.own.endpoints
+        if endpoints == self.own.endpoints:
+            return self.own
+        return self.own.model_copy(update={"endpoint": endpoints[0], "other_endpoints": endpoints[1:]})
+
+    @property
+    def other_stages(self) -> RunRounds:
+        """The rounds at which the other stages are, by what their peers announce."""
+        stages = set(range(self.config.stages.num_stages)) - {self.own.stage}
+        return RunRounds.of(
+            {stage: [peer.round for peer in self.peers(stage) if peer.state is PeerState.SERVING] for stage in stages}
+        )
+
+    @property
+    def address(self) -> Address:
+        """The address in this peer's messages to others of its stage."""
+        return self.address_of(self.own.stage)
+
+    def address_of(self, stage: int) -> Address:
+        """The address in messages to a peer of some stage."""
+        return Address(run_id=self.config.run_id, protocol_version=PROTOCOL_VERSION, stage=stage)

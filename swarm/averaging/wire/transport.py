@@ -1,0 +1,217 @@
+"""How averaging reaches other peers, over gRPC. Requests and replies are the protocol's messages. Never retries."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest
+from grpc_health.v1.health_pb2_grpc import HealthStub
+
+from swarm.averaging.agreement.messages import MemberFailed
+from swarm.compression.buffers import Received
+from swarm.compression.codec import Buffer
+from swarm.credentials.certificates import peer_id_of
+from swarm.errors import DeadlineExceeded, IntegrityError, MalformedMessage
+from swarm.rpc.ask import ask
+from swarm.rpc.channels import ChannelPool
+from swarm.rpc.download import download
+from swarm.rpc.failures import translate
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.rpc.v1.averaging_pb2_grpc import AveragingServiceStub
+from swarm.rpc.wire import CHUNK_BYTES
+from swarm.types import PeerId, PeerRecord, PeerState
+
+Request = TypeVar("Request")
+Reply = TypeVar("Reply")
+
+
+TELLING_BYTES = 4 << 20
+"""The least size of an upload from which a line's rate is measured. A smaller one fits in buffers."""
+
+
+@dataclass(frozen=True)
+class Method(Generic[Request, Reply]):
+    """A unary call of AveragingService, with its message types."""
+
+    name: str
+
+
+REPORT = Method[pb.ReportRequest, pb.ReportReply]("Report")
+BEGIN = Method[pb.BeginRequest, pb.BeginReply]("Begin")
+AVERAGE = Method[pb.AverageRequest, pb.AverageReply]("Average")
+COMMIT = Method[pb.CommitRequest, pb.CommitReply]("Commit")
+ABORT = Method[pb.AbortRequest, pb.AbortReply]("Abort")
+BARRIER = Method[pb.BarrierRequest, pb.BarrierReply]("Barrier")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Payload:
+    """The answer that a member gets from another one.
+
+    Attributes:
+        encoded: the sum over a part, or a whole contribution.
+        squared_norm: the squared norm of the decoded vector, as computed by the sender.
+        upload_seconds: how long it took to send our own part to that member; 0 if nothing was sent.
+    """
+
+    encoded: Buffer
+    squared_norm: float
+    upload_seconds: float = 0.0
+
+
+class Caller(Protocol):
+    """Calls a peer, or this peer itself without a network."""
+
+    async def __call__(
+        self, peer: PeerRecord, method: Method[Request, Reply], request: Request, *, timeout_seconds: float
+    ) -> Reply: ...
+
+
+class Transport:
+    """Calls to other peers over gRPC. Every call raises PeerUnavailable, DeadlineExceeded, or the error that the peer
+    answered with.
+
+    Tensors have a connection of their own, so that reports never wait behind them.
+    """
+
+    def __init__(self, channels: ChannelPool) -> None:
+        self._channels = channels
+
+    async def call(
+        self, peer: PeerRecord, method: Method[Request, Reply], request: Request, *, timeout_seconds: float
+    ) -> Reply:
+        """Make one call: one request, one answer."""
+        call: Any = getattr(self._stub(peer, bulk=False), method.name)
+        # Not required to be finite: a contribution's norm may be infinite, and the leader has to know it.
+        reply: Reply = await ask(call, request, seconds=timeout_seconds, finite=False)
+        return reply
+
+    async def exchange(
+        self,
+        peer: PeerRecord,
+        opening: pb.ExchangeOpen,
+        part: Buffer,
+        *,
+        reply_bytes: int,
+        timeout_seconds: float,
+        silence_seconds: float | None = None,
+    ) -> Payload:
+        """Send a part to its owner and return the owner's average. Raises MemberFailed if the owner blames a member.
+
+        Args:
+            silence_seconds: longest wait for the next piece; None if only `timeout_seconds` limits it.
+        """
+        upload_seconds = 0.0
+
+        async def requests() -> AsyncIterator[pb.ExchangeRequest]:
+            nonlocal upload_seconds
+            yield pb.ExchangeRequest(open=opening)
+            started_at = time.perf_counter()
+            for piece in pieces_of(part):
+                yield pb.ExchangeRequest(data=piece)
+            # This line runs once the last piece is on its way. A small part fits in buffers, so its time says nothing
+            # about the line.
+            if len(part) >= TELLING_BYTES:
+                upload_seconds = time.perf_counter() - started_at
+
+        squared_norm: float | None = None
+        encoded = Received(reply_bytes)
+        stub: Any = self._stub(peer, bulk=True)
+        call = stub.Exchange(requests(), timeout=timeout_seconds)
+        try:
+            replies = aiter(call)
+            while True:
+                async with asyncio.timeout(silence_seconds):
+                    reply = await anext(replies, None)
+                if reply is None:
+                    break
+                match reply.WhichOneof("message"):
+                    case "failure":
+                        failure = reply.failure
+                        raise MemberFailed(failure.blamed_id, failure.reason, noticed_by=failure.noticed_by_id)
+                    case "reduced":
+                        squared_norm = reply.reduced.squared_norm
+                    case _:
+                        encoded.add(reply.data)
+        except TimeoutError:
+            raise DeadlineExceeded(f"nothing came from {peer.peer_id} for {silence_seconds} s") from None
+        except grpc.aio.AioRpcError as error:
+            raise translate(error) from None
+        finally:
+            call.cancel()
+        if squared_norm is None:
+            raise MalformedMessage("an averaged part comes without its norm")
+        return Payload(encoded=encoded.whole(), squared_norm=squared_norm, upload_seconds=upload_seconds)
+
+    async def shared(
+        self, peer: PeerRecord, request: pb.SharedRequest, *, reply_bytes: int, timeout_seconds: float
+    ) -> Buffer:
+        """Fetch a stage's average of the blocks that it shares with this one, `reply_bytes` long."""
+        encoded = Received(reply_bytes)
+        stub: Any = self._stub(peer, bulk=True)
+        call = stub.Shared(request, timeout=timeout_seconds)
+        try:
+            async for reply in call:
+                encoded.add(reply.data)
+        except grpc.aio.AioRpcError as error:
+            raise translate(error) from None
+        finally:
+            call.cancel()
+        return encoded.whole()
+
+    def download(
+        self, peer: PeerRecord, request: pb.DownloadRequest, *, silence_seconds: float
+    ) -> AsyncIterator[pb.DownloadReply]:
+        """The pieces of a snapshot; `silence_seconds` is the longest wait for the next."""
+        call: Any = self._stub(peer, bulk=True).Download(request)
+        return download(call, peer.peer_id, silence_seconds=silence_seconds)
+
+    async def ping(self, peer: PeerRecord, *, timeout_seconds: float) -> None:
+        """Wait for an answer of a peer, which shows that it is alive."""
+        health: Any = HealthStub(self._channels.channel(peer))
+        await ask(health.Check, HealthCheckRequest(), seconds=timeout_seconds)
+
+    def is_connected(self, peer: PeerRecord) -> bool:
+        """Whether there is a connection to a peer. The connection breaks at once when the peer's process dies."""
+        return self._channels.is_connected(peer)
+
+    def _stub(self, peer: PeerRecord, *, bulk: bool) -> AveragingServiceStub:
+        return AveragingServiceStub(self._channels.channel(peer, bulk=bulk))
+
+
+def pieces_of(data: Buffer) -> Iterator[bytes]:
+    """Cut data into messages. Each is a copy, made only when it is asked for."""
+    view = memoryview(data)
+    return (bytes(view[start : start + CHUNK_BYTES]) for start in range(0, len(view), CHUNK_BYTES))
+
+
+def contact_of(peer: PeerRecord) -> pb.Contact:
+    """A peer's id, endpoints and certificate, in their wire form."""
+    endpoints = " ".join(peer.endpoints)
+    return pb.Contact(peer_id=peer.peer_id, endpoints=endpoints, certificate_pem=peer.certificate_pem)
+
+
+def record_of(contact: pb.Contact, stage: int) -> PeerRecord:
+    """The record by which the channel pool reaches a contact.
+
+    Raises:
+        MalformedMessage: the contact has no address, or the certificate of another peer.
+    """
+    try:
+        if contact.certificate_pem and peer_id_of(contact.certificate_pem) != contact.peer_id:
+            raise MalformedMessage(f"the certificate is not that of {contact.peer_id[:40]!r}")
+        endpoint, *others = contact.endpoints.split(" ")
+        return PeerRecord(
+            peer_id=PeerId(contact.peer_id),
+            endpoint=endpoint,
+            other_endpoints=tuple(others),
+            certificate_pem=contact.certificate_pem,
+            stage=stage,
+            state=PeerState.SERVING,
+            announced_at=0.0,
+        )
+    except (ValueError, IntegrityError):
+        raise MalformedMessage(f"not a peer's address: {contact.peer_id[:40]!r} {contact.endpoints[:80]!r}") from None

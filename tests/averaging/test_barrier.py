@@ -1,0 +1,189 @@
+"""Stages commit together, and their leaders find each other whatever fails between them."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from swarm.averaging.agreement.rules import Timing
+from swarm.averaging.averager import Averager
+from swarm.averaging.barrier import Barrier
+from swarm.averaging.wire.transport import contact_of
+from swarm.errors import DeadlineExceeded
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.types import PeerRecord
+from tests.averaging.doubles import (
+    FakeStage,
+    Network,
+    make_config,
+    make_context,
+    network_of,
+    peer_id,
+    record,
+    stages,
+    until,
+)
+from tests.averaging.outcomes import assert_equal_and_once
+from tests.support.virtual_time import LoopClock, in_virtual_time
+
+TIMING = Timing()
+
+
+class OtherStage:
+    """Stage 1, which has two peers. The one with the lower id led before, and cannot be reached. The other one leads
+    now, and becomes ready at some time."""
+
+    def __init__(self, ready_at: float, back_at: float = float("inf")) -> None:
+        self.clock = LoopClock()
+        self.ready_at, self.back_at = self.clock.monotonic() + ready_at, self.clock.monotonic() + back_at
+        self.calls: list[tuple[int, float]] = []
+        """The peers that this stage asked, and how long each call took."""
+        self.lie: float | None = None
+        """The norm that the lower peer claims, by which all gradients would be clipped."""
+
+    async def call(self, peer: PeerRecord, method: Any, request: Any, *, timeout_seconds: float) -> Any:
+        started_at = self.clock.monotonic()
+        is_cut_off = peer.peer_id == peer_id(1)
+        number = 1 if is_cut_off else 2
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                if is_cut_off and started_at < self.back_at:
+                    await asyncio.sleep(1e9)
+                await asyncio.sleep(max(0.0, min(request.wait_seconds, self.ready_at - started_at)))
+        except TimeoutError:
+            raise DeadlineExceeded("no answer") from None
+        finally:
+            self.calls.append((number, self.clock.monotonic() - started_at))
+        if is_cut_off and self.lie is not None:
+            return pb.BarrierReply(ready=True, squared_norm=self.lie, leader=contact_of(record(1, 1)))
+        is_ready = self.clock.monotonic() >= self.ready_at
+        return pb.BarrierReply(ready=is_ready, squared_norm=4.0, leader=contact_of(record(number, 1)))
+
+    async def wait(self) -> float:
+        """Wait for the other stage as stage 0 does. Return for how many seconds the other stage had been ready at the
+        end."""
+        context = make_context(record(9), lambda stage: [record(1, stage), record(2, stage)], timing=TIMING)
+        member = FakeStage()
+        member.round = 7
+        own = Averager(context, member)
+        barrier = Barrier(context, own.place, own.shared, own.watch, self.call)
+        replies = await barrier.wait_for([1], 7)
+        assert replies is not None
+        assert (replies[1].ready, replies[1].squared_norm) == (True, 4.0)
+        return self.clock.monotonic() - self.ready_at
+
+
+@pytest.mark.parametrize("ready_at", [6.5, 8.0, 10.0, 12.5, 14.5, 17.0])
+@in_virtual_time
+async def test_a_stage_that_is_ready_does_not_wait_for_a_trial_of_one_that_cannot_be_reached(ready_at: float) -> None:
+    stage = OtherStage(ready_at)
+    late_seconds = await stage.wait()
+    assert late_seconds <= TIMING.call_seconds + 2 * TIMING.retry_seconds + 1e-6
+    trials = [seconds for number, seconds in stage.calls[1:] if number == 1]
+    assert all(seconds <= TIMING.call_seconds + 1e-6 for seconds in trials)
+
+
+@in_virtual_time
+async def test_one_that_could_not_be_reached_is_tried_again() -> None:
+    stage = OtherStage(ready_at=60.0, back_at=20.0)
+    await stage.wait()
+    assert sum(number == 1 for number, _ in stage.calls) > 3
+    assert stage.calls[-1][0] == 1, "since it has answered, it is believed to lead"
+
+
+@pytest.mark.parametrize("lie", [float("nan"), float("inf"), -1.0])
+@in_virtual_time
+async def test_a_norm_that_is_none_is_not_believed_and_another_peer_of_that_stage_asked(lie: float) -> None:
+    stage = OtherStage(ready_at=0.0, back_at=0.0)
+    stage.lie = lie
+    await stage.wait()
+    assert [number for number, _ in stage.calls] == [1, 2]
+
+
+@asynccontextmanager
+async def two_stages() -> AsyncIterator[Network]:
+    """Peers 1 and 2 at stage 0, 3 and 4 at stage 1."""
+    async with network_of(make_config(stages=2)) as network:
+        for number in (1, 2, 3, 4):
+            network.add(number, (number - 1) // 2)
+        yield network
+
+
+@in_virtual_time
+async def test_no_stage_commits_before_all_are_prepared() -> None:
+    async with two_stages() as network:
+        first, second = stages(network, 1, 2), stages(network, 3, 4)
+        first[0].learn(0, 1, 2)
+        first[1].learn(3, 4, 5)
+        second[0].learn(0, 1, 2, 3)
+        await asyncio.sleep(0.8)
+        assert all(stage.closed for stage in first)
+        assert all(stage.round == 0 for stage in [*first, *second])
+        second[1].learn(4, 5)
+        await until(lambda: all(stage.round == 1 for stage in [*first, *second]))
+        norms = [stage.results[0].squared_norm for stage in (first[0], second[0])]
+        totals = {stage.results[0].total_squared_norm for stage in [*first, *second]}
+        assert totals == {norms[0] + norms[1]}
+        assert_equal_and_once(first)
+        assert_equal_and_once(second)
+
+
+@in_virtual_time
+async def test_what_is_decided_is_not_missed_when_its_member_goes() -> None:
+    """A stage that waits at the barrier already has all that it needs, even if one of its members leaves."""
+    async with two_stages() as network:
+        first, second = stages(network, 1, 2), stages(network, 3, 4)
+        first[0].learn(0, 1, 2)
+        first[1].learn(3, 4, 5)
+        second[0].learn(0, 1, 2, 3)
+        view = network.peers[peer_id(1)].averager.view
+        await until(lambda: view().complete and all(stage.closed for stage in first))
+        await asyncio.sleep(0.3)
+        network.kill(2)
+        await until(lambda: len(view().progress) == 1)
+        assert view().committed == view().shown == frozenset(range(6))
+        assert view().complete
+        second[1].learn(4, 5)
+        await until(lambda: all(stage.round == 1 for stage in [first[0], *second]))
+
+
+@in_virtual_time
+async def test_leaders_that_do_not_get_through_to_each_other_hear_through_others() -> None:
+    """The line between two machines may not work although both of them reach others."""
+    async with two_stages() as network:
+        first, second = stages(network, 1, 2), stages(network, 3, 4)
+        network.cut.add(frozenset({1, 3}))
+        for index in range(6):
+            first[index % 2].learn(index)
+            second[index % 2].learn(index)
+        await until(lambda: all(stage.round == 1 for stage in [*first, *second]))
+        assert_equal_and_once(first)
+        assert_equal_and_once(second)
+
+
+@in_virtual_time
+async def test_leader_dies_at_the_barrier_after_the_other_stage_relied_on_it() -> None:
+    """Stage 1 commits because of stage 0's answer, so the survivor of stage 0 must commit the same result."""
+    async with two_stages() as network:
+        first, second = stages(network, 1, 2), stages(network, 3, 4)
+
+        async def before(name: str, source: int, target: int) -> None:
+            if name == "Commit" and source == 1:
+                network.kill(1)
+            if name == "Barrier" and source == 1:
+                # Stage 1 gets its answer first.
+                await asyncio.sleep(0.3)
+
+        network.before = before
+        for index in range(6):
+            first[index % 2].learn(index)
+            second[index % 2].learn(index)
+        await until(lambda: all(stage.round == 1 for stage in second))
+        network.kill(1)
+        assert first[1].round == 0
+        await until(lambda: first[1].round == 1)
+        result = first[1].results[0]
+        assert len(result.members) == 2
+        assert result.total_squared_norm == second[0].results[0].total_squared_norm

@@ -1,0 +1,83 @@
+"""When a stage's round ends early: because another stage is further, or has waited for it."""
+
+import pytest
+
+from swarm.averaging.agreement.messages import Standing
+from swarm.averaging.averager import Averager
+from swarm.types import PeerRecord, PeerState
+from tests.averaging.doubles import QUICK, FakeStage, make_config, make_context, record
+from tests.support.virtual_time import in_virtual_time
+
+
+def averaging_with(*others: PeerRecord, num_stages: int = 3) -> Averager:
+    """The averaging of a stage's only peer, which has learnt something in its round."""
+    member = FakeStage()
+    member.learn(0)
+    context = make_context(
+        record(1),
+        lambda stage: [other for other in others if other.stage == stage],
+        config=make_config("diloco", stages=num_stages),
+    )
+    return Averager(context, member)
+
+
+def at_round(number: int, stage: int, state: PeerState = PeerState.SERVING) -> PeerRecord:
+    return record(10 + stage, stage).model_copy(update={"round": number, "state": state})
+
+
+@in_virtual_time
+async def test_a_stage_follows_another_one_that_is_further() -> None:
+    """Otherwise its rounds would stay behind for good, and all stages would have no anchor in common."""
+    assert averaging_with(at_round(1, stage=2)).watch.view().complete
+    assert not averaging_with(at_round(0, stage=2)).watch.view().complete
+
+
+@in_virtual_time
+async def test_one_peer_that_says_any_round_pulls_nobody_along() -> None:
+    liar = record(20, 2).model_copy(update={"round": 1 << 47})
+    assert not averaging_with(at_round(0, stage=2), liar).watch.view().complete
+    assert not averaging_with(at_round(0, stage=0), liar, num_stages=4).watch.view().complete
+    assert not averaging_with(at_round(0, stage=0), at_round(0, stage=2), liar).watch.view().complete
+
+
+@in_virtual_time
+async def test_nobody_is_pulled_along_faster_than_the_run_can_go() -> None:
+    """Here all peers of the other stages say a round that no run reaches."""
+    averager = averaging_with(at_round(1 << 47, stage=2))
+    before = averager.place.standing
+    after = Standing(run_samples=before.run_samples + 16, round=before.round, lineage="ab")
+    averager.place.branches.committed(after)
+    assert not averager.watch.view().complete
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        at_round(9, stage=0),
+        at_round(9, stage=1, state=PeerState.LEAVING),
+        at_round(9, stage=2, state=PeerState.JOINING),
+    ],
+    ids=["its own stage", "it leaves", "it joins"],
+)
+@in_virtual_time
+async def test_neither_its_own_stage_nor_a_peer_that_does_not_serve_pulls_a_stage_along(other: PeerRecord) -> None:
+    assert not averaging_with(other).watch.view().complete
+
+
+@in_virtual_time
+async def test_a_stage_that_another_has_waited_for_goes_on_with_what_it_has() -> None:
+    """Otherwise it might get no more samples: the other stage lets the samples of one round through, and then no
+    more."""
+    averager = averaging_with()
+    now = averager.context.clock.monotonic()
+    averager.place.awaited(now - QUICK.awaited_seconds / 2)
+    assert not averager.watch.view().complete
+    averager = averaging_with()
+    averager.place.awaited(now - QUICK.awaited_seconds)
+    averager.place.awaited(now)
+    assert averager.watch.view().complete
+
+
+@in_virtual_time
+async def test_a_single_stage_waits_for_all_its_samples() -> None:
+    assert not averaging_with(num_stages=1).watch.view().complete
