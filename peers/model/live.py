@@ -24,7 +24,7 @@ from peers.stage_peer.others import answers
 from peers.stage_peer.own_model import kept_weights
 from swarm.averaging.agreement.rules import Timing
 from swarm.averaging.downloads import Downloads
-from swarm.averaging.state_transfer import MAX_SOURCES, StateTransfer, Wanted
+from swarm.averaging.state_transfer import StateTransfer, Wanted
 from swarm.averaging.vectors.snapshots import PartialSnapshot
 from swarm.averaging.wire.transport import Transport
 from swarm.checkpoint import file
@@ -40,6 +40,7 @@ from swarm.machine.clock import SystemClock, run_loop
 from swarm.machine.patience import patiently
 from swarm.machine.words import counted
 from swarm.model.stages import parameter_shapes, trained_shapes
+from swarm.rpc.segments import MAX_SOURCES
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.training.round_member import Snapshot
 from swarm.training.run_rounds import RunRounds
@@ -79,7 +80,7 @@ class StageReader:
             own_id=member.peer_id,
             silence_seconds=Timing().silence_seconds,
         )
-        self._transfer = StateTransfer(downloads, member.waits)
+        self._transfer = StateTransfer(downloads, member.waits, SystemClock())
         self._pinned: PartialSnapshot | None = None
 
     async def rounds(self) -> list[int]:

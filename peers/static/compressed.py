@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from peers.static.spread import Spread
 from peers.static.workers import Workers
-from swarm.averaging.vectors.exchange import ErrorFeedback, Residual
+from swarm.averaging.vectors.feedback import ErrorFeedback, Residual
 from swarm.compression import layout
 from swarm.compression.buffers import Buffer
 from swarm.compression.codec import contribution_codec, result_codec

@@ -39,6 +39,7 @@ from swarm.config import DataConfig, LoraConfig, ModelConfig, OptimizerConfig, R
 from swarm.credentials import identity
 from swarm.errors import PeerUnavailable
 from swarm.interchange import run_folder
+from swarm.machine.clock import SystemClock
 from swarm.machine.waits import Waits
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.describe import describe
@@ -241,7 +242,7 @@ async def download_weights(
     downloads = Downloads(
         Transport(channels), address=address, own_id=identity.generate().peer_id, silence_seconds=ANSWER_SECONDS
     )
-    transfer = StateTransfer(downloads, Waits())
+    transfer = StateTransfer(downloads, Waits(), SystemClock())
     while True:
         try:
             fetched = await transfer.snapshot(

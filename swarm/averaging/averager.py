@@ -14,6 +14,7 @@ from swarm.averaging.agreement import messages
 from swarm.averaging.agreement.blame import Blame
 from swarm.averaging.agreement.branches import Branches
 from swarm.averaging.agreement.group import Phase
+from swarm.averaging.agreement.messages import Standing
 from swarm.averaging.agreement.pace import Entry
 from swarm.averaging.agreement.place import Place
 from swarm.averaging.barrier import Barrier
@@ -27,14 +28,13 @@ from swarm.averaging.participant import Participant
 from swarm.averaging.replay import Replay
 from swarm.averaging.reporter import Reporter
 from swarm.averaging.roster import Roster
-from swarm.averaging.servicer import Handlers
+from swarm.averaging.servicer import Handlers, ReportAnswers
 from swarm.averaging.state_transfer import StateTransfer
-from swarm.averaging.survey import ReportAnswers, Survey
+from swarm.averaging.survey import Survey
 from swarm.averaging.vectors.shared import SharedBlocks
 from swarm.averaging.watch import GroupView, RoundWatch
-from swarm.averaging.wire.calls import Broadcast
 from swarm.averaging.wire.context import Context
-from swarm.averaging.wire.transport import Method, Reply, Request
+from swarm.averaging.wire.transport import Broadcast, Method, Reply, Request
 from swarm.errors import DeadlineExceeded, NotReady, PeerUnavailable
 from swarm.machine.tasks import wait
 from swarm.rpc.v1.stage_pb2 import AveragingCounters
@@ -79,6 +79,13 @@ class Calls:
         return reply
 
 
+def place_of(context: Context, standing: Standing) -> Place:
+    """Make the place of a peer that stands at `standing`."""
+    config = context.config
+    branches = Branches(standing, config, context.clock, context.timing, lambda: context.other_stages)
+    return Place(standing, branches, num_fragments=config.averaging.num_fragments)
+
+
 class Averager:
     """One peer's part in its stage's rounds. Its parts are built one after the other, each from those before it.
 
@@ -92,9 +99,7 @@ class Averager:
             member: the stage, as averaging sees it.
         """
         self.context = context
-        config, standing = context.config, messages.standing_of(member.progress())
-        branches = Branches(standing, config, context.clock, context.timing, lambda: context.other_stages)
-        self.place = place = Place(standing, branches, num_fragments=config.averaging.num_fragments)
+        self.place = place = place_of(context, messages.standing_of(member.progress()))
         self.roster = roster = Roster(context, place.branches.is_elsewhere)
         self.donor = donor = Donor(place, member, context.clock, context.turns)
         self.shared = shared = SharedBlocks(context)
@@ -109,8 +114,8 @@ class Averager:
             own_id=context.own_id,
             silence_seconds=context.timing.silence_seconds,
         )
-        transfer = StateTransfer(downloads, context.waits)
-        entry = Entry(config, context.peers, member)
+        transfer = StateTransfer(downloads, context.waits, context.clock)
+        entry = Entry(context.config, context.peers, member)
         replay = Replay(context, place, advance, transfer=transfer, downloads=downloads, entry=entry)
         self.catch_up = CatchUp(
             context,

@@ -15,9 +15,8 @@ from swarm.averaging.agreement.group import Ballot
 from swarm.averaging.agreement.messages import Standing
 from swarm.averaging.agreement.rules import Begun, unfinished
 from swarm.averaging.watch import RoundWatch
-from swarm.averaging.wire.calls import Broadcast, Members
 from swarm.averaging.wire.context import Context
-from swarm.averaging.wire.transport import BEGIN
+from swarm.averaging.wire.transport import BEGIN, Broadcast, Members
 from swarm.errors import DeadlineExceeded, MalformedMessage, NotReady, SwarmError
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerId

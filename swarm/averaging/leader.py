@@ -30,9 +30,8 @@ from swarm.averaging.roster import Roster
 from swarm.averaging.vectors.allreduce import OWNER_PATIENCE
 from swarm.averaging.vectors.shared import SharedBlocks
 from swarm.averaging.watch import RoundWatch
-from swarm.averaging.wire.calls import Broadcast, Members
 from swarm.averaging.wire.context import Context
-from swarm.averaging.wire.transport import ABORT, AVERAGE, COMMIT, contact_of
+from swarm.averaging.wire.transport import ABORT, AVERAGE, COMMIT, Broadcast, Members, contact_of
 from swarm.compression.codec import Codec, contribution_codec
 from swarm.errors import SwarmError
 from swarm.machine.tasks import wait

@@ -16,7 +16,8 @@ from swarm.averaging.agreement.messages import MemberFailed
 from swarm.averaging.agreement.place import Place
 from swarm.averaging.agreement.shares import Shares
 from swarm.averaging.vectors.allreduce import AllReduceTransport, Average
-from swarm.averaging.vectors.exchange import Closed, Exchanges, Residual
+from swarm.averaging.vectors.exchange import Closed, Exchanges
+from swarm.averaging.vectors.feedback import Residual
 from swarm.averaging.vectors.reduction import Reduction, Side
 from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import Payload

@@ -14,10 +14,11 @@ from swarm.averaging.advance import Advance
 from swarm.averaging.agreement.pace import Entry, Pace
 from swarm.averaging.agreement.place import Place
 from swarm.averaging.downloads import Downloads, name_of
-from swarm.averaging.state_transfer import LONGEST_RETRY_SECONDS, QUEUE_SECONDS, Fetched, StateTransfer
+from swarm.averaging.state_transfer import Fetched, StateTransfer
 from swarm.averaging.wire.context import Context
 from swarm.errors import IntegrityError, Overloaded, SwarmError
 from swarm.machine.words import counted
+from swarm.rpc.segments import LONGEST_RETRY_SECONDS, PATIENCE_SECONDS
 from swarm.types import PeerRecord
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ class Replay:
             return
         if has_others():
             raise Overloaded("others have the state by now as well", retry_after_seconds=0.0)
-        if self.context.clock.monotonic() - self._given_at >= QUEUE_SECONDS:
+        if self.context.clock.monotonic() - self._given_at >= PATIENCE_SECONDS:
             raise refusal
         await self.context.clock.sleep(min(refusal.retry_after_seconds, LONGEST_RETRY_SECONDS))
 

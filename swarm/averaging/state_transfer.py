@@ -16,22 +16,19 @@ from swarm.averaging.downloads import Downloads, name_of
 from swarm.averaging.vectors.snapshots import PartialSnapshot
 from swarm.errors import IntegrityError, MalformedMessage, NotReady, Overloaded, PeerUnavailable, SwarmError
 from swarm.machine.arriving import Arriving
+from swarm.machine.clock import Clock
 from swarm.machine.waits import Waits
 from swarm.machine.words import counted
 from swarm.rpc.bounds import require_bounds
+from swarm.rpc.segments import MAX_SOURCES
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import Snapshot
 from swarm.types import PeerRecord
 
 logger = logging.getLogger(__name__)
 
-MAX_SOURCES = 4
-"""The most donors that are asked, or send, at the same time."""
 GRACE_SECONDS = 1.0
 """After the first offer, other donors have at least this much time to make theirs."""
-QUEUE_SECONDS = 3600.0
-"""How long this peer waits for a donor that serves others first."""
-LONGEST_RETRY_SECONDS = 5.0
 OFFER_BYTES_PER_SECOND = 2e8
 """This peer does not wait for a donor that copies and digests its state more slowly than this."""
 
@@ -86,6 +83,7 @@ class StateTransfer:
     downloads: Downloads
     waits: Waits
     """Shows how far a download is."""
+    clock: Clock
     _partial: PartialSnapshot | None = field(default=None, init=False)
     _distrusted: set[str] = field(default_factory=set, init=False)
 
@@ -233,31 +231,18 @@ class StateTransfer:
         self, donor: PeerRecord, partial: PartialSnapshot, arriving: Arriving, has_others: Callable[[], bool]
     ) -> None:
         """Fetch segments from one source until all have come, the source fails, or other donors may be faster."""
-        time = asyncio.get_running_loop().time
-        given_at = time()
-        while (index := await partial.segments.take()) is not None:
-            pause_seconds = 0.0
-            try:
-                await self._fetch(donor, partial, index, arriving)
-                given_at = time()
-            except Overloaded as error:
-                if partial.is_young and has_others():
-                    return
-                # The donor serves others first. Another source may send this segment meanwhile.
-                if time() - given_at >= QUEUE_SECONDS:
-                    logger.warning("%s serves others first, for too long", name_of(donor))
-                    return
-                arriving.held_up(name_of(donor), str(error))
-                pause_seconds = min(error.retry_after_seconds, LONGEST_RETRY_SECONDS)
-            except SwarmError as error:
-                logger.warning("%s is no source any more: %s", name_of(donor), error)
-                arriving.lost(name_of(donor))
-                if isinstance(error, IntegrityError):
-                    self.distrust(donor)
-                return
-            finally:
-                partial.segments.give_back(index)
-            await asyncio.sleep(pause_seconds)
+        try:
+            await partial.segments.fetch_from(
+                name_of(donor),
+                lambda index: self._fetch(donor, partial, index, arriving),
+                self.clock,
+                arriving,
+                gives_way=lambda: partial.is_young and has_others(),
+            )
+        except SwarmError as error:
+            logger.warning("%s is no source any more: %s", name_of(donor), error)
+            if isinstance(error, IntegrityError):
+                self.distrust(donor)
 
     async def _fetch(self, donor: PeerRecord, partial: PartialSnapshot, index: int, arriving: Arriving) -> None:
         time = asyncio.get_running_loop().time
@@ -278,4 +263,4 @@ class StateTransfer:
         arriving.timed(stop - timed_from, began_at, time())
         if await asyncio.to_thread(partial.content.sha256, start, stop) != partial.header.segment_digests[index]:
             raise IntegrityError(f"segment {index} does not match its digest")
-        partial.arrived(index, donor)
+        partial.arrived(donor)

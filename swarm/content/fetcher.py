@@ -11,21 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from swarm.content.line import Kind, Line
-from swarm.errors import IntegrityError, MalformedMessage, NotReady, Overloaded, PeerUnavailable, SwarmError
+from swarm.errors import IntegrityError, MalformedMessage, NotReady, PeerUnavailable, SwarmError
 from swarm.machine.arriving import Arriving
 from swarm.machine.clock import Clock
 from swarm.machine.repeats import Repeats
 from swarm.machine.words import counted
-from swarm.rpc.segments import Segments
+from swarm.rpc.segments import MAX_SOURCES, Segments
 from swarm.types import PeerRecord
 
 logger = logging.getLogger(__name__)
-
-MAX_SOURCES = 4
-"""Peers that are asked, and send, at the same time."""
-PATIENCE_SECONDS = 3600.0
-"""How long a fetch waits for a peer that serves others first."""
-LONGEST_RETRY_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,39 +80,26 @@ class Fetcher:
     ) -> None:
         """Fetch from one donor until it fails, then from the next one."""
         for donor in donors:
-            given_at = self._clock.monotonic()
-            while (index := await missing.take()) is not None:
-                piece, pause_seconds = pieces[index], 0.0
-                try:
-                    content = await self._line.ask(donor, self._kind, piece.sha256, max_bytes=piece.max_bytes)
-                    piece.keep(content)
-                    given_at = self._clock.monotonic()
-                    missing.finish(index)
-                    if arriving is not None:
-                        arriving.add(len(content), donor.name or donor.peer_id[:8])
-                    if donor.peer_id not in self._proven:
-                        self._proven.append(donor.peer_id)
-                except NotReady as error:
-                    logger.debug("%s: %s", donor.peer_id, error)
-                    break
-                except Overloaded as error:
-                    # The donor serves others first. Another donor may send this piece meanwhile.
-                    if self._clock.monotonic() - given_at >= PATIENCE_SECONDS:
-                        self._say(donor, error)
-                        break
-                    if arriving is not None:
-                        arriving.held_up(donor.name or donor.peer_id[:8], str(error))
-                    pause_seconds = min(error.retry_after_seconds, LONGEST_RETRY_SECONDS)
-                except SwarmError as error:
-                    self._say(donor, error)
-                    if isinstance(error, IntegrityError | MalformedMessage):
-                        self._distrusted.add(donor.peer_id)
-                    break
-                finally:
-                    missing.give_back(index)
-                await self._clock.sleep(pause_seconds)
-            else:
+            name = donor.name or donor.peer_id[:8]
+
+            async def fetch(index: int, donor: PeerRecord = donor, name: str = name) -> None:
+                piece = pieces[index]
+                content = await self._line.ask(donor, self._kind, piece.sha256, max_bytes=piece.max_bytes)
+                piece.keep(content)
+                if arriving is not None:
+                    arriving.add(len(content), name)
+                if donor.peer_id not in self._proven:
+                    self._proven.append(donor.peer_id)
+
+            try:
+                await missing.fetch_from(name, fetch, self._clock, arriving)
                 return
+            except NotReady as error:
+                logger.debug("%s: %s", donor.peer_id, error)
+            except SwarmError as error:
+                self._say(donor, error)
+                if isinstance(error, IntegrityError | MalformedMessage):
+                    self._distrusted.add(donor.peer_id)
 
     def _say(self, donor: PeerRecord, error: SwarmError) -> None:
         """Log what is wrong with a donor; the same line is not repeated, though the donor is asked at every fetch."""

@@ -11,7 +11,7 @@ import torch
 from swarm.averaging.agreement import messages
 from swarm.averaging.agreement.group import Ballot
 from swarm.averaging.agreement.messages import Standing, lineage_after
-from swarm.averaging.agreement.place import Place
+from swarm.averaging.averager import place_of
 from swarm.averaging.donor import Donor, snapshot_id
 from swarm.averaging.downloads import Downloads
 from swarm.averaging.vectors.results import Committed
@@ -48,7 +48,7 @@ class Holder:
         self.state = torch.arange(SIZE, dtype=torch.float32)
         self.num_copies = 0
         start = Standing(run_samples=0, round=0, lineage="00")
-        self.place = Place(make_context(record(1), config=MANY_FRAGMENTS, clock=clock), start)
+        self.place = place_of(make_context(record(1), config=MANY_FRAGMENTS, clock=clock), start)
         self.donor = Donor(
             self.place,
             cast("RoundMember", self),  # Nothing but snapshots is asked of it.

@@ -7,7 +7,7 @@ import pytest
 from swarm.averaging.advance import Advance
 from swarm.averaging.agreement import messages
 from swarm.averaging.agreement.messages import lineage_after
-from swarm.averaging.agreement.place import Place
+from swarm.averaging.averager import place_of
 from swarm.averaging.donor import Donor
 from swarm.averaging.own_round import OwnRound
 from swarm.averaging.roster import Roster
@@ -26,7 +26,7 @@ from tests.support.virtual_time import in_virtual_time
 @in_virtual_time
 async def test_only_what_no_round_has_taken_is_kept(members: list[int], branch: str, *, carries: bool) -> None:
     stage, context = FakeStage(), make_context(record(1), config=make_config("diloco"))
-    place = Place(context, messages.standing_of(stage.progress()))
+    place = place_of(context, messages.standing_of(stage.progress()))
     advance = Advance(
         context, place, stage, OwnRound(context, place, stage), shared=Mock(spec=SharedBlocks),
         donor=Donor(place, stage, context.clock), roster=Mock(spec=Roster),

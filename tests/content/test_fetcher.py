@@ -4,10 +4,11 @@ import random
 
 import pytest
 
-from swarm.content.fetcher import PATIENCE_SECONDS, Fetcher, Piece
+from swarm.content.fetcher import Fetcher, Piece
 from swarm.content.line import Kind
 from swarm.errors import Overloaded, PeerUnavailable
 from swarm.machine.clock import Clock, SystemClock
+from swarm.rpc.segments import PATIENCE_SECONDS
 from tests.content.lines import FakeLine, after, digest_of, shelf_of
 from tests.support.virtual_time import LoopClock, in_virtual_time
 

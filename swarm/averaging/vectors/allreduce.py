@@ -22,7 +22,7 @@ from blake3 import blake3
 
 from swarm.averaging.agreement.messages import MemberFailed
 from swarm.averaging.agreement.shares import Share, Shares
-from swarm.averaging.vectors.exchange import Residual
+from swarm.averaging.vectors.feedback import Residual
 from swarm.averaging.vectors.reduction import HandOut, Reduction, Side, decode_bounded, squared_norm
 from swarm.averaging.wire.transport import Payload
 from swarm.compression.codec import Buffer, Codec

@@ -135,10 +135,9 @@ class PartialSnapshot:
         """The sources, beginning with the one that most segments came from."""
         return sorted(self.sources, key=lambda donor: -self._num_sent[donor.peer_id])
 
-    def arrived(self, index: int, donor: PeerRecord) -> None:
+    def arrived(self, donor: PeerRecord) -> None:
         """Note that a segment has come from a donor."""
         self._num_sent[donor.peer_id] += 1
-        self.segments.finish(index)
 
     def span(self, index: int) -> tuple[int, int]:
         """The first byte of a segment, and the byte after its last, within the whole snapshot."""

@@ -52,7 +52,7 @@ class Peer:
         config = make_config(stages=2, quorum="available" if more_samples_win else "majority")
         timing = dataclasses.replace(QUICK, fresh_seconds=PATIENCE_SECONDS)
         context = make_context(record(1), self.other_stages, config=config, timing=timing, clock=self.clock)
-        self.branches = Branches(at(0), context)
+        self.branches = Branches(at(0), config, self.clock, timing, lambda: context.other_stages)
         for number in range(1, num_rounds + 1):
             self.commit(at(number))
 

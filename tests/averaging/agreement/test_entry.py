@@ -20,7 +20,6 @@ from tests.averaging.doubles import (
     Network,
     Peer,
     make_config,
-    make_context,
     record,
     until,
 )
@@ -151,8 +150,7 @@ def entry(*, rate: float, setting: str = "synchronous") -> Entry:
     config = make_config(setting, microbatches=ROUND_MICROBATCHES)
     announced = record(2).model_copy(update={"samples_per_second": rate})
     joining = record(3).model_copy(update={"samples_per_second": 1000.0, "state": PeerState.JOINING})
-    context = make_context(record(1), lambda stage: [announced, joining], config=config)
-    judged = Entry(context, SizedStage(num_bytes=4_000_000))
+    judged = Entry(config, lambda stage: [announced, joining], SizedStage(num_bytes=4_000_000))
     judged.begin()
     judged.downloaded(200_000.0, seconds=60.0, now=0.0)
     return judged

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from swarm.averaging.wire.calls import Broadcast
-from swarm.averaging.wire.transport import ABORT
+from swarm.averaging.wire.transport import ABORT, Broadcast
 from swarm.errors import DeadlineExceeded, PeerUnavailable, SwarmError
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerId, PeerRecord
