@@ -186,7 +186,7 @@ async def _raise(error: Exception) -> None:
     raise error
 
 
-Context = Any
+GrpcContext = Any
 """Stands for grpc.aio.ServicerContext, which has other type arguments in each call."""
 
 
@@ -197,25 +197,25 @@ class AveragingServicer(AveragingServiceServicer):
         self._handlers = handlers
         self._own_id = own_id
 
-    async def Report(self, request: pb.ReportRequest, context: Context) -> pb.ReportReply:
+    async def Report(self, request: pb.ReportRequest, context: GrpcContext) -> pb.ReportReply:
         return await self._answer(REPORT, request, context)
 
-    async def Begin(self, request: pb.BeginRequest, context: Context) -> pb.BeginReply:
+    async def Begin(self, request: pb.BeginRequest, context: GrpcContext) -> pb.BeginReply:
         return await self._answer(BEGIN, request, context)
 
-    async def Average(self, request: pb.AverageRequest, context: Context) -> pb.AverageReply:
+    async def Average(self, request: pb.AverageRequest, context: GrpcContext) -> pb.AverageReply:
         return await self._answer(AVERAGE, request, context)
 
-    async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitReply:
+    async def Commit(self, request: pb.CommitRequest, context: GrpcContext) -> pb.CommitReply:
         return await self._answer(COMMIT, request, context)
 
-    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortReply:
+    async def Abort(self, request: pb.AbortRequest, context: GrpcContext) -> pb.AbortReply:
         return await self._answer(ABORT, request, context)
 
-    async def Barrier(self, request: pb.BarrierRequest, context: Context) -> pb.BarrierReply:
+    async def Barrier(self, request: pb.BarrierRequest, context: GrpcContext) -> pb.BarrierReply:
         return await self._answer(BARRIER, request, context)
 
-    async def Exchange(self, request_iterator: Any, context: Context) -> AsyncIterator[pb.ExchangeReply]:
+    async def Exchange(self, request_iterator: Any, context: GrpcContext) -> AsyncIterator[pb.ExchangeReply]:
         try:
             first = await _next(request_iterator)
             if first is None or first.WhichOneof("message") != "open":
@@ -233,7 +233,7 @@ class AveragingServicer(AveragingServiceServicer):
         for piece in pieces_of(reduced.encoded):
             yield pb.ExchangeReply(data=piece)
 
-    async def Shared(self, request: pb.SharedRequest, context: Context) -> AsyncIterator[pb.SharedReply]:
+    async def Shared(self, request: pb.SharedRequest, context: GrpcContext) -> AsyncIterator[pb.SharedReply]:
         try:
             encoded = await self._handlers.shared(request)
         except SwarmError as error:
@@ -241,7 +241,7 @@ class AveragingServicer(AveragingServiceServicer):
         for piece in pieces_of(encoded):
             yield pb.SharedReply(data=piece)
 
-    async def Download(self, request: pb.DownloadRequest, context: Context) -> AsyncIterator[pb.DownloadReply]:
+    async def Download(self, request: pb.DownloadRequest, context: GrpcContext) -> AsyncIterator[pb.DownloadReply]:
         try:
             async with aclosing(self._handlers.download(request, bearer_of(context))) as replies:
                 async for reply in replies:
@@ -249,7 +249,7 @@ class AveragingServicer(AveragingServiceServicer):
         except SwarmError as error:
             await abort(context, error)
 
-    async def _answer(self, method: Method[Request, Reply], request: Request, context: Context) -> Reply:
+    async def _answer(self, method: Method[Request, Reply], request: Request, context: GrpcContext) -> Reply:
         try:
             return await self._handlers.handle(method, request)
         except SwarmError as error:
