@@ -62,7 +62,6 @@ ELSEWHERE = frozenset(
 MAINS = {"scripts/bench": bench.main, "scripts/chaos": chaos.main, "scripts/simulate": simulate.main}
 SHOWN = {"performance.md": bench.BENCHES, "simulation.md": simulate.STUDIES}
 """What a page has a command of, for each; NAME stands for all of them."""
-MAPPED = ("swarm", "peers", "scripts/benches")
 DESIGN_SENTENCES = (
     "stages discovered via a hivemind DHT",
     "forwards routed stochastically through a throughput-ranked priority queue per stage",
@@ -177,21 +176,6 @@ def test_readme_names_every_command() -> None:
     ]
     named = {word for cell in _rows(README.read_text()) for word in re.findall(r"[\w/-]+", cell)}
     assert set(commands) <= named
-
-
-def test_the_code_map_is_the_tree() -> None:
-    """Every entry exists, and every module of the library, the programs and the benches has one."""
-    tree = next(block for block in _FENCE.findall((ROOT / "docs" / "code-map.md").read_text()) if "\nproto/" in block)
-    folders: list[str] = []
-    listed = set()
-    for line in tree.splitlines()[1:-1]:
-        depth = (len(line) - len(line.lstrip())) // 2
-        folders[depth:] = [line.split()[0].rstrip("/")]
-        listed.add("/".join(folders))
-    assert not [entry for entry in sorted(listed) if not (ROOT / entry).exists()]
-    modules = {str(path.relative_to(ROOT)) for folder in MAPPED for path in (ROOT / folder).rglob("*.py")}
-    generated = {name for name in modules if name.startswith("swarm/rpc/v1/")}
-    assert {name for name in modules - generated if not name.endswith(("__init__.py", "__main__.py"))} <= listed
 
 
 def test_architecture_says_which_file_keeps_each_sentence() -> None:

@@ -1,0 +1,1 @@
+"""swarm-dashboard: a page in the browser that shows running swarms."""

@@ -1,0 +1,1 @@
+"""swarm-doctor, and the checks that swarm-peer makes before it begins."""

@@ -1,0 +1,1 @@
+"""swarm-generate: text from what a run has learnt."""

@@ -1,0 +1,1 @@
+"""swarm-local: a whole swarm on one machine."""

@@ -1,0 +1,1 @@
+"""swarm-model: takes models of Hugging Face in and gives them out."""

@@ -1,0 +1,1 @@
+"""swarm-peer: serves one stage of a run."""

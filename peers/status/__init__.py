@@ -1,0 +1,1 @@
+"""swarm-status, and the figures of peers and trainers that it and the dashboard show."""

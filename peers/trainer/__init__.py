@@ -1,0 +1,1 @@
+"""swarm-trainer: feeds text into a running swarm and follows its steps."""

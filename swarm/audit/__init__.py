@@ -1,0 +1,1 @@
+"""Proves from event logs that every microbatch counted as it should."""

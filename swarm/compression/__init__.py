@@ -1,0 +1,1 @@
+"""Codecs: vectors as few bytes."""

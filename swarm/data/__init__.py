@@ -1,0 +1,1 @@
+"""Text, as numbered microbatches of tokens."""

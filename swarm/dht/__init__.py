@@ -1,0 +1,1 @@
+"""Signed records in a distributed hash table."""

@@ -1,0 +1,1 @@
+"""The transformer, and the stages that it is cut into."""

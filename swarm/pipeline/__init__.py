@@ -1,0 +1,1 @@
+"""LOOP 1: the trainer."""

@@ -1,0 +1,1 @@
+"""Ready-made configurations, for swarm-peer --preset NAME."""

@@ -1,0 +1,1 @@
+"""Which stage a peer serves, and when it moves."""

@@ -1,0 +1,1 @@
+"""Which peer of a stage gets the next microbatch."""

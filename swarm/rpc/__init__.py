@@ -1,0 +1,1 @@
+"""Calls between machines: connections, rights, limits and tensors."""

@@ -1,0 +1,1 @@
+"""LOOP 2: the stage peer."""

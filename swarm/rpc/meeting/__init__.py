@@ -1,0 +1,1 @@
+"""Peers that others do not reach, and the meeting points that help them."""

@@ -1,0 +1,1 @@
+"""DiLoCo: peers step by themselves, and a round averages what they learnt."""

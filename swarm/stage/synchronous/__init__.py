@@ -1,0 +1,1 @@
+"""The synchronous setting: a round is one optimizer step."""
