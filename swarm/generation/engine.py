@@ -14,10 +14,11 @@ from typing import Protocol
 import torch
 
 from swarm.generation.choice import Scorer, choose
+from swarm.generation.decoding import Decoding, NextPositions
 from swarm.generation.room import Room
 from swarm.generation.sampling import Sampling, Scores
 from swarm.machine.words import counted
-from swarm.model.attention import CacheRows, KeyValueCache
+from swarm.model.attention import KeyValueCache
 from swarm.model.transformer import Transformer
 
 _MOST_AHEAD = 4
@@ -73,7 +74,8 @@ class LocalEngine:
         """
         assert room.capacity >= longest, "a sequence could wait for ever"
         self._model = model.eval()
-        self._device = next(model.parameters()).device
+        device = next(model.parameters()).device
+        self._decoding = Decoding(lambda tensor: tensor.to(device))
         self._room = room
         self.longest = longest
         self.round = round_number
@@ -121,27 +123,14 @@ class LocalEngine:
 
     @torch.inference_mode()
     def _go_on(self, sequences: Sequence["_Sequence"]) -> None:
-        """Compute the next positions of one sequence, or one position of each. If that fails, such as for lack of
-        memory, each is computed alone, so that the error is only told to the callers that it concerns."""
-        before = [sequence.cache.num_positions for sequence in sequences]
-        caches = [sequence.cache for sequence in sequences]
-        pieces = [sequence.next_piece(self._piece_tokens) for sequence in sequences]
-        num_logits = max(sequence.num_logits(len(piece)) for sequence, piece in zip(sequences, pieces, strict=True))
-        try:
-            cache = caches[0] if len(caches) == 1 else CacheRows(caches)
-            logits_BNV = self._model(torch.tensor(pieces, device=self._device), cache=cache, num_logits=num_logits)
-        except Exception as error:  # noqa: BLE001 - the caller raises it
-            if len(sequences) == 1:
-                sequences[0].fail(error)
-                return
-        else:
-            for sequence, piece, logits_NV in zip(sequences, pieces, logits_BNV, strict=True):
-                sequence.take(piece, logits_NV)
-            return
-        # By now the failed computation has given its memory back.
-        for sequence, num_positions in zip(sequences, before, strict=True):
-            sequence.cache.rewind(num_positions)
-            self._go_on([sequence])
+        """Compute the next positions of one sequence, or one position of each."""
+        together = [sequence.next_positions(self._piece_tokens) for sequence in sequences]
+        outputs = self._decoding.compute(lambda: self._model, together)
+        for sequence, positions, output in zip(sequences, together, outputs, strict=True):
+            if isinstance(output, BaseException):
+                sequence.fail(output)
+            else:
+                sequence.take(positions.tokens, output)
 
 
 class _Sequence:
@@ -156,7 +145,7 @@ class _Sequence:
         self._num_left = num_chosen(max_tokens, scores)
         self._ready = deque[int]()
         self._num_delivered = len(prompt)
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._arrived = asyncio.Event()
 
     @property
@@ -169,14 +158,12 @@ class _Sequence:
         """Whether the next token of this sequence is to be computed now."""
         return self._num_left > 0 and len(self._ready) < _MOST_AHEAD and self._error is None
 
-    def next_piece(self, most_tokens: int) -> list[int]:
-        """The tokens at the positions that are computed next."""
+    def next_positions(self, most_tokens: int) -> NextPositions:
+        """The positions that are computed next."""
         first = self.cache.num_positions
-        return self.tokens[first : first + most_tokens]
-
-    def num_logits(self, count: int) -> int:
-        """How many of the next positions' logits are needed."""
-        return 1 if self._scorer is None else self._scorer.num_logits(count)
+        tokens = self.tokens[first : first + most_tokens]
+        num_logits = 1 if self._scorer is None else self._scorer.num_logits(len(tokens))
+        return NextPositions(cache=self.cache, tokens=tokens, num_logits=num_logits)
 
     def take(self, piece: Sequence[int], logits_NV: torch.Tensor) -> None:
         """Score a piece's tokens, and choose the next one at the end of the prompt."""
@@ -202,7 +189,7 @@ class _Sequence:
         if self._ready or self._error is not None:
             self._arrived.set()
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """Make the caller's `next_token` raise this error, after it has taken the tokens computed so far."""
         self._error = error
 

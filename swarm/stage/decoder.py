@@ -12,16 +12,17 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
-from typing import Any
 
 import torch
 
 from swarm.config import RunConfig
 from swarm.generation.choice import Scorer, choose
+from swarm.generation.decoding import Decoding, NextPositions
 from swarm.generation.sampling import BYTES_OF_SCORE
 from swarm.hop.session import Order, Piece, Token
-from swarm.model.attention import CacheRows, KeyValueCache, cache_bytes
+from swarm.model.attention import KeyValueCache, cache_bytes
 from swarm.model.stage_module import StageModule
 from swarm.model.stages import layer_ranges
 from swarm.rpc.wire import ENCODINGS, require_in_range
@@ -63,6 +64,7 @@ class Decoder:
         self._staging = backend.staging
         self._device = next(iter(backend.weights.masters.values())).device
         self._runtime = runtime
+        self._decoding = Decoding(backend.staging.upload)
         self._waiting: deque[_Step] = deque()
 
     async def compute(self, computed: Computed, pieces: Sequence[Piece], *, sample: bool) -> Piece | Token | None:
@@ -94,21 +96,29 @@ class Decoder:
         for _, together in groupby(steps, key=lambda step: step.computed.held):
             self._run(list(together))
 
+    @torch.inference_mode()
     def _run(self, steps: list[_Step]) -> None:
         wanted = [step for step in steps if step.future.set_running_or_notify_cancel()]
-        inputs = [(step, hidden) for step in wanted if (hidden := self._inputs(step)) is not None]
-        if inputs:
-            self._compute([step for step, _ in inputs], [hidden for _, hidden in inputs])
+        together = {step: positions for step in wanted if (positions := self._positions(step)) is not None}
+        if not together:
+            return
+        assert isinstance(self._module, StageModule), "no session is taken for another one"
+        module = partial(wanted[0].computed.held.module, self._module, self._device)
+        outputs = self._decoding.compute(module, list(together.values()))
+        for step, output in zip(together, outputs, strict=True):
+            self._answer(step, output)
 
-    def _inputs(self, step: _Step) -> torch.Tensor | None:
-        """The module's input for a step. If there is none, None, and the step's caller gets the error."""
+    def _positions(self, step: _Step) -> NextPositions | None:
+        """What is to be computed for a step. If its input makes no sense, None, and the step's caller gets the
+        error."""
+        computed, scorer = step.computed, step.computed.scorer
         try:
-            if self._is_first:
-                return self._staging.upload(torch.tensor([step.tokens]))
-            return torch.cat([self._decode(piece) for piece in step.hidden], dim=1)
+            hidden = None if self._is_first else torch.cat([self._decode(piece) for piece in step.hidden], dim=1)
         except BaseException as error:  # noqa: BLE001 - the caller raises it
             step.future.set_exception(error)
             return None
+        num_logits = 1 if scorer is None else scorer.num_logits(len(step.tokens))
+        return NextPositions(cache=computed.cache, tokens=step.tokens, hidden_1TR=hidden, num_logits=num_logits)
 
     def _decode(self, piece: Piece) -> torch.Tensor:
         spec = self._boundary.spec(1, len(piece.tokens))
@@ -116,43 +126,13 @@ class Decoder:
         require_in_range(HIDDEN, wire)
         return self._boundary.decode(wire, 1, len(piece.tokens), self._staging)
 
-    @torch.inference_mode()
-    def _compute(self, steps: Sequence[_Step], inputs: Sequence[torch.Tensor]) -> None:
-        """Compute steps side by side. If that fails, such as for lack of memory, each is computed alone, so that the
-        error is only told to the callers that it concerns."""
-        before = [step.computed.cache.num_positions for step in steps]
-        try:
-            outputs = self._outputs(steps, torch.cat(list(inputs)))
-        except BaseException as error:  # noqa: BLE001 - the caller raises it
-            if len(steps) == 1:
-                steps[0].future.set_exception(error)
-                return
-        else:
-            for step, output in zip(steps, outputs.chunk(len(steps)), strict=True):
-                self._answer(step, output)
-            return
-        # By now the failed computation has given its memory back.
-        for step, num_positions, hidden in zip(steps, before, inputs, strict=True):
-            step.computed.cache.rewind(num_positions)
-            self._compute([step], [hidden])
-
-    def _outputs(self, steps: Sequence[_Step], inputs: torch.Tensor) -> torch.Tensor:
-        held = steps[0].computed.held
-        caches = [step.computed.cache for step in steps]
-        cache = caches[0] if len(caches) == 1 else CacheRows(caches)
-        arguments: dict[str, Any] = {"dropout_key": None, "cache": cache}
-        if self._config.model.bottleneck_dim and not self._is_first:
-            arguments["tokens_BT"] = self._staging.upload(torch.tensor([step.tokens for step in steps]))
-        if (scorer := steps[0].computed.scorer) is not None:
-            arguments["num_logits"] = scorer.num_logits(len(steps[0].tokens))
-        assert isinstance(self._module, StageModule), "no session is taken for another one"
-        outputs: torch.Tensor = held.module(self._module, self._device)(inputs, **arguments)
-        return outputs
-
-    def _answer(self, step: _Step, output: torch.Tensor) -> None:
+    def _answer(self, step: _Step, output_NV: torch.Tensor | BaseException) -> None:
         """Give a step's caller what was computed, or the error."""
+        if isinstance(output_NV, BaseException):
+            step.future.set_exception(output_NV)
+            return
         try:
-            answer = self._chosen(step, output[0]) if self._is_last else self._encode(step, output)
+            answer = self._chosen(step, output_NV) if self._is_last else self._encode(step, output_NV)
         except BaseException as error:  # noqa: BLE001 - the caller raises it
             step.future.set_exception(error)
         else:
@@ -171,8 +151,8 @@ class Decoder:
         scorer.add_chosen(token)
         return Token(position, token, scorer.take())
 
-    def _encode(self, step: _Step, output_1TR: torch.Tensor) -> Piece:
-        wire = self._boundary.encode(output_1TR, self._staging).wait().contiguous()
+    def _encode(self, step: _Step, output_TR: torch.Tensor) -> Piece:
+        wire = self._boundary.encode(output_TR[None], self._staging).wait().contiguous()
         return Piece(step.tokens, wire.reshape(-1).view(torch.uint8).numpy().tobytes())
 
 

@@ -12,6 +12,7 @@ import torch
 
 from swarm.config import LoraConfig, ModelConfig, RunConfig, WireConfig
 from swarm.errors import Overloaded, PeerUnavailable, SwarmError
+from swarm.generation import decoding
 from swarm.generation.choice import choose
 from swarm.generation.engine import collect
 from swarm.generation.sampling import Sampling, Scores, Scoring
@@ -189,7 +190,7 @@ async def test_one_session_that_fails_takes_no_others_along(monkeypatch: pytest.
         return choose(logits_V, sampling, position)
 
     monkeypatch.setattr(continuation, "PATIENCE_SECONDS", 0.2)
-    monkeypatch.setattr(decoder, "CacheRows", TooMany)
+    monkeypatch.setattr(decoding, "CacheRows", TooMany)
     monkeypatch.setattr(decoder, "choose", choose_or_fail)
     prompts = [PROMPT, [1, 2]]
     expected = [_expected(CONFIG, prompt, GREEDY, 60) for prompt in prompts]
