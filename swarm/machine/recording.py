@@ -1,0 +1,108 @@
+"""Recordings of what a device computes: replayed as one launch, at the same addresses, without Python.
+
+Used by stage/, for a microbatch's forward and backward. On a GPU a recording is a CUDA graph: for a small model, Python
+takes longer to launch a computation's hundreds of operations than the GPU to compute them.
+
+What is recorded reads and writes the same memory in each replay. So its inputs are tensors that the caller keeps, and
+copies new values into. Numbers that Python sees while something is recorded stay as they are. Nothing that is recorded
+may read the device from Python, since nothing is computed until the first replay.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+_Result = TypeVar("_Result")
+
+WARM_UPS = 3
+"""How often something is computed before it is recorded, as torch recommends for CUDA graphs."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Recording(Generic[_Result]):
+    """Something that was recorded.
+
+    Attributes:
+        replay: computes it again, in the order of the current stream. Blocks for no result.
+        result: what the recorded function returned. Its tensors get their values with each replay, and have none before
+            the first one.
+        num_bytes: the device memory that the recording takes, beyond what its pool had.
+    """
+
+    replay: Callable[[], None]
+    result: _Result
+    num_bytes: int
+
+
+class Recorder(Protocol):
+    """Makes recordings. To be used on one thread, the same one that replays them."""
+
+    def pool(self) -> object:
+        """Make a pool: memory that several recordings share.
+
+        A replay may write to whatever the pool's other recordings made, but for those results that were in use when it
+        was recorded. So results are to be consumed before another recording of the pool is replayed.
+        """
+        ...
+
+    def warm_up(self, work: Callable[[], object]) -> None:
+        """Run `work` a few times as it will be recorded, so that libraries choose their kernels and make their buffers.
+
+        `work`, or another one of the same operations and shapes, is recorded next.
+        """
+        ...
+
+    def record(self, work: Callable[[], _Result], pool: object | None = None) -> Recording[_Result]:
+        """Run `work` once, and record it.
+
+        The recording keeps all memory of its pool, also what `work` let go of. What other operations have saved for a
+        backward is not touched by replays if it is in another pool.
+
+        Args:
+            pool: of `pool`; None for memory that no other recording shares.
+
+        Raises:
+            RuntimeError: something in it cannot be recorded. The device's memory may run out, too.
+        """
+        ...
+
+
+class CudaRecorder(Recorder):
+    """Records CUDA graphs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # One stream for everything: the operations of a backward run on the stream on which its forward was recorded,
+        # and the libraries' buffers, which warming up makes, belong to a stream.
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
+
+    def pool(self) -> object:
+        return torch.cuda.graph_pool_handle()
+
+    def warm_up(self, work: Callable[[], object]) -> None:
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            for _ in range(WARM_UPS):
+                work()
+        current.wait_stream(self._stream)
+
+    def record(self, work: Callable[[], _Result], pool: object | None = None) -> Recording[_Result]:
+        with torch.cuda.device(self._device):
+            # torch empties the cache itself, so what it had must not count.
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            before = torch.cuda.memory_reserved()
+            graph = torch.cuda.CUDAGraph()
+            # Other threads copy from and to the device meanwhile, which the mode "global" forbids.
+            with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):  # type: ignore[arg-type]  # torch names no type for pools
+                result = work()
+            num_bytes = max(0, torch.cuda.memory_reserved() - before)
+        return Recording(replay=graph.replay, result=result, num_bytes=num_bytes)
+
+
+def recorder_of(device: torch.device) -> Recorder | None:
+    """The recorder for a device; None where torch has none."""
+    return CudaRecorder(device) if device.type == "cuda" else None
