@@ -22,11 +22,8 @@ from peers.static.options import StaticOptions
 from peers.status.program import StatusOptions
 from peers.trainer.options import TrainerOptions
 from scripts.benches import __main__ as bench
-from scripts.benches import catalogue
-from scripts.benches.all import Options as AllOptions
 from scripts.benches.chaos import __main__ as chaos
 from scripts.benches.chaos.__main__ import Options as ChaosOptions
-from scripts.benches.compare import Options as CompareOptions
 from scripts.benches.shared.common import BenchOptions
 from scripts.benches.simulate import __main__ as simulate
 from scripts.benches.simulate.study import StudyOptions
@@ -49,12 +46,10 @@ OPTIONS: dict[str, type] = {
     "swarm-model push": PushModelOptions,
     "swarm-local": LocalOptions,
     "scripts/demo": LocalOptions,
-    "scripts/bench all": AllOptions,
-    "scripts/bench compare": CompareOptions,
     "scripts/bench": BenchOptions,
     "scripts/chaos": ChaosOptions,
     "scripts/simulate": StudyOptions,
-} | {f"scripts/bench {name}": catalogue.module_of(name).Options for name in catalogue.MEASURING}
+} | {f"scripts/bench {name}": bench.module_of(name).Options for name in bench.BENCHES}
 ELSEWHERE = frozenset(
     ("--nproc-per-node", "--nnodes", "--no-python", "--max-restarts", "--rdzv-backend", "--rdzv-endpoint", "--tasks")
 )
@@ -155,8 +150,6 @@ def test_commands_on_lines_of_their_own_are_understood(
 
     monkeypatch.setattr(cli, "parse", parse_only)
     monkeypatch.chdir(tmp_path)
-    for name in ("OLD", "NEW"):
-        Path(name).write_text('{"benches": {}}')
     named = set()
     for program, line in _COMMAND.findall(page.read_text()):
         first, *options = line.split()

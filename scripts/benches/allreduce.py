@@ -1,24 +1,10 @@
 """Four processes average 20 M float32 parameters over this machine's loopback: ours against hivemind's averager.
 
-The processes of both sides have one torch thread. A repetition is one round of each arm, in turn: ours with int8,
-hivemind's Uniform8BitQuantization, ours with fp16, hivemind's Float16Compression. Every second repetition has them in
-the opposite order. A speedup compares rounds of the same repetition.
-
-`round_speedup_*` compare whole rounds, until the last member has applied the result. Our time begins with the start of
-the round. It includes reports, Begin, the exchange, Commit and the digest of what was applied, over TLS. hivemind's
-time is its step with its matchmaking.
-
-`speedup_*` are not judged, because they favour ours. hivemind's time begins when a group that has already been found is
-triggered, and ends when its step returns and the average has been added to the tensors. Our time is that of
-`Exchanges.run` alone, at the slowest member. It leaves out several things: making one vector of the tensors, receiving
-and answering Begin and Average, making tensors of the average, and Commit, which copies the average into the member's
-tensors.
-
-At the end one member of each side is killed with kill -9 when half of a round's bytes have been sent. Then each
-survivor is asked which values it holds.
-
-An error is the distance to the exact mean of the known values, over the norm of the mean. Loopback bytes are counted by
-the kernel, so other programs that use the loopback add to them.
+A repetition is one round of each arm, in turn. `round_speedup_*` compare whole rounds, until the last member has
+applied the result. `speedup_*` favour ours: hivemind's time is its whole step without matchmaking, ours only that of
+the exchange at the slowest member. At the end one member of each side is killed with kill -9 when half of a round's
+bytes have been sent, and each survivor is asked which values it holds. An error is the distance to the exact mean of
+the known values, over the norm of the mean. Loopback bytes are counted by the kernel.
 """
 
 import statistics
@@ -34,7 +20,6 @@ from peers.local.supervisor import Child, Supervisor
 from peers.shared import cli
 from scripts.benches.shared import paired
 from scripts.benches.shared.common import OutputOptions, fail_on_exit, largest_of, say, wait_for_json, write_json
-from scripts.benches.shared.judged import LESS, MORE
 from scripts.benches.shared.proc import loopback_bytes
 from scripts.benches.sides.averaging_peer import READY_FILE
 from scripts.benches.sides.swarm_averager import averaging_config
@@ -46,20 +31,10 @@ LEAD_SECONDS = 0.3
 POLL_SECONDS = 0.002
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """The environment of both sides: one thread, as in swarm-peer."""
-MAX_ERROR = 0.3
-"""An arm with a larger error has not averaged, so its time does not count."""
+MAX_ERROR = 0.3  # An arm with a larger error has not averaged, so its time does not count
 SAME = 1e-2
 """A survivor that is closer to a mean than this holds that mean. Any two of the means are much further apart."""
-HALF_SECONDS = 300.0
-"""Longest wait for half of a round's bytes, which takes seconds."""
-
-JUDGED = {
-    "round_speedup_*": MORE,
-    "error_ratio_int8": LESS,
-    "bytes_ratio.*": LESS,
-    "loopback_bytes_ratio.*": LESS,
-    "killed.ours.survivors_agree": MORE,
-}
+HALF_SECONDS = 300.0  # Longest wait for half of a round's bytes, which takes seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +61,6 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """The arm's name in the figures."""
         return f"{self.side}_{self.codec}"
 
 
@@ -109,11 +83,9 @@ class Round:
 
     @property
     def seconds(self) -> float:
-        """The time from the start to the last member's end."""
         return self.largest("seconds")
 
     def largest(self, name: str) -> float:
-        """The largest of the members' values."""
         return max(float(reply[name]) for reply in self.finished)
 
     @property
@@ -141,7 +113,6 @@ class Group:
     num_orders: int = 0
 
     def start(self, numbers: Sequence[int], *arguments: str) -> list[dict[str, Any]]:
-        """Start processes, and return their messages when they are ready."""
         for number in numbers:
             name, folder = f"{self.side}-{number}", self._folder(number)
             folder.mkdir(parents=True)
@@ -151,19 +122,16 @@ class Group:
         return [wait_for_json(self._folder(number) / READY_FILE, self.children) for number in numbers]
 
     def order(self, name: str, **arguments: Any) -> int:
-        """Give an order to all members. Returns the order's number."""
         number, self.num_orders = self.num_orders, self.num_orders + 1
         for member in self.members:
             write_json(self._folder(member) / f"{number}.json", {"name": name, **arguments})
         return number
 
     def ask(self, name: str, **arguments: Any) -> list[dict[str, Any]]:
-        """Give an order to all members, and wait for their answers."""
         number = self.order(name, **arguments)
         return [wait_for_json(self._folder(m) / f"{number}.reply.json", self.children) for m in self.members]
 
     def kill9(self, member: int) -> None:
-        """Kill a member, without a farewell."""
         self.children.kill9(self.members.pop(member))
 
     def _folder(self, member: int) -> Path:
@@ -171,7 +139,6 @@ class Group:
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Measure all arms, and return the figures."""
     rounds: dict[Arm, list[Round]] = {arm: [] for arm in ARMS}
     with tempfile.TemporaryDirectory(prefix="bench-allreduce-") as name, Supervisor(Path(name) / "logs") as children:
         groups = _start_groups(options, children, Path(name))
@@ -245,12 +212,7 @@ def _killed_round(group: Group, arm: Arm, half_bytes: int) -> dict[str, Any]:
 
 
 def until_sent(total_bytes: int, children: Supervisor, *, timeout_seconds: float = HALF_SECONDS) -> None:
-    """Wait until the loopback's byte count reaches this number.
-
-    Raises:
-        PeerUnavailable: some child ended meanwhile.
-        DeadlineExceeded: it took longer than that.
-    """
+    """Wait until the loopback's byte count reaches this number. Raises PeerUnavailable and DeadlineExceeded."""
     deadline = time.monotonic() + timeout_seconds
     while (missing := total_bytes - loopback_bytes()) > 0:
         fail_on_exit(children)
@@ -260,7 +222,6 @@ def until_sent(total_bytes: int, children: Supervisor, *, timeout_seconds: float
 
 
 def held(distances: dict[str, float]) -> str:
-    """The name of the mean that a member holds, if it holds any."""
     name, nearest = min(distances.items(), key=lambda item: item[1])
     return f"the mean of {name}" if nearest < SAME else "neither mean"
 
@@ -284,20 +245,15 @@ def _figures(options: Options, rounds: dict[Arm, list[Round]]) -> dict[str, Any]
         "speedup_fp16": paired.ratio(seconds["hivemind_fp16"], exchanges["ours_fp16"]),
     }
     return {
-        **paired.figures(speedups),
-        "error_ratio_int8": errors["ours_int8"] / errors["hivemind_8bit"],
+        **paired.figures(speedups), "error_ratio_int8": errors["ours_int8"] / errors["hivemind_8bit"],
         "bytes_ratio": shares_of_formula(lambda r: r.payload_bytes),
         "loopback_bytes_ratio": shares_of_formula(lambda r: r.loopback_bytes),
         "median_seconds": paired.medians(seconds),
         "best_seconds": {name: min(values) for name, values in seconds.items()},
-        "exchange_seconds": paired.medians(exchanges),
-        "whole_step_seconds": paired.medians(whole_steps),
-        "errors": errors,
-        "loopback_bytes": paired.medians(turns(lambda r: r.loopback_bytes)),
-        "parameters": options.parameters,
-        "peers": options.peers,
-        "repetitions": options.repetitions,
-    }
+        "exchange_seconds": paired.medians(exchanges), "whole_step_seconds": paired.medians(whole_steps),
+        "errors": errors, "loopback_bytes": paired.medians(turns(lambda r: r.loopback_bytes)),
+        "parameters": options.parameters, "peers": options.peers, "repetitions": options.repetitions,
+    }  # fmt: skip
 
 
 def formula_bytes(codec: str, options: Options) -> int:

@@ -1,10 +1,4 @@
-"""Measures how much a model's loss rises when the shards of its layers exchange less.
-
-nanoGPT's Shakespeare model for a CPU (the bench `nanogpt` has its configuration) is trained in one process, once for
-each block type. Its four layers are cut into shards as the block type says. The initial weights and the batches are
-always the same. Figures are held-out losses in nats, and the number of sums over the shards in a step. The text has to
-be named: --dataset tinyshakespeare.txt.
-"""
+"""How much does a model's loss rise when the shards of its layers exchange less?"""
 
 import dataclasses
 import time
@@ -15,19 +9,14 @@ from typing import Any
 from peers.shared import cli
 from scripts.benches.nanogpt import BATCH, shakespeare
 from scripts.benches.shared.common import BenchOptions, compute_like_peers, say, with_corpus
-from scripts.benches.shared.held_out import HeldOut
-from scripts.benches.shared.judged import LESS
-from scripts.benches.sides.reference import Reference
+from scripts.benches.sides.reference import HeldOut, Reference
 from swarm.config import ModelConfig, RunConfig, StagesConfig
 from swarm.model.shards import spans
 
 ARMS: Mapping[str, tuple[str, ...]] = {
-    "tp": ("tp",) * 4,
-    "spd": ("spd",) * 4,
-    "parallel": ("parallel",) * 4,
+    "tp": ("tp",) * 4, "spd": ("spd",) * 4, "parallel": ("parallel",) * 4,
     "tp_ends": ("tp", "parallel", "parallel", "tp"),
-}
-JUDGED = {"blocks.*.validation_loss": LESS}
+}  # fmt: skip
 LARGEST_DIFFERENCE = 0.02
 
 
@@ -55,7 +44,6 @@ class Options(BenchOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Train every arm, and return the figures."""
     compute_like_peers()
     figures: dict[str, Any] = {}
     for name in options.blocks:
@@ -83,8 +71,6 @@ def _config(options: Options, types: tuple[str, ...]) -> RunConfig:
     model: ModelConfig = dataclasses.replace(config.model, block_types=types, num_shards=options.shards)
     # With two stages, each would have an end at which shards meet.
     return dataclasses.replace(
-        config,
-        model=model,
-        stages=StagesConfig(num_stages=1),
+        config, model=model, stages=StagesConfig(num_stages=1),
         data=dataclasses.replace(config.data, microbatch_size=BATCH),
-    )
+    )  # fmt: skip

@@ -1,8 +1,6 @@
 """What do rarer and smaller averages cost? Validation loss and bytes of each way to average, at equal tokens.
 
-Every arm (sides/diloco/arms.py has the table) trains the same small model on the same samples, with a process for each
-arm and seed. The averaging code is the swarm's own, but peers call each other directly and not over gRPC. This takes
-long; `--arms` and `--seeds` reduce the work.
+A process trains each arm (sides/diloco/arms.py) with each seed. Peers call each other directly and not over gRPC.
 """
 
 import itertools
@@ -20,31 +18,25 @@ from typing import Any
 
 from peers.local.supervisor import Child, Supervisor, last_line
 from peers.shared import cli
-from scripts.benches.shared import figures_file, paired
+from scripts.benches.shared import paired
 from scripts.benches.shared.common import POLL_SECONDS, BenchOptions, say, with_corpus
-from scripts.benches.shared.judged import MORE
 from scripts.benches.sides.diloco.arms import ARMS, run_config
 from scripts.benches.sides.diloco.kept import Kept
 from swarm.errors import PeerUnavailable
 
 COMPARISONS = {
-    "synchronous_vs_single": ("synchronous", "single", 0.001),
-    "h50_vs_synchronous": ("h50", "synchronous", 0.02),
+    "synchronous_vs_single": ("synchronous", "single", 0.001), "h50_vs_synchronous": ("h50", "synchronous", 0.02),
     "four_half_vs_synchronous": ("four-half", "synchronous", 0.02),
-    "int8_h50_vs_synchronous": ("int8", "synchronous", 0.01),
-    "churn_cost": ("churn", "four", 0.01),
-    "overlap_cost": ("overlap", "h50", 0.01),
-    "sparse_vs_int8": ("sparse-h10", "int8-h10", 0.01),
-}
+    "int8_h50_vs_synchronous": ("int8", "synchronous", 0.01), "churn_cost": ("churn", "four", 0.01),
+    "overlap_cost": ("overlap", "h50", 0.01), "sparse_vs_int8": ("sparse-h10", "int8-h10", 0.01),
+}  # fmt: skip
 """Differences in loss, by name: an arm, the arm from which it differs, and the bound below which the goal is
 reached."""
 H_CURVE = ("h10", "h50", "h200")
 REPORTED_RISE = 0.1188
 """The rise of the perplexity from H = 10 to H = 200 that the diloco-swarm project (2025) reports: 27.95 to 31.27."""
-FEWER_BYTES = 30.0
-"""SparseLoCo's goal."""
+FEWER_BYTES = 30.0  # SparseLoCo's goal
 
-JUDGED = {"goals.reached.*": MORE, "goals.sparse_bytes_ratio": MORE}
 
 Figures = Mapping[str, Any]
 
@@ -71,7 +63,6 @@ class Options(BenchOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Train all arms with all seeds, and return the figures."""
     # Errors of an arm or of the text are reported before any process starts.
     for name in options.arms:
         config = run_config(ARMS[name], seed=0, rounds_at_200=options.rounds_at_200, dataset=options.dataset)
@@ -93,7 +84,6 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def _kept_runs(options: Options, kept: Kept | None) -> dict[tuple[str, int], Figures]:
-    """The figures that an earlier run of the bench has left."""
     wanted = itertools.product(options.arms, range(options.seeds))
     found = {(arm, seed): kept.read(arm, seed) for arm, seed in wanted} if kept is not None else {}
     return {run: figures for run, figures in found.items() if figures is not None}
@@ -105,21 +95,19 @@ def _train_all(
     """The figures of each arm and seed that are not there yet; `jobs` processes at a time."""
     runs: dict[tuple[str, int], Figures] = {}
     waiting = deque(run for run in itertools.product(options.arms, range(options.seeds)) if run not in there)
-    running: dict[str, tuple[Child, str, int, str]] = {}
+    running: dict[str, tuple[Child, str, int]] = {}
     while waiting or running:
         while waiting and len(running) < options.jobs:
             arm, seed = waiting.popleft()
-            # The version is read now, because the source tree may change while an arm is trained.
-            version = figures_file.version()
             child = children.start(f"{arm}-{seed}", _command(arm, seed, options))
-            running[child.name] = child, arm, seed, version
+            running[child.name] = child, arm, seed
         for end in children.exits():
-            child, arm, seed, version = running.pop(end.name)
+            child, arm, seed = running.pop(end.name)
             if end.returncode:
                 raise PeerUnavailable(f"arm {arm}, seed {seed}, failed: {end.reason}")
             figures = runs[arm, seed] = json.loads(last_line(child.log))
             if kept is not None:
-                kept.write(arm, seed, figures, version)
+                kept.write(arm, seed, figures)
             say(f"{arm}, seed {seed}: {figures['val_loss']:.4f} after {figures['seconds']:.0f} s")
         time.sleep(POLL_SECONDS)
     return runs

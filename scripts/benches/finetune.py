@@ -1,14 +1,8 @@
 """Does a swarm make a good model better at a new text, with nothing but defaults, as transformers and peft do?
 
-transformers trains a small Llama of bytes on English, the help topics of Python, until it is good. Then a swarm of two
-stages trains it further on Python's sources: all weights, and adapters (LoRA). The programs are started as the README
-starts them: they are told the number of steps, and nothing of the learning rate, the rounds or the batches. Beside each
-swarm a plain loop of transformers, and with adapters of peft, trains on as many tokens of the same text, as such loops
-usually do: AdamW, batches of 16 samples, a rate of 2e-5, or 2e-4 for adapters, that falls linearly to zero.
-
-Every loss is computed by transformers, for what swarm-model exports too. It is nats a byte on text that no side has
-seen: `new` is text of the kind that was trained on, and `old` is English. `over_plain` is the swarm's loss on `new`
-over the plain loop's. The bench passes if that is at most 1.01, and if the loss on `new` is lower than before.
+transformers trains a small Llama of bytes on the help topics of Python. Then a swarm of two stages, begun as the README
+begins one, trains it further on Python's sources. Beside it a plain loop of transformers (and peft) trains on as many
+tokens of the same text, with AdamW and the usual rate that falls to zero. Losses are nats a byte on held-out text.
 """
 
 import inspect
@@ -28,25 +22,22 @@ from torch import Tensor, nn
 from peers.commands import command_line
 from peers.local.supervisor import Supervisor
 from peers.shared import cli
-from scripts.benches.shared.common import OutputOptions, SwarmProcesses, say
-from scripts.benches.shared.judged import LESS
+from scripts.benches.shared.common import OutputOptions, say
+from scripts.benches.shared.swarm import SwarmProcesses
 from swarm.config import RunConfig
 from swarm.errors import PeerUnavailable
 
 Kind = Literal["whole", "lora"]
 KINDS: tuple[Kind, ...] = ("whole", "lora")
-RATES: Mapping[Kind, float] = {"whole": 2e-5, "lora": 2e-4}
-"""The usual rates of fine-tuning, of the plain loops."""
+RATES: Mapping[Kind, float] = {"whole": 2e-5, "lora": 2e-4}  # The usual rates of fine-tuning, of the plain loops
 BASE_RATE = 2e-3
-LORA_RANK, LORA_ALPHA = 8, 16
-"""The rank that is asked for, and the default of the other one."""
+LORA_RANK, LORA_ALPHA = 8, 16  # The rank that is asked for, and the default of the other one
 SEQUENCE, BATCH = 128, 16
 """Bytes of a sample, and samples of a plain loop's batch. The model takes no longer samples, and so neither does the
 run that is begun with it."""
 MODULES = ("argparse", "ast", "datetime", "decimal", "inspect", "ipaddress", "pathlib", "pickle", "tarfile", "typing")
 HELD_OUT_BYTES = 48 << 10
 MOST_OVER_PLAIN = 1.01
-JUDGED = {"*.over_plain": LESS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +57,6 @@ class Options(OutputOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Train the model, fine-tune it in all ways, and return the figures."""
     torch.manual_seed(0)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -92,7 +82,6 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def _compare(kind: Kind, steps: int, text: bytes, held_out: Mapping[str, bytes], folder: Path) -> dict[str, Any]:
-    """Fine-tune by a swarm, and by a plain loop on as many tokens."""
     (own := folder / kind).mkdir()
     tokens, rate = _swarm(kind, steps, folder / "new.txt", folder / "base", own)
     after = _losses(_loaded(own / "out"), held_out)
@@ -108,12 +97,9 @@ def _compare(kind: Kind, steps: int, text: bytes, held_out: Mapping[str, bytes],
     plain = _losses(model, held_out)
     say(f"{kind}, plain: {_in_words(plain)}")
     return {
-        "held_out_after": after,
-        "plain_after": plain,
-        "over_plain": after["new"] / plain["new"],
-        "tokens": tokens,
+        "held_out_after": after, "plain_after": plain, "over_plain": after["new"] / plain["new"], "tokens": tokens,
         "last_learning_rate": rate,
-    }
+    }  # fmt: skip
 
 
 def _swarm(kind: Kind, steps: int, text: Path, model: Path, folder: Path) -> tuple[int, float]:
@@ -139,7 +125,6 @@ def _swarm(kind: Kind, steps: int, text: Path, model: Path, folder: Path) -> tup
 
 
 def _split(text: bytes) -> tuple[bytes, bytes]:
-    """What is trained on, and what is held out."""
     return text[:-HELD_OUT_BYTES], text[-HELD_OUT_BYTES:]
 
 
@@ -156,13 +141,11 @@ def _loaded(folder: Path) -> Any:
 
 
 def _samples(text: bytes) -> Tensor:
-    """A text as samples, one after the other, each with its last target."""
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return tokens.unfold(0, SEQUENCE + 1, SEQUENCE)
 
 
 def _train(model: Any, text: bytes, num_samples: int, rate: float) -> None:
-    """Train a model on samples of a text, in an order by chance, again and again."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
     num_steps = num_samples // BATCH

@@ -1,14 +1,7 @@
 """How fast does a swarm write text, and what does that cost its training?
 
-transformers makes a Llama with random weights, which is imported into a run of three stages. Two sides take turns:
-three peers of this machine, and transformers' own `generate` in one process. Each writes the same number of tokens
-after the same prompt, greedily. Both use all cores; in a swarm one stage works while the others wait. `same_tokens`
-says whether both wrote the same text. In a longer text, a token at position 900 attends to nine times as many positions
-as a token at 100.
-
-Then a small swarm trains twice: once while it writes a text, and once beside a process that uses as much of the cores
-as the text did. That amount is the CPU seconds that the peers need for one token when nothing else runs, times the
-tokens that were written in a second.
+Three peers and transformers' own `generate` in one process take turns at writing greedily after the same prompt. Then a
+small swarm trains once while it writes a text, and once beside a process that is as busy as the text made it.
 """
 
 import asyncio
@@ -30,8 +23,8 @@ import transformers
 from peers.local.supervisor import Supervisor
 from peers.shared import cli
 from scripts.benches.shared import paired, proc
-from scripts.benches.shared.common import BenchOptions, SwarmProcesses, compute_like_peers, say, with_corpus
-from scripts.benches.shared.judged import LESS, MORE
+from scripts.benches.shared.common import BenchOptions, compute_like_peers, say, with_corpus
+from scripts.benches.shared.swarm import SwarmProcesses
 from swarm import config as configs
 from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.credentials.identity import generate
@@ -45,7 +38,6 @@ from swarm.pipeline.swarm_engine import SwarmEngine
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
 
-JUDGED = {"ratio_to_transformers": MORE, "late_over_early": LESS, "training_beside_text": MORE}
 GREEDY = Sampling(temperature=0.0)
 NUM_STAGES = 3
 PROMPT_TOKENS = 32
@@ -78,7 +70,6 @@ class Options(BenchOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Measure all of it, and return the figures."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     compute_like_peers(torch.get_num_threads())
@@ -115,13 +106,10 @@ def _speed(options: Options, folder: Path) -> dict[str, Any]:
         early, late = asyncio.run(_early_and_late(swarm, prompt[0].tolist()))
     ratio = paired.ratio(rates["swarm"], rates["transformers"])
     return {
-        **paired.figures({"ratio_to_transformers": ratio}),
-        "tokens_per_second": paired.medians(rates),
-        "same_tokens": is_same,
-        "late_over_early": late / early,
-        "milliseconds_a_token": {str(EARLY): 1e3 * early, str(LATE): 1e3 * late},
-        "repetitions": rates,
-    }
+        **paired.figures({"ratio_to_transformers": ratio}), "tokens_per_second": paired.medians(rates),
+        "same_tokens": is_same, "late_over_early": late / early,
+        "milliseconds_a_token": {str(EARLY): 1e3 * early, str(LATE): 1e3 * late}, "repetitions": rates,
+    }  # fmt: skip
 
 
 def _model(options: Options) -> Any:
@@ -159,7 +147,6 @@ def _ours(swarm: SwarmProcesses, prompt: torch.Tensor, count: int) -> Callable[[
 
 @asynccontextmanager
 async def _engine(swarm: SwarmProcesses) -> AsyncIterator[SwarmEngine]:
-    """An engine that asks the first stage directly, without the DHT."""
     clock = SystemClock()
     router, channels = Router(clock, random.Random(0)), ChannelPool(identity=generate())
     router.update(0, [peer.record for peer in swarm.peers if peer.record.stage == 0])
@@ -187,14 +174,12 @@ async def _early_and_late(swarm: SwarmProcesses, prompt: Sequence[int]) -> tuple
 def _training(options: Options, folder: Path) -> dict[str, Any]:
     config, _ = with_corpus(
         RunConfig(
-            run="bench-generate",
-            model=ModelConfig(num_layers=6, d_model=384, num_heads=6, vocab_size=256),
+            run="bench-generate", model=ModelConfig(num_layers=6, d_model=384, num_heads=6, vocab_size=256),
             stages=StagesConfig(num_stages=NUM_STAGES),
             data=DataConfig(dataset=options.dataset, sequence_length=256, microbatch_size=4, max_tokens=4_000_000),
-            rounds=RoundsConfig(setting="synchronous", round_samples=48),
-            optimizer=OptimizerConfig(learning_rate=3e-5),
+            rounds=RoundsConfig(setting="synchronous", round_samples=48), optimizer=OptimizerConfig(learning_rate=3e-5),
         )
-    )
+    )  # fmt: skip
     with Supervisor(folder / "training-logs") as children:
         swarm = SwarmProcesses(config, children, folder / "training")
         say("a swarm that trains starts")
@@ -251,7 +236,6 @@ def _cpu_seconds_a_token(swarm: SwarmProcesses, count: int = 200) -> float:
 
 
 async def _train_and_write(swarm: SwarmProcesses, trainer: str, steps: int) -> tuple[float, float]:
-    """The tokens/s of a training, and of the text that is written during all of it."""
     num_written, began_at = 0, time.perf_counter()
 
     async def write() -> None:

@@ -1,8 +1,5 @@
 """What does a GPU give, and what does the swarm take of it?
 
-Each part measures one thing on the same GPU, one after the other, and its figures are printed as soon as they are
-there:
-
     plain        a plain training loop in torch: a compiled Llama, autocast, fused AdamW
     static       swarm-static with the same model, microbatches and steps
     one_stage    a swarm of one peer that has the whole model, which trains with DiLoCo
@@ -10,8 +7,7 @@ there:
     stage        one stage in the middle as a peer computes it, and its layers as a bare CUDA graph
     generate     a single text from a model in this process, and from transformers
 
-A part that fails is named, and the others go on. Without a GPU, `--device cpu` and small sizes try the bench itself;
-such figures mean nothing.
+Figures are printed as soon as they are there. A part that fails is named, and the others go on.
 """
 
 import asyncio
@@ -36,16 +32,8 @@ from peers.shared import cli
 from peers.shared.devices import computing_in
 from peers.static.options import StaticOptions
 from scripts.benches.shared import paired
-from scripts.benches.shared.common import (
-    BenchOptions,
-    SwarmProcesses,
-    fail_on_exit,
-    require_multiple,
-    say,
-    with_corpus,
-    write_config,
-)
-from scripts.benches.shared.judged import MORE
+from scripts.benches.shared.common import BenchOptions, fail_on_exit, require_multiple, say, with_corpus, write_config
+from scripts.benches.shared.swarm import SwarmProcesses
 from scripts.benches.sides import plain_llama
 from scripts.benches.sides.gpu_stage import BareSide, StageSide
 from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig, WireConfig
@@ -59,24 +47,12 @@ from swarm.metrics import log as metrics_log
 Part = Literal["plain", "static", "one_stage", "two_stages", "stage", "generate"]
 Figures = dict[str, Any]
 
-MOST_TOKENS = 4_000_000
-"""Of the text, so that preparing it takes seconds."""
-STEP_MICROBATCHES = 4
-"""Microbatches of an optimizer step, everywhere."""
+MOST_TOKENS = 4_000_000  # Of the text, so that preparing it takes seconds
+STEP_MICROBATCHES = 4  # Microbatches of an optimizer step, everywhere
 WARM_UP_STEPS, WARM_UP_MICROBATCHES = 4, 10
-STATIC_SECONDS = 300.0
-"""How long swarm-static may take at most."""
+STATIC_SECONDS = 300.0  # How long swarm-static may take at most
 PROMPT_TOKENS = 32
-REPETITIONS = 3
-"""Turns of each side of the parts stage and generate."""
-
-JUDGED = dict.fromkeys(
-    (
-        "static_ratio_to_plain", "one_stage_ratio_to_plain", "two_stages_ratio_to_plain", "stage_ratio_to_graph",
-        "generate_ratio_to_transformers",
-    ),
-    MORE,
-)  # fmt: skip
+REPETITIONS = 3  # Turns of each side of the parts stage and generate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +99,6 @@ class Options(BenchOptions):
 
 
 def run(options: Options) -> Figures:
-    """Measure the parts, and return what was found. Raises Fatal if there is no GPU."""
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise Fatal(
@@ -133,13 +108,9 @@ def run(options: Options) -> Figures:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "none"
     found: Figures = {"gpu": name, "failed": {}}
     measures: dict[Part, Callable[[Options, torch.device, Figures], Figures]] = {
-        "plain": _plain,
-        "static": _static,
-        "one_stage": lambda *arguments: _swarm(*arguments, num_stages=1),
-        "two_stages": lambda *arguments: _swarm(*arguments, num_stages=2),
-        "stage": _stage,
-        "generate": _generate,
-    }
+        "plain": _plain, "static": _static, "one_stage": lambda *arguments: _swarm(*arguments, num_stages=1),
+        "two_stages": lambda *arguments: _swarm(*arguments, num_stages=2), "stage": _stage, "generate": _generate,
+    }  # fmt: skip
     for part in get_args(Part):
         if options.only and part not in options.only:
             continue
@@ -161,7 +132,6 @@ def run(options: Options) -> Figures:
 
 
 def exit_code(figures: Figures) -> int:
-    """1 if a part failed."""
     return int(bool(figures["failed"]))
 
 
@@ -284,13 +254,11 @@ def _busy_shares(device: torch.device) -> Iterator[list[float]]:
 def _stage(options: Options, device: torch.device, found: Figures) -> Figures:
     width = options.stage_width
     config = RunConfig(
-        run="bench-gpu-stage",
-        model=ModelConfig(num_layers=12, d_model=width, num_heads=width // 64, autocast="bf16"),
+        run="bench-gpu-stage", model=ModelConfig(num_layers=12, d_model=width, num_heads=width // 64, autocast="bf16"),
         stages=StagesConfig(num_stages=3),
         data=DataConfig(sequence_length=min(512, options.sequence_length), microbatch_size=8),
-        rounds=RoundsConfig(setting="synchronous"),
-        wire=WireConfig(dtype="bf16"),
-    )
+        rounds=RoundsConfig(setting="synchronous"), wire=WireConfig(dtype="bf16"),
+    )  # fmt: skip
     rate_of: dict[str, Callable[[int], float]] = {
         "swarm": StageSide(config, device, compiles=options.compiles).tokens_per_second,
         "graph": BareSide(config, device).tokens_per_second,

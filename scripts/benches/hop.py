@@ -1,19 +1,9 @@
-"""Measures the hop against hivemind.moe: activations to a stage that does no work, and a gradient back, 8 MiB and 16
-KiB.
+"""Measures the hop against hivemind.moe: activations to a stage that does no work, and a gradient back.
 
-Our side: a swarm-peer serves the last of two stages over TLS. This process acts as stage 0: in an event loop like a
-peer's, it hands over microbatches with `Hop.train` and acknowledges them. The served module returns the first two
-channels of its input as logits of a vocabulary of two. Computing the loss over all tokens, and its gradient (zero in
-the other channels), takes a few milliseconds with 8 MiB. These count as our time.
-
-hivemind's side: hivemind.moe's Server has a torch.nn.Identity, and this process calls it through RemoteExpert, forward
-and then backward.
-
-Both sides take turns of several calls, one after another. A turn's figure is the median of its calls, and a ratio
-compares turns of the same repetition.
-
-Then four microbatches at a time go there and back, 12 MiB of bfloat16 each way, in turns with a pair of TLS sockets.
-That says how much the hop carries, and how much of the cores it takes.
+This process acts as stage 0, in an event loop like a peer's, and hands microbatches to a swarm-peer of the last of two
+stages. Its loss, of a vocabulary of two, takes some milliseconds, which count as our time. hivemind's side is an
+identity that its Server serves, called through RemoteExpert. Then four microbatches at a time go there and back, in
+turns with a pair of TLS sockets: how much does the hop carry, and how much of the cores does it take?
 """
 
 import asyncio
@@ -40,17 +30,10 @@ from torch import Tensor
 from peers.local.supervisor import Supervisor
 from peers.shared import cli
 from scripts.benches.shared import paired, proc
-from scripts.benches.shared.common import (
-    BenchOptions,
-    SwarmProcesses,
-    compute_like_peers,
-    say,
-    wait_for_json,
-    with_corpus,
-)
-from scripts.benches.shared.judged import LESS, MORE
-from scripts.benches.sides.identity_stage import VOCABULARY, Identity
-from scripts.benches.sides.moe_server import EXPERT
+from scripts.benches.shared.common import BenchOptions, compute_like_peers, say, wait_for_json, with_corpus
+from scripts.benches.shared.swarm import SwarmProcesses
+from scripts.benches.sides.moe import EXPERT
+from scripts.benches.sides.paced_stage import VOCABULARY, Identity
 from scripts.benches.sides.tls_sockets import IN_FLIGHT, Pair
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig, WireConfig
 from swarm.errors import PeerUnavailable
@@ -74,24 +57,16 @@ class Shape:
     encoding: Literal["fp32", "bf16"] = "fp32"
 
     def hidden(self) -> Tensor:
-        """Random numbers, always the same."""
         sizes = self.num_samples, self.num_positions, self.width
         return torch.randn(sizes, generator=torch.Generator().manual_seed(0)).to(DTYPES[self.encoding])
 
 
-LOAD = Shape(8, 1024, 768, "bf16")
-"""12 MiB, of which four are under way at a time."""
+LOAD = Shape(8, 1024, 768, "bf16")  # 12 MiB, of which four are under way at a time
 SHAPES = {"8 MiB": Shape(8, 256, 1024), "16 KiB": Shape(1, 16, 256)}
 TIMES_AS_MANY = {"8 MiB": 1, "16 KiB": 10}
 """How many calls of each size a turn has, relative to the calls of the largest size."""
 
-ATTEMPTS = 3
-"""The bench fails if this many calls of hivemind.moe in a row fail."""
-
-JUDGED = {
-    "ratio_to_hivemind_moe": MORE, "small_ratio_to_hivemind_moe": MORE, "ratio_to_tls_socket": MORE,
-    "cpu_seconds_per_gigabyte": LESS,
-}  # fmt: skip
+ATTEMPTS = 3  # The bench fails if this many calls of hivemind.moe in a row fail
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +87,6 @@ class Options(BenchOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Measure both sides, and return the figures."""
     compute_like_peers()
     configs = {size: with_corpus(_config(options, shape))[0] for size, shape in SHAPES.items()}
     with tempfile.TemporaryDirectory(prefix="bench-hop-") as name, Supervisor(Path(name) / "logs") as children:
@@ -167,14 +141,11 @@ def _measure(
 class _Load:
     """What the turns with several calls at a time took."""
 
-    num_bytes: int
-    """Of one turn, there and back."""
+    num_bytes: int  # Of one turn, there and back
     seconds: dict[str, list[float]]
-    cpu_seconds: dict[str, list[float]]
-    """Of both processes of a side, in each turn."""
+    cpu_seconds: dict[str, list[float]]  # Of both processes of a side, in each turn
 
     def figures(self) -> dict[str, Any]:
-        """The figures of both sides; those of the hop by their own names."""
         cpu = {name: 1e9 * statistics.median(turns) / self.num_bytes for name, turns in self.cpu_seconds.items()}
         rates = {name: 1e-6 * self.num_bytes / seconds for name, seconds in paired.medians(self.seconds).items()}
         return {
@@ -228,17 +199,12 @@ def _config(options: Options, shape: Shape) -> RunConfig:
     return RunConfig(
         run="bench-hop",
         model=ModelConfig(
-            num_layers=2,
-            d_model=shape.width,
-            num_heads=8,
-            vocab_size=256,
+            num_layers=2, d_model=shape.width, num_heads=8, vocab_size=256,
             custom_class=f"{Identity.__module__}:{Identity.__name__}",
         ),
         stages=StagesConfig(num_stages=2),
         data=DataConfig(
-            dataset=options.dataset,
-            sequence_length=shape.num_positions,
-            microbatch_size=shape.num_samples,
+            dataset=options.dataset, sequence_length=shape.num_positions, microbatch_size=shape.num_samples,
             max_tokens=1_000_000,
         ),
         wire=WireConfig(dtype=shape.encoding),
@@ -246,7 +212,7 @@ def _config(options: Options, shape: Shape) -> RunConfig:
         rounds=RoundsConfig(
             setting="diloco", round_samples=shape.num_samples << 20, inner_batch_samples=shape.num_samples
         ),
-    )
+    )  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -271,7 +237,6 @@ class OurHop:
         return seconds
 
     async def calls(self, number: int) -> None:
-        """Make this many calls, IN_FLIGHT at a time."""
         async with asyncio.TaskGroup() as tasks:
             room = asyncio.Semaphore(IN_FLIGHT)
 
@@ -284,7 +249,6 @@ class OurHop:
                 tasks.create_task(call())
 
     async def close(self) -> None:
-        """Close the connection."""
         await self.channels.close()
 
 
@@ -332,7 +296,6 @@ class TheirExpert:
         return seconds
 
     def close(self) -> None:
-        """End the connection and the DHT's processes."""
         RemoteExpertWorker.run_coroutine(self.expert.p2p.shutdown())
         self.dht.shutdown()
 
@@ -340,8 +303,8 @@ class TheirExpert:
 def _connect_expert(shape: Shape, children: Supervisor, folder: Path) -> TheirExpert:
     folder.mkdir()
     ready_file = folder / "moe.json"
-    arguments = [str(ready_file), str(shape.num_positions), str(shape.width)]
-    children.start(f"moe-server-{shape.width}", [sys.executable, "-m", "scripts.benches.sides.moe_server", *arguments])
+    arguments = ["identity", str(ready_file), str(shape.num_positions), str(shape.width)]
+    children.start(f"moe-server-{shape.width}", [sys.executable, "-m", "scripts.benches.sides.moe", *arguments])
     addresses = wait_for_json(ready_file, children)["addresses"]
     dht = hivemind.DHT(initial_peers=addresses, host_maddrs=["/ip4/127.0.0.1/tcp/0"], start=True)
     server_id = PeerID.from_base58(addresses[0].rsplit("/", 1)[1])

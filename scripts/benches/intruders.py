@@ -1,10 +1,4 @@
-"""Measures what honest traffic loses to an intruder, compared with a harmless process that is equally busy.
-
-A swarm-peer of a locked run serves the last of two stages. This process acts as the stage before: it hands over
-microbatches, several at a time. Beside it runs a second process with a token of its own, which misuses the peer as fast
-as it can. Then, for the same time, a process runs that only computes, and uses the same share of a core as the intruder
-did. Both take turns. If the peer rejects every call of an intruder, nothing would be proved, so that is an error.
-"""
+"""What honest traffic loses to an intruder, compared with a harmless process that is equally busy, in turns."""
 
 import asyncio
 import dataclasses
@@ -28,8 +22,8 @@ from peers.local.supervisor import Supervisor
 from peers.shared import cli
 from peers.shared.token_option import VARIABLE
 from scripts.benches.shared import proc
-from scripts.benches.shared.common import BenchOptions, SwarmProcesses, say, wait_for_json, with_corpus, write_json
-from scripts.benches.shared.judged import MORE
+from scripts.benches.shared.common import BenchOptions, say, wait_for_json, with_corpus, write_json
+from scripts.benches.shared.swarm import SwarmProcesses
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.credentials.certificates import Role
 from swarm.credentials.identity import generate
@@ -45,7 +39,6 @@ from swarm.training.microbatch import Microbatch
 
 KINDS = ("malformed", "opens", "idle", "slow")
 IN_FLIGHT = 3
-JUDGED = {"worst_ratio": MORE}
 REFUSALS = {"UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED", "UNAVAILABLE"}
 """Outcomes of calls that are rejected at once: with an invalid token, to a method that the peer does not have, or
 without a connection."""
@@ -68,7 +61,6 @@ class Options(BenchOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Measure all kinds, and return the figures."""
     torch.set_num_threads(1)
     now = datetime.datetime.now(datetime.UTC)
     owner = new_owner(now)
@@ -80,12 +72,9 @@ def run(options: Options) -> dict[str, Any]:
         swarm = SwarmProcesses(config, children, Path(name) / "swarm")
         swarm.start_peers([1])
         target = {
-            "endpoint": swarm.peers[0].record.endpoint,
-            "certificate_pem": swarm.peers[0].record.certificate_pem,
-            "run_id": config.run_id,
-            "token": str(tokens[1]),
-            "num_samples": config.data.microbatch_size,
-        }
+            "endpoint": swarm.peers[0].record.endpoint, "certificate_pem": swarm.peers[0].record.certificate_pem,
+            "run_id": config.run_id, "token": str(tokens[1]), "num_samples": config.data.microbatch_size,
+        }  # fmt: skip
         file = Path(name) / "target.json"
         figures: dict[str, Any] = {}
         with asyncio.Runner() as runner:
@@ -108,11 +97,9 @@ def run(options: Options) -> dict[str, Any]:
                     with _beside(children, "harmless", file):
                         ratios.append(rate / runner.run(honest.rate(options.seconds)))
                 figures[kind] = {
-                    "honest_rate_ratio": statistics.median(ratios),
-                    "cores": statistics.mean(shares),
-                    "calls_per_second": statistics.mean(rates),
-                    "outcomes": dict(outcomes),
-                }
+                    "honest_rate_ratio": statistics.median(ratios), "cores": statistics.mean(shares),
+                    "calls_per_second": statistics.mean(rates), "outcomes": dict(outcomes),
+                }  # fmt: skip
             runner.run(honest.channels.close())
         swarm.stop()
     return {"worst_ratio": min(figure["honest_rate_ratio"] for figure in figures.values()), **figures}
@@ -141,15 +128,12 @@ def require_let_in(kind: str, num_calls: int, outcomes: Mapping[str, int]) -> No
 class Beside:
     """The other process beside the honest traffic."""
 
-    tally: Path
-    """The file in which an intruder counts its calls."""
-    used: Callable[[], float]
-    """Returns the processor seconds that the process has used."""
+    tally: Path  # The file in which an intruder counts its calls
+    used: Callable[[], float]  # Returns the processor seconds that the process has used
 
 
 @contextmanager
 def _beside(children: Supervisor, kind: str, file: Path) -> Iterator[Beside]:
-    """Run the intruder, or its harmless counterpart, while the block runs."""
     name = f"{kind}-{time.monotonic_ns()}"
     tally = file.with_name(f"{name}.json")
     child = children.start(name, [sys.executable, "-m", "scripts.benches.sides.intruder", kind, str(file), str(tally)])

@@ -1,9 +1,7 @@
 """How many operators does a GPU's thread launch for a microbatch, and for an inner step?
 
-A GPU computes a small model's operator faster than Python launches it, so the number of launches bounds the speed. The
-bench computes one microbatch of a whole model with the swarm's own backend on the CPU, but with the operations for a
-GPU (swarm/model/functions.py) and uncompiled, and counts what torch's dispatcher is asked for. Views, allocations and
-reads of one number launch nothing, and are not counted. An operator over a list of tensors counts once.
+They are counted by torch's dispatcher on the CPU, with the operations for a GPU (swarm/model/functions.py), uncompiled.
+Views, allocations and reads of one number launch nothing. An operator over a list of tensors counts once.
 """
 
 from collections import Counter
@@ -16,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from peers.shared import cli
 from scripts.benches.shared.common import OutputOptions, require_multiple, say
-from scripts.benches.shared.judged import LESS
 from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.model.stages import build_stage
 from swarm.stage.backend import StageBackend
@@ -27,8 +24,6 @@ from swarm.stage.staging import Staging
 
 WITHOUT_LAUNCH = ("aten.empty", "aten.new_empty", "aten._unsafe_view", "aten.promote_types", "aten._local_scalar_dense")
 """Operators that launch nothing, besides those that only return a view."""
-
-JUDGED = {"launches_per_microbatch": LESS, "launches_per_inner_step": LESS, "launches_per_muon_step": LESS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +58,6 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
     @property
     def total(self) -> int:
-        """All launches."""
         return self.counts.total()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -75,7 +69,6 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Count, and return the figures."""
     library = _fused_norms_of_a_gpu()
     tokens = torch.randint(options.vocab_size, (options.microbatch_size, options.sequence_length + 1))
     inputs = {TOKENS: tokens.int()}
@@ -109,12 +102,9 @@ def _microbatch(
 
 def _backend(options: Options, optimizer: Literal["adamw", "muon"]) -> StageBackend:
     model = ModelConfig(
-        num_layers=options.layers,
-        d_model=options.d_model,
-        num_heads=options.d_model // 64,
-        vocab_size=options.vocab_size,
-        autocast=options.autocast,
-    )
+        num_layers=options.layers, d_model=options.d_model, num_heads=options.d_model // 64,
+        vocab_size=options.vocab_size, autocast=options.autocast,
+    )  # fmt: skip
     config = RunConfig(
         run="bench-launches",
         model=model,
@@ -144,13 +134,9 @@ def _fused_norms_of_a_gpu() -> torch.library.Library:
         return hidden * scale * weight, scale
 
     def backward(
-        gradient: torch.Tensor,
-        hidden: torch.Tensor,
-        shape: list[int],
-        scale: torch.Tensor,
-        weight: torch.Tensor,
+        gradient: torch.Tensor, hidden: torch.Tensor, shape: list[int], scale: torch.Tensor, weight: torch.Tensor,
         wanted: list[bool],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         normed, weighted = hidden * scale, gradient * weight
         mean = (weighted * normed).mean(-1, keepdim=True)
         return scale * (weighted - normed * mean), (gradient * normed).flatten(0, -2).sum(0)

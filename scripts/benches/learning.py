@@ -1,14 +1,9 @@
 """Does a swarm learn as it should? Held-out loss at equal tokens and at equal seconds, against plain training.
 
-A swarm of real processes with default options, two peers a stage, trains a small model on a text. Two other sides train
-on the same samples, from the same initial weights, with all cores. `plain` is one process that does the same as the
-swarm: the steps of the synchronous setting, or DiLoCo with as many workers as a stage has peers. `single` is one
-process that takes a step on every 16 samples, as the synchronous setting does. Peers keep the anchors of some rounds,
-and all losses are measured afterwards, on the same held-out samples. Seconds are those of training alone.
-
-`seconds_to_loss` is the time until a side reaches the loss that `plain` has after four fifths of its tokens, over the
-time that `plain` needs in the same run. Lines may be long: `--round-trips-ms 0 100` puts every process behind a line
-that adds this time to a call and its answer. From --d-model 384 on, calls take little time compared with computing.
+`plain` is one process that does the same as the swarm: synchronous steps, or DiLoCo with as many workers as a stage has
+peers. `single` is one process that takes a step on every 16 samples. All losses are measured after training, from kept
+checkpoints. `seconds_to_loss` is the time until a side reaches the loss that `plain` has after four fifths of its
+tokens, over the time that `plain` needs for it.
 """
 
 import dataclasses
@@ -25,19 +20,10 @@ from typing import Any, Literal
 from peers.commands import command_line
 from peers.local.supervisor import Supervisor, last_line
 from peers.shared import cli
-from scripts.benches.shared.common import (
-    POLL_SECONDS,
-    BenchOptions,
-    SwarmProcesses,
-    require_multiple,
-    say,
-    with_corpus,
-    write_config,
-)
-from scripts.benches.shared.held_out import HeldOut
-from scripts.benches.shared.judged import LESS
-from scripts.benches.shared.lines import FAST, Lines, serve
+from scripts.benches.shared.common import POLL_SECONDS, BenchOptions, require_multiple, say, with_corpus, write_config
+from scripts.benches.shared.swarm import Lines, SwarmProcesses, serve
 from scripts.benches.shared.throttle import Throttle
+from scripts.benches.sides.reference import HeldOut
 from swarm import config as configs
 from swarm.checkpoint.folder import CheckpointFolder
 from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
@@ -48,15 +34,11 @@ SETTINGS: tuple[Setting, ...] = ("synchronous", "diloco", "tiny")
 PEERS_A_STAGE = 2
 ROUND_SAMPLES, BATCH_SAMPLES, MICROBATCH_SAMPLES = 512, 16, 8
 """Samples of a DiLoCo round, of a synchronous one, and of a microbatch."""
-POINTS = 20
-"""Points of a curve."""
-SHARE_OF_TOKENS = 0.8
-"""The loss that every side has to reach is that of plain training after this share of its tokens."""
+POINTS = 20  # Points of a curve
+SHARE_OF_TOKENS = 0.8  # The loss that every side has to reach is that of plain training after this share of its tokens
 
-JUDGED = {"*.seconds_to_loss": LESS, "*.final_loss": LESS}
 
-Point = tuple[int, float, float]
-"""Tokens, seconds, loss."""
+Point = tuple[int, float, float]  # Tokens, seconds, loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +77,6 @@ class Options(BenchOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Train everything, and return the figures by setting."""
     found: dict[str, Any] = {}
     for setting in options.settings:
         runs = [_train(options, setting, seed) for seed in range(options.seeds)]
@@ -106,7 +87,6 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def run_config(options: Options, setting: Setting, seed: int) -> RunConfig:
-    """The run that a setting trains."""
     if setting == "tiny":
         config = configs.load_preset("tiny")
         data = dataclasses.replace(config.data, dataset=options.dataset, seed=seed)
@@ -124,14 +104,12 @@ def run_config(options: Options, setting: Setting, seed: int) -> RunConfig:
         ),
         stages=StagesConfig(num_stages=2),
         data=DataConfig(
-            dataset=options.dataset,
-            seed=seed,
-            sequence_length=options.sequence_length,
+            dataset=options.dataset, seed=seed, sequence_length=options.sequence_length,
             microbatch_size=MICROBATCH_SAMPLES,
         ),
         rounds=rounds,
         optimizer=OptimizerConfig(name=options.optimizer),
-    )
+    )  # fmt: skip
 
 
 def single_config(config: RunConfig) -> RunConfig:
@@ -142,12 +120,10 @@ def single_config(config: RunConfig) -> RunConfig:
 
 
 def num_rounds(config: RunConfig, tokens: int) -> int:
-    """The number of rounds that this many tokens take."""
     return -(-tokens // (config.rounds.round_samples * config.data.sequence_length))
 
 
 def _train(options: Options, setting: Setting, seed: int) -> dict[str, dict[str, Any]]:
-    """Train all sides with one seed, and return their curves and other figures."""
     config, data = with_corpus(run_config(options, setting, seed))
     sides: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="bench-learning-") as name:
@@ -189,7 +165,7 @@ def _swarm(config: RunConfig, held_out: HeldOut, tokens: int, folder: Path, roun
         return command_line(name, [*arguments, *(keeping if name == "peer" else [])])
 
     with (
-        Throttle(FAST, round_trip_seconds=round_trip_ms / 1e3) as throttle,
+        Throttle(round_trip_seconds=round_trip_ms / 1e3) as throttle,
         Lines(folder / "logs", throttle) if round_trip_ms else Supervisor(folder / "logs") as children,
     ):
         swarm = SwarmProcesses(config, children, folder / "swarm", program=command)
@@ -253,7 +229,6 @@ def seconds_until(curve: Sequence[Point], loss: float) -> float | None:
 
 
 def target_loss(plain: Sequence[Point]) -> float:
-    """The loss that every side has to reach."""
     return next(loss for tokens, _, loss in plain if tokens >= SHARE_OF_TOKENS * plain[-1][0])
 
 
@@ -268,11 +243,9 @@ def summary(runs: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, Any]
         ratios.append(None if seconds is None else seconds / usual)
     reached = [ratio for ratio in ratios if ratio is not None]
     return {
-        "final_loss": statistics.mean(losses),
-        "final_losses": losses,
+        "final_loss": statistics.mean(losses), "final_losses": losses,
         "seconds": statistics.mean(figures["curve"][-1][1] for figures in runs),
         "seconds_to_loss": statistics.mean(reached) if len(reached) == len(ratios) else None,
-        "seconds_to_loss_by_seed": ratios,
-        "curves": [figures["curve"] for figures in runs],
+        "seconds_to_loss_by_seed": ratios, "curves": [figures["curve"] for figures in runs],
         **({"inner_steps": [figures["inner_steps"] for figures in runs]} if "inner_steps" in runs[0] else {}),
-    }
+    }  # fmt: skip

@@ -1,19 +1,9 @@
 """How much memory does a stage peer take, and for what? Compares arithmetic with what processes took.
 
-Each case is a middle stage with two members, each a process of its own (sides/memory_stage.py). There are cases for the
-synchronous setting and for DiLoCo, with graphs kept and with forwards computed again. Bytes are those of the process
-beyond what it had before the stage was made. They are measured at four moments: while microbatches are in flight, at
-the peak of training, at the peak of a round's averaging (with everything that goes on meanwhile), and after it with
-nothing in flight. The bytes of a snapshot are given separately.
-
-A peer makes the C library keep freed memory for its next use. So every case is run twice: as peers run (`usual`), and
-with freed memory given back to the system at once (`returning`), which is slower and shows what is really held.
-
-With `--lora-rank` adapters are trained beside frozen weights. `bytes_per_frozen_parameter` is the memory for one frozen
-parameter after a round.
-
-With `--vocabulary` the bench measures something else: the memory that the loss of a last stage takes, once, at 4,096
-tokens (sides/memory_loss.py).
+Each case is a middle stage with two members, each a process of its own (sides/memory_stage.py). Bytes are those of the
+process beyond what it had before the stage was made: while microbatches are in flight, at the peak of training, at the
+peak of a round's averaging, and after it with nothing in flight. Every case is run twice: as peers run (`usual`, the C
+library keeps freed memory), and with freed memory given back at once (`returning`), which shows what is really held.
 """
 
 import sys
@@ -29,40 +19,28 @@ from peers.doctor import needs as sizes
 from peers.local.supervisor import Supervisor
 from peers.shared import cli
 from scripts.benches.shared import paired
-from scripts.benches.shared.backend import cpu_backend
 from scripts.benches.shared.common import (
     OutputOptions,
     compute_like_peers,
+    cpu_backend,
     require_multiple,
     say,
     wait_for_json,
     write_config,
 )
-from scripts.benches.shared.judged import LESS
-from scripts.benches.sides.memory_loss import LAST_STAGE
-from scripts.benches.sides.memory_stage import MEMBERS, STAGE, WAVES, random_inputs
+from scripts.benches.sides.memory_stage import LAST_STAGE, MEMBERS, STAGE, WAVES, random_inputs
 from swarm.config import DataConfig, LoraConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.model.loss import loss_bytes
 from swarm.stage.boundary import HIDDEN
 
 SETTINGS = ("synchronous", "diloco")
-GRAPH_BYTES = {"kept": 1 << 40, "recomputed": 0}
-"""The bytes of graphs that a peer may keep, in each mode."""
-TURNS = 9
-"""Microbatches of each mode whose CPU time is measured."""
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""One thread, as in swarm-peer."""
+GRAPH_BYTES = {"kept": 1 << 40, "recomputed": 0}  # The bytes of graphs that a peer may keep, in each mode
+TURNS = 9  # Microbatches of each mode whose CPU time is measured
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # One thread, as in swarm-peer
 
 MALLOC: Mapping[str, Mapping[str, str]] = {"usual": {}, "returning": {"MALLOC_MMAP_THRESHOLD_": "65536"}}
 """The C library's settings for each way to allocate; see mallopt(3). Where there are none, peers make their own."""
 
-JUDGED = {
-    "recompute_seconds_ratio": LESS,
-    "cases.*.ratio.returning.*": LESS,
-    "cases.*.bytes_per_frozen_parameter": LESS,
-    "loss_over_activations": LESS,
-    "peak_over_activations": LESS,
-}
 
 Figures = Mapping[str, Any]
 
@@ -90,7 +68,6 @@ class Options(OutputOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Run all cases, or the case of the loss, and return their figures."""
     if options.vocabulary:
         return loss_figures(loss_config(options))
     cases: dict[str, dict[str, Any]] = {}
@@ -111,11 +88,9 @@ def run(options: Options) -> dict[str, Any]:
         **paired.figures({"recompute_seconds_ratio": recompute_ratio(run_config(SETTINGS[0], options))}),
         "parameters": sizes.num_parameters(run_config(SETTINGS[0], options), STAGE),
         "own_parameters": sizes.num_own_parameters(run_config(SETTINGS[0], options), STAGE),
-        "lora_rank": options.lora_rank,
-        "d_model": options.d_model,
-        "layers": options.layers,
+        "lora_rank": options.lora_rank, "d_model": options.d_model, "layers": options.layers,
         "in_flight": options.in_flight,
-    }
+    }  # fmt: skip
 
 
 def run_config(setting: str, options: Options) -> RunConfig:
@@ -139,7 +114,6 @@ def run_config(setting: str, options: Options) -> RunConfig:
 
 
 def run_case(config: RunConfig, graphs: str, malloc: str, num_in_flight: int) -> dict[str, Any]:
-    """Run one case in two fresh processes, and return the figures of the first one."""
     with tempfile.TemporaryDirectory(prefix="bench-memory-") as name, Supervisor(Path(name) / "logs") as children:
         folder = Path(name)
         write_config(config, folder / "run.toml")
@@ -157,15 +131,13 @@ def loss_config(options: Options) -> RunConfig:
     return RunConfig(
         run="bench-memory",
         model=ModelConfig(
-            num_layers=2 * options.layers,
-            d_model=options.d_model,
-            num_heads=options.d_model // 64,
+            num_layers=2 * options.layers, d_model=options.d_model, num_heads=options.d_model // 64,
             vocab_size=options.vocabulary,
         ),
         stages=StagesConfig(num_stages=2),
         data=DataConfig(sequence_length=1024, microbatch_size=4),
         rounds=RoundsConfig(round_samples=4),
-    )
+    )  # fmt: skip
 
 
 def loss_figures(config: RunConfig) -> dict[str, Any]:
@@ -174,25 +146,20 @@ def loss_figures(config: RunConfig) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="bench-memory-") as name, Supervisor(Path(name) / "logs") as children:
         folder = Path(name)
         write_config(config, folder / "run.toml")
-        command = [sys.executable, "-m", "scripts.benches.sides.memory_loss", str(folder)]
+        command = [sys.executable, "-m", "scripts.benches.sides.memory_stage", str(folder)]
         children.start("last-stage", command, environment={**ENVIRONMENT, **MALLOC["returning"]})
         peak_bytes = wait_for_json(folder / "loss.json", children)["peak"]
     activations = sizes.graph_bytes(config, LAST_STAGE)
     gradient = 4 * config.model.vocab_size * config.model.d_model
     expected = activations + gradient + loss_bytes(config.model, config.data.tokens_per_microbatch)
     return {
-        "peak_bytes": peak_bytes,
-        "expected_peak_bytes": expected,
-        "peak_ratio": peak_bytes / expected,
-        "activations_bytes": activations,
-        "head_gradient_bytes": gradient,
+        "peak_bytes": peak_bytes, "expected_peak_bytes": expected, "peak_ratio": peak_bytes / expected,
+        "activations_bytes": activations, "head_gradient_bytes": gradient,
         "loss_over_activations": (peak_bytes - activations) / activations,
-        "peak_over_activations": (peak_bytes - gradient) / activations,
-        "vocabulary": config.model.vocab_size,
-        "d_model": config.model.d_model,
-        "layers": config.model.num_layers // 2,
+        "peak_over_activations": (peak_bytes - gradient) / activations, "vocabulary": config.model.vocab_size,
+        "d_model": config.model.d_model, "layers": config.model.num_layers // 2,
         "tokens": config.data.tokens_per_microbatch,
-    }
+    }  # fmt: skip
 
 
 def summary(expected: Mapping[str, int], measured: Mapping[str, Figures]) -> dict[str, Any]:

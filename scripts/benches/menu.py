@@ -1,15 +1,12 @@
-"""The command line of a program with many things to run: PROG NAME [--json] [options].
+"""The command line of scripts/bench and scripts/simulate: PROG NAME [--json] [options].
 
-Used by scripts/bench and scripts/simulate. Each thing to run is a module with a class `Options` and a function
-`run(options) -> figures`. Progress goes to stderr. The figures go to stdout: with --json one JSON object as the last
-line, otherwise a table. The exit code is 1 if the figures say that the run has not `passed`, unless the module has an
-`exit_code(figures)` of its own. SIGTERM ends the program as Ctrl-C does, so that it removes its temporary files.
-Measures nothing itself.
+Progress goes to stderr, the figures to stdout: with --json one JSON object as the last line, otherwise a table. The
+exit code is 1 if the figures say that the run has not `passed`, unless the module has an `exit_code(figures)`.
 """
 
 import json
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -18,21 +15,20 @@ from rich.table import Table
 
 from peers.shared import cli, logs, stopping
 from peers.shared.exit_codes import EXIT_USAGE
-from scripts.benches.shared.company import Company
+from scripts.benches.shared.proc import Company
 
 
 def run_named(
     prog: str, kind: str, known: Mapping[str, str], module_of: Callable[[str], ModuleType], *,
-    measuring: Collection[str] = (),
+    is_about_speed: bool = False,
 ) -> int:  # fmt: skip
-    """Run what the command line names, and return the exit code.
+    """Run the module that the command line names, and return the exit code.
 
     Args:
-        kind: what the things are called, in the plural.
-        known: the names of the things, and what each is for.
-        module_of: imports the module of a name.
-        measuring: the names of things whose figures depend on what else this machine does. Their figures also get
-            `others_cpu_share`.
+        kind: what the modules are called, in the plural.
+        known: the names of the modules, and what each is for.
+        is_about_speed: whether the figures also get `others_cpu_share`, because they depend on what else this machine
+            does.
     """
     name, *arguments = sys.argv[1:] or [""]
     if name not in known:
@@ -45,7 +41,7 @@ def run_named(
     others = Company()
     with stopping.interruptible():
         figures: dict[str, Any] = module.run(options)
-    if name in measuring:
+    if is_about_speed:
         figures = {**figures, "others_cpu_share": others.share()}
     if options.json:
         print(json.dumps(figures))

@@ -1,12 +1,7 @@
-"""Compares the ways to train, with the same model, data and tokens: speed, memory, and what happens when a worker dies.
-
-The ways are: one process (`single`); `swarm-static` with two workers (data parallel, also with compressed gradients;
-FSDP; tensor and pipeline parallel); torch's own DDP loop (`ddp_loop`); and a swarm of two stages with two peers each,
-in both settings. Every process has one thread. A step has a batch of 16 samples, and a round of DiLoCo has the samples
-of 16 steps.
+"""Compares the ways to train, with the same model, data and tokens: speed, memory, and what a killed worker costs.
 
 In a second, shorter training a worker is killed (kill -9) after a third of the steps. At the end data-parallel training
-and torch's own loop take turns, to compare their speed.
+and torch's own DDP loop take turns.
 """
 
 import functools
@@ -25,38 +20,27 @@ from peers.commands import command_line
 from peers.local.supervisor import Child, Supervisor
 from peers.shared import cli
 from scripts.benches.shared import paired
-from scripts.benches.shared.common import BenchOptions, SwarmProcesses, say, with_corpus, write_config
-from scripts.benches.shared.judged import MORE
+from scripts.benches.shared.common import BenchOptions, say, with_corpus, write_config
+from scripts.benches.shared.swarm import SwarmProcesses
 from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.errors import DeadlineExceeded
 from swarm.metrics import log as metrics_log
 
 STATIC: Mapping[str, Sequence[str]] = {
-    "single": (),
-    "dp": ("--dp", "2"),
-    "dp_compressed": ("--dp", "2", "--compress", "int8"),
-    "fsdp": ("--dp", "2", "--fsdp", "zero3"),
-    "tp": ("--tp", "2"),
-    "pp": ("--pp", "2"),
-}
+    "single": (), "dp": ("--dp", "2"), "dp_compressed": ("--dp", "2", "--compress", "int8"),
+    "fsdp": ("--dp", "2", "--fsdp", "zero3"), "tp": ("--tp", "2"), "pp": ("--pp", "2"),
+}  # fmt: skip
 """Options of swarm-static, by method."""
 SWARMS = ("swarm_synchronous", "swarm_diloco")
 METHODS = (*STATIC, "ddp_loop", *SWARMS)
-BATCH_SAMPLES, BATCHES_A_ROUND = 16, 16
-"""Samples of a step, and steps of a round of DiLoCo."""
-SMOOTHED = 16
-"""The number of steps over which losses are averaged."""
-SHARE_OF_STEPS = 0.8
-"""The loss that all methods have to reach is that of `single` after this share of its steps."""
-WARM_UP = 5
-"""Steps that do not count for rates."""
-TURNS, TURN_STEPS = 4, 64
-"""How often `dp` and `ddp_loop` take turns, and the steps of a turn."""
+BATCH_SAMPLES, BATCHES_A_ROUND = 16, 16  # Samples of a step, and steps of a round of DiLoCo
+SMOOTHED = 16  # The number of steps over which losses are averaged
+SHARE_OF_STEPS = 0.8  # The loss that all methods have to reach is that of `single` after this share of its steps
+WARM_UP = 5  # Steps that do not count for rates
+TURNS, TURN_STEPS = 4, 64  # How often `dp` and `ddp_loop` take turns, and the steps of a turn
 POLL_SECONDS = 0.1
-KILL_SECONDS = 180.0
-"""A training that makes no progress for this long counts as stuck."""
+KILL_SECONDS = 180.0  # A training that makes no progress for this long counts as stuck
 
-JUDGED = {"methods.*.scaling_efficiency": MORE, "dp_over_ddp_loop": MORE}
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -82,7 +66,6 @@ class Options(BenchOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Train with each method, and return the figures by method."""
     started_at = time.monotonic()
     rows: dict[str, Rows] = {}
     found: dict[str, dict[str, Any]] = {}
@@ -102,7 +85,6 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def beside_ddp_loop(options: Options) -> paired.Ratio:
-    """Tokens/s of `dp` over those of `ddp_loop`."""
     config, _ = with_corpus(run_config(options, "dp"))
 
     def rate(method: str, number: int) -> float:
@@ -120,7 +102,6 @@ def beside_ddp_loop(options: Options) -> paired.Ratio:
 
 
 def run_config(options: Options, method: str) -> RunConfig:
-    """The run that a method trains."""
     rounds = RoundsConfig(setting="synchronous", round_samples=BATCH_SAMPLES)
     if method == "swarm_diloco":
         samples = BATCH_SAMPLES * BATCHES_A_ROUND
@@ -178,7 +159,6 @@ class Training:
         return alone if self._method == "single" else [sys.executable, *restarts, "--no-python", *alone]
 
     def _processes(self) -> list[psutil.Process]:
-        """All processes of the training that compute."""
         roots = [psutil.Process(child.pid) for child in self._children.running]
         return [process for root in roots for process in (root, *root.children(recursive=True))]
 
@@ -190,10 +170,7 @@ class Training:
 
     def to_the_end(self) -> tuple[Rows, int]:
         """Wait for the end of the training. Return its figures, and the most memory that one of its processes held.
-
-        Raises:
-            DeadlineExceeded: a process failed.
-        """
+        Raises DeadlineExceeded."""
         most_bytes = 0
         while not (ended := self._children.exits()):
             for process in self._processes():
@@ -207,7 +184,6 @@ class Training:
         return self._rows(), most_bytes
 
     def with_a_kill(self) -> dict[str, Any]:
-        """Kill a worker after a third of the steps, and return how the training went on."""
         self._until(lambda: len(self._steps()) >= self._rounds // 3)
         victim = self._victim()
         before, killed_at = self._steps(), time.monotonic()
@@ -239,7 +215,6 @@ class Training:
 
 
 def figures(config: RunConfig, rows: Rows, memory_bytes: int) -> dict[str, Any]:
-    """The figures of one training, from its lines of metrics."""
     steps = [row for row in rows if "train/loss" in row]
     batches = config.rounds.round_samples // BATCH_SAMPLES
     counted = steps[-(-WARM_UP // batches) :]
@@ -257,7 +232,6 @@ def figures(config: RunConfig, rows: Rows, memory_bytes: int) -> dict[str, Any]:
 
 
 def compare(found: Mapping[str, dict[str, Any]], rows: Mapping[str, Rows]) -> None:
-    """Add the figures that compare with `single`, if that was trained."""
     if "single" not in found:
         return
     losses = [loss for _, loss in curve(rows["single"])]

@@ -1,10 +1,7 @@
 """Trains nanoGPT's Shakespeare configuration for a CPU in a swarm of two stages with two peers each.
 
-The configuration has 4 layers, 4 heads, width 128, context 64, and 2,000 iterations of 12 samples; AdamW's rate falls
-from 1e-3 to 1e-4 by a cosine. nanoGPT's README gives 1.88 as its validation loss. Real processes over TLS train it in
-the synchronous setting, and with DiLoCo on the same number of samples. DiLoCo has inner batches of 6 samples, so that
-each of the two peers takes as many steps as one process. The text has to be named: --dataset tinyshakespeare.txt. Its
-last tenth is held out, as in nanoGPT. Tokens are bytes, which are characters in this text.
+nanoGPT's README gives 1.88 as its validation loss. DiLoCo has inner batches of 6 samples, so that each of the two peers
+takes as many steps as one process.
 """
 
 import dataclasses
@@ -16,8 +13,8 @@ from typing import Any, Literal
 
 from peers.local.supervisor import Supervisor
 from peers.shared import cli
-from scripts.benches.shared.common import BenchOptions, SwarmProcesses, say, with_corpus
-from scripts.benches.shared.judged import LESS
+from scripts.benches.shared.common import BenchOptions, say, with_corpus
+from scripts.benches.shared.swarm import SwarmProcesses
 from swarm.config import (
     AveragingConfig,
     DataConfig,
@@ -32,7 +29,6 @@ from swarm.config import (
 BATCH = 12
 PEERS_A_STAGE = 2
 NANOGPT_LOSS = 1.88
-JUDGED = {"synchronous.validation_loss": LESS, "diloco.validation_loss": LESS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +59,6 @@ class Options(BenchOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Train in each setting, and return the figures."""
     figures: dict[str, Any] = {"nanogpt_validation_loss": NANOGPT_LOSS, "samples": BATCH * options.iterations}
     for setting in options.settings:
         config, _ = with_corpus(_config(options, setting))
@@ -87,7 +82,6 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def shakespeare(dataset: str, iterations: int, seed: int = 0) -> RunConfig:
-    """nanoGPT's configuration in the synchronous setting."""
     return RunConfig(
         run="bench-nanogpt",
         model=ModelConfig(num_layers=4, d_model=128, num_heads=4, vocab_size=256),
@@ -95,16 +89,10 @@ def shakespeare(dataset: str, iterations: int, seed: int = 0) -> RunConfig:
         data=DataConfig(dataset=dataset, seed=seed, sequence_length=64, microbatch_size=3, held_out_fraction=0.1),
         rounds=RoundsConfig(setting="synchronous", round_samples=BATCH),
         optimizer=OptimizerConfig(
-            learning_rate=1e-3,
-            beta2=0.99,
-            weight_decay=0.1,
-            clip_norm=1.0,
-            schedule="cosine",
-            warmup_samples=100 * BATCH,
-            total_samples=BATCH * max(iterations, 101),
-            final_fraction=0.1,
+            learning_rate=1e-3, beta2=0.99, weight_decay=0.1, clip_norm=1.0, schedule="cosine",
+            warmup_samples=100 * BATCH, total_samples=BATCH * max(iterations, 101), final_fraction=0.1,
         ),
-    )
+    )  # fmt: skip
 
 
 def _config(options: Options, setting: Setting) -> RunConfig:

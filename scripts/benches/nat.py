@@ -1,11 +1,7 @@
 """Peers behind routers: how soon do they serve, by which way are they reached, and how fast is it?
 
-Each arrangement is a small internet of network namespaces. A public peer begins a run (after `meet:` one behind a
-router, at a swarm-meet), and another peer joins from behind a router, with the invite and no other option.
-`serves_seconds` is the time from the start of this peer until it serves. `way` is how a caller finally reaches the
-peer. In arrangements with a plus, the caller is behind a router, too. `hop_ratio_to_direct` compares the rate of pieces
-of 1 MiB on this way with the rate to a public peer. The lines of the caller, the meeting point and the peer have the
-same rate. Needs root, iproute2 and nftables.
+Each arrangement is a small internet of network namespaces. `hop_ratio_to_direct` is the rate of pieces of 1 MiB on the
+way to the peer, over the rate to a public peer. Needs root, iproute2 and nftables.
 """
 
 import json
@@ -13,23 +9,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from peers.local.supervisor import Child, Supervisor
+from peers.commands import command_line
+from peers.local.supervisor import Child, Supervisor, last_line
 from peers.shared import cli
 from scripts.benches.shared.common import OutputOptions, say
-from scripts.benches.shared.hosted import START_SECONDS, Hosted, invite_of, wait_for
 from scripts.benches.shared.internet import KINDS, Host, Internet, missing
-from scripts.benches.shared.judged import LESS, MORE
+from swarm.errors import DeadlineExceeded
 
 PAIRS = ("ipv6+dual-stack", "restricted+restricted", "symmetric+restricted", "symmetric+symmetric")
 MEET = "meet:"
 AT_MEET = ("meet:restricted+restricted",)
 SIDE = str(Path(__file__).parent / "sides" / "nat_echo.py")
-JUDGED = {"*.serves_seconds": LESS, "*.hop_ratio_to_direct": MORE}
+START_SECONDS = 60.0  # Longest wait until a process is useful
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +68,50 @@ def run(options: Options) -> dict[str, Any]:
     return results
 
 
+@dataclass(frozen=True)
+class Hosted:
+    """Programs on the hosts of a small internet, each peer with files of its own in one folder."""
+
+    children: Supervisor
+    folder: Path
+    environment: Mapping[str, str] = field(default_factory=dict)  # Environment variables, added to this process's own
+
+    def start(self, host: Host, name: str, program: str, options: Sequence[object]) -> Child:
+        command = host.command(command_line(program, list(map(str, options))))
+        return self.children.start(name, command, environment=self.environment)
+
+    def peer(self, host: Host, name: str, options: Sequence[object]) -> Child:
+        """Start a peer on a host without waiting; once it serves, its `ready` file exists."""
+        own = ["--name", name, "--identity", self.folder / f"{name}.pem", "--threads", "1", "--device", "cpu"]
+        events = self.folder / "events"
+        files = ["--ready-file", self.ready(name), "--events", events / f"{name}.jsonl"]
+        events.mkdir(exist_ok=True)
+        return self.start(host, name, "peer", [*options, *own, *files])
+
+    def ready(self, name: str) -> Path:
+        return self.folder / f"{name}.json"
+
+    def serving_peer(self, host: Host, name: str, options: Sequence[object]) -> Child:
+        """Start a peer on a host, and wait until it serves. Raises DeadlineExceeded if that takes a minute."""
+        child = self.peer(host, name, options)
+        wait_for(child, self.ready(name).exists)
+        return child
+
+
+def invite_of(peer: Child) -> str:
+    return next(line.split()[2] for line in peer.log.read_text().splitlines() if "join:" in line)
+
+
+def wait_for(child: Child, is_there: Callable[[], object], *, seconds: float = START_SECONDS) -> None:
+    """Wait until `is_there` is true, which the child has to bring about. Raises DeadlineExceeded, with the child's last
+    line."""
+    deadline = time.monotonic() + seconds
+    while not is_there():
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(f"waited {seconds:.0f} s for {child.name}, which said: {last_line(child.log)}")
+        time.sleep(0.05)
+
+
 class _World:
     """The hosts and processes of one arrangement."""
 
@@ -84,7 +124,6 @@ class _World:
         self._has_ipv4 = "ipv6" not in (peer_kind, caller_kind)
 
     def serves_seconds(self, *, at_meet: bool) -> float:
-        """The time from the start of the peer until it serves."""
         meet = self._meet() if at_meet else None
         begins = [] if meet is None else ["--meet", meet.log.read_text().split("--meet ")[1].split()[0]]
         where = self._public if meet is None else self._caller

@@ -1,10 +1,7 @@
-"""Does a swarm in the synchronous setting follow the trajectory of one process?
+"""Does a swarm in the synchronous setting follow the trajectory of one process, and of peft's layers with --lora?
 
-Real processes over TLS train. Their losses and their final weights, which are downloaded from every peer, are compared
-with a single process that trains the same. The swarm is compared in three shapes: in several stages, as one stage, and
-in stages that share a tied embedding. With --lora the swarm trains adapters of a model of transformers, and the single
-process uses peft's own layers. Two further references are wrong on purpose: a microbatch of an early round is left out,
-or counted twice. They show that the comparison would notice such a fault.
+Two further references are wrong on purpose: a microbatch is left out, or counted twice. They show that the comparison
+would notice such a fault.
 """
 
 import asyncio
@@ -21,16 +18,8 @@ import torch
 
 from peers.local.supervisor import Supervisor
 from peers.shared import cli
-from scripts.benches.shared.common import (
-    BenchOptions,
-    SwarmProcesses,
-    compute_like_peers,
-    largest_of,
-    say,
-    with_corpus,
-    write_config,
-)
-from scripts.benches.shared.judged import MORE
+from scripts.benches.shared.common import BenchOptions, compute_like_peers, largest_of, say, with_corpus, write_config
+from scripts.benches.shared.swarm import SwarmProcesses
 from scripts.benches.sides.reference import Reference
 from swarm.averaging.downloads import Downloads
 from swarm.averaging.state_transfer import StateTransfer
@@ -46,10 +35,8 @@ from swarm.rpc.describe import describe
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import PROTOCOL_VERSION, PeerRecord
 
-BOUND = 1e-4
-"""Largest relative difference that passes."""
-CONTROL_BOUND = 1e-3
-"""Smallest relative difference that each wrong reference must show."""
+BOUND = 1e-4  # Largest relative difference that passes
+CONTROL_BOUND = 1e-3  # Smallest relative difference that each wrong reference must show
 CONTROL_MICROBATCH = 19
 """The microbatch that the wrong references leave out or count twice. It is in the middle of the third round."""
 MICROBATCHES_PER_ROUND = 8
@@ -57,7 +44,6 @@ COMMIT_SECONDS = 30.0
 """Longest wait for a member to commit the last round, which other members may already have committed."""
 ANSWER_SECONDS = 10.0
 
-JUDGED = {"passed": MORE, "exactly_once": MORE}
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -86,23 +72,18 @@ class Options(BenchOptions):
 class Trained:
     """The results of a training."""
 
-    losses: Sequence[float]
-    """Mean loss of each step."""
-    weights: Sequence[Weights]
-    """The weights of each peer's stage; of a reference, those of the whole model."""
-    committed: Sequence[int] = ()
-    """Microbatches that the members of each stage have committed together."""
+    losses: Sequence[float]  # Mean loss of each step
+    weights: Sequence[Weights]  # The weights of each peer's stage; of a reference, those of the whole model
+    committed: Sequence[int] = ()  # Microbatches that the members of each stage have committed together
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Train all swarms and references, and return the figures."""
     compute_like_peers()
     with tempfile.TemporaryDirectory(prefix="bench-parity-") as folder, Supervisor(Path(folder) / "logs") as children:
         return (_compare_adapters if options.lora else _compare)(options, children, Path(folder))
 
 
 def _compare(options: Options, children: Supervisor, folder: Path) -> dict[str, Any]:
-    """Compare three shapes of a swarm that trains all weights with one process."""
     config, data = with_corpus(_config(options))
     steps, num_peers = options.steps, options.peers_per_stage
     references = _references(lambda: Reference(config, data), steps)
@@ -119,7 +100,6 @@ def _compare(options: Options, children: Supervisor, folder: Path) -> dict[str, 
 
 
 def _compare_adapters(options: Options, children: Supervisor, folder: Path) -> dict[str, Any]:
-    """Compare a swarm that trains adapters with peft's layers in one process."""
     # Imported here, because this takes seconds.
     from scripts.benches.sides.peft_model import RUN, peft_model, with_model
 
@@ -168,16 +148,10 @@ def _figures(
     largest = max(value for found in (figures, *shapes.values()) for value in found.values())
     controls_differ = all(CONTROL_BOUND < value < math.inf for value in controls.values())
     return {
-        **figures,
-        **shapes,
-        **controls,
-        "microbatches": expected,
-        "committed_per_stage": list(swarm.committed),
-        "exactly_once": exactly_once,
-        "first_loss": references.plain.losses[0],
-        "final_loss": references.plain.losses[-1],
-        "passed": largest < BOUND and controls_differ and exactly_once,
-    }
+        **figures, **shapes, **controls, "microbatches": expected, "committed_per_stage": list(swarm.committed),
+        "exactly_once": exactly_once, "first_loss": references.plain.losses[0],
+        "final_loss": references.plain.losses[-1], "passed": largest < BOUND and controls_differ and exactly_once,
+    }  # fmt: skip
 
 
 def _config(options: Options) -> RunConfig:
@@ -197,14 +171,9 @@ def train_reference(reference: Reference, steps: int, counts: Mapping[int, int])
 
 
 def _train_swarm(
-    config: RunConfig,
-    peers_per_stage: int,
-    steps: int,
-    children: Supervisor,
-    folder: Path,
-    *,
+    config: RunConfig, peers_per_stage: int, steps: int, children: Supervisor, folder: Path, *,
     model: Path | None = None,
-) -> Trained:
+) -> Trained:  # fmt: skip
     num_stages = config.stages.num_stages
     say(f"swarm: {num_stages} x {peers_per_stage} peers start")
     swarm = SwarmProcesses(config, children, folder, model=model)

@@ -1,16 +1,10 @@
-"""Compares two stages of a swarm with what a user would otherwise choose.
-
-Three sides take turns at training the same two-stage model, on the same microbatches and with the same optimizer. Each
-stage has one thread. A turn is one round of 40 microbatches, which is one optimizer step:
+"""Compares two stages of a swarm with what a user would otherwise choose, on the same microbatches, in turns.
 
     swarm     two stage peers and a trainer, over TLS; any of them may drop at any moment
-    moe       two servers of hivemind.moe, driven through RemoteExpert (sides/moe_stage.py, sides/moe_trainer.py)
+    moe       two servers of hivemind.moe, driven through RemoteExpert, which compute each forward twice (sides/moe.py)
     static    torch.distributed.pipelining, 1F1B over gloo (sides/static_stage.py), which tolerates nothing
 
-A server of hivemind.moe computes the forward again in the backward (ModuleBackend.backward), which is a third more
-computing. The other two sides keep graphs. Three things are not measured: start-up, a first turn of each side (in which
-it allocates its memory), and the first step of each trainer of the swarm. A ratio compares turns of the same
-repetition.
+A first turn of each side, and the first step of each trainer of the swarm, are not measured.
 """
 
 import sys
@@ -23,22 +17,13 @@ from typing import Any
 from peers.local.supervisor import Supervisor
 from peers.shared import cli
 from scripts.benches.shared import paired
-from scripts.benches.shared.common import (
-    BenchOptions,
-    SwarmProcesses,
-    require_multiple,
-    say,
-    wait_for_json,
-    with_corpus,
-    write_config,
-)
-from scripts.benches.shared.judged import MORE
+from scripts.benches.shared.common import BenchOptions, require_multiple, say, wait_for_json, with_corpus, write_config
+from scripts.benches.shared.paired import Worker, turn_seconds
 from scripts.benches.shared.ports import free_ports
-from scripts.benches.shared.turns import Worker
+from scripts.benches.shared.swarm import SwarmProcesses
 from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
 
 NUM_STAGES = 2
-JUDGED = {"ratio_to_hivemind_moe": MORE, "ratio_to_torch_pipelining": MORE}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +50,6 @@ class Options(BenchOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Measure all sides, and return the figures."""
     config, _ = with_corpus(_config(options))
     tokens = options.steps * config.rounds.round_samples * config.data.sequence_length
     with tempfile.TemporaryDirectory(prefix="bench-peers-") as name, Supervisor(Path(name) / "logs") as children:
@@ -78,8 +62,8 @@ def run(options: Options) -> dict[str, Any]:
         swarm.start_peers(range(NUM_STAGES))
         sides: dict[str, Callable[[int], float]] = {
             "swarm": lambda number: swarm.tokens_per_second(f"trainer-{number}", options.steps),
-            "moe": lambda number: tokens / _turn([moe]),
-            "static": lambda number: tokens / _turn(static),
+            "moe": lambda number: tokens / max(turn_seconds([moe])),
+            "static": lambda number: tokens / max(turn_seconds(static)),
         }
         say("all sides warm up")
         for warm_up in sides.values():
@@ -92,11 +76,9 @@ def run(options: Options) -> dict[str, Any]:
         "ratio_to_torch_pipelining": paired.ratio(rates["swarm"], rates["static"]),
     }
     return {
-        **paired.figures(ratios),
-        "tokens_per_second": paired.medians(rates),
-        "repetitions": rates,
+        **paired.figures(ratios), "tokens_per_second": paired.medians(rates), "repetitions": rates,
         "microbatches_per_round": options.microbatches,
-    }
+    }  # fmt: skip
 
 
 def _config(options: Options) -> RunConfig:
@@ -114,14 +96,18 @@ def _config(options: Options) -> RunConfig:
     )
 
 
+def _worker(name: str, module: str, results: Path, arguments: Sequence[object], children: Supervisor) -> Worker:
+    command = [sys.executable, "-m", f"scripts.benches.sides.{module}", *map(str, arguments)]
+    return Worker(name, command, results, children)
+
+
 def _start_static(folder: Path, steps: int, children: Supervisor) -> list[Worker]:
     (port,) = free_ports(1)
     workers = []
     for rank in range(NUM_STAGES):
         results = folder / f"static-{rank}"
-        arguments = [str(folder / "run.toml"), str(results), str(rank), str(port), str(steps)]
-        command = [sys.executable, "-m", "scripts.benches.sides.static_stage", *arguments]
-        workers.append(Worker(f"static-{rank}", command, results, children))
+        arguments = (folder / "run.toml", results, rank, port, steps)
+        workers.append(_worker(f"static-{rank}", "static_stage", results, arguments, children))
     for worker in workers:
         worker.until_stopped()
     return workers
@@ -131,20 +117,12 @@ def _start_moe(folder: Path, steps: int, children: Supervisor) -> Worker:
     addresses: list[str] = []
     for stage in range(NUM_STAGES):
         ready = folder / f"moe-{stage}.json"
-        arguments = [str(folder / "run.toml"), str(stage), str(ready), *addresses[:1]]
-        children.start(f"moe-{stage}", [sys.executable, "-m", "scripts.benches.sides.moe_stage", *arguments])
+        arguments = ["stage", str(ready), str(folder / "run.toml"), str(stage), *addresses[:1]]
+        children.start(f"moe-{stage}", [sys.executable, "-m", "scripts.benches.sides.moe", *arguments])
         addresses.append(wait_for_json(ready, children)["addresses"][0])
     results = folder / "moe"
-    arguments = [str(folder / "run.toml"), str(results), str(steps), *addresses]
-    trainer = Worker(
-        "moe-trainer", [sys.executable, "-m", "scripts.benches.sides.moe_trainer", *arguments], results, children
+    trainer = _worker(
+        "moe-trainer", "moe", results, ("train", folder / "run.toml", results, steps, *addresses), children
     )
     trainer.until_stopped()
     return trainer
-
-
-def _turn(workers: Sequence[Worker]) -> float:
-    """Let a side have its turn, and return the seconds of its slowest process."""
-    for worker in workers:
-        worker.begin()
-    return max(worker.seconds() for worker in workers)

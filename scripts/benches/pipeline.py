@@ -1,22 +1,15 @@
 """How much of two cores does a pipeline of two stages use?
 
-Three sides take turns at training the same model, with the same rounds, microbatches and optimizer steps:
-
     swarm     two stage peers with one compute thread each, and a trainer that feeds them, over TLS
     limit     two independent processes with one thread each, the whole model in both: the sum of their tokens/s
     single    one process with two threads
 
-Only one side works at a time. A whole-model process is stopped by a signal while it waits, and two peers that no
-trainer feeds take less than 2 % of a core. A whole-model process computes only some microbatches of a round, and its
-time is scaled up to the whole round, because all microbatches take equally long. The swarm trains whole rounds. Not
-measured are start-up, every trainer's first step and evaluation, and the first rounds of the swarm, in which the memory
-of its peers still grows. A ratio compares turns of the same repetition.
+The sides take turns. A whole-model process computes only some microbatches of a round, and its time is scaled up.
 """
 
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,19 +17,10 @@ from typing import Any
 from peers.local.supervisor import Supervisor
 from peers.shared import cli
 from scripts.benches.shared import paired
-from scripts.benches.shared.common import (
-    BenchOptions,
-    SwarmProcesses,
-    require_multiple,
-    say,
-    with_corpus,
-    write_config,
-)
-from scripts.benches.shared.judged import MORE
-from scripts.benches.shared.turns import Worker
+from scripts.benches.shared.common import BenchOptions, require_multiple, say, with_corpus, write_config
+from scripts.benches.shared.paired import Worker, turn_seconds
+from scripts.benches.shared.swarm import SwarmProcesses
 from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, Setting, StagesConfig
-
-JUDGED = {"ratio_to_limit.*": MORE, "ratio_to_single_process.*": MORE}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +63,6 @@ class Options(BenchOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Measure every width, and return the figures."""
     started_at = time.monotonic()
     turns = {str(width): _measure(options, width) for width in options.d_model}
 
@@ -88,13 +71,11 @@ def run(options: Options) -> dict[str, Any]:
 
     return {
         **paired.figures({"ratio_to_limit": over("limit"), "ratio_to_single_process": over("single")}),
-        "tokens_per_second": {width: paired.medians(sides) for width, sides in turns.items()},
-        "repetitions": turns,
-        "setting": options.setting,
-        "microbatches_per_round": options.microbatches,
+        "tokens_per_second": {width: paired.medians(sides) for width, sides in turns.items()}, "repetitions": turns,
+        "setting": options.setting, "microbatches_per_round": options.microbatches,
         "microbatch_size": {str(width): _microbatch_size(options, width) for width in options.d_model},
         "seconds": time.monotonic() - started_at,
-    }
+    }  # fmt: skip
 
 
 def _num_layers(options: Options, d_model: int) -> int:
@@ -124,7 +105,6 @@ def _config(options: Options, d_model: int) -> RunConfig:
 
 
 def _measure(options: Options, d_model: int) -> dict[str, list[float]]:
-    """Tokens/s of each side, in all repetitions."""
     config, _ = with_corpus(_config(options, d_model))
     tokens = options.steps * config.rounds.round_samples * config.data.sequence_length
     with tempfile.TemporaryDirectory(prefix="bench-pipeline-") as name, Supervisor(Path(name) / "logs") as children:
@@ -144,8 +124,8 @@ def _measure(options: Options, d_model: int) -> dict[str, list[float]]:
         rates = paired.in_turns(
             {
                 "swarm": lambda number: swarm.tokens_per_second(f"trainer-{number}", options.steps),
-                "limit": lambda number: _train_at_once(limit, tokens),
-                "single": lambda number: _train_at_once(single, tokens),
+                "limit": lambda number: sum(tokens / seconds for seconds in turn_seconds(limit)),
+                "single": lambda number: sum(tokens / seconds for seconds in turn_seconds(single)),
             },
             options.repetitions,
             what=f"d_model {d_model}",
@@ -162,10 +142,3 @@ def _whole_model(name: str, threads: int, options: Options, children: Supervisor
     arguments = [str(folder / "run.toml"), str(results), *map(str, numbers)]
     command = [sys.executable, "-m", "scripts.benches.sides.whole_model", *arguments]
     return Worker(name, command, results, children)
-
-
-def _train_at_once(processes: Sequence[Worker], tokens: int) -> float:
-    """Train on these processes at once, and return their tokens/s together."""
-    for process in processes:
-        process.begin()
-    return sum(tokens / process.seconds() for process in processes)

@@ -1,10 +1,6 @@
-"""Measures what it costs to know many peers: the CPU time of a choice, the memory of the table, the directory's
-traffic.
+"""What it costs to know many peers: the CPU time of a choice, the memory of the table, the directory's traffic.
 
-The router is the one of trainers and stage peers, with as many peers as a stage might have. Sizes take turns, and after
-each choice the router learns its outcome. `record_bytes` and the figures that follow from it are computed: the size of
-a record as it is signed for the DHT, times how often it is renewed and read. sides/routing_dht.py measures what real
-DHT nodes use, in swarms as large as fit on this machine.
+`record_bytes` and what follows from it are computed; sides/routing_dht.py measures what real DHT nodes use.
 """
 
 import random
@@ -18,7 +14,6 @@ from typing import Any
 from peers.shared import cli
 from peers.stage_peer.presence import ANNOUNCE_SECONDS
 from scripts.benches.shared.common import OutputOptions, say
-from scripts.benches.shared.judged import LESS
 from scripts.benches.sides import routing_dht
 from scripts.benches.sides.routing_dht import REPLICAS, full_record
 from scripts.benches.simulate.timeline import Timeline
@@ -30,7 +25,6 @@ from swarm.routing.throughput import Observation
 from swarm.types import PeerId, PeerRecord, PeerState
 
 NUM_SAMPLES = 4
-JUDGED = {"cost_*_over_*": LESS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +61,6 @@ class Options(OutputOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """The bench's figures."""
     me = identity.generate()
     tables = {size: _Table(size, options.seed) for size in options.sizes}
     seconds: dict[int, list[float]] = {size: [] for size in options.sizes}
@@ -95,13 +88,10 @@ def run(options: Options) -> dict[str, Any]:
             str(size): routing_dht.read_bytes_per_second(size, record_bytes) for size in options.sizes
         },
         **routing_dht.measure(
-            options.dht_sizes,
-            num_stages=options.dht_stages,
-            seconds=options.dht_seconds,
-            record_bytes=record_bytes,
+            options.dht_sizes, num_stages=options.dht_stages, seconds=options.dht_seconds, record_bytes=record_bytes,
             seed=options.seed,
         ),
-    }
+    }  # fmt: skip
 
 
 class _Table:
@@ -140,7 +130,6 @@ class _Table:
 
 
 def _table_bytes(size: int, seed: int) -> int:
-    """The memory of a router that knows this many peers, with their records."""
     tracemalloc.start()
     try:
         table = _Table(size, seed)
@@ -152,10 +141,6 @@ def _table_bytes(size: int, seed: int) -> int:
 
 def _simple_record(peer_id: str) -> PeerRecord:
     return PeerRecord(
-        peer_id=peer_id,
-        announced_at=0.0,
-        stage=0,
-        endpoint="192.0.2.1:50051",
-        state=PeerState.SERVING,
+        peer_id=peer_id, announced_at=0.0, stage=0, endpoint="192.0.2.1:50051", state=PeerState.SERVING,
         samples_per_second=4.0,
-    )
+    )  # fmt: skip

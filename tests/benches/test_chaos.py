@@ -143,7 +143,7 @@ def test_cores_are_idle_between_the_first_and_the_last_reading() -> None:
 def cast(tmp_path: Path) -> Iterator[Cast]:
     """Two stages of two peers each, none of them started."""
     (tmp_path / "disk").mkdir()
-    with Throttle(1e9) as throttle:
+    with Throttle() as throttle:
         cast = Cast(
             folder=tmp_path,
             config=tmp_path / "run.toml",

@@ -3,7 +3,6 @@
 import pytest
 
 from scripts.benches.closing import SETTINGS, Options, run_case, run_config
-from swarm.model.stages import build_stage
 
 
 @pytest.mark.e2e
@@ -14,8 +13,3 @@ def test_a_case_runs(setting: str) -> None:
     assert members[0]["digests"] == members[1]["digests"]
     for member in members:
         assert 0.0 < member["commit_beyond_step_cpu_seconds"] < member["commit_cpu_seconds"]
-
-
-def test_the_usual_stage_has_a_hundred_million_parameters() -> None:
-    module = build_stage(run_config("diloco", Options()), 0, device="meta")
-    assert 100e6 <= sum(parameter.numel() for parameter in module.parameters()) < 110e6

@@ -10,7 +10,7 @@ import pytest
 
 from peers.local.supervisor import Child, Supervisor
 from scripts.benches.exactly_once import FAULTS, Options, _config, _held, _plant, _was_put_to_test
-from scripts.benches.shared.common import SwarmProcesses
+from scripts.benches.shared.swarm import SwarmProcesses
 from scripts.benches.sides import faulty_swarm
 from scripts.benches.sides.faulty_swarm import FaultySwarm
 from swarm.errors import DeadlineExceeded, PeerUnavailable
@@ -96,9 +96,3 @@ def test_a_swarm_in_which_nothing_fails_or_too_little_has_not_been_put_to_test(t
         after_the_last = FaultySwarm(_OneStep(_config(Options()), children, tmp_path), random.Random(0))
         after_the_last.train(1, lambda faulty: False)
         assert after_the_last.owed == 0
-
-
-def test_rounds_are_of_so_many_microbatches() -> None:
-    assert _config(Options(round_microbatches=6)).microbatches_per_round == 6
-    with pytest.raises(ValueError, match="--steps must be at least 4"):
-        Options(steps=3)

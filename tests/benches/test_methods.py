@@ -11,20 +11,6 @@ def _rows(losses: list[float], seconds: float) -> list[dict[str, float]]:
     return [*steps[:-1], {**steps[-1], "val/loss": losses[-1]}]
 
 
-@pytest.mark.parametrize(
-    ("values", "fault"),
-    [
-        ({"methods": ("dp", "magic")}, "'magic' is none of single, dp"),
-        ({"methods": ()}, "--methods needs at least one name"),
-        ({"steps": 33}, "--steps must be a multiple of 16"),
-        ({"d_model": 100}, "--d-model of 32"),
-    ],
-)
-def test_bad_options_are_one_line(values: dict[str, object], fault: str) -> None:
-    with pytest.raises(ValueError, match=fault):
-        Options(**values)  # type: ignore[arg-type]
-
-
 def test_every_method_trains_as_many_samples() -> None:
     configs = [methods.run_config(Options(), name) for name in METHODS]
     assert {config.optimizer for config in configs} == {configs[0].optimizer}

@@ -1,11 +1,9 @@
 """The routing bench: what its figures of the DHT mean, and that real nodes are counted and gone afterwards."""
 
 import os
-from typing import Any
 
 import pytest
 
-from scripts.benches.routing import Options
 from scripts.benches.shared import proc
 from scripts.benches.sides import routing_dht
 from scripts.benches.sides.routing_dht import Counters, measure, traffic
@@ -49,14 +47,6 @@ def test_the_busiest_peer_sends_more_with_the_square() -> None:
     assert extrapolated == pytest.approx({"100": 3e5, "1000": 3e7, "10000": 3e9})
 
 
-def test_cpu_is_a_peers_and_the_machines() -> None:
-    figures = traffic({8: _used(8, 1.0, 1.0), 16: _used(16, 1.0, 1.0)}, record_bytes=RECORD_BYTES)
-    assert figures["dht_process_cpu_seconds_per_second"] == pytest.approx({"8": 0.02, "16": 0.02})
-    assert figures["dht_p2pd_cpu_seconds_per_second"] == pytest.approx({"8": 0.01, "16": 0.01})
-    assert figures["dht_machine_cpu_seconds_per_second"] == pytest.approx({"8": 0.24, "16": 0.48})
-    assert figures["dht_seconds_between_readings"] == {"8": 2.0, "16": 2.0}
-
-
 @pytest.mark.slow
 def test_real_nodes_are_counted_and_gone_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (("ANNOUNCE_SECONDS", 0.5), ("REFRESH_SECONDS", 0.2), ("SETTLE_SECONDS", 3.0)):
@@ -68,19 +58,3 @@ def test_real_nodes_are_counted_and_gone_afterwards(monkeypatch: pytest.MonkeyPa
     assert figures["dht_bytes_per_second"]["2"] > RECORD_BYTES
     assert figures["dht_busiest_bytes_per_second"]["2"] > RECORD_BYTES
     assert figures["dht_p2pd_bytes"]["2"] > 1 << 20
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"sizes": ()},
-        {"dht_sizes": (16, 8)},
-        {"dht_sizes": (0, 8, 16)},
-        {"dht_sizes": (2, 4, 8)},
-        {"dht_sizes": (2, 8, 64)},
-        {"dht_stages": 0},
-    ],
-)
-def test_what_makes_no_sense_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="--"):
-        Options(**changes)

@@ -14,7 +14,6 @@ from peft import PeftModel, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from scripts.benches.sides.wire_chain import WireChain
 from swarm.config import DataConfig, LoraConfig, OptimizerConfig, RoundsConfig, RunConfig
 from swarm.errors import IntegrityError
 from swarm.interchange import origin, run_folder
@@ -25,6 +24,7 @@ from swarm.interchange.source import Source
 from swarm.interchange.weights import Weights
 from swarm.model.stages import parameter_shapes
 from tests.interchange.small_models import POSITIONS, VOCABULARY, make_tokens, save
+from tests.support.wire_chain import WireChain
 
 # peft uses this deprecated name of transformers.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

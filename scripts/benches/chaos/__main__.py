@@ -2,16 +2,9 @@
 
     scripts/chaos --setting synchronous --minutes 15 --faults-per-hour 400 --seed 0 --json
 
-This starts a swarm of real processes, whose calls go through a proxy (../shared/throttle.py). Faults of all kinds
-(faults.py) come as a Poisson process; the seed decides which processes each fault hits. A process that died is started
-again some seconds later, with the same command line. The storm has several parts. Before each part and after the last
-one, the swarm trains undisturbed for a while. At the end the audit reads all event logs, and figures.py computes how
-much was committed, how fast, and how soon after each fault.
-
-Computing is mostly a pause of fixed length. So many peers fit on few cores, and a peer's capacity does not depend on
-the others.
-
-Computing is mostly a pause of fixed length, so that many peers fit on few cores and a peer's capacity is its own.
+Faults of all kinds come as a Poisson process to real processes, whose calls go through a proxy. Before each part of the
+storm and after the last one, the swarm trains undisturbed. At the end the audit reads all event logs. Computing is
+mostly a pause of fixed length, so that many peers fit on few cores and a peer's capacity is its own.
 """
 
 import dataclasses
@@ -35,7 +28,7 @@ from scripts.benches.chaos.cast import Cast
 from scripts.benches.chaos.faults import KINDS, fault
 from scripts.benches.chaos.figures import Struck
 from scripts.benches.shared.common import POLL_SECONDS, BenchOptions, say, with_corpus, write_config
-from scripts.benches.shared.company import Company
+from scripts.benches.shared.proc import Company
 from scripts.benches.shared.throttle import Throttle
 from scripts.benches.sides.paced_stage import PACE
 from swarm.config import (
@@ -50,9 +43,7 @@ from swarm.config import (
     StagesConfig,
 )
 
-PARTS = 3
-"""The number of parts of a storm."""
-LINE_BYTES_PER_SECOND = 1e9
+PARTS = 3  # The number of parts of a storm
 DISK_MIB = 64
 SECONDS_PER_SAMPLE = 0.2
 """How long a peer computes for a sample. At 0.1 and at 0.15 two slow cores were busy for two thirds of the time before
@@ -108,27 +99,21 @@ class Options(BenchOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Let the storm pass over a swarm, and return the figures."""
     with ExitStack() as stack:
         folder = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
         folder.mkdir(parents=True, exist_ok=True)
         disk = stack.enter_context(_small_disk(folder / "disk"))
-        throttle = stack.enter_context(Throttle(LINE_BYTES_PER_SECOND))
+        throttle = stack.enter_context(Throttle())
         children = stack.enter_context(Supervisor(folder / "logs", grace_seconds=20.0))
         kinds = [name for name in options.kinds if disk is not None or KINDS[name].hits != "disk"]
         config, _ = with_corpus(_config(options))
         write_config(config, folder / "run.toml")
         (folder / "checkpoints").mkdir()
         cast = Cast(
-            folder=folder,
-            config=folder / "run.toml",
-            children=children,
-            throttle=throttle,
-            environment={PACE: str(SECONDS_PER_SAMPLE)},
-            disk=disk or folder / "checkpoints",
-            checkpoint_every=1 if options.setting == "synchronous" else 5,
-            allow_class=config.model.custom_class,
-        )
+            folder=folder, config=folder / "run.toml", children=children, throttle=throttle,
+            environment={PACE: str(SECONDS_PER_SAMPLE)}, disk=disk or folder / "checkpoints",
+            checkpoint_every=1 if options.setting == "synchronous" else 5, allow_class=config.model.custom_class,
+        )  # fmt: skip
         cast.add(options.stages, options.peers_per_stage, options.trainers)
         say(f"{options.stages} x {options.peers_per_stage} peers and {options.trainers} trainers start")
         cast.begin()
@@ -153,13 +138,10 @@ def run(options: Options) -> dict[str, Any]:
             **figures.of(cast, options.setting, calm=calm, storm=storm, struck=struck, bound=options.bound_seconds),
             "unexpected_exits": unexpected,
             "trainer_exits": sum(end["name"].startswith("trainer") for end in unexpected),
-            "left_out": sorted(set(options.kinds) - set(kinds)),
-            "bound_seconds": options.bound_seconds,
-            "setting": options.setting,
-            "minutes": options.minutes,
-            "faults_per_hour": options.faults_per_hour,
+            "left_out": sorted(set(options.kinds) - set(kinds)), "bound_seconds": options.bound_seconds,
+            "setting": options.setting, "minutes": options.minutes, "faults_per_hour": options.faults_per_hour,
             "seed": options.seed,
-        }
+        }  # fmt: skip
 
 
 def _config(options: Options) -> RunConfig:
@@ -168,9 +150,7 @@ def _config(options: Options) -> RunConfig:
     return RunConfig(
         run=f"chaos-{options.setting}",
         model=ModelConfig(
-            num_layers=options.stages,
-            d_model=32,
-            num_heads=2,
+            num_layers=options.stages, d_model=32, num_heads=2,
             custom_class="scripts.benches.sides.paced_stage:PacedTransformer",
         ),
         stages=StagesConfig(num_stages=options.stages),
@@ -186,7 +166,7 @@ def _config(options: Options) -> RunConfig:
         optimizer=OptimizerConfig(learning_rate=1e-3),
         outer=OuterConfig(learning_rate=0.7, momentum=0.0 if synchronous else 0.6),
         averaging=AveragingConfig(codec="fp32" if synchronous else "int8"),
-    )
+    )  # fmt: skip
 
 
 def _wait(cast: Cast, seconds: float) -> tuple[float, float]:
@@ -243,7 +223,6 @@ def _small_disk(folder: Path) -> Iterator[Path | None]:
 
 
 def main() -> int:
-    """Run the program and return its exit code."""
     options = cli.parse(Options, prog="scripts/chaos", argv=sys.argv[1:])
     others = Company()
     with stopping.interruptible():

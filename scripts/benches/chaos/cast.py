@@ -1,7 +1,6 @@
-"""The processes of a swarm under chaos: peers and trainers. Each is started again after it has died.
+"""The processes of a swarm under chaos. Each is started again after it has died; `tick` must be called continually.
 
-Used by chaos. A role stands for a user's machine. Its folder, key, ports, network line, checkpoints and event log stay
-the same over all its starts. This module knows nothing about faults. `tick` must be called continually.
+A role stands for a user's machine: its folder, key, ports, network line and logs stay the same over all its starts.
 """
 
 import json
@@ -28,40 +27,28 @@ from swarm.errors import DeadlineExceeded, PeerUnavailable
 from swarm.rpc.endpoint import host_and_port
 
 USAGE_SECONDS = 5.0
-NEVER = 10**9
-"""Steps of a trainer that does not end by itself."""
+NEVER = 10**9  # Steps of a trainer that does not end by itself
 
 
 @dataclass(eq=False)
 class Role:
-    """A machine of the swarm, and the process that it runs at the moment.
-
-    Attributes:
-        stage: None for a trainer.
-        child: its process; None while it is dead.
-        address: the address at which others enter the DHT here. It does not change.
-        restart_at: monotonic time at which it is started again.
-        ready: whether it serves; a trainer counts as ready at once.
-        frozen: whether it has been sent SIGSTOP.
-        ended_by_us: whether this program ended the process.
-    """
+    """A machine of the swarm, and the process that it runs at the moment."""
 
     name: str
-    stage: int | None
+    stage: int | None  # None for a trainer
     folder: Path
     link: Link
     endpoint: str = ""
     dht_port: int = 0
-    address: str = ""
-    child: Child | None = None
-    restart_at: float = math.inf
-    ready: bool = False
+    address: str = ""  # Where others enter the DHT here
+    child: Child | None = None  # None while it is dead
+    restart_at: float = math.inf  # Monotonic
+    ready: bool = False  # A trainer counts as ready at once
     frozen: bool = False
     ended_by_us: bool = False
 
     @property
     def alive(self) -> bool:
-        """Whether its process runs and is not frozen."""
         return self.child is not None and self.ready and not self.frozen
 
     @property
@@ -99,27 +86,22 @@ class Cast:
     children: Supervisor
     throttle: Throttle
     checkpoint_every: int
-    disk: Path
-    """Where all checkpoints are written."""
+    disk: Path  # Where all checkpoints are written
     environment: Mapping[str, str] = field(default_factory=dict)
-    allow_class: str = ""
-    """The run's model.custom_class, which a peer that joins has to allow."""
+    allow_class: str = ""  # The run's model.custom_class, which a peer that joins has to allow
     roles: list[Role] = field(default_factory=list)
-    unexpected: list[Exit] = field(default_factory=list)
-    """Processes that ended without having been told to, and why."""
+    unexpected: list[Exit] = field(default_factory=list)  # Processes that ended without having been told to, and why
     capacity: list[tuple[float, float]] = field(default_factory=list)
     """By monotonic time, the share of live peers at the stage where this share is smallest."""
     alive_share: list[tuple[float, float]] = field(default_factory=list)
     """By monotonic time, the share of all peers that are alive."""
 
-    usage: list[Usage] = field(default_factory=list)
-    """The resources that all live processes held, every few seconds."""
+    usage: list[Usage] = field(default_factory=list)  # The resources that all live processes held, every few seconds
     cores: list[tuple[float, float, float]] = field(default_factory=list)
     """This machine's idle and total ticks so far, every few seconds, with the time."""
     _looked_at: float = 0.0
 
     def add(self, stages: int, peers_per_stage: int, trainers: int) -> None:
-        """Add roles, without starting anything yet."""
         for number in range(stages * peers_per_stage):
             stage = number % stages
             self._add(f"peer-{number}", stage)
@@ -127,20 +109,14 @@ class Cast:
             self._add(f"trainer-{number}", None)
 
     def peers(self, stage: int | None = None) -> list[Role]:
-        """The roles that are peers, or those of one stage."""
         return [role for role in self.roles if role.stage is not None and stage in (None, role.stage)]
 
     def trainers(self) -> list[Role]:
-        """The roles that are trainers."""
         return [role for role in self.roles if role.stage is None]
 
     def begin(self) -> None:
-        """Start all roles: the first peer, the other peers, and then the trainers.
-
-        Raises:
-            DeadlineExceeded: a peer does not serve in time.
-            PeerUnavailable: one ended.
-        """
+        """Start all roles: the first peer, the other peers, and then the trainers. Raises DeadlineExceeded and
+        PeerUnavailable."""
         peers = self.peers()
         for batch in (peers[:1], peers[1:]):
             deadline = time.monotonic() + START_SECONDS
@@ -183,7 +159,6 @@ class Cast:
         self.alive_share.append((now, sum(shares) / len(shares)))
 
     def start(self, role: Role) -> None:
-        """Start a role's process."""
         role.ready_file.unlink(missing_ok=True)
         role.ended_by_us = False
         set_clock(role.clock, 0.0)
@@ -195,26 +170,22 @@ class Cast:
         role.ready = role.stage is None
 
     def kill9(self, role: Role, down_seconds: float) -> None:
-        """Kill a role's process with all that it started; it comes back after a while."""
         assert role.child is not None
         self.children.kill9(role.child)
         role.child, role.ready, role.frozen = None, False, False
         role.restart_at = time.monotonic() + down_seconds
 
     def restart(self, role: Role) -> None:
-        """Ask a role's process to end, and start it again when it has."""
         assert role.child is not None
         role.ended_by_us, role.restart_at = True, 0.0
         os.kill(role.child.pid, signal.SIGTERM)
 
     def freeze(self, role: Role) -> None:
-        """Stop a role's process with SIGSTOP."""
         assert role.child is not None
         os.kill(role.child.pid, signal.SIGSTOP)
         role.frozen = True
 
     def thaw(self, role: Role) -> None:
-        """Let a frozen process go on, unless it has died meanwhile."""
         if role.child is not None and role.frozen:
             os.kill(role.child.pid, signal.SIGCONT)
             role.frozen = False
@@ -243,38 +214,22 @@ class Cast:
         checkpoints.mkdir(exist_ok=True)
         addresses = self._addresses(role)
         options = PeerOptions(
-            stage=role.stage,
-            name=role.name,
-            host="127.0.0.1",
-            port=host_and_port(role.endpoint)[1],
-            dht_port=role.dht_port,
-            threads=1,
-            device="cpu",
-            ready_file=role.ready_file,
-            identity=role.folder / "identity.pem",
-            checkpoint=checkpoints,
-            checkpoint_every=self.checkpoint_every,
-            resume=checkpoints,
-            events=role.events,
-            initial_peers=addresses,
-            allow_class=(self.allow_class or None) if addresses else None,
-            config=None if addresses else self.config,
-        )
+            stage=role.stage, name=role.name, host="127.0.0.1", port=host_and_port(role.endpoint)[1],
+            dht_port=role.dht_port, threads=1, device="cpu", ready_file=role.ready_file,
+            identity=role.folder / "identity.pem", checkpoint=checkpoints, checkpoint_every=self.checkpoint_every,
+            resume=checkpoints, events=role.events, initial_peers=addresses,
+            allow_class=(self.allow_class or None) if addresses else None, config=None if addresses else self.config,
+        )  # fmt: skip
         return cli.arguments(options)
 
     def _trainer(self, role: Role) -> list[str]:
         options = TrainerOptions(
-            initial_peers=self._addresses(role),
-            steps=NEVER,
-            output=role.folder / "output",
-            evaluate_every=0,
-            name=role.name,
-            events=role.events,
-        )
+            initial_peers=self._addresses(role), steps=NEVER, output=role.folder / "output", evaluate_every=0,
+            name=role.name, events=role.events,
+        )  # fmt: skip
         return cli.arguments(options)
 
     def _addresses(self, role: Role) -> tuple[str, ...]:
-        """The addresses of all other peers that have served at some time."""
         return tuple(other.address for other in self.peers() if other is not role and other.address)
 
 
@@ -290,11 +245,6 @@ def _usage(role: Role, now: float) -> Usage | None:
     if "VmRSS" not in status:
         return None
     return Usage(
-        at=now,
-        name=role.name,
-        pid=role.child.pid,
-        resident_bytes=int(status["VmRSS"].split()[0]) * 1024,
-        num_descriptors=num_descriptors,
-        num_threads=int(status["Threads"]),
-        num_tasks=num_tasks,
-    )
+        at=now, name=role.name, pid=role.child.pid, resident_bytes=int(status["VmRSS"].split()[0]) * 1024,
+        num_descriptors=num_descriptors, num_threads=int(status["Threads"]), num_tasks=num_tasks,
+    )  # fmt: skip

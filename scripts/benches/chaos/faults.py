@@ -1,7 +1,6 @@
-"""The faults that chaos inflicts on a swarm: every kind of fault, which processes it hits, and how it ends.
+"""The faults that chaos inflicts on a swarm: which processes each kind hits, and how it ends.
 
-Used by chaos, which draws the times. A fault is a context: it begins when it is entered and is over when it is left. No
-fault takes the last live peer of a stage: docs/fault-model.md treats that case separately.
+A fault is a context: it is over when it is left. No fault takes the last live peer of a stage.
 """
 
 import os
@@ -16,12 +15,10 @@ from scripts.benches.chaos.cast import Cast, Role
 from scripts.benches.chaos.program import set_clock
 from scripts.benches.shared import proc
 
-DOWN_SECONDS = (1.0, 5.0)
-"""Time after which a killed process is started again, as systemd or a user's loop would do."""
+DOWN_SECONDS = (1.0, 5.0)  # Time after which a killed process is started again, as systemd or a user's loop would do
 SLOW_BYTES_PER_SECOND = 20_000.0
 MAX_CLOCK_JUMP_SECONDS = 30.0
-LOST_SECONDS = 1.0
-"""How long an answer is held back before its connection breaks. By then the work has been done."""
+LOST_SECONDS = 1.0  # How long an answer is held back before its connection breaks. By then the work has been done.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +41,11 @@ class Kind:
 
 @contextmanager
 def fault(kind: Kind, cast: Cast, random: Random) -> Iterator[list[Role]]:
-    """Run one fault while the block runs. Yields the roles that it hit."""
     with ExitStack() as undo:
         yield kind.begin(cast, random, undo)
 
 
 def _one(cast: Cast, random: Random, *, peers: bool = True) -> list[Role]:
-    """Choose a live role that the swarm can do without."""
     candidates = [role for role in cast.roles if role.alive and peers == (role.stage is not None)]
     if peers:
         candidates = [role for role in candidates if sum(other.alive for other in cast.peers(role.stage)) > 1]
@@ -128,7 +123,6 @@ def _hinder(
 
 
 def _part(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
-    """Cut one machine off from a part of the others, peers and trainers, both ways."""
     role = random.choice(cast.peers())
     others = [other for other in cast.roles if other is not role]
     others = random.sample(others, random.randint(1, len(others)))
@@ -138,7 +132,6 @@ def _part(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
 
 
 def _part_one_way(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
-    """Hold back everything that one machine sends, or everything that is sent to it."""
     role = random.choice(cast.peers())
     ends = ([role], cast.roles) if random.random() < 0.5 else (cast.roles, [role])
     _hinder(cast, *ends, undo)
@@ -153,7 +146,6 @@ def _slow(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
 
 
 def _stall(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
-    """Stop one link for a while. Then everything that waited passes at once."""
     one, other = random.sample(cast.roles, 2)
     _hinder(cast, [one], [other], undo)
     _hinder(cast, [other], [one], undo)
@@ -161,7 +153,6 @@ def _stall(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
 
 
 def _lose_replies(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
-    """Lose a peer's answers to one of its callers, after the peer has done the work."""
     callee, caller = _pair(cast, random)
     undo.callback(cast.throttle.break_connections, caller.link, callee.link)
     _hinder(cast, [callee], [caller], undo)
@@ -169,7 +160,6 @@ def _lose_replies(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
 
 
 def _lose_acks(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
-    """Lose the acknowledgements that a caller sends for answers."""
     callee, caller = _pair(cast, random)
     undo.callback(cast.throttle.break_connections, caller.link, callee.link)
     _hinder(cast, [caller], [callee], undo)
@@ -177,7 +167,6 @@ def _lose_acks(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
 
 
 def _pair(cast: Cast, random: Random) -> tuple[Role, Role]:
-    """Choose a peer, and a process that hands it microbatches."""
     callee = random.choice(cast.peers())
     assert callee.stage is not None
     callers = cast.trainers() if callee.stage == 0 else cast.peers(callee.stage - 1)
@@ -198,5 +187,4 @@ KINDS: Mapping[str, Kind] = {
     "lost-acks": Kind(hits="network", weight=2, seconds=(LOST_SECONDS, LOST_SECONDS), begin=_lose_acks),
     "clock-jump": Kind(hits="clock", weight=1, seconds=(5.0, 20.0), begin=_jump),
     "full-disk": Kind(hits="disk", weight=1, seconds=(5.0, 20.0), begin=_fill_disk),
-}
-"""Every kind of fault. Of the DHT only p2pd is killed, because the rest of it runs in a thread of the peer."""
+}  # Every kind of fault. Of the DHT only p2pd is killed, because the rest of it runs in a thread of the peer.

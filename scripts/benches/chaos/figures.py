@@ -1,7 +1,6 @@
 """Computes what a storm cost, from event logs: rounds, throughput, and how soon all processes were back.
 
-Used by chaos. All times are monotonic times of this machine, because one kind of fault sets wall clocks. Whether
-anything was lost or counted twice is not decided here: swarm/audit decides it, from the same files.
+All times are monotonic times of this machine, because one kind of fault sets wall clocks.
 """
 
 import json
@@ -24,7 +23,7 @@ GOALS = {"rounds_committed_share": 0.97, "throughput_of_live_capacity": 0.85}
 
 @dataclass(frozen=True, kw_only=True)
 class Struck:
-    """A fault that happened: when it began, how long it lasted, and which processes it hit."""
+    """A fault that happened, and which processes it hit."""
 
     kind: str
     at: float
@@ -34,12 +33,7 @@ class Struck:
 
 @dataclass(frozen=True, kw_only=True)
 class Committed:
-    """A round of one stage, as its peers committed it.
-
-    Attributes:
-        at: when the first of its peers committed it.
-        attempts: how many attempts were begun for it.
-    """
+    """A round of one stage, which the first of its peers committed at `at`, after so many attempts."""
 
     round: int
     parent: str
@@ -51,22 +45,11 @@ class Committed:
 
 
 def of(
-    cast: Cast,
-    setting: str,
-    *,
-    calm: Sequence[Window],
-    storm: Sequence[Window],
-    struck: Sequence[Struck],
+    cast: Cast, setting: str, *, calm: Sequence[Window], storm: Sequence[Window], struck: Sequence[Struck],
     bound: float,
-) -> dict[str, Any]:
-    """All figures.
-
-    Args:
-        calm: the windows of undisturbed training, before each part of the storm and after the last one. Each part is
-            compared with the windows before and after it, because a machine's speed changes over time.
-        storm: the parts of the storm, which are equally long.
-        bound: the seconds within which a round must be committed.
-    """
+) -> dict[str, Any]:  # fmt: skip
+    """All figures. Each part of the storm is compared with the calm windows before and after it, because a machine's
+    speed changes over time. A round must be committed within `bound` seconds."""
     events = {role.name: _read(role) for role in cast.peers()}
     stages = sorted({role.stage for role in cast.peers() if role.stage is not None})
     chains = {stage: chain([events[role.name] for role in cast.peers(stage)]) for stage in stages}
@@ -108,32 +91,21 @@ def of(
 
 
 def goes_on(chains: Mapping[int, Sequence[Committed]], last: Window) -> bool:
-    """Whether every stage has committed a round after the last window.
-
-    The rates alone do not show that a swarm has stopped for good: the undisturbed rate after the storm, with which its
-    last part is compared, then falls as well.
-    """
+    """Whether every stage has committed a round after the last window. The rates alone do not show that a swarm has
+    stopped for good: the undisturbed rate after the storm, with which its last part is compared, then falls as well."""
     return all(bool(rounds) and rounds[-1].at > last[1] for rounds in chains.values())
 
 
 def share_of_possible(rates: Sequence[float], calm_rates: Sequence[float], capacities: Sequence[float]) -> float:
-    """The work that was done during a storm, over the work that its live capacity could have done.
-
-    Args:
-        rates: the rates during the storm's parts.
-        calm_rates: the undisturbed rates, before each part and after the last one; one more than `rates`.
-        capacities: the share of capacity that was alive in each part.
-    """
+    """The work that was done during a storm's parts, over the work that their live capacity could have done at the
+    undisturbed rates, of which there is one more."""
     around = [statistics.fmean(pair) for pair in pairwise(calm_rates)]
     possible = sum(calm * capacity for calm, capacity in zip(around, capacities, strict=True))
     return sum(rates) / possible if possible else 0.0
 
 
 def idle_share(cores: Sequence[tuple[float, float, float]], window: Window) -> float | None:
-    """The idle share of this machine's cores. If it is 0, more live peers would not have done more work.
-
-    None if the cores were read less than twice.
-    """
+    """The idle share of this machine's cores; None if they were read less than twice."""
     inside = [reading for reading in cores if _within(reading[0], window)]
     if len(inside) < 2:
         return None
@@ -143,11 +115,7 @@ def idle_share(cores: Sequence[tuple[float, float, float]], window: Window) -> f
 
 def growth(usage: Sequence[Usage], window: Window) -> dict[str, Any]:
     """The resources of the processes that were alive throughout the second half of a window, at the beginning and the
-    end of that half.
-
-    The first half is left out, because caches, channels and buffers fill then. For each resource this has the medians
-    over the processes, and the largest growth of a process.
-    """
+    end of that half: medians over the processes, and the largest growth. In the first half caches and buffers fill."""
     middle = (window[0] + window[1]) / 2
     by_process: dict[tuple[str, int], list[Usage]] = {}
     for used in usage:
@@ -183,20 +151,13 @@ def _audit_figures(audited: Report, setting: str) -> dict[str, Any]:
     found = audited.findings
     lost = {"missing": found.missing} if setting == "synchronous" else {"lost_share": audited.lost_share}
     return {
-        "duplicates": found.duplicates,
-        **lost,
-        "digests_compared": found.digests_compared,
-        "digests_differing": found.digests_differing,
-        "violations": list(found.violations),
-    }
+        "duplicates": found.duplicates, **lost, "digests_compared": found.digests_compared,
+        "digests_differing": found.digests_differing, "violations": list(found.violations),
+    }  # fmt: skip
 
 
 def chain(peers: Iterable[Sequence[Mapping[str, Any]]]) -> list[Committed]:
-    """The rounds that led to a stage's final state, oldest first. Rounds of abandoned branches are left out.
-
-    Args:
-        peers: the events of each peer of the stage.
-    """
+    """The rounds that led to a stage's final state, oldest first, from the events of each of its peers."""
     begun: dict[tuple[int, str], set[tuple[int, str]]] = {}
     commits: dict[str, list[Mapping[str, Any]]] = {}
     for event in (event for events in peers for event in events):
@@ -208,14 +169,10 @@ def chain(peers: Iterable[Sequence[Mapping[str, Any]]]) -> list[Committed]:
     for lineage, same in commits.items():
         first = min(same, key=lambda event: event["monotonic"])
         rounds[lineage] = Committed(
-            round=first["round"],
-            parent=first["parent"],
-            lineage=lineage,
-            at=first["monotonic"],
-            samples=first["samples"],
-            num_members=len(first["members"]),
+            round=first["round"], parent=first["parent"], lineage=lineage, at=first["monotonic"],
+            samples=first["samples"], num_members=len(first["members"]),
             attempts=len(begun.get((first["round"], first["parent"]), ())),
-        )
+        )  # fmt: skip
     found: list[Committed] = []
     newest = max(rounds.values(), key=lambda one: (one.round, one.at), default=None)
     while newest is not None:
@@ -247,7 +204,6 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def _read(role: Role) -> list[dict[str, Any]]:
-    """A role's events; a torn line is left out."""
     found = []
     for line in role.events.read_bytes().splitlines():
         try:
@@ -258,11 +214,8 @@ def _read(role: Role) -> list[dict[str, Any]]:
 
 
 def throughput(rounds: Sequence[Committed], window: Window) -> float:
-    """Samples per second from commit to commit, so that neither end cuts a round in two.
-
-    It counts from the last commit before the window, or else from the first commit in it. It counts to the first commit
-    after the window, so that a stall at the end counts; if there is none, to the window's end.
-    """
+    """Samples per second from the last commit before the window (or the first in it) to the first one after it, so that
+    neither end cuts a round in two and a stall at the end counts; if there is none after it, to the window's end."""
     before = [one for one in rounds if one.at <= window[0]][-1:]
     after = [one for one in rounds if one.at > window[1]][:1]
     inside = [*before, *(one for one in rounds if _within(one.at, window))]
@@ -277,11 +230,9 @@ def _slowest(chains: Mapping[int, Sequence[Committed]], windows: Sequence[Window
 
 
 def _recoveries(
-    cast: Cast,
-    events: Mapping[str, Sequence[Mapping[str, Any]]],
-    chains: Mapping[int, Sequence[Committed]],
+    cast: Cast, events: Mapping[str, Sequence[Mapping[str, Any]]], chains: Mapping[int, Sequence[Committed]],
     struck: Sequence[Struck],
-) -> tuple[list[float], list[float]]:
+) -> tuple[list[float], list[float]]:  # fmt: skip
     """For each kill of a peer, the seconds until its stage's next commit, and until the next commit by that peer
     itself."""
     to_commit, to_return = [], []
@@ -300,7 +251,6 @@ def _within(at: float, window: Window) -> bool:
 
 
 def _mean(series: Sequence[tuple[float, float]], window: Window) -> float:
-    """The mean of a step function over time."""
     inside = [point for point in series if _within(point[0], window)]
     steps = [(after[0] - before[0], before[1]) for before, after in pairwise(inside)]
     return sum(seconds * value for seconds, value in steps) / sum(seconds for seconds, _ in steps)

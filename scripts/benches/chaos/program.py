@@ -2,9 +2,7 @@
 
     python -m scripts.benches.chaos.program NAME CLOCK_FILE ARGUMENTS...
 
-Started by chaos for every peer and trainer. The file holds a double: the seconds by which the process's clock is ahead.
-Monotonic time stays right, as on a machine whose clock is set. Every few seconds the number of the process's asyncio
-tasks is written into a file beside it.
+The file holds a double: the seconds by which the process's clock is ahead. Monotonic time stays right.
 """
 
 import asyncio

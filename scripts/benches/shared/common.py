@@ -1,40 +1,33 @@
-"""Code that most benches use: their common options, progress, and a swarm of real peers.
+"""What most benches use: their options, progress, configurations, and files for which other processes wait."""
 
-The peers and trainers are the very programs that users run, over TLS on this machine; the supervisor ends them.
-Never measures anything.
-"""
-
+import asyncio
 import dataclasses
 import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from peers.commands import command_line
-from peers.local.supervisor import Child, Supervisor, last_line
-from peers.shared import cli, process
+from peers.local.supervisor import Supervisor
+from peers.shared import process
 from peers.shared.cache import cache_folder
-from peers.stage_peer.options import PeerOptions
-from peers.trainer.options import TrainerOptions
-from scripts.benches.shared.meeting import put
-from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.config import RunConfig
 from swarm.data import corpora
 from swarm.data.microbatches import Microbatches
 from swarm.errors import DeadlineExceeded, PeerUnavailable
-from swarm.metrics import log as metrics_log
-from swarm.pipeline.window import MOST_IN_FLIGHT
-from swarm.types import PeerRecord, PeerState
+from swarm.model.stages import build_stage
+from swarm.stage.backend import StageBackend
+from swarm.stage.graphs import GraphBudget
+from swarm.stage.settings import weights_of
+from swarm.stage.staging import Staging
 
-START_SECONDS = 600.0
-"""Longest wait for a peer to serve; many that start at once share the cores."""
-STALL_SECONDS = 600.0
-"""A trainer that takes no step for this long will take none."""
+START_SECONDS = 600.0  # Longest wait for a peer to serve; many that start at once share the cores
 POLL_SECONDS = 0.05
 
 
@@ -73,7 +66,6 @@ def compute_like_peers(num_threads: int = 1) -> None:
 
 
 def say(text: str) -> None:
-    """Report progress."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -85,19 +77,7 @@ def with_corpus(config: RunConfig) -> tuple[RunConfig, Microbatches]:
     return dataclasses.replace(config, data=data).begun(), Microbatches(corpus, data)
 
 
-def small_run(name: str, dataset: str) -> RunConfig:
-    """A DiLoCo run in two stages that needs little computing."""
-    return RunConfig(
-        run=name,
-        model=ModelConfig(num_layers=2, d_model=64, num_heads=2),
-        stages=StagesConfig(num_stages=2),
-        data=DataConfig(dataset=dataset, sequence_length=64, microbatch_size=4),
-        rounds=RoundsConfig(setting="diloco", round_samples=32, inner_batch_samples=8),
-    )
-
-
 def write_config(config: RunConfig, path: Path) -> None:
-    """Write a configuration as the TOML file that peers read."""
     values = dataclasses.asdict(config)
     sections = {name: value for name, value in values.items() if isinstance(value, dict)}
     lines = [f"{name} = {json.dumps(value)}" for name, value in values.items() if name not in sections]
@@ -107,176 +87,9 @@ def write_config(config: RunConfig, path: Path) -> None:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServingPeer:
-    """A peer that serves, and its addresses."""
-
-    child: Child
-    record: PeerRecord
-    dht_address: str
-
-
-@dataclass(eq=False)
-class SwarmProcesses:
-    """Peers and trainers of one run, each a process of its own."""
-
-    config: RunConfig
-    children: Supervisor
-    folder: Path
-    peers: list[ServingPeer] = field(default_factory=list)
-    logs_events: bool = False
-    """Whether every process writes an event log, to `events`."""
-    program: Callable[[str, Sequence[str]], list[str]] = field(default=command_line)
-    """The command line of a program, by its name and arguments."""
-    model: Path | None = None
-    """Run folder with the weights with which the run begins; None if they are drawn from the run's seed."""
-    threads: int = 1
-    """CPU threads of each peer."""
-    device: str = "cpu"
-    """What each peer computes on."""
-    _num_started: int = 0
-
-    @property
-    def events(self) -> Path:
-        """The folder of the event logs."""
-        return self.folder / "events"
-
-    def start_peers(self, stages: Sequence[int], environments: Sequence[Mapping[str, str]] = ()) -> None:
-        """Start one peer for each entry, and return when all of them serve.
-
-        Args:
-            environments: the environment of each peer, added to this process's own.
-
-        Raises:
-            PeerUnavailable: one ended instead.
-            DeadlineExceeded: one took too long.
-        """
-        self.prepare()
-        peers = list(zip(stages, environments or [{}] * len(stages), strict=True))
-        # The first one has to be there before others can join it.
-        for batch in (peers[:1], peers[1:]):
-            started = [(self.launch_peer(stage, environment=added), stage) for stage, added in batch]
-            self.peers += [self.until_ready(child, stage) for child, stage in started]
-
-    def prepare(self) -> None:
-        """Make the folder, with the configuration that the first peer reads."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_config(self.config, self.folder / "run.toml")
-
-    def train(self, name: str, steps: int, *, evaluation_samples: int = 1) -> list[dict[str, Any]]:
-        """Let a trainer train `steps` steps, and evaluate at the end. Return its metrics, one dictionary a step.
-
-        Raises:
-            PeerUnavailable: the trainer or a peer ended with an error.
-            DeadlineExceeded: the trainer took no step for a very long time, or did not end after the last one.
-        """
-        self.until_ended(self.launch_trainer(name, steps, evaluation_samples=evaluation_samples), name)
-        return self.steps(name)
-
-    def until_ended(self, trainer: Child, name: str) -> None:
-        """Wait until a trainer, which was launched under this name, has ended. Raises as `train` does."""
-        metrics, num_bytes, grown_at = self.metrics(name), 0, time.monotonic()
-        # The trainer is waited for without reaping it, so that the supervisor can still report how it ended.
-        while not (ended := self.children.exits()):
-            now = time.monotonic()
-            # Only the file's size is read. Reading all of the file so often would slow down what is measured.
-            if metrics.exists() and (size := metrics.stat().st_size) != num_bytes:
-                num_bytes, grown_at = size, now
-            if now - grown_at > STALL_SECONDS:
-                raise stalled(trainer)
-            time.sleep(POLL_SECONDS)
-        failed = [end for end in ended if end.name != trainer.name or end.returncode != 0]
-        if failed:
-            raise PeerUnavailable(f"{failed[0].name} ended early: {failed[0].reason}")
-
-    def tokens_per_second(self, trainer: str, steps: int) -> float:
-        """Let a trainer train one step to warm up, and then `steps` that are measured. Raises as `train` does."""
-        rows = self.train(trainer, 1 + steps)[1:]
-        tokens = len(rows) * self.config.rounds.round_samples * self.config.data.sequence_length
-        seconds: float = sum(row["train/step_time"] for row in rows)
-        return tokens / seconds
-
-    def launch_trainer(
-        self, name: str, steps: int, *, evaluation_samples: int = 1, max_in_flight: int = MOST_IN_FLIGHT
-    ) -> Child:
-        """Start a trainer and do not wait."""
-        options = TrainerOptions(
-            initial_peers=tuple(peer.dht_address for peer in self.peers[:4]),
-            steps=steps,
-            output=self.folder / name,
-            name=name,
-            evaluate_every=0,
-            evaluation_samples=evaluation_samples,
-            max_in_flight=max_in_flight,
-            events=self._event_log(name),
-        )
-        return self.children.start(f"{self.folder.name}-{name}", self.program("trainer", cli.arguments(options)))
-
-    def steps(self, name: str) -> list[dict[str, Any]]:
-        """The metrics that a trainer has written so far, one dictionary a step."""
-        path = self.metrics(name)
-        return [row for row in metrics_log.read(path) if "train/loss" in row] if path.exists() else []
-
-    def metrics(self, name: str) -> Path:
-        """The file to which a trainer appends its metrics."""
-        return self.folder / name / "metrics.jsonl"
-
-    def stop(self) -> None:
-        """End all peers at once."""
-        for peer in self.peers:
-            self.children.kill9(peer.child)
-        self.peers.clear()
-
-    def launch_peer(self, stage: int, *, environment: Mapping[str, str] | None = None) -> Child:
-        """Start a peer and do not wait; `environment` is added to this process's own."""
-        name = f"{self.folder.name}-stage-{stage}-peer-{self._num_started}"
-        self._num_started += 1
-        addresses = tuple(peer.dht_address for peer in self.peers[:8])
-        options = PeerOptions(
-            stage=stage,
-            name=name[:64],
-            host="127.0.0.1",
-            threads=self.threads,
-            device=self.device,
-            identity=self.folder / f"{name}.pem",
-            ready_file=self.ready_file(name),
-            events=self._event_log(name),
-            initial_peers=addresses,
-            allow_class=(self.config.model.custom_class or None) if addresses else None,
-            config=None if addresses or self.model else self.folder / "run.toml",
-            model=None if self.model is None else str(self.model),
-        )
-        return self.children.start(name, self.program("peer", cli.arguments(options)), environment=environment)
-
-    def ready_file(self, name: str) -> Path:
-        """The file that exists once a peer serves."""
-        return self.folder / f"{name}.json"
-
-    def _event_log(self, name: str) -> Path | None:
-        return self.events / f"{name}.jsonl" if self.logs_events else None
-
-    def until_ready(self, child: Child, stage: int) -> ServingPeer:
-        """Wait until a peer serves. Raises as `start_peers` does."""
-        ready = wait_for_json(self.ready_file(child.name), self.children)
-        record = PeerRecord(
-            peer_id=ready["peer_id"],
-            name=child.name[:64],
-            announced_at=ready["time"],
-            stage=stage,
-            endpoint=ready["endpoint"],
-            certificate_pem=ready["certificate_pem"],
-            state=PeerState.SERVING,
-        )
-        return ServingPeer(child=child, record=record, dht_address=ready["dht_addresses"][0])
-
-
 def wait_for_json(path: Path, children: Supervisor, *, timeout_seconds: float = START_SECONDS) -> dict[str, Any]:
-    """Wait until a child has written a JSON file, for example with `write_json`, and return its object.
-
-    Raises:
-        PeerUnavailable: some child ended meanwhile.
-        DeadlineExceeded: it took longer than that.
-    """
+    """Wait until a child has written a JSON file, for example with `write_json`, and return its object. Raises
+    PeerUnavailable and DeadlineExceeded."""
     deadline = time.monotonic() + timeout_seconds
     while not path.exists():
         fail_on_exit(children)
@@ -296,13 +109,34 @@ def fail_on_exit(children: Supervisor, *, but: str = "") -> None:
             raise PeerUnavailable(f"{end.name} ended early: {end.reason}")
 
 
-def stalled(trainer: Child) -> DeadlineExceeded:
-    """The error for a trainer that has taken no step for too long. It quotes the trainer's log, which may soon be
-    deleted."""
-    said = last_line(trainer.log) or "nothing"
-    return DeadlineExceeded(f"{trainer.name} took no step for {STALL_SECONDS:.0f} s; the last that it said: {said}")
+def put(path: Path, text: str) -> None:
+    """Write a file for which other processes wait: it is there at once, with all that is in it."""
+    unfinished = path.with_name(f"{path.name}.tmp")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.rename(path)
+
+
+async def all_there(paths: Iterable[Path]) -> list[str]:
+    """Wait for files that other processes `put`; gives what is in them."""
+    paths = list(paths)
+    while not all(path.exists() for path in paths):  # noqa: ASYNC110 - what other processes do
+        await asyncio.sleep(POLL_SECONDS)
+    return [path.read_text(encoding="utf-8") for path in paths]
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write a file that `wait_for_json` of another process reads."""
     put(path, json.dumps(values))
+
+
+def cpu_backend(config: RunConfig, stage: int, *, graph_bytes: int, module: nn.Module | None = None) -> StageBackend:
+    """Make the backend of a stage.
+
+    Args:
+        graph_bytes: how many bytes of graphs it may keep; with 0 every forward is computed again.
+        module: the stage's own module; None for a new one, as the run's seed draws it.
+    """
+    module = build_stage(config, stage, device="cpu") if module is None else module
+    return StageBackend(
+        config=config, stage=stage, module=module, weights=weights_of(config, module, lineage=""), staging=Staging(),
+        budget=GraphBudget(limit_bytes=graph_bytes),
+    )  # fmt: skip

@@ -1,9 +1,7 @@
-"""A small internet of network namespaces on this machine: public hosts, routers of several kinds, and hosts behind
-them.
+"""A small internet of network namespaces: public hosts, routers of several kinds, and hosts behind them.
 
-Used by the nat bench and by the end-to-end test of peers behind routers. It needs root, iproute2 and nftables. No
-namespace has a link to the machine's own network, so nothing gets out. The public addresses, 192.0.0.64/26, are of a
-block that is reserved by the IETF (RFC 6890) and nobody's.
+It needs root, iproute2 and nftables. No namespace has a link to the machine's own network. The public addresses,
+192.0.0.64/26, are of a block that is reserved by the IETF (RFC 6890) and nobody's.
 """
 
 import os
@@ -17,20 +15,17 @@ from types import TracebackType
 from typing import Self
 
 KINDS = {
-    "none": "a public address",
-    "full-cone": "a router that lets everybody in, at the same ports",
+    "none": "a public address", "full-cone": "a router that lets everybody in, at the same ports",
     "restricted": "a router that keeps a connection's port, and lets in answers alone",
     "symmetric": "a router that gives every connection another port",
-    "cgnat": "two routers, the user's and the provider's",
-    "udp-blocked": "a router that lets no UDP through",
+    "cgnat": "two routers, the user's and the provider's", "udp-blocked": "a router that lets no UDP through",
     "ipv6": "IPv6 alone, and a firewall that lets in answers",
     "dual-stack": "the firewall for IPv6, and beside it a router for IPv4 that lets in answers",
-}
+}  # fmt: skip
 """Ways to be connected."""
 
 _SHARED, _FIRST_PUBLIC, _FIRST_ROUTER = "192.0.0", 65, 81
-_READDRESSED = 24
-"""How far the second address of a host or router is from its first."""
+_READDRESSED = 24  # How far the second address of a host or router is from its first
 _SHARED6 = "2001:db8:0:1"
 _IPV6 = ("ipv6", "dual-stack")
 _MASQUERADE = {"symmetric": "masquerade fully-random"}
@@ -74,7 +69,6 @@ class Host:
     address6: str = ""
 
     def command(self, command: Sequence[object]) -> list[str]:
-        """The command line that runs a command on this host."""
         return ["ip", "netns", "exec", self.namespace, *map(str, command)]
 
 
@@ -115,7 +109,6 @@ class Internet:
             _remove(name)
 
     def public_host(self, *, has_ipv6: bool = True) -> Host:
-        """Add a host with a public address, of IPv4 and of IPv6."""
         number = _FIRST_PUBLIC + self._num_public
         self._num_public += 1
         name = f"pub{number}"
@@ -176,7 +169,6 @@ class Internet:
         _run(f"ip -n {place.namespace} addr add {_SHARED}.{number}/26 dev {interface}")
 
     def limit(self, host: Host, megabits_per_second: float) -> None:
-        """Give a host's line a rate, the same one in each direction."""
         rule = f"rate {megabits_per_second}mbit burst 64kb latency 200ms"
         for namespace, interface in ((host.namespace, "eth0"), self._outer_ends[host.namespace]):
             _run(f"ip netns exec {namespace} tc qdisc replace dev {interface} root tbf {rule}")
@@ -184,7 +176,6 @@ class Internet:
     def _router(
         self, name: str, outside: str, bridge: str, wan: str, inside: str, kind: str, default: str = ""
     ) -> tuple[str, str]:
-        """Add a router. Return its namespace and its inner bridge."""
         self._add(name)
         self._link(name, "wan", outside, bridge)
         self._in(name, f"ip addr add {wan} dev wan")
@@ -234,7 +225,6 @@ class Internet:
 
 
 def _sweep() -> None:
-    """Remove the namespaces of processes that are gone."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False)
     for line in listed.stdout.splitlines():
         made_by = re.fullmatch(r"(swarm(\d+)-\w+)( .*)?", line)
@@ -243,7 +233,6 @@ def _sweep() -> None:
 
 
 def _remove(name: str) -> None:
-    """Remove a namespace, and end what runs in it."""
     pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
     for pid in pids.stdout.split():
         subprocess.run(["kill", "-9", pid], check=False, capture_output=True)

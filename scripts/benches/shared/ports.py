@@ -1,4 +1,4 @@
-"""Finds free ports of the loopback, for programs that must be given a port before they start."""
+"""Free ports of the loopback, for programs that must be given a port before they start."""
 
 import random
 import socket
@@ -10,11 +10,7 @@ could be taken by a connection of any process before the program listens at it."
 
 
 def free_ports(count: int) -> list[int]:
-    """`count` different TCP ports. None of them has a listener, and none was returned before.
-
-    Raises:
-        OSError: there are not enough free ports.
-    """
+    """`count` different TCP ports. None of them has a listener, and none was returned before. Raises OSError."""
     return [next(_ports) for _ in range(count)]
 
 

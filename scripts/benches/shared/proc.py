@@ -1,13 +1,13 @@
-"""Reads what Linux says about processes and about this machine; see proc(5).
+"""What Linux says about processes and about this machine; see proc(5).
 
-Used by the benches that count CPU time, memory, bytes and children. Unless a docstring says otherwise, the functions
-raise OSError for a process that has ended and was waited for. They change nothing, except that `forget_peak` resets the
-peak of this process.
+Unless a docstring says otherwise, the functions raise OSError for a process that has ended and was waited for.
 """
 
 import os
 from contextlib import suppress
 from pathlib import Path
+
+from scripts.benches.shared.common import say
 
 PROC = Path("/proc")
 
@@ -25,7 +25,6 @@ def cpu_seconds_of_all(pid: int) -> float:
 
 
 def is_zombie(pid: int) -> bool:
-    """Whether a process has ended and has not been waited for yet."""
     return _stat(pid)[0] == "Z"
 
 
@@ -50,7 +49,6 @@ def status(pid: int | str = "self") -> dict[str, str]:
 
 
 def num_descriptors(pid: int) -> int:
-    """Files, sockets and the like that a process has open."""
     return len(os.listdir(PROC / str(pid) / "fd"))
 
 
@@ -66,7 +64,6 @@ def peak_bytes() -> int:
 
 
 def forget_peak() -> None:
-    """Let `peak_bytes` count anew from now on."""
     (PROC / "self" / "clear_refs").write_text("5", encoding="ascii")
 
 
@@ -106,3 +103,36 @@ def _ticks(pid: int) -> list[int]:
 def _bytes(value: str) -> int:
     """The bytes in a value like "12 kB"."""
     return int(value.split()[0]) << 10
+
+
+# -- other work --------------------------------------------------------------------------------------------------------
+
+SAY_ABOVE = 0.1  # If other processes use more than this share of the cores' time, a line says so
+
+
+class Company:
+    """The other processes of this machine, observed from the moment when this object is made."""
+
+    def __init__(self) -> None:
+        self._began = _busy_and_all()
+
+    def share(self) -> float | None:
+        """The share of all cores' time since then that other processes used. This process and its children, dead ones
+        included, do not count. None if the system does not say. Prints a line if it is above SAY_ABOVE."""
+        ended = _busy_and_all()
+        if self._began is None or ended is None or ended[1] <= self._began[1]:
+            return None
+        share = max(0.0, round((ended[0] - self._began[0]) / (ended[1] - self._began[1]), 3))
+        if share > SAY_ABOVE:
+            say(f"other processes used {share:.0%} of this machine's cores meanwhile: speeds may be too low")
+        return share
+
+
+def _busy_and_all() -> tuple[float, float] | None:
+    """The ticks for which the cores have been busy with other processes until now, and all ticks."""
+    try:
+        idle, everything = idle_and_all_ticks()
+        own = cpu_seconds_of_all(os.getpid()) * os.sysconf("SC_CLK_TCK")
+    except OSError:
+        return None
+    return everything - idle - own, everything

@@ -1,26 +1,9 @@
-"""Gives each process of this machine a home line of its own: one line for all that it sends, one for all that it
-receives.
+"""A proxy through which the processes of a swarm connect (gRPC's `grpc_proxy`), so that their network can fail.
 
-This is a user-space proxy for chaos and for the benches that run over lines. Each process connects through a port of
-its own (gRPC does this with HTTP CONNECT if its environment says so). So the proxy knows which process calls which.
-Bytes between two processes pass over the sender's up line and the receiver's down line. All connections of a process
-queue there chunk by chunk, each with one chunk at a time, so they share its lines evenly.
-
-The bytes from one process to another can also be slowed down further, or held back, and their connections can be
-broken. In this way links become slow or stall, in one direction or both, and replies are lost after the work was done.
-The limit holds for the bytes that TCP carries, TLS included, without TCP's own headers. The DHT does not use the proxy.
-
-What one process sends to another can be slowed further, or held back for good or for a while, and their connections
-can be broken. So links are slow or stalled, one way or both, and replies are lost after the work was done.
-
-For each connection and direction the proxy holds about 0.1 MB, like a router with a short queue. Before the proxy, the
-sender's kernel holds up to 1.6 MB, as it does before a real line of 50 Mb/s.
-
-Lines may also be long. Then bytes arrive half a round trip after they have passed the line, and as many bytes as fit
-are under way. The proxy delays bytes after it has taken them from the sender, so TCP does not notice the distance: its
-congestion control sees the round trips of this machine. A real long line has costs that are missing here: slow start at
-the beginning of a connection, after each pause and after a loss, and the limit by TCP's windows. The windows of HTTP/2,
-which gRPC uses, see the whole distance.
+What passes from one process to another can be slowed down or held back, and their connections broken, so that replies
+are lost after the work was done. Lines may also be long. The DHT does not use the proxy. TCP's congestion control does
+not notice a line's length, because bytes are delayed after they were taken from the sender: slow start and the bound by
+TCP's windows are missing. HTTP/2's windows see the whole distance.
 """
 
 import asyncio
@@ -36,39 +19,16 @@ from swarm.dht.loop_thread import LoopThread
 from swarm.rpc.endpoint import host_and_port
 
 CHUNK_BYTES = 16 * 1024
-SOCKET_BYTES = 64 * 1024
-"""The size of a socket's receive buffer."""
+SOCKET_BYTES = 64 * 1024  # A socket's receive buffer, as small as a router's queue
 SEGMENT_BYTES = 1400
-"""The size of a segment, as on Ethernet. With loopback's 64 KiB, the first bytes in flight alone would be a
-megabyte."""
-BURST_SECONDS = 0.02
-"""How much time an idle line may catch up, because a busy machine wakes tasks too late."""
-
-
-class Line:
-    """One direction of a link."""
-
-    def __init__(self, bytes_per_second: float) -> None:
-        self.num_bytes = 0
-        """The bytes that have passed this line."""
-        self._bytes_per_second = bytes_per_second
-        self._free_at = 0.0
-
-    def queue(self, num_bytes: int, now: float) -> float:
-        """Put bytes at the end of the queue. Return the time at which they have passed."""
-        self.num_bytes += num_bytes
-        self._free_at = max(self._free_at, now - BURST_SECONDS) + num_bytes / self._bytes_per_second
-        return self._free_at
+"""As on Ethernet. With loopback's 64 KiB, the first bytes in flight alone would be a megabyte."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Link:
-    """The two lines of a process, and the proxy to which it connects to use them."""
+    """The proxy to which one process connects."""
 
-    up: Line
-    down: Line
-    proxy: str
-    """host:port."""
+    proxy: str  # host:port
 
     @property
     def environment(self) -> dict[str, str]:
@@ -77,7 +37,7 @@ class Link:
 
 
 class DelayLine:
-    """One direction of a long connection: all bytes arrive with the same delay, and in order."""
+    """One direction of a long connection: bytes arrive in order, and never before bytes that were sent earlier."""
 
     def __init__(self, writer: asyncio.StreamWriter, loop: asyncio.AbstractEventLoop) -> None:
         self._writer = writer
@@ -86,7 +46,6 @@ class DelayLine:
         self._arrives_at = 0.0
 
     def send(self, chunk: bytes, seconds: float) -> None:
-        """Let bytes arrive after this time, but never before bytes that were sent earlier."""
         self._arrives_at = max(self._arrives_at, self._loop.time() + seconds)
         self._under_way.append(chunk)
         # Timers that are due at the same time may run in any order, so each delivers the chunk that has waited longest.
@@ -109,8 +68,6 @@ class DelayLine:
 class Throttle:
     """The links of all processes. Bytes pass inside its `with` block."""
 
-    bytes_per_second: float
-    """The rate of each line."""
     round_trip_seconds: float = 0.0
     """The time that the length of the lines adds to each call and its answer. It may be changed at any time."""
     loop: LoopThread = field(default_factory=lambda: LoopThread("throttle"))
@@ -120,8 +77,7 @@ class Throttle:
     """For each sender and receiver, the bytes per second that each obstacle between them lets pass."""
     _removed: asyncio.Event = field(default_factory=asyncio.Event)
     _ends: dict[asyncio.StreamWriter, tuple[Link, str]] = field(default_factory=dict)
-    """For each end of a connection, the link of the process that made the connection, and the endpoint to which it
-    leads."""
+    """For each end of a connection, the link of the process that made it, and the endpoint to which it leads."""
 
     def __enter__(self) -> Self:
         return self
@@ -133,16 +89,14 @@ class Throttle:
         self.loop.close()
 
     def link(self) -> Link:
-        """Make a new link."""
         return self.loop.run(self._listen())
 
     def serve(self, endpoint: str, link: Link) -> None:
-        """Let what others exchange with `endpoint` also pass the lines of `link`, whose process serves it."""
+        """Note that the process with this link serves `endpoint`."""
         self._serving[endpoint] = link
 
     def hinder(self, source: Link, target: Link, bytes_per_second: float = 0.0) -> None:
-        """From now on let at most this many bytes per second pass from one process to another. Bytes that wait are not
-        lost."""
+        """From now on let at most this many bytes per second pass. Bytes that wait are not lost."""
         self._obstacles[source, target] = (*self._obstacles.get((source, target), ()), bytes_per_second)
 
     def clear(self, source: Link, target: Link, bytes_per_second: float = 0.0) -> None:
@@ -155,7 +109,6 @@ class Throttle:
 
     @property
     def num_obstacles(self) -> int:
-        """The number of pairs of sender and receiver that have an obstacle."""
         return len(self._obstacles)
 
     def break_connections(self, one: Link, other: Link) -> None:
@@ -181,8 +134,7 @@ class Throttle:
         listener = _socket()
         listener.bind(("127.0.0.1", 0))
         host, port = listener.getsockname()
-        up, down = Line(self.bytes_per_second), Line(self.bytes_per_second)
-        link = Link(up=up, down=down, proxy=f"{host}:{port}")
+        link = Link(proxy=f"{host}:{port}")
 
         async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await self._connect(link, reader, writer)
@@ -191,7 +143,6 @@ class Throttle:
         return link
 
     async def _connect(self, link: Link, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Pass on one connection from a process until either end closes it."""
         writers = [writer]
         try:
             # The request is "CONNECT host:port HTTP/1.1". Its headers do not matter.
@@ -212,20 +163,14 @@ class Throttle:
                 one.close()
 
     async def _pipe(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter,
         ends: Callable[[], tuple[Link | None, Link | None]],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Pass one direction on until its end of file. Raises OSError when either side fails."""
-        time = asyncio.get_running_loop().time
         delayed = DelayLine(writer, asyncio.get_running_loop())
         writer.transport.set_write_buffer_limits(high=CHUNK_BYTES)
         while chunk := await reader.read(CHUNK_BYTES):
             source, target = ends()
-            lines = [*([source.up] if source else []), *([target.down] if target else [])]
-            passed_at = max(line.queue(len(chunk), time()) for line in lines)
-            await asyncio.sleep(passed_at - time())
             if source and target:
                 await self._pass_obstacle(source, target, len(chunk))
             delayed.send(chunk, self.round_trip_seconds / 2)
@@ -254,7 +199,6 @@ async def _open(endpoint: str) -> tuple[asyncio.StreamReader, asyncio.StreamWrit
 
 
 def _socket() -> socket.socket:
-    """A TCP socket with a receive buffer as small as a router's queue."""
     made = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     made.setblocking(False)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BYTES)

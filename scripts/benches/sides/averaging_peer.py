@@ -1,10 +1,6 @@
-"""Code that the processes of the allreduce bench share: the values that they average, and the orders that they get.
+"""What the processes of the allreduce bench share: the values that they average, and the orders that they get.
 
-Imported by swarm_averager and hivemind_averager, which are those processes, and by the bench itself. An order is a file
-with a number in the process's folder. Its answer is a file as well. A measurement begins at an agreed time of the
-monotonic clock, which all processes of a machine share. Never averages anything.
-
-Shapes: P parameters.
+An order is a file with a number in the process's folder; so is its answer. Shapes: P parameters.
 """
 
 import hashlib
@@ -18,8 +14,7 @@ import torch
 
 from scripts.benches.shared.common import write_json
 
-SIDE = 1024
-"""Rows and columns of the matrices, as a small llama has them."""
+SIDE = 1024  # Rows and columns of the matrices, as a small llama has them
 POLL_SECONDS = 0.01
 READY_FILE = "ready.json"
 
@@ -51,7 +46,6 @@ def distance(held: Sequence[torch.Tensor], mean_P: torch.Tensor) -> float:
 
 
 def digest(held: Sequence[torch.Tensor]) -> str:
-    """SHA-256 of the tensors that a member holds, in hexadecimal."""
     sha256 = hashlib.sha256()
     for tensor in held:
         sha256.update(tensor.contiguous().view(torch.uint8).numpy().data)
@@ -81,6 +75,5 @@ class Orders:
         return order
 
     def answer(self, reply: dict[str, Any]) -> None:
-        """Answer the order that `poll` gave, and wait for the one after it."""
         write_json(self.folder / f"{self.number}.reply.json", reply)
         self.number += 1

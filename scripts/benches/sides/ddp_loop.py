@@ -1,8 +1,6 @@
-"""The train loop that one would write with torch alone: DistributedDataParallel, AdamW, and nothing of the swarm's.
+"""The train loop that one would write with torch alone (DistributedDataParallel), for the bench `methods`.
 
-    python -m torch.distributed.run --nproc-per-node N -m scripts.benches.sides.ddp_loop CONFIG STEPS METRICS
-
-The bench `methods` compares `swarm-static --dp` with this loop. The model, the data and the microbatches are the run's.
+python -m torch.distributed.run --nproc-per-node N -m scripts.benches.sides.ddp_loop CONFIG STEPS METRICS
 """
 
 import contextlib
@@ -23,7 +21,6 @@ from swarm.training.samples import TOKENS
 
 
 def main(path: Path, num_steps: int, metrics: Path) -> None:
-    """Train this many steps; the first worker appends a line for each."""
     compute_like_peers()
     dist.init_process_group("gloo")
     rank, num_workers = dist.get_rank(), dist.get_world_size()

@@ -1,8 +1,4 @@
-"""Causes faults in a swarm of real processes that a trainer feeds: one in every second step, at a random moment.
-
-Used by the bench `exactly-once`. It kills and replaces peers, one by one or two neighbours at once, and disturbs the
-traffic between two processes. At every stage it leaves a peer that holds the stage's state. It judges nothing.
-"""
+"""Causes faults in a swarm of real processes, one in every second step. A peer of each stage stays."""
 
 import random
 import time
@@ -11,22 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from peers.local.supervisor import Child
-from scripts.benches.shared.common import (
-    POLL_SECONDS,
-    STALL_SECONDS,
-    START_SECONDS,
-    ServingPeer,
-    SwarmProcesses,
-    fail_on_exit,
-    say,
-)
-from scripts.benches.shared.lines import Lines, serve
+from scripts.benches.shared.common import POLL_SECONDS, START_SECONDS, fail_on_exit, say
+from scripts.benches.shared.swarm import STALL_SECONDS, Lines, ServingPeer, SwarmProcesses, serve
 from swarm.errors import DeadlineExceeded, PeerUnavailable
 
-EVERY = 2
-"""Steps from one fault to the next."""
-MAX_IN_FLIGHT = 4
-"""Microbatches under way. There are few of them, so that joiners get enough of the cores."""
+EVERY = 2  # Steps from one fault to the next
+MAX_IN_FLIGHT = 4  # Microbatches under way. There are few of them, so that joiners get enough of the cores.
 HELD_SECONDS = (0.5, 2.0)
 """How long messages are held back before they are lost. By then the receiver's work has been done."""
 ONE_WAY_SECONDS = 6.0
@@ -40,22 +26,15 @@ class FaultySwarm:
 
     swarm: SwarmProcesses
     rng: random.Random
-    faults: Counter[str] = field(default_factory=Counter)
-    """How many faults there were, by kind."""
-    owed: int = 0
-    """Faults that are due but wait, because no peer can be spared at the moment."""
+    faults: Counter[str] = field(default_factory=Counter)  # How many faults there were, by kind
+    owed: int = 0  # Faults that are due but wait, because no peer can be spared at the moment
     joining: list[tuple[Child, int]] = field(default_factory=list)
     """Peers that were started and do not serve yet, with their stages."""
     _timeline: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
 
     def train(self, steps: int, fault: Callable[["FaultySwarm"], bool]) -> None:
-        """Let a trainer train this many steps, and call `fault` in every second step.
-
-        Raises:
-            PeerUnavailable: the trainer ended, or a peer that was not killed ended, whether it already served or was
-                joining.
-            DeadlineExceeded: there was no step for a very long time, or a peer did not begin to serve.
-        """
+        """Let a trainer train this many steps, and call `fault` in every second step. Raises PeerUnavailable and
+        DeadlineExceeded."""
         trainer = self.swarm.launch_trainer("trainer", steps, max_in_flight=MAX_IN_FLIGHT)
         self._stepped_at = time.monotonic()
         num_steps, planned, due_at = 0, 1, 0.0
@@ -104,7 +83,6 @@ class FaultySwarm:
         return bool(ends)
 
     def _take_in(self) -> None:
-        """Add joiners that serve by now to the swarm's peers."""
         for child, stage in list(self.joining):
             if self.swarm.ready_file(child.name).exists():
                 self.joining.remove((child, stage))
@@ -114,7 +92,6 @@ class FaultySwarm:
     # -- kills ---------------------------------------------------------------------------------------------------------
 
     def _spare(self, stage: int) -> list[ServingPeer]:
-        """The peers of a stage if one of them may be killed, else none."""
         peers = [peer for peer in self.swarm.peers if peer.record.stage == stage]
         return peers if len(peers) > 1 else []
 
@@ -133,11 +110,9 @@ class FaultySwarm:
         return True
 
     def kill_one(self) -> bool:
-        """Kill a peer of a random stage."""
         return self.kill([self.rng.randrange(self.swarm.config.stages.num_stages)])
 
     def kill_neighbours(self) -> bool:
-        """Kill a peer of a random stage and one of the next stage."""
         stage = self.rng.randrange(self.swarm.config.stages.num_stages - 1)
         return self.kill([stage, stage + 1])
 

@@ -1,9 +1,4 @@
-"""For gpu: one stage in the middle, as the swarm runs it and as a bare loop.
-
-The swarm's side has the stage's compute thread, staging and encoding. Only the network is missing: the gradient of a
-microbatch's output is there at once. Several microbatches are always under way. The bare side is the same layers'
-forward and backward, on a GPU captured once as a CUDA graph and replayed: nothing is launched, checked or sent.
-"""
+"""For the bench `gpu`: one stage in the middle without the network, as the swarm computes it and as a bare loop."""
 
 import asyncio
 import time
@@ -22,10 +17,8 @@ from swarm.stage.settings import weights_of
 from swarm.stage.staging import Staging, staging_of
 from swarm.stage.task_queue import Priority
 
-IN_FLIGHT = 5
-"""Microbatches at once: as many as a peer of three stages takes."""
-GRAPH_WARM_UP = 3
-"""Passes before a graph is captured, as torch asks for."""
+IN_FLIGHT = 5  # Microbatches at once: as many as a peer of three stages takes
+GRAPH_WARM_UP = 3  # Passes before a graph is captured, as torch asks for
 
 
 class StageSide:
@@ -39,13 +32,9 @@ class StageSide:
             assert isinstance(module, StageModule)
             module.compile_layers()
         self.backend = StageBackend(
-            config=config,
-            stage=1,
-            module=module,
-            weights=weights_of(config, module, lineage=""),
-            staging=self._staging,
-            budget=GraphBudget(limit_bytes=1 << 40),
-        )
+            config=config, stage=1, module=module, weights=weights_of(config, module, lineage=""),
+            staging=self._staging, budget=GraphBudget(limit_bytes=1 << 40),
+        )  # fmt: skip
         shape = (config.data.microbatch_size, config.data.sequence_length)
         tensor_BTR = torch.randn(*shape, config.model.hidden_width)
         self._wire = boundary_of(config).encode(tensor_BTR, Staging()).wait()
@@ -53,7 +42,6 @@ class StageSide:
         self._tokens = torch.zeros(shape[0], shape[1] + 1, dtype=torch.int32)
 
     def tokens_per_second(self, num_microbatches: int) -> float:
-        """Compute this many microbatches, and return the rate."""
         runtime = Runtime(queue_capacity=IN_FLIGHT, stopwatch=self._staging.stopwatch)
         runtime.start()
         try:
@@ -111,7 +99,6 @@ class BareSide:
         self._run: Callable[[], None] = _captured(compute) if device.type == "cuda" else compute
 
     def tokens_per_second(self, num_microbatches: int) -> float:
-        """Compute this many microbatches, and return the rate."""
         synchronise(self._device)
         started_at = time.perf_counter()
         for _ in range(num_microbatches):
@@ -121,7 +108,6 @@ class BareSide:
 
 
 def _captured(compute: Callable[[], None]) -> Callable[[], None]:
-    """The replay of what `compute` launches."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch's
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

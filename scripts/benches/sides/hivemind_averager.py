@@ -1,9 +1,6 @@
-"""A process with hivemind's averagers. The allreduce bench compares ours with them.
+"""A process with hivemind's averagers, for the bench `allreduce`, which gives it orders.
 
-    python -m scripts.benches.sides.hivemind_averager FOLDER NUMBER NUM_PEERS NUM_PARAMETERS [DHT_ADDRESS...]
-
-The bench starts it and gives it orders (averaging_peer.py). Its group is found before a measurement begins. The step
-then waits for its trigger, so that only the all-reduce is measured.
+python -m scripts.benches.sides.hivemind_averager FOLDER NUMBER NUM_PEERS NUM_PARAMETERS [DHT_ADDRESS...]
 """
 
 import sys
@@ -21,10 +18,8 @@ from scripts.benches.shared.common import compute_like_peers, write_json
 from scripts.benches.sides.averaging_peer import POLL_SECONDS, READY_FILE, Orders, as_tensors, compare, values
 
 CODECS: dict[str, CompressionBase] = {"8bit": Uniform8BitQuantization(), "fp16": Float16Compression()}
-MATCHMAKING_SECONDS, REQUEST_SECONDS = 1.0, 0.5
-"""The shortest times with which a group of four still finds each other."""
-STEP_SECONDS = 60.0
-"""After this time hivemind gives up a step. This is the default of hivemind's own optimizer."""
+MATCHMAKING_SECONDS, REQUEST_SECONDS = 1.0, 0.5  # The shortest times with which a group of four still finds each other
+STEP_SECONDS = 60.0  # After this time hivemind gives up a step. This is the default of hivemind's own optimizer.
 CHUNK_SECONDS = 5.0
 """After this time without a message from a member, hivemind goes on without the member. The round with a kill needs
 this. hivemind's default is 15."""
@@ -35,25 +30,16 @@ class CodecPeer:
 
     def __init__(self, codec: str, num_peers: int, num_parameters: int, dht: hivemind.DHT) -> None:
         self.averager = DecentralizedAverager(
-            as_tensors(torch.zeros(num_parameters)),
-            dht,
-            prefix=f"bench-{codec}",
-            target_group_size=num_peers,
-            min_group_size=num_peers,
-            min_matchmaking_time=MATCHMAKING_SECONDS,
-            request_timeout=REQUEST_SECONDS,
-            allreduce_timeout=STEP_SECONDS,
-            next_chunk_timeout=CHUNK_SECONDS,
-            compression=CODECS[codec],
-            allow_state_sharing=False,
-            start=True,
-        )
+            as_tensors(torch.zeros(num_parameters)), dht, prefix=f"bench-{codec}", target_group_size=num_peers,
+            min_group_size=num_peers, min_matchmaking_time=MATCHMAKING_SECONDS, request_timeout=REQUEST_SECONDS,
+            allreduce_timeout=STEP_SECONDS, next_chunk_timeout=CHUNK_SECONDS, compression=CODECS[codec],
+            allow_state_sharing=False, start=True,
+        )  # fmt: skip
         self._control: StepControl
         self._matchmaking_seconds = 0.0
         self._reply: dict[str, Any] = {}
 
     def prepare(self, tensors: list[torch.Tensor]) -> None:
-        """Use these values, and find a group."""
         with self.averager.get_tensors() as own:
             for tensor, value in zip(own, tensors, strict=True):
                 tensor.copy_(value)
@@ -77,12 +63,10 @@ class CodecPeer:
         self._reply["seconds"] = time.monotonic() - at
 
     def finish(self) -> dict[str, Any]:
-        """The outcome of the step."""
         return self._reply
 
 
 def main(folder: Path, number: int, num_peers: int, num_parameters: int, addresses: list[str]) -> None:
-    """Carry out orders until killed."""
     compute_like_peers()
     dht = hivemind.DHT(initial_peers=addresses, host_maddrs=["/ip4/127.0.0.1/tcp/0"], start=True)
     peers = {codec: CodecPeer(codec, num_peers, num_parameters, dht) for codec in CODECS}

@@ -1,9 +1,8 @@
-"""An intruder of the bench `intruders`: a process that misuses a peer as fast as it can, or one that only computes.
+"""A process that misuses a peer as fast as it can, or one that only computes, for the bench `intruders`.
 
     python -m scripts.benches.sides.intruder KIND FILE TALLY
 
-FILE is JSON: endpoint, certificate_pem, run_id and the intruder's own token. An intruder writes to TALLY, also as JSON,
-how many calls it has begun, and the outcomes of those that have ended. It runs until it is killed.
+FILE has the target, TALLY gets how many calls were begun and how those ended that have.
 """
 
 import asyncio
@@ -31,8 +30,7 @@ from swarm.stage.boundary import HIDDEN
 from swarm.types import PROTOCOL_VERSION
 
 AT_ONCE = 64
-TALLY_SECONDS = 0.25
-"""How often the tally is written."""
+TALLY_SECONDS = 0.25  # How often the tally is written
 TRAIN, BEGIN = "/swarm.rpc.v1.StageService/Train", "/swarm.rpc.v1.AveragingService/Begin"
 FAULTS = (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError)
 
@@ -54,13 +52,11 @@ class Intruder:
         await call(self._random.randbytes(self._random.randrange(200)), timeout=20)
 
     async def opens(self) -> None:
-        """Begin a valid microbatch, which takes a slot, and cancel it."""
         async with asyncio.timeout(5), self._opened() as (call, answer):
             await answer
             call.cancel()
 
     async def idle(self) -> None:
-        """Open a stream and send nothing."""
         call: Any = self._channel.stream_stream(TRAIN)()
         await call.read()
 
@@ -94,8 +90,6 @@ class Intruder:
                 answer.exception()
 
     async def run(self, kind: str, tally: Path) -> None:
-        """Repeat the call of this kind, with many calls at a time."""
-
         async def again() -> None:
             task = asyncio.current_task()
             assert task is not None

@@ -1,112 +1,135 @@
-"""A process with one member of a middle stage. It measures its own memory.
+"""A process with one member of a middle stage, or with a last stage, that measures its own memory.
 
-    python -m scripts.benches.sides.memory_stage FOLDER NUMBER GRAPH_BYTES IN_FLIGHT
+    python -m scripts.benches.sides.memory_stage FOLDER [NUMBER GRAPH_BYTES IN_FLIGHT]
 
-The memory bench starts it twice for each case; the two processes average with each other. Stage, compute thread,
-weights, averager, TLS and gRPC are those of a peer. Stand-ins take the place of the stages before and after.
-Microbatches begin one by one, until IN_FLIGHT of them wait for their gradients. From then on one is finished for each
-that begins. Two rounds are trained, and the second one is measured. Writes `NUMBER.json` to FOLDER.
+All but the stages before and after is that of a peer. Two rounds are trained, and the second one is measured. Writes
+`NUMBER.json` to FOLDER. Without a NUMBER it is a last stage, which trains one microbatch and writes `loss.json`.
 """
 
 import asyncio
 import itertools
 import sys
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-import grpc
 import torch
-from grpc_health.v1._async import HealthServicer
-from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 from peers.shared import process
-from scripts.benches.shared import meeting
-from scripts.benches.shared.backend import cpu_backend
-from scripts.benches.shared.common import write_json
+from scripts.benches.shared.common import all_there, cpu_backend, write_json
 from scripts.benches.shared.proc import forget_peak, peak_bytes, resident_bytes
 from scripts.benches.sides.diloco.driven_swarm import TIMING
-from scripts.benches.sides.memory_neighbours import HeldTransport, NextStage
+from scripts.benches.sides.worker import Place, Worker
 from swarm import config as configs
-from swarm.averaging.averager import Averager
-from swarm.averaging.servicer import AveragingServicer
-from swarm.averaging.wire.context import Context
+from swarm.averaging.wire.transport import Method, Payload, Reply, Request, Transport
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.credentials.identity import generate
-from swarm.machine.clock import SystemClock
-from swarm.rpc import tls
+from swarm.hop.answers import HopListener, HopReply, Tensors
+from swarm.hop.hop import Hop
 from swarm.rpc.channels import ChannelPool
-from swarm.rpc.serving import SERVER_OPTIONS, bind_server
-from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_server
-from swarm.stage.boundary import HIDDEN, TOKENS, request_specs
-from swarm.stage.context import StageContext, StageLimits
-from swarm.stage.member import StageMember
+from swarm.rpc.stream import Stream
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.stage.boundary import GRADIENT, HIDDEN, TOKENS, request_specs
 from swarm.stage.runtime import Runtime
-from swarm.stage.stage import Stage
 from swarm.training.microbatch import Microbatch
-from swarm.types import PeerRecord, PeerState
+from swarm.types import PeerId, PeerRecord
 
-STAGE = 1
+STAGE, LAST_STAGE = 1, 1  # The stage in the middle of three, and the last one of two
 MEMBERS = 2
-WAVES = 3
-"""In a round a member trains this many times IN_FLIGHT microbatches."""
+WAVES = 3  # In a round a member trains this many times IN_FLIGHT microbatches
 POLL_SECONDS = 0.001
-SETTLE_SECONDS = 1.0
-"""Time to wait after a round, because its calls end a little later than the round."""
+SETTLE_SECONDS = 1.0  # Time to wait after a round, because its calls end a little later than the round
+
+
+class Answer(HopReply):
+    """A call that no caller waits for."""
+
+    async def ack(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class NextStage(Hop):
+    """Stands in for the next stage. When told to, it answers the oldest call with random gradients."""
+
+    def __init__(self, stage: int) -> None:
+        self.stage = stage
+        self.num_waiting = 0
+        self._passes = asyncio.Semaphore(0)
+
+    @property
+    def is_held_up(self) -> bool:
+        return False
+
+    def answer_one(self) -> None:
+        self._passes.release()
+
+    async def train(
+        self, microbatch: Microbatch, tensors: Tensors, listener: HopListener, hints: Mapping[int, PeerId]
+    ) -> HopReply:
+        self.num_waiting += 1
+        try:
+            await self._passes.acquire()
+        finally:
+            self.num_waiting -= 1
+        gradient_BTD = 1e-3 * torch.randn_like(tensors[HIDDEN])
+        return Answer(
+            loss=0.0, tensors={GRADIENT: gradient_BTD}, route={}, num_reroutes=0, num_busy=0, _call=Stream(None),
+        )  # fmt: skip
+
+
+class HeldTransport(Transport):
+    """Calls the other member over a line that can be held. Other stages always answer that they have reached the
+    barrier."""
+
+    def __init__(self, channels: ChannelPool, stage: int) -> None:
+        super().__init__(channels)
+        self._stage = stage
+        self.line = asyncio.Event()
+
+    async def call(
+        self, peer: PeerRecord, method: Method[Request, Reply], request: Request, *, timeout_seconds: float
+    ) -> Reply:
+        if peer.stage != self._stage:
+            ready: Any = pb.BarrierReply(ready=True)
+            reply: Reply = ready
+            return reply
+        return await super().call(peer, method, request, timeout_seconds=timeout_seconds)
+
+    async def exchange(self, *arguments: Any, **options: Any) -> Payload:
+        await self.line.wait()
+        return await super().exchange(*arguments, **options)
 
 
 class Member:
-    """One member, and its microbatches."""
+    """One member of the stage, and its microbatches."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        number: int,
-        *,
-        graph_bytes: int,
-        num_in_flight: int,
-        records: list[PeerRecord],
-        transport: HeldTransport,
-        tasks: asyncio.TaskGroup,
-    ) -> None:
+        self, config: RunConfig, number: int, *, graph_bytes: int, num_in_flight: int, records: list[PeerRecord],
+        transport: "HeldTransport", tasks: asyncio.TaskGroup,
+    ) -> None:  # fmt: skip
         self._config = config
         self._number = number
         self._num_in_flight = num_in_flight
         self._transport = transport
         self._tasks = tasks
-        backend = cpu_backend(config, STAGE, graph_bytes=graph_bytes)
-        self._weights = backend.weights
         self.runtime = Runtime(queue_capacity=64)
         self._next = NextStage(STAGE + 1)
-        self._stage = Stage(
-            StageContext(
-                config=config,
-                backend=backend,
-                runtime=self.runtime,
-                hop=self._next,
-                clock=SystemClock(),
-                tasks=tasks,
-                limits=StageLimits(max_in_flight=2 * num_in_flight),
-            )
-        )
-        self._member = StageMember(self._stage, num_alive=lambda: MEMBERS)
-        context = Context(
-            config=config,
-            own=records[number],
-            peers=lambda stage: [record for record in records if record.stage == stage],
-            transport=transport,
-            clock=SystemClock(),
-            timing=TIMING,
-        )
-        self.averager = Averager(context, self._member)
-        self._stage.admission.open()
+        self.worker = Worker(
+            config, cpu_backend(config, STAGE, graph_bytes=graph_bytes), own=records[number],
+            peers=lambda stage: [record for record in records if record.stage == stage], transport=transport,
+            runtime=self.runtime, tasks=tasks, hop=self._next, max_in_flight=2 * num_in_flight, timing=TIMING,
+            poll_seconds=POLL_SECONDS,
+        )  # fmt: skip
+        self._weights = self.worker.weights
+        self.worker.stage.admission.open()
         self._microbatches: deque[asyncio.Task[None]] = deque()
         """The microbatches that wait for their gradients, oldest first."""
         self._indices = itertools.count(number, MEMBERS)
         self._figures: dict[str, int] = {}
-
-    async def report_changes(self) -> None:
-        """Report changes to the averager, until cancelled."""
-        await self._stage.endings.report_changes(self.averager.notify)
 
     async def measure(self, baseline_bytes: int) -> dict[str, int]:
         """Train two rounds. Return the bytes beyond the baseline in the second one."""
@@ -117,7 +140,7 @@ class Member:
             await self._finish_one()
         await asyncio.sleep(SETTLE_SECONDS)
         self._figures["after_round"] = before_bytes = resident_bytes()
-        snapshot = await self._member.snapshot()
+        snapshot = await self.worker.member.snapshot()
         with_snapshot_bytes = resident_bytes()
         del snapshot
         return {
@@ -156,33 +179,18 @@ class Member:
         self._figures["round_peak"] = peak_bytes()
 
     async def _begin_one(self) -> None:
-        """Begin a microbatch, and return when it waits for its gradient."""
-        self._microbatches.append(self._tasks.create_task(self._train(next(self._indices))))
+        inputs, size = random_inputs(self._config), self._config.data.microbatch_size
+        work = self.worker.train(next(self._indices), inputs, size)
+        self._microbatches.append(self._tasks.create_task(work))
         while self._next.num_waiting < len(self._microbatches):  # noqa: ASYNC110 - computed by a thread
             await asyncio.sleep(POLL_SECONDS)
 
     async def _finish_one(self) -> None:
-        """Finish the oldest microbatch, and take the step that follows if one is due."""
         self._next.answer_one()
         await self._microbatches.popleft()
 
-    async def _train(self, index: int) -> None:
-        tensors = random_inputs(self._config)
-        size = self._config.data.microbatch_size
-        microbatch = Microbatch(index=index, round=self._stage.round, num_samples=size, accumulate_only_at=None)
-        slot = self._stage.admission.admit(microbatch)
-        computation = await self._stage.begin(microbatch, tensors, {}, self)
-        while not computation.done:
-            await computation.news(TIMING.average_seconds)
-        computation.result()
-        self._stage.endings.acknowledge(computation)
-        self._stage.admission.leave(slot)
-        while self._stage.answers.num_settling:  # noqa: ASYNC110 - done by a thread
-            await asyncio.sleep(POLL_SECONDS)
-
 
 def random_inputs(config: RunConfig) -> dict[str, torch.Tensor]:
-    """Random tensors such as the stage before would send."""
     specs = request_specs(config, STAGE)
     return {TOKENS: torch.zeros(specs[TOKENS].shape, dtype=torch.int32), HIDDEN: torch.randn(specs[HIDDEN].shape)}
 
@@ -202,56 +210,50 @@ def warm_up() -> None:
 
 
 async def main(folder: Path, number: int, graph_bytes: int, num_in_flight: int) -> None:
-    """Meet the other member, be measured, and stay until the other has been measured too."""
     torch.set_num_threads(1)
     config = configs.load(folder / "run.toml")
-    identity, channels = generate(), ChannelPool()
-    server = grpc.aio.server(options=SERVER_OPTIONS)
-    port = bind_server(server, "127.0.0.1", 0, tls.server_credentials(identity))
-    record = PeerRecord(
-        peer_id=identity.peer_id,
-        stage=STAGE,
-        endpoint=f"127.0.0.1:{port}",
-        state=PeerState.SERVING,
-        announced_at=0.0,
-        certificate_pem=identity.certificate_pem,
-    )
-    meeting.put(folder / f"{number}.record", record.model_dump_json())
-    texts = await meeting.all_there(folder / f"{member}.record" for member in range(MEMBERS))
-    records = [PeerRecord.model_validate_json(text) for text in texts]
+    channels, place = ChannelPool(), Place(generate(), STAGE)
+    records = await place.meet(folder, number, MEMBERS)
     # The averager asks these peers at the other stages.
-    neighbour = record.model_copy(update={"peer_id": generate().peer_id})
+    neighbour = place.record.model_copy(update={"peer_id": generate().peer_id})
     records += [neighbour.model_copy(update={"stage": stage}) for stage in (STAGE - 1, STAGE + 1)]
     warm_up()
     baseline_bytes = resident_bytes()
     async with asyncio.TaskGroup() as tasks:
         member = Member(
-            config,
-            number,
-            graph_bytes=graph_bytes,
-            num_in_flight=num_in_flight,
-            records=records,
-            transport=HeldTransport(channels, STAGE),
-            tasks=tasks,
-        )
-        servicer = AveragingServicer(member.averager.handlers, own_id=identity.peer_id)
-        add_AveragingServiceServicer_to_server(servicer, server)
-        # Other peers ask a slow peer whether it is alive.
-        add_HealthServicer_to_server(HealthServicer(), server)
-        await server.start()
+            config, number, graph_bytes=graph_bytes, num_in_flight=num_in_flight, records=records,
+            transport=HeldTransport(channels, STAGE), tasks=tasks,
+        )  # fmt: skip
+        await place.serve(member.worker.averager)
         member.runtime.start()
-        averaging = tasks.create_task(member.averager.run())
-        reporting = tasks.create_task(member.report_changes())
+        member.worker.start()
         figures = await member.measure(baseline_bytes)
         write_json(folder / f"{number}.json", {**figures, "baseline": baseline_bytes})
-        await meeting.all_there(folder / f"{member}.json" for member in range(MEMBERS))
-        averaging.cancel()
-        reporting.cancel()
+        await all_there(folder / f"{member}.json" for member in range(MEMBERS))
+        member.worker.stop()
     member.runtime.stop(TIMING.average_seconds)
-    await server.stop(0)
+    await place.close()
     await channels.close()
 
 
+def measure_loss(config: RunConfig) -> dict[str, float]:
+    """Train one microbatch at a last stage. Return the peak bytes beyond what the stage holds, and the loss."""
+    backend = cpu_backend(config, LAST_STAGE, graph_bytes=0)
+    specs = request_specs(config, LAST_STAGE)
+    tokens_BT1 = torch.randint(config.model.vocab_size, specs[TOKENS].shape, dtype=torch.int32)
+    inputs = {TOKENS: tokens_BT1, HIDDEN: torch.randn(specs[HIDDEN].shape)}
+    before_bytes = resident_bytes()
+    forget_peak()
+    loss, _, _ = backend.forward_loss(0, 0, inputs, accumulate=True)
+    return {"peak": peak_bytes() - before_bytes, "loss": loss}
+
+
 if __name__ == "__main__":
-    process.keep_freed_memory()
-    asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])))
+    given = Path(sys.argv[1])
+    if len(sys.argv) > 2:
+        process.keep_freed_memory()
+        asyncio.run(main(given, *map(int, sys.argv[2:5])))
+    else:
+        torch.set_num_threads(1)
+        warm_up()
+        write_json(given / "loss.json", measure_loss(configs.load(given / "run.toml")))

@@ -1,4 +1,4 @@
-"""For nat: a meeting point, a peer that waits there or is reached directly, and a caller, each a process of its own.
+"""For the bench `nat`: a meeting point, a peer that waits there or is reached directly, and a caller.
 
 nat_echo.py meet HOST              prints the meeting point's entry
 nat_echo.py serve HOST [ENTRY]     prints a record, as JSON: of a tunnel through ENTRY, or of HOST's own port
@@ -29,13 +29,11 @@ from swarm.rpc.v1.meeting_pb2_grpc import add_MeetingServiceServicer_to_server
 from swarm.types import PeerRecord, PeerState
 
 PIECE = bytes(1 << 20)
-SETTLE_SECONDS = 4.0
-"""Time before the line is measured. If there is a better way, it is found in this time."""
+SETTLE_SECONDS = 4.0  # Time before the line is measured. If there is a better way, it is found in this time.
 CLOCK = SystemClock()
 
 
 async def meet(host: str) -> None:
-    """Be a meeting point until the process ends."""
     own = generate()
     server = grpc.aio.server(options=SERVER_OPTIONS)
     point = MeetingPoint(own.peer_id, MeetingLimits(), CLOCK, insecure=False, is_exchanging=lambda: False)
@@ -47,7 +45,6 @@ async def meet(host: str) -> None:
 
 
 async def serve(host: str, entry: str = "") -> None:
-    """Be a peer that takes pieces until the process ends."""
     own, points = generate(), [Entry.parse(entry)] if entry else []
 
     async def take(request: bytes, _: Any) -> bytes:
@@ -73,7 +70,6 @@ async def serve(host: str, entry: str = "") -> None:
 
 
 async def call(record: str, seconds: str) -> None:
-    """Send pieces, two at a time, as a hop with work to do does."""
     peer, pool, num_bytes, way = PeerRecord.model_validate_json(record), ChannelPool(), 0, ""
 
     async def send(until: float) -> None:

@@ -1,11 +1,7 @@
-"""Stages that take a fixed time for a sample, without using the CPU: as if a GPU computed.
+"""Stages for benches: they take a fixed time for a sample without using the CPU, as if a GPU computed, or do no work.
 
-Peers load them by name in `model.custom_class`. So many peers fit on few cores, and each has a capacity of its own,
-which an environment variable may change. `Paced` is for measuring links: each of its layers has (d_ff, d_model)
-parameters, which cost next to no computation and do not learn much. `Narrow` has hardly any parameters.
-`PacedTransformer` is the real stage, with pauses.
-
-Shape suffixes: B samples, T positions, D model width, F feed-forward width.
+Peers load them by name in `model.custom_class`. Shape suffixes: B samples, T positions, D model width, F feed-forward
+width.
 """
 
 import os
@@ -21,8 +17,7 @@ from swarm.model.stage_module import StageModule
 
 SECONDS_PER_SAMPLE = 0.033
 """The time for forward and backward together, unless PACE says otherwise. Backward takes twice as long as forward."""
-PACE = "SWARM_BENCH_SECONDS_PER_SAMPLE"
-"""The environment variable that changes the time."""
+PACE = "SWARM_BENCH_SECONDS_PER_SAMPLE"  # The environment variable that changes the time
 
 
 class _Pause(torch.autograd.Function):
@@ -68,41 +63,25 @@ class PacedTransformer(StageModule):
     """A stage of the transformer with the usual parameters and results, which come after a pause."""
 
     def forward(self, inputs: Tensor, **options: Any) -> Tensor:
-        """See StageModule."""
         return _pause(super().forward(inputs, **options), len(inputs))
 
 
 def _pause(outputs: Tensor, num_samples: int) -> Tensor:
-    """Return `outputs` unchanged, after the pause for this many samples."""
     paused: Tensor = _Pause.apply(outputs, num_samples)  # type: ignore[no-untyped-call]  # torch's
     return paused
 
 
-class Narrow(nn.Module):
-    """A stage whose activations are as wide as the bench needs, with hardly any computing: only a few channels differ.
+VOCABULARY = 2
 
-    It is for measuring long lines, because with a real stage the CPU would be the limit.
-    """
 
-    WIDTH = 32
+class Identity(nn.Module):
+    """Returns its input. The last stage returns the first two channels, as logits of a vocabulary of two."""
 
     def __init__(self, config: RunConfig, stage: int, layer_range: range) -> None:
         super().__init__()
-        model = config.model
-        is_last = stage == config.stages.num_stages - 1
-        self.num_repeats = model.d_model // self.WIDTH
-        self.embedding = nn.Embedding(model.vocab_size, self.WIDTH) if stage == 0 else None
-        self.layers = nn.ParameterDict({str(layer): torch.empty(self.WIDTH) for layer in layer_range})
-        self.head = nn.Linear(self.WIDTH, model.vocab_size, bias=False) if is_last else None
+        self.is_last = stage == config.stages.num_stages - 1
+        # An optimizer needs at least one parameter.
+        self.bias = nn.Parameter(torch.zeros(1))
 
     def forward(self, inputs: Tensor, *, dropout_key: DropoutKey | None) -> Tensor:
-        """tokens_BT at stage 0, else hidden_BTD; gives hidden_BTD, or logits_BTV at the last stage."""
-        if self.embedding is None:
-            narrow_BTF = inputs.reshape(*inputs.shape[:-1], self.num_repeats, self.WIDTH).mean(dim=-2)
-        else:
-            narrow_BTF = self.embedding(inputs)
-        for layer_F in self.layers.values():
-            narrow_BTF = narrow_BTF * layer_F
-        narrow_BTF = _pause(narrow_BTF, len(inputs))
-        output_BTD: Tensor = narrow_BTF.repeat(1, 1, self.num_repeats) if self.head is None else self.head(narrow_BTF)
-        return output_BTD
+        return inputs[..., :VOCABULARY] if self.is_last else inputs

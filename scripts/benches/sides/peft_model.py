@@ -22,8 +22,7 @@ from swarm.model.masks import DropoutKey
 from swarm.model.transformer import build_transformer
 from swarm.training.samples import TOKENS, Samples
 
-MODEL, RUN = "model", "run"
-"""Two folders: the model as transformers writes it, and as swarm-model imports it."""
+MODEL, RUN = "model", "run"  # Two folders: the model as transformers writes it, and as swarm-model imports it
 
 
 def with_model(config: RunConfig, folder: Path) -> RunConfig:

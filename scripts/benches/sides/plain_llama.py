@@ -1,8 +1,4 @@
-"""For gpu: the training loop that one would write with torch alone, for one GPU.
-
-A Llama in sixty lines, torch.compile over all of it, autocast and torch's fused AdamW. It begins with the weights that
-a swarm's run draws, and takes the run's microbatches in the same order, so its losses are those of the run.
-"""
+"""For the bench `gpu`: the training loop that one would write with torch alone, with the weights and data of a run."""
 
 import time
 from dataclasses import dataclass
@@ -72,7 +68,6 @@ class PlainLlama(nn.Module):
         assert renamed.keys() == dict(self.named_parameters()).keys(), "each weight has its place"
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """The mean loss in nats."""
         hidden_BTD = self.embedding(tokens_BT)
         for layer in self.layers:
             hidden_BTD = layer(hidden_BTD, self.cos_TK, self.sin_TK)
@@ -81,7 +76,6 @@ class PlainLlama(nn.Module):
 
 
 def _own_name(name: str) -> str:
-    """The name of a swarm's weight here."""
     for ours, own in (
         ("attention.", ""), ("feed_forward.", ""), ("head.norm", "norm"), ("head.output", "head"),
     ):  # fmt: skip

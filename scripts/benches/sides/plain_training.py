@@ -1,10 +1,8 @@
-"""A process that trains a whole model without a swarm. The learning bench compares a swarm with it.
+"""A process that trains a whole model without a swarm, for the bench `learning`.
 
     python -m scripts.benches.sides.plain_training CONFIG WORKERS ROUNDS POINTS
 
-In the synchronous setting it takes one optimizer step a round. With DiLoCo (arXiv 2311.08105) it has WORKERS workers,
-which take turns in this process: each takes inner steps on its share of every round, and an outer step follows. It uses
-all cores. Its last line of stdout is a JSON list of points: tokens, seconds of training until then, held-out loss.
+Its last line of stdout is a JSON list of points: tokens, seconds of training until then, held-out loss.
 """
 
 import json
@@ -17,8 +15,7 @@ from typing import Protocol
 import torch
 
 from scripts.benches.shared.common import compute_like_peers, with_corpus
-from scripts.benches.shared.held_out import HeldOut
-from scripts.benches.sides.reference import Reference
+from scripts.benches.sides.reference import HeldOut, Reference
 from swarm import config as configs
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
@@ -30,13 +27,9 @@ class Training(Protocol):
     """A way to train, a round at a time."""
 
     @property
-    def weights(self) -> Mapping[str, torch.Tensor]:
-        """The weights as they are now, by their names in the whole model."""
-        ...
+    def weights(self) -> Mapping[str, torch.Tensor]: ...
 
-    def step(self, number: int) -> float:
-        """Train round `number`, and return its mean loss."""
-        ...
+    def step(self, number: int) -> float: ...
 
 
 class PlainDiloco:
@@ -54,11 +47,9 @@ class PlainDiloco:
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """The anchor."""
         return self._anchor
 
     def step(self, number: int) -> float:
-        """Train round `number`, and return its mean loss."""
         size = self._config.microbatches_per_round
         loss, amounts = 0.0, list[int]()
         learnt: list[Mapping[str, torch.Tensor]] = []
@@ -89,12 +80,9 @@ class PlainDiloco:
 
 
 def train(
-    training: Training,
-    config: RunConfig,
-    rounds: int,
-    points: int,
+    training: Training, config: RunConfig, rounds: int, points: int,
     measure: Callable[[Mapping[str, torch.Tensor]], float],
-) -> list[tuple[int, float, float]]:
+) -> list[tuple[int, float, float]]:  # fmt: skip
     """Train this many rounds, and measure the loss at this many points. Only training counts as time."""
     curve: list[tuple[int, float, float]] = []
     seconds = 0.0
@@ -109,7 +97,6 @@ def train(
 
 
 def main(path: Path, num_workers: int, rounds: int, points: int) -> None:
-    """Train, and print the points."""
     compute_like_peers(torch.get_num_threads())
     config, data = with_corpus(configs.load(path))
     synchronous = config.rounds.synchronous

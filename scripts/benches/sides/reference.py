@@ -1,8 +1,6 @@
-"""Training without a swarm. Benches compare a swarm with it.
+"""Training without a swarm: one optimizer step a round, on the mean over all targets, clipped by its global norm.
 
-It takes one optimizer step a round. The gradient is the mean over all targets of the round's microbatches, clipped by
-its global norm. The synchronous setting promises the same result. The model, the loss and the optimizer are the swarm's
-own code; nothing else is.
+The model, the loss and the optimizer are the swarm's own code; nothing else is.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,13 +28,11 @@ class BareStage(nn.Module):
         self.module = build_stage(config, stage, device="cpu")
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The stage's output without dropout."""
         outputs: torch.Tensor = self.module(inputs, dropout_key=None)
         return outputs
 
 
 def torch_adamw(module: nn.Module, config: OptimizerConfig, *, fused: bool = False) -> torch.optim.AdamW:
-    """The swarm's optimizer as a torch.optim.AdamW, for code that needs one."""
     matrices = [parameter for parameter in module.parameters() if parameter.ndim >= 2]
     vectors = [parameter for parameter in module.parameters() if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -61,7 +57,6 @@ class Reference:
     """Trains the whole model, from the same initial weights as the swarm's."""
 
     def __init__(self, config: RunConfig, data: Microbatches, model: Model | None = None) -> None:
-        """Use the swarm's own model, unless another one is given."""
         if model is None:
             ours = build_transformer(config, device="cpu")
             model = Model(summed_loss=ours.summed_loss, parameters=trained_parameters(ours))
@@ -73,7 +68,6 @@ class Reference:
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """The weights as they are now, by their names in the whole model."""
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
     def warm_up(self) -> None:
@@ -112,7 +106,6 @@ class Reference:
         return float(loss.detach())
 
     def update(self, number: int) -> None:
-        """Take round `number`'s optimizer step with the sum."""
         self.update_with(self._optimizer, number * self._config.rounds.round_samples)
 
     def update_with(self, optimizer: optim.Optimizer, run_samples: int) -> None:
@@ -127,6 +120,30 @@ class Reference:
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Replace the model's weights."""
         for name, parameter in self._parameters.items():
             parameter.copy_(weights[name])
+
+
+NUM_SAMPLES = 2048
+NUM_BATCHES = 16
+
+
+class HeldOut:
+    """Measures different weights of one model on the same samples."""
+
+    def __init__(self, config: RunConfig, data: Microbatches) -> None:
+        self._model = build_transformer(config, device="cpu")
+        batches = data.held_out(NUM_SAMPLES)
+        merged = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+        pieces = {name: tensor.chunk(NUM_BATCHES) for name, tensor in merged.items()}
+        self._batches = [dict(zip(pieces, each, strict=True)) for each in zip(*pieces.values(), strict=True)]
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        return {name: parameter.shape for name, parameter in self._model.named_parameters()}
+
+    @torch.no_grad()
+    def loss(self, weights: Mapping[str, torch.Tensor]) -> float:
+        self._model.load_state_dict(dict(weights))
+        losses = [float(self._model.summed_loss(batch)) for batch in self._batches]
+        return sum(losses) / sum(samples.amount(batch).targets for batch in self._batches)

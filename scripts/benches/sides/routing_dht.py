@@ -1,9 +1,7 @@
-"""Measures what the directory costs each peer, for swarms of several sizes: bytes, CPU and memory of real DHT nodes.
+"""What the directory costs each peer, for swarms of several sizes: bytes, CPU and memory of real DHT nodes.
 
-Bytes are those that pass through each p2pd, as the kernel counts them: encrypted, and without the headers of TCP and
-IP. The loopback's count, which includes the headers, stands beside them; other work on the machine adds to it. A
-process checks each record once. Here all peers share one process, so each record is checked only once for all of them.
-The cost of a check is measured separately.
+Bytes are those that pass through each p2pd, as the kernel counts them. Here all peers share one process, so each record
+is checked only once for all of them; the cost of a check is measured separately.
 """
 
 import asyncio
@@ -40,8 +38,7 @@ logger = logging.getLogger(__name__)
 SETTLE_SECONDS = RECORD_SECONDS + 2 * ANNOUNCE_SECONDS
 """After this time all peers have announced themselves, and records at nodes that are no longer among the nearest to
 their key have expired. (Copies of the configuration last longer, but there are few.)"""
-REPLICAS = 5
-"""The number of nodes that keep a key: hivemind's default, which we use, too."""
+REPLICAS = 5  # The number of nodes that keep a key: hivemind's default, which we use, too
 EXTRAPOLATED = (100, 1000, 10000)
 NUM_CHECKED = 200
 
@@ -68,7 +65,6 @@ class Counters:
     num_readings: int
 
     def since(self, before: "Counters") -> "Counters":
-        """The difference to earlier counters."""
         return Counters(
             seconds=self.seconds - before.seconds,
             loopback_bytes=self.loopback_bytes - before.loopback_bytes,
@@ -95,11 +91,9 @@ class Peer:
 
     @property
     def num_known(self) -> int:
-        """The number of peers that it knows, itself included."""
         return sum(map(len, self._known.records.values()))
 
     async def serve(self) -> None:
-        """Keep announced and up to date, until cancelled."""
         stages = range(self._config.stages.num_stages)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._later(self._keep_announced()))
@@ -127,31 +121,15 @@ class Peer:
 
 
 def full_record(
-    who: identity.Identity,
-    *,
-    stage: int = 0,
+    who: identity.Identity, *, stage: int = 0,
     dht_address: str = "/ip4/192.0.2.101/tcp/40001/p2p/12D3KooWAbcdefghijkmnopqrstuvwxyzABCDEFGHJKLMNPQRST",
-) -> PeerRecord:
-    """A record as large as that of a serving peer."""
+) -> PeerRecord:  # fmt: skip
     return PeerRecord(
-        peer_id=who.peer_id,
-        name="a-machine-of-the-usual-name-12345",
-        software_version=swarm.__version__,
-        announced_at=1.7e9 + 0.123456,
-        stage=stage,
-        endpoint="192.0.2.101:50051",
-        certificate_pem=who.certificate_pem,
-        state=PeerState.SERVING,
-        samples_per_second=12.345678901234567,
-        queue_length=3,
-        round=1234,
-        samples=1234567,
-        lineage="0123456789abcdef" * 4,
-        movable=True,
-        moves=1,
-        dht_address=dht_address,
-        device="cuda:0",
-    )
+        peer_id=who.peer_id, name="a-machine-of-the-usual-name-12345", software_version=swarm.__version__,
+        announced_at=1.7e9 + 0.123456, stage=stage, endpoint="192.0.2.101:50051", certificate_pem=who.certificate_pem,
+        state=PeerState.SERVING, samples_per_second=12.345678901234567, queue_length=3, round=1234, samples=1234567,
+        lineage="0123456789abcdef" * 4, movable=True, moves=1, dht_address=dht_address, device="cuda:0",
+    )  # fmt: skip
 
 
 def measure(sizes: Sequence[int], *, num_stages: int, seconds: float, record_bytes: int, seed: int) -> dict[str, Any]:
@@ -202,17 +180,13 @@ async def _observe(peers: Sequence[Peer], seconds: float) -> Counters:
 def _count(peers: Sequence[Peer]) -> Counters:
     p2pds = _p2pds()
     return Counters(
-        seconds=time.monotonic(),
-        loopback_bytes=proc.loopback_bytes(),
-        process_cpu_seconds=time.process_time(),
-        p2pd_cpu_seconds=sum(map(proc.cpu_seconds_of_all, p2pds)),
-        passed_bytes=tuple(map(proc.written_bytes, p2pds)),
+        seconds=time.monotonic(), loopback_bytes=proc.loopback_bytes(), process_cpu_seconds=time.process_time(),
+        p2pd_cpu_seconds=sum(map(proc.cpu_seconds_of_all, p2pds)), passed_bytes=tuple(map(proc.written_bytes, p2pds)),
         num_readings=sum(peer.num_readings for peer in peers),
-    )
+    )  # fmt: skip
 
 
 def read_bytes_per_second(num_peers: int, record_bytes: int) -> float:
-    """The computed rate: a reading transfers each peer's record once."""
     return num_peers * record_bytes / (REFRESH_SECONDS * stretch(num_peers))
 
 
@@ -273,5 +247,4 @@ def _check_cpu_seconds() -> float:
 
 
 def _p2pds() -> list[int]:
-    """The process ids of all p2pd."""
     return sorted(pid for pid, name in proc.children(os.getpid()).items() if name == "p2pd")

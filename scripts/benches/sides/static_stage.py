@@ -1,9 +1,6 @@
-"""A process that trains one stage of a static pipeline, torch.distributed.pipelining with 1F1B over gloo.
+"""A process that trains one stage of torch.distributed.pipelining with 1F1B over gloo, in turns, for the bench `peers`.
 
-    python -m scripts.benches.sides.static_stage CONFIG RESULTS RANK PORT STEPS
-
-The bench `peers` compares a swarm with it. The model's stages, the loss and the optimizer are the swarm's own code, and
-all the rest is torch's. Each turn (see ../shared/turns.py) trains STEPS steps.
+python -m scripts.benches.sides.static_stage CONFIG RESULTS RANK PORT STEPS
 """
 
 import itertools
@@ -17,7 +14,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from scripts.benches.shared.common import compute_like_peers, with_corpus
-from scripts.benches.shared.turns import take_turns
+from scripts.benches.shared.paired import take_turns
 from scripts.benches.sides.reference import BareStage, torch_adamw
 from swarm import config as configs
 from swarm.config import RunConfig
@@ -37,7 +34,6 @@ class StaticStage:
         self._numbers = itertools.count()
 
     def step(self) -> None:
-        """Take an optimizer step on the next round's microbatches."""
         tokens_BT1 = self._tokens(next(self._numbers))
         # Older versions of torch refuse inputs with gaps between their rows.
         inputs = (tokens_BT1[:, :-1].contiguous(),) if self._is_first else ()
@@ -56,7 +52,6 @@ def _mean_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
 
 
 def main(config_path: Path, results: Path, rank: int, port: int, steps: int) -> None:
-    """Train in each turn of this side, until killed."""
     compute_like_peers()
     config, data = with_corpus(configs.load(config_path))
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=config.stages.num_stages)

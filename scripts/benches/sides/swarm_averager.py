@@ -1,10 +1,6 @@
-"""A process with our averagers: gRPC with TLS, one averager and one server a codec.
+"""A process with our averagers, one for each codec, for the bench `allreduce`, which gives it orders.
 
-    python -m scripts.benches.sides.swarm_averager FOLDER NUMBER NUM_PEERS NUM_PARAMETERS CODEC...
-
-The allreduce bench starts it and gives it orders (averaging_peer.py). The averagers, the transport and the servicer are
-those of a stage peer. Instead of a stage there is a member that contributes known tensors. An averager runs only during
-its own rounds, so that it costs the other arms nothing.
+python -m scripts.benches.sides.swarm_averager FOLDER NUMBER NUM_PEERS NUM_PARAMETERS CODEC...
 """
 
 import asyncio
@@ -15,26 +11,20 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import grpc
 import torch
-from grpc_health.v1._async import HealthServicer
-from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 from scripts.benches.shared.common import compute_like_peers, write_json
 from scripts.benches.sides.averaging_peer import POLL_SECONDS, READY_FILE, Orders, as_tensors, compare, digest, values
+from scripts.benches.sides.worker import Place
 from swarm.averaging.averager import Averager
-from swarm.averaging.servicer import AveragingServicer
 from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import Transport
 from swarm.config import AveragingConfig, DataConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.credentials.identity import Identity, generate
 from swarm.machine.clock import SystemClock
-from swarm.rpc import tls
 from swarm.rpc.channels import ChannelPool
-from swarm.rpc.serving import SERVER_OPTIONS, bind_server
-from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_server
 from swarm.training.round_member import Activity, Contribution, Progress, RoundResult, Snapshot, Tensors, known
-from swarm.types import PeerRecord, PeerState
+from swarm.types import PeerRecord
 
 
 def averaging_config(codec: str, num_peers: int) -> RunConfig:
@@ -63,18 +53,13 @@ class Member:
         self.finished = asyncio.Event()
 
     def learn(self, num_samples: int) -> None:
-        """Count this many samples as trained on in this round."""
         self.contribution = dataclasses.replace(self.contribution, num_samples=num_samples, round_samples=num_samples)
 
     def progress(self) -> Progress:
         return Progress(
-            round=self.round,
-            lineage=self.lineage,
-            run_samples=self.run_samples,
-            num_samples=self.contribution.num_samples,
-            committed=frozenset(),
-            highest_microbatch=-1,
-        )
+            round=self.round, lineage=self.lineage, run_samples=self.run_samples,
+            num_samples=self.contribution.num_samples, committed=frozenset(), highest_microbatch=-1,
+        )  # fmt: skip
 
     def activity(self) -> Activity:
         return Activity(quiet_seconds=0.0, longest_seconds=0.0, num_bytes=sum(t.nbytes for t in self.held.values()))
@@ -97,12 +82,9 @@ class Member:
     async def snapshot(self) -> Snapshot:
         tensors = {name: tensor.clone() for name, tensor in self.held.items()}
         return Snapshot(
-            round=self.round,
-            run_samples=self.run_samples,
-            lineage=self.lineage,
-            tensors=tensors,
+            round=self.round, run_samples=self.run_samples, lineage=self.lineage, tensors=tensors,
             digest=digest(list(tensors.values())),
-        )
+        )  # fmt: skip
 
     async def install(self, snapshot: Snapshot, *, carry: bool = False) -> None:
         self._hold(snapshot.tensors)
@@ -126,10 +108,7 @@ class CodecPeer:
     def __init__(self, codec: str, num_peers: int, identity: Identity, contribution: Tensors) -> None:
         self._config = averaging_config(codec, num_peers)
         self._num_peers = num_peers
-        self._identity = identity
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
-        port = bind_server(self._server, "127.0.0.1", 0, tls.server_credentials(identity))
-        self.endpoint = f"127.0.0.1:{port}"
+        self.place = Place(identity, 0)
         self.member = Member(contribution)
         self._averager: Averager
         self._running: asyncio.Task[None]
@@ -137,27 +116,17 @@ class CodecPeer:
 
     async def meet(self, records: list[PeerRecord], channels: ChannelPool) -> None:
         """Serve an averager that knows all members."""
-        (own,) = (record for record in records if record.peer_id == self._identity.peer_id)
         context = Context(
-            config=self._config,
-            own=own,
-            peers=lambda stage: records,
-            transport=Transport(channels),
+            config=self._config, own=self.place.record, peers=lambda stage: records, transport=Transport(channels),
             clock=SystemClock(),
-        )
+        )  # fmt: skip
         self._averager = Averager(context, self.member)
-        servicer = AveragingServicer(self._averager.handlers, own_id=self._identity.peer_id)
-        add_AveragingServiceServicer_to_server(servicer, self._server)
-        # A member asks an owner that is slow to answer whether it is alive.
-        add_HealthServicer_to_server(HealthServicer(), self._server)
-        await self._server.start()
+        await self.place.serve(self._averager)
 
     def run(self, tasks: asyncio.TaskGroup) -> None:
-        """Take part in rounds from now on."""
         self._running = tasks.create_task(self._averager.run())
 
     async def rest(self) -> None:
-        """Take no part in rounds any more."""
         self._running.cancel()
         await asyncio.wait([self._running])
 
@@ -180,24 +149,19 @@ class CodecPeer:
         reply: dict[str, Any] = {"seconds": self.member.finished_at - self._started_at}
         if (result := self.member.last) is not None:
             reply |= {
-                "num_members": len(result.members),
-                "attempts": result.attempts,
-                "bytes_sent": result.cost.bytes_sent,
-                "bytes_received": result.cost.bytes_received,
-                "exchange_seconds": result.cost.exchange_seconds,
-            }
+                "num_members": len(result.members), "attempts": result.attempts, "bytes_sent": result.cost.bytes_sent,
+                "bytes_received": result.cost.bytes_received, "exchange_seconds": result.cost.exchange_seconds,
+            }  # fmt: skip
         return reply
 
 
 async def main(folder: Path, number: int, num_peers: int, num_parameters: int, codecs: list[str]) -> None:
-    """Carry out orders until killed."""
     compute_like_peers()
     own = as_tensors(values(number, num_parameters))
     contribution = {f"layer-{index:04d}": tensor for index, tensor in enumerate(own)}
     identity, channels = generate(), ChannelPool()
     peers = {codec: CodecPeer(codec, num_peers, identity, contribution) for codec in codecs}
-    endpoints = {codec: peer.endpoint for codec, peer in peers.items()}
-    contact = {"peer_id": identity.peer_id, "certificate_pem": identity.certificate_pem, "endpoints": endpoints}
+    contact = {codec: peer.place.record.model_dump(mode="json") for codec, peer in peers.items()}
     write_json(folder / READY_FILE, contact)
     orders, active = Orders(folder), peers[codecs[0]]
     async with asyncio.TaskGroup() as tasks:
@@ -209,7 +173,9 @@ async def main(folder: Path, number: int, num_peers: int, num_parameters: int, c
             match order["name"]:
                 case "meet":
                     for codec, peer in peers.items():
-                        await peer.meet([_record(contact, codec) for contact in order["contacts"]], channels)
+                        await peer.meet(
+                            [PeerRecord.model_validate(contact[codec]) for contact in order["contacts"]], channels
+                        )
                 case "prepare":
                     active = peers[order["codec"]]
                     active.run(tasks)
@@ -223,17 +189,6 @@ async def main(folder: Path, number: int, num_peers: int, num_parameters: int, c
                     await active.rest()
                     reply = compare(list(active.member.held.values()), order["means"], num_parameters)
             orders.answer(reply)
-
-
-def _record(contact: dict[str, Any], codec: str) -> PeerRecord:
-    return PeerRecord(
-        peer_id=contact["peer_id"],
-        certificate_pem=contact["certificate_pem"],
-        endpoint=contact["endpoints"][codec],
-        stage=0,
-        state=PeerState.SERVING,
-        announced_at=0.0,
-    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,7 @@
-"""Two processes that send each other bytes over TLS and do nothing else: the most that Python gets out of two cores.
+"""Two processes that send each other bytes over TLS and do nothing else, for the bench `hop`.
 
-    python -m scripts.benches.sides.tls_sockets READY_FILE NUM_BYTES
-
-This process takes pieces of NUM_BYTES bytes from one socket and sends each back on another. The hop bench compares our
-hop with it. There is a socket for each direction, with a thread at either end, since OpenSSL does not let two threads
-read from a connection and write to it at once.
+There is a socket for each direction, with a thread at either end, since OpenSSL does not let two threads read from a
+connection and write to it at once.
 """
 
 import socket
@@ -18,8 +15,7 @@ from peers.local.supervisor import Supervisor
 from scripts.benches.shared.common import wait_for_json, write_json
 from swarm.credentials import identity
 
-IN_FLIGHT = 4
-"""Pieces that are under way at a time."""
+IN_FLIGHT = 4  # Pieces that are under way at a time
 
 
 class Pair:
@@ -41,7 +37,6 @@ class Pair:
         self._piece, self._answer = bytes(num_bytes), bytearray(num_bytes)
 
     def exchange(self, number: int) -> None:
-        """Send this many pieces, and receive them all, with IN_FLIGHT of them under way."""
         room = threading.Semaphore(IN_FLIGHT)
 
         def send() -> None:
@@ -57,7 +52,6 @@ class Pair:
         sender.join()
 
     def close(self) -> None:
-        """Close both sockets, which ends the other process."""
         self._out.close()
         self._back.close()
 
@@ -74,7 +68,6 @@ def _fill(sock: ssl.SSLSocket, buffer: bytearray) -> bool:
 
 
 def serve(ready_file: Path, num_bytes: int) -> None:
-    """Send back what comes, until the caller closes its sockets."""
     own = identity.generate()
     key_file = ready_file.with_name("own.pem")
     key_file.write_text(own.key_pem + own.certificate_pem)

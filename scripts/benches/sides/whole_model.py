@@ -1,10 +1,6 @@
-"""A process that trains the whole model by itself. The pipeline bench compares a swarm with it.
+"""A process that trains the whole model by itself, in turns, for the bench `pipeline`.
 
-    python -m scripts.benches.sides.whole_model CONFIG FOLDER THREADS ROUNDS SAMPLED
-
-It warms up with a microbatch and a step. Then it trains in each turn (see ../shared/turns.py): for each of ROUNDS
-rounds it computes SAMPLED microbatches, and takes the step. All microbatches take equally long, so the time of a turn
-is computed: that of all microbatches of its rounds, and of the steps.
+python -m scripts.benches.sides.whole_model CONFIG FOLDER THREADS ROUNDS SAMPLED
 """
 
 import itertools
@@ -13,13 +9,12 @@ import time
 from pathlib import Path
 
 from scripts.benches.shared.common import compute_like_peers, with_corpus
-from scripts.benches.shared.turns import take_turns
+from scripts.benches.shared.paired import take_turns
 from scripts.benches.sides.reference import Reference
 from swarm import config as configs
 
 
 def main(config_path: Path, folder: Path, threads: int, num_rounds: int, num_sampled: int) -> None:
-    """Train on request, until killed."""
     compute_like_peers(threads)
     config, data = with_corpus(configs.load(config_path))
     reference = Reference(config, data)

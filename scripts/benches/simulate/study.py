@@ -1,4 +1,4 @@
-"""The options that all studies (studies/) have. Never runs one."""
+"""The options that all studies have."""
 
 from dataclasses import dataclass
 

@@ -1,8 +1,4 @@
-"""Virtual time: runs planned actions in the order of their times.
-
-Used by every study that lets peers act. The real classes that run on it use it as their clock (swarm.machine.clock):
-time stands still during an action, and then jumps to the next one. Never waits, and never reads a real clock.
-"""
+"""Virtual time: planned actions run in the order of their times. It is the clock of the real classes on it."""
 
 import heapq
 import itertools
@@ -18,7 +14,6 @@ class Timeline:
         self._numbers = itertools.count()
 
     def monotonic(self) -> float:
-        """Seconds since the start."""
         return self._now
 
     def time(self) -> float:
@@ -30,7 +25,6 @@ class Timeline:
         raise NotImplementedError
 
     def at(self, when: float, action: Callable[[], object]) -> None:
-        """Plan an action for a time, or for now if that time is past."""
         heapq.heappush(self._events, (max(when, self._now), next(self._numbers), action))
 
     def after(self, seconds: float, action: Callable[[], object]) -> None:
@@ -38,7 +32,6 @@ class Timeline:
         self.at(self._now + seconds, action)
 
     def run(self, until: float) -> None:
-        """Run all actions up to a time; later ones stay planned."""
         while self._events and self._events[0][0] <= until:
             self._now, _, action = heapq.heappop(self._events)
             action()

@@ -1,6 +1,14 @@
-"""Sides that take turns: who comes first, and what their ratio is."""
+"""Sides that take turns: who comes first, what their ratio is, and how long the bench waits for them."""
 
-from scripts.benches.shared.paired import Ratio, figures, in_turns, median_interval, medians, ratio, spread
+import sys
+from pathlib import Path
+
+import pytest
+
+from peers.local.supervisor import Supervisor
+from scripts.benches.shared import common, paired
+from scripts.benches.shared.paired import Ratio, Worker, figures, in_turns, median_interval, medians, ratio
+from swarm.errors import DeadlineExceeded, PeerUnavailable
 
 
 def test_every_second_repetition_is_the_other_way_round() -> None:
@@ -21,11 +29,6 @@ def test_a_slow_minute_that_hits_both_sides_changes_nothing() -> None:
     assert medians({"ours": ours, "theirs": theirs}) == {"ours": 10.0, "theirs": 4.5}
 
 
-def test_of_one_value_there_is_no_spread() -> None:
-    assert spread([2.0]) == 0.0
-    assert spread([2.0, 4.0]) == 2**0.5
-
-
 def test_ratios_are_named_with_their_extremes() -> None:
     one = Ratio(median=2.0, extremes=(1.0, 3.0), interval=(1.0, 3.0))
     assert figures({"ratio_to_limit": {"384": one}, "ratio_to_others": one}) == {
@@ -40,3 +43,55 @@ def test_where_the_median_lies_is_told_by_the_sign_test() -> None:
     assert median_interval([float(n) for n in range(12, 0, -1)]) == (3.0, 10.0)
     assert median_interval([float(n) for n in range(1, 17)]) == (4.0, 13.0)
     assert median_interval([3.0, 1.0, 2.0, 5.0, 4.0]) == (1.0, 5.0)
+
+
+PROGRAM = """
+import sys, time
+from pathlib import Path
+from scripts.benches.shared.paired import take_turns
+take_turns(Path(sys.argv[1]), lambda: {work})
+"""
+
+
+def _worker(work: str, folder: Path, children: Supervisor) -> Worker:
+    """A process that does this in each of its turns; it waits for the first."""
+    results = folder / "results"
+    worker = Worker("worker", [sys.executable, "-c", PROGRAM.format(work=work), str(results)], results, children)
+    worker.until_stopped()
+    return worker
+
+
+def test_a_turn_may_take_longer_than_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Supervisor(tmp_path) as children:
+        worker = _worker("time.sleep(0.5)", tmp_path, children)
+        # A start may take as long as wait_for_json waits by default.
+        defaults = common.wait_for_json.__kwdefaults__
+        assert defaults is not None
+        monkeypatch.setitem(defaults, "timeout_seconds", 0.1)
+        worker.begin()
+        assert 0.5 <= worker.seconds() < 60
+        # A stopped process would not end by SIGTERM.
+        for child in children.running:
+            children.kill9(child)
+
+
+def test_a_turn_may_say_itself_what_counts(tmp_path: Path) -> None:
+    with Supervisor(tmp_path) as children:
+        worker = _worker("1234.5", tmp_path, children)
+        worker.begin()
+        assert worker.seconds() == 1234.5
+        for child in children.running:
+            children.kill9(child)
+
+
+def test_a_process_that_ends_in_its_turn_or_never_waits_for_one_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Supervisor(tmp_path) as children:
+        worker = _worker("sys.exit('no luck')", tmp_path, children)
+        worker.begin()
+        with pytest.raises(PeerUnavailable, match="worker ended early: no luck"):
+            worker.seconds()
+        monkeypatch.setattr(paired, "START_SECONDS", 0.0)
+        with pytest.raises(DeadlineExceeded, match="idle is not ready"):
+            Worker("idle", ["sleep", "60"], tmp_path / "idle", children).until_stopped()

@@ -12,6 +12,7 @@ import torch
 from scripts.benches.shared import proc
 
 MIB = 1 << 20
+TICKS = os.sysconf("SC_CLK_TCK")
 BURN = "import time\nwhile time.process_time() < 0.3: pass\n"
 STAY = BURN + "print(flush=True)\ntime.sleep(60)\n"
 PARENT = f"""
@@ -87,3 +88,40 @@ def test_bytes_that_are_sent_are_counted() -> None:
 def test_cores_are_idle_for_a_part_of_the_time() -> None:
     idle, everything = proc.idle_and_all_ticks()
     assert 0 <= idle <= everything
+
+
+@pytest.mark.parametrize(
+    ("own_seconds", "share", "is_said"),
+    [(60.0, 0.0, False), (55.0, 0.05, False), (20.0, 0.4, True), (61.0, 0.0, False)],
+)
+def test_what_this_process_did_not_use_is_the_others(
+    own_seconds: float, share: float, is_said: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There are two cores for 50 seconds. They were idle for 40 core seconds in all."""
+    seen = iter([(100.0, 700.0, 5.0), (140.0, 800.0, 5.0 + own_seconds)])
+    now = (0.0, 0.0, 0.0)
+
+    def ticks() -> tuple[float, float]:
+        nonlocal now
+        now = next(seen)
+        return now[0] * TICKS, now[1] * TICKS
+
+    monkeypatch.setattr(proc, "idle_and_all_ticks", ticks)
+    monkeypatch.setattr(proc, "cpu_seconds_of_all", lambda pid: now[2])
+    assert proc.Company().share() == pytest.approx(share)
+    assert ("of this machine's cores meanwhile" in capsys.readouterr().err) == is_said
+
+
+def test_a_system_that_does_not_tell_has_no_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ticks() -> tuple[float, float]:
+        raise FileNotFoundError("/proc/stat")
+
+    monkeypatch.setattr(proc, "idle_and_all_ticks", ticks)
+    assert proc.Company().share() is None
+
+
+def test_this_machine_has_a_share() -> None:
+    present = proc.Company()
+    sum(range(3_000_000))
+    share = present.share()
+    assert share is None or 0.0 <= share <= 1.0

@@ -1,4 +1,4 @@
-"""The lines of the benches: their rate, the order of senders, and their delay."""
+"""The proxy of the benches: what is held back, lost, or a long way."""
 
 import asyncio
 import time
@@ -7,99 +7,13 @@ from typing import cast
 
 import pytest
 
-from scripts.benches.shared.throttle import CHUNK_BYTES, DelayLine, Line, Link, Throttle
-from tests.support.chain import eventually
-
-RATE = 1_000_000.0
+from scripts.benches.shared.throttle import DelayLine, Link, Throttle
 
 
 @pytest.fixture
 def throttle() -> Iterator[Throttle]:
-    with Throttle(RATE) as throttle:
+    with Throttle() as throttle:
         yield throttle
-
-
-@pytest.fixture
-async def sink() -> AsyncIterator[str]:
-    """A server that reads everything and answers "done" at the end. Yields its endpoint."""
-
-    served: list[asyncio.Task[None]] = []
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        served.append(task)
-        while await reader.read(CHUNK_BYTES):
-            pass
-        writer.write(b"done")
-        writer.close()
-
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        host, port = server.sockets[0].getsockname()
-        yield f"{host}:{port}"
-        await asyncio.wait(served, timeout=10.0)
-
-
-Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-
-
-async def _connected(link: Link, endpoint: str) -> Stream:
-    """A connection to an endpoint through a machine's lines."""
-    reader, writer = await asyncio.open_connection(*link.proxy.split(":"))
-    writer.write(f"CONNECT {endpoint} HTTP/1.1\r\nHost: {endpoint}\r\n\r\n".encode())
-    assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
-    return reader, writer
-
-
-async def _arrival(stream: Stream) -> float:
-    """When the other end says that all has arrived."""
-    reader, writer = stream
-    assert await reader.read() == b"done"
-    writer.close()
-    return time.monotonic()
-
-
-async def _send(link: Link, endpoint: str, num_bytes: int) -> float:
-    """Send to an endpoint through a machine's lines. Return the seconds until everything has arrived."""
-    began_at = time.monotonic()
-    stream = await _connected(link, endpoint)
-    stream[1].write(bytes(num_bytes))
-    stream[1].write_eof()
-    return await _arrival(stream) - began_at
-
-
-def test_a_line_serves_in_turn_and_catches_up_on_little() -> None:
-    line = Line(1000.0)
-    assert line.queue(100, now=5.0) == pytest.approx(5.08)  # An idle line may be 0.02 s ahead.
-    assert line.queue(100, now=5.0) == pytest.approx(5.18)
-    assert line.queue(100, now=9.0) == pytest.approx(9.08)
-    assert line.num_bytes == 300
-
-
-async def test_all_connections_of_a_machine_share_its_line(throttle: Throttle, sink: str) -> None:
-    link, callee = throttle.link(), throttle.link()
-    throttle.serve(sink, callee)
-    streams = [await _connected(link, sink) for _ in range(3)]
-    # No more than the first chunk of each passes before all of them have something to send.
-    throttle.hinder(link, callee)
-    for _, writer in streams:
-        writer.write(bytes(100_000))
-        writer.write_eof()
-    began_at, ahead_seconds = time.monotonic(), 0.02 + 3 * CHUNK_BYTES / RATE
-    throttle.clear(link, callee)
-    seconds = [at - began_at for at in await asyncio.gather(*map(_arrival, streams))]
-    assert max(seconds) > 0.3 - ahead_seconds
-    assert min(seconds) > 0.25 - ahead_seconds, "neither comes first"
-    assert link.up.num_bytes == 300_000
-    assert link.down.num_bytes == 3 * len(b"done")
-
-
-async def test_the_line_of_whoever_is_called_counts_as_well(throttle: Throttle, sink: str) -> None:
-    one, other, callee = throttle.link(), throttle.link(), throttle.link()
-    throttle.serve(sink, callee)
-    seconds = await asyncio.gather(_send(one, sink, 150_000), _send(other, sink, 150_000))
-    assert max(seconds) > 0.3 - 0.02
-    assert (one.up.num_bytes, callee.down.num_bytes, callee.up.num_bytes) == (150_000, 300_000, 2 * len(b"done"))
 
 
 async def test_nobody_there_ends_the_connection(throttle: Throttle) -> None:
@@ -208,20 +122,12 @@ async def test_what_two_faults_hold_back_waits_for_the_end_of_both(
     assert await client.answer(5.0) == b"one"
 
 
-async def test_a_long_line_delays_and_holds_as_much_as_fits(throttle: Throttle, sink: str) -> None:
-    """No chunk has to arrive before the next one is sent."""
+async def test_a_long_line_delays(throttle: Throttle, connect: Connect, echo: tuple[str, list[bytes]]) -> None:
+    client = await connect(throttle.link(), echo[0])
     throttle.round_trip_seconds = 0.2
-    link, callee = throttle.link(), throttle.link()
-    throttle.serve(sink, callee)
-    assert await _send(link, sink, 1) > 0.2
-    assert await _send(link, sink, 200_000) > 0.2 + 0.2 - 0.02
-    throttle.round_trip_seconds = 1e6
-    _, writer = await _connected(link, sink)
-    before = link.up.num_bytes
-    writer.write(bytes(200_000))
-    await eventually(lambda: link.up.num_bytes - before == 200_000)
-    throttle.break_connections(link, callee)
-    writer.close()
+    began_at = time.monotonic()
+    assert await client.call(b"one", 5.0) == b"one"
+    assert time.monotonic() - began_at > 0.2
 
 
 class _Writer:

@@ -10,10 +10,10 @@ from scripts.benches.parity import BOUND, Options, _config
 from scripts.benches.shared.common import with_corpus
 from scripts.benches.sides.peft_model import RUN, peft_model, with_model
 from scripts.benches.sides.reference import Reference
-from scripts.benches.sides.wire_chain import WireChain
 from swarm.config import LoraConfig, RoundsConfig
 from swarm.interchange.run_folder import open_weights
 from swarm.interchange.source import parameter_shapes
+from tests.support.wire_chain import WireChain
 
 
 # peft asks transformers by this name.

@@ -17,10 +17,9 @@ import torch
 
 from peers.shared import logs, process
 from scripts.benches.shared.common import with_corpus
-from scripts.benches.shared.held_out import HeldOut
 from scripts.benches.sides.diloco.arms import ARMS, Arm, num_rounds, run_config
 from scripts.benches.sides.diloco.driven_swarm import DrivenSwarm
-from scripts.benches.sides.reference import Reference
+from scripts.benches.sides.reference import HeldOut, Reference
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
 
@@ -34,14 +33,12 @@ class Curve:
     config: RunConfig
     data: Microbatches
     num_rounds: int
-    points: list[tuple[int, float]] = field(default_factory=list)
-    """Tokens, and nats a token."""
+    points: list[tuple[int, float]] = field(default_factory=list)  # Tokens, and nats a token
 
     def __post_init__(self) -> None:
         self._held_out = HeldOut(self.config, self.data)
 
     def after_round(self, number: int, weights: Mapping[str, torch.Tensor]) -> None:
-        """Measure the loss of the weights after a round, if a measurement is due."""
         done = number + 1
         if done * CURVE_POINTS // self.num_rounds > number * CURVE_POINTS // self.num_rounds:
             tokens = done * self.config.rounds.round_samples * self.config.data.sequence_length
@@ -49,19 +46,14 @@ class Curve:
 
 
 def train(arm: Arm, config: RunConfig, data: Microbatches, rounds: int) -> dict[str, Any]:
-    """Train an arm, and return its figures."""
     started_at = time.perf_counter()
     curve = Curve(config, data, rounds)
     averaging = _train_single(config, data, curve) if arm.kind == "single" else asyncio.run(_train(arm, curve))
     tokens, val_loss = curve.points[-1]
     return {
-        "val_loss": val_loss,
-        "outer_steps": rounds,
-        "tokens": tokens,
-        **averaging,
-        "curve": curve.points,
+        "val_loss": val_loss, "outer_steps": rounds, "tokens": tokens, **averaging, "curve": curve.points,
         "seconds": time.perf_counter() - started_at,
-    }
+    }  # fmt: skip
 
 
 def _train_single(config: RunConfig, data: Microbatches, curve: Curve) -> dict[str, Any]:
@@ -84,15 +76,12 @@ async def _train(arm: Arm, curve: Curve) -> dict[str, Any]:
             ratios.append(swarm.workers[0].last_report.compression_ratio)
         swarm.stop()
     return {
-        "bytes_per_peer": swarm.bytes_averaged // arm.num_workers,
-        "compression_ratio": sum(ratios) / len(ratios),
-        "lost_tokens": swarm.num_lost_samples * curve.config.data.sequence_length,
-        "attempts": swarm.num_attempts,
-    }
+        "bytes_per_peer": swarm.bytes_averaged // arm.num_workers, "compression_ratio": sum(ratios) / len(ratios),
+        "lost_tokens": swarm.num_lost_samples * curve.config.data.sequence_length, "attempts": swarm.num_attempts,
+    }  # fmt: skip
 
 
 def main(name: str, seed: int, rounds_at_200: int, dataset: str) -> None:
-    """Train, and print the figures."""
     torch.set_num_threads(1)
     logs.setup_logging(f"bench diloco {name}", "warning")
     arm = ARMS[name]

@@ -14,11 +14,9 @@ from swarm.config import RunConfig
 NUM_WORKERS = 2
 INNER_BATCH_SAMPLES = 16
 """The samples of a microbatch, which are also the samples of one worker's inner step. One arm has half as many."""
-LONGEST_ROUND = 200
-"""Inner steps a worker and round of the arm with the fewest rounds."""
+LONGEST_ROUND = 200  # Inner steps a worker and round of the arm with the fewest rounds
 LEARNING_RATES = {"single": 5e-3, "synchronous": 5e-3, "diloco": 8e-3}
-OUTER = {"learning_rate": 0.7, "momentum": 0.8}
-"""The best rate and momentum that a short search found."""
+OUTER = {"learning_rate": 0.7, "momentum": 0.8}  # The best rate and momentum that a short search found
 SHORT_ROUNDS_RATE = 5e-3
 SHORT_ROUNDS_OUTER = {"learning_rate": 0.7, "momentum": 0.5}
 """The outer optimizer with H = 10. There pseudo-gradients are more alike from round to round, and a longer momentum
@@ -49,8 +47,7 @@ class Arm:
 
 SPARSE = {"codec": "topk", "top_k": 112, "values": "2bit", "indices": "elias-fano", "feedback_decay": 0.99}
 DCT = {"codec": "dct-topk", "top_k": 64, "values": "lut8", "indices": "12bit", "feedback_decay": 0.95}
-NO_MOMENTUM = {"learning_rate": 1.0, "momentum": 0.0}
-"""For codecs with error feedback, which replaces momentum."""
+NO_MOMENTUM = {"learning_rate": 1.0, "momentum": 0.0}  # For codecs with error feedback, which replaces momentum
 
 ARMS: Mapping[str, Arm] = {
     "single": Arm(kind="single", inner_steps=1),
@@ -78,7 +75,6 @@ ARMS: Mapping[str, Arm] = {
 
 
 def total_samples(rounds_at_200: int) -> int:
-    """Samples that every arm trains on."""
     return rounds_at_200 * LONGEST_ROUND * NUM_WORKERS * INNER_BATCH_SAMPLES
 
 
@@ -88,20 +84,13 @@ def num_rounds(config: RunConfig, rounds_at_200: int) -> int:
 
 
 def run_config(arm: Arm, *, seed: int, rounds_at_200: int, dataset: str) -> RunConfig:
-    """The run that an arm trains.
-
-    Raises:
-        ValueError: its changes are no configuration.
-    """
+    """The run that an arm trains. Raises ValueError."""
     samples = total_samples(rounds_at_200)
     values: dict[str, dict[str, Any]] = {
         "model": {"num_layers": 2, "d_model": 32, "num_heads": 2},
         "stages": {"num_stages": 1},
         "data": {
-            "dataset": dataset,
-            "seed": seed,
-            "sequence_length": 32,
-            "microbatch_size": arm.batch_samples,
+            "dataset": dataset, "seed": seed, "sequence_length": 32, "microbatch_size": arm.batch_samples,
             "held_out_fraction": 0.02,
         },
         "rounds": {
@@ -110,14 +99,12 @@ def run_config(arm: Arm, *, seed: int, rounds_at_200: int, dataset: str) -> RunC
             "inner_batch_samples": arm.batch_samples,
         },
         "optimizer": {
-            "learning_rate": arm.learning_rate or LEARNING_RATES[arm.kind],
-            "schedule": "cosine",
-            "total_samples": samples,
-            "warmup_samples": samples // 50,
+            "learning_rate": arm.learning_rate or LEARNING_RATES[arm.kind], "schedule": "cosine",
+            "total_samples": samples, "warmup_samples": samples // 50,
         },
         "outer": OUTER,
         "averaging": {"overlap_steps": 0},
-    }
+    }  # fmt: skip
     for section, changes in arm.changes.items():
         values[section] = {**values.get(section, {}), **changes}
     return configs.from_dict({"run": "bench-diloco", **values}, source="the diloco bench")

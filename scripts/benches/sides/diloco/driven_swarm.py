@@ -1,9 +1,6 @@
-"""A one-stage swarm in one process. Every peer has a stage, weights and an averager of its own, and a driver feeds
-them.
+"""A one-stage swarm in one process: a stage, weights and an averager for every peer, and a driver that feeds them.
 
-Used by the diloco bench's arms. Training and averaging are the swarm's own code. The network, the compute threads and
-the trainer are left out. The driver hands out microbatches one after another. It hands out none while a round is
-exchanged, unless the run overlaps training and averaging. So a run has the same result every time.
+The network, the compute threads and the trainer are left out, so a run has the same result every time.
 """
 
 import asyncio
@@ -13,41 +10,28 @@ from typing import TypeVar
 
 import torch
 
-from scripts.benches.shared.backend import cpu_backend
+from scripts.benches.shared.common import cpu_backend
 from scripts.benches.sides.diloco.memory_transport import MemoryNetwork, MemoryTransport
+from scripts.benches.sides.worker import Worker
 from swarm.averaging.agreement.rules import Timing
-from swarm.averaging.averager import Averager
-from swarm.averaging.wire.context import Context
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.errors import DeadlineExceeded, IntegrityError
-from swarm.machine.clock import SystemClock
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.boundary import TOKENS
-from swarm.stage.context import StageContext, StageLimits
-from swarm.stage.member import StageMember
 from swarm.stage.runtime import Runtime
-from swarm.stage.stage import Stage
 from swarm.stage.task_queue import Priority
-from swarm.training.microbatch import Microbatch
 from swarm.types import PeerId, PeerRecord, PeerState
 
 PATIENCE_SECONDS = 60.0
 TIMING = Timing(
-    report_gap_seconds=0.002,
-    report_seconds=PATIENCE_SECONDS,
-    call_seconds=PATIENCE_SECONDS,
-    late_seconds=PATIENCE_SECONDS,
-    fresh_seconds=PATIENCE_SECONDS,
-    begin_seconds=PATIENCE_SECONDS,
-    average_seconds=PATIENCE_SECONDS,
-    commit_seconds=PATIENCE_SECONDS,
-    silence_seconds=PATIENCE_SECONDS,
-)
+    report_gap_seconds=0.002, report_seconds=PATIENCE_SECONDS, call_seconds=PATIENCE_SECONDS,
+    late_seconds=PATIENCE_SECONDS, fresh_seconds=PATIENCE_SECONDS, begin_seconds=PATIENCE_SECONDS,
+    average_seconds=PATIENCE_SECONDS, commit_seconds=PATIENCE_SECONDS, silence_seconds=PATIENCE_SECONDS,
+)  # fmt: skip
 """No worker counts as dead because it is slow: all share one thread of a machine that may be busy. Calls to a killed
 worker fail at once."""
-ROUND_SECONDS = 120.0
-"""Longest wait for a round. On an idle machine it takes milliseconds."""
+ROUND_SECONDS = 120.0  # Longest wait for a round. On an idle machine it takes milliseconds.
 POLL_SECONDS = 0.0005
 
 _Result = TypeVar("_Result")
@@ -63,42 +47,19 @@ class InlineRuntime(Runtime):
         return work(), 0.0
 
 
-class Worker:
+class DrivenWorker(Worker):
     """One peer of the swarm."""
 
     def __init__(self, number: int, config: RunConfig, network: MemoryNetwork, tasks: asyncio.TaskGroup) -> None:
-        backend = cpu_backend(config, 0, graph_bytes=1 << 30)
-        self.weights = backend.weights
-        self.stage = Stage(
-            StageContext(
-                config=config,
-                backend=backend,
-                runtime=InlineRuntime(),
-                hop=None,
-                clock=SystemClock(),
-                tasks=tasks,
-                limits=StageLimits(max_in_flight=1),
-            )
-        )
-        self.member = StageMember(self.stage, num_alive=lambda: len(network.records(0)))
-        self.record = PeerRecord(
-            peer_id=PeerId(f"{number:040x}"),
-            stage=0,
-            endpoint=f"memory:{number}",
-            state=PeerState.SERVING,
+        own = PeerRecord(
+            peer_id=PeerId(f"{number:040x}"), stage=0, endpoint=f"memory:{number}", state=PeerState.SERVING,
             announced_at=0.0,
-        )
-        context = Context(
-            config=config,
-            own=self.record,
-            peers=network.records,
-            transport=MemoryTransport(network),
-            clock=SystemClock(),
-            timing=TIMING,
-        )
-        self.averager = Averager(context, self.member)
-        self.reporting = tasks.create_task(self.stage.endings.report_changes(self.averager.notify))
-        self.averaging = tasks.create_task(self.averager.run())
+        )  # fmt: skip
+        super().__init__(
+            config, cpu_backend(config, 0, graph_bytes=1 << 30), own=own, peers=network.records,
+            transport=MemoryTransport(network), runtime=InlineRuntime(), tasks=tasks, max_in_flight=1, timing=TIMING,
+            poll_seconds=0.0,
+        )  # fmt: skip
 
     @property
     def last_report(self) -> pb.RoundReport:
@@ -107,26 +68,10 @@ class Worker:
 
     async def join(self) -> None:
         """Download the state of the other workers, if there are any."""
+        self.start()
         await asyncio.sleep(0)
         await self.averager.join()
         self.stage.admission.open()
-
-    async def train(self, index: int, tokens_BT1: torch.Tensor) -> None:
-        """Train one microbatch, with the inner step if one is due."""
-        microbatch = Microbatch(
-            index=index, round=self.stage.round, num_samples=len(tokens_BT1), accumulate_only_at=None
-        )
-        slot = self.stage.admission.admit(microbatch)
-        try:
-            computation = await self.stage.begin(microbatch, {TOKENS: tokens_BT1}, {}, self)
-            while not computation.done:
-                await computation.news(ROUND_SECONDS)
-            computation.result()
-            self.stage.endings.acknowledge(computation)
-        finally:
-            self.stage.admission.leave(slot)
-        while self.stage.answers.num_settling:  # noqa: ASYNC110 - it takes a turn or two of the loop
-            await asyncio.sleep(0)
 
 
 class DrivenSwarm:
@@ -139,35 +84,27 @@ class DrivenSwarm:
         self._network = MemoryNetwork()
         self._numbers = itertools.count(1)
         self._indices = itertools.count()
-        self.workers: list[Worker] = []
-        self.bytes_averaged = 0
-        """The bytes that all workers have sent and received."""
-        self.num_attempts = 0
-        """The number of attempts to commit a round."""
-        self.num_lost_samples = 0
-        """The samples on which killed workers had trained, and which are in no average."""
+        self.workers: list[DrivenWorker] = []
+        self.bytes_averaged = 0  # The bytes that all workers have sent and received
+        self.num_attempts = 0  # The number of attempts to commit a round
+        self.num_lost_samples = 0  # The samples on which killed workers had trained, and which are in no average
 
     @property
     def round(self) -> int:
-        """The round that all workers are in."""
         return self.workers[0].weights.round.number
 
     @property
     def anchor(self) -> Mapping[str, torch.Tensor]:
-        """The weights with which this round began, by their names in the whole model."""
         anchor = self.workers[0].weights.anchor(self.round)
         assert anchor is not None, "the current round's is always there"
         return anchor
 
     async def start(self, num_workers: int) -> None:
-        """Start this many workers."""
         self.workers = [await self._new_worker() for _ in range(num_workers)]
 
     def stop(self) -> None:
-        """End all tasks of the workers."""
         for worker in self.workers:
-            worker.averaging.cancel()
-            worker.reporting.cancel()
+            worker.stop()
 
     async def train_round(self, replaced: int | None = None) -> None:
         """Train one round, and wait until all workers have committed it.
@@ -214,20 +151,20 @@ class DrivenSwarm:
                 await self._train_next(worker)
         assert not any(worker.weights.num_unstepped_samples for worker in self.workers), "inner steps go on meanwhile"
 
-    async def _train_next(self, worker: Worker) -> None:
+    async def _train_next(self, worker: DrivenWorker) -> None:
         index = next(self._indices)
-        await worker.train(index, torch.from_numpy(self._data.tokens(index)))
+        tokens = torch.from_numpy(self._data.tokens(index))
+        await worker.train(index, {TOKENS: tokens}, len(tokens))
 
     async def _replace(self, place: int) -> None:
         dead = self.workers[place]
         self._network.remove(dead.record)
-        dead.averaging.cancel()
-        dead.reporting.cancel()
+        dead.stop()
         self.num_lost_samples += dead.member.progress().num_samples
         self.workers[place] = await self._new_worker()
 
-    async def _new_worker(self) -> Worker:
-        worker = Worker(next(self._numbers), self._config, self._network, self._tasks)
+    async def _new_worker(self) -> DrivenWorker:
+        worker = DrivenWorker(next(self._numbers), self._config, self._network, self._tasks)
         self._network.add(worker.record, worker.averager.handlers)
         await worker.join()
         return worker

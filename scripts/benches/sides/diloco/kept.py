@@ -1,9 +1,6 @@
-"""Keeps the results of the diloco bench: a file for each arm and seed, with the figures and their origin.
+"""Keeps the results of the diloco bench: a file for each arm and seed, with the figures and what they are of.
 
-Used by the bench with --keep, which can therefore continue after it was stopped. Figures of another number of rounds or
-of another text are refused. Figures of another version of the code are used, and a line says so. Trains nothing.
-
-JSON: {"of": {"rounds_at_200", "dataset", "digest", "version"}, "figures": {...}}.
+With --keep the bench continues where it was stopped. Figures of other rounds or of another text are refused.
 """
 
 import json
@@ -12,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.benches.shared import figures_file
-from scripts.benches.shared.common import say, write_json
+from scripts.benches.shared.common import write_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,27 +17,19 @@ class Kept:
     """The files in a folder, and the origin that they must have."""
 
     folder: Path
-    rounds_at_200: int
-    """Outer steps of the arm with H = 200."""
-    dataset: str
-    """The dataset as named on the command line."""
-    digest: str
-    """The digest of the dataset's text."""
+    rounds_at_200: int  # Outer steps of the arm with H = 200
+    dataset: str  # The dataset as named on the command line
+    digest: str  # The digest of the dataset's text
 
     def read(self, arm: str, seed: int) -> Mapping[str, Any] | None:
-        """The figures of an arm and seed; None if they are not kept. Prints a line if another version of the code made
-        them.
-
-        Raises:
-            ValueError: they have another origin, or do not say which one.
-        """
+        """The figures of an arm and seed; None if they are not kept. Raises ValueError."""
         path = self._path(arm, seed)
         if not path.exists():
             return None
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            of, figures = found["of"], found["figures"]
-            rounds, dataset, digest, version = (of[name] for name in ("rounds_at_200", "dataset", "digest", "version"))
+            figures: Mapping[str, Any] = found["figures"]
+            rounds, dataset, digest = (found["of"][name] for name in ("rounds_at_200", "dataset", "digest"))
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"--keep: {path} does not say what its figures are of; name another folder") from None
         if (rounds, digest) != (self.rounds_at_200, self.digest):
@@ -49,19 +37,10 @@ class Kept:
                 f"--keep: {path} is of {rounds} rounds at H = 200 of {dataset} ({digest[:12]}), and not of "
                 f"{self.rounds_at_200} of {self.dataset} ({self.digest[:12]}); name another folder"
             )
-        if version != (current := figures_file.version()):
-            say(f"{arm}, seed {seed}, is kept, OF ANOTHER VERSION ({version}; this is {current})")
-        kept: Mapping[str, Any] = figures
-        return kept
+        return figures
 
-    def write(self, arm: str, seed: int, figures: Mapping[str, Any], version: str) -> None:
-        """Keep the figures of an arm and seed, and the version of the code that made them."""
-        of = {
-            "rounds_at_200": self.rounds_at_200,
-            "dataset": self.dataset,
-            "digest": self.digest,
-            "version": version,
-        }
+    def write(self, arm: str, seed: int, figures: Mapping[str, Any]) -> None:
+        of = {"rounds_at_200": self.rounds_at_200, "dataset": self.dataset, "digest": self.digest}
         write_json(self._path(arm, seed), {"of": of, "figures": dict(figures)})
 
     def _path(self, arm: str, seed: int) -> Path:

@@ -1,9 +1,4 @@
-"""Averaging between peers of one process: direct calls take the place of gRPC.
-
-Used by the diloco bench, for the real averager of every peer. Messages are serialized and parsed, so that no two peers
-share an object. It can imitate two faults: a removed peer cannot be reached, and while `line` is not set, exchanges
-wait.
-"""
+"""Averaging between peers of one process: direct calls take the place of gRPC, with serialized messages."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable
@@ -29,7 +24,6 @@ class MemoryNetwork:
         self._peers: dict[str, tuple[PeerRecord, Handlers]] = {}
 
     def add(self, record: PeerRecord, handlers: Handlers) -> None:
-        """Add a peer. It answers from now on."""
         self._peers[record.peer_id] = record, handlers
 
     def remove(self, record: PeerRecord) -> None:
@@ -37,7 +31,6 @@ class MemoryNetwork:
         del self._peers[record.peer_id]
 
     def records(self, stage: int) -> list[PeerRecord]:
-        """The records that a directory would give."""
         return [record for record, _ in self._peers.values() if record.stage == stage]
 
     def handlers(self, peer: PeerRecord) -> Handlers:
@@ -60,15 +53,9 @@ class MemoryTransport(Transport):
         return _copy(await self._answer(peer, reply, timeout_seconds))
 
     async def exchange(
-        self,
-        peer: PeerRecord,
-        opening: pb.ExchangeOpen,
-        part: Buffer,
-        *,
-        reply_bytes: int,
-        timeout_seconds: float,
+        self, peer: PeerRecord, opening: pb.ExchangeOpen, part: Buffer, *, reply_bytes: int, timeout_seconds: float,
         silence_seconds: float | None = None,
-    ) -> Payload:
+    ) -> Payload:  # fmt: skip
         async def pieces() -> AsyncIterator[bytes]:
             yield bytes(part)
 

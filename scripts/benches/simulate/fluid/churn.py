@@ -1,11 +1,7 @@
-"""Peers that come and go like preemptible machines of one cloud.
+"""Synthetic traces of machines that come and go on a spot market, for the study `rebalancing`.
 
-Used by the study `rebalancing`. The traces are synthetic, because no such log is public. Of the SWARM paper's log (400
-preemptible T4 machines, 32 hours) only the results are known: which share of its throughput a swarm keeps, without any
-rule and with the paper's rule. The generator imitates a spot market. Single machines are taken away all the time, and
-given back after a while. Now and then demand elsewhere rises, and a good part of all machines goes within minutes; when
-the demand is over they come back, also within minutes, since the swarm has been asking for them all the while. Towards
-the end fewer and fewer machines are available. Never knows of stages.
+Single machines are taken away all the time and given back later. Waves of demand take many within minutes. Towards the
+end fewer and fewer are to be had.
 """
 
 import random
@@ -17,35 +13,25 @@ from dataclasses import dataclass
 class Visit:
     """One stay of a machine in the run; a machine that comes back counts as another peer."""
 
-    arrives: float
-    """When the machine comes, in seconds since the start of the trace; 0 if it is there from the start."""
-    leaves: float
-    """When the machine leaves; infinite if it is there at the end."""
+    arrives: float  # When the machine comes, in seconds since the start of the trace; 0 if it is there from the start
+    leaves: float  # When the machine leaves; infinite if it is there at the end
 
 
 @dataclass(frozen=True, kw_only=True)
 class Market:
     """How machines are given and taken away."""
 
-    num_machines: int = 400
-    """The number of machines at the start; there are never more."""
+    num_machines: int = 400  # The number of machines at the start; there are never more
     hours: float = 32.0
-    stay_hours: float = 24.0
-    """Mean time until a single machine is taken away."""
-    return_hours: float = 1.5
-    """Mean time until a single machine that was taken away is given back."""
-    wave_hours: float = 1.0
-    """Mean time from one wave of demand to the next; there is none in the first hour."""
+    stay_hours: float = 24.0  # Mean time until a single machine is taken away
+    return_hours: float = 1.5  # Mean time until a single machine that was taken away is given back
+    wave_hours: float = 1.0  # Mean time from one wave of demand to the next; there is none in the first hour
     wave_share: tuple[float, float] = (0.1, 0.6)
     """Bounds of the share of machines that a wave takes, which is drawn evenly."""
-    wave_minutes: float = 10.0
-    """The time within which a wave takes machines, and within which it gives them back."""
-    hold_hours: float = 0.75
-    """Mean time for which a wave keeps machines."""
-    shortage_hours: float = 8.0
-    """The length of the shortage at the end, in which fewer and fewer machines come back."""
-    shortage_share: float = 0.9
-    """The share of the machines that are not available at the very end."""
+    wave_minutes: float = 10.0  # The time within which a wave takes machines, and within which it gives them back
+    hold_hours: float = 0.75  # Mean time for which a wave keeps machines
+    shortage_hours: float = 8.0  # The length of the shortage at the end, in which fewer and fewer machines come back
+    shortage_share: float = 0.9  # The share of the machines that are not available at the very end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +42,6 @@ class _Wave:
 
 
 def visits(market: Market, rng: random.Random) -> list[Visit]:
-    """All visits of a trace, in the order in which they begin."""
     waves = list(_waves(market, rng))
     found = [visit for _ in range(market.num_machines) for visit in _machine(market, waves, rng)]
     return sorted(found, key=lambda visit: visit.arrives)

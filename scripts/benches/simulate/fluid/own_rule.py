@@ -1,9 +1,4 @@
-"""This project's rule: every peer has a Judgement of swarm.rebalancing, and looks and claims as in peers/stage_peer.
-
-Only its surroundings are simulated: a DHT in which announcements and claims can be read at once, and those of dead
-peers for up to 20 seconds; throughput figures that are a little off; the 3 seconds from a claim to the second look; the
-round that a moving peer waits for; the download. Decides nothing itself.
-"""
+"""This project's rule: every peer has a Judgement of swarm.rebalancing, and looks and claims as in peers/stage_peer."""
 
 import math
 import random
@@ -17,14 +12,10 @@ from swarm.types import ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState
 
 LISTED_SECONDS = (15.0, 20.0)
 """How long dead peers are listed: announcements last for 20 seconds and are renewed every 5."""
-FIGURES_SECONDS = 600.0
-"""How often new errors are drawn for the announced figures."""
-FIGURES_OFF = 0.03
-"""Standard deviation of a peer's announced throughput, as a share of its real one."""
-LOOK_SECONDS = 60.0
-"""Mean time between two looks of a peer whether to move."""
-SAMPLES_PER_SECOND = 10.0
-"""The throughput of every peer; only ratios count."""
+FIGURES_SECONDS = 600.0  # How often new errors are drawn for the announced figures
+FIGURES_OFF = 0.03  # Standard deviation of a peer's announced throughput, as a share of its real one
+LOOK_SECONDS = 60.0  # Mean time between two looks of a peer whether to move
+SAMPLES_PER_SECOND = 10.0  # The throughput of every peer; only ratios count
 
 
 class OwnRule:
@@ -50,7 +41,6 @@ class OwnRule:
     # -- the DHT -----------------------------------------------------------------------------------------------------
 
     def _changed(self) -> None:
-        """Discard what was read before, because it is out of date."""
         self._rows: dict[int, list[PeerRecord]] | None = None
         self._layout: Layout | None = None
         self._listed: frozenset[PeerId] = frozenset()
@@ -65,26 +55,17 @@ class OwnRule:
 
     def _announce(self, peer: int, stage: int) -> None:
         self._records[peer] = PeerRecord(
-            peer_id=_id(peer),
-            announced_at=self._timeline.time(),
-            stage=stage,
-            endpoint="simulated:1",
-            state=PeerState.SERVING,
-            movable=True,
-            samples_per_second=self._figure(),
-        )
+            peer_id=_id(peer), announced_at=self._timeline.time(), stage=stage, endpoint="simulated:1",
+            state=PeerState.SERVING, movable=True, samples_per_second=self._figure(),
+        )  # fmt: skip
         self._changed()
 
     def _claim(self, peer: int, stage: int, from_stage: int | None) -> ClaimRecord:
         now = self._timeline.time()
         self._claims[peer] = claim = ClaimRecord(
-            peer_id=_id(peer),
-            announced_at=now,
-            stage=stage,
-            from_stage=from_stage,
-            state=ClaimState.PENDING,
+            peer_id=_id(peer), announced_at=now, stage=stage, from_stage=from_stage, state=ClaimState.PENDING,
             claimed_at=now,
-        )
+        )  # fmt: skip
         self._changed()
         return claim
 
@@ -114,7 +95,6 @@ class OwnRule:
         self._arrived(peer, move_seconds=None)
 
     def came(self, peer: int) -> None:
-        """Let a newcomer look, claim, look again and join."""
         self._judgements[peer] = judgement = Judgement(own_id=_id(peer), costs=self._costs)
         stage = judgement.first_choice(self._read(), list(self._claims.values()), ())
         assert stage is not None, "every stage can be entered"
@@ -122,7 +102,6 @@ class OwnRule:
         self._timeline.after(SETTLE_SECONDS, lambda: self._join(peer, own))
 
     def left(self, peer: int) -> None:
-        """Remove a peer that has gone; its announcements can still be read for a while."""
         del self._judgements[peer]
         self._timeline.after(self._rng.uniform(*LISTED_SECONDS), lambda: self._forget(peer))
 
@@ -195,7 +174,6 @@ class OwnRule:
         self._swarm.move(peer, target, lambda: self._arrived(peer, move_seconds=seconds))
 
     def _can_spare(self, peer: int, stage: int) -> bool:
-        """Whether another peer serves the stage, and is not about to leave it."""
         return any(
             other != peer and not (other in self._claims and self._claims[other].state is ClaimState.CONFIRMED)
             for other in self._swarm.peers[stage]

@@ -9,17 +9,11 @@ from scripts.benches.simulate.fluid.swarm import FluidSwarm
 class Rule(Protocol):
     """Moves the peers of one swarm."""
 
-    def began(self, peer: int) -> None:
-        """Called for a peer that is there from the start, and serves."""
-        ...
+    def began(self, peer: int) -> None: ...
 
-    def came(self, peer: int) -> None:
-        """Called for a newcomer. The rule has to let it `join` a stage."""
-        ...
+    def came(self, peer: int) -> None: ...
 
-    def left(self, peer: int) -> None:
-        """Called when a peer has gone."""
-        ...
+    def left(self, peer: int) -> None: ...
 
 
 class NoRule:
@@ -33,7 +27,6 @@ class NoRule:
         """Do nothing."""
 
     def came(self, peer: int) -> None:
-        """Let the newcomer join a random stage."""
         self._swarm.join(peer, self._rng.randrange(self._swarm.num_stages))
 
     def left(self, peer: int) -> None:

@@ -1,9 +1,6 @@
 """A swarm without microbatches: a stage's throughput is the sum of its peers', and a pipeline's the weakest stage's.
 
-Used by the study `rebalancing`, over hours and hundreds of peers. All machines are alike and all stages are equally
-heavy, so the best throughput of any assignment is the number of peers over the number of stages, rounded down. A peer
-that moves stops serving at once and serves again after its download. Newcomers download as well, whatever the rule, so
-two optima are computed: one counts newcomers while they still download, the other does not. Decides nothing.
+Newcomers download whatever the rule, so two optima are computed: one counts them while they download, one does not.
 """
 
 from collections.abc import Callable
@@ -17,10 +14,8 @@ class Kept:
     """The work that was done, and that could have been done, in units of one peer's throughput times seconds."""
 
     done: float
-    best: float
-    """The optimum that counts newcomers once they can serve, if they begin to download as they come."""
-    best_of_present: float
-    """The optimum that counts newcomers as soon as they come."""
+    best: float  # The optimum that counts newcomers once they can serve, if they begin to download as they come
+    best_of_present: float  # The optimum that counts newcomers as soon as they come
 
     @property
     def percent(self) -> float:
@@ -33,7 +28,6 @@ class Kept:
         return 100.0 * self.done / self.best_of_present if self.best_of_present else 100.0
 
     def since(self, earlier: "Kept") -> "Kept":
-        """The work between `earlier` and this."""
         return Kept(
             done=self.done - earlier.done,
             best=self.best - earlier.best,
@@ -59,8 +53,7 @@ class FluidSwarm:
     peers: list[dict[int, None]] = field(default_factory=list)
     present: set[int] = field(default_factory=set)
     num_moves: int = 0
-    _ready: set[int] = field(default_factory=set)
-    """The present peers that can serve by now."""
+    _ready: set[int] = field(default_factory=set)  # The present peers that can serve by now
     _counted_until: float = 0.0
     _done: float = 0.0
     _best: float = 0.0
@@ -71,23 +64,19 @@ class FluidSwarm:
 
     @property
     def num_serving(self) -> list[int]:
-        """The number of peers that serve, by stage."""
         return [len(peers) for peers in self.peers]
 
     def kept(self) -> Kept:
-        """The work since the start."""
         self._count()
         return Kept(done=self._done, best=self._best, best_of_present=self._best_of_present)
 
     def start(self, peer: int, stage: int) -> None:
-        """Add a peer that is there from the start, and serves."""
         self._count()
         self.present.add(peer)
         self._ready.add(peer)
         self._serve(peer, stage)
 
     def come(self, peer: int) -> None:
-        """Add a peer that has just come, and serves nothing yet."""
         self._count()
         self.present.add(peer)
         self.timeline.after(self.download_seconds, lambda: self._can_serve(peer))
@@ -105,7 +94,6 @@ class FluidSwarm:
         self.timeline.after(self.download_seconds, lambda: self._arrive(peer, stage, then))
 
     def leave(self, peer: int) -> None:
-        """Remove a peer, which vanishes without notice."""
         self._count()
         self.present.discard(peer)
         self._ready.discard(peer)

@@ -1,9 +1,7 @@
 """The SWARM paper's rule (arXiv 2301.11913, appendix, Algorithm 2).
 
-Every T seconds the idlest peer of the stage with the least waiting work goes to the stage with the most; newcomers go
-there too. In a full pipeline nearly all work waits before the weakest stage, and the faster another stage is the less
-waits there. So stages are ordered by their throughput, and equal ones at random. The simulation favours this rule: all
-peers see the queues as they are at that moment, and a stage is never left empty.
+Every T seconds the idlest peer of the stage with the least waiting work goes to the stage with the most. In a full
+pipeline nearly all work waits before the weakest stage, so stages are ordered by their throughput.
 """
 
 import random
@@ -24,7 +22,6 @@ class SwarmRule:
         """Do nothing."""
 
     def came(self, peer: int) -> None:
-        """Let the newcomer join the stage where most work waits."""
         self._swarm.join(peer, self._by_load()[-1])
 
     def left(self, peer: int) -> None:

@@ -23,9 +23,7 @@ class Answer(Observation):
 class Chooser(Protocol):
     """Chooses peers for one sender, by what this sender knows of all stages."""
 
-    def update(self, stage: int, records: Sequence[PeerRecord]) -> None:
-        """Take over the directory's records of one stage."""
-        ...
+    def update(self, stage: int, records: Sequence[PeerRecord]) -> None: ...
 
     def choose(self, stage: int, num_samples: int, exclude: Collection[PeerId]) -> PeerId | None:
         """Choose the peer that computes next; None if no peer can be asked now."""
@@ -35,13 +33,9 @@ class Chooser(Protocol):
         """How many peers of a stage may leave a microbatch to each other; 0 if the chosen peer takes all it can."""
         ...
 
-    def succeeded(self, peer_id: PeerId, answer: Answer) -> None:
-        """Note that a peer has answered."""
-        ...
+    def succeeded(self, peer_id: PeerId, answer: Answer) -> None: ...
 
-    def busy(self, peer_id: PeerId, retry_after_seconds: float) -> None:
-        """Note that a peer had no room."""
-        ...
+    def busy(self, peer_id: PeerId, retry_after_seconds: float) -> None: ...
 
     def failed(self, peer_id: PeerId, *, is_gone: bool) -> None:
         """Note that a peer did not answer.
@@ -60,25 +54,20 @@ class Ours:
         self.busy = self._router.busy
 
     def update(self, stage: int, records: Sequence[PeerRecord]) -> None:
-        """See Router."""
         self._router.update(stage, records)
         # This replaces the probes of swarm.hop.connections: only live peers are listed here, and they would answer.
         for record in self._router.unreachable(stage):
             self._router.answered(PeerId(record.peer_id))
 
     def choose(self, stage: int, num_samples: int, exclude: Collection[PeerId]) -> PeerId | None:
-        """See Router."""
         record = self._router.choose(stage, num_samples, exclude=exclude)
         return None if record is None else PeerId(record.peer_id)
 
     def num_asked_around(self, stage: int) -> int:
-        """All peers of the stage, as in swarm.hop.retries."""
         return self._router.num_peers(stage)
 
     def failed(self, peer_id: PeerId, *, is_gone: bool) -> None:
-        """See Router."""
         self._router.failed(peer_id, is_gone=is_gone, is_unreachable=True)
 
     def succeeded(self, peer_id: PeerId, answer: Answer) -> None:
-        """See Router."""
         self._router.succeeded(peer_id, answer)

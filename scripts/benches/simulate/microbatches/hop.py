@@ -1,10 +1,7 @@
-"""One microbatch on its way from stage to stage, and back.
+"""One microbatch on its way from stage to stage, and back, as in swarm.hop.
 
-Used by the studies `routing` and `validate`, which call `train`. A microbatch is handed on as in swarm.hop: a peer is
-chosen, and asked unless it gave a credit; if it is busy or fails, it is left alone and another one is chosen. Messages,
-and the time that they take, are simulated; choices, slots and queues are the real classes', and so are the hop's
-pauses. The simulation is simpler than the real thing: a microbatch whose peer failed is also computed again further
-downstream, and nothing is ever lost for good.
+Messages, and the time that they take, are simulated; choices, slots, queues and the hop's pauses are the real ones. A
+microbatch whose peer failed is computed again further downstream as well, and nothing is ever lost for good.
 """
 
 from collections.abc import Callable
@@ -18,8 +15,7 @@ from swarm.hop.candidates import PAUSE_SECONDS, SHORTEST_WAIT_SECONDS
 from swarm.hop.retries import HopLimits, most_sent_on
 from swarm.types import PeerId
 
-NOTICE_SECONDS = 1.0
-"""The time from a peer's death until the senders of its microbatches know of it."""
+NOTICE_SECONDS = 1.0  # The time from a peer's death until the senders of its microbatches know of it
 
 
 def train(pipeline: SimulatedPipeline, view: View, then: Callable[[int], object]) -> None:
@@ -36,13 +32,9 @@ class _Hop:
     """
 
     def __init__(
-        self,
-        pipeline: SimulatedPipeline,
-        view: View,
-        stage: int,
-        origin: SimulatedPeer | None,
+        self, pipeline: SimulatedPipeline, view: View, stage: int, origin: SimulatedPeer | None,
         then: Callable[[int], object],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.pipeline = pipeline
         self.timeline = pipeline.timeline
         self.view = view
@@ -51,16 +43,13 @@ class _Hop:
         self._then = then
         self._num_busy = 0
         self._num_sent_on = 0
-        self._excluded: dict[PeerId, float] = {}
-        """Until when each peer that was busy or failed is left alone."""
+        self._excluded: dict[PeerId, float] = {}  # Until when each peer that was busy or failed is left alone
 
     @property
     def caller(self) -> str:
-        """The name by which peers tell this sender from others."""
         return self.view.name if self.origin is None else self.origin.peer_id
 
     def attempt(self) -> None:
-        """Choose a peer and call it."""
         if self._is_abandoned:
             return
         now = self.timeline.monotonic()
@@ -82,13 +71,11 @@ class _Hop:
 
     @property
     def _is_abandoned(self) -> bool:
-        """Whether the peer that hands the microbatch on has died itself."""
         return self.origin is not None and self.origin.is_gone
 
     # -- how a call ended --------------------------------------------------------------------------------------------
 
     def failed(self, peer_id: PeerId, *, is_gone: bool) -> None:
-        """Call another peer because this one has died."""
         if self._is_abandoned:
             return
         self.pipeline.rerouted()
@@ -109,12 +96,10 @@ class _Hop:
         self.attempt()
 
     def accepted(self) -> None:
-        """Note that the peer has taken a slot for the microbatch."""
         if self.origin is not None:
             self.origin.goes_on(self)
 
     def answered(self, peer_id: PeerId, answer: Answer, num_credits: int) -> None:
-        """Take over the answer, with which the microbatch is back."""
         if self._is_abandoned:
             return
         if num_credits:
@@ -142,16 +127,13 @@ class _Call:
         self._busy_seconds = self._downstream_seconds = 0.0
 
     def ask(self) -> None:
-        """Ask the peer whether it has room."""
         self._peer.waits(self)
         self._after(self._one_way, self._asked)
 
     def lost(self) -> None:
-        """Inform the hop, as soon as it can know, that the peer has died."""
         self._timeline.after(NOTICE_SECONDS, partial(self._hop.failed, self._peer.peer_id, is_gone=False))
 
     def _after(self, seconds: float, action: Callable[[], None]) -> None:
-        """Run an action later, unless the peer dies first."""
         self._timeline.after(seconds, partial(self._if_alive, action))
 
     def _if_alive(self, action: Callable[[], None]) -> None:
@@ -204,10 +186,8 @@ class _Call:
     def _answered(self, queue_length: int, num_credits: int) -> None:
         self._peer.waits_no_more(self)
         answer = Answer(
-            num_samples=self._hop.pipeline.num_samples,
-            busy_seconds=self._busy_seconds,
-            queue_length=queue_length,
+            num_samples=self._hop.pipeline.num_samples, busy_seconds=self._busy_seconds, queue_length=queue_length,
             link_seconds=2 * self._one_way,
             call_seconds=self._timeline.monotonic() - self._sent_at - self._downstream_seconds,
-        )
+        )  # fmt: skip
         self._hop.answered(self._peer.peer_id, answer, num_credits)

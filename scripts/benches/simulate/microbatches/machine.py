@@ -1,8 +1,4 @@
-"""A simulated stage peer: slots, a queue and one thread that computes, in virtual time.
-
-Used by pipeline.py and hop.py. A real peer's own classes (swarm.stage.slots and .task_queue) decide which caller
-gets a slot and which task is next; only the computing is replaced by waiting. Knows nothing of other peers.
-"""
+"""A simulated stage peer: real slots and a real queue, and one thread whose computing is waiting in virtual time."""
 
 import random
 from collections.abc import Callable
@@ -17,8 +13,7 @@ from swarm.stage.task_queue import Priority, TaskQueue
 from swarm.types import PeerId, PeerRecord, PeerState
 
 QUEUE_CAPACITY = 1024
-BACKWARD_SHARE = 2 / 3
-"""The share of a microbatch's computing that its backward takes."""
+BACKWARD_SHARE = 2 / 3  # The share of a microbatch's computing that its backward takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,35 +22,24 @@ class Machine:
 
     peer_id: PeerId
     stage: int
-    busy_seconds: float
-    """How long the peer computes for one microbatch, forward and backward."""
-    link_seconds: float
-    """The round-trip time to any other peer, half of it each way."""
-    jitter: float = 0.1
-    """By which share a single computation takes longer or shorter at most."""
+    busy_seconds: float  # How long the peer computes for one microbatch, forward and backward
+    link_seconds: float  # The round-trip time to any other peer, half of it each way
+    jitter: float = 0.1  # By which share a single computation takes longer or shorter at most
 
 
 class Waiting(Protocol):
     """Waits for a peer's answer."""
 
-    def lost(self) -> None:
-        """Called when the peer has died."""
-        ...
+    def lost(self) -> None: ...
 
 
 class SimulatedPeer:
     """A machine from its start to its death; when it comes back, there is another SimulatedPeer."""
 
     def __init__(
-        self,
-        machine: Machine,
-        timeline: Timeline,
-        rng: random.Random,
-        *,
-        num_samples: int,
-        max_in_flight: int,
+        self, machine: Machine, timeline: Timeline, rng: random.Random, *, num_samples: int, max_in_flight: int,
         largest_in_flight: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.machine = machine
         self.is_gone = False
         self._timeline = timeline
@@ -73,30 +57,22 @@ class SimulatedPeer:
 
     @property
     def peer_id(self) -> PeerId:
-        """The machine's id, which it keeps when it comes back."""
         return self.machine.peer_id
 
     @property
     def queue_length(self) -> int:
-        """The number of tasks that wait or run."""
         return len(self._queue) + self._is_running
 
     def grants(self, *, has_others: bool = False) -> int:
-        """How many credits a reply grants."""
         return self._slots.grants(has_others=has_others)
 
     def record(self) -> PeerRecord:
-        """The record that the peer announces now."""
         seconds = self._seconds_per_sample.value
         return PeerRecord(
-            peer_id=self.peer_id,
-            announced_at=self._timeline.time(),
-            stage=self.machine.stage,
-            endpoint=self._endpoint,
-            state=PeerState.SERVING,
-            queue_length=self.queue_length,
+            peer_id=self.peer_id, announced_at=self._timeline.time(), stage=self.machine.stage, endpoint=self._endpoint,
+            state=PeerState.SERVING, queue_length=self.queue_length,
             samples_per_second=1.0 / seconds if seconds else 0.0,
-        )
+        )  # fmt: skip
 
     # -- life and death ----------------------------------------------------------------------------------------------
 
@@ -105,11 +81,9 @@ class SimulatedPeer:
         self._waiting[caller] = None
 
     def waits_no_more(self, caller: Waiting) -> None:
-        """Note that the caller has its answer."""
         self._waiting.pop(caller, None)
 
     def die(self) -> None:
-        """Stop computing, in the middle of whatever is being computed."""
         self.is_gone = True
         waiting, self._waiting = self._waiting, {}
         self._stalled.clear()
@@ -125,7 +99,6 @@ class SimulatedPeer:
         self._slots.take(caller, busy_seconds=seconds, idle=idle, has_others=has_others)
 
     def give_back(self, caller: str) -> None:
-        """Free a slot."""
         self._slots.give_back(caller)
 
     def stalls(self, microbatch: object) -> None:
@@ -134,7 +107,6 @@ class SimulatedPeer:
             self._stalled.add(microbatch)
 
     def goes_on(self, microbatch: object) -> None:
-        """Note that a peer of the next stage has taken the microbatch."""
         self._stalled.discard(microbatch)
 
     # -- computing ---------------------------------------------------------------------------------------------------
@@ -147,11 +119,9 @@ class SimulatedPeer:
         return age
 
     def end(self, age: int, then: Callable[[float], None]) -> None:
-        """Compute the backward of a microbatch."""
         self._submit(Priority.BACKWARD, age, BACKWARD_SHARE * self.machine.busy_seconds, then)
 
     def both(self, then: Callable[[float], None]) -> None:
-        """Compute forward and backward as one task, as at the last stage."""
         self._num_begun += 1
         self._submit(Priority.FORWARD, self._num_begun - 1, self.machine.busy_seconds, then)
 

@@ -1,7 +1,6 @@
 """Other ways to choose: by chance, and by the SWARM paper's queue.
 
-Used by the study `routing`. All of them leave a peer that has failed alone for 5 seconds, or until it is found to be
-back, and a busy peer for as long as it asks. This project's way does that too, so only the choice differs.
+They leave failed and busy peers alone as this project's way does, so only the choice differs.
 """
 
 import heapq
@@ -22,8 +21,7 @@ SMOOTHING = 0.1
 paper's published code."""
 UNKNOWN_SECONDS = 1.0
 """The seconds that a peer which never answered is assumed to need for a sample, as in the SWARM paper's code."""
-MAX_DRAWS = 20
-"""How many peers are drawn before all are looked at one by one."""
+MAX_DRAWS = 20  # How many peers are drawn before all are looked at one by one
 
 
 @dataclass(eq=False)
@@ -44,7 +42,6 @@ class ByChance:
         self._banned_until: dict[PeerId, float] = {}
 
     def update(self, stage: int, records: Sequence[PeerRecord]) -> None:
-        """See Chooser."""
         known = self._stages.setdefault(stage, _Stage())
         known.peers = [PeerId(record.peer_id) for record in records if record.state is PeerState.SERVING]
         for peer_id in known.peers:
@@ -52,22 +49,18 @@ class ByChance:
             self._banned_until.pop(peer_id, None)
 
     def choose(self, stage: int, num_samples: int, exclude: Collection[PeerId]) -> PeerId | None:
-        """See Chooser."""
         return self._draw(stage, exclude)
 
     def num_asked_around(self, stage: int) -> int:
-        """0, as no peer may leave microbatches to others."""
         return 0
 
     def succeeded(self, peer_id: PeerId, answer: Answer) -> None:
         """Learn nothing."""
 
     def busy(self, peer_id: PeerId, retry_after_seconds: float) -> None:
-        """See Chooser."""
         self._busy_until[peer_id] = self._clock.monotonic() + retry_after_seconds
 
     def failed(self, peer_id: PeerId, *, is_gone: bool) -> None:
-        """See Chooser."""
         self._banned_until[peer_id] = self._clock.monotonic() + BASE_BAN_SECONDS
 
     def _draw(self, stage: int, exclude: Collection[PeerId]) -> PeerId | None:
@@ -97,7 +90,6 @@ class SwarmQueue(ByChance):
         self._seconds: defaultdict[PeerId, MovingAverage] = defaultdict(partial(MovingAverage, SMOOTHING))
 
     def update(self, stage: int, records: Sequence[PeerRecord]) -> None:
-        """See Chooser."""
         super().update(stage, records)
         known = self._stages[stage]
         present = set(known.peers)
@@ -111,7 +103,6 @@ class SwarmQueue(ByChance):
                 heapq.heappush(known.queue, (head, self._rng.random(), peer_id))
 
     def choose(self, stage: int, num_samples: int, exclude: Collection[PeerId]) -> PeerId | None:
-        """See Chooser."""
         queue, skipped, chosen = self._stages[stage].queue, [], None
         while queue and chosen is None:
             priority, tie, peer_id = heapq.heappop(queue)
@@ -124,5 +115,4 @@ class SwarmQueue(ByChance):
         return chosen
 
     def succeeded(self, peer_id: PeerId, answer: Answer) -> None:
-        """See Chooser."""
         self._seconds[peer_id].observe(answer.call_seconds)

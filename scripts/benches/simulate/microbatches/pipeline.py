@@ -1,7 +1,4 @@
-"""A pipeline of simulated peers, which come and die, and what its senders know of them.
-
-Used by the studies `routing` and `validate`, and by every hop (hop.py). Never sends a microbatch.
-"""
+"""A pipeline of simulated peers, which come and die, and what its senders know of them."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -17,10 +14,8 @@ class View:
 
     def __init__(self, chooser: Chooser, name: str = "trainer") -> None:
         self.chooser = chooser
-        self.name = name
-        """The name by which peers tell this sender from others."""
-        self.credits: set[PeerId] = set()
-        """Peers whose last answer granted room for one more microbatch."""
+        self.name = name  # The name by which peers tell this sender from others
+        self.credits: set[PeerId] = set()  # Peers whose last answer granted room for one more microbatch
 
 
 class SimulatedPipeline:
@@ -36,16 +31,9 @@ class SimulatedPipeline:
     """
 
     def __init__(
-        self,
-        timeline: Timeline,
-        rng: random.Random,
-        *,
-        num_stages: int,
-        num_samples: int,
-        max_in_flight: int,
-        largest_in_flight: int = 0,
-        make_view: Callable[[Machine], View] | None = None,
-    ) -> None:
+        self, timeline: Timeline, rng: random.Random, *, num_stages: int, num_samples: int, max_in_flight: int,
+        largest_in_flight: int = 0, make_view: Callable[[Machine], View] | None = None,
+    ) -> None:  # fmt: skip
         self.timeline = timeline
         self.num_stages = num_stages
         self.num_samples = num_samples
@@ -55,27 +43,20 @@ class SimulatedPipeline:
         self._max_in_flight = max_in_flight
         self._largest_in_flight = largest_in_flight
         self._make_view = make_view
-        self._views: dict[PeerId, View] = {}
-        """The views of the peers that hand microbatches on."""
+        self._views: dict[PeerId, View] = {}  # The views of the peers that hand microbatches on
         self._listed: dict[int, list[PeerRecord]] = {}
         """The directory's records of each stage, which newcomers read as well."""
 
     def start(self, machine: Machine) -> None:
-        """Add a peer that begins to serve."""
         self.peers[machine.peer_id] = SimulatedPeer(
-            machine,
-            self.timeline,
-            self._rng,
-            num_samples=self.num_samples,
-            max_in_flight=self._max_in_flight,
+            machine, self.timeline, self._rng, num_samples=self.num_samples, max_in_flight=self._max_in_flight,
             largest_in_flight=self._largest_in_flight,
-        )
+        )  # fmt: skip
         if self._make_view is not None and machine.stage + 1 < self.num_stages:
             self._views[machine.peer_id] = view = self._make_view(machine)
             view.chooser.update(machine.stage + 1, self._listed.get(machine.stage + 1, []))
 
     def kill(self, peer_id: PeerId) -> None:
-        """Remove a peer, with all that it was working on."""
         self._views.pop(peer_id, None)
         self.peers.pop(peer_id).die()
 
@@ -93,9 +74,7 @@ class SimulatedPipeline:
                 view.chooser.update(stage, self._listed[stage])
 
     def view_of(self, peer: SimulatedPeer, began_with: View) -> View:
-        """The view by which the next peer is chosen for a microbatch that is at `peer`."""
         return self._views.get(peer.peer_id, began_with)
 
     def rerouted(self) -> None:
-        """Note that a microbatch goes to another peer because one failed."""
         self.num_reroutes += 1

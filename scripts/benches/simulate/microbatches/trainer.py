@@ -1,7 +1,4 @@
-"""A simulated trainer, which keeps as many microbatches in flight as its window says.
-
-Used by `validate`. The window is the real one (swarm.pipeline.window). Never chooses a peer: the pipeline does.
-"""
+"""A simulated trainer, which keeps as many microbatches in flight as its window says, the real one."""
 
 from scripts.benches.simulate.microbatches.hop import train
 from scripts.benches.simulate.microbatches.pipeline import SimulatedPipeline, View
@@ -23,7 +20,6 @@ class SimulatedTrainer:
         self._num_in_flight = 0
 
     def fill(self) -> None:
-        """Send as many microbatches as the window has room for."""
         while self._num_in_flight < self._window.size:
             self._num_in_flight += 1
             train(self._pipeline, self._view, self._came_back)

@@ -1,10 +1,6 @@
 """Which share of its best throughput a pipeline keeps under each rule for moving, while hundreds of peers come and go.
 
-    scripts/simulate rebalancing --json
-
-All rules see the same traces (../fluid/churn.py): no rule, the SWARM paper's rule every 300 and every 60 seconds, and
-this project's own code. A peer that moves serves nothing while it downloads. The best throughput is that
-of peers which are evenly spread at every moment, at no cost, except that newcomers have to download first.
+The best throughput is that of peers which are evenly spread at every moment, at no cost.
 """
 
 import random
@@ -63,7 +59,6 @@ class _Outcome:
 
 
 def run(options: Options) -> dict[str, Any]:
-    """The study's figures."""
     seeds = range(options.seed, options.seed + options.num_traces)
     traces = {
         seed: visits(Market(hours=options.hours, num_machines=options.num_peers), random.Random(seed)) for seed in seeds
@@ -79,17 +74,13 @@ def run(options: Options) -> dict[str, Any]:
     percent = means(lambda one: one.whole.percent)
     percent_of_present = means(lambda one: one.whole.percent_of_present)
     return {
-        "percent_of_optimal": percent,
-        "percent_of_present": percent_of_present,
+        "percent_of_optimal": percent, "percent_of_present": percent_of_present,
         "lowest_trace": {name: min(one.whole.percent for one in rows) for name, rows in outcomes.items()},
-        "first_hour": means(lambda one: one.first_hour.percent),
-        "last_hour": means(lambda one: one.last_hour.percent),
-        "num_moves": means(lambda one: one.num_moves),
-        "closed_of_what_swarm_60_leaves": _closed(percent),
+        "first_hour": means(lambda one: one.first_hour.percent), "last_hour": means(lambda one: one.last_hour.percent),
+        "num_moves": means(lambda one: one.num_moves), "closed_of_what_swarm_60_leaves": _closed(percent),
         "closed_of_present": _closed(percent_of_present),
-        "num_visits": statistics.fmean(len(trace) for trace in traces.values()),
-        "paper": PAPER,
-    }
+        "num_visits": statistics.fmean(len(trace) for trace in traces.values()), "paper": PAPER,
+    }  # fmt: skip
 
 
 def exit_code(figures: dict[str, Any]) -> int:
@@ -106,7 +97,6 @@ def _closed(percent: dict[str, float]) -> float:
 
 
 def rules_of(options: Options) -> dict[str, Callable[[FluidSwarm, random.Random], Rule]]:
-    """The rules that are compared, by name."""
     return {
         "none": NoRule,
         "swarm_300": partial(SwarmRule, period_seconds=300.0),

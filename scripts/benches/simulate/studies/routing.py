@@ -1,12 +1,7 @@
 """Throughput and tail latency of ways to choose a peer, from ten peers to ten thousand, while peers fail.
 
-    scripts/simulate routing --json
-
-A pipeline has unequal peers, and its trainers keep it full. Three ways are compared with the same machines, links and
-failures: the SWARM paper's queue, a random choice, and this project's router. SWARM's trainers choose the peers of all
-stages. With the other ways each machine that hands a microbatch on chooses the next peer, by what it has seen itself
-and what peers announce. Failures come at the rates of the CheckFree paper (arXiv 2506.15461): in each iteration every
-peer dies with probability 0.2, 0.4 or 1 %. A machine that died comes back later, and has to be found again.
+SWARM's trainers choose the peers of all stages; with the other ways each machine that hands a microbatch on chooses the
+next peer. Failures come at the rates of the CheckFree paper (arXiv 2506.15461).
 """
 
 import gc
@@ -29,30 +24,22 @@ from swarm.stage.slots import LARGEST_NUM_SLOTS
 from swarm.types import PeerId
 
 CHOOSERS: dict[str, Callable[[Clock, random.Random], Chooser]] = {
-    "swarm": SwarmQueue,
-    "swarm_by_peers": SwarmQueue,
-    "ours": Ours,
-    "random": ByChance,
-}
+    "swarm": SwarmQueue, "swarm_by_peers": SwarmQueue, "ours": Ours, "random": ByChance,
+}  # fmt: skip
 CHOSEN_BY_TRAINERS = {"swarm"}
 """The ways by which trainers choose the peers of all stages. With the others, SWARM's queue by peers among them, each
 peer chooses the next one."""
 VIEWS_PER_STAGE = 250
 """If a stage has more peers than this, several of them share one view, since memory has no room for more views."""
 NUM_SAMPLES = 4
-USUAL_SECONDS = 1.0
-"""How long a typical peer computes for a microbatch."""
+USUAL_SECONDS = 1.0  # How long a typical peer computes for a microbatch
 SPREAD = 0.5
 """Standard deviation of the logarithm of a peer's computing time: one in six is 1.6 times slower than usual or more,
 and one in six as much faster."""
-LINK_SECONDS = (0.02, 0.2)
-"""Bounds of the round-trip time to a peer, which is drawn evenly."""
-ITERATION_SECONDS = 10.0
-"""The length of an iteration, in which a failure is as likely as the rate says."""
-DOWN_SECONDS = 20.0
-"""Mean time for which a machine that died is away."""
-DIRECTORY_SECONDS = 5.0
-"""How often the senders read the directory."""
+LINK_SECONDS = (0.02, 0.2)  # Bounds of the round-trip time to a peer, which is drawn evenly
+ITERATION_SECONDS = 10.0  # The length of an iteration, in which a failure is as likely as the rate says
+DOWN_SECONDS = 20.0  # Mean time for which a machine that died is away
+DIRECTORY_SECONDS = 5.0  # How often the senders read the directory
 ONE_SEED_FROM = 10_000
 """With this many peers or more there is only one run: it is an average in itself, and takes more than a minute."""
 WARM_UP_SECONDS = 60.0
@@ -88,7 +75,6 @@ class Options(ChanceOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """The study's figures: for every size and rate, those of every way to choose."""
     # A run's garbage has no cycles, and the collector's searches for some would take a third of the time.
     gc.disable()
     try:
@@ -132,7 +118,6 @@ class _Load:
     latencies: list[float] = field(default_factory=list)
 
     def send(self, view: View) -> None:
-        """Send the next microbatch of one trainer."""
         train(self.pipeline, view, partial(self._came_back, view, self.pipeline.timeline.monotonic()))
 
     def _came_back(self, view: View, sent_at: float, _: int) -> None:
@@ -153,14 +138,9 @@ def _one(options: Options, size: int, failure_percent: float, name: str, seed: i
 
     hands_on = None if name in CHOSEN_BY_TRAINERS else _view_maker(make_view, size // num_stages)
     pipeline = SimulatedPipeline(
-        timeline,
-        chance,
-        num_stages=num_stages,
-        num_samples=NUM_SAMPLES,
-        max_in_flight=num_stages + 2,
-        largest_in_flight=LARGEST_NUM_SLOTS,
-        make_view=hands_on,
-    )
+        timeline, chance, num_stages=num_stages, num_samples=NUM_SAMPLES, max_in_flight=num_stages + 2,
+        largest_in_flight=LARGEST_NUM_SLOTS, make_view=hands_on,
+    )  # fmt: skip
     machines = [_machine(world, number, number % num_stages) for number in range(size)]
     for machine in machines:
         pipeline.start(machine)
@@ -187,11 +167,9 @@ def _one(options: Options, size: int, failure_percent: float, name: str, seed: i
         raise ValueError(f"{size} peers have done next to nothing in {seconds:.0f} s: --failure-percent is too high")
     quantiles = statistics.quantiles(load.latencies, n=100)
     return {
-        "percent_of_capacity": 100.0 * len(load.latencies) / capacity.microbatches(),
-        "p50_seconds": quantiles[49],
-        "p99_seconds": quantiles[98],
-        "num_reroutes": pipeline.num_reroutes - num_reroutes,
-    }
+        "percent_of_capacity": 100.0 * len(load.latencies) / capacity.microbatches(), "p50_seconds": quantiles[49],
+        "p99_seconds": quantiles[98], "num_reroutes": pipeline.num_reroutes - num_reroutes,
+    }  # fmt: skip
 
 
 def _view_maker(make_view: Callable[[str], View], peers_per_stage: int) -> Callable[[Machine], View]:
@@ -211,17 +189,14 @@ def _view_maker(make_view: Callable[[str], View], peers_per_stage: int) -> Calla
 
 def _machine(rng: random.Random, number: int, stage: int) -> Machine:
     return Machine(
-        peer_id=PeerId(f"{number:040x}"),
-        stage=stage,
-        busy_seconds=USUAL_SECONDS * rng.lognormvariate(0.0, SPREAD),
+        peer_id=PeerId(f"{number:040x}"), stage=stage, busy_seconds=USUAL_SECONDS * rng.lognormvariate(0.0, SPREAD),
         link_seconds=rng.uniform(*LINK_SECONDS),
-    )
+    )  # fmt: skip
 
 
 def _let_fail(
     pipeline: SimulatedPipeline, machine: Machine, per_second: float, until: float, rng: random.Random
 ) -> None:
-    """Plan a machine's deaths and returns."""
     at = 0.0
     while per_second and (at := at + rng.expovariate(per_second)) < until:
         pipeline.timeline.at(at, partial(pipeline.kill, machine.peer_id))
@@ -240,7 +215,6 @@ class Capacity:
         pipeline.timeline.at(since, self._read)
 
     def microbatches(self) -> float:
-        """The number of microbatches that could have been done since `since`."""
         return self._total
 
     def _read(self) -> None:

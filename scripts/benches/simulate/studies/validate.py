@@ -1,16 +1,8 @@
-"""Is a simulated swarm as fast as a real one?
+"""Is a simulated swarm as fast as a real one, whose computing is a pause of fixed length?
 
-The real swarm has peers and a trainer, each a process of its own, over TLS on this machine. Computing is a pause of
-fixed length (../../sides/paced_stage.py), so that they need few cores. The simulated swarm is the same one in virtual
-time, with the same pauses. The study compares the microbatches per second that the peers of stage 0 commit while no
-round ends, and each peer's share of its stage's work.
-
-Half of the settings are saturated: the peers of the slowest stage are always busy, whichever peers are chosen. In the
-others the trainer keeps few microbatches in flight, so the throughput is their number over the time of one microbatch.
-There the choice of peers, credits, queues and the length of the lines (../../shared/throttle.py) all matter.
-
-Handing on a microbatch takes some time on this machine, besides its computing. This is measured before: the trainer
-gives one peer one microbatch after another. The simulation gets no other figure of the real swarm.
+Half of the settings are saturated: the peers of the slowest stage are always busy. In the others the trainer keeps few
+microbatches in flight, and the choice of peers, credits, queues and the length of the lines all matter. The time to
+hand a microbatch on is measured before; the simulation gets no other figure of the real swarm.
 """
 
 import asyncio
@@ -26,9 +18,9 @@ from typing import Any, Literal
 
 from peers.local.supervisor import Supervisor
 from peers.shared import cli
-from scripts.benches.shared.common import BenchOptions, SwarmProcesses, say, with_corpus
-from scripts.benches.shared.lines import FAST, NEVER, Lines, serve
+from scripts.benches.shared.common import BenchOptions, say, with_corpus
 from scripts.benches.shared.probe import LEAST_SECONDS, Watched, rate_between_commits, watch
+from scripts.benches.shared.swarm import NEVER, Lines, SwarmProcesses, serve
 from scripts.benches.shared.throttle import Throttle
 from scripts.benches.sides.paced_stage import PACE
 from scripts.benches.simulate.microbatches.chooser import Answer, Ours
@@ -55,10 +47,8 @@ Work = tuple[tuple[float, ...], ...]
 class Setting:
     """A swarm to compare."""
 
-    paces: tuple[tuple[float, ...], ...]
-    """Seconds of computing for a sample, forward and backward, by stage and peer."""
-    max_in_flight: int = MOST_IN_FLIGHT
-    """The most microbatches in flight of the trainer."""
+    paces: tuple[tuple[float, ...], ...]  # Seconds of computing for a sample, forward and backward, by stage and peer
+    max_in_flight: int = MOST_IN_FLIGHT  # The most microbatches in flight of the trainer
     round_trip_seconds: float = 0.0
     """The time that the length of the lines adds to a call and its answer, between any two processes."""
 
@@ -72,13 +62,11 @@ UNEQUAL = ((0.05, 0.1, 0.15),)
 EQUAL = ((0.08, 0.08), (0.08, 0.08))
 SLOW_PEER = ((0.06, 0.06), (0.06, 0.18), (0.06, 0.06))
 SETTINGS: dict[SettingName, Setting] = {
-    "unequal": Setting(paces=UNEQUAL),
-    "equal": Setting(paces=EQUAL),
-    "slow-peer": Setting(paces=SLOW_PEER),
+    "unequal": Setting(paces=UNEQUAL), "equal": Setting(paces=EQUAL), "slow-peer": Setting(paces=SLOW_PEER),
     "unequal-few": Setting(paces=UNEQUAL, max_in_flight=2),
     "equal-long-line": Setting(paces=EQUAL, max_in_flight=4, round_trip_seconds=0.1),
     "slow-peer-long-line": Setting(paces=SLOW_PEER, max_in_flight=4, round_trip_seconds=0.1),
-}
+}  # fmt: skip
 ALONE = Setting(paces=((0.05,),), max_in_flight=1)
 """A swarm with one microbatch at a time. Its time besides computing is that of handing on."""
 
@@ -106,7 +94,6 @@ class Options(BenchOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """The figures: by setting, microbatches per second there and here."""
     link_seconds = handing_on_seconds(_real(options, "alone", ALONE)[0])
     say(f"to hand a microbatch on takes {1000 * link_seconds:.1f} ms")
     settings = {}
@@ -114,35 +101,25 @@ def run(options: Options) -> dict[str, Any]:
         setting = SETTINGS[name]
         rates, work = _real(options, name, setting)
         simulated, simulated_work = simulate(
-            setting,
-            options.seed,
-            link_seconds=link_seconds,
-            warm_up_seconds=options.warm_up_seconds,
+            setting, options.seed, link_seconds=link_seconds, warm_up_seconds=options.warm_up_seconds,
             seconds=SIMULATED_SECONDS,
-        )
+        )  # fmt: skip
         median = statistics.median(rates)
         settings[name] = {
-            "real": median,
-            "real_lowest": min(rates),
-            "real_highest": max(rates),
-            "simulated": simulated,
-            "limit": setting.limit,
-            "difference_percent": 100.0 * (simulated / median - 1.0),
+            "real": median, "real_lowest": min(rates), "real_highest": max(rates), "simulated": simulated,
+            "limit": setting.limit, "difference_percent": 100.0 * (simulated / median - 1.0),
             "work_difference_points": largest_difference_points(work, simulated_work),
-        }
+        }  # fmt: skip
         say(f"{name}: {median:.2f} microbatches/s, simulated {simulated:.2f}")
     largest = max(abs(setting["difference_percent"]) for setting in settings.values())
     return {
         "largest_difference_percent": largest,
         "largest_work_difference_points": max(setting["work_difference_points"] for setting in settings.values()),
-        "passed": largest <= GOAL_PERCENT,
-        "link_seconds": link_seconds,
-        "settings": settings,
-    }
+        "passed": largest <= GOAL_PERCENT, "link_seconds": link_seconds, "settings": settings,
+    }  # fmt: skip
 
 
 def exit_code(figures: Mapping[str, Any]) -> int:
-    """1 if a setting is too far off."""
     return int(not figures["passed"])
 
 
@@ -187,14 +164,9 @@ def simulate(
         return View(Counting(timeline, random.Random(f"{seed} {who}"), num_answers), who)
 
     pipeline = SimulatedPipeline(
-        timeline,
-        random.Random(seed),
-        num_stages=len(setting.paces),
-        num_samples=MICROBATCH_SIZE,
-        max_in_flight=len(setting.paces) + 2,
-        largest_in_flight=LARGEST_NUM_SLOTS,
-        make_view=make_view,
-    )
+        timeline, random.Random(seed), num_stages=len(setting.paces), num_samples=MICROBATCH_SIZE,
+        max_in_flight=len(setting.paces) + 2, largest_in_flight=LARGEST_NUM_SLOTS, make_view=make_view,
+    )  # fmt: skip
     peers = machines(setting, link_seconds)
     for machine in peers:
         pipeline.start(machine)
@@ -226,15 +198,12 @@ def machines(setting: Setting, link_seconds: float) -> list[Machine]:
     """
     return [
         Machine(
-            peer_id=PeerId(f"{100 * stage + number:040x}"),
-            stage=stage,
-            busy_seconds=pace * MICROBATCH_SIZE,
-            link_seconds=link_seconds + setting.round_trip_seconds if stage % 2 == 0 else 0.0,
-            jitter=0.0,
+            peer_id=PeerId(f"{100 * stage + number:040x}"), stage=stage, busy_seconds=pace * MICROBATCH_SIZE,
+            link_seconds=link_seconds + setting.round_trip_seconds if stage % 2 == 0 else 0.0, jitter=0.0,
         )
         for stage, peers in enumerate(setting.paces)
         for number, pace in enumerate(peers)
-    ]
+    ]  # fmt: skip
 
 
 def shares(counts: Sequence[Sequence[int]]) -> Work:
@@ -296,4 +265,4 @@ def _children(setting: Setting, log_folder: Path, stack: ExitStack) -> Superviso
     """The supervisor of child processes. They get lines of their own if the setting has long lines."""
     if not setting.round_trip_seconds:
         return Supervisor(log_folder)
-    return Lines(log_folder, stack.enter_context(Throttle(FAST, setting.round_trip_seconds)))
+    return Lines(log_folder, stack.enter_context(Throttle(setting.round_trip_seconds)))

@@ -7,7 +7,7 @@ import pytest
 
 from scripts.benches.simulate.microbatches.machine import Machine
 from scripts.benches.simulate.microbatches.pipeline import SimulatedPipeline
-from scripts.benches.simulate.studies.routing import CHOOSERS, Capacity, Options, mean_and_spread, run
+from scripts.benches.simulate.studies.routing import CHOOSERS, Capacity, Options, run
 from scripts.benches.simulate.timeline import Timeline
 from swarm.types import PeerId
 
@@ -40,25 +40,3 @@ def test_n_seconds_of_peers_that_stay_are_n_times_what_they_manage(seconds: floa
     capacity = Capacity(pipeline, 60.0, 60.0 + seconds)
     timeline.run(60.0 + seconds)
     assert capacity.microbatches() == pytest.approx(3.0 * seconds)
-
-
-def test_of_several_runs_the_mean_counts() -> None:
-    assert mean_and_spread([{"x": 1.0}, {"x": 4.0}]) == {"x": 2.5, "spread": {"x": 3.0}}
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"num_peers": (1,)}, "at least 2 peers"),
-        ({"num_trainers": 0}, "a trainer"),
-        ({"failure_percent": (-1.0,)}, "--failure-percent"),
-        ({"failure_percent": (100000.0,)}, "--failure-percent"),
-        ({"failure_percent": (float("nan"),)}, "--failure-percent"),
-        ({"failure_percent": ()}, "--failure-percent"),
-        ({"num_seeds": 0}, "--num-seeds"),
-        ({"num_visits": 0}, "--num-visits"),
-    ],
-)
-def test_what_cannot_be_simulated_is_refused(changes: dict[str, object], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        Options(**changes)  # type: ignore[arg-type]

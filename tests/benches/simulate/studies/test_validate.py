@@ -1,16 +1,13 @@
 """The simulated side of `validate`, and what it compares."""
 
 from itertools import pairwise
-from typing import Any
 
 import pytest
 
 from scripts.benches.simulate.studies.validate import (
     ALONE,
     SETTINGS,
-    Options,
     Setting,
-    exit_code,
     handing_on_seconds,
     largest_difference_points,
     machines,
@@ -57,19 +54,3 @@ def test_what_is_left_of_a_lone_microbatch_is_the_handing_on() -> None:
 def test_work_is_compared_by_shares_of_a_stage() -> None:
     assert shares([[1, 3], [8]]) == ((0.25, 0.75), (1.0,))
     assert largest_difference_points(shares([[1, 3], [8]]), shares([[2, 2], [5]])) == pytest.approx(25.0)
-
-
-def test_being_off_is_exit_code_1() -> None:
-    assert (exit_code({"passed": True}), exit_code({"passed": False})) == (0, 1)
-
-
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        ({"seconds": 0.1}, "--seconds must be at least 2"),
-        ({"settings": ("equal", "equal")}, "--settings must name at least one, and none twice"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused_before_anything_starts(options: dict[str, Any], line: str) -> None:
-    with pytest.raises(ValueError, match=line):
-        Options(**options)

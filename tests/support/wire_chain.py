@@ -1,17 +1,16 @@
 """A pipeline of stages in one process, between which hidden states and gradients still travel as messages.
 
-Used by the wire bench. Stages, weights and messages are the swarm's own code. The network, the compute threads and the
+Stages, weights and messages are the swarm's own code. The network, the compute threads and the
 trainer are left out. One microbatch is one synchronous round, so a run has the same result every time.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
-from scripts.benches.shared.backend import cpu_backend
+from scripts.benches.shared.common import cpu_backend
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
-from swarm.model.adapters import trained_parameters
 from swarm.model.stages import build_stage
 from swarm.rpc.frames import frames, parsed, serialized
 from swarm.rpc.v1.stage_pb2 import TrainRequest
@@ -29,7 +28,6 @@ class WireChain:
     """All stages, from their initial weights.
 
     Args:
-        nudge: the share by which the initial weights are larger.
         given: the weights with which the run begins, by name; None draws them from the seed.
     """
 
@@ -38,22 +36,15 @@ class WireChain:
         config: RunConfig,
         data: Microbatches,
         *,
-        nudge: float = 0.0,
         given: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self._config = config
-        self._nudge = nudge
         self._given = given
         self._data = data
         self.stages = [self._stage(stage) for stage in range(config.stages.num_stages)]
-        self.sent_bytes = {TOKENS: 0, HIDDEN: 0, GRADIENT: 0}
-        """The bytes of tensors in training, over all boundaries."""
 
     def _stage(self, stage: int) -> StageBackend:
         module = build_stage(self._config, stage, device="cpu", weights=self._given)
-        with torch.no_grad():
-            for parameter in trained_parameters(module).values():
-                parameter.mul_(1.0 + self._nudge)
         return cpu_backend(self._config, stage, graph_bytes=KEPT_BYTES, module=module)
 
     def step(self, number: int) -> float:
@@ -77,19 +68,6 @@ class WireChain:
         self._commit()
         return loss
 
-    @torch.no_grad()
-    def held_out_loss(self, batches: Sequence[torch.Tensor]) -> float:
-        """The mean loss in nats a token, with the same boundaries between stages as in training."""
-        losses = [self._evaluate(batch) * len(batch) for batch in batches]
-        return sum(losses) / sum(len(batch) for batch in batches)
-
-    def _evaluate(self, tokens_BT1: torch.Tensor) -> float:
-        output, inputs = tokens_BT1, {TOKENS: tokens_BT1}
-        for stage in self.stages:
-            output = stage.evaluate(inputs, stage.weights.version.parameters)
-            inputs = {TOKENS: tokens_BT1, HIDDEN: output}
-        return float(output)
-
     def _specs(self, stage: int) -> dict[str, TensorSpec]:
         return request_specs(self._config, stage)
 
@@ -98,7 +76,6 @@ class WireChain:
         for name, tensor in tensors.items():
             for frame in frames(TrainRequest(), {name: tensor}):
                 for piece in parsed(TrainRequest, serialized(frame))[1]:
-                    self.sent_bytes[name] += len(piece[1])
                     reader.feed(piece)
         return reader.tensors
 

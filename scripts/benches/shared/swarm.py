@@ -1,0 +1,188 @@
+"""A swarm of real processes: the programs that users run, over TLS on this machine. The supervisor ends them."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from peers.commands import command_line
+from peers.local.supervisor import Child, Supervisor, last_line
+from peers.shared import cli
+from peers.stage_peer.options import PeerOptions
+from peers.trainer.options import TrainerOptions
+from scripts.benches.shared.common import POLL_SECONDS, wait_for_json, write_config
+from scripts.benches.shared.throttle import Link, Throttle
+from swarm.config import RunConfig
+from swarm.errors import DeadlineExceeded, PeerUnavailable
+from swarm.metrics import log as metrics_log
+from swarm.pipeline.window import MOST_IN_FLIGHT
+from swarm.types import PeerRecord, PeerState
+
+STALL_SECONDS = 600.0  # A trainer that takes no step for this long will take none
+NEVER = 1_000_000_000  # Microbatches of a round that does not end, or steps of a trainer that does not
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingPeer:
+    """A peer that serves, and its addresses."""
+
+    child: Child
+    record: PeerRecord
+    dht_address: str
+
+
+@dataclass(eq=False)
+class SwarmProcesses:
+    """Peers and trainers of one run, each a process of its own."""
+
+    config: RunConfig
+    children: Supervisor
+    folder: Path
+    peers: list[ServingPeer] = field(default_factory=list)
+    logs_events: bool = False  # Whether every process writes an event log, to `events`
+    program: Callable[[str, Sequence[str]], list[str]] = field(default=command_line)
+    """The command line of a program, by its name and arguments."""
+    model: Path | None = None
+    """Run folder with the weights with which the run begins; None if they are drawn from the run's seed."""
+    threads: int = 1  # CPU threads of each peer
+    device: str = "cpu"  # What each peer computes on
+    _num_started: int = 0
+
+    @property
+    def events(self) -> Path:
+        return self.folder / "events"
+
+    def start_peers(self, stages: Sequence[int], environments: Sequence[Mapping[str, str]] = ()) -> None:
+        """Start one peer for each entry, and return when all of them serve.
+
+        Args:
+            environments: the environment of each peer, added to this process's own.
+
+        Raises:
+            PeerUnavailable: one ended instead.
+            DeadlineExceeded: one took too long.
+        """
+        self.prepare()
+        peers = list(zip(stages, environments or [{}] * len(stages), strict=True))
+        # The first one has to be there before others can join it.
+        for batch in (peers[:1], peers[1:]):
+            started = [(self.launch_peer(stage, environment=added), stage) for stage, added in batch]
+            self.peers += [self.until_ready(child, stage) for child, stage in started]
+
+    def prepare(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_config(self.config, self.folder / "run.toml")
+
+    def train(self, name: str, steps: int, *, evaluation_samples: int = 1) -> list[dict[str, Any]]:
+        """Let a trainer train `steps` steps, and evaluate at the end. Return its metrics, one dictionary a step. Raises
+        PeerUnavailable and DeadlineExceeded."""
+        self.until_ended(self.launch_trainer(name, steps, evaluation_samples=evaluation_samples), name)
+        return self.steps(name)
+
+    def until_ended(self, trainer: Child, name: str) -> None:
+        """Wait until a trainer, which was launched under this name, has ended. Raises as `train` does."""
+        metrics, num_bytes, grown_at = self.metrics(name), 0, time.monotonic()
+        # The trainer is waited for without reaping it, so that the supervisor can still report how it ended.
+        while not (ended := self.children.exits()):
+            now = time.monotonic()
+            # Only the file's size is read. Reading all of the file so often would slow down what is measured.
+            if metrics.exists() and (size := metrics.stat().st_size) != num_bytes:
+                num_bytes, grown_at = size, now
+            if now - grown_at > STALL_SECONDS:
+                raise stalled(trainer)
+            time.sleep(POLL_SECONDS)
+        failed = [end for end in ended if end.name != trainer.name or end.returncode != 0]
+        if failed:
+            raise PeerUnavailable(f"{failed[0].name} ended early: {failed[0].reason}")
+
+    def tokens_per_second(self, trainer: str, steps: int) -> float:
+        """Let a trainer train one step to warm up, and then `steps` that are measured. Raises as `train` does."""
+        rows = self.train(trainer, 1 + steps)[1:]
+        tokens = len(rows) * self.config.rounds.round_samples * self.config.data.sequence_length
+        seconds: float = sum(row["train/step_time"] for row in rows)
+        return tokens / seconds
+
+    def launch_trainer(
+        self, name: str, steps: int, *, evaluation_samples: int = 1, max_in_flight: int = MOST_IN_FLIGHT
+    ) -> Child:
+        options = TrainerOptions(
+            initial_peers=tuple(peer.dht_address for peer in self.peers[:4]), steps=steps, output=self.folder / name,
+            name=name, evaluate_every=0, evaluation_samples=evaluation_samples, max_in_flight=max_in_flight,
+            events=self._event_log(name),
+        )  # fmt: skip
+        return self.children.start(f"{self.folder.name}-{name}", self.program("trainer", cli.arguments(options)))
+
+    def steps(self, name: str) -> list[dict[str, Any]]:
+        path = self.metrics(name)
+        return [row for row in metrics_log.read(path) if "train/loss" in row] if path.exists() else []
+
+    def metrics(self, name: str) -> Path:
+        return self.folder / name / "metrics.jsonl"
+
+    def stop(self) -> None:
+        for peer in self.peers:
+            self.children.kill9(peer.child)
+        self.peers.clear()
+
+    def launch_peer(self, stage: int, *, environment: Mapping[str, str] | None = None) -> Child:
+        name = f"{self.folder.name}-stage-{stage}-peer-{self._num_started}"
+        self._num_started += 1
+        addresses = tuple(peer.dht_address for peer in self.peers[:8])
+        options = PeerOptions(
+            stage=stage, name=name[:64], host="127.0.0.1", threads=self.threads, device=self.device,
+            identity=self.folder / f"{name}.pem", ready_file=self.ready_file(name), events=self._event_log(name),
+            initial_peers=addresses, allow_class=(self.config.model.custom_class or None) if addresses else None,
+            config=None if addresses or self.model else self.folder / "run.toml",
+            model=None if self.model is None else str(self.model),
+        )  # fmt: skip
+        return self.children.start(name, self.program("peer", cli.arguments(options)), environment=environment)
+
+    def ready_file(self, name: str) -> Path:
+        return self.folder / f"{name}.json"
+
+    def _event_log(self, name: str) -> Path | None:
+        return self.events / f"{name}.jsonl" if self.logs_events else None
+
+    def until_ready(self, child: Child, stage: int) -> ServingPeer:
+        """Wait until a peer serves. Raises as `start_peers` does."""
+        ready = wait_for_json(self.ready_file(child.name), self.children)
+        record = PeerRecord(
+            peer_id=ready["peer_id"], name=child.name[:64], announced_at=ready["time"], stage=stage,
+            endpoint=ready["endpoint"], certificate_pem=ready["certificate_pem"], state=PeerState.SERVING,
+        )  # fmt: skip
+        return ServingPeer(child=child, record=record, dht_address=ready["dht_addresses"][0])
+
+
+def stalled(trainer: Child) -> DeadlineExceeded:
+    """The error for a trainer that has taken no step for too long. It quotes the trainer's log, which may soon be
+    deleted."""
+    said = last_line(trainer.log) or "nothing"
+    return DeadlineExceeded(f"{trainer.name} took no step for {STALL_SECONDS:.0f} s; the last that it said: {said}")
+
+
+class Lines(Supervisor):
+    """Puts every child behind a line of its own."""
+
+    def __init__(self, log_folder: Path, throttle: Throttle, environment: Mapping[str, str] | None = None) -> None:
+        """
+        Args:
+            environment: further environment variables of every child.
+        """
+        super().__init__(log_folder)
+        self.folder = log_folder
+        self.environment = dict(environment or {})
+        self.throttle = throttle
+        self.links: dict[str, Link] = {}  # The link of each child, by its name
+        self.own = throttle.link()  # The link of this process
+
+    def start(self, name: str, command: Sequence[str | Path], *, environment: Mapping[str, str] | None = None) -> Child:
+        self.links[name] = link = self.throttle.link()
+        environment = {**self.environment, **(environment or {}), **link.environment}
+        return super().start(name, command, environment=environment)
+
+
+def serve(swarm: SwarmProcesses, peers: Sequence[ServingPeer]) -> None:
+    if isinstance(swarm.children, Lines):
+        for peer in peers:
+            swarm.children.throttle.serve(peer.record.endpoint, swarm.children.links[peer.child.name])
