@@ -21,7 +21,7 @@ from peers.doctor.options import DoctorOptions
 from peers.shared.devices import Device
 from peers.shared.exit_codes import EXIT_FAILURE
 from swarm import config as configs
-from swarm.config import DataConfig, RunConfig, StagesConfig, WireConfig
+from swarm.config import RunConfig, StagesConfig, WireConfig
 from swarm.data import hub
 from swarm.interchange import run_folder
 from swarm.interchange.families.known import read_config
@@ -104,11 +104,10 @@ def planned(options: DoctorOptions) -> RunConfig:
             _, model = read_config(folder / "config.json")
             # The run begins with the model's weights, which decides the optimizer. They are not read for that.
             model = dataclasses.replace(model, weights="0" * 64, autocast="auto")
-            length = min(model.max_positions or run_folder.LONGEST_SEQUENCE, run_folder.LONGEST_SEQUENCE)
-            stages = StagesConfig(num_stages=min(2, model.num_layers))
             config = RunConfig(
-                model=model, stages=stages, data=DataConfig(sequence_length=length), wire=WireConfig(dtype="auto")
-            )
+                model=model, stages=StagesConfig(num_stages=min(2, model.num_layers)), wire=WireConfig(dtype="auto"),
+                data=run_folder.OPEN_DATA, rounds=run_folder.OPEN_ROUNDS,
+            )  # fmt: skip
     else:
         config = configs.load(options.config) if options.config else configs.load_preset(options.preset or "")
     config = configs.with_settings(config, options.set)

@@ -7,10 +7,21 @@ import dataclasses
 from pathlib import Path
 
 from peers.shared.cache import kept_tokenizer
-from swarm.config import RunConfig
+from swarm.config import RunConfig, TextSize
 from swarm.data import corpora, tokenizer_files, tokenizers
 from swarm.data.corpora import Corpus
 from swarm.data.tokenizers import ByteTokenizer
+
+
+def text_size(config: RunConfig, cache: Path) -> TextSize:
+    """How much text a run has, which leaves sizes out. Blocks while the text is prepared.
+
+    Raises:
+        ValueError: there is no such text or tokenizer.
+    """
+    tokenizers.load_for_run(config.data, vocab_size=config.model.vocab_size)
+    # As if there were plenty of text. Documents are packed into such samples as they are prepared.
+    return corpora.size(config.begun().data, cache_dir=cache / "corpora")
 
 
 def with_text(config: RunConfig, cache: Path) -> tuple[RunConfig, Corpus]:

@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import assert_never
 
 from peers.shared.option_names import with_named_text
-from peers.shared.own_text import with_text
+from peers.shared.own_text import text_size, with_text
 from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_model import OwnModel
+from peers.stage_peer.resume import with_sizes_of
 from swarm import config as configs
 from swarm.config import RunConfig
 from swarm.credentials.token import Token
+from swarm.data.microbatches import Microbatches
+from swarm.machine.words import counted
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +48,33 @@ def own_config(
     owner = token.authority.fingerprint if token is not None else ""
     if config.owner not in ("", owner):
         raise ValueError(f"the run is locked by owner {config.owner[:16]}: give a token of that owner's with --token")
-    config = dataclasses.replace(config, owner=owner).begun(options.steps)
+    config = dataclasses.replace(config, owner=owner)
+    if options.resume is not None:
+        config = with_sizes_of(options.resume, config)
+    config = (
+        config.begun(options.steps, text_size(config, cache)) if config.lacks_sizes else config.begun(options.steps)
+    )
     if model is not None:
         model.warn_of_untrained(config, cache)
-    config, _ = with_text(config, cache)
+    config, corpus = with_text(config, cache)
     if not options.joins:
+        logger.info("%s", _sizes_in_words(config, Microbatches(corpus, config.data).num_windows))
         logger.info("%s", _rate_in_words(config))
     return config
+
+
+def _sizes_in_words(config: RunConfig, num_samples: int) -> str:
+    """The sizes of a new run, for its user, who may have chosen none.
+
+    Args:
+        num_samples: the samples of an epoch.
+    """
+    data, rounds = config.data, config.rounds
+    told = f"a step is a round of {counted(rounds.round_samples, 'sample')} of {counted(data.sequence_length, 'token')}"
+    told += f", in microbatches of {data.microbatch_size}"
+    if not rounds.synchronous:
+        told += f" and inner steps of {rounds.inner_batch_samples}"
+    return f"{told}; {num_samples / rounds.round_samples:.3g} steps are one pass through the text"
 
 
 def _rate_in_words(config: RunConfig) -> str:

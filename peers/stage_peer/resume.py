@@ -10,17 +10,20 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from peers.stage_peer.others import Others, partners
-from swarm.checkpoint import changes
+from swarm import config as configs
+from swarm.checkpoint import changes, file
 from swarm.checkpoint.folder import CheckpointFolder, Restored
 from swarm.checkpoint.writer import CheckpointWriter
 from swarm.config import RunConfig
-from swarm.errors import Fatal, PeerUnavailable
+from swarm.config.sizes import SIZES
+from swarm.errors import Fatal, IntegrityError, PeerUnavailable
 from swarm.stage.member import StageMember
 from swarm.stage.state import digest_of, named, parts
 from swarm.training.optim import Optimizer, learning_rate
@@ -68,6 +71,20 @@ class Beginning:
     highest_microbatch: int
     parent: str | None = None
     """The lineage that the state had before it got a new one; None if it keeps its own."""
+
+
+def with_sizes_of(folder: Path, config: RunConfig) -> RunConfig:
+    """The configuration of a run that goes on from checkpoints: sizes that it leaves out are as they were. Blocks."""
+    for name in reversed(file.names(folder)) if config.lacks_sizes else ():
+        with suppress(IntegrityError):
+            before = file.config_of(folder / str(name))
+            settings = [
+                f"{section}.{field}={getattr(getattr(before, section), field)}"
+                for section, field in SIZES
+                if not getattr(getattr(config, section), field)
+            ]
+            return configs.with_settings(config, settings)
+    return config
 
 
 def genesis(config: RunConfig, stage: int) -> str:

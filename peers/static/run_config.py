@@ -12,6 +12,7 @@ from peers.shared.cache import cache_folder
 from peers.shared.devices import computing_in
 from peers.shared.option_names import with_named_text
 from peers.stage_peer.own_model import OwnModel, open_model
+from peers.stage_peer.resume import with_sizes_of
 from peers.static.options import StaticOptions
 from peers.static.workers import Shape
 from swarm import config as configs
@@ -35,6 +36,8 @@ def trained(options: StaticOptions, shape: Shape, device: torch.device) -> tuple
     """
     model = None if options.model is None else open_model(options.model)
     config = _named(options, model)
+    for folder in filter(None, (options.checkpoint, options.resume)):
+        config = with_sizes_of(folder, config)
     # A swarm that draws its weights knows no last step, and takes the same steps as this run.
     config = config.begun(options.steps if config.model.weights else None)
     if not config.rounds.synchronous:

@@ -19,6 +19,7 @@ from swarm.config.reading import (
 )
 from swarm.config.rounds import RoundsConfig, Setting
 from swarm.config.run import RunConfig, check_same, differences, to_json
+from swarm.config.sizes import TextSize
 from swarm.config.stages import StagesConfig
 from swarm.config.wire import WireConfig
 
@@ -35,6 +36,7 @@ __all__ = [
     "RunConfig",
     "Setting",
     "StagesConfig",
+    "TextSize",
     "WireConfig",
     "check_same",
     "differences",

@@ -8,7 +8,6 @@ from swarm.config.checks import (
     STRICT,
     is_sha256,
     require,
-    require_at_least_one,
     require_not_negative,
     require_usable_numbers,
 )
@@ -57,9 +56,11 @@ class DataConfig:
     trained on. A part is an epoch, and after a dataset's last row its first ones come again. 0: datasets are prepared
     whole, before training."""
     sequence_length: int = 128
-    """Tokens in a sample."""
+    """Tokens in a sample. 0 leaves it out, as runs do that begin with a model, and the first peer fills in 1024, or as
+    many as the model takes, or fewer if the text is small."""
     microbatch_size: int = 8
-    """Samples in a microbatch."""
+    """Samples in a microbatch. 0 leaves it out, and the first peer fills in up to 8, as suits the model, the stages and
+    the text."""
     format: Format = "text"
     """What is learnt. `text`: every next token of texts. `chat`: what the assistant says in conversations, which are
     rows with `messages` that have `role` and `content`; the tokenizer's chat template makes them texts. `completion`:
@@ -90,8 +91,7 @@ class DataConfig:
             f"data.format {self.format!r} needs a data.dataset with such rows: a JSONL or Parquet file, a folder or "
             "glob of them, or hf:NAME",
         )
-        require_at_least_one("data", self, "sequence_length", "microbatch_size")
-        require_not_negative("data", self, "max_tokens", "part_rows")
+        require_not_negative("data", self, "sequence_length", "microbatch_size", "max_tokens", "part_rows")
         if self.part_rows:
             whole = [dataset for dataset in self.datasets if not dataset.startswith(HUGGING_FACE)]
             require(

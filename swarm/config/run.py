@@ -20,6 +20,7 @@ from swarm.config.model import ModelConfig
 from swarm.config.optimizer import OptimizerConfig
 from swarm.config.outer import OuterConfig
 from swarm.config.rounds import RoundsConfig
+from swarm.config.sizes import PLENTY, SIZES, TextSize, sized
 from swarm.config.stages import StagesConfig
 from swarm.config.wire import WireConfig
 from swarm.errors import ConfigMismatch
@@ -117,6 +118,8 @@ class RunConfig:
     def _check_samples(self) -> None:
         """Check that rounds and inner batches are made of whole microbatches, and not of too many."""
         rounds, size = self.rounds, self.data.microbatch_size
+        if self.lacks_sizes:
+            return
         require(
             rounds.round_samples % size == 0,
             f"rounds.round_samples ({rounds.round_samples}) must be a multiple of data.microbatch_size ({size})",
@@ -135,6 +138,11 @@ class RunConfig:
             )
 
     @property
+    def lacks_sizes(self) -> bool:
+        """Whether sizes of samples, microbatches or rounds are left out, which `begun` fills in."""
+        return not all(getattr(getattr(self, section), field) for section, field in SIZES)
+
+    @property
     def microbatches_per_round(self) -> int:
         """The number of microbatches of the whole swarm in one round."""
         return self.rounds.round_samples // self.data.microbatch_size
@@ -149,13 +157,16 @@ class RunConfig:
         """The microbatches of a synchronous round."""
         return range(round_number * self.microbatches_per_round, (round_number + 1) * self.microbatches_per_round)
 
-    def begun(self, num_steps: int | None = None) -> "RunConfig":
-        """The configuration with which a run begins: what was left open of the learning rate and of the wire is filled
-        in.
+    def begun(self, num_steps: int | None = None, text: TextSize = PLENTY) -> "RunConfig":
+        """The configuration with which a run begins: what was left open of its sizes, the learning rate and the wire is
+        filled in.
 
         Args:
             num_steps: the steps that the run is planned for, if that is known.
+            text: the size of its text, if sizes are left open.
         """
+        if self.lacks_sizes:
+            return sized(self, text).begun(num_steps)
         optimizer = self.optimizer
         if num_steps is not None and optimizer.schedule == "auto" and not optimizer.total_samples:
             optimizer = dataclasses.replace(optimizer, total_samples=num_steps * self.rounds.round_samples)

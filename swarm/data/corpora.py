@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy.typing as npt
 
-from swarm.config import DataConfig
+from swarm.config import DataConfig, TextSize
 from swarm.config.data import HUGGING_FACE
-from swarm.data import chat, prepared, text_files, tokenizers
+from swarm.config.sizes import FEWEST_SAMPLES
+from swarm.data import chat, packing, prepared, text_files, tokenizers
 from swarm.data.parts import Parts
 from swarm.data.prepared import Prepared, Recipe
 from swarm.data.tokenizer_files import SERVED, TokenizerFiles
@@ -77,24 +78,50 @@ def prepare(config: DataConfig, *, cache_dir: Path) -> Corpus:
         ValueError: one line, if a dataset, the tokenizer or its chat template is missing, unreadable or empty, a row
             lacks a field, or a dataset is too short to be divided.
     """
-    tokenizer = tokenizers.load(config.tokenizer)
-    template = chat.beside(config.tokenizer, now=lambda: chat.TRAINING_DATE) if config.has_conversations else None
-    recipe = Recipe(config, tokenizer, template)
+    recipe = _recipe(config)
     sources = [_source(dataset, recipe, cache_dir) for dataset in config.datasets]
     return Corpus(
         sources=sources,
-        vocab_size=tokenizer.vocab_size,
+        vocab_size=recipe.tokenizer.vocab_size,
         digest=_digest(sources),
-        tokenizer_identity=tokenizer.identity,
+        tokenizer_identity=recipe.tokenizer.identity,
     )
+
+
+def size(config: DataConfig, *, cache_dir: Path) -> TextSize:
+    """The size of all datasets, or of their first parts, with what is held out. Raises ValueError as `prepare` does."""
+    recipe, length = _recipe(config), config.sequence_length
+    parts = [_tokens(dataset, recipe, cache_dir)[0].tokens for dataset in config.datasets]
+    num_samples = sum(map(len, parts))
+    if not config.has_targets:
+        return TextSize(samples=num_samples, sample_tokens=1)
+    # Only where there are few samples, or each document has one, it matters how long the documents are.
+    if config.too_long == "drop" or (config.is_packed and num_samples >= FEWEST_SAMPLES):
+        return TextSize(samples=num_samples, sample_tokens=length, longest=length)
+    # A whole number of eights suits GPUs.
+    longest = min(length, max(-(-packing.longest_learnt(records) // 8) * 8 for records in parts))
+    return TextSize(samples=num_samples, sample_tokens=length if config.is_packed else longest, longest=longest)
+
+
+def _recipe(config: DataConfig) -> Recipe:
+    template = chat.beside(config.tokenizer, now=lambda: chat.TRAINING_DATE) if config.has_conversations else None
+    return Recipe(config, tokenizers.load(config.tokenizer), template)
+
+
+def _tokens(dataset: str, recipe: Recipe, cache_dir: Path) -> tuple[Prepared, Prepared | None, Parts | None]:
+    """A dataset, or its first part; what is held out of its beginning; and its parts."""
+    config = recipe.config
+    if not config.part_rows:
+        return prepared.prepare(dataset, recipe, cache_dir), None, None
+    parts = Parts(dataset, recipe, cache_dir)
+    # What is held out are a dataset's first rows, so they are read first.
+    held_out = None if config.validation else parts.held_out()
+    return parts.first(), held_out, parts
 
 
 def _source(dataset: str, recipe: Recipe, cache_dir: Path) -> SourceTokens:
     config = recipe.config
-    parts = Parts(dataset, recipe, cache_dir) if config.part_rows else None
-    # What is held out are a dataset's first rows, so they are read first.
-    held_out = None if parts is None or config.validation else parts.held_out()
-    found = prepared.prepare(dataset, recipe, cache_dir) if parts is None else parts.first()
+    found, held_out, parts = _tokens(dataset, recipe, cache_dir)
     if config.validation:
         held_out = prepared.prepare(config.validation, recipe, cache_dir, field="data.validation")
     return _divided(dataset, found, config) if held_out is None else _with_own(dataset, found, held_out, config, parts)

@@ -17,6 +17,7 @@ from swarm.training.samples import DOCUMENTS, TARGETS, TOKENS
 
 NUM_OPEN = 64
 """The most sequences that are open because they still have room. With this many, hardly any room is left empty."""
+_RECORDS_AT_ONCE = 1024
 
 
 def record_dtype(config: DataConfig, vocab_size: int) -> np.dtype[np.void]:
@@ -64,6 +65,19 @@ def pack(documents: Iterator[Document], capacity: int) -> Iterator[list[Document
             rooms.pop(fullest)
             yield groups.pop(fullest)
     yield from groups
+
+
+def longest_learnt(records: npt.NDArray[np.void]) -> int:
+    """The least sequence_length with which every document of some records is learnt whole."""
+    longest = 0
+    for start in range(0, len(records), _RECORDS_AT_ONCE):
+        some = records[start : start + _RECORDS_AT_ONCE]
+        places_BT = np.broadcast_to(np.arange(some[TARGETS].shape[1]), some[TARGETS].shape)
+        if DOCUMENTS in (records.dtype.names or ()):
+            begins_BT = np.diff(some[DOCUMENTS].astype(np.int64), axis=1, prepend=-1) != 0
+            places_BT = places_BT - np.maximum.accumulate(np.where(begins_BT, places_BT, 0), axis=1)
+        longest = max(longest, int(np.max(places_BT * some[TARGETS])))
+    return longest
 
 
 def _record(documents: list[Document], dtype: np.dtype[np.void]) -> npt.NDArray[np.void]:

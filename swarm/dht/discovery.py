@@ -99,6 +99,10 @@ async def _announced_runs(
             continue
         try:
             found = config.from_json(record.config_json, source=f"the configuration of the run at {address}")
+            if found.lacks_sizes:
+                raise ValueError(
+                    f"the configuration of the run at {address} leaves out sizes: its first peer is broken"
+                )
         except ValueError as error:
             faults.append(error)
         else:

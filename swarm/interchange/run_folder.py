@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from swarm import config as configs
-from swarm.config import DataConfig, RunConfig, StagesConfig, WireConfig
+from swarm.config import DataConfig, RoundsConfig, RunConfig, StagesConfig, WireConfig
 from swarm.config.data import Format
 from swarm.data import chat, sources, tokenizer_files, tokenizers
 from swarm.data.chat import ChatTemplate
@@ -29,8 +29,9 @@ from swarm.interchange.weights import Index, Weights
 from swarm.machine.disk import whole_folder
 
 CONFIG, WEIGHTS = "run.toml", "weights"
-LONGEST_SEQUENCE = 1024
-"""The most tokens of a sample in an imported run, even if the model takes longer sequences."""
+OPEN_DATA = DataConfig(sequence_length=0, microbatch_size=0)
+OPEN_ROUNDS = RoundsConfig(round_samples=0, inner_batch_samples=0)
+"""A run that begins with a model leaves its sizes to its first peer, which knows the text."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,18 +121,15 @@ def config_of(source: Source, options: ImportOptions, *, tokenizer: Path) -> Run
     """
     model = dataclasses.replace(source.model, autocast="auto")
     name = options.run or name_of(source.folder)
-    longest = min(model.max_positions or LONGEST_SEQUENCE, LONGEST_SEQUENCE)
-    data = DataConfig(sequence_length=longest)
-    data = dataclasses.replace(data, dataset=options.dataset or data.dataset, format=options.format)
+    data = dataclasses.replace(OPEN_DATA, dataset=options.dataset or OPEN_DATA.dataset, format=options.format)
     tokenizer_files.require_json(source.folder / TOKENIZER)
     if (source.folder / TOKENIZER).is_file():
         tokenizers.load_for_run(dataclasses.replace(data, tokenizer=str(source.folder)), vocab_size=model.vocab_size)
         data = dataclasses.replace(data, tokenizer=str(tokenizer.resolve()))
     _require_sound_texts(source.folder, is_chat=data.has_conversations)
     num_stages = options.num_stages or min(2, model.num_layers)
-    return RunConfig(
-        run=name, model=model, stages=StagesConfig(num_stages=num_stages), data=data, wire=WireConfig(dtype="auto")
-    )
+    stages, wire = StagesConfig(num_stages=num_stages), WireConfig(dtype="auto")
+    return RunConfig(run=name, model=model, stages=stages, data=data, rounds=OPEN_ROUNDS, wire=wire)
 
 
 def _require_sound_texts(folder: Path, *, is_chat: bool) -> None:

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from swarm.config import ModelConfig, RunConfig, to_json
+from swarm.config import DataConfig, ModelConfig, RunConfig, to_json
 from swarm.credentials import identity
 from swarm.dht import keys
 from swarm.dht.directory import Directory
@@ -37,6 +37,14 @@ async def test_a_joiner_finds_the_run(store: MemoryStore, clock: ManualClock) ->
     for who in (OURS, THEIRS):
         await Directory(store, who, CONFIG.run_id, clock).publish_config(to_json(CONFIG), 60)
     assert await discover_config(store, clock, address="/x") == CONFIG
+
+
+async def test_a_run_without_sizes_is_refused(store: MemoryStore, clock: ManualClock) -> None:
+    """Nobody could divide it into microbatches."""
+    config = dataclasses.replace(CONFIG, data=DataConfig(microbatch_size=0))
+    await Directory(store, OURS, config.run_id, clock).publish_config(to_json(config), 60)
+    with pytest.raises(ValueError, match="leaves out sizes"):
+        await discover_config(store, clock, address="/x")
 
 
 async def test_no_run(store: MemoryStore, clock: ManualClock) -> None:

@@ -37,7 +37,7 @@ def test_what_the_configuration_cannot_name_is_refused(tmp_path: Path) -> None:
 def test_the_configuration_is_read_back(tmp_path: Path) -> None:
     config = _import(tmp_path, options=ImportOptions(num_stages=3, dataset=("stdlib",), run="mine"))
     assert configs.load(tmp_path / "run" / "run.toml") == config
-    assert (config.run, config.stages.num_stages, config.data.sequence_length) == ("mine", 3, 64)
+    assert (config.run, config.stages.num_stages, config.begun().data.sequence_length) == ("mine", 3, 64)
     assert config.data.tokenizer == "bytes"
     assert open_weights(tmp_path / "run", config).index.digest == config.model.weights
 

@@ -72,9 +72,10 @@ def say(text: str) -> None:
 def with_corpus(config: RunConfig) -> tuple[RunConfig, Microbatches]:
     """The configuration as the swarm publishes it, with the digests of its text and all that it leaves out, and the
     run's microbatches."""
+    config = config.begun()
     corpus = corpora.prepare(config.data, cache_dir=cache_folder() / "corpora")
     data = corpora.published(config.data, corpus, None)
-    return dataclasses.replace(config, data=data).begun(), Microbatches(corpus, data)
+    return dataclasses.replace(config, data=data), Microbatches(corpus, data)
 
 
 def write_config(config: RunConfig, path: Path) -> None:

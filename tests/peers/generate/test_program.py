@@ -169,7 +169,7 @@ def test_a_run_on_bytes_ends_its_texts_where_the_model_does(tmp_path: Path, caps
     theirs.generation_config.eos_token_id = theirs.config.eos_token_id = end
     theirs.save_pretrained(tmp_path / "in")
     assert model.main(["import", str(tmp_path / "in"), "--output", str(tmp_path / "run")]) == 0
-    found = run_folder.load_config(tmp_path / "run")
+    found = run_folder.load_config(tmp_path / "run").begun()
     whole = dataclasses.replace(found, stages=StagesConfig(num_stages=1))
     header = Header(config=whole, stage=0, round=1, run_samples=16, lineage="", highest_microbatch=7, state_digest="")
     weights = run_folder.open_weights(tmp_path / "run", found).load(set(parameter_shapes(found.model)))

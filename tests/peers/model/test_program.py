@@ -207,7 +207,7 @@ def test_adapters_are_merged_into_any_folder_from_which_their_run_could_begin(
     save("llama-linear", tmp_path / "other")
     _run(capsys, "import", str(tmp_path / "in"), "--output", str(tmp_path / "run"))
     (tmp_path / "checkpoints").mkdir()
-    begun = run_folder.load_config(tmp_path / "run")
+    begun = run_folder.load_config(tmp_path / "run").begun()
     config = dataclasses.replace(begun, lora=LoraConfig(rank=2, targets=("q_proj",)), stages=StagesConfig(num_stages=1))
     header = Header(config=config, stage=0, round=1, run_samples=16, lineage="", highest_microbatch=7, state_digest="")
     adapters = {f"anchor/{name}": torch.randn(shape) for name, shape in trained_shapes(config, 0).items()}

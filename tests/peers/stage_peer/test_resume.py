@@ -9,12 +9,20 @@ import pytest
 import torch
 
 from peers.stage_peer.others import Others
-from peers.stage_peer.resume import Beginning, ResumeOptions, choose, genesis, say_changes
+from peers.stage_peer.resume import Beginning, ResumeOptions, choose, genesis, say_changes, with_sizes_of
 from swarm.audit.audit import audit
 from swarm.checkpoint import file
 from swarm.checkpoint.file import Header
 from swarm.checkpoint.folder import CheckpointFolder
-from swarm.config import AveragingConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.config import (
+    AveragingConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RoundsConfig,
+    RunConfig,
+    StagesConfig,
+)
 from swarm.errors import Fatal, PeerUnavailable
 from swarm.training.optim import learning_rate
 from tests.averaging.doubles import until
@@ -65,6 +73,22 @@ def _value(beginning: Beginning | None) -> float:
     assert beginning is not None
     assert beginning.restored is not None
     return float(beginning.restored.tensors["anchor/some.weight"][0])
+
+
+def test_a_run_that_goes_on_keeps_the_sizes_that_it_had(tmp_path: Path) -> None:
+    """They might be chosen otherwise now, because it is cut into other stages, say."""
+    sizes = DataConfig(sequence_length=100, microbatch_size=20)
+    _write(
+        tmp_path,
+        dataclasses.replace(DILOCO, data=sizes, rounds=RoundsConfig(inner_batch_samples=40, round_samples=80)),
+        1,
+    )
+    rounds = RoundsConfig(inner_batch_samples=0, round_samples=160)
+    left_open = dataclasses.replace(DILOCO, data=DataConfig(sequence_length=0, microbatch_size=0), rounds=rounds)
+    found = with_sizes_of(tmp_path, left_open)
+    assert found.data == sizes
+    assert (found.rounds.inner_batch_samples, found.rounds.round_samples) == (40, 160)
+    assert with_sizes_of(tmp_path / "empty", left_open) == left_open
 
 
 @both
