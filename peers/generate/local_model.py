@@ -19,12 +19,12 @@ from peers.shared.tokenizer import folder_of
 from peers.stage_peer.own_model import open_model
 from swarm.config import RunConfig
 from swarm.data import tokenizers
-from swarm.generation.engine import LocalEngine
-from swarm.generation.room import Room
+from swarm.generation.engine import LocalEngine, Room
 from swarm.generation.text_model import TextModel, read_text_model
 from swarm.interchange import origin, run_folder
 from swarm.interchange.export import Origin
-from swarm.model.attention import cache_bytes
+from swarm.machine.recording import recorder_of
+from swarm.model.cache import cache_bytes
 from swarm.model.functions import fuses
 from swarm.model.stage_module import autocast_dtype
 from swarm.model.transformer import Transformer
@@ -47,7 +47,8 @@ async def open_local_model(options: GenerateOptions) -> AsyncIterator[TextModel]
     longest = config.model.max_positions or data.sequence_length
     num_positions = int(options.cache_gib * 2**30 / cache_bytes(config.model, config.model.num_layers))
     room = Room(options.max_sequences, max(longest, num_positions))
-    engine = LocalEngine(load(found, config, device), room, longest=longest, round_number=found.card.round)
+    weights = load(found, config, device)
+    engine = LocalEngine(weights, room, longest=longest, round_number=found.card.round, recorder=recorder_of(device))
     # The chat template and end tokens may be beside the tokenizer, or in the model's folder.
     named = [Path(folder) for folder in (options.model, options.base) if folder is not None]
     folders = [*folder_of(data.tokenizer), *named]

@@ -38,10 +38,10 @@ from scripts.benches.sides import plain_llama
 from scripts.benches.sides.gpu_stage import BareSide, StageSide
 from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig, WireConfig
 from swarm.errors import DeadlineExceeded, Fatal, in_one_line
-from swarm.generation.engine import LocalEngine, collect
-from swarm.generation.room import Room
+from swarm.generation.engine import LocalEngine, Room, collect
 from swarm.generation.sampling import Sampling
 from swarm.interchange.origin import from_model_folder
+from swarm.machine.recording import recorder_of
 from swarm.metrics import log as metrics_log
 
 Part = Literal["plain", "static", "one_stage", "two_stages", "stage", "generate"]
@@ -291,15 +291,6 @@ def _generate(options: Options, device: torch.device, found: Figures) -> Figures
     generator = torch.Generator().manual_seed(1)
     prompt = torch.randint(options.vocab_size, (PROMPT_TOKENS,), generator=generator).tolist()
 
-    async def write() -> list[int]:
-        longest = PROMPT_TOKENS + options.tokens
-        engine = LocalEngine(ours, Room(1, longest), longest=longest)
-        async with asyncio.TaskGroup() as tasks:
-            computing = tasks.create_task(engine.run())
-            written = await collect(engine, prompt, Sampling(temperature=0.0), options.tokens)
-            computing.cancel()
-        return written
-
     def their_text() -> list[int]:
         inputs = torch.tensor([prompt], device=device)
         written = theirs.generate(
@@ -308,10 +299,20 @@ def _generate(options: Options, device: torch.device, found: Figures) -> Figures
         tokens: list[int] = written[0, PROMPT_TOKENS:].tolist()
         return tokens
 
-    texts = {"swarm": lambda: asyncio.run(write()), "transformers": their_text}
-    is_same = texts["swarm"]() == texts["transformers"]()
-    rate_of = {name: partial(_rate, text) for name, text in texts.items()}
-    return {**_compared("generate", "transformers", rate_of, options.tokens), "same_tokens": is_same}
+    longest = PROMPT_TOKENS + options.tokens
+    engine = LocalEngine(ours, Room(1, longest), longest=longest, recorder=recorder_of(device))
+    # One engine for all turns, as a server has it: its first text makes the recordings.
+    with asyncio.Runner() as runner:
+        computing = runner.get_loop().create_task(engine.run())
+        texts = {
+            "swarm": lambda: runner.run(collect(engine, prompt, Sampling(temperature=0.0), options.tokens)),
+            "transformers": their_text,
+        }
+        is_same = texts["swarm"]() == texts["transformers"]()
+        rate_of = {name: partial(_rate, text) for name, text in texts.items()}
+        figures = _compared("generate", "transformers", rate_of, options.tokens)
+        computing.cancel()
+    return {**figures, "same_tokens": is_same}
 
 
 # -- in turns ----------------------------------------------------------------------------------------------------------

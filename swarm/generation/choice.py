@@ -4,6 +4,7 @@ A choice depends only on the logits, the sampling parameters and the token's pos
 with the same tokens, even if another process computes them.
 """
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -37,6 +38,10 @@ def choose(logits_V: Tensor, sampling: Sampling, position: int) -> int:
     drawn = torch.rand((), dtype=torch.float64, generator=generator) * cumulated_V[-1]
     index = min(int(torch.searchsorted(cumulated_V, drawn, right=True)), len(cumulated_V) - 1)
     return int(tokens_V[index])
+
+
+NO_SCORING = Scoring(first=sys.maxsize, num_top=0)
+"""Scores no token of any sequence."""
 
 
 class Scorer:

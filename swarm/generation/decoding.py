@@ -3,18 +3,35 @@
 Used by generation/engine and stage/decoder in inference mode, each on the one thread on which it computes. Knows
 nothing of tokens that are chosen, of callers, or of whose turn it is.
 
+A GPU computes a position faster than Python launches its operations. So a recorder records a step of one position of
+each sequence, for later ones to replay. A recording reads a module's weights where they lie, and goes when the module
+goes. It fits a number of sequences and of positions that are read of each, both rounded up to powers of two.
+
 Shape suffixes: B sequences, T positions, R numbers a token that travel, N positions whose outputs are wanted, V numbers
 of an output: the vocabulary at the last stage.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from swarm.model.attention import CacheRows, KeyValueCache
-from swarm.model.stage_module import StageModule
+from swarm.errors import in_one_line
+from swarm.machine.recording import Recorder, Recording
+from swarm.model.cache import Cache, CachePool, CacheRows, KeyValueCache, PooledRows
+from swarm.model.stage_module import StageModule, autocast_dtype
+
+logger = logging.getLogger(__name__)
+
+_LEAST_READ = 256
+"""The least number of positions that a recording reads. So few take no time worth saving."""
+_SLACK, _SLACK_ROUNDED = 1e-4, 3e-2
+"""By what share a recording's first outputs may differ from the plain step's: in float32, and where products are
+rounded to fewer bits. There the order of sums alone makes dozens of layers differ by 1e-2."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +39,7 @@ class NextPositions:
     """The next positions of one sequence, at least one.
 
     Attributes:
-        cache: that of the earlier positions, to which these are added.
+        cache: that of the earlier positions, to which these are added. Decoding.cache made it.
         hidden_1TR: what the stage before made of the tokens; None at the first stage.
         num_logits: how many of these positions' logits the last stage gives: those of the last ones.
     """
@@ -33,15 +50,38 @@ class NextPositions:
     num_logits: int = 1
 
 
+class _Step(NamedTuple):
+    """
+    Attributes:
+        inputs: what the recording reads from the same memory each time: rows_B3 (int64), with each sequence's start in
+            the pool, its next position, and the token there; and from stage 1 on hidden_B1R.
+    """
+
+    inputs: Sequence[Tensor]
+    recording: Recording[Tensor]
+
+
 class Decoding:
     """Computes sequences side by side, because reading the weights is what takes the time."""
 
-    def __init__(self, upload: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, upload: Callable[[Tensor], Tensor], recorder: Recorder | None = None, *, most_positions: int = 0
+    ) -> None:
         """
         Args:
             upload: brings a tensor to the device.
+            recorder: records steps; None where all are computed plainly.
+            most_positions: the most that all sequences together will have, for a recorder.
         """
-        self._upload = upload
+        self._upload, self._recorder = upload, recorder
+        self._steps: WeakKeyDictionary[StageModule, dict[tuple[int, int], _Step | None]] = WeakKeyDictionary()
+        """By module, number of sequences, and number of positions that are read; None if there can be no recording."""
+        self._pool = None if recorder is None else CachePool(most_positions, renew=self._steps.clear)
+        self._memory: object = None
+
+    def cache(self, capacity: int) -> KeyValueCache:
+        """Make the cache for a sequence of at most this many positions. Any thread may, and may let go of it."""
+        return KeyValueCache(capacity, self._pool)
 
     def compute(
         self, module: Callable[[], StageModule], together: Sequence[NextPositions]
@@ -55,7 +95,8 @@ class Decoding:
             module: gives the module, or fails.
 
         Returns:
-            For each sequence the outputs_NV of its last positions, or the error with which they failed.
+            For each sequence the outputs_NV of its last positions, which are there until the next call, or the error
+            with which they failed.
         """
         before = [positions.cache.num_positions for positions in together]
         try:
@@ -67,17 +108,93 @@ class Decoding:
         outputs: list[Tensor | BaseException] = []
         for positions, num_positions in zip(together, before, strict=True):
             positions.cache.rewind(num_positions)
-            outputs += self.compute(module, [positions])
+            try:
+                outputs.append(self._plainly(module(), [positions])[0])
+            except BaseException as error:  # noqa: BLE001 - the caller raises it
+                outputs.append(error)
         return outputs
 
-    def _outputs(self, module: StageModule, together: Sequence[NextPositions]) -> Tensor:
+    def _plainly(self, module: StageModule, together: Sequence[NextPositions]) -> Tensor:
         caches = [positions.cache for positions in together]
+        if self._pool is not None:
+            self._pool.place(caches)
         tokens_BT = self._upload(torch.tensor([positions.tokens for positions in together]))
-        hidden = [positions.hidden_1TR for positions in together if positions.hidden_1TR is not None]
-        outputs_BNV: Tensor = module(
-            torch.cat(hidden) if hidden else tokens_BT,
-            tokens_BT=tokens_BT,
-            cache=caches[0] if len(caches) == 1 else CacheRows(caches),
-            num_logits=together[0].num_logits,
-        )
-        return outputs_BNV
+        cache = caches[0] if len(caches) == 1 else CacheRows(caches)
+        return _applied(module, tokens_BT, _hidden(together), cache, num_logits=together[0].num_logits)
+
+    def _outputs(self, module: StageModule, together: Sequence[NextPositions]) -> Tensor:
+        if self._pool is None or len(together[0].tokens) > 1:
+            return self._plainly(module, together)
+        caches = [positions.cache for positions in together]
+        self._pool.place(caches)
+        num_rows = _power_of_two(len(together))
+        num_read = max(_LEAST_READ, *(_power_of_two(cache.num_positions + 1) for cache in caches))
+        # The last sequence stands in for those that are missing: it is computed several times, to the same end.
+        padded = [*together, *[together[-1]] * (num_rows - len(together))]
+        rows = [(each.cache.start, each.cache.num_positions, each.tokens[0]) for each in padded]
+        inputs = [self._upload(torch.tensor(rows)), *_hidden(padded)]
+        known = self._steps.setdefault(module, {})
+        if (step := known.get((num_rows, num_read))) is None:
+            outputs_B1V = self._plainly(module, together)
+            if (num_rows, num_read) not in known:
+                known[num_rows, num_read] = self._recorded(module, self._pool, inputs, num_read, outputs_B1V)
+            return outputs_B1V
+        for cache in caches:
+            cache.advance(1)
+        for static, new in zip(step.inputs, inputs, strict=True):
+            static.copy_(new)
+        step.recording.replay()
+        return step.recording.result[: len(together)]
+
+    def _recorded(
+        self, module: StageModule, pool: CachePool, inputs: Sequence[Tensor], num_read: int, expected_B1V: Tensor
+    ) -> _Step | None:
+        """Record a step that was computed plainly just now. None, and a line in the log, if it cannot be recorded, or
+        computes something else."""
+        assert self._recorder is not None
+        starts_B, positions_B, tokens_B = inputs[0].unbind(1)
+
+        def work() -> Tensor:
+            cache = PooledRows(pool, starts_B, positions_B, num_read)
+            return _applied(module, tokens_B[:, None], inputs[1:], cache)
+
+        try:
+            if not any(any(steps.values()) for steps in self._steps.values()):
+                # The device takes memory back with the last recording in it.
+                self._memory = self._recorder.pool()
+            self._recorder.warm_up(work)
+            recording = self._recorder.record(work, self._memory)
+            recording.replay()
+            share = _difference(recording.result[: len(expected_B1V)], expected_B1V)
+            is_exact = autocast_dtype(module.model) is None and torch.get_float32_matmul_precision() == "highest"
+            if not share <= (_SLACK if is_exact else _SLACK_ROUNDED):
+                raise RuntimeError(f"the recording's outputs differ by {share:.2g}")
+        except Exception as error:  # noqa: BLE001 - texts go on without it
+            what = f"{len(inputs[0])} texts with up to {num_read} tokens"
+            logger.warning("steps of %s cannot be recorded, and take longer: %s", what, in_one_line(error))
+            return None
+        return _Step(inputs, recording)
+
+
+def _applied(
+    module: StageModule, tokens_BT: Tensor, hidden: Sequence[Tensor], cache: Cache, *, num_logits: int = 1
+) -> Tensor:
+    inputs = hidden[0] if hidden else tokens_BT
+    outputs_BNV: Tensor = module(inputs, tokens_BT=tokens_BT, cache=cache, num_logits=num_logits)
+    return outputs_BNV
+
+
+def _hidden(together: Sequence[NextPositions]) -> list[Tensor]:
+    """The hidden states of all sequences in one tensor; nothing at the first stage."""
+    hidden = [positions.hidden_1TR for positions in together if positions.hidden_1TR is not None]
+    return [torch.cat(hidden)] if hidden else []
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
+
+
+def _difference(outputs_B1V: Tensor, expected_B1V: Tensor) -> float:
+    """The largest difference of a sequence's outputs, as a share of what is expected; NaN if it is not finite."""
+    norm_B1, difference_B1 = (tensor.norm(dim=-1) for tensor in (expected_B1V, outputs_B1V - expected_B1V))
+    return float((difference_B1 / norm_B1.clamp(min=torch.finfo(norm_B1.dtype).tiny)).max())

@@ -6,19 +6,19 @@ The other engine is pipeline/swarm_engine.py, for a running swarm.
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from typing import Protocol
 
 import torch
 
-from swarm.generation.choice import Scorer, choose
+from swarm.generation.choice import NO_SCORING, Scorer, choose
 from swarm.generation.decoding import Decoding, NextPositions
-from swarm.generation.room import Room
 from swarm.generation.sampling import Sampling, Scores
+from swarm.machine.recording import Recorder
 from swarm.machine.words import counted
-from swarm.model.attention import KeyValueCache
+from swarm.model.cache import KeyValueCache
 from swarm.model.transformer import Transformer
 
 _MOST_AHEAD = 4
@@ -57,6 +57,38 @@ class Engine(Protocol):
         ...
 
 
+class Room:
+    """Room for a few sequences. If there is too little room for one, that one and all later ones wait, in order."""
+
+    def __init__(self, num_sequences: int, capacity: int) -> None:
+        """
+        Args:
+            capacity: the most positions, of all sequences together.
+        """
+        self.capacity = capacity
+        self._sequences_left = num_sequences
+        self._positions_left = capacity
+        self._turn = asyncio.Lock()
+        self._given_back = asyncio.Event()
+
+    @asynccontextmanager
+    async def taken(self, num_positions: int) -> AsyncIterator[None]:
+        """Wait for room for a sequence of `num_positions` positions, and reserve it while the block runs."""
+        assert num_positions <= self.capacity, "there will never be room"
+        async with self._turn:
+            while self._sequences_left == 0 or self._positions_left < num_positions:
+                self._given_back.clear()
+                await self._given_back.wait()
+            self._sequences_left -= 1
+            self._positions_left -= num_positions
+        try:
+            yield
+        finally:
+            self._sequences_left += 1
+            self._positions_left += num_positions
+            self._given_back.set()
+
+
 class LocalEngine:
     """An engine with the model in this process. `run` computes.
 
@@ -65,17 +97,19 @@ class LocalEngine:
     """
 
     def __init__(
-        self, model: Transformer, room: Room, *, longest: int, round_number: int = 0, piece_tokens: int = 256
-    ) -> None:
+        self, model: Transformer, room: Room, *, longest: int, round_number: int = 0, piece_tokens: int = 256,
+        recorder: Recorder | None = None,
+    ) -> None:  # fmt: skip
         """
         Args:
             room: the room for positions of sequences, which is enough for a sequence of `longest` tokens.
             piece_tokens: how many tokens of a prompt are computed at once; between pieces other sequences get a token.
+            recorder: records the steps in which all sequences get a token, for a GPU.
         """
         assert room.capacity >= longest, "a sequence could wait for ever"
         self._model = model.eval()
         device = next(model.parameters()).device
-        self._decoding = Decoding(lambda tensor: tensor.to(device))
+        self._decoding = Decoding(lambda tensor: tensor.to(device), recorder, most_positions=room.capacity)
         self._room = room
         self.longest = longest
         self.round = round_number
@@ -95,15 +129,16 @@ class LocalEngine:
                     await self._changed.wait()
                     continue
                 await loop.run_in_executor(thread, self._compute, begun)
-                for sequence in begun:
-                    sequence.deliver()
+                # A loop here would keep its last sequence, and that sequence's cache, until the next one comes.
+                _deliver(begun)
 
     async def generate(
         self, prompt: Sequence[int], sampling: Sampling, max_tokens: int, scores: Scores | None = None
     ) -> AsyncGenerator[int, None]:
         require_room(self, prompt, max_tokens)
         async with self._room.taken(len(prompt) + max_tokens):
-            sequence = _Sequence(prompt, sampling, max_tokens, scores)
+            cache = self._decoding.cache(len(prompt) + max_tokens)
+            sequence = _Sequence(prompt, cache, sampling, num_chosen(max_tokens, scores), scores)
             self._sequences.append(sequence)
             try:
                 for _ in range(num_chosen(max_tokens, scores)):
@@ -133,16 +168,27 @@ class LocalEngine:
                 sequence.take(positions.tokens, output)
 
 
+def _deliver(sequences: Sequence["_Sequence"]) -> None:
+    for sequence in sequences:
+        sequence.deliver()
+
+
 class _Sequence:
     """One sequence under way. The compute thread appends its tokens, and `deliver` passes them to the caller."""
 
-    def __init__(self, prompt: Sequence[int], sampling: Sampling, max_tokens: int, scores: Scores | None) -> None:
+    def __init__(
+        self, prompt: Sequence[int], cache: KeyValueCache, sampling: Sampling, num_left: int, scores: Scores | None
+    ) -> None:
+        """
+        Args:
+            num_left: how many tokens are to be chosen.
+        """
         self.tokens = list(prompt)
-        self.cache = KeyValueCache(len(prompt) + max_tokens)
+        self.cache = cache
         self._sampling = sampling
         self._scores = scores
-        self._scorer = None if scores is None else Scorer(scores.scoring)
-        self._num_left = num_chosen(max_tokens, scores)
+        self._scorer = Scorer(NO_SCORING if scores is None else scores.scoring)
+        self._num_left = num_left
         self._ready = deque[int]()
         self._num_delivered = len(prompt)
         self._error: BaseException | None = None
@@ -162,18 +208,15 @@ class _Sequence:
         """The positions that are computed next."""
         first = self.cache.num_positions
         tokens = self.tokens[first : first + most_tokens]
-        num_logits = 1 if self._scorer is None else self._scorer.num_logits(len(tokens))
-        return NextPositions(cache=self.cache, tokens=tokens, num_logits=num_logits)
+        return NextPositions(cache=self.cache, tokens=tokens, num_logits=self._scorer.num_logits(len(tokens)))
 
     def take(self, piece: Sequence[int], logits_NV: torch.Tensor) -> None:
         """Score a piece's tokens, and choose the next one at the end of the prompt."""
         try:
-            if self._scorer is not None:
-                self._scorer.add_positions(piece, logits_NV)
+            self._scorer.add_positions(piece, logits_NV)
             if self.num_new == 0:
                 token = choose(logits_NV[-1], self._sampling, len(self.tokens))
-                if self._scorer is not None:
-                    self._scorer.add_chosen(token)
+                self._scorer.add_chosen(token)
                 self.tokens.append(token)
                 self._num_left -= 1
         except Exception as error:  # noqa: BLE001 - the caller raises it
@@ -181,7 +224,7 @@ class _Sequence:
 
     def deliver(self) -> None:
         """Pass the computed tokens to the caller."""
-        if self._scorer is not None and self._scores is not None:
+        if self._scores is not None:
             new = self._scorer.take()
             self._scores.extend_from(new, len(new))
         self._ready.extend(self.tokens[self._num_delivered :])

@@ -1,13 +1,13 @@
-"""Attention to the same and earlier positions, with rotary positions, and the cache of keys and values for text.
+"""Attention to the same and earlier positions, with rotary positions.
 
-Used by layers.py and stage_module.py. Rotary tables are made anew in every forward pass.
+Used by layers.py, stage_module.py and cache.py. Rotary tables are made anew in every forward pass.
 
 Shape suffixes: B samples, T positions, S positions of keys and values, D model width, H query heads, G key and value
 heads, K head width, J half a head's width, R trained columns of the residual stream.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import assert_never
 
 import torch
@@ -80,6 +80,10 @@ def attention(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask_B1TS: Tensor 
         mask_B1TS: bool, which positions attend to which; without it each attends to itself and all earlier ones.
     """
     group_size, device = q_BHTK.shape[1] // k_BGSK.shape[1], q_BHTK.device
+    if group_size > 1 and q_BHTK.shape[2] == 1:
+        # The heads of a group are queries of the head that they share: no kernel for groups is needed.
+        grouped_BGHK = q_BHTK.reshape(*k_BGSK.shape[:2], group_size, -1)
+        return F.scaled_dot_product_attention(grouped_BGHK, k_BGSK, v_BGSK, attn_mask=mask_B1TS).reshape_as(q_BHTK)
     # Flash attention takes no mask.
     may_be_flash = device.type == "cuda" and mask_B1TS is None
     capability = torch.cuda.get_device_capability(device) if may_be_flash else None
@@ -118,82 +122,6 @@ class Documents:
     def attend(self, q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> Tensor:
         """Attention of each token to itself and the earlier tokens of its document."""
         return attention(q_BHTK, k_BHTK, v_BHTK, self._mask_B1TT)
-
-
-def cache_bytes(model: ModelConfig, num_layers: int) -> int:
-    """The bytes of one position's keys and values in `num_layers` layers, in float32."""
-    return 2 * num_layers * model.kv_heads * model.width_of_heads * torch.float32.itemsize
-
-
-class KeyValueCache:
-    """The keys and values of the positions that have been computed, of some sequences side by side.
-
-    Attributes:
-        num_positions: how many positions are cached in every layer.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        """
-        Args:
-            capacity: the most positions that fit. A layer's memory for all of them is taken with its first position.
-        """
-        self.capacity = capacity
-        self.num_positions = 0
-        self._layers: dict[str, tuple[Tensor, Tensor]] = {}
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of memory that the cache takes now."""
-        return sum(tensor.nbytes for pair in self._layers.values() for tensor in pair)
-
-    def next_positions(self, count: int, device: torch.device) -> Tensor:
-        """The positions that come next: [T]."""
-        return torch.arange(self.num_positions, self.num_positions + count, device=device)
-
-    def advance(self, count: int) -> None:
-        """Note that every layer now has `count` more positions."""
-        self.num_positions += count
-
-    def rewind(self, num_positions: int) -> None:
-        """Forget all positions but the first ones, for example those of a computation that failed half-way."""
-        assert num_positions <= self.num_positions
-        self.num_positions = num_positions
-
-    def attend(self, layer: str, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
-        """Attention of the next T positions to all cached ones and to each other; their keys and values are cached."""
-        return attention(q_BHTK, *self._extend(layer, k_BGTK, v_BGTK))
-
-    def _extend(self, layer: str, k_BGTK: Tensor, v_BGTK: Tensor) -> tuple[Tensor, Tensor]:
-        if layer not in self._layers:
-            shape = (*k_BGTK.shape[:2], self.capacity, k_BGTK.shape[3])
-            self._layers[layer] = (k_BGTK.new_empty(shape), v_BGTK.new_empty(shape))
-        end = self.num_positions + k_BGTK.shape[2]
-        assert end <= self.capacity, "the cache is full"
-        k_BGSK, v_BGSK = self._layers[layer]
-        k_BGSK[:, :, self.num_positions : end] = k_BGTK
-        v_BGSK[:, :, self.num_positions : end] = v_BGTK
-        return k_BGSK[:, :, :end], v_BGSK[:, :, :end]
-
-
-class CacheRows:
-    """The caches of several sequences that are computed side by side, one for each row; their lengths may differ."""
-
-    def __init__(self, caches: Sequence[KeyValueCache]) -> None:
-        self._caches = caches
-
-    def next_positions(self, count: int, device: torch.device) -> Tensor:
-        """The positions that come next in each cache: [B, T]."""
-        return torch.stack([cache.next_positions(count, device) for cache in self._caches])
-
-    def advance(self, count: int) -> None:
-        """Note that every layer of each cache now has `count` more positions."""
-        for cache in self._caches:
-            cache.advance(count)
-
-    def attend(self, layer: str, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
-        """Attention as in KeyValueCache.attend, for each row with its own cache."""
-        rows = zip(*(heads.chunk(len(self._caches)) for heads in (q_BHTK, k_BGTK, v_BGTK)), strict=True)
-        return torch.cat([cache.attend(layer, *row) for cache, row in zip(self._caches, rows, strict=True)])
 
 
 def has_grouped_kernel(

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from swarm.config import ModelConfig
-from swarm.model.attention import Attend, CacheRows, CausalSelfAttention, Documents, KeyValueCache, attention
+from swarm.model.attention import Attend, CausalSelfAttention, Documents, attention
+from swarm.model.cache import Cache
 from swarm.model.functions import product, swiglu
 from swarm.model.loss import summed_loss
 from swarm.model.masks import Dropout, DropoutKey, key_digest
@@ -126,7 +127,7 @@ class TransformerLayer(nn.Module):
         cos_TJ: Tensor | None,
         sin_TJ: Tensor | None,
         key: DropoutKey | None,
-        reach: KeyValueCache | CacheRows | Documents | None = None,
+        reach: Cache | Documents | None = None,
         sublayers: Sequence[Sublayer] = SUBLAYERS,
     ) -> Tensor:
         """
@@ -155,7 +156,7 @@ class TransformerLayer(nn.Module):
             return normed_BTD
         return normed_BTD.to(torch.get_autocast_dtype(device))
 
-    def _attend(self, reach: KeyValueCache | CacheRows | Documents | None) -> Attend:
+    def _attend(self, reach: Cache | Documents | None) -> Attend:
         # The layer's name is read for a cache alone: compiled code that depends on it holds for a single layer.
         if reach is None:
             return attention

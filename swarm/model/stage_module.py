@@ -34,7 +34,8 @@ from torch.utils.checkpoint import checkpoint
 
 from swarm.config import ModelConfig, RunConfig
 from swarm.model.adapters import trained_parameters
-from swarm.model.attention import CacheRows, Documents, KeyValueCache, rotary_tables
+from swarm.model.attention import Documents, rotary_tables
+from swarm.model.cache import Cache, KeyValueCache
 from swarm.model.functions import as_cast, whole_tables
 from swarm.model.layers import Embedding, FixedColumns, Head, Positions, TransformerLayer
 from swarm.model.loss import summed_loss_of_logits
@@ -103,7 +104,7 @@ class StageModule(nn.Module):
         dropout_key: DropoutKey | None = None,
         tokens_BT: Tensor | None = None,
         documents_BT: Tensor | None = None,
-        cache: KeyValueCache | CacheRows | None = None,
+        cache: Cache | None = None,
         num_logits: int = 1,
         targets_BT: Tensor | None = None,
         gradient_scale: float = 1.0,

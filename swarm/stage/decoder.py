@@ -22,7 +22,8 @@ from swarm.generation.choice import Scorer, choose
 from swarm.generation.decoding import Decoding, NextPositions
 from swarm.generation.sampling import BYTES_OF_SCORE
 from swarm.hop.session import Order, Piece, Token
-from swarm.model.attention import KeyValueCache, cache_bytes
+from swarm.machine.recording import Recorder
+from swarm.model.cache import KeyValueCache, cache_bytes
 from swarm.model.stage_module import StageModule
 from swarm.model.stages import layer_ranges
 from swarm.rpc.wire import ENCODINGS, require_in_range
@@ -40,7 +41,7 @@ class Computed:
     order: Order
     held: HeldRound
     cache: KeyValueCache
-    scorer: Scorer | None = None
+    scorer: Scorer
     """Used at the last stage."""
 
 
@@ -56,7 +57,14 @@ class _Step:
 class Decoder:
     """The decoder of one stage."""
 
-    def __init__(self, backend: StageBackend, runtime: Runtime) -> None:
+    def __init__(
+        self, backend: StageBackend, runtime: Runtime, *, most_bytes: int, recorder: Recorder | None = None
+    ) -> None:
+        """
+        Args:
+            most_bytes: the most that all sessions together will take, as session_bytes counts it.
+            recorder: records the steps in which waiting sessions get a position, for a GPU.
+        """
         self._config = backend.config
         self._module = backend.module
         self._is_first, self._is_last = backend.stage == 0, backend.is_last
@@ -64,8 +72,13 @@ class Decoder:
         self._staging = backend.staging
         self._device = next(iter(backend.weights.masters.values())).device
         self._runtime = runtime
-        self._decoding = Decoding(backend.staging.upload)
+        most_positions = most_bytes // _position_bytes(backend.config, backend.stage)
+        self._decoding = Decoding(backend.staging.upload, recorder, most_positions=most_positions)
         self._waiting: deque[_Step] = deque()
+
+    def cache(self, order: Order) -> KeyValueCache:
+        """Make the cache for a session. Any thread may."""
+        return self._decoding.cache(order.num_positions)
 
     async def compute(self, computed: Computed, pieces: Sequence[Piece], *, sample: bool) -> Piece | Token | None:
         """Compute the next positions of a session, at least one.
@@ -111,14 +124,13 @@ class Decoder:
     def _positions(self, step: _Step) -> NextPositions | None:
         """What is to be computed for a step. If its input makes no sense, None, and the step's caller gets the
         error."""
-        computed, scorer = step.computed, step.computed.scorer
         try:
             hidden = None if self._is_first else torch.cat([self._decode(piece) for piece in step.hidden], dim=1)
         except BaseException as error:  # noqa: BLE001 - the caller raises it
             step.future.set_exception(error)
             return None
-        num_logits = 1 if scorer is None else scorer.num_logits(len(step.tokens))
-        return NextPositions(cache=computed.cache, tokens=step.tokens, hidden_1TR=hidden, num_logits=num_logits)
+        num_logits = step.computed.scorer.num_logits(len(step.tokens))
+        return NextPositions(cache=step.computed.cache, tokens=step.tokens, hidden_1TR=hidden, num_logits=num_logits)
 
     def _decode(self, piece: Piece) -> torch.Tensor:
         spec = self._boundary.spec(1, len(piece.tokens))
@@ -140,14 +152,11 @@ class Decoder:
 
     def _chosen(self, step: _Step, logits_NV: torch.Tensor) -> Token | None:
         order, scorer = step.computed.order, step.computed.scorer
-        if scorer is not None:
-            scorer.add_positions(step.tokens, logits_NV)
+        scorer.add_positions(step.tokens, logits_NV)
         if not step.sample:
             return None
         position = step.computed.cache.num_positions
         token = choose(logits_NV[-1], order.sampling, position)
-        if scorer is None:
-            return Token(position, token)
         scorer.add_chosen(token)
         return Token(position, token, scorer.take())
 
@@ -159,6 +168,9 @@ class Decoder:
 def session_bytes(config: RunConfig, stage: int, order: Order) -> int:
     """The most bytes that a session takes at a stage: keys and values in float32, the hidden states that it sends on,
     and scores."""
-    kept = cache_bytes(config.model, len(layer_ranges(config)[stage])) + boundary_of(config).spec(1, 1).num_bytes
     num_scores = 0 if order.scoring is None else order.scoring.num_scores(order.num_positions)
-    return order.num_positions * kept + num_scores * BYTES_OF_SCORE
+    return order.num_positions * _position_bytes(config, stage) + num_scores * BYTES_OF_SCORE
+
+
+def _position_bytes(config: RunConfig, stage: int) -> int:
+    return cache_bytes(config.model, len(layer_ranges(config)[stage])) + boundary_of(config).spec(1, 1).num_bytes

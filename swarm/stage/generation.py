@@ -9,9 +9,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from swarm.errors import MalformedMessage, NotReady
-from swarm.generation.choice import Scorer
+from swarm.generation.choice import NO_SCORING, Scorer
 from swarm.hop.session import Order, unpack_order
-from swarm.model.attention import KeyValueCache
+from swarm.machine.recording import Recorder
 from swarm.rpc.address import check_address
 from swarm.rpc.callers import RETRY_SECONDS, Caller, Shares, caller_of
 from swarm.rpc.v1 import generation_pb2 as pb
@@ -45,11 +45,17 @@ class SessionLimits:
 class GenerationServicer(GenerationServiceServicer):
     """Serves one stage's sessions."""
 
-    def __init__(self, stage: Stage, limits: SessionLimits) -> None:
+    def __init__(self, stage: Stage, limits: SessionLimits, recorder: Recorder | None = None) -> None:
+        """
+        Args:
+            recorder: records what sessions compute again and again, for a GPU.
+        """
         self._stage = stage
         self._config = stage.context.config
         self._hop = stage.context.hop
-        self._decoder = Decoder(stage.context.backend, stage.context.runtime)
+        self._decoder = Decoder(
+            stage.context.backend, stage.context.runtime, most_bytes=limits.max_bytes, recorder=recorder
+        )
         self._boundary = boundary_of(self._config)
         self._limits = limits
         retry_seconds = RETRY_SECONDS if limits.max_sessions else NEVER_SECONDS
@@ -91,8 +97,7 @@ class GenerationServicer(GenerationServiceServicer):
             later = None
             if self._hop is not None:
                 later = self._hop.continuation(order, rounds=tuple(opening.rounds[1:]), newest_round=held.number)
-            scorer = None if order.scoring is None else Scorer(order.scoring)
-            computed = Computed(order, held, KeyValueCache(order.num_positions), scorer)
+            computed = Computed(order, held, self._decoder.cache(order), Scorer(order.scoring or NO_SCORING))
             session = Session(
                 caller, computed, self._decoder, boundary=self._boundary, is_first=stage == 0, continuation=later,
                 on_token=self._count_token,

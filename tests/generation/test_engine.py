@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from swarm.config import DataConfig, RunConfig, StagesConfig
-from swarm.generation.engine import LocalEngine, collect
-from swarm.generation.room import Room
+from swarm.generation.engine import LocalEngine, Room, collect
 from swarm.generation.sampling import Sampling, Scores, Scoring
 from swarm.interchange.source import Source
-from swarm.model.attention import CacheRows, KeyValueCache, cache_bytes
+from swarm.machine.recording import Recorder
+from swarm.model.cache import CacheRows, KeyValueCache
 from swarm.model.transformer import Transformer
 from tests.interchange.small_models import MODELS, POSITIONS, make_tokens, save
+from tests.support.tape import TapeRecorder
 
 _Kind = TypeVar("_Kind", bound=Transformer)
 
@@ -38,23 +39,29 @@ def _load_as(kind: type[_Kind], folder: Path) -> _Kind:
 
 @asynccontextmanager
 async def _running(
-    model: Transformer, *, num_sequences: int = 8, capacity: int = 8 * POSITIONS, piece_tokens: int = 256
-) -> AsyncIterator[LocalEngine]:
+    model: Transformer, *, num_sequences: int = 8, capacity: int = 8 * POSITIONS, piece_tokens: int = 256,
+    recorder: Recorder | None = None,
+) -> AsyncIterator[LocalEngine]:  # fmt: skip
     """An engine that computes inside the block."""
-    engine = LocalEngine(model, Room(num_sequences, capacity), longest=POSITIONS, piece_tokens=piece_tokens)
+    engine = LocalEngine(
+        model, Room(num_sequences, capacity), longest=POSITIONS, piece_tokens=piece_tokens, recorder=recorder
+    )
     async with asyncio.TaskGroup() as tasks:
         computing = tasks.create_task(engine.run())
         yield engine
         computing.cancel()
 
 
+@pytest.mark.parametrize("recorder", [None, TapeRecorder()], ids=["plain", "recorded"])
 @pytest.mark.parametrize("name", MODELS)
-async def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+async def test_greedy_tokens_are_those_of_transformers(
+    name: str, recorder: TapeRecorder | None, tmp_path: Path
+) -> None:
     theirs, prompt = save(name, tmp_path), make_tokens()[:1, :PROMPT_TOKENS]
     count = POSITIONS - PROMPT_TOKENS
     expected = theirs.generate(prompt, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
     for piece_tokens in (2, 256):
-        async with _running(_load(tmp_path), piece_tokens=piece_tokens) as engine:
+        async with _running(_load(tmp_path), piece_tokens=piece_tokens, recorder=recorder) as engine:
             found = await collect(engine, prompt[0].tolist(), GREEDY, count)
         assert found == expected[0, PROMPT_TOKENS:].tolist()
     assert len(set(found)) > 1
@@ -95,7 +102,7 @@ async def test_scores_are_those_of_transformers(
 @torch.no_grad()
 def test_positions_may_come_in_any_pieces(name: str, tmp_path: Path) -> None:
     save(name, tmp_path)
-    model, tokens_BT = _load(tmp_path), make_tokens()
+    model, tokens_BT = _load(tmp_path), make_tokens()[:1]
     whole = model(tokens_BT)[:, -1]
     for sizes in ([1] * 60, [60], [7, 1, 20, 32]):
         cache = KeyValueCache(60)
@@ -167,6 +174,24 @@ async def test_sequences_are_computed_together_and_do_not_mix(model: _Watched) -
     num_together = sum(shape[0] for shape in model.shapes if shape[1] == 1)
     assert num_together >= 4 * 19
     assert len(model.shapes) < 0.6 * num_together
+
+
+async def test_recorded_steps_serve_all_texts_that_come_together_or_one_after_the_other(model: _Watched) -> None:
+    recorder = TapeRecorder()
+    prompts = [make_tokens()[row, :length].tolist() for row, length in ((0, 9), (1, 20), (0, 2), (1, 40))]
+    async with _running(model) as engine:
+        alone = [await collect(engine, prompt, SAMPLING, 20) for prompt in prompts]
+    async with _running(model, recorder=recorder) as engine:
+        for _ in range(3):
+            assert await asyncio.gather(*(collect(engine, prompt, SAMPLING, 20) for prompt in prompts)) == alone
+        num_tapes = len(recorder.tapes)
+        model.shapes.clear()
+        for _ in range(3):
+            assert [await collect(engine, prompt, SAMPLING, 20) for prompt in prompts] == alone
+            assert await asyncio.gather(*(collect(engine, prompt, SAMPLING, 20) for prompt in prompts)) == alone
+    # Each text gives its memory to later ones. So nothing is recorded again, and Python runs for prompts alone.
+    assert len(recorder.tapes) == num_tapes
+    assert len(model.shapes) == 6 * len(prompts)
 
 
 async def test_a_broken_off_text_goes_on_with_the_same_tokens(model: _Watched) -> None:
@@ -252,22 +277,3 @@ async def test_what_does_not_fit_is_refused(prompt: list[int], count: int, model
     async with _running(model) as engine:
         with pytest.raises(ValueError, match=r"no tokens|longer than the model's 64"):
             await collect(engine, prompt, GREEDY, count)
-
-
-def test_bytes_of_a_position_are_what_a_cache_takes(model: _Watched) -> None:
-    cache = KeyValueCache(10)
-    with torch.no_grad():
-        model(torch.tensor([[1, 2, 3]]), cache=cache)
-    assert cache.num_bytes == 10 * cache_bytes(model.model, model.model.num_layers)
-
-
-def test_a_cache_takes_memory_once() -> None:
-    cache = KeyValueCache(100)
-    assert cache.num_bytes == 0
-    heads = torch.randn(1, 2, 3, 4)
-    for _ in range(4):
-        mixed = cache.attend("layers.0", heads, heads, heads)
-        cache.advance(3)
-    assert mixed.shape == heads.shape
-    assert cache.num_positions == 12
-    assert cache.num_bytes == 2 * 2 * 100 * 4 * 4

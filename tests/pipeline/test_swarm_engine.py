@@ -17,13 +17,15 @@ from swarm.generation.choice import choose
 from swarm.generation.engine import collect
 from swarm.generation.sampling import Sampling, Scores, Scoring
 from swarm.hop import continuation, session
-from swarm.model.attention import CacheRows, KeyValueCache
+from swarm.machine.recording import recorder_of
+from swarm.model.cache import CacheRows, KeyValueCache
 from swarm.model.transformer import build_transformer
 from swarm.pipeline.swarm_engine import SwarmEngine
 from swarm.stage import decoder
 from swarm.stage.generation import SessionLimits
 from tests.support.chain import DILOCO, SYNCHRONOUS, Chain, eventually, held, running_chain
 from tests.support.chain_rounds import begin_next_round
+from tests.support.tape import TapeRecorder
 
 LONGEST = 96
 GREEDY = Sampling(temperature=0.0)
@@ -104,6 +106,24 @@ async def test_tokens_are_those_of_one_process(config: RunConfig, sampling: Samp
         await _assert_freed(chain)
         assert [peer.generation.counters().tokens for peer in chain.peers] == [40, 40, 40]
     assert sampling is GREEDY or len(set(expected)) > 3
+
+
+@pytest.mark.parametrize(
+    "config", [CONFIG, _long(DILOCO), _long(SYNCHRONOUS, bottleneck_dim=8)], ids=["llama", "diloco", "bottleneck"]
+)
+async def test_recorded_steps_write_the_same_tokens_in_each_round(config: RunConfig) -> None:
+    prompts, recorders = [PROMPT, [1, 2]], [TapeRecorder() for _ in range(3)]
+    unused = iter(recorders)
+    texts: list[list[list[int]]] = []
+    for new_recorder in (recorder_of, lambda _: next(unused)):
+        async with running_chain(config, new_recorder=new_recorder) as chain:
+            for _ in range(2):
+                texts.append(await asyncio.gather(*(collect(_engine(chain), p, GREEDY, 20) for p in prompts)))
+                await begin_next_round(chain.peers)
+            await _assert_freed(chain)
+    assert texts[:2] == texts[2:]
+    assert texts[0] != texts[1]
+    assert all(recorder.num_replays >= 30 for recorder in recorders)
 
 
 async def test_sessions_that_wait_together_are_computed_together_and_do_not_mix() -> None:

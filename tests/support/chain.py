@@ -30,6 +30,7 @@ from swarm.hop.answers import HopListener, HopReply
 from swarm.hop.hop import Hop
 from swarm.hop.retries import HopLimits
 from swarm.machine.clock import Clock, SystemClock
+from swarm.machine.recording import Recorder, recorder_of
 from swarm.model.masks import DropoutKey
 from swarm.model.stages import build_stage
 from swarm.model.transformer import build_transformer
@@ -163,7 +164,7 @@ class Peer:
     def __init__(
         self, *, config: RunConfig, number: int, stage: int, clock: Clock, tasks: asyncio.TaskGroup,
         hop_clock: Clock, stage_limits: StageLimits, hop_limits: HopLimits, graph_bytes: int, device: str,
-        session_limits: SessionLimits,
+        session_limits: SessionLimits, recorder: Recorder | None,
     ) -> None:  # fmt: skip
         staging = staging_of(torch.device(device))
         module = build_stage(config, stage, device=device)
@@ -192,7 +193,7 @@ class Peer:
         self.servicer = StageServicer(self.stage, describe=describe, callers=self.callers)
         self.server = grpc.aio.server(options=SERVER_OPTIONS)
         add_stage_servicer(self.servicer, self.server)
-        self.generation = GenerationServicer(self.stage, session_limits)
+        self.generation = GenerationServicer(self.stage, session_limits, recorder)
         add_GenerationServiceServicer_to_server(self.generation, self.server)
         self.record = PeerRecord(
             peer_id=self.peer_id, stage=stage, announced_at=0.0, state=PeerState.SERVING, samples_per_second=1.0,
@@ -332,11 +333,13 @@ async def running_chain(
     hop_clock: Clock | None = None, graph_bytes: int = GRAPH_BYTES, max_in_flight: Sequence[int] = (16, 16, 16),
     hop_limits: HopLimits | None = None, largest_in_flight: int = 0, round_wait_seconds: float = 30.0,
     devices: Sequence[str] = ("cpu", "cpu", "cpu"), session_limits: SessionLimits | None = None,
+    new_recorder: Callable[[torch.device], Recorder | None] = recorder_of,
 ) -> AsyncIterator[Chain]:  # fmt: skip
     """Start `num_peers` peers at each stage; `clock` is the stages', `hop_clock` that of routers and hops.
 
     Args:
         devices: the device of each stage's peers.
+        new_recorder: makes the recorder of a peer's sessions.
     """
     hop_limits = hop_limits or HopLimits(retry_seconds=0.02)
     stages = [stage for stage, count in enumerate(num_peers) for _ in range(count)]
@@ -352,6 +355,7 @@ async def running_chain(
                 ),
                 hop_limits=hop_limits, graph_bytes=graph_bytes, device=devices[stage],
                 session_limits=session_limits or SessionLimits(),
+                recorder=new_recorder(torch.device(devices[stage])),
             )
             for number, stage in enumerate(stages)
         ]  # fmt: skip
