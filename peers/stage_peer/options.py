@@ -84,7 +84,7 @@ class PeerOptions:
     """CPU threads for computing; 0 leaves the choice to PyTorch."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile layers (torch.compile) before the peer serves, which takes a minute the first time. auto does so on a
-    CUDA GPU. Not for runs with dropout."""
+    CUDA GPU. Not for runs with dropout. Unless it is off, a CUDA GPU also computes by CUDA graphs."""
     peak_tflops: float = 0.0
     """TFLOP/s that the device manages at best in the type of matrix products, for the figure of its utilisation; 0
     takes the maker's for common GPUs."""

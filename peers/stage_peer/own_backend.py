@@ -16,7 +16,8 @@ from swarm.errors import Fatal
 from swarm.events.kinds import Events
 from swarm.interchange.weights import Weights
 from swarm.machine.clock import Clock
-from swarm.machine.out_of_memory import is_out_of_memory, what_was_asked
+from swarm.machine.out_of_memory import in_words, is_out_of_memory, what_was_asked
+from swarm.machine.recording import Recorder
 from swarm.model.compiled import go_on_uncompiled
 from swarm.model.functions import fuses
 from swarm.model.loss import loss_bytes
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 def own_backend(
     config: RunConfig, stage: int, *, device: torch.device, staging: Staging, given: Weights | None,
     graph_bytes: int | None, events: Events, dtype: Dtype | None = None, compiles: bool = False,
+    recorder: Recorder | None = None,
 ) -> StageBackend:  # fmt: skip
     """Make the model and its weights, at their initial values.
 
@@ -43,6 +45,7 @@ def own_backend(
             is built.
         dtype: the type of matrix products; None for that of the run.
         compiles: whether to compile the layers; StageBackend.warm_up then takes long.
+        recorder: as in StageBackend.
 
     Raises:
         Fatal: the stage does not fit on the device.
@@ -83,13 +86,14 @@ def own_backend(
         weights=weights,
         budget=GraphBudget(limit_bytes=graph_bytes),
         events=events,
+        recorder=recorder,
     )
 
 
 async def warm_up(
     backend: StageBackend, runtime: Runtime, clock: Clock, *, device: torch.device, compiles: bool
 ) -> None:
-    """Compile what is to be compiled, and have a GPU choose its kernels, before others count on this peer.
+    """Compile and record what is to be, and have a GPU choose its kernels, before others count on this peer.
 
     On a CPU without compiled layers there is nothing to do. Layers that cannot be compiled run uncompiled.
     """
@@ -107,4 +111,6 @@ async def warm_up(
         compiles = False
         await runtime.control(backend.warm_up)
     verb, seconds = "compiled" if compiles else "warmed up", clock.monotonic() - began_at
-    logger.info("%s the layers of stage %d in %.0f s", verb, backend.stage, seconds)
+    recorded_bytes = backend.budget.recorded_bytes
+    graphs = f"; their CUDA graphs take {in_words(recorded_bytes)}" if recorded_bytes else ""
+    logger.info("%s the layers of stage %d in %.0f s%s", verb, backend.stage, seconds, graphs)

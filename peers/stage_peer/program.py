@@ -70,6 +70,7 @@ from swarm.errors import Fatal, PeerUnavailable, SwarmError
 from swarm.events.kinds import Events
 from swarm.interchange.weights import Weights
 from swarm.machine.clock import SystemClock, run_loop
+from swarm.machine.recording import Recorder, recorder_of
 from swarm.model import compiled
 from swarm.rpc.endpoint import LOOPBACK
 from swarm.rpc.entry import Entry
@@ -198,7 +199,7 @@ class Start:
 
     def server_options(
         self, moves: int, *, moved: bool, incarnation: Incarnation, weights: Weights | None, shelves: Shelves,
-        own_figures: OwnFigures, compiles: bool, peak_flops: float,
+        own_figures: OwnFigures, compiles: bool, recorder: Recorder | None, peak_flops: float,
     ) -> ServerOptions:  # fmt: skip
         """The options of one stage's server.
 
@@ -221,8 +222,9 @@ class Start:
             graph_bytes=None if options.graph_memory_mib is None else options.graph_memory_mib << 20,
             sessions=SessionLimits(max_sessions=options.max_sessions, max_bytes=options.session_memory_mib << 20),
             checkpoints=checkpoints, events=self.events, dtype=options.dtype, compiles=compiles, resume=resume,
-            peak_flops=peak_flops, weights=weights, shelves=shelves, meeting=MeetingLimits.of(options.relay_mbit),
-            movable=options.rebalance_seconds > 0, moves=moves, own_figures=own_figures, incarnation=incarnation,
+            recorder=recorder, peak_flops=peak_flops, weights=weights, shelves=shelves,
+            meeting=MeetingLimits.of(options.relay_mbit), movable=options.rebalance_seconds > 0, moves=moves,
+            own_figures=own_figures, incarnation=incarnation,
         )  # fmt: skip
 
 
@@ -283,7 +285,7 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         weights = await contents.initial_weights(stage, resumes=resumes)
         local = start.server_options(
             moves, moved=moved, incarnation=incarnation, weights=weights, shelves=contents.shelves,
-            own_figures=own_figures, compiles=compiles, peak_flops=peak,
+            own_figures=own_figures, compiles=compiles, recorder=recorder, peak_flops=peak,
         )  # fmt: skip
         return StageServer(member, stage, tasks, local)
 
@@ -295,6 +297,7 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         await say_what_is_wrong(options, member, start.device)
         peak = peak_flops(options.peak_tflops, member.config, options.dtype, start.device)
         compiles = await asyncio.to_thread(compiled.compiles, options.compile, member.config, start.device)
+        recorder = None if options.compile == "off" else recorder_of(start.device)
         # Rivals are looked for before anything is announced: an announcement would replace the records of another
         # process with this identity.
         await rivals.require_alone()

@@ -79,6 +79,7 @@ class StageServer:
         backend = own_backend(
             config, stage, device=options.device, staging=staging, given=options.weights,
             graph_bytes=options.graph_bytes, events=options.events, dtype=options.dtype, compiles=options.compiles,
+            recorder=options.recorder,
         )  # fmt: skip
         hop = None
         if not backend.is_last:

@@ -12,6 +12,7 @@ from swarm.checkpoint.writer import CheckpointWriter
 from swarm.content.servicer import Shelves
 from swarm.events.kinds import Events
 from swarm.interchange.weights import Weights
+from swarm.machine.recording import Recorder
 from swarm.rpc.meeting.budget import MeetingLimits
 from swarm.stage.generation import SessionLimits
 
@@ -35,6 +36,8 @@ class ServerOptions:
     """The floating-point operations in a second that the device manages at best; 0 where that is not known."""
     compiles: bool = False
     """Whether layers are compiled."""
+    recorder: Recorder | None = None
+    """Records what the peer computes of a microbatch; None: nothing is recorded."""
     sessions: SessionLimits = field(default_factory=SessionLimits)
     """How many texts this peer helps to write at a time, and with how much memory."""
     weights: Weights | None = None

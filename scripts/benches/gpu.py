@@ -259,13 +259,15 @@ def _stage(options: Options, device: torch.device, found: Figures) -> Figures:
         data=DataConfig(sequence_length=min(512, options.sequence_length), microbatch_size=8),
         rounds=RoundsConfig(setting="synchronous"), wire=WireConfig(dtype="bf16"),
     )  # fmt: skip
+    side = StageSide(config, device, compiles=options.compiles, recorder=recorder_of(device))
     rate_of: dict[str, Callable[[int], float]] = {
-        "swarm": StageSide(config, device, compiles=options.compiles).tokens_per_second,
+        "swarm": side.tokens_per_second,
         "graph": BareSide(config, device).tokens_per_second,
     }
     for rate in rate_of.values():
         rate(min(WARM_UP_MICROBATCHES, options.microbatches))
-    return _compared("stage", "graph", rate_of, options.microbatches)
+    figures = _compared("stage", "graph", rate_of, options.microbatches)
+    return {**figures, "stage_num_recorded": side.backend.function.num_recorded}
 
 
 # -- text --------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ Views, allocations and reads of one number launch nothing. An operator over a li
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,12 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from peers.shared import cli
 from scripts.benches.shared.common import OutputOptions, require_multiple, say
 from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.machine.recording import Recorder, Recording
 from swarm.model.stages import build_stage
 from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import TOKENS
 from swarm.stage.graphs import GraphBudget
 from swarm.stage.settings import weights_of
 from swarm.stage.staging import Staging
+
+_Result = TypeVar("_Result")
 
 WITHOUT_LAUNCH = ("aten.empty", "aten.new_empty", "aten._unsafe_view", "aten.promote_types", "aten._local_scalar_dense")
 """Operators that launch nothing, besides those that only return a view."""
@@ -87,6 +90,14 @@ def run(options: Options) -> dict[str, Any]:
             step()
         counts["launches_per_inner_step" if optimizer == "adamw" else "launches_per_muon_step"] = launches.total
         say(f"an inner step of {optimizer}: {launches.total} launches, of which {launches.counts.most_common(8)}")
+    recorder = _Once()
+    backend = _backend(options, "adamw", recorder)
+    backend.warm_up()
+    before = recorder.num_replays
+    with Launches() as launches:
+        _microbatch(backend, 1, inputs)
+    counts["launches_captured"] = launches.total + recorder.num_replays - before
+    say(f"a captured microbatch: {counts['launches_captured']} launches, besides {launches.counts.most_common(8)}")
     del library
     return {**counts, "d_model": options.d_model, "layers": options.layers, "vocab_size": options.vocab_size}
 
@@ -100,7 +111,26 @@ def _microbatch(
     return loss, lambda: backend.settle(accumulated)
 
 
-def _backend(options: Options, optimizer: Literal["adamw", "muon"]) -> StageBackend:
+class _Once(Recorder):
+    """Computes what it records once, and then only counts: the numbers stay those of the microbatch that warms up."""
+
+    def __init__(self) -> None:
+        self.num_replays = 0
+
+    def pool(self) -> object:
+        return None
+
+    def warm_up(self, work: Callable[[], object]) -> None:
+        pass
+
+    def record(self, work: Callable[[], _Result], pool: object | None = None) -> Recording[_Result]:
+        return Recording(replay=self._replay, result=work(), num_bytes=0)
+
+    def _replay(self) -> None:
+        self.num_replays += 1
+
+
+def _backend(options: Options, optimizer: Literal["adamw", "muon"], recorder: Recorder | None = None) -> StageBackend:
     model = ModelConfig(
         num_layers=options.layers, d_model=options.d_model, num_heads=options.d_model // 64,
         vocab_size=options.vocab_size, autocast=options.autocast,
@@ -120,7 +150,9 @@ def _backend(options: Options, optimizer: Literal["adamw", "muon"]) -> StageBack
     module = build_stage(config, 0, device="cpu", fused=True)
     weights = weights_of(config, module, lineage="", fused=True)
     budget = GraphBudget(limit_bytes=1 << 40)
-    return StageBackend(config=config, stage=0, module=module, weights=weights, staging=Staging(), budget=budget)
+    return StageBackend(
+        config=config, stage=0, module=module, weights=weights, staging=Staging(), budget=budget, recorder=recorder
+    )
 
 
 def _fused_norms_of_a_gpu() -> torch.library.Library:

@@ -3,9 +3,9 @@
 Used by stage/, for a microbatch's forward and backward. On a GPU a recording is a CUDA graph: for a small model, Python
 takes longer to launch a computation's hundreds of operations than the GPU to compute them.
 
-What is recorded reads and writes the same memory in each replay. So its inputs are tensors that the caller keeps, and
-copies new values into. Numbers that Python sees while something is recorded stay as they are. Nothing that is recorded
-may read the device from Python, since nothing is computed until the first replay.
+What is recorded uses the same memory in each replay. So its inputs are tensors that the caller keeps, and copies new
+values into. Numbers that Python sees meanwhile stay as they are. Nothing that is recorded may read the device from
+Python, since nothing is computed until the first replay.
 """
 
 from collections.abc import Callable
@@ -25,9 +25,8 @@ class Recording(Generic[_Result]):
     """Something that was recorded.
 
     Attributes:
-        replay: computes it again, in the order of the current stream. Blocks for no result.
-        result: what the recorded function returned. Its tensors get their values with each replay, and have none before
-            the first one.
+        replay: computes it again, in the order of the current stream.
+        result: what the recorded function returned. Its tensors have values from the first replay on.
         num_bytes: the device memory that the recording takes, beyond what its pool had.
     """
 
@@ -48,20 +47,14 @@ class Recorder(Protocol):
         ...
 
     def warm_up(self, work: Callable[[], object]) -> None:
-        """Run `work` a few times as it will be recorded, so that libraries choose their kernels and make their buffers.
-
-        `work`, or another one of the same operations and shapes, is recorded next.
-        """
+        """Run `work` a few times before the like of it is recorded: libraries choose kernels, and make buffers."""
         ...
 
     def record(self, work: Callable[[], _Result], pool: object | None = None) -> Recording[_Result]:
         """Run `work` once, and record it.
 
-        The recording keeps all memory of its pool, also what `work` let go of. What other operations have saved for a
-        backward is not touched by replays if it is in another pool.
-
         Args:
-            pool: of `pool`; None for memory that no other recording shares.
+            pool: made by `pool`, kept as long as its recordings; None for memory that no other recording shares.
 
         Raises:
             RuntimeError: something in it cannot be recorded. The device's memory may run out, too.
@@ -74,8 +67,7 @@ class CudaRecorder(Recorder):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # One stream for everything: the operations of a backward run on the stream on which its forward was recorded,
-        # and the libraries' buffers, which warming up makes, belong to a stream.
+        # One for everything: a backward runs on its forward's stream, and libraries have buffers for each stream.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
 
     def pool(self) -> object:

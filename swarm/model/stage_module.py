@@ -212,14 +212,19 @@ def with_shared_casts(
     Args:
         casts: the casts of these parameters. The first call with these parameters fills it, and later ones use it.
     """
-    if not isinstance(module, StageModule) or (cast_dtype := autocast_dtype(module.model)) is None:
-        return dict(parameters)
-    if not casts:
-        masters = {name: parameters[name].detach() for name in module.product_weights()}
-        casts |= {name: torch.empty_like(master, dtype=cast_dtype) for name, master in masters.items()}
-        if casts:
-            torch._foreach_copy_(list(casts.values()), list(masters.values()))
+    types = cast_types(module)
+    if types and not casts:
+        masters = {name: parameters[name].detach() for name in types}
+        casts |= {name: torch.empty_like(master, dtype=types[name]) for name, master in masters.items()}
+        torch._foreach_copy_(list(casts.values()), list(masters.values()))
     return {**parameters, **{name: as_cast(parameters[name], cast) for name, cast in casts.items()}}
+
+
+def cast_types(module: nn.Module) -> dict[str, torch.dtype]:
+    """The types of the parameters that all matrix products use in another type, by name. A custom class has none."""
+    if not isinstance(module, StageModule) or (cast_dtype := autocast_dtype(module.model)) is None:
+        return {}
+    return dict.fromkeys(module.product_weights(), cast_dtype)
 
 
 def autocast_dtype(model: ModelConfig) -> torch.dtype | None:

@@ -142,5 +142,5 @@ class Admission:
             or self._setting.num_waiting
             or self._records.answers.num_written
             or (hop is not None and hop.is_held_up)
-            or not self._context.backend.budget.has_room()
+            or not self._context.backend.function.has_room()
         )

@@ -5,14 +5,14 @@ uses the weights that forward used, whatever steps were taken in between. In flo
 of two while they are computed; a gradient that is computed again is computed with the same factor.
 
 A GPU works while this thread prepares the next task. For each microbatch the thread waits for the GPU once, before a
-gradient is added to the sum. At the last stage it waits a second time, for the loss. stage/staging also waits, so that
-the thread does not get too far ahead of the GPU. Every other check is made on the CPU, before tensors go to the GPU.
+gradient is added to the sum; at the last stage the loss is read then, too. stage/staging also waits, so that the thread
+does not get too far ahead of the GPU. Every other check is made on the CPU, before tensors go to the GPU.
 
 Shapes: B samples of a microbatch, T tokens, T1 = T + 1, D numbers a token that travel, V vocabulary.
 """
 
 import logging
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,12 +21,12 @@ from torch import nn
 from swarm.config import RunConfig
 from swarm.errors import MalformedMessage
 from swarm.events.kinds import Accumulate, Events, RollBack
-from swarm.model.masks import DropoutKey
-from swarm.model.stage_module import stage_loss, with_shared_casts
+from swarm.machine.recording import Recorder
 from swarm.rpc.wire import require_in_range
 from swarm.stage.boundary import Boundary, boundary_of
 from swarm.stage.buckets import Accumulated, GradientBucket, Source, Version
-from swarm.stage.graphs import GraphBudget, are_finite, with_gradient
+from swarm.stage.function import StageFunction
+from swarm.stage.graphs import Graph, GraphBudget, read
 from swarm.stage.inputs import StageInputs, WireInputs
 from swarm.stage.staging import Download, Staging
 from swarm.stage.weights import StageWeights
@@ -51,13 +51,16 @@ class Forward:
     wire_inputs: WireInputs
     version: Version
     wire_hidden: Download | None = None
-    _inputs: torch.Tensor | None = None
-    _outputs: torch.Tensor | None = None
+    _graph: Graph | None = None
 
 
 @dataclass
 class StageBackend:
-    """The computation of one stage."""
+    """The computation of one stage.
+
+    Attributes:
+        recorder: records the computation in `warm_up`, if it can be recorded; None: nothing is recorded.
+    """
 
     config: RunConfig
     stage: int
@@ -66,6 +69,8 @@ class StageBackend:
     staging: Staging
     budget: GraphBudget
     events: Events = field(default_factory=Events)
+    recorder: Recorder | None = None
+    function: StageFunction = field(init=False)
     _boundary: Boundary = field(init=False)
     _inputs: StageInputs = field(init=False)
     _scale: LossScale = field(init=False)
@@ -73,12 +78,13 @@ class StageBackend:
     def __post_init__(self) -> None:
         self._boundary = boundary_of(self.config)
         self._inputs = StageInputs(config=self.config, stage=self.stage, boundary=self._boundary, staging=self.staging)
+        self.function = StageFunction(self.config, self.module, self._inputs, self.budget)
         self._scale = LossScale.of_sums(self.config.model.autocast, self.config.data.tokens_per_microbatch)
 
     @property
     def is_last(self) -> bool:
         """Whether this stage computes the loss."""
-        return self.stage == self.config.stages.num_stages - 1
+        return self._inputs.is_last
 
     # -- training ----------------------------------------------------------------------------------------------
 
@@ -98,16 +104,16 @@ class StageBackend:
             microbatch=microbatch, wire_inputs=wire_inputs, version=self.weights.version_for(round_number)
         )
         self._inputs.check(wire_inputs)
-        keeps_graph = has_backward and self.budget.has_room()
-        if keeps_graph:
-            forward._inputs, outputs = self._graph(forward)
-        else:
-            with torch.no_grad():
-                outputs = self._apply(forward, self._inputs.hidden_or_tokens(wire_inputs))
-        forward.wire_hidden = self._boundary.encode(outputs, self.staging)
-        # Done last, because no caller releases a forward that failed.
-        if keeps_graph:
-            forward._outputs = outputs
+        outputs, graph = self.function.forward(microbatch, forward.version, wire_inputs, has_backward=has_backward)
+        try:
+            forward.wire_hidden = self._boundary.encode(outputs, self.staging)
+        except BaseException:
+            # No caller releases a forward that failed.
+            if graph is not None:
+                graph.let_go()
+            raise
+        if graph is not None:
+            forward._graph = graph
             self.budget.keep()
         if has_backward:
             forward.version.taken()
@@ -128,10 +134,11 @@ class StageBackend:
             MalformedMessage: the gradient cannot be decoded, or the gradient of the weights is not finite.
         """
         try:
-            if forward._outputs is None:
-                forward._inputs, forward._outputs = self._graph(forward)
+            if forward._graph is None:
+                self._compute(forward)
                 self.budget.keep(recomputed=True)
-            return self._collect(forward, wire_gradient, accumulate=accumulate, only_at=only_at)
+            _, answer, accumulated = self._collect(forward, wire_gradient, accumulate=accumulate, only_at=only_at)
+            return answer, accumulated
         finally:
             self.release(forward)
 
@@ -158,22 +165,18 @@ class StageBackend:
         )
         forward.version.taken()
         try:
-            forward._inputs, loss = self._graph(forward, self._scale.factor)
-            forward._outputs = loss
+            self._compute(forward)
             self.budget.keep()
-            # Checked before the backward, so that a loss that is not finite has no effect.
-            loss_on_cpu = loss.detach().cpu() / max(1, samples.amount(wire_inputs).targets)
-            require_in_range("loss", loss_on_cpu)
-            gradient, accumulated = self._collect(forward, None, accumulate=accumulate, only_at=only_at)
-            return float(loss_on_cpu), gradient, accumulated
+            return self._collect(forward, None, accumulate=accumulate, only_at=only_at)
         finally:
             self.release(forward)
 
     def release(self, forward: Forward) -> None:
         """Forget a forward's graph and version, after its backward or because its gradient will never come."""
-        if forward._outputs is not None:
+        if forward._graph is not None:
+            forward._graph.let_go()
             self.budget.let_go()
-        forward._inputs = forward._outputs = None
+        forward._graph = None
         forward.version.left()
         self.weights.step_if_due()
 
@@ -187,16 +190,12 @@ class StageBackend:
             self.weights.step_if_due()
 
     def roll_back(self, all_accumulated: Sequence[Accumulated]) -> None:
-        """Take gradients out of the sum.
-
-        Each is computed again and subtracted. If fewer gradients stay than leave, the staying ones are computed again
-        instead, and added to an empty sum.
-        """
+        """Take gradients out of their sums; see GradientBucket.roll_back."""
         leaving: dict[GradientBucket, dict[Source, None]] = {}
         for accumulated in all_accumulated:
             leaving.setdefault(accumulated.bucket, {})[accumulated.source] = None
         for bucket, sources in leaving.items():
-            self._take_out(bucket, sources.keys())
+            bucket.roll_back(sources.keys(), self._again)
         for accumulated in all_accumulated:
             source, bucket = accumulated.source, accumulated.bucket
             bucket.withdrawn(source)
@@ -204,39 +203,29 @@ class StageBackend:
             self.events.write(undone)
             self.settle(accumulated)
 
-    def _take_out(self, bucket: GradientBucket, leaving: Set[Source]) -> None:
-        staying = [source for source in bucket.sources if source not in leaving]
-        left, kept = (sum((source.amount for source in some), start=NOTHING) for some in (leaving, staying))
-        # With DiLoCo `sources` is empty, so the staying gradients are not known: a sum is made anew only if nothing
-        # stays.
-        if len(staying) < len(leaving) and left + kept == bucket.amount:
-            bucket.clear(kept)
-            for source in staying:
-                bucket.add(self._again(source), source.amount, scale=source.scale, is_counted=True)
-        else:
-            for source in leaving:
-                bucket.take_out(self._again(source), source.amount, scale=source.scale)
-
     def _again(self, source: Source) -> Sequence[torch.Tensor]:
-        """Compute a gradient again, times source.scale, with the same weights and randomness."""
-        forward = Forward(microbatch=source.microbatch, wire_inputs=source.wire_inputs, version=source.version)
-        _, forward._outputs = self._graph(forward, source.scale)
-        root = self._root(forward, source.wire_gradient, source.scale)
-        parameters = list(source.version.parameters.values())
-        return torch.autograd.grad(root, parameters, allow_unused=True, materialize_grads=True)
+        """Compute a gradient again, times source.scale, by the same operations, weights and randomness."""
+        graph = self.function.graph(
+            source.microbatch, source.version, source.wire_inputs, source.scale, records=source.is_recorded
+        )
+        gradient_BTR = self._scaled(source.wire_gradient, source.wire_inputs, source.scale)
+        return graph.gradients(gradient_BTR, of_inputs=False)
 
     def warm_up(self) -> None:
         """Compute a gradient and an evaluation of made-up samples, so that what is compiled at a first call is there.
+        Then record what can be recorded.
 
-        Nothing of it is kept. If layers are compiled, torch may raise errors of many kinds.
+        Nothing else is kept. If layers are compiled, torch may raise errors of many kinds.
         """
-        wire_inputs, wire_gradient = self._inputs.made_up()
+        wire_inputs, wire_gradient = self._inputs.made_up(0)
         made_up = Source(
             microbatch=0, amount=NOTHING, wire_inputs=wire_inputs, version=self.weights.version,
             wire_gradient=None if self.is_last else wire_gradient,
         )  # fmt: skip
         self._again(made_up)
         self.evaluate(wire_inputs, self.weights.version.parameters)
+        if self.recorder is not None:
+            self.function.record(self.recorder, self.weights.version)
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 
@@ -248,44 +237,18 @@ class StageBackend:
             scalar, which is 0 without targets.
         """
         self._inputs.check(wire_inputs)
-        inputs = self._inputs.hidden_or_tokens(wire_inputs)
-        with torch.no_grad():
-            outputs = self._call(parameters, inputs, wire_inputs, None)
-            if not self.is_last:
-                return self._boundary.encode(outputs, self.staging).wait()
-            return outputs.cpu() / max(1, samples.amount(wire_inputs).targets)
+        outputs = self.function.evaluate(parameters, wire_inputs)
+        if not self.is_last:
+            return self._boundary.encode(outputs, self.staging).wait()
+        return outputs.cpu() / max(1, samples.amount(wire_inputs).targets)
 
     # -- helpers -------------------------------------------------------------------------------------------------
 
-    def _graph(self, forward: Forward, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs = self._inputs.hidden_or_tokens(forward.wire_inputs)
-        if self.stage:
-            inputs.requires_grad_()
-        with torch.enable_grad():
-            outputs = self.budget.build(lambda: self._apply(forward, inputs, scale), forward.version)
-        return inputs, outputs
-
-    def _apply(self, forward: Forward, inputs: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        key = DropoutKey(seed=self.config.data.seed, microbatch=forward.microbatch)
-        parameters = with_shared_casts(self.module, forward.version.parameters, forward.version.casts)
-        return self._call(parameters, inputs, forward.wire_inputs, key, scale)
-
-    def _call(
-        self,
-        parameters: Mapping[str, torch.Tensor],
-        inputs: torch.Tensor,
-        wire_inputs: WireInputs,
-        key: DropoutKey | None,
-        scale: float = 1.0,
-    ) -> torch.Tensor:
-        """The hidden state for the next stage; at the last one the loss in nats, summed over the targets, whose
-        gradients are those of `scale` times the loss."""
-        options = {"dropout_key": key, **self._inputs.context(wire_inputs)}
-        if self.is_last:
-            targets_BT = self._inputs.targets(wire_inputs)
-            return stage_loss(self.module, parameters, inputs, targets_BT, gradient_scale=scale, **options)
-        outputs: torch.Tensor = torch.func.functional_call(self.module, dict(parameters), (inputs,), options)
-        return outputs
+    def _compute(self, forward: Forward) -> None:
+        """Compute a forward whose backward follows at once."""
+        forward._graph = self.function.graph(
+            forward.microbatch, forward.version, forward.wire_inputs, self._scale.factor
+        )
 
     def _collect(
         self,
@@ -294,57 +257,59 @@ class StageBackend:
         *,
         accumulate: bool,
         only_at: int | None,
-    ) -> tuple[Download | None, Accumulated | None]:
-        parameters = list(forward.version.parameters.values()) if accumulate else []
-        if not self.stage and not parameters:
-            return None, None
-        gradients, scale = self._gradients(forward, wire_gradient, parameters)
-        answer = None
+    ) -> tuple[float, Download | None, Accumulated | None]:
+        """Compute the gradients, and use them. Also returns the last stage's mean loss; at others it is 0."""
+        gradients, scale, answer = list[torch.Tensor](), 1.0, None
+        if self.stage or accumulate:
+            gradients, scale = self._gradients(forward, wire_gradient, of_weights=accumulate)
         if self.stage:
             input_gradient, *gradients = gradients
             answer = self._boundary.encode(input_gradient if scale == 1.0 else input_gradient / scale, self.staging)
-        if not accumulate:
-            return answer, None
+        graph = forward._graph
+        assert graph is not None
         # Waits for the device, because a gradient that is not finite could not be taken out of the sum again.
-        if self._scale.is_fixed and not are_finite(gradients):
+        loss, are_all_finite = read(graph.outputs if self.is_last else None, gradients if self._scale.is_fixed else [])
+        mean_loss = loss / max(1, samples.amount(forward.wire_inputs).targets)
+        require_in_range("loss", mean_loss)
+        if not are_all_finite:
             raise MalformedMessage("the gradient of the weights is not finite")
+        if not accumulate:
+            return float(mean_loss), answer, None
         source = Source(
             microbatch=forward.microbatch, amount=samples.amount(forward.wire_inputs), wire_inputs=forward.wire_inputs,
-            wire_gradient=wire_gradient, version=forward.version, scale=scale,
+            wire_gradient=wire_gradient, version=forward.version, scale=scale, is_recorded=graph.is_recorded,
         )  # fmt: skip
         bucket = self.weights.accumulate(gradients, source)
         taken = Accumulate(
             microbatch=source.microbatch, samples=source.amount.samples, bucket=bucket.number, only_at=only_at
         )
         self.events.write(taken)
-        return answer, Accumulated(source=source, bucket=bucket)
+        return float(mean_loss), answer, Accumulated(source=source, bucket=bucket)
 
     def _gradients(
-        self, forward: Forward, wire_gradient: torch.Tensor | None, parameters: Sequence[torch.Tensor]
-    ) -> tuple[Sequence[torch.Tensor], float]:
+        self, forward: Forward, wire_gradient: torch.Tensor | None, *, of_weights: bool
+    ) -> tuple[list[torch.Tensor], float]:
         """The gradients of the inputs (not at stage 0) and of the parameters times a power of two, and this factor.
 
         With a factor that is not fixed they are finite, or MalformedMessage is raised: no factor makes them so.
         """
         while True:
             scale = self._scale.factor
-            assert forward._outputs is not None
-            inputs = [] if not self.stage or forward._inputs is None else [forward._inputs]
-            root = self._root(forward, wire_gradient, scale)
-            gradients = torch.autograd.grad(root, [*inputs, *parameters], allow_unused=True, materialize_grads=True)
-            if self._scale.is_fixed or are_finite(gradients):
+            assert forward._graph is not None
+            gradient_BTR = self._scaled(wire_gradient, forward.wire_inputs, scale)
+            gradients = forward._graph.gradients(gradient_BTR, of_inputs=self.stage > 0, of_weights=of_weights)
+            if self._scale.is_fixed or read(None, gradients)[1]:
                 self._scale.succeeded()
                 return gradients, scale
             if not self._scale.halve():
                 raise MalformedMessage("the gradient is not finite, whatever its scale")
             logger.info("microbatch %d overflows float16: computed again with half the scale", forward.microbatch)
-            del root, gradients
-            forward._inputs, forward._outputs = self._graph(forward, self._scale.factor)
+            del gradients
+            self._compute(forward)
 
-    def _root(self, forward: Forward, wire_gradient: torch.Tensor | None, scale: float) -> torch.Tensor:
-        """The scalar whose gradients are those of the loss times `scale`. At the last stage its graph has the scale."""
-        assert forward._outputs is not None
+    def _scaled(self, wire_gradient: torch.Tensor | None, wire_inputs: WireInputs, scale: float) -> torch.Tensor | None:
+        """The gradient of the stage's output times the scale; None at the last stage, whose graph has the scale."""
         if wire_gradient is None:
-            return forward._outputs
-        gradient_BTD = self._inputs.decode(wire_gradient, forward.wire_inputs)
-        return with_gradient(forward._outputs, gradient_BTD if scale == 1.0 else gradient_BTD * scale)
+            return None
+        gradient_BTR = self._inputs.decode(wire_gradient, wire_inputs)
+        return gradient_BTR if scale == 1.0 else gradient_BTR * scale

@@ -7,7 +7,7 @@ one is late. Nothing here writes to weights.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from weakref import WeakSet
 
@@ -95,6 +95,7 @@ class Source:
         wire_gradient: the gradient of the stage's output, as received; None at the last stage.
         version: the weights that were used.
         scale: the power of two by which gradients were multiplied while they were computed.
+        is_recorded: whether a recording computed them.
     """
 
     microbatch: int
@@ -103,6 +104,7 @@ class Source:
     wire_gradient: torch.Tensor | None
     version: Version
     scale: float = 1.0
+    is_recorded: bool = False
 
 
 @dataclass(eq=False)
@@ -165,6 +167,27 @@ class GradientBucket:
         """Note that a gradient was taken out of the sum."""
         self.versions[source.version.number] -= 1
         self.sources.pop(source, None)
+
+    def roll_back(self, leaving: Set[Source], again: Callable[[Source], Iterable[torch.Tensor]]) -> None:
+        """Take gradients out of the sum.
+
+        Each is computed again and subtracted. If fewer gradients stay than leave, the staying ones are computed again
+        instead, and added to an empty sum.
+
+        Args:
+            again: computes the gradients of a source, times its scale.
+        """
+        staying = [source for source in self.sources if source not in leaving]
+        left, kept = (sum((source.amount for source in some), start=NOTHING) for some in (leaving, staying))
+        # With DiLoCo `sources` is empty, so the staying gradients are not known: a sum is made anew only if nothing
+        # stays.
+        if len(staying) < len(leaving) and left + kept == self.amount:
+            self.clear(kept)
+            for source in staying:
+                self.add(again(source), source.amount, scale=source.scale, is_counted=True)
+        else:
+            for source in leaving:
+                self.take_out(again(source), source.amount, scale=source.scale)
 
     def clear(self, amount: Amount = NOTHING) -> None:
         """Take all gradients out. Gradients of `amount` will be added again, and count from now on."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.machine.recording import Recorder
 from swarm.model.masks import DropoutKey
 from swarm.model.stage_module import StageModule
 from swarm.model.stages import build_stage
@@ -30,15 +31,16 @@ PLENTY = 1 << 30
 
 
 def backend_of(
-    config: RunConfig, stage: int, limit_bytes: int = PLENTY, *, fused: bool = False, compiles: bool = False
-) -> StageBackend:
+    config: RunConfig, stage: int, limit_bytes: int = PLENTY, *, fused: bool = False, compiles: bool = False,
+    recorder: Recorder | None = None,
+) -> StageBackend:  # fmt: skip
     module = build_stage(config, stage, device="cpu", fused=fused)
     if compiles:
         assert isinstance(module, StageModule)
         module.compile_layers()
     return StageBackend(
         config=config, stage=stage, module=module, weights=weights_of(config, module, lineage="", fused=fused),
-        staging=Staging(), budget=GraphBudget(limit_bytes=limit_bytes),
+        staging=Staging(), budget=GraphBudget(limit_bytes=limit_bytes), recorder=recorder,
     )  # fmt: skip
 
 

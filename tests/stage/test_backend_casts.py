@@ -50,7 +50,7 @@ def test_the_casts_that_graphs_share_give_the_bits_of_casts_of_their_own(stages:
 
 
 def _without_shared_casts() -> Any:
-    return unittest.mock.patch("swarm.stage.backend.with_shared_casts", lambda module, parameters, casts: parameters)
+    return unittest.mock.patch("swarm.stage.function.with_shared_casts", lambda module, parameters, casts: parameters)
 
 
 def test_all_graphs_of_a_version_keep_one_cast_of_its_weights() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from swarm.config import RunConfig
+from swarm.machine.recording import Recorder
 from swarm.model.stage_module import StageModule
 from swarm.model.stages import build_stage
 from swarm.stage.backend import StageBackend
@@ -24,7 +25,9 @@ GRAPH_WARM_UP = 3  # Passes before a graph is captured, as torch asks for
 class StageSide:
     """The swarm's stage 1 of a run."""
 
-    def __init__(self, config: RunConfig, device: torch.device, *, compiles: bool) -> None:
+    def __init__(
+        self, config: RunConfig, device: torch.device, *, compiles: bool, recorder: Recorder | None = None
+    ) -> None:
         self._config = config
         self._staging = staging_of(device)
         module = build_stage(config, 1, device=device)
@@ -33,8 +36,10 @@ class StageSide:
             module.compile_layers()
         self.backend = StageBackend(
             config=config, stage=1, module=module, weights=weights_of(config, module, lineage=""),
-            staging=self._staging, budget=GraphBudget(limit_bytes=1 << 40),
+            staging=self._staging, budget=GraphBudget(limit_bytes=1 << 40), recorder=recorder,
         )  # fmt: skip
+        # As a peer does before it serves.
+        self.backend.warm_up()
         shape = (config.data.microbatch_size, config.data.sequence_length)
         tensor_BTR = torch.randn(*shape, config.model.hidden_width)
         self._wire = boundary_of(config).encode(tensor_BTR, Staging()).wait()

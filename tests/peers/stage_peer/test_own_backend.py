@@ -12,28 +12,39 @@ from peers.stage_peer.own_backend import own_backend, warm_up
 from swarm.config import RunConfig
 from swarm.errors import Fatal
 from swarm.events.kinds import Events
+from swarm.machine.recording import Recorder
 from swarm.model.stage_module import StageModule
 from swarm.stage.backend import StageBackend
 from swarm.stage.runtime import Runtime
 from swarm.stage.staging import Staging
 from tests.support.chain import SYNCHRONOUS
 from tests.support.manual_clock import ManualClock
+from tests.support.tape import TapeRecorder
 
 _ENDLESS = 1 << 40
 """Tokens of a microbatch whose loss fits into no memory."""
 
 
-def _backend(config: RunConfig, stage: int, *, dtype: Dtype | None = None, compiles: bool = False) -> StageBackend:
+def _backend(
+    config: RunConfig,
+    stage: int,
+    *,
+    dtype: Dtype | None = None,
+    compiles: bool = False,
+    recorder: Recorder | None = None,
+    graph_bytes: int = 0,
+) -> StageBackend:
     return own_backend(
         config,
         stage,
         device=torch.device("cpu"),
         staging=Staging(),
         given=None,
-        graph_bytes=0,
+        graph_bytes=graph_bytes,
         events=Events(),
         dtype=dtype,
         compiles=compiles,
+        recorder=recorder,
     )
 
 
@@ -55,9 +66,11 @@ def test_a_peer_may_compute_in_a_type_of_its_own() -> None:
     assert backend.module.model.autocast == "fp16"
 
 
-async def _warmed_up(caplog: pytest.LogCaptureFixture, *, device: str = "cpu", compiles: bool = False) -> list[str]:
+async def _warmed_up(
+    caplog: pytest.LogCaptureFixture, *, device: str = "cpu", compiles: bool = False, recorder: Recorder | None = None
+) -> list[str]:
     """Warm a stage up, and return the lines about it."""
-    backend = _backend(SYNCHRONOUS, 1, compiles=compiles)
+    backend = _backend(SYNCHRONOUS, 1, compiles=compiles, recorder=recorder, graph_bytes=1 << 30)
     runtime = Runtime(queue_capacity=4)
     runtime.start()
     try:
@@ -71,6 +84,11 @@ async def _warmed_up(caplog: pytest.LogCaptureFixture, *, device: str = "cpu", c
 async def test_a_gpu_is_warmed_up_and_a_cpu_need_not_be(caplog: pytest.LogCaptureFixture) -> None:
     assert await _warmed_up(caplog) == []
     assert await _warmed_up(caplog, device="cuda") == ["warmed up the layers of stage 1 in 0 s"]
+
+
+async def test_what_is_recorded_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    (line,) = await _warmed_up(caplog, device="cuda", recorder=TapeRecorder())
+    assert re.fullmatch(r"warmed up the layers of stage 1 in 0 s; their CUDA graphs take .* MiB", line)
 
 
 async def test_layers_that_no_code_can_be_made_for_run_uncompiled(

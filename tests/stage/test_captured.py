@@ -1,0 +1,318 @@
+"""A stage whose forward and backward are recorded computes what it computes without recordings.
+
+On the CPU a tape stands in for CUDA graphs (tests/support/tape.py). test_cuda.py tells the same of a GPU.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from typing import Literal, TypeVar
+
+import pytest
+import torch
+
+from swarm.config import LoraConfig, OptimizerConfig, RoundsConfig, RunConfig
+from swarm.errors import MalformedMessage
+from swarm.machine.recording import Recording
+from swarm.stage.backend import StageBackend
+from swarm.stage.boundary import HIDDEN, TOKENS
+from swarm.stage.buckets import Accumulated, Version
+from swarm.stage.captured import CapturedStage, Example
+from swarm.stage.graphs import Graph
+from swarm.training import optim
+from tests.stage.backends import (
+    CONFIG,
+    DROPOUT,
+    PLENTY,
+    arrived,
+    backend_of,
+    hidden_of,
+    sums_of,
+    tokens_of,
+)
+from tests.support.partial import partial_config, partial_samples
+from tests.support.tape import TapeRecorder
+
+_Result = TypeVar("_Result")
+Tensors = dict[str, torch.Tensor]
+
+_OPTIMIZER = OptimizerConfig(learning_rate=1e-2, warmup_samples=0)
+_SYNCHRONOUS = dataclasses.replace(CONFIG, optimizer=_OPTIMIZER)
+# A bucket has room for two microbatches, so one is taken out of a sum.
+_DILOCO = dataclasses.replace(
+    CONFIG, optimizer=_OPTIMIZER, rounds=RoundsConfig(setting="diloco", round_samples=16, inner_batch_samples=4)
+)
+_GPT2 = dataclasses.replace(
+    CONFIG.model, norm="layer", positions="learned", max_positions=16, feed_forward="gelu", tied_embeddings=True
+)
+_KINDS = {
+    "checkpointing": dataclasses.replace(_DILOCO, model=dataclasses.replace(CONFIG.model, gradient_checkpointing=True)),
+    "bottleneck": dataclasses.replace(_DILOCO, model=dataclasses.replace(CONFIG.model, bottleneck_dim=8)),
+    "gpt2": dataclasses.replace(_DILOCO, model=_GPT2),
+    "lora": dataclasses.replace(
+        _DILOCO, lora=LoraConfig(rank=2), model=dataclasses.replace(CONFIG.model, autocast="bf16")
+    ),
+    "chat": partial_config(num_stages=3),
+}
+
+
+def _inputs(number: int) -> Tensors:
+    return {TOKENS: tokens_of(number), HIDDEN: hidden_of(number)}
+
+
+def _captured(config: RunConfig, stage: int, limit_bytes: int = PLENTY) -> tuple[StageBackend, TapeRecorder]:
+    recorder = TapeRecorder()
+    backend = backend_of(config, stage, limit_bytes, fused=True, recorder=recorder)
+    backend.warm_up()
+    return backend, recorder
+
+
+def _begin(backend: StageBackend, number: int, round_number: int = 0) -> Callable[[], tuple[Tensors, Accumulated]]:
+    """Compute a forward. Returns its backward, which gives what is sent, and what was accumulated. The last stage does
+    both then."""
+    width, is_chat = backend.config.model.hidden_width, backend.config.data.has_targets
+    samples = partial_samples(backend.config, number) if is_chat else {TOKENS: tokens_of(number)}
+    inputs = {**samples, HIDDEN: hidden_of(number)[..., :width]}
+
+    def last() -> tuple[Tensors, Accumulated]:
+        loss, answer, entry = backend.forward_loss(number, round_number, inputs, accumulate=True)
+        assert entry is not None
+        return {"loss": torch.tensor(loss), "answer": arrived(answer)}, entry
+
+    if backend.is_last:
+        return last
+    forward = backend.forward(number, round_number, inputs)
+    hidden = arrived(forward.wire_hidden)
+
+    def backward() -> tuple[Tensors, Accumulated]:
+        answer, entry = backend.backward(forward, hidden_of(100 + number)[..., :width], accumulate=True)
+        assert entry is not None
+        return {"hidden": hidden} | ({} if answer is None else {"answer": arrived(answer)}), entry
+
+    return backward
+
+
+def _step(backend: StageBackend) -> None:
+    """Take a step with two microbatches: an inner step, or a round's."""
+    before = backend.weights.version
+    for number in (1, 2):
+        backend.settle(_begin(backend, number)()[1])
+    if backend.config.rounds.synchronous:
+        average = backend.weights.close().tensors
+        norm = optim.squared_norm(average.values())
+        backend.weights.commit(average, total_squared_norm=norm, num_samples=4, num_members=1, lineage="")
+    assert backend.weights.version is not before
+
+
+def _story(backend: StageBackend) -> Tensors:
+    """Two microbatches in flight with a step between them, of which one is rolled back after another step."""
+    first = _begin(backend, 7)
+    _step(backend)
+    second = _begin(backend, 8, backend.weights.round.number)
+    found, leaving = first()
+    bucket = leaving.bucket
+    story = {f"first {name}": value for name, value in found.items()}
+    story |= {f"first's {name}": value.clone() for name, value in bucket.sums.items()}
+    found, _ = second()
+    story |= {f"second {name}": value for name, value in found.items()}
+    story |= {f"both's {name}": value.clone() for name, value in bucket.sums.items()}
+    backend.roll_back([leaving])
+    return story | {f"second's {name}": value.clone() for name, value in bucket.sums.items()}
+
+
+def _require_near(found: Tensors, expected: Tensors, tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        largest = max(1.0, float(value.abs().max()))
+        torch.testing.assert_close(found[name], value, rtol=0, atol=tolerance * largest, msg=name)
+
+
+@pytest.mark.parametrize("stage", range(3))
+@pytest.mark.parametrize("rounds", ["synchronous", "diloco"])
+@pytest.mark.parametrize(("autocast", "tolerance"), [("off", 1e-6), ("bf16", 1e-2)])
+def test_gradients_are_those_without_recordings(
+    stage: int, rounds: str, autocast: Literal["off", "bf16"], tolerance: float
+) -> None:
+    config = _SYNCHRONOUS if rounds == "synchronous" else _DILOCO
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, autocast=autocast))
+    captured, recorder = _captured(config, stage)
+    before = recorder.num_replays
+    _require_near(_story(captured), _story(backend_of(config, stage, fused=True)), tolerance)
+    # Four microbatches, and the one that is computed again, have a forward and a backward.
+    assert recorder.num_replays - before == 10
+    assert (captured.budget.num_kept, captured.budget.num_recomputed) == (0, 0)
+
+
+@pytest.mark.parametrize("stage", range(3))
+@pytest.mark.parametrize("config", _KINDS.values(), ids=_KINDS)
+def test_models_of_all_kinds_are_recorded(stage: int, config: RunConfig) -> None:
+    captured, _ = _captured(config, stage)
+    assert captured.function.num_recorded
+    tolerance = 1e-6 if config.model.autocast == "off" else 1e-2
+    _require_near(_story(captured), _story(backend_of(config, stage, fused=True)), tolerance)
+
+
+# -- what recordings do not compute ------------------------------------------------------------------------------------
+
+
+def test_with_more_in_flight_than_places_forwards_are_computed_again() -> None:
+    whole, _ = _captured(_DILOCO, 1)
+    few, recorder = _captured(_DILOCO, 1, whole.budget.recorded_bytes // 4)
+    assert 1 < few.function.num_recorded < whole.function.num_recorded
+    plain, results = backend_of(_DILOCO, 1, fused=True), []
+    num_forwards = few.function.num_recorded + 1
+    for backend in (few, plain):
+        assert backend.function.has_room()
+        backwards = [_begin(backend, number) for number in range(num_forwards)]
+        assert backend.function.has_room() == (backend is plain)
+        results.append([backward()[0] for backward in backwards])
+    for found, expected in zip(*results, strict=True):
+        _require_near(found, expected, 1e-6)
+    _require_near(sums_of([few]), sums_of([plain]), 1e-6)
+    assert (few.budget.num_kept, few.budget.num_recomputed, few.function.has_room()) == (0, 2, True)
+    assert few.budget.recorded_bytes <= few.budget.limit_bytes
+    # Two forwards were computed again.
+    assert recorder.num_replays == 2 * few.function.num_recorded + 2 * num_forwards + 2
+
+
+def test_another_shape_is_computed_without_recordings() -> None:
+    captured, recorder = _captured(_DILOCO, 2)
+    before, found = recorder.num_replays, []
+    inputs = {TOKENS: tokens_of(0)[:1, :6], HIDDEN: hidden_of(0)[:1, :5]}
+    for backend in (captured, backend_of(_DILOCO, 2, fused=True)):
+        loss, answer, _ = backend.forward_loss(0, 0, inputs, accumulate=True)
+        found.append({"loss": torch.tensor(loss), "answer": arrived(answer), **sums_of([backend])})
+    _require_near(found[0], found[1], 1e-6)
+    assert recorder.num_replays == before
+
+
+def test_a_gradient_leaves_the_sum_as_it_came() -> None:
+    """One that was not recorded is computed again without recordings, so that rounding leaves nothing behind."""
+    recorder = TapeRecorder()
+    backend = backend_of(_SYNCHRONOUS, 1, fused=True, recorder=recorder)
+    _, plain = _begin(backend, 0)()
+    backend.warm_up()
+    _, recorded = _begin(backend, 1)()
+    for entry, num_replays in ((plain, 0), (recorded, 2)):
+        before = recorder.num_replays
+        _, staying = _begin(backend, 2)()
+        backend.settle(staying)
+        between = recorder.num_replays
+        backend.roll_back([entry])
+        assert (between - before, recorder.num_replays - between) == (2, num_replays)
+
+
+@pytest.mark.parametrize("where", ["hidden", "gradient"])
+def test_what_is_not_finite_leaves_nothing_behind(where: str) -> None:
+    captured, _ = _captured(_DILOCO, 1)
+    inputs, gradient = _inputs(0), hidden_of(1)
+    (inputs[HIDDEN] if where == "hidden" else gradient)[0, 3] = float("nan")
+    with pytest.raises(MalformedMessage):
+        captured.backward(captured.forward(0, 0, inputs), gradient, accumulate=True)
+    assert (captured.weights.version.users, captured.budget.num_kept) == (0, 0)
+    assert captured.weights.num_unstepped_samples == 0
+    _require_near(_story(captured), _story(backend_of(_DILOCO, 1, fused=True)), 1e-6)
+
+
+def test_a_loss_that_is_not_finite_is_never_accumulated() -> None:
+    captured, _ = _captured(_SYNCHRONOUS, 2)
+    average = {name: torch.full_like(value, float("nan")) for name, value in captured.weights.close().tensors.items()}
+    captured.weights.commit(average, total_squared_norm=1.0, num_samples=4, num_members=1, lineage="")
+    with pytest.raises(MalformedMessage, match="'loss'"):
+        captured.forward_loss(0, 1, _inputs(0), accumulate=True)
+    assert captured.weights.num_unstepped_samples == 0
+
+
+_FP16 = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, autocast="fp16"))
+
+
+@pytest.mark.parametrize("config", [DROPOUT, _FP16], ids=["dropout", "fp16"])
+def test_what_changes_with_each_microbatch_is_not_recorded(config: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
+    backend, recorder = _captured(config, 1)
+    assert (backend.function.num_recorded, backend.budget.recorded_bytes, recorder.tapes) == (0, 0, [])
+    assert not caplog.records
+
+
+# -- memory and faults -------------------------------------------------------------------------------------------------
+
+
+class _OnePool(TapeRecorder):
+    """Has forwards share the memory of backwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._one = super().pool()
+
+    def record(self, work: Callable[[], _Result], pool: object | None = None) -> Recording[_Result]:
+        return super().record(work, self._one)
+
+
+class _Unable(TapeRecorder):
+    def record(self, work: Callable[[], _Result], pool: object | None = None) -> Recording[_Result]:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB.\nsee the docs")
+
+
+@pytest.mark.parametrize(
+    ("recorder", "limit_bytes", "reason"),
+    [
+        (_OnePool(), PLENTY, "what was recorded differs by nan, and the largest number is .*"),
+        (_Unable(), PLENTY, "CUDA out of memory. Tried to allocate 4.00 GiB. see the docs"),
+        (TapeRecorder(), 1, "this takes .* KiB, and graphs may take 1 bytes"),
+    ],
+)
+def test_a_stage_that_cannot_be_recorded_goes_on_without(
+    recorder: TapeRecorder, limit_bytes: int, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = backend_of(_DILOCO, 1, limit_bytes, fused=True, recorder=recorder)
+    backend.warm_up()
+    (line,) = [record.message for record in caplog.records]
+    assert re.fullmatch(f"stage 1 goes on without CUDA graphs, and so slower: {reason}", line)
+    assert (backend.function.num_recorded, backend.budget.recorded_bytes) == (0, 0)
+    before = recorder.num_replays
+    _require_near(_story(backend), _story(backend_of(_DILOCO, 1, fused=True)), 1e-6)
+    assert recorder.num_replays == before
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.1, float("nan")])
+def test_recordings_are_compared_with_what_is_computed_without_them(factor: float) -> None:
+    weights = {name: torch.ones(2, requires_grad=True) for name in ("a", "b")}
+
+    def compute(weights: Mapping[str, torch.Tensor], arguments: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return arguments["inputs"] * weights["a"] + weights["b"]
+
+    def plain(arguments: Mapping[str, torch.Tensor]) -> Graph:
+        b = weights["b"] * 1.0
+        b.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]  # torch's
+        inputs = arguments["inputs"].requires_grad_()
+        return Graph(inputs, inputs * weights["a"] + b, list(weights.values()))
+
+    def capture() -> CapturedStage:
+        return CapturedStage(
+            TapeRecorder(), compute, plain, lambda _: Example({"inputs": torch.ones(2)}, torch.ones(2)),
+            Version(parameters=weights), cast_types={}, limit_bytes=PLENTY,
+        )  # fmt: skip
+
+    if factor == 1.0:
+        assert capture().num_places
+        return
+    with pytest.raises(RuntimeError, match="what was recorded differs"):
+        capture()
+
+
+def test_recordings_are_given_back_when_memory_runs_out(caplog: pytest.LogCaptureFixture) -> None:
+    captured, recorder = _captured(_DILOCO, 1)
+    plain, results = backend_of(_DILOCO, 1, fused=True), []
+    for backend in (captured, plain):
+        first = _begin(backend, 1)
+        if backend is captured:
+            captured.budget.halve()
+        second = _begin(backend, 2)
+        replays = recorder.num_replays
+        results += [{**first()[0], **{f"second {name}": value for name, value in second()[0].items()}}]
+        results[-1] |= sums_of([backend])
+        assert recorder.num_replays == replays + (backend is captured), "the one in flight goes on"
+    _require_near(results[0], results[1], 1e-6)
+    assert [record.message for record in caplog.records] == [
+        "stage 1 goes on without CUDA graphs: their memory is needed"
+    ]
+    assert (captured.function.num_recorded, captured.budget.recorded_bytes, captured.budget.num_kept) == (0, 0, 0)
