@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -26,11 +26,12 @@ from swarm.interchange.weights import Weights
 from swarm.model import adapters, shards
 from swarm.model.adapters import trained_parameters
 from swarm.model.functions import fuses
+from swarm.model.layers import FixedColumns
 from swarm.model.loss import summed_loss_of_logits
 from swarm.model.masks import DropoutKey
 from swarm.model.shards import Shards
 from swarm.model.stage_module import StageModule
-from swarm.model.stages import build_stage, layer_ranges, parameter_shapes, shared_parameters
+from swarm.model.stages import build_stage, drawn, layer_ranges, parameter_shapes, shared_parameters, trained_shapes
 from swarm.training import optim
 
 ONE_BUCKET_MB = 1 << 20
@@ -89,12 +90,13 @@ class Spread:
             config: cut into the mesh's stages.
             given: the weights with which the run begins; None draws them.
         """
-        self._workers = workers
-        shape, mesh = workers.shape, workers.mesh
-        whole = _whole_stage(config, workers, given)
-        stage = _with_own_shards(whole, config, workers).to(workers.device)
+        self._workers, self._cuts_rows = workers, options.fsdp is not None
+        shape, mesh, number = workers.shape, workers.mesh, workers.place("pp")
+        is_custom = bool(config.model.custom_class)
+        # What a custom class makes of its weights is not known, so each worker makes all of them.
+        stage = build_stage(config, number, device=workers.device) if is_custom else _own_stage(config, workers, given)
         # A custom class is one unit for FSDP: its layers are not known.
-        layers = [] if config.model.custom_class else list(cast(StageModule, stage).layers.values())
+        layers = [] if is_custom else list(cast(StageModule, stage).layers.values())
         # torch requires this order: checkpointing of activations, then compilation, then FSDP or DDP around the whole.
         for layer in layers if config.model.gradient_checkpointing else ():
             checkpoint(layer, preserve_rng_state=False)
@@ -104,7 +106,9 @@ class Spread:
         if options.fsdp:
             for part in (*layers, self.module):
                 fully_shard(part, mesh=mesh["dp"], reshard_after_forward=options.fsdp == "zero3")
-        elif shape.dp > 1:
+        if not is_custom:
+            self._fill(stage, config, given)
+        if shape.dp > 1 and not options.fsdp:
             self.module = DistributedDataParallel(
                 self.module,
                 process_group=mesh.get_group("dp"),
@@ -113,9 +117,37 @@ class Spread:
                 broadcast_buffers=False,
             )
         self.parameters = trained_parameters(stage)
-        self.shapes = {name: parameter.shape for name, parameter in trained_parameters(whole).items()}
+        own_shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
+        self.shapes = own_shapes if is_custom else trained_shapes(config, number)
         self._shared = {shared.name for shared in shared_parameters(config)}
         self._ends = _ends(workers) if self._shared else None
+
+    @torch.no_grad()
+    def _fill(self, stage: nn.Module, config: RunConfig, given: Weights | None) -> None:
+        """Give a stage on the meta device this worker's parts of the initial weights.
+
+        Each tensor is drawn or read as a whole, so that it can be checked, and a part of it is kept. So a worker holds
+        its part of the stage and one whole tensor. A frozen matrix that is not cut stays in its file.
+        """
+        number, device = self._workers.place("pp"), self._workers.device
+        shapes = parameter_shapes(config, number) | trained_shapes(config, number)
+        made = dict[nn.Parameter, nn.Parameter]()
+        for name, parameter in stage.named_parameters():
+            if given is None or adapters.is_adapter(name):
+                whole = drawn(name, shapes[name], config)
+            else:
+                whole = given.load({name})[name]
+            part = self.part_of(name, whole)
+            local = part.to(device, parameter.dtype, copy=parameter.requires_grad or part is not whole).contiguous()
+            if isinstance(parameter, DTensor):
+                local = DTensor.from_local(
+                    local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
+                    stride=parameter.stride(),
+                )  # fmt: skip
+            made[parameter] = nn.Parameter(local, requires_grad=parameter.requires_grad)
+        # Adapters may share a parameter, which then has several names. FSDP pads its parts when they are loaded.
+        names = stage.named_parameters(remove_duplicate=False)
+        stage.load_state_dict({name: made[parameter] for name, parameter in names}, assign=True)
 
     @property
     def local_parameters(self) -> dict[str, torch.Tensor]:
@@ -155,11 +187,11 @@ class Spread:
             return tensor
         if self._is_cut(name):
             tensor = shards.part_of(name, tensor, self._workers.place("tp"), self._workers.shape.tp)
-        like = self.parameters[name]
-        if not isinstance(like, DTensor):
+        if not self._cuts_rows:
             return tensor
-        tensor = tensor.to(like.device).contiguous()
-        return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None).to_local()
+        # FSDP cuts like this. A tensor may have fewer rows than there are workers.
+        rows, place = tensor.chunk(self._workers.shape.dp), self._workers.place("dp")
+        return rows[place] if place < len(rows) else tensor[:0]
 
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """The whole tensor, put together from the workers' parts; the inverse of `part_of`. All workers call it."""
@@ -177,31 +209,25 @@ class Spread:
         return shards.whole_of(name, parts)
 
 
-def _whole_stage(config: RunConfig, workers: Workers, given: Weights | None) -> nn.Module:
-    """The whole stage with its initial weights, on the CPU. This worker keeps a part of it."""
-    number = workers.place("pp")
-    weights = None if given is None else given.load(parameter_shapes(config, number))
-    if not config.model.custom_class:
-        # The model's own gradient checkpointing would bind parameters before FSDP has gathered them.
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, gradient_checkpointing=False))
-    return build_stage(config, number, device="cpu", weights=weights, fused=fuses(workers.device))
-
-
-def _with_own_shards(whole: nn.Module, config: RunConfig, workers: Workers) -> nn.Module:
-    """The stage with only this worker's shards of its layers."""
-    number, place, tp = workers.place("pp"), workers.place("tp"), workers.shape.tp
-    if tp == 1:
-        return whole
+def _own_stage(config: RunConfig, workers: Workers, given: Weights | None) -> StageModule:
+    """The stage with only this worker's shards of its layers, on the meta device: it has no weights yet."""
+    number, tp = workers.place("pp"), workers.shape.tp
+    # The model's own gradient checkpointing would bind parameters before FSDP has gathered them.
     model = dataclasses.replace(in_shards(config.model, tp), gradient_checkpointing=False)
-    config = dataclasses.replace(config, model=model)
-    reduce = shards.sum_over(workers.mesh.get_group("tp"))
-    held = Shards(num_shards=model.num_shards, num_held=model.num_shards // tp, reduce=reduce)
-    stage = StageModule(config, number, layer_ranges(config)[number], held, fused=fuses(workers.device))
-    if config.lora.is_on:
-        adapters.adapt(stage, config)
-    initial = dict(whole.named_parameters())
+    config, held = dataclasses.replace(config, model=model), None
+    if tp > 1:
+        reduce = shards.sum_over(workers.mesh.get_group("tp"))
+        held = Shards(num_shards=model.num_shards, num_held=model.num_shards // tp, reduce=reduce)
+    with torch.device("meta"):
+        stage = StageModule(config, number, layer_ranges(config)[number], held, fused=fuses(workers.device))
+        if config.lora.is_on:
+            adapters.adapt(stage, config)
     for name, parameter in stage.named_parameters():
-        parameter.data = shards.part_of(name, initial[name].detach(), place, tp).clone()
+        if not parameter.requires_grad and parameter.ndim > 1:
+            dtype = torch.bfloat16 if given is None else given.index.entries[name].torch_dtype
+            parameter.data = parameter.data.to(dtype)
+    if stage.fixed_columns is not None:
+        stage.fixed_columns = FixedColumns(model, config.data.seed).to(workers.device)
     return stage
 
 

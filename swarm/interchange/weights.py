@@ -48,9 +48,13 @@ class TensorEntry:
     sha256: tuple[str, ...]
 
     @property
+    def torch_dtype(self) -> torch.dtype:
+        return _DTYPES[self.dtype]
+
+    @property
     def num_bytes(self) -> int:
         """The tensor's size in bytes."""
-        return math.prod(self.shape) * _DTYPES[self.dtype].itemsize
+        return math.prod(self.shape) * self.torch_dtype.itemsize
 
 
 class Index:
@@ -94,7 +98,7 @@ class Index:
     @cached_property
     def dtype(self) -> torch.dtype:
         """The type of the tensors; if there are several, the widest."""
-        return max((_DTYPES[entry.dtype] for entry in self.entries.values()), key=lambda dtype: torch.finfo(dtype).bits)
+        return max((entry.torch_dtype for entry in self.entries.values()), key=lambda dtype: torch.finfo(dtype).bits)
 
     @cached_property
     def places(self) -> Mapping[str, list[tuple[str, int]]]:
@@ -248,7 +252,7 @@ def digests_of(tensor: Tensor) -> tuple[str, ...]:
 
 def empty(entry: TensorEntry) -> Tensor:
     """An uninitialised tensor with the entry's shape and type."""
-    return torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
+    return torch.empty(entry.shape, dtype=entry.torch_dtype)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

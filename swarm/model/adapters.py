@@ -27,8 +27,6 @@ def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 def adapt(module: nn.Module, config: RunConfig) -> None:
     """Freeze a stage's parameters, and add the run's adapters to its layers, at their initial values.
 
-    An adapter's A is drawn uniformly between +-1 / sqrt(its inputs), as in peft, and its B is 0.
-
     Args:
         module: a stage of the built-in model.
     """
@@ -39,12 +37,22 @@ def adapt(module: nn.Module, config: RunConfig) -> None:
         for group in groups:
             _add(layer, config.lora, group, f"layers.{number}")
     for name, parameter in trained_parameters(module).items():
-        if parameter.is_meta:
-            continue
-        if name.endswith(".b"):
-            parameter.zero_()
-        else:
-            draw(parameter, 1 / math.sqrt(parameter.shape[1]), config.data.seed, name)
+        if not parameter.is_meta:
+            set_initial(name, parameter, config)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name is an adapter's."""
+    return ".adapter." in name
+
+
+@torch.no_grad()
+def set_initial(name: str, parameter: Tensor, config: RunConfig) -> None:
+    """Set an adapter's A to numbers drawn uniformly between +-1 / sqrt(its inputs), as in peft, and its B to 0."""
+    if name.endswith(".b"):
+        parameter.zero_()
+    else:
+        draw(parameter, 1 / math.sqrt(parameter.shape[1]), config.data.seed, name)
 
 
 def _add(layer: nn.Module, lora: LoraConfig, group: tuple[str, ...], site: str) -> None:

@@ -120,6 +120,9 @@ def initialise(module: nn.Module, config: RunConfig) -> None:
 def drawn(name: str, shape: Sequence[int], config: RunConfig) -> Tensor:
     """Draw the initial value of one parameter, in the type in which a stage holds it: bfloat16 for frozen matrices."""
     value = torch.empty(shape)
+    if adapters.is_adapter(name):
+        adapters.set_initial(name, value, config)
+        return value
     _set_initial(name, value, config)
     return value.to(torch.bfloat16) if config.lora.is_on and value.ndim > 1 else value
 
