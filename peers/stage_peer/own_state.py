@@ -3,13 +3,17 @@
 Used by server.py before and after the start of averaging. The averager downloads the state that others hold.
 """
 
+import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 
 from peers.shared.membership import Membership
 from peers.stage_peer import resume
-from peers.stage_peer.others import RETURN_SECONDS, find_others, named
+from peers.stage_peer.others import RETURN_SECONDS, SILENT_SECONDS, find_others, named
 from peers.stage_peer.server_options import ServerOptions
+from swarm.averaging.averager import Averager
+from swarm.averaging.downloads import name_of
 from swarm.checkpoint.folder import CheckpointFolder
 from swarm.errors import NotReady
 from swarm.stage.member import StageMember
@@ -56,40 +60,66 @@ class OwnState:
             checkpoints=self._options.checkpoints,
         )  # fmt: skip
 
-    async def arrive(self) -> None:
-        """If others hold the state and it could not be downloaded at once, wait: the averager goes on asking for it.
+    async def arrive(self, averager: Averager) -> None:
+        """Join the group, and wait for the state that others hold: the averager goes on asking them for it.
 
-        If all holders fall silent, wait up to RETURN_SECONDS: they may be frozen, or cut off for a moment.
+        If all holders fall silent, wait up to RETURN_SECONDS: they may be frozen, or cut off for a moment. If holders
+        are announced and nothing of use comes from them for SILENT_SECONDS, wait no longer: those that have the state
+        give it sooner. A peer that moves waits for nobody, because it can go back.
+
+        Raises:
+            NotReady: this peer has only initial weights, though the holders have gone on, or a wrong state.
         """
+
+        def awaited(_: float) -> str:
+            return f"the state of stage {self._stage.number}" + (f" ({averager.obstacle})" if averager.obstacle else "")
+
+        with self._membership.waits.on(awaited), suppress(TimeoutError):
+            async with asyncio.timeout(None) as waiting:
+                watching = asyncio.create_task(self._end_in_vain(averager, waiting))
+                try:
+                    await averager.join()
+                    if not self._options.resume.moves:
+                        await self._until_here(averager)
+                finally:
+                    watching.cancel()
+        if self._lacks_state(averager):
+            raise NotReady(self._missing(averager))
+
+    async def _until_here(self, averager: Averager) -> None:
         clock, silent_since = self._membership.clock, None
-        with self._membership.waits.on(f"the state of stage {self._stage.number}"):
-            while self._is_lacking:
-                if others := self._membership.known.others(self._stage.number):
-                    self._holders, silent_since = others, None
-                elif not self._holders:
-                    return
-                elif silent_since is None:
-                    silent_since = clock.monotonic()
-                    logger.warning(
-                        "the state of stage %d is with %s: waiting for %.0f s in case they are back",
-                        self._stage.number, named(self._holders), RETURN_SECONDS,
-                    )  # fmt: skip
-                elif clock.monotonic() - silent_since >= RETURN_SECONDS:
-                    return
-                await clock.sleep(LOOK_SECONDS)
+        while self._lacks_state(averager):
+            if others := self._membership.known.others(self._stage.number):
+                self._holders, silent_since = others, None
+            elif not self._holders:
+                return
+            elif silent_since is None:
+                silent_since = clock.monotonic()
+                logger.warning(
+                    "the state of stage %d is with %s: waiting for %.0f s in case they are back",
+                    self._stage.number, named(self._holders), RETURN_SECONDS,
+                )  # fmt: skip
+            elif clock.monotonic() - silent_since >= RETURN_SECONDS:
+                return
+            await clock.sleep(LOOK_SECONDS)
 
-    def require(self) -> None:
-        """Raise NotReady if this peer still has only initial weights though holders have gone on. Any later round will
-        do."""
-        if not self._is_lacking:
-            return
+    async def _end_in_vain(self, averager: Averager, waiting: asyncio.Timeout) -> None:
+        while averager.vain_seconds < SILENT_SECONDS or not self._lacks_state(averager):
+            await self._membership.clock.sleep(LOOK_SECONDS)
+        waiting.reschedule(0.0)
+
+    def _missing(self, averager: Averager) -> str:
+        what = f"the state of stage {self._stage.number} could not be downloaded"
+        if others := self._membership.known.others(self._stage.number):
+            names = ", ".join(map(name_of, others[:3]))
+            why = averager.obstacle or "announced, and silent when asked for it"
+            return (
+                f"{what} from {names}: {why}. Start this peer again when another peer holds the stage, or when {names} "
+                "has been started again"
+            )
         source = f" from {named(self._holders)}" if self._holders else ""
-        raise NotReady(
-            f"the state of stage {self._stage.number} could not be downloaded{source}: start this peer again when it "
-            "is back, or when another peer holds the stage"
-        )
+        return f"{what}{source}: start this peer again when it is back, or when another peer holds the stage"
 
-    @property
-    def _is_lacking(self) -> bool:
-        """Whether this peer has only initial weights, though the stage's holders have gone on."""
-        return self._stage.round == 0 < self._held_at
+    def _lacks_state(self, averager: Averager) -> bool:
+        """Whether this peer has a wrong state, or only initial weights though the stage's holders have gone on."""
+        return not averager.is_sound or self._stage.round == 0 < self._held_at

@@ -139,10 +139,7 @@ class StageServer:
                 averaging = tasks.create_task(self.averager.run())
                 reporting = tasks.create_task(self.stage.endings.report_changes(self.averager.notify))
                 await asyncio.sleep(0)
-                await self.averager.join()
-                if not self._options.resume.moves:
-                    await self._own_state.arrive()
-                self._own_state.require()
+                await self._own_state.arrive(self.averager)
                 await self.averager.arrived()
                 self.stage.admission.open()
                 await self.presence.serves()

@@ -171,6 +171,21 @@ class Averager:
         return self.watch.view()
 
     @property
+    def vain_seconds(self) -> float:
+        """See CatchUp.vain_seconds."""
+        return self.catch_up.vain_seconds
+
+    @property
+    def obstacle(self) -> str:
+        """Why this peer does not get to where others say that they are; empty if nothing is known that hinders it."""
+        return self.catch_up.fault or "; ".join(self.place.branches.refusals)
+
+    @property
+    def is_sound(self) -> bool:
+        """False while this peer has a wrong state, which it got from others."""
+        return self.place.is_sound
+
+    @property
     def is_behind(self) -> bool:
         """Whether the group is at a later round, and this peer is on its way there."""
         return self.place.is_catching_up

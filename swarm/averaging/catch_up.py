@@ -16,11 +16,13 @@ from swarm.averaging.agreement import messages
 from swarm.averaging.agreement.messages import Standing
 from swarm.averaging.agreement.pace import Entry
 from swarm.averaging.agreement.place import Place
+from swarm.averaging.downloads import name_of
 from swarm.averaging.replay import Replay
 from swarm.averaging.state_transfer import StateTransfer
 from swarm.averaging.survey import Survey
 from swarm.averaging.wire.context import Context
 from swarm.errors import IntegrityError, Overloaded, SwarmError
+from swarm.machine.repeats import Repeats
 from swarm.machine.words import counted
 from swarm.types import PeerId, PeerRecord
 
@@ -60,9 +62,21 @@ class CatchUp:
         self._max_bytes = 0
         self._held_at = -math.inf
         """The last time at which some other peer was known to hold the state."""
-        self._has_failed = False
-        """Whether this peer's last try to get to where it should be failed."""
+        self.fault = ""
+        """Why this peer's last try to get to where it should be failed; empty if it did not."""
+        self._faults = Repeats(context.clock)
+        self._is_trying = False
+        self._in_vain_since = self._failed_at = context.clock.monotonic()
+        self._bytes_until_failure = 0
+        """How many bytes of snapshots had come when the last try failed."""
         self.num_downloads = 0
+
+    @property
+    def vain_seconds(self) -> float:
+        """For how long nothing has come with which this peer gets nearer to its group. While a try is under way, this
+        counts up to the last one that failed: a try may take long, and ends by itself."""
+        until = self._failed_at if self._is_trying else self._context.clock.monotonic()
+        return until - self._in_vain_since
 
     async def look(self, because_of: PeerId) -> None:
         """Ask all holders where they stand, and go where this peer should be. A second call waits for the first.
@@ -91,7 +105,7 @@ class CatchUp:
         otherwise a peer could keep this one from serving by offers that always fail."""
         await self.ended()
         timing, began_at = self._context.timing, self._context.clock.monotonic()
-        while self._has_failed and self._context.clock.monotonic() - began_at < timing.missed_seconds:
+        while self.fault and self._context.clock.monotonic() - began_at < timing.missed_seconds:
             await self._context.clock.sleep(timing.heartbeat_seconds)
             await self.ended()
 
@@ -105,7 +119,7 @@ class CatchUp:
             if before != self._place.standing:
                 self._context.changes.notify()
             return
-        self._has_failed = False
+        self.fault = ""
         for refusal in branches.stay():
             logger.warning("%s", refusal)
         rest_seconds = timing.heartbeat_seconds if branches.is_in_doubt else timing.max_retry_seconds
@@ -146,13 +160,18 @@ class CatchUp:
         """
         holders = self._survey.behind(target)
         rest_seconds = self._context.timing.max_retry_seconds
-        is_there = False
+        is_there = has_gone_wrong = False
+        self._is_trying = True
         try:
             while True:
-                before = self._place.standing
+                before, was_sound = self._place.standing, self._place.is_sound
                 if await self._replay.run(self._survey.has_newcomers):
                     # The holders have gone on, and must be asked again where they stand.
                     return rest_seconds
+                if was_sound and not self._place.is_sound:
+                    if has_gone_wrong:
+                        raise IntegrityError(f"results of {_names(holders)} twice gave another state than at them")
+                    has_gone_wrong = True
                 is_there = is_there or self._place.branches.is_known(target)
                 if self._place.is_sound and is_there:
                     if await self._stays_out(holders):
@@ -167,15 +186,27 @@ class CatchUp:
                     is_there = self._place.standing.round >= target.round
         except Overloaded as error:
             logger.info("looks again for a peer that can give the state: %s", error)
+            self._in_vain_since = self._context.clock.monotonic()
             return error.retry_after_seconds
         except SwarmError as error:
-            logger.warning("cannot catch up: %s", error)
-            self._has_failed = True
+            self._failed(error)
             # A peer whose state is not sound may not stop here.
             return None if self._place.is_sound else rest_seconds
+        finally:
+            self._is_trying = False
         self._transfer.forget()
-        self._has_failed = False
+        self.fault, self._in_vain_since = "", self._context.clock.monotonic()
         return None
+
+    def _failed(self, error: SwarmError) -> None:
+        if self._faults.count(str(error)):
+            logger.warning("cannot catch up: %s", error)
+        self.fault, self._failed_at = str(error), self._context.clock.monotonic()
+        num_bytes = self._transfer.num_bytes
+        # Parts of a state bring this peer nearer. But a holder that sends parts of ever new states may not keep it.
+        if not isinstance(error, IntegrityError) and self._bytes_until_failure < num_bytes <= self._max_bytes:
+            self._in_vain_since = self._failed_at
+        self._bytes_until_failure = num_bytes
 
     async def _stays_out(self, holders: Sequence[PeerRecord]) -> bool:
         """Whether this peer must not become a member, although it is where the group is, because its line is too slow.
@@ -206,10 +237,10 @@ class CatchUp:
         standing = messages.standing_of(fetched.snapshot)
         try:
             await self._advance.install(fetched.snapshot, fetched.outcomes, fetched.past)
-        except IntegrityError:
+        except IntegrityError as error:
             for source in fetched.sources:
-                self._transfer.distrust(source)
-            raise
+                self._transfer.distrust(source, error)
+            raise IntegrityError(f"the state that {_names(fetched.sources)} gave is wrong: {error}") from error
         self._replay.follows(fetched)
         self.num_downloads += 1
         logger.info(
@@ -221,3 +252,7 @@ class CatchUp:
             own = await self._advance.snapshot()
             self._max_bytes = SIZE_FACTOR * sum(tensor.nbytes for tensor in own.tensors.values())
         return self._max_bytes
+
+
+def _names(peers: Sequence[PeerRecord]) -> str:
+    return ", ".join(map(name_of, peers))

@@ -16,7 +16,7 @@ from swarm.averaging.agreement.place import Place
 from swarm.averaging.downloads import Downloads, name_of
 from swarm.averaging.state_transfer import Fetched, StateTransfer
 from swarm.averaging.wire.context import Context
-from swarm.errors import IntegrityError, Overloaded, SwarmError
+from swarm.errors import IntegrityError, MalformedMessage, Overloaded, SwarmError
 from swarm.machine.words import counted
 from swarm.rpc.segments import LONGEST_RETRY_SECONDS, PATIENCE_SECONDS
 from swarm.types import PeerRecord
@@ -99,8 +99,8 @@ class Replay:
                     logger.info("no more results from %s: %s", name_of(source), error)
                     left.popleft()
                     self._sources.remove(source)
-                    if isinstance(error, IntegrityError):
-                        self.transfer.distrust(source)
+                    if isinstance(error, IntegrityError | MalformedMessage):
+                        self.transfer.distrust(source, error)
         return False
 
     async def _wait_for_turn(self, refusal: Overloaded, has_others: Callable[[], bool], *, is_everywhere: bool) -> None:

@@ -86,9 +86,15 @@ class StateTransfer:
     clock: Clock
     _partial: PartialSnapshot | None = field(default=None, init=False)
     _distrusted: set[str] = field(default_factory=set, init=False)
+    num_bytes: int = field(default=0, init=False)
+    """How many bytes of segments have come that match their digests."""
+    _refusals: dict[str, str] = field(default_factory=dict, init=False)
+    """Why each donor that was asked last gave nothing of use, by its name."""
 
-    def distrust(self, donor: PeerRecord) -> None:
+    def distrust(self, donor: PeerRecord, error: SwarmError) -> None:
         """From now on, ask this peer only when no other is left, because it sent a wrong state."""
+        if donor.peer_id not in self._distrusted:
+            logger.warning("%s is asked only when no other is left: %s", donor.peer_id, error)
         self._distrusted.add(donor.peer_id)
 
     def forget(self) -> None:
@@ -120,6 +126,7 @@ class StateTransfer:
 
     async def fetch(self, partial: PartialSnapshot, has_others: Callable[[], bool] = lambda: False) -> Fetched:
         """Fetch what `begin` has chosen; see `snapshot`."""
+        self._refusals.clear()
         arriving = Arriving(f"the state of stage {self.downloads.stage}", partial.num_missing_bytes)
         with self.waits.on(arriving.in_words):
             async with asyncio.TaskGroup() as workers:
@@ -130,7 +137,7 @@ class StateTransfer:
                 self.forget()
                 raise Overloaded("others have the state by now as well", retry_after_seconds=0.0)
             segments = counted(partial.num_segments, "segment")
-            raise PeerUnavailable(f"no source is left, {partial.segments.num_missing} of {segments} missing")
+            raise PeerUnavailable(f"no source is left, {partial.segments.num_missing} of {segments} missing{self._why}")
         self._partial = None
         return Fetched(
             snapshot=partial.snapshot,
@@ -150,6 +157,7 @@ class StateTransfer:
         Raises:
             PeerUnavailable: no peer offers what is wanted.
         """
+        self._refusals.clear()
         former = {donor.peer_id for donor in self._partial.sources} if self._partial else set()
         ranked = sorted(donors, key=lambda donor: donor.peer_id not in former)
         for group in (
@@ -163,7 +171,11 @@ class StateTransfer:
                     offers = await self._offers(asked, wanted)
                 if (partial := self._choose(offers, wanted)) is not None:
                     return partial
-        raise PeerUnavailable("no peer offers a snapshot that would be of use")
+        raise PeerUnavailable(f"no peer offers a snapshot that would be of use{self._why}")
+
+    @property
+    def _why(self) -> str:
+        return "".join(f"; {name}: {why}" for name, why in self._refusals.items())
 
     async def _offers(self, donors: Sequence[PeerRecord], wanted: Wanted) -> list[_Offer]:
         """Ask several donors at once. After the first offer, wait as long again for the others, or GRACE_SECONDS."""
@@ -173,7 +185,8 @@ class StateTransfer:
             try:
                 offers.append(await self._ask(donor, wanted))
             except SwarmError as error:
-                logger.info("no snapshot from %s: %s", name_of(donor), error)
+                logger.debug("no snapshot from %s: %s", name_of(donor), error)
+                self._refusals[name_of(donor)] = str(error)
 
         time = asyncio.get_running_loop().time
         began_at = time()
@@ -220,8 +233,8 @@ class StateTransfer:
                     self._partial = PartialSnapshot(headers[best], best, wanted.max_bytes, only=wanted.only)
             except MalformedMessage as error:
                 for donor in donors[best]:
-                    logger.warning("no snapshot from %s: %s", donor.peer_id, error)
-                    self.distrust(donor)
+                    self._refusals[name_of(donor)] = str(error)
+                    self.distrust(donor, error)
                 continue
             self._partial.sources = donors[best]
             return self._partial
@@ -240,9 +253,11 @@ class StateTransfer:
                 gives_way=lambda: partial.is_young and has_others(),
             )
         except SwarmError as error:
-            logger.warning("%s is no source any more: %s", name_of(donor), error)
-            if isinstance(error, IntegrityError):
-                self.distrust(donor)
+            self._refusals[name_of(donor)] = str(error)
+            if isinstance(error, IntegrityError | MalformedMessage):
+                self.distrust(donor, error)
+            elif len(partial.sources) > 1:
+                logger.info("%s is no source any more: %s", name_of(donor), error)
 
     async def _fetch(self, donor: PeerRecord, partial: PartialSnapshot, index: int, arriving: Arriving) -> None:
         time = asyncio.get_running_loop().time
@@ -264,3 +279,4 @@ class StateTransfer:
         if await asyncio.to_thread(partial.content.sha256, start, stop) != partial.header.segment_digests[index]:
             raise IntegrityError(f"segment {index} does not match its digest")
         partial.arrived(donor)
+        self.num_bytes += stop - start
