@@ -19,6 +19,7 @@ from peers.shared.tokenizer import folder_of
 from peers.stage_peer.own_model import open_model
 from swarm.config import RunConfig
 from swarm.data import tokenizers
+from swarm.data.own_tokenizer import trusted
 from swarm.generation.engine import LocalEngine, Room
 from swarm.generation.text_model import TextModel, read_text_model
 from swarm.interchange import origin, run_folder
@@ -41,7 +42,7 @@ async def open_local_model(options: GenerateOptions) -> AsyncIterator[TextModel]
     found = _origin(options)
     config = computing_in(found.config, options.dtype, device)
     warn_of_emulation(config.model, device)
-    data = dataclasses.replace(config.data, tokenizer=options.tokenizer or found.tokenizer)
+    data = dataclasses.replace(config.data, tokenizer=trusted(options.tokenizer, found.tokenizer))
     with naming_options(options):
         tokenizer = tokenizers.load_for_run(data, vocab_size=config.model.vocab_size)
     longest = config.model.max_positions or data.sequence_length

@@ -48,7 +48,8 @@ class GenerateOptions(RunOptions):
     model: str | None = None
     """Run folder, a model's folder of Hugging Face, or a model on the hub, instead of checkpoints."""
     tokenizer: str | None = None
-    """bytes, a folder with a tokenizer.json, or the path of one, if it is not with the model; a swarm has its own."""
+    """bytes, a folder with a tokenizer.json, the path of one, or class:MODULE:CLASS, if it is not with the model; a
+    swarm has its own, unless that is a class."""
     max_tokens: int | None = None
     """Tokens to write at most: left out, 200 for a prompt, and 1,024 for an answer. A request may ask for another
     number."""

@@ -38,8 +38,10 @@ class LocalOptions:
     validation: str | None = None
     """Text for evaluations, named as in --dataset, of which then nothing is held out."""
     tokenizer: str | None = None
-    """Tokenizer, instead of the configuration's: bytes, a folder with a tokenizer.json, the path of one, or the name of
-    a model on the hub."""
+    """Tokenizer, instead of the configuration's: bytes, a folder with a tokenizer.json, the path of one, the name of a
+    model on the hub, or class:MODULE:CLASS."""
+    max_tokens: int | None = None
+    """Tokens of each dataset, at most; left out, it is what the configuration says, and usually all."""
     set: SettingsOption = ()
     output: Path = Path("swarm-output")
     """Folder for metrics.jsonl, summary.json, loss.png and the processes' logs."""
@@ -80,7 +82,7 @@ class LocalOptions:
     def __post_init__(self) -> None:
         least = {
             "stages": 1, "peers_per_stage": 1, "steps": 1, "threads": 1, "max_in_flight": 0, "evaluate_every": 0,
-            "sample_tokens": 0, "checkpoint_every": 1,
+            "sample_tokens": 0, "checkpoint_every": 1, "max_tokens": 0,
         }  # fmt: skip
         cli.require_at_least(self, least)
         if self.config is not None and (self.preset or self.model) is not None:

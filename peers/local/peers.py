@@ -67,9 +67,9 @@ class LocalPeers:
         self.running: list[LocalPeer] = []
         self._options = options
         self._custom_class = config.model.custom_class
-        text = {"dataset": config.data.datasets, "validation": config.data.validation or None}
-        self.own_text: dict[str, Any] = text if config.data.classes else {}
-        """What the trainer has to name, because a class of the user's own gives it."""
+        named = dict(config.data.named_by_users)
+        self.own_text: dict[str, Any] = named | ({"dataset": config.data.datasets} if "dataset" in named else {})
+        """What the trainer has to name, because it is code of the user's own."""
         self._children = children
         self._folder = folder
         self._places = places
@@ -110,7 +110,7 @@ class LocalPeers:
         if addresses := self.addresses:
             return {"initial_peers": addresses, "allow_class": self._custom_class or None}
         preset = None if options.config or options.model else options.preset or PRESET
-        names = ("config", "model", "stages", "dataset", "validation", "tokenizer", "lora_rank", "set")
+        names = ("config", "model", "stages", "dataset", "validation", "tokenizer", "max_tokens", "lora_rank", "set")
         # A preset, or a file, has a schedule of its own.
         steps = options.steps + self._steps_before() if options.model else None
         return {"preset": preset, "steps": steps} | {name: getattr(options, name) for name in names}

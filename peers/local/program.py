@@ -76,7 +76,7 @@ def run_config(options: LocalOptions) -> RunConfig:
         config = open_model(options.model).config(cache_folder(), num_stages=options.stages or 0)
     else:
         config = configs.load(options.config) if options.config else configs.load_preset(options.preset or PRESET)
-    config = with_named_text(config, options.dataset, options.tokenizer, options.validation)
+    config = with_named_text(config, options)
     return configs.with_settings(config, options.set)
 
 

@@ -80,7 +80,8 @@ class ExportModelOptions(RunOptions):
     """Type of the weights; keep leaves them as they are: fp32 in a checkpoint and a swarm; where adapters are merged,
     the type of the model."""
     tokenizer: str | None = None
-    """The run's tokenizer, if it is not beside the checkpoints: a folder, a tokenizer.json, or a hub name."""
+    """The run's tokenizer, if it is not beside the checkpoints: a folder, a tokenizer.json, a hub name, or
+    class:MODULE:CLASS, which then is not in the export."""
     metrics: Path | None = None
     """A trainer's --output folder, or the metrics.jsonl in it: its losses go into the model card."""
 

@@ -26,6 +26,7 @@ from peers.shared.option_names import naming_options
 from peers.stage_peer.own_model import open_model
 from swarm.checkpoint import file
 from swarm.config import RunConfig, StagesConfig
+from swarm.config.data import CLASS
 from swarm.data import hub
 from swarm.errors import IntegrityError, PeerUnavailable
 from swarm.interchange import adapter, origin, run_folder
@@ -104,6 +105,8 @@ def _export(found: Origin, options: ExportModelOptions, losses: Sequence[Measure
     with naming_options(options):
         files = export_model(found, options.output, target)
     _say_exported(options.output, found, files, "transformers.AutoModelForCausalLM.from_pretrained({})")
+    if (tokenizer := options.tokenizer or "").startswith(CLASS):
+        print(f"  tokenizer: {tokenizer} is code, and is not in this folder: name it with --tokenizer, or import it")
 
 
 def _loadable(base: str | None) -> str | None:

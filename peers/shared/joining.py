@@ -37,10 +37,7 @@ class Joining:
         word = f"{invite}#TOKEN" if config.owner else str(invite)
         options = " --insecure" if insecure else ""
         own_class = f" --allow-class {shlex.quote(config.model.custom_class)}" if config.model.custom_class else ""
-        names = [f"--dataset {shlex.quote(name)}" for name in config.data.datasets]
-        names += [f"--validation {shlex.quote(config.data.validation)}"] if config.data.validation else []
-        # Others name a text themselves only where it comes from a class, which is code.
-        own_text = f" {' '.join(names)}" if config.data.classes else ""
+        own_text = "".join(f" --{option} {shlex.quote(name)}" for option, name in config.data.named_by_users)
         return cls(
             peer=f"swarm-peer {word}{own_class}{options}",
             trainer=f"swarm-trainer {word} --steps 100{own_text}{options}",

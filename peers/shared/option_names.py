@@ -8,6 +8,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from swarm.config import RunConfig
 from swarm.errors import CorpusMismatch
@@ -16,6 +17,7 @@ FIELDS = {
     "dataset": "data.dataset",
     "validation": "data.validation",
     "tokenizer": "data.tokenizer",
+    "max_tokens": "data.max_tokens",
     "stages": "stages.num_stages",
     "lora_rank": "lora.rank",
     "lora_alpha": "lora.alpha",
@@ -25,18 +27,24 @@ FIELDS = {
 """The field of the configuration that each option sets. Options have the names of the fields of their dataclass."""
 
 
-def with_named_text(
-    config: RunConfig, dataset: tuple[str, ...], tokenizer: str | None, validation: str | None
-) -> RunConfig:
+class TextOptions(Protocol):
+    """Options that name the text of a new run."""
+
+    @property
+    def dataset(self) -> tuple[str, ...]: ...
+    @property
+    def validation(self) -> str | None: ...
+    @property
+    def tokenizer(self) -> str | None: ...
+    @property
+    def max_tokens(self) -> int | None: ...
+
+
+def with_named_text(config: RunConfig, options: TextOptions) -> RunConfig:
     """The configuration with the texts and the tokenizer of the command line, where it names them."""
-    data = dataclasses.replace(
-        config.data,
-        dataset=dataset or config.data.dataset,
-        validation=config.data.validation if validation is None else validation,
-    )
-    if tokenizer is not None:
-        data = dataclasses.replace(data, tokenizer=tokenizer)
-    return dataclasses.replace(config, data=data)
+    named = {name: getattr(options, name) for name in ("dataset", "validation", "tokenizer", "max_tokens")}
+    given = {name: value for name, value in named.items() if value not in (None, ())}
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, **given))
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from peers.shared.cache import kept_tokenizer
 from swarm.config import RunConfig, TextSize
 from swarm.data import corpora, tokenizer_files, tokenizers
 from swarm.data.corpora import Corpus
-from swarm.data.tokenizers import ByteTokenizer
 
 
 def text_size(config: RunConfig, cache: Path) -> TextSize:
@@ -35,7 +34,7 @@ def with_text(config: RunConfig, cache: Path) -> tuple[RunConfig, Corpus]:
     corpus = corpora.prepare(config.data, cache_dir=cache / "corpora")
     corpora.check_digest(config.data, corpus)
     files = None
-    if config.data.tokenizer != ByteTokenizer.identity:
+    if tokenizer_files.has_files(config.data.tokenizer):
         files = tokenizer_files.read(tokenizer_files.located(config.data.tokenizer))
         # A peer gives the tokenizer to others from this folder.
         files.keep(kept_tokenizer(cache, files.digest))

@@ -11,6 +11,7 @@ from peers.shared.membership import Membership
 from swarm.content import tokenizer
 from swarm.content.line import Kind
 from swarm.data import tokenizer_files
+from swarm.data.own_tokenizer import trusted
 from swarm.data.tokenizers import ByteTokenizer
 from swarm.errors import PeerUnavailable
 from swarm.machine.patience import patiently
@@ -20,13 +21,14 @@ async def have_tokenizer(member: Membership, cache: Path) -> str:
     """The run's tokenizer on this machine: `bytes`, or a folder, into which it is fetched if it is not there.
 
     Raises:
-        ValueError: the run does not say which tokenizer it has.
+        ValueError: the run does not say which tokenizer it has, or it is a class, which only the user may name.
         PeerUnavailable: no peer that answers has it; the message says what to do.
         Fatal: it cannot be written to the cache.
     """
     data = member.config.data
     if data.tokenizer_identity == ByteTokenizer.identity:
         return ByteTokenizer.identity
+    trusted(None, data.tokenizer)
     if not data.tokenizer_files:
         # A name without a digest is refused: with it the run's first peer could make this machine read any of its
         # files.
@@ -53,5 +55,5 @@ async def have_tokenizer(member: Membership, cache: Path) -> str:
 
 
 def folder_of(tokenizer: str) -> list[Path]:
-    """The folder in which a tokenizer is, perhaps with a chat template beside it; none for `bytes`."""
-    return [] if tokenizer == ByteTokenizer.identity else [tokenizer_files.located(tokenizer).parent]
+    """The folder in which a tokenizer is, perhaps with a chat template beside it; none if it has no files."""
+    return [tokenizer_files.located(tokenizer).parent] if tokenizer_files.has_files(tokenizer) else []

@@ -59,7 +59,9 @@ class PeerOptions:
     """Text for evaluations, named as in --dataset, of which then nothing is held out."""
     tokenizer: str | None = None
     """Tokenizer of a new run, instead of the configuration's: bytes, a folder with a tokenizer.json, the path of one,
-    or the name of a model on the hub."""
+    the name of a model on the hub, or class:MODULE:CLASS."""
+    max_tokens: int | None = None
+    """Tokens of each dataset of a new run, at most; left out, it is what the configuration says, and usually all."""
     stages: int | None = None
     """Number of stages of a new run, instead of the configuration's."""
     steps: int | None = None
@@ -165,6 +167,7 @@ class PeerOptions:
         least = {
             "stages": 1,
             "steps": 1,
+            "max_tokens": 0,
             "checkpoint_every": 1,
             "keep_checkpoints": 1,
             "max_in_flight": 0,
@@ -177,11 +180,11 @@ class PeerOptions:
             raise ValueError(
                 "a new run needs --preset NAME, --config FILE or --model DIR; to join one, give its INVITE"
             )
-        text = self.dataset or self.validation or self.tokenizer
+        text = self.dataset or self.validation or self.tokenizer or self.max_tokens
         if not self.names_a_run and (text or self.stages or self.steps or self.set):
             raise ValueError(
-                "--dataset, --validation, --tokenizer, --stages, --steps and --set belong to a new run: --preset, "
-                "--config or --model"
+                "--dataset, --validation, --tokenizer, --max-tokens, --stages, --steps and --set belong to a new run: "
+                "--preset, --config or --model"
             )
         if not self.names_a_run and self.lora_options:
             raise ValueError("--lora-rank and the like belong to a new run's --preset, --config or --model")

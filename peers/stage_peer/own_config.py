@@ -34,7 +34,7 @@ def own_config(
     else:
         config = configs.load(options.config) if options.config else configs.load_preset(options.preset or "")
     # --set data.format=chat is checked against the dataset, so that comes first.
-    config = with_named_text(config, options.dataset, options.tokenizer, options.validation)
+    config = with_named_text(config, options)
     config = configs.with_settings(config, options.set)
     if options.stages is not None:
         stages = dataclasses.replace(config.stages, num_stages=options.stages, layers_per_stage=())

@@ -36,7 +36,10 @@ class StaticOptions:
     validation: str | None = None
     """Text for evaluations, named as in --dataset, of which then nothing is held out."""
     tokenizer: str | None = None
-    """Tokenizer, instead of the configuration's: bytes, a folder with a tokenizer.json, or the path of one."""
+    """Tokenizer, instead of the configuration's: bytes, a folder with a tokenizer.json, the path of one, the name of a
+    model on the hub, or class:MODULE:CLASS."""
+    max_tokens: int | None = None
+    """Tokens of each dataset, at most; left out, it is what the configuration says, and usually all."""
     set: SettingsOption = ()
     steps: int | None = None
     """The step at which to end, counted from the run's beginning; 100 if left out."""
@@ -92,7 +95,7 @@ class StaticOptions:
         if sources == (None, None, None) or (self.config is not None and self.preset is not None):
             raise ValueError("which run? give one of --config FILE, --preset NAME and --model DIR")
         least = {"steps": 0, "dp": 1, "tp": 1, "pp": 1, "checkpoint_every": 1, "keep_checkpoints": 1}
-        cli.require_at_least(self, {**least, "evaluate_every": 0, "evaluation_samples": 1})
+        cli.require_at_least(self, {**least, "max_tokens": 0, "evaluate_every": 0, "evaluation_samples": 1})
         cli.require_threads(self.threads)
         cli.require_kinds(self, files=["metrics"], folders=["checkpoint", "tensorboard"])
         if self.epochs is not None:

@@ -65,7 +65,7 @@ def _named(options: StaticOptions, model: OwnModel | None) -> RunConfig:
         config = model.config(cache_folder(), num_stages=options.pp)
     else:
         config = configs.load_preset(options.preset or "")
-    config = with_named_text(config, options.dataset, options.tokenizer, options.validation)
+    config = with_named_text(config, options)
     return configs.with_settings(config, options.set)
 
 

@@ -25,8 +25,8 @@ class TrainerOptions(RunOptions):
     validation: str | None = None
     """Where this machine has the run's text for evaluations, if the run has one of its own."""
     tokenizer: str | None = None
-    """This machine's copy of the run's tokenizer (a folder, or a tokenizer.json); left out, it comes from the run's
-    peers."""
+    """This machine's copy of the run's tokenizer (a folder, a tokenizer.json, or class:MODULE:CLASS); left out, it
+    comes from the run's peers, unless it is a class."""
     output: Path = Path("swarm-output")
     """Folder for metrics.jsonl, summary.json, loss.png, sample.txt and evaluation.json."""
     evaluate_every: int = 10

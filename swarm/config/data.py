@@ -42,13 +42,14 @@ class DataConfig:
     text_field: str = "text"
     """Field of a row that holds the text, where `format` is `text`."""
     tokenizer: str = "bytes"
-    """`bytes`, a folder with a tokenizer.json, the path of one, or the name of a model on the hub. The first peer
-    publishes `served` where it is not `bytes`: others have the files from the run's peers."""
+    """`bytes`, a folder with a tokenizer.json, the path of one, the name of a model on the hub, or
+    `class:package.module:Class` for a class of your own. The first peer publishes `served` where there are files:
+    others have them from the run's peers."""
     tokenizer_identity: str = ""
-    """`bytes`, or the SHA-256 of the tokenizer.json; the first peer fills it in."""
+    """`bytes`, or the SHA-256 of the tokenizer.json, or of what a class does; the first peer fills it in."""
     tokenizer_files: str = ""
     """Digest of the tokenizer's files, the chat template included, by which peers give them to others; empty for
-    `bytes`; the first peer fills it in."""
+    `bytes` and classes; the first peer fills it in."""
     max_tokens: int = 0
     """Use at most this many tokens of each dataset; 0 means all."""
     part_rows: int = 0
@@ -161,6 +162,17 @@ class DataConfig:
     def classes(self) -> tuple[str, ...]:
         """Those of the datasets, and of the text for evaluations, that classes of the user's own give."""
         return tuple(name for name in (*self.datasets, self.validation) if name.startswith(CLASS))
+
+    @property
+    def named_by_users(self) -> tuple[tuple[str, str], ...]:
+        """The options, with their values, with which each trainer's user names code that the run has to do with: texts,
+        if one of them comes from a class, and the tokenizer, if it is a class."""
+        texts = [("dataset", name) for name in self.datasets]
+        texts += [("validation", self.validation)] if self.validation else []
+        return (
+            *(texts if self.classes else ()),
+            *([("tokenizer", self.tokenizer)] if self.tokenizer.startswith(CLASS) else ()),
+        )
 
     @property
     def source_names(self) -> tuple[str, ...]:

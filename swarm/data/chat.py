@@ -147,7 +147,8 @@ def beside(tokenizer: str, *, now: Callable[[], datetime]) -> ChatTemplate:
     Raises:
         ValueError: one line, also if there is none.
     """
-    template = None if tokenizer == "bytes" else load(tokenizer_files.located(tokenizer).parent, now=now)
+    has_files = tokenizer_files.has_files(tokenizer)
+    template = load(tokenizer_files.located(tokenizer).parent, now=now) if has_files else None
     if template is None:
         raise ValueError(
             f"there is no chat template beside data.tokenizer {tokenizer!r}: name the tokenizer of a model that was "

@@ -17,8 +17,9 @@ from swarm.config import DataConfig
 from swarm.config.data import Format
 from swarm.data.chat import ChatTemplate
 from swarm.data.rows import Faults, Row
-from swarm.data.tokenizers import TokenIds, Tokenizer
+from swarm.data.tokenizers import Tokenizer
 from swarm.machine import json_file
+from swarm.training.samples import TokenIds
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from swarm.data.tokenizers import TokenIds, token_dtype
+from swarm.training.samples import TokenIds, token_dtype
 
 DUMMY = "dummy"
 _NUM_TOKENS = 1 << 22

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from swarm.data.corpora import Corpus
-from swarm.data.tokenizers import TokenIds
+from swarm.training.samples import TokenIds
 
 _CHUNK_TOKENS = 2**20
 

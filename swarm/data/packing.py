@@ -11,9 +11,8 @@ import numpy.typing as npt
 
 from swarm.config import DataConfig
 from swarm.data.documents import Document
-from swarm.data.tokenizers import token_dtype
 from swarm.training import samples
-from swarm.training.samples import DOCUMENTS, TARGETS, TOKENS
+from swarm.training.samples import DOCUMENTS, TARGETS, TOKENS, token_dtype
 
 NUM_OPEN = 64
 """The most sequences that are open because they still have room. With this many, hardly any room is left empty."""

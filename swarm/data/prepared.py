@@ -26,15 +26,15 @@ import numpy as np
 import numpy.typing as npt
 
 from swarm.config import DataConfig
-from swarm.data import packing, tokenizers
+from swarm.data import packing
 from swarm.data.chat import ChatTemplate
 from swarm.data.documents import Documents, noun_of
 from swarm.data.dummy import DUMMY, random_tokens
 from swarm.data.sources import Part, Source, Text
-from swarm.data.tokenizers import TokenIds, Tokenizer
+from swarm.data.tokenizers import Tokenizer
 from swarm.errors import in_one_line
 from swarm.machine.words import counted
-from swarm.training.samples import TARGETS
+from swarm.training.samples import TARGETS, TokenIds, token_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class Recipe:
         vocab_size = self.tokenizer.vocab_size
         if self.config.has_targets:
             return packing.record_dtype(self.config, vocab_size)
-        return tokenizers.token_dtype(vocab_size)
+        return token_dtype(vocab_size)
 
     def documents(self, source: Source) -> Documents | None:
         """Make the object that turns a dataset's rows into documents, and counts them. None for texts."""

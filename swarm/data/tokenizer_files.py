@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from swarm.config.data import CLASS
 from swarm.data import hub
 from swarm.errors import IntegrityError
 from swarm.machine import json_file
@@ -79,6 +80,11 @@ class TokenizerFiles:
             except ValueError:
                 # The folder is there but damaged. It is not the user's, so it is written over.
                 self.write(folder)
+
+
+def has_files(spec: str) -> bool:
+    """Whether the tokenizer that `data.tokenizer` names has files: bytes need none, and a class is code."""
+    return spec != "bytes" and not spec.startswith(CLASS)
 
 
 def located(spec: str) -> Path:

@@ -1,7 +1,8 @@
 """Tokenizers: text to token ids and back.
 
-data/prepared tokenizes datasets with them, and the programs decode what a model generates. A tokenizer is either the
-bytes of UTF-8, or any tokenizer.json with what the tokenizer_config.json beside it adds, as transformers reads both.
+data/prepared tokenizes datasets with them, and the programs decode what a model generates. A tokenizer is the bytes of
+UTF-8, or any tokenizer.json with what the tokenizer_config.json beside it adds, as transformers reads both, or a class
+of the user's own.
 """
 
 import hashlib
@@ -16,14 +17,14 @@ import numpy.typing as npt
 import tokenizers
 
 from swarm.config import DataConfig
+from swarm.config.data import CLASS
 from swarm.data import tokenizer_files
+from swarm.data.own_tokenizer import OwnTokenizer
 from swarm.errors import CorpusMismatch, in_one_line
 from swarm.machine import json_file
+from swarm.training.samples import TokenIds, token_dtype
 
 logger = logging.getLogger(__name__)
-
-TokenIds = npt.NDArray[np.unsignedinteger[Any]]
-"""Token ids, unsigned, as narrow as the vocabulary allows."""
 
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
@@ -36,13 +37,6 @@ BYTES_OF_LETTERS = {chr(byte): byte for byte in _PRINTABLE} | {
 Latin-1 is written as itself, and the others, in their order, as the characters from 256 on."""
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 """A token of one byte in tokenizers that are made like sentencepiece's."""
-
-
-def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
-    """The narrowest little-endian unsigned type that holds every id below `vocab_size`."""
-    if vocab_size <= 2**8:
-        return np.dtype("u1")
-    return np.dtype("<u2") if vocab_size <= 2**16 else np.dtype("<u4")
 
 
 class ByteTokenizer:
@@ -219,19 +213,21 @@ def _content(token: Any) -> str:
     return token if isinstance(token, str) else ""
 
 
-Tokenizer = ByteTokenizer | JsonTokenizer
+Tokenizer = ByteTokenizer | JsonTokenizer | OwnTokenizer
 
 
 def load(spec: str) -> Tokenizer:
-    """Load the tokenizer that `data.tokenizer` names: `bytes`, or a tokenizer.json by its path, its folder, or a hub
-    name.
+    """Load the tokenizer that `data.tokenizer` names: `bytes`, a tokenizer.json by its path, its folder, or a hub name,
+    or a class, which is imported: a name that others give goes through `trusted` first.
 
     Raises:
-        ValueError: one line, if the file is missing, unreadable or no tokenizer.
+        ValueError: one line, if the file or class is missing, unreadable or no tokenizer.
         PeerUnavailable: it cannot be downloaded from the hub.
     """
     if spec == ByteTokenizer.identity:
         return ByteTokenizer()
+    if spec.startswith(CLASS):
+        return OwnTokenizer(spec)
     if spec == tokenizer_files.SERVED:
         raise ValueError("the run's tokenizer is not on this machine: name a copy with --tokenizer")
     try:
@@ -266,9 +262,12 @@ def load_for_run(data: DataConfig, *, vocab_size: int) -> Tokenizer:
     """
     tokenizer = load(data.tokenizer)
     if data.tokenizer_identity not in ("", tokenizer.identity):
+        advice = "leave --tokenizer out: the run's peers have the right one"
+        if not data.tokenizer_files and data.tokenizer_identity != ByteTokenizer.identity:
+            advice = "the class has to do here what it does on the run's other machines"
         raise CorpusMismatch(
             f"data.tokenizer {data.tokenizer!r} is another tokenizer here ({tokenizer.identity[:12]}) than in the run "
-            f"({data.tokenizer_identity[:12]}); leave --tokenizer out: the run's peers have the right one"
+            f"({data.tokenizer_identity[:12]}); {advice}"
         )
     _check_vocabulary(tokenizer, vocab_size)
     return tokenizer

@@ -16,8 +16,10 @@ from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
 
 from swarm.config import ModelConfig, RunConfig
+from swarm.config.data import CLASS
 from swarm.data import tokenizer_files, tokenizers
 from swarm.data.end_tokens import end_tokens
+from swarm.data.own_tokenizer import trusted
 from swarm.data.tokenizer_files import TOKENIZER
 from swarm.data.tokenizers import BYTES_OF_LETTERS, ByteTokenizer, Tokenizer
 from swarm.interchange.families import special_tokens
@@ -96,13 +98,14 @@ def export_model(origin: Origin, output: Path, target: Target | None = None) -> 
     target = target or Target()
     with whole_folder(output) as folder:
         family = family_of(origin.config.model)
-        tokenizer = _write_tokenizer(origin.config, target.tokenizer or origin.tokenizer, folder)
+        spec = trusted(target.tokenizer, origin.tokenizer)
+        tokenizer = _write_tokenizer(origin.config, spec, folder)
         tokens = special_tokens.write(_with_ends(origin.config, folder, tokenizer))
         dtype = _write_weights(origin, family, folder, target)
         json_file.write_object(folder / "config.json", _config(origin.config, family, dtype) | tokens)
         if not (folder / special_tokens.GENERATION).exists():
             json_file.write_object(folder / special_tokens.GENERATION, {"_from_model_config": True, **tokens})
-        (folder / "README.md").write_text(_card(origin, family, dtype), encoding="utf-8")
+        (folder / "README.md").write_text(_card(origin, family, dtype, spec), encoding="utf-8")
     return sorted(output.iterdir())
 
 
@@ -178,6 +181,8 @@ def _write_tokenizer(config: RunConfig, spec: str, folder: Path) -> Tokenizer:
         _byte_tokenizer().save(str(folder / TOKENIZER))
     else:
         tokenizer = tokenizers.load_for_run(data, vocab_size=config.model.vocab_size)
+        if not tokenizer_files.has_files(spec):
+            return tokenizer
         tokenizer_files.read(tokenizer_files.located(spec)).write(folder)
     if not (folder / "tokenizer_config.json").exists():
         json_file.write_object(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
@@ -192,7 +197,7 @@ def _byte_tokenizer() -> library.Tokenizer:
     return tokenizer
 
 
-def _card(origin: Origin, family: Family, dtype: torch.dtype) -> str:
+def _card(origin: Origin, family: Family, dtype: torch.dtype, tokenizer: str) -> str:
     config, card = origin.config, origin.card
     texts = ", ".join(f"`{dataset}`" for dataset in config.data.datasets)
     rows = {
@@ -205,9 +210,13 @@ def _card(origin: Origin, family: Family, dtype: torch.dtype) -> str:
         "Architecture": f"{family.architecture}, {str(dtype).removeprefix('torch.')}",
         **{name: f"{loss:.4f} nats a token" for name, loss in card.losses.items()},
     }
+    loads = 'tokenizer = AutoTokenizer.from_pretrained("PATH")'
+    if tokenizer.startswith(CLASS):
+        module, _, name = tokenizer.removeprefix(CLASS).partition(":")
+        loads = f"from {module} import {name}  # not in this folder\n\ntokenizer = {name}()"
     code = (
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        'model = AutoModelForCausalLM.from_pretrained("PATH")\ntokenizer = AutoTokenizer.from_pretrained("PATH")\n'
+        f'model = AutoModelForCausalLM.from_pretrained("PATH")\n{loads}\n'
     )
     return card_text("transformers", config.run, "Trained", rows, code)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from swarm import config as configs
 from swarm.config import DataConfig, RoundsConfig, RunConfig, StagesConfig, WireConfig
-from swarm.config.data import Format
+from swarm.config.data import CLASS, Format
 from swarm.data import chat, sources, tokenizer_files, tokenizers
 from swarm.data.chat import ChatTemplate
 from swarm.data.tokenizer_files import TOKENIZER
@@ -88,10 +88,11 @@ def _require_run(config: RunConfig, source: Source) -> None:
 
 
 def _require_no_class(config: RunConfig) -> None:
-    """Raise ValueError if a text comes from a class: a folder may come from others, and must not name code to run."""
-    if config.data.classes:
-        name = config.data.classes[0]
-        raise ValueError(f"{CONFIG} must not name {name!r} as text: give it with --dataset when the run begins")
+    """Raise ValueError if a text or the tokenizer is a class: a folder may come from others, and must not name code to
+    run."""
+    for option, names in (("--dataset", config.data.classes), ("--tokenizer", [config.data.tokenizer])):
+        if names and names[0].startswith(CLASS):
+            raise ValueError(f"{CONFIG} must not name {names[0]!r}: give it with {option} when the run begins")
 
 
 def _parts(source: Source) -> Iterator[tuple[str, dict[str, Tensor]]]:

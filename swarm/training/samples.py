@@ -14,7 +14,10 @@ Shapes: B samples (rows), T tokens, T1 = T + 1.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from swarm.config import DataConfig
@@ -23,6 +26,8 @@ from swarm.errors import MalformedMessage
 TOKENS, TARGETS, DOCUMENTS = "tokens", "targets", "documents"
 
 Samples = Mapping[str, torch.Tensor]
+TokenIds = npt.NDArray[np.unsignedinteger[Any]]
+"""Token ids, unsigned, as narrow as the vocabulary allows."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,13 @@ class Amount:
 
 
 NOTHING = Amount()
+
+
+def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
+    """The narrowest little-endian unsigned type that holds every id below `vocab_size`."""
+    if vocab_size <= 2**8:
+        return np.dtype("u1")
+    return np.dtype("<u2") if vocab_size <= 2**16 else np.dtype("<u4")
 
 
 def names(data: DataConfig) -> list[str]:

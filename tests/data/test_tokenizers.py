@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from swarm.config import DataConfig
 from swarm.data import tokenizers
 from swarm.errors import CorpusMismatch
+from swarm.training.samples import token_dtype
 
 WORDS = {"[UNK]": 0, "the": 1, "swarm": 2, "trains": 3}
 
@@ -136,7 +137,7 @@ def test_load_errors_are_one_line(tmp_path: Path, content: bytes | None, message
     ("vocab_size", "dtype"), [(256, "u1"), (257, "<u2"), (65_536, "<u2"), (65_537, "<u4"), (300_000, "<u4")]
 )
 def test_token_dtype(vocab_size: int, dtype: str) -> None:
-    assert tokenizers.token_dtype(vocab_size) == np.dtype(dtype)
+    assert token_dtype(vocab_size) == np.dtype(dtype)
 
 
 def test_a_text_that_cannot_be_encoded_is_one_line(tmp_path: Path) -> None:

@@ -48,9 +48,7 @@ def test_a_run_folder_makes_nobody_import_code(tmp_path: Path) -> None:
     file = tmp_path / "run" / "run.toml"
     assert load_config(tmp_path / "run").data.dataset == "hf:theirs"
     file.write_text(file.read_text().replace("hf:theirs", "class:theirs:Rows"))
-    with pytest.raises(
-        ValueError, match=r"run\.toml must not name 'class:theirs:Rows' as text: give it with --dataset"
-    ):
+    with pytest.raises(ValueError, match=r"run\.toml must not name 'class:theirs:Rows': give it with --dataset"):
         load_config(tmp_path / "run")
 
 
@@ -97,7 +95,7 @@ def test_what_no_run_could_begin_with_is_refused(tmp_path: Path) -> None:
         (
             Source(tmp_path / "model"),
             ImportOptions(dataset=("class:no:Rows",)),
-            "'class:no:Rows' as text: give it with",
+            "'class:no:Rows': give it with",
         ),
     ):
         with pytest.raises(ValueError, match=fault):

@@ -1,7 +1,7 @@
 """Corpora of given tokens."""
 
 from swarm.data.corpora import Corpus, SourceTokens
-from swarm.data.tokenizers import TokenIds
+from swarm.training.samples import TokenIds
 
 
 def text_corpus(*sources: tuple[TokenIds, int], vocab_size: int) -> Corpus:
