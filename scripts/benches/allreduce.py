@@ -8,8 +8,6 @@ the known values, over the norm of the mean. Loopback bytes are counted by the k
 """
 
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +17,16 @@ from typing import Any
 from peers.local.supervisor import Child, Supervisor
 from peers.shared import cli
 from scripts.benches.shared import paired
-from scripts.benches.shared.common import OutputOptions, fail_on_exit, largest_of, say, wait_for_json, write_json
+from scripts.benches.shared.common import (
+    OutputOptions,
+    fail_on_exit,
+    largest_of,
+    say,
+    side,
+    wait_for_json,
+    workplace,
+    write_json,
+)
 from scripts.benches.shared.proc import loopback_bytes
 from scripts.benches.sides.averaging_peer import READY_FILE
 from scripts.benches.sides.swarm_averager import averaging_config
@@ -116,8 +123,7 @@ class Group:
         for number in numbers:
             name, folder = f"{self.side}-{number}", self._folder(number)
             folder.mkdir(parents=True)
-            shape = [str(number), str(self.options.peers), str(self.options.parameters)]
-            command = [sys.executable, "-m", self.module, str(folder), *shape, *arguments]
+            command = side(self.module, folder, number, self.options.peers, self.options.parameters, *arguments)
             self.members[number] = self.children.start(name, command, environment=ENVIRONMENT)
         return [wait_for_json(self._folder(number) / READY_FILE, self.children) for number in numbers]
 
@@ -140,8 +146,8 @@ class Group:
 
 def run(options: Options) -> dict[str, Any]:
     rounds: dict[Arm, list[Round]] = {arm: [] for arm in ARMS}
-    with tempfile.TemporaryDirectory(prefix="bench-allreduce-") as name, Supervisor(Path(name) / "logs") as children:
-        groups = _start_groups(options, children, Path(name))
+    with workplace("allreduce") as (folder, children):
+        groups = _start_groups(options, children, folder)
         for repetition in range(1 + options.repetitions):
             for arm in paired.order(ARMS, repetition):
                 measured = _round(groups[arm.side], arm)
@@ -159,10 +165,10 @@ def run(options: Options) -> dict[str, Any]:
 def _start_groups(options: Options, children: Supervisor, folder: Path) -> dict[str, Group]:
     say("the processes start")
     numbers = range(options.peers)
-    ours = Group("ours", "scripts.benches.sides.swarm_averager", options, children, folder)
+    ours = Group("ours", "swarm_averager", options, children, folder)
     contacts = ours.start(numbers, *(arm.codec for arm in ARMS if arm.side == ours.side))
     ours.ask("meet", contacts=contacts)
-    theirs = Group("hivemind", "scripts.benches.sides.hivemind_averager", options, children, folder)
+    theirs = Group("hivemind", "hivemind_averager", options, children, folder)
     # The first process must run before others can join it.
     (first,) = theirs.start(numbers[:1])
     theirs.start(numbers[1:], *first["addresses"])

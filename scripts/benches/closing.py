@@ -3,15 +3,19 @@
 Two members of a stage, each a process of its own (sides/closing_stage.py), average over gRPC with TLS.
 """
 
-import sys
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from peers.local.supervisor import Supervisor
 from peers.shared import cli
-from scripts.benches.shared.common import OutputOptions, require_multiple, say, wait_for_json, write_config
+from scripts.benches.shared.common import (
+    OutputOptions,
+    require_multiple,
+    say,
+    side,
+    wait_for_json,
+    workplace,
+    write_config,
+)
 from scripts.benches.sides.closing_stage import MEMBERS, MICROBATCHES
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 
@@ -62,12 +66,10 @@ def run_config(setting: str, options: Options) -> RunConfig:
 
 
 def run_case(config: RunConfig, num_rounds: int) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory(prefix="bench-closing-") as name, Supervisor(Path(name) / "logs") as children:
-        folder = Path(name)
+    with workplace("closing") as (folder, children):
         write_config(config, folder / "run.toml")
         for number in range(MEMBERS):
-            arguments = [str(folder), str(number), str(num_rounds)]
-            command = [sys.executable, "-m", "scripts.benches.sides.closing_stage", *arguments]
+            command = side("closing_stage", folder, number, num_rounds)
             children.start(f"member-{number}", command, environment=ENVIRONMENT)
         return [
             wait_for_json(folder / f"{number}.json", children, timeout_seconds=CASE_SECONDS)

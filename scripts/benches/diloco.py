@@ -7,8 +7,6 @@ import itertools
 import json
 import math
 import statistics
-import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Container, Mapping, Sequence
@@ -19,7 +17,7 @@ from typing import Any
 from peers.local.supervisor import Child, Supervisor, last_line
 from peers.shared import cli
 from scripts.benches.shared import paired
-from scripts.benches.shared.common import POLL_SECONDS, BenchOptions, say, with_corpus
+from scripts.benches.shared.common import POLL_SECONDS, BenchOptions, say, side, with_corpus, workplace
 from scripts.benches.sides.diloco.arms import ARMS, run_config
 from scripts.benches.sides.diloco.kept import Kept
 from swarm.errors import PeerUnavailable
@@ -73,7 +71,7 @@ def run(options: Options) -> dict[str, Any]:
         kept = Kept(folder=options.keep, rounds_at_200=options.rounds_at_200, dataset=options.dataset, digest=digest)
     runs = _kept_runs(options, kept)
     started_at = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="bench-diloco-") as folder, Supervisor(Path(folder)) as children:
+    with workplace("diloco") as (_, children):
         runs |= _train_all(options, children, kept, runs.keys())
     by_arm = {name: [runs[name, seed] for seed in range(options.seeds)] for name in options.arms}
     return {
@@ -114,8 +112,7 @@ def _train_all(
 
 
 def _command(arm: str, seed: int, options: Options) -> list[str]:
-    arguments = [arm, str(seed), str(options.rounds_at_200), options.dataset]
-    return [sys.executable, "-m", "scripts.benches.sides.diloco.arm", *arguments]
+    return side("diloco.arm", arm, seed, options.rounds_at_200, options.dataset)
 
 
 def summary(runs: Sequence[Figures]) -> dict[str, Any]:

@@ -27,12 +27,19 @@ import torch
 
 from peers.commands import command_line
 from peers.generate.local_model import load
-from peers.local.supervisor import Supervisor
 from peers.shared import cli
 from peers.shared.devices import computing_in
 from peers.static.options import StaticOptions
 from scripts.benches.shared import paired
-from scripts.benches.shared.common import BenchOptions, fail_on_exit, require_multiple, say, with_corpus, write_config
+from scripts.benches.shared.common import (
+    BenchOptions,
+    fail_on_exit,
+    require_multiple,
+    say,
+    with_corpus,
+    workplace,
+    write_config,
+)
 from scripts.benches.shared.swarm import SwarmProcesses
 from scripts.benches.sides import plain_llama
 from scripts.benches.sides.gpu_stage import BareSide, StageSide
@@ -175,8 +182,7 @@ def _plain(options: Options, device: torch.device, found: Figures) -> Figures:
 
 def _static(options: Options, device: torch.device, found: Figures) -> Figures:
     config, num_steps = _synchronous(options), WARM_UP_STEPS + options.steps
-    with tempfile.TemporaryDirectory(prefix="bench-gpu-") as name, Supervisor(Path(name) / "logs") as children:
-        folder = Path(name)
+    with workplace("gpu") as (folder, children):
         write_config(config, folder / "run.toml")
         static = StaticOptions(
             config=folder / "run.toml", steps=num_steps, device=options.device, evaluate_every=0, evaluation_samples=1,
@@ -209,8 +215,8 @@ def _swarm(options: Options, device: torch.device, found: Figures, *, num_stages
     rounds = RoundsConfig(setting="diloco", inner_batch_samples=size, round_samples=options.round_steps * size)
     part = "one_stage" if num_stages == 1 else "two_stages"
     config, _ = with_corpus(_config(options, num_stages, rounds))
-    with tempfile.TemporaryDirectory(prefix="bench-gpu-") as name, Supervisor(Path(name) / "logs") as children:
-        swarm = SwarmProcesses(config, children, Path(name) / part, device=options.device)
+    with workplace("gpu") as (folder, children):
+        swarm = SwarmProcesses(config, children, folder / part, device=options.device)
         swarm.start_peers(range(num_stages))
         with _busy_shares(device) as busy_shares:
             rate = swarm.tokens_per_second("trainer", options.rounds)

@@ -10,8 +10,6 @@ import asyncio
 import os
 import random
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +28,15 @@ from torch import Tensor
 from peers.local.supervisor import Supervisor
 from peers.shared import cli
 from scripts.benches.shared import paired, proc
-from scripts.benches.shared.common import BenchOptions, compute_like_peers, say, wait_for_json, with_corpus
+from scripts.benches.shared.common import (
+    BenchOptions,
+    compute_like_peers,
+    say,
+    side,
+    wait_for_json,
+    with_corpus,
+    workplace,
+)
 from scripts.benches.shared.swarm import SwarmProcesses
 from scripts.benches.sides.moe import EXPERT
 from scripts.benches.sides.paced_stage import VOCABULARY, Identity
@@ -89,14 +95,14 @@ class Options(BenchOptions):
 def run(options: Options) -> dict[str, Any]:
     compute_like_peers()
     configs = {size: with_corpus(_config(options, shape))[0] for size, shape in SHAPES.items()}
-    with tempfile.TemporaryDirectory(prefix="bench-hop-") as name, Supervisor(Path(name) / "logs") as children:
+    with workplace("hop") as (folder, children):
         say("hivemind.moe's servers and our peers start")
         # hivemind's side starts first: it forks, and gRPC must not be loaded yet when it does.
-        theirs = {size: _connect_expert(shape, children, Path(name) / size) for size, shape in SHAPES.items()}
+        theirs = {size: _connect_expert(shape, children, folder / size) for size, shape in SHAPES.items()}
         with asyncio.Runner(loop_factory=Loop) as runner:
             turns: dict[str, paired.Turns] = {}
             for size, shape in SHAPES.items():
-                swarm = SwarmProcesses(configs[size], children, Path(name) / size / "swarm")
+                swarm = SwarmProcesses(configs[size], children, folder / size / "swarm")
                 swarm.start_peers([1])
                 ours = runner.run(_connect_hop(swarm, shape))
                 turns[size] = _measure(options, size, partial(_call_ours, runner, ours), theirs[size].call)
@@ -104,7 +110,7 @@ def run(options: Options) -> dict[str, Any]:
                 swarm.stop()
             for expert in theirs.values():
                 expert.close()
-            load = _measure_load(options, children, Path(name) / "load", runner)
+            load = _measure_load(options, children, folder / "load", runner)
     ratios = {size: paired.ratio(sides["hivemind_moe"], sides["ours"]) for size, sides in turns.items()}
     return {
         **paired.figures(
@@ -303,8 +309,8 @@ class TheirExpert:
 def _connect_expert(shape: Shape, children: Supervisor, folder: Path) -> TheirExpert:
     folder.mkdir()
     ready_file = folder / "moe.json"
-    arguments = ["identity", str(ready_file), str(shape.num_positions), str(shape.width)]
-    children.start(f"moe-server-{shape.width}", [sys.executable, "-m", "scripts.benches.sides.moe", *arguments])
+    command = side("moe", "identity", ready_file, shape.num_positions, shape.width)
+    children.start(f"moe-server-{shape.width}", command)
     addresses = wait_for_json(ready_file, children)["addresses"]
     dht = hivemind.DHT(initial_peers=addresses, host_maddrs=["/ip4/127.0.0.1/tcp/0"], start=True)
     server_id = PeerID.from_base58(addresses[0].rsplit("/", 1)[1])

@@ -6,8 +6,6 @@ import datetime
 import os
 import random
 import statistics
-import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +20,7 @@ from peers.local.supervisor import Supervisor
 from peers.shared import cli
 from peers.shared.token_option import VARIABLE
 from scripts.benches.shared import proc
-from scripts.benches.shared.common import BenchOptions, say, wait_for_json, with_corpus, write_json
+from scripts.benches.shared.common import BenchOptions, say, side, wait_for_json, with_corpus, workplace, write_json
 from scripts.benches.shared.swarm import SwarmProcesses
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.credentials.certificates import Role
@@ -66,16 +64,16 @@ def run(options: Options) -> dict[str, Any]:
     owner = new_owner(now)
     tokens = [owner.issue(Role.PEER, name="bench", now=now, lifetime=datetime.timedelta(days=1)) for _ in range(2)]
     config, _ = with_corpus(_config(options, owner.authority.fingerprint))
-    with tempfile.TemporaryDirectory(prefix="bench-intruders-") as name, Supervisor(Path(name) / "logs") as children:
+    with workplace("intruders") as (folder, children):
         say("the peer starts")
         os.environ[VARIABLE] = str(tokens[0])
-        swarm = SwarmProcesses(config, children, Path(name) / "swarm")
+        swarm = SwarmProcesses(config, children, folder / "swarm")
         swarm.start_peers([1])
         target = {
             "endpoint": swarm.peers[0].record.endpoint, "certificate_pem": swarm.peers[0].record.certificate_pem,
             "run_id": config.run_id, "token": str(tokens[1]), "num_samples": config.data.microbatch_size,
         }  # fmt: skip
-        file = Path(name) / "target.json"
+        file = folder / "target.json"
         figures: dict[str, Any] = {}
         with asyncio.Runner() as runner:
             honest = runner.run(_connect(config, swarm, tokens[0]))
@@ -136,7 +134,7 @@ class Beside:
 def _beside(children: Supervisor, kind: str, file: Path) -> Iterator[Beside]:
     name = f"{kind}-{time.monotonic_ns()}"
     tally = file.with_name(f"{name}.json")
-    child = children.start(name, [sys.executable, "-m", "scripts.benches.sides.intruder", kind, str(file), str(tally)])
+    child = children.start(name, side("intruder", kind, file, tally))
     # The imports of the process do not belong to the measurement.
     time.sleep(4.0)
     began = proc.cpu_seconds(child.pid)

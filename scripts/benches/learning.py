@@ -9,7 +9,6 @@ tokens, over the time that `plain` needs for it.
 import dataclasses
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,15 @@ from typing import Any, Literal
 from peers.commands import command_line
 from peers.local.supervisor import Supervisor, last_line
 from peers.shared import cli
-from scripts.benches.shared.common import POLL_SECONDS, BenchOptions, require_multiple, say, with_corpus, write_config
+from scripts.benches.shared.common import (
+    POLL_SECONDS,
+    BenchOptions,
+    require_multiple,
+    say,
+    side,
+    with_corpus,
+    write_config,
+)
 from scripts.benches.shared.swarm import Lines, SwarmProcesses, serve
 from scripts.benches.shared.throttle import Throttle
 from scripts.benches.sides.reference import HeldOut
@@ -143,11 +150,9 @@ def _train(options: Options, setting: Setting, seed: int) -> dict[str, dict[str,
 def _plain(config: RunConfig, tokens: int, folder: Path) -> list[Point]:
     folder.mkdir()
     write_config(config, folder / "run.toml")
-    arguments = [folder / "run.toml", PEERS_A_STAGE, num_rounds(config, tokens), POINTS]
+    command = side("plain_training", folder / "run.toml", PEERS_A_STAGE, num_rounds(config, tokens), POINTS)
     with Supervisor(folder / "logs") as children:
-        child = children.start(
-            folder.name, [sys.executable, "-m", "scripts.benches.sides.plain_training", *map(str, arguments)]
-        )
+        child = children.start(folder.name, command)
         while not (ended := children.exits()):
             time.sleep(POLL_SECONDS)
         if ended[0].returncode:

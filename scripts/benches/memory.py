@@ -6,17 +6,13 @@ peak of a round's averaging, and after it with nothing in flight. Every case is 
 library keeps freed memory), and with freed memory given back at once (`returning`), which shows what is really held.
 """
 
-import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from peers.doctor import needs as sizes
-from peers.local.supervisor import Supervisor
 from peers.shared import cli
 from scripts.benches.shared import paired
 from scripts.benches.shared.common import (
@@ -25,7 +21,9 @@ from scripts.benches.shared.common import (
     cpu_backend,
     require_multiple,
     say,
+    side,
     wait_for_json,
+    workplace,
     write_config,
 )
 from scripts.benches.sides.memory_stage import LAST_STAGE, MEMBERS, STAGE, WAVES, random_inputs
@@ -114,12 +112,10 @@ def run_config(setting: str, options: Options) -> RunConfig:
 
 
 def run_case(config: RunConfig, graphs: str, malloc: str, num_in_flight: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="bench-memory-") as name, Supervisor(Path(name) / "logs") as children:
-        folder = Path(name)
+    with workplace("memory") as (folder, children):
         write_config(config, folder / "run.toml")
         for number in range(MEMBERS):
-            arguments = [str(folder), str(number), str(GRAPH_BYTES[graphs]), str(num_in_flight)]
-            command = [sys.executable, "-m", "scripts.benches.sides.memory_stage", *arguments]
+            command = side("memory_stage", folder, number, GRAPH_BYTES[graphs], num_in_flight)
             children.start(f"member-{number}", command, environment={**ENVIRONMENT, **MALLOC[malloc]})
         measured = wait_for_json(folder / "0.json", children)
         wait_for_json(folder / "1.json", children)
@@ -143,11 +139,9 @@ def loss_config(options: Options) -> RunConfig:
 def loss_figures(config: RunConfig) -> dict[str, Any]:
     """The peak of a last stage's memory for a microbatch, beyond what the stage holds, and the part of it that the loss
     takes."""
-    with tempfile.TemporaryDirectory(prefix="bench-memory-") as name, Supervisor(Path(name) / "logs") as children:
-        folder = Path(name)
+    with workplace("memory") as (folder, children):
         write_config(config, folder / "run.toml")
-        command = [sys.executable, "-m", "scripts.benches.sides.memory_stage", str(folder)]
-        children.start("last-stage", command, environment={**ENVIRONMENT, **MALLOC["returning"]})
+        children.start("last-stage", side("memory_stage", folder), environment={**ENVIRONMENT, **MALLOC["returning"]})
         peak_bytes = wait_for_json(folder / "loss.json", children)["peak"]
     activations = sizes.graph_bytes(config, LAST_STAGE)
     gradient = 4 * config.model.vocab_size * config.model.d_model

@@ -6,14 +6,11 @@ takes as many steps as one process.
 
 import dataclasses
 import json
-import tempfile
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
-from peers.local.supervisor import Supervisor
 from peers.shared import cli
-from scripts.benches.shared.common import BenchOptions, say, with_corpus
+from scripts.benches.shared.common import BenchOptions, say, with_corpus, workplace
 from scripts.benches.shared.swarm import SwarmProcesses
 from swarm.config import (
     AveragingConfig,
@@ -63,8 +60,8 @@ def run(options: Options) -> dict[str, Any]:
     for setting in options.settings:
         config, _ = with_corpus(_config(options, setting))
         steps = BATCH * options.iterations // config.rounds.round_samples
-        with tempfile.TemporaryDirectory(prefix="bench-nanogpt-") as name, Supervisor(Path(name) / "logs") as children:
-            swarm = SwarmProcesses(config, children, Path(name) / setting)
+        with workplace("nanogpt") as (folder, children):
+            swarm = SwarmProcesses(config, children, folder / setting)
             say(f"{setting}: 2 x 2 peers start")
             swarm.start_peers([0, 1] * PEERS_A_STAGE)
             say(f"{setting}: {steps} rounds")

@@ -7,7 +7,6 @@ would notice such a fault.
 import asyncio
 import dataclasses
 import math
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,15 @@ import torch
 
 from peers.local.supervisor import Supervisor
 from peers.shared import cli
-from scripts.benches.shared.common import BenchOptions, compute_like_peers, largest_of, say, with_corpus, write_config
+from scripts.benches.shared.common import (
+    BenchOptions,
+    compute_like_peers,
+    largest_of,
+    say,
+    with_corpus,
+    workplace,
+    write_config,
+)
 from scripts.benches.shared.swarm import SwarmProcesses
 from scripts.benches.sides.reference import Reference
 from swarm.averaging.downloads import Downloads
@@ -79,8 +86,8 @@ class Trained:
 
 def run(options: Options) -> dict[str, Any]:
     compute_like_peers()
-    with tempfile.TemporaryDirectory(prefix="bench-parity-") as folder, Supervisor(Path(folder) / "logs") as children:
-        return (_compare_adapters if options.lora else _compare)(options, children, Path(folder))
+    with workplace("parity") as (folder, children):
+        return (_compare_adapters if options.lora else _compare)(options, children, folder)
 
 
 def _compare(options: Options, children: Supervisor, folder: Path) -> dict[str, Any]:

@@ -7,8 +7,6 @@
 A first turn of each side, and the first step of each trainer of the swarm, are not measured.
 """
 
-import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +15,16 @@ from typing import Any
 from peers.local.supervisor import Supervisor
 from peers.shared import cli
 from scripts.benches.shared import paired
-from scripts.benches.shared.common import BenchOptions, require_multiple, say, wait_for_json, with_corpus, write_config
+from scripts.benches.shared.common import (
+    BenchOptions,
+    require_multiple,
+    say,
+    side,
+    wait_for_json,
+    with_corpus,
+    workplace,
+    write_config,
+)
 from scripts.benches.shared.paired import Worker, turn_seconds
 from scripts.benches.shared.ports import free_ports
 from scripts.benches.shared.swarm import SwarmProcesses
@@ -52,8 +59,7 @@ class Options(BenchOptions):
 def run(options: Options) -> dict[str, Any]:
     config, _ = with_corpus(_config(options))
     tokens = options.steps * config.rounds.round_samples * config.data.sequence_length
-    with tempfile.TemporaryDirectory(prefix="bench-peers-") as name, Supervisor(Path(name) / "logs") as children:
-        folder = Path(name)
+    with workplace("peers") as (folder, children):
         write_config(config, folder / "run.toml")
         say("all sides start")
         static = _start_static(folder, options.steps, children)
@@ -97,8 +103,7 @@ def _config(options: Options) -> RunConfig:
 
 
 def _worker(name: str, module: str, results: Path, arguments: Sequence[object], children: Supervisor) -> Worker:
-    command = [sys.executable, "-m", f"scripts.benches.sides.{module}", *map(str, arguments)]
-    return Worker(name, command, results, children)
+    return Worker(name, side(module, *arguments), results, children)
 
 
 def _start_static(folder: Path, steps: int, children: Supervisor) -> list[Worker]:
@@ -117,8 +122,7 @@ def _start_moe(folder: Path, steps: int, children: Supervisor) -> Worker:
     addresses: list[str] = []
     for stage in range(NUM_STAGES):
         ready = folder / f"moe-{stage}.json"
-        arguments = ["stage", str(ready), str(folder / "run.toml"), str(stage), *addresses[:1]]
-        children.start(f"moe-{stage}", [sys.executable, "-m", "scripts.benches.sides.moe", *arguments])
+        children.start(f"moe-{stage}", side("moe", "stage", ready, folder / "run.toml", stage, *addresses[:1]))
         addresses.append(wait_for_json(ready, children)["addresses"][0])
     results = folder / "moe"
     trainer = _worker(

@@ -7,8 +7,6 @@
 The sides take turns. A whole-model process computes only some microbatches of a round, and its time is scaled up.
 """
 
-import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +15,15 @@ from typing import Any
 from peers.local.supervisor import Supervisor
 from peers.shared import cli
 from scripts.benches.shared import paired
-from scripts.benches.shared.common import BenchOptions, require_multiple, say, with_corpus, write_config
+from scripts.benches.shared.common import (
+    BenchOptions,
+    require_multiple,
+    say,
+    side,
+    with_corpus,
+    workplace,
+    write_config,
+)
 from scripts.benches.shared.paired import Worker, turn_seconds
 from scripts.benches.shared.swarm import SwarmProcesses
 from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, Setting, StagesConfig
@@ -107,8 +113,7 @@ def _config(options: Options, d_model: int) -> RunConfig:
 def _measure(options: Options, d_model: int) -> dict[str, list[float]]:
     config, _ = with_corpus(_config(options, d_model))
     tokens = options.steps * config.rounds.round_samples * config.data.sequence_length
-    with tempfile.TemporaryDirectory(prefix="bench-pipeline-") as name, Supervisor(Path(name) / "logs") as children:
-        folder = Path(name)
+    with workplace("pipeline") as (folder, children):
         say(f"d_model {d_model}: processes start")
         write_config(config, folder / "run.toml")
         # All processes start at once, so that each has the same share of the cores while it imports torch and warms up.
@@ -137,8 +142,5 @@ def _measure(options: Options, d_model: int) -> dict[str, list[float]]:
 
 
 def _whole_model(name: str, threads: int, options: Options, children: Supervisor, folder: Path) -> Worker:
-    results = folder / name
     numbers = (threads, options.steps, min(options.sampled, options.microbatches))
-    arguments = [str(folder / "run.toml"), str(results), *map(str, numbers)]
-    command = [sys.executable, "-m", "scripts.benches.sides.whole_model", *arguments]
-    return Worker(name, command, results, children)
+    return Worker(name, side("whole_model", folder / "run.toml", folder / name, *numbers), folder / name, children)

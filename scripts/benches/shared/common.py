@@ -5,8 +5,10 @@ import dataclasses
 import json
 import math
 import sys
+import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +69,18 @@ def compute_like_peers(num_threads: int = 1) -> None:
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def workplace(name: str) -> Iterator[tuple[Path, Supervisor]]:
+    """A temporary folder, and a supervisor whose children log there and end with the block."""
+    with tempfile.TemporaryDirectory(prefix=f"bench-{name}-") as folder, Supervisor(Path(folder) / "logs") as children:
+        yield Path(folder), children
+
+
+def side(module: str, *arguments: object) -> list[str]:
+    """The command line of one of the programs in sides/."""
+    return [sys.executable, "-m", f"scripts.benches.sides.{module}", *map(str, arguments)]
 
 
 def with_corpus(config: RunConfig) -> tuple[RunConfig, Microbatches]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from queue import Queue
 
 from peers.local.supervisor import Supervisor
-from scripts.benches.shared.common import wait_for_json, write_json
+from scripts.benches.shared.common import side, wait_for_json, write_json
 from swarm.credentials import identity
 
 IN_FLIGHT = 4  # Pieces that are under way at a time
@@ -24,9 +24,7 @@ class Pair:
     def __init__(self, children: Supervisor, folder: Path, *, num_bytes: int) -> None:
         folder.mkdir()
         ready_file = folder / "tls.json"
-        child = children.start(
-            "tls-sockets", [sys.executable, "-m", "scripts.benches.sides.tls_sockets", str(ready_file), str(num_bytes)]
-        )
+        child = children.start("tls-sockets", side("tls_sockets", ready_file, num_bytes))
         ready = wait_for_json(ready_file, children)
         self.pid = child.pid
         context = ssl.create_default_context(cadata=ready["certificate_pem"])
