@@ -4,7 +4,6 @@ import dataclasses
 import re
 import runpy
 import sys
-import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -57,14 +56,6 @@ ELSEWHERE = frozenset(
 MAINS = {"scripts/bench": bench.main, "scripts/chaos": chaos.main, "scripts/simulate": simulate.main}
 SHOWN = {"performance.md": bench.BENCHES, "simulation.md": simulate.STUDIES}
 """What a page has a command of, for each; NAME stands for all of them."""
-DESIGN_SENTENCES = (
-    "stages discovered via a hivemind DHT",
-    "forwards routed stochastically through a throughput-ranked priority queue per stage",
-    "backwards, likewise when a peer on the path dropped",
-    "DiLoCo-style averaging of shared blocks",
-    "compressed all-reduce",
-    "peers that drop",
-)
 
 _FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -128,15 +119,6 @@ def test_options_exist(page: Path) -> None:
             assert set(_OPTION.findall(piece)) <= known, span
 
 
-@pytest.mark.parametrize("program", ["swarm-peer", "swarm-trainer", "swarm-status", "swarm-local"])
-def test_sections_of_operations_name_their_own_program_s_options(program: str) -> None:
-    text = (ROOT / "docs" / "operations.md").read_text()
-    section = text.partition(f"### {program}\n")[2].partition("\n#")[0]
-    named = {option for span in _code(section) for option in _OPTION.findall(span)}
-    assert named
-    assert named <= _flags(OPTIONS[program])
-
-
 @page_by_page
 def test_commands_on_lines_of_their_own_are_understood(
     page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -159,22 +141,6 @@ def test_commands_on_lines_of_their_own_are_understood(
             with pytest.raises(InterruptedError):
                 MAINS[program]()
     assert shown.keys() <= named
-
-
-def test_readme_names_every_command() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    commands = [
-        *project["scripts"],
-        *(f"scripts/{name}" for name in ("demo", "test", "check", "bench", "chaos", "simulate")),
-    ]
-    named = {word for cell in _rows(README.read_text()) for word in re.findall(r"[\w/-]+", cell)}
-    assert set(commands) <= named
-
-
-def test_architecture_says_which_file_keeps_each_sentence() -> None:
-    rows = _rows((ROOT / "docs" / "architecture.md").read_text())
-    for sentence in DESIGN_SENTENCES:
-        assert [path for path in _LINK.findall(rows[sentence]) if path.endswith(".py")], sentence
 
 
 def test_protocol_names_every_call() -> None:

@@ -1,4 +1,4 @@
-"""A bad network in front of one address: an asyncio TCP proxy with latency, stalls, cuts and losses.
+"""A bad network in front of one address: an asyncio TCP proxy with stalls, cuts and losses.
 
 Tests put it between two real endpoints and change its knobs while traffic flows.
 """
@@ -6,14 +6,12 @@ Tests put it between two real endpoints and change its knobs while traffic flows
 import asyncio
 import socket
 import struct
-from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import TracebackType
 from typing import Self
 
 _CHUNK_BYTES = 64 * 1024
-_HELD_CHUNKS = 64
 
 
 class Direction(StrEnum):
@@ -27,12 +25,8 @@ class Direction(StrEnum):
 class Link:
     """One direction of every connection. Set the fields whenever you like."""
 
-    latency_seconds: float = 0.0
-    """The time from a byte's arrival to its departure; bytes keep their order."""
     bytes_per_second: float = float("inf")
     """Each connection's share, not the sum of them."""
-    blocked: bool = False
-    """Swallow what arrives, as a firewall that drops: the sender's TCP still sees it acknowledged."""
     largest_bytes: int = _CHUNK_BYTES
     """The most bytes that may be written at once. Larger writes are lost, with all that follows on that connection, as
     with TCP over a path that drops large packets."""
@@ -83,11 +77,6 @@ class Proxy:
     def num_connections(self) -> int:
         """Connections open now."""
         return len(self._connections)
-
-    def set_latency(self, seconds: float) -> None:
-        """Delay both directions, so that a round trip takes twice as long."""
-        for link in self.links.values():
-            link.latency_seconds = seconds
 
     def stall(self) -> None:
         """Hold all bytes back until `resume`. Nothing is lost."""
@@ -147,40 +136,15 @@ def reset(writer: asyncio.StreamWriter) -> None:
 
 async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, link: Link) -> None:
     """Pass one direction on until its end of file. Raises OSError when either side fails."""
-    loop = asyncio.get_running_loop()
-    held: deque[tuple[float, bytes]] = deque()
-    room = asyncio.Semaphore(_HELD_CHUNKS)
-    arrived = asyncio.Semaphore(0)
     is_stuck = False
-
-    async def receive() -> None:
-        while True:
-            await room.acquire()
-            chunk = await reader.read(_CHUNK_BYTES)
-            held.append((loop.time() + link.latency_seconds, chunk))
-            arrived.release()
-            if not chunk:
-                return
-
-    async def send() -> None:
-        nonlocal is_stuck
-        while True:
-            await arrived.acquire()
-            due, chunk = held.popleft()
-            room.release()
-            await asyncio.sleep(due - loop.time())
-            await link.open.wait()
-            if not chunk:
-                writer.write_eof()
-                return
-            is_stuck = is_stuck or len(chunk) > link.largest_bytes
-            if link.blocked or is_stuck:
-                continue
-            link.num_bytes += len(chunk)
-            writer.write(chunk)
-            await writer.drain()
-            await asyncio.sleep(len(chunk) / link.bytes_per_second)
-
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(receive())
-        tasks.create_task(send())
+    while chunk := await reader.read(_CHUNK_BYTES):
+        await link.open.wait()
+        is_stuck = is_stuck or len(chunk) > link.largest_bytes
+        if is_stuck:
+            continue
+        link.num_bytes += len(chunk)
+        writer.write(chunk)
+        await writer.drain()
+        await asyncio.sleep(len(chunk) / link.bytes_per_second)
+    await link.open.wait()
+    writer.write_eof()
