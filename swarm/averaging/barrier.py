@@ -10,10 +10,12 @@ import asyncio
 import logging
 import math
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 
 from swarm.averaging.agreement.place import Place
 from swarm.averaging.agreement.rules import leader_of
+from swarm.averaging.own_round import OwnRound
 from swarm.averaging.vectors.shared import SharedBlocks
 from swarm.averaging.watch import RoundWatch
 from swarm.averaging.wire.context import Context
@@ -27,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 RELAYED = 3
 """After this many relayed answers that name no result, the peers that could not be reached are tried again."""
+CONFIRMING = 4
+"""How many more members of another stage are asked for the norm of its gradient."""
 
 
 @dataclass(eq=False)
@@ -38,6 +42,7 @@ class Barrier:
     shared: SharedBlocks
     watch: RoundWatch
     call: Caller
+    own_round: OwnRound
 
     # -- for this stage ----------------------------------------------------------------------------------------------
 
@@ -52,7 +57,9 @@ class Barrier:
         replies: dict[int, pb.BarrierReply | None] = dict.fromkeys(sorted(stages))
 
         async def ask(stage: int) -> None:
-            replies[stage] = await self._until_ready(stage, round_number)
+            if (reply := await self._until_ready(stage, round_number)) is not None and self._clips:
+                await self._confirm(reply, stage, round_number)
+            replies[stage] = reply
 
         def waited_for(_: float) -> str:
             late = ", ".join(str(stage) for stage, reply in replies.items() if reply is None)
@@ -88,8 +95,9 @@ class Barrier:
                 timeout_seconds = self.context.timing.call_seconds if is_trial else patience_seconds
                 try:
                     reply = await self.call(target, BARRIER, request, timeout_seconds=timeout_seconds)
-                    if not (math.isfinite(reply.squared_norm) and reply.squared_norm >= 0.0):
-                        raise MalformedMessage(f"{target.peer_id} names a squared norm of {reply.squared_norm}")
+                    for norm in (reply.squared_norm, reply.own_squared_norm):
+                        if not 0.0 <= norm < math.inf:
+                            raise MalformedMessage(f"{target.peer_id} names a squared norm of {norm}")
                     failed.discard(target.peer_id)
                     if reply.ready:
                         return reply
@@ -105,6 +113,49 @@ class Barrier:
                     failed.add(target.peer_id)
             await self.context.clock.sleep(self.context.timing.retry_seconds)
         return None
+
+    @property
+    def _clips(self) -> bool:
+        config = self.context.config
+        return config.rounds.synchronous and config.optimizer.clip_norm > 0.0
+
+    async def _confirm(self, reply: pb.BarrierReply, stage: int, round_number: int) -> None:
+        """Ask some more members of another stage for the norm of its gradient. If most of them name another one than
+        the peer that answered for the stage, that counts: else one member could have all gradients clipped to nothing.
+
+        Of two that differ the smaller one counts, since it clips less. What they do not say within grace_seconds does
+        not count. A stage's shared blocks are a part that its leader alone knows.
+        """
+        serving = sorted(record.peer_id for record in self.context.peers(stage) if record.state is PeerState.SERVING)
+        asked = [peer for peer in serving if peer != reply.leader.peer_id]
+        first = round_number % max(1, len(asked))
+        records = {record.peer_id: record for record in self.context.peers(stage)}
+        request = pb.BarrierRequest(
+            address=self.context.address_of(stage), peer_id=self.context.own_id, round=round_number
+        )
+        said: list[pb.BarrierReply] = []
+
+        async def ask(peer: PeerRecord) -> None:
+            with suppress(SwarmError):
+                answer = await self.call(peer, BARRIER, request, timeout_seconds=self.context.timing.grace_seconds)
+                if answer.HasField("own_squared_norm") and 0.0 <= answer.own_squared_norm < math.inf:
+                    said.append(answer)
+
+        async with asyncio.TaskGroup() as tasks:
+            for peer_id in (asked[first:] + asked[:first])[:CONFIRMING]:
+                tasks.create_task(ask(records[peer_id]))
+        # Those that were left out of the attempt may have a result of an earlier one.
+        same = [answer for answer in said if answer.digest == reply.digest]
+        norms = sorted(answer.own_squared_norm for answer in [reply, *(same or said)])
+        middle = norms[(len(norms) - 1) // 2]
+        shared = reply.squared_norm - reply.own_squared_norm if self.shared.counts_norm(stage, round_number) else 0.0
+        if not math.isclose(reply.squared_norm - shared, middle, rel_tol=1e-3):
+            logger.warning(
+                "%s says that the squared norm of stage %d is %g in round %d, and %s there %g: that counts",
+                reply.leader.peer_id, stage, reply.squared_norm - shared, round_number,
+                "most" if len(norms) > 2 else "another", middle,
+            )  # fmt: skip
+            reply.squared_norm = middle + max(0.0, shared)
 
     def _next_to_ask(self, stage: int, unreachable: set[str]) -> PeerRecord | None:
         """The leader among the peers that are not known to be unreachable. If none is left, all peers are considered
@@ -128,17 +179,19 @@ class Barrier:
         while True:
             outcome, decision = self.place.outcomes.get(request.round), self.place.decision
             if outcome is not None:
-                norm, digest = outcome.stage_squared_norm, outcome.prepared.digest
-                return pb.BarrierReply(ready=True, squared_norm=norm, digest=digest, leader=own)
+                return _ready(outcome.stage_squared_norm, outcome.prepared, own)
             if decision is not None and decision.round == request.round:
-                norm, digest = decision.squared_norm, decision.prepared.digest
-                return pb.BarrierReply(ready=True, squared_norm=norm, digest=digest, leader=own)
+                return _ready(decision.squared_norm, decision.prepared, own)
             leader, remaining = self.watch.leader_contact(), deadline - clock.monotonic()
             leads = leader.peer_id == own.peer_id
             if request.relay and not leads:
                 return await self._ask_leader(leader, request.round, remaining)
             if remaining <= 0 or not leads:
-                return pb.BarrierReply(leader=leader)
+                result = self.own_round.result
+                if result is None or result.round_result.round != request.round:
+                    return pb.BarrierReply(leader=leader)
+                norm, digest = result.prepared.squared_norm, result.prepared.digest
+                return pb.BarrierReply(leader=leader, own_squared_norm=norm, digest=digest)
             await wait(self.context.changes.next, remaining)
 
     async def _ask_leader(self, leader: pb.Contact, round_number: int, seconds: float) -> pb.BarrierReply:
@@ -155,3 +208,10 @@ class Barrier:
         except SwarmError as error:
             logger.debug("this peer does not get through to its leader either: %s", error)
             return pb.BarrierReply(leader=leader)
+
+
+def _ready(squared_norm: float, prepared: pb.Prepared, own: pb.Contact) -> pb.BarrierReply:
+    return pb.BarrierReply(
+        ready=True, squared_norm=squared_norm, own_squared_norm=prepared.squared_norm, digest=prepared.digest,
+        leader=own,
+    )  # fmt: skip

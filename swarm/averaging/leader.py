@@ -179,7 +179,7 @@ class Leader:
             ready.update(replies or {})
             return replies is not None
 
-        if self.shared.counts_norm(round_number):
+        if self.shared.counts_norm(stage, round_number):
             # The other stages need this stage's norm, which depends on the partners' averages. So the partners are
             # awaited first: they decide without waiting for this stage.
             if not await wait_for(partners):

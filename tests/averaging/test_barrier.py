@@ -10,7 +10,7 @@ import pytest
 from swarm.averaging.agreement.rules import Timing
 from swarm.averaging.averager import Averager
 from swarm.averaging.barrier import Barrier
-from swarm.averaging.wire.transport import contact_of
+from swarm.averaging.wire.transport import BARRIER, contact_of
 from swarm.errors import DeadlineExceeded
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerRecord
@@ -57,9 +57,13 @@ class OtherStage:
         finally:
             self.calls.append((number, self.clock.monotonic() - started_at))
         if is_cut_off and self.lie is not None:
-            return pb.BarrierReply(ready=True, squared_norm=self.lie, leader=contact_of(record(1, 1)))
+            return pb.BarrierReply(
+                ready=True, squared_norm=self.lie, own_squared_norm=self.lie, leader=contact_of(record(1, 1))
+            )
         is_ready = self.clock.monotonic() >= self.ready_at
-        return pb.BarrierReply(ready=is_ready, squared_norm=4.0, leader=contact_of(record(number, 1)))
+        return pb.BarrierReply(
+            ready=is_ready, squared_norm=4.0, own_squared_norm=4.0, leader=contact_of(record(number, 1))
+        )
 
     async def wait(self) -> float:
         """Wait for the other stage as stage 0 does. Return for how many seconds the other stage had been ready at the
@@ -68,7 +72,7 @@ class OtherStage:
         member = FakeStage()
         member.round = 7
         own = Averager(context, member)
-        barrier = Barrier(context, own.place, own.shared, own.watch, self.call)
+        barrier = Barrier(context, own.place, own.shared, own.watch, self.call, own.own_round)
         replies = await barrier.wait_for([1], 7)
         assert replies is not None
         assert (replies[1].ready, replies[1].squared_norm) == (True, 4.0)
@@ -80,7 +84,7 @@ class OtherStage:
 async def test_a_stage_that_is_ready_does_not_wait_for_a_trial_of_one_that_cannot_be_reached(ready_at: float) -> None:
     stage = OtherStage(ready_at)
     late_seconds = await stage.wait()
-    assert late_seconds <= TIMING.call_seconds + 2 * TIMING.retry_seconds + 1e-6
+    assert late_seconds <= TIMING.call_seconds + 2 * TIMING.retry_seconds + TIMING.grace_seconds + 1e-6
     trials = [seconds for number, seconds in stage.calls[1:] if number == 1]
     assert all(seconds <= TIMING.call_seconds + 1e-6 for seconds in trials)
 
@@ -90,7 +94,9 @@ async def test_one_that_could_not_be_reached_is_tried_again() -> None:
     stage = OtherStage(ready_at=60.0, back_at=20.0)
     await stage.wait()
     assert sum(number == 1 for number, _ in stage.calls) > 3
-    assert stage.calls[-1][0] == 1, "since it has answered, it is believed to lead"
+    assert [number for number, _ in stage.calls[-2:]] == [1, 2], (
+        "since it has answered, it is believed to lead, and the other one confirms its norm"
+    )
 
 
 @pytest.mark.parametrize("lie", [float("nan"), float("inf"), -1.0])
@@ -99,7 +105,34 @@ async def test_a_norm_that_is_none_is_not_believed_and_another_peer_of_that_stag
     stage = OtherStage(ready_at=0.0, back_at=0.0)
     stage.lie = lie
     await stage.wait()
-    assert [number for number, _ in stage.calls] == [1, 2]
+    assert [number for number, _ in stage.calls] == [1, 2, 1]
+
+
+@pytest.mark.parametrize(("lie", "num_peers"), [(1e290, 3), (0.0, 3), (1e290, 2)])
+@in_virtual_time
+async def test_one_member_of_another_stage_does_not_decide_by_which_norm_gradients_are_clipped(
+    lie: float, num_peers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with network_of(make_config(stages=2)) as network:
+        first, second = list(range(1, 1 + num_peers)), list(range(4, 4 + num_peers))
+        for number in (*first, *second):
+            network.add(number, number // 4)
+        liar = network.peers[peer_id(4)]
+
+        async def belie(request: pb.BarrierRequest) -> pb.BarrierReply:
+            reply = await liar.averager.handlers.handle(BARRIER, request)
+            if reply.ready:
+                reply.squared_norm = reply.own_squared_norm = lie
+            return reply
+
+        liar.instead[BARRIER.name] = belie
+        for index in range(6):
+            for numbers in (first, second):
+                stages(network, numbers[index % num_peers])[0].learn(index)
+        await until(lambda: all(peer.stage.round == 1 for peer in network.peers.values()))
+        honest, misled = stages(network, 4)[0].results[0], stages(network, 1)[0].results[0]
+        assert misled.total_squared_norm == pytest.approx(honest.total_squared_norm)
+        assert f"{liar.record.peer_id} says that the squared norm of stage 1 is {lie:g} in round 0" in caplog.text
 
 
 @asynccontextmanager

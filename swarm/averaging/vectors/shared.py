@@ -44,6 +44,7 @@ class SharedBlocks:
         self._shapes = {shared.name: shared.shape for shared in sorted(held, key=lambda shared: shared.name)}
         self._num_elements = sum(map(_numel, self._shapes.values()))
         self._stages = sorted({number for shared in held for number in shared.stages})
+        self._counting = {min(shared.stages) for shared in shared_parameters(config)}
         self._codec = _codec(config)
         self._averages: dict[tuple[int, int, str], Buffer] = {}
         """The averages of shared blocks, encoded, by round, stage and digest."""
@@ -57,9 +58,9 @@ class SharedBlocks:
         """The other stages whose averages a round needs."""
         return set(self._stages) - {self._stage} if self.is_due(round_number) else set()
 
-    def counts_norm(self, round_number: int) -> bool:
-        """Whether this stage is the one that counts the shared blocks in the whole model's norm."""
-        return self.is_due(round_number) and self._stage == self._stages[0]
+    def counts_norm(self, stage: int, round_number: int) -> bool:
+        """Whether a stage is the one that counts the shared blocks in the whole model's norm."""
+        return stage in self._counting and round_number % self._num_fragments == 0
 
     def squared_norm_of_rest(self, tensors: Mapping[str, torch.Tensor]) -> float:
         """The squared norm of an average without the shared blocks."""

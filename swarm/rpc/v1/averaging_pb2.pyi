@@ -793,11 +793,14 @@ class BarrierReply(_message.Message):
     SQUARED_NORM_FIELD_NUMBER: _builtins.int
     LEADER_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    OWN_SQUARED_NORM_FIELD_NUMBER: _builtins.int
     ready: _builtins.bool
     """Every member is prepared, or the round is committed. This cannot be undone."""
     squared_norm: _builtins.float
     digest: _builtins.str
-    """The digest of the decided result."""
+    """The digest of the decided result, or of the one that the answering peer has prepared."""
+    own_squared_norm: _builtins.float
+    """The squared norm of that result, without shared blocks. Left out by a peer that has no result of the round."""
     @_builtins.property
     def leader(self) -> Global___Contact:
         """While the stage is not ready: the peer to ask next. Once it is ready: the answering peer."""
@@ -809,12 +812,15 @@ class BarrierReply(_message.Message):
         squared_norm: _builtins.float = ...,
         leader: Global___Contact | None = ...,
         digest: _builtins.str = ...,
+        own_squared_norm: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["leader", b"leader"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_own_squared_norm", b"_own_squared_norm", "leader", b"leader", "own_squared_norm", b"own_squared_norm"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "leader", b"leader", "ready", b"ready", "squared_norm", b"squared_norm"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_own_squared_norm", b"_own_squared_norm", "digest", b"digest", "leader", b"leader", "own_squared_norm", b"own_squared_norm", "ready", b"ready", "squared_norm", b"squared_norm"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__own_squared_norm: _TypeAlias = _typing.Literal["own_squared_norm"]  # noqa: Y015
+    _WhichOneofArgType__own_squared_norm: _TypeAlias = _typing.Literal["_own_squared_norm", b"_own_squared_norm"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__own_squared_norm) -> _WhichOneofReturnType__own_squared_norm | None: ...
 
 Global___BarrierReply: _TypeAlias = BarrierReply  # noqa: Y015
 
