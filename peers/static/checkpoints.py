@@ -6,6 +6,7 @@ A stage of the pipeline is one file, which the first of its workers writes and a
 import asyncio
 import dataclasses
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,7 @@ from swarm.checkpoint.writer import CheckpointWriter
 from swarm.config import RunConfig
 from swarm.errors import Fatal
 from swarm.stage import state
+from swarm.stage.staging import HostReader
 from swarm.training import optim
 from swarm.training.lineage import next_lineage
 
@@ -123,25 +125,34 @@ class Checkpoints:
             return progress
         self._written = progress.step
         parameters = self._model.local_parameters
-        whole = {}
-        for key, part in state.named(parameters, optim.state_tensors(optimizer, parameters)).items():
-            found = self._model.whole(key.split("/")[1], part)
-            if self._writer is not None:
-                whole[key] = found.cpu()
-        if self._writer is None:
-            return progress
-        digest = state.digest_of(whole)
-        lineage = next_lineage(
-            progress.lineage, progress.step, digest, members=["static"], total_squared_norm=0.0, partners=[]
-        )
+        parts = state.named(parameters, optim.state_tensors(optimizer, parameters))
         header = Header(
             config=self._config,
             stage=self._stage,
             round=progress.step,
             run_samples=progress.run_samples,
-            lineage=lineage,
+            lineage=file.UNKNOWN,
             highest_microbatch=progress.step * self._config.microbatches_per_round - 1,
-            state_digest=digest,
+            state_digest=file.UNKNOWN,
         )
-        self._is_newest_kept = asyncio.run(self._writer.write(header, whole))
+        # One tensor is put together at a time. Whatever happens to the file, all workers go on to the last of them.
+        draft = None if self._writer is None else self._writer.draft(header, self._whole_shapes(parts))
+        digests = state.StateDigest(HostReader())
+        for key, part in parts.items():
+            whole = self._model.whole(key.split("/")[1], part)
+            if draft is not None:
+                whole = whole.cpu()
+                digests.add(key, whole)
+                draft.add(key, whole)
+        if self._writer is None or draft is None:
+            return progress
+        digest = digests.hexdigest
+        lineage = next_lineage(
+            progress.lineage, progress.step, digest, members=["static"], total_squared_norm=0.0, partners=[]
+        )
+        header = dataclasses.replace(header, lineage=lineage, state_digest=digest)
+        self._is_newest_kept = asyncio.run(self._writer.write(header, draft))
         return dataclasses.replace(progress, lineage=lineage)
+
+    def _whole_shapes(self, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
+        return {key: self._model.shapes[key.split("/")[1]] if part.ndim else part.shape for key, part in parts.items()}

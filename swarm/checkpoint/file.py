@@ -12,8 +12,8 @@ import json
 import logging
 import re
 import time
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ TEXT = "data.digest"
 """The configuration's field that identifies the run's text."""
 SET_ASIDE = ".set-aside"
 """Added to the name of a checkpoint that the run no longer uses, but that its owner may still want."""
+UNKNOWN = 64 * "0"
+"""Stands for a digest until it is known."""
 ABANDONED_SECONDS = 3600.0
 """A temporary file that has not changed for this long is not being written any more."""
 Tensors = Mapping[str, torch.Tensor]
@@ -100,23 +102,68 @@ def write(folder: Path, header: Header, tensors: Tensors, *, owner: str) -> Path
             one.
         OSError: the file could not be written. No part of it is left.
     """
-    _require_finite("the state", tensors)
-    path = folder / str(header.name)
-    temporary = folder / f".{path.name}.{owner}.tmp"
-    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    metadata = _pack(header)
-    metadata["sha256"] = _sha256(metadata, whole)
-    try:
-        tensor_file.write(temporary, whole, metadata)
-        # Synced before the former file is set aside, so that a power cut in between loses neither file.
-        sync(temporary)
-        if lineage(path) not in ("", header.lineage):
-            logger.warning("%s is of another branch of the run: it is kept, as %s", path, set_aside(path).name)
-        put_in_place(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    return path
+    draft = Draft(folder, header, {name: tensor.shape for name, tensor in tensors.items()}, owner=owner)
+    for name, tensor in sorted(tensors.items()):
+        draft.add(name, tensor)
+    return draft.finish(header)
+
+
+class Draft:
+    """A checkpoint that is written tensor by tensor, perhaps before its lineage and its state's digest are known.
+
+    A fault on the way is raised at the end, because the processes that put the tensors together go on without it.
+    """
+
+    def __init__(self, folder: Path, header: Header, shapes: Mapping[str, torch.Size], *, owner: str) -> None:
+        """
+        Args:
+            header: the checkpoint's header, with any 64 digits for the lineage and the digest.
+            shapes: of all tensors, which are of float32.
+            owner: as for `write`.
+        """
+        self._path, self._temporary = folder / str(header.name), folder / f".{header.name}.{owner}.tmp"
+        self._stream: tensor_file.Stream | None = None
+        self._fault: Exception | None = None
+        with self._noted():
+            self._stream = tensor_file.Stream(self._temporary, shapes, {**_pack(header), "sha256": UNKNOWN})
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Write the next tensor, which is on the CPU. They come in the order of their names. Blocks."""
+        with self._noted():
+            if self._stream is not None and self._fault is None:
+                _require_finite("the state", {name: tensor})
+                self._stream.add(tensor)
+
+    def finish(self, header: Header) -> Path:
+        """Complete the file as `write` does. Blocks. Raises what `write` raises, for any of the tensors."""
+        try:
+            if self._stream is None or self._fault is not None:
+                raise self._fault or AssertionError("without a stream there is a fault")
+            metadata = _pack(header)
+            self._stream.close({**metadata, "sha256": _sha256(metadata, self._stream)})
+            # Synced before the former file is set aside, so that a power cut in between loses neither file.
+            sync(self._temporary)
+            if lineage(self._path) not in ("", header.lineage):
+                aside = set_aside(self._path).name
+                logger.warning("%s is of another branch of the run: it is kept, as %s", self._path, aside)
+            put_in_place(self._temporary, self._path)
+        except BaseException:
+            self.discard()
+            raise
+        return self._path
+
+    def discard(self) -> None:
+        """Remove what is written."""
+        if self._stream is not None:
+            self._stream.discard()
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Keep what the block raises for the end. torch raises RuntimeError when there is no memory."""
+        try:
+            yield
+        except (OSError, IntegrityError, RuntimeError, MemoryError) as error:
+            self._fault = error
 
 
 def remove_unfinished(folder: Path, owner: str) -> None:
@@ -279,7 +326,7 @@ def _sha256(metadata: Mapping[str, str], tensors: Any) -> str:
     """Digest over everything that is in a file, except for this digest.
 
     Args:
-        tensors: a dictionary of tensors, or an open file of them.
+        tensors: a dictionary of tensors, or a file of them.
     """
     digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
     for name in sorted(tensors.keys()):

@@ -8,13 +8,15 @@ training goes on with the checkpoints that are there. Nothing is deleted before 
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+
 from swarm.checkpoint import file
-from swarm.checkpoint.file import FileName, Header, Tensors
+from swarm.checkpoint.file import Draft, FileName, Header, Tensors
 from swarm.config import RunConfig
 from swarm.errors import IntegrityError
 
@@ -71,19 +73,28 @@ class CheckpointWriter:
         """The newest round at which this peer wrote a checkpoint of a stage; 0 if there is none."""
         return self._newest.get(stage, 0)
 
-    async def write(self, header: Header, tensors: Tensors) -> bool:
-        """Write a state, whose tensors must not change any more. Returns whether that succeeded.
+    def draft(self, header: Header, shapes: Mapping[str, torch.Size]) -> Draft:
+        """Begin a checkpoint that comes tensor by tensor; see Draft."""
+        return Draft(self.folder, header, shapes, owner=self._owner)
+
+    async def write(self, header: Header, state: Tensors | Draft) -> bool:
+        """Write a state, or complete its draft. Returns whether that succeeded.
 
         Waits until the last state is written. If this is cancelled, the thread goes on: in the end the file is whole,
         or does not exist.
+
+        Args:
+            state: tensors, which must not change any more, or a draft that has all of them.
         """
         async with self._lock:
             if not self._is_ours:
                 if foreign := await _apart(lambda: self._foreign(header)):
+                    if isinstance(state, Draft):
+                        state.discard()
                     return self.failed(f"no checkpoint of round {header.round}: {foreign}")
                 self._is_ours = True
             try:
-                path = await _apart(lambda: file.write(self.folder, header, tensors, owner=self._owner))
+                path = await _apart(lambda: self._write(header, state))
             except IntegrityError as error:
                 return self.failed(f"no checkpoint of round {header.round}: {error}; those that are there stay")
             # torch raises RuntimeError when there is no memory.
@@ -103,6 +114,11 @@ class CheckpointWriter:
         self.fault = fault
         logger.error("%s", fault)
         return False
+
+    def _write(self, header: Header, state: Tensors | Draft) -> Path:
+        if isinstance(state, Draft):
+            return state.finish(header)
+        return file.write(self.folder, header, state, owner=self._owner)
 
     def _foreign(self, header: Header) -> str:
         """Return a line about a checkpoint of another run in this folder, if there is one. (It would be deleted as an

@@ -1,16 +1,18 @@
-"""Safetensors files: they are written whole, and read tensor by tensor, mapped into memory and not copied.
+"""Safetensors files: written whole or tensor by tensor, and read tensor by tensor, mapped into memory and not copied.
 
 Used by checkpoint/file and interchange, which say which error to raise for a file that cannot be read.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import json
+import math
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Size, Tensor, empty, float32, uint8
 
 from swarm.errors import in_one_line
 
@@ -43,3 +45,67 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
         path.chmod(mode)
     except (SafetensorError, OSError) as error:
         raise OSError(f"cannot write {path}: {getattr(error, 'strerror', None) or in_one_line(error)}") from None
+
+
+class Stream:
+    """Writes a file tensor by tensor, so that they need not fit into memory together. Until it is closed, the file is
+    refused by all who read it."""
+
+    def __init__(self, path: Path, shapes: Mapping[str, Size], metadata: Mapping[str, str]) -> None:
+        """
+        Args:
+            shapes: of all tensors. They are of float32, and come in the order of their names.
+            metadata: as long as what the file is going to have.
+
+        Raises:
+            OSError: the file cannot be made.
+        """
+        self._shapes, self._places, end = dict(sorted(shapes.items())), dict[str, tuple[int, int]](), 0
+        for name, shape in self._shapes.items():
+            start, end = end, end + float32.itemsize * math.prod(shape)
+            self._places[name] = start, end
+        # Tensors begin at a multiple of 8, as in the library's own files.
+        self._begin = -(-len(self._header(metadata)) // 8) * 8 + 8
+        self._path, self._file = path, path.open("w+b")
+        self._file.seek(self._begin)
+
+    def add(self, tensor: Tensor) -> None:
+        """Write the next tensor, which is on the CPU. Blocks. Raises OSError."""
+        assert tensor.dtype is float32
+        self._file.write(_bytes_of(tensor.detach().contiguous()))
+
+    def keys(self) -> Collection[str]:
+        """The tensors' names."""
+        return self._shapes.keys()
+
+    def get_tensor(self, name: str) -> Tensor:
+        """Read a tensor again, once all are written. Blocks. Raises OSError."""
+        tensor = empty(self._shapes[name])
+        self._file.seek(self._begin + self._places[name][0])
+        self._file.readinto(_bytes_of(tensor))
+        return tensor
+
+    def close(self, metadata: Mapping[str, str]) -> None:
+        """Write the metadata, and with it the file is whole. Blocks. Raises OSError."""
+        header = self._header(metadata).ljust(self._begin - 8)
+        assert len(header) == self._begin - 8, "the metadata are as long as they were said to be"
+        with self._file:
+            self._file.seek(0)
+            self._file.write(len(header).to_bytes(8, "little") + header)
+
+    def discard(self) -> None:
+        """Remove the file."""
+        for step in (self._file.close, self._path.unlink):
+            with suppress(OSError):
+                step()
+
+    def _header(self, metadata: Mapping[str, str]) -> bytes:
+        entries = {
+            name: {"dtype": "F32", "shape": list(self._shapes[name]), "data_offsets": place}
+            for name, place in self._places.items()
+        }
+        return json.dumps({"__metadata__": dict(metadata), **entries}, separators=(",", ":")).encode()
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.reshape(-1).view(uint8).numpy().data

@@ -86,10 +86,26 @@ def digest_of(tensors: Mapping[str, torch.Tensor], reader: HostReader | None = N
     Args:
         reader: brings tensors from a device to the CPU; None if all are on the CPU.
     """
-    reader = reader or HostReader()
-    digest = blake3(max_threads=torch.get_num_threads())
+    digest = StateDigest(reader or HostReader())
     for name, value in sorted(tensors.items()):
-        digest.update(name.encode())
-        for piece in reader.pieces(value):
-            digest.update(piece.view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+        digest.add(name, value)
+    return digest.hexdigest
+
+
+class StateDigest:
+    """That digest, of tensors that are given one by one in the order of their names."""
+
+    def __init__(self, reader: HostReader) -> None:
+        self._reader = reader
+        self._digest = blake3(max_threads=torch.get_num_threads())
+
+    def add(self, name: str, value: torch.Tensor) -> None:
+        """Add the next tensor. Blocks."""
+        self._digest.update(name.encode())
+        for piece in self._reader.pieces(value):
+            self._digest.update(piece.view(torch.uint8).numpy().data)
+
+    @property
+    def hexdigest(self) -> str:
+        """The digest of what is added, in hexadecimal."""
+        return self._digest.hexdigest()

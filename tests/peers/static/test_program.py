@@ -21,7 +21,6 @@ from peers.static.workers import Shape
 from scripts.benches.shared.common import with_corpus, write_config
 from scripts.benches.sides.reference import Reference
 from swarm import config as configs
-from swarm.checkpoint import file
 from swarm.checkpoint.folder import CheckpointFolder
 from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.interchange import weights
@@ -29,6 +28,7 @@ from swarm.interchange.export import export_model
 from swarm.interchange.origin import from_checkpoints
 from swarm.interchange.run_folder import ImportOptions, import_model
 from swarm.interchange.source import Source
+from swarm.machine import tensor_file
 from swarm.metrics import log
 from swarm.model.stages import parameter_shapes, trained_shapes
 from swarm.stage import state
@@ -235,10 +235,10 @@ def test_another_optimizer_goes_on_from_the_weights_and_says_so(
 def test_a_last_checkpoint_that_is_not_written_is_a_failure(
     config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(*arguments: object, **named: object) -> Path:
+    def full(stream: tensor_file.Stream, tensor: torch.Tensor) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(file, "write", full)
+    monkeypatch.setattr(tensor_file.Stream, "add", full)
     assert trained(config_file, "--steps", 2, "--checkpoint", config_file.parent / "checkpoints") == 1
     assert "step 2 could not be written" in capsys.readouterr().err
 
