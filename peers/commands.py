@@ -42,7 +42,12 @@ def _run(prog: str, module: str, options: tuple[str, str] | None = None, address
     is_interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_interruptible:
         signal.signal(signal.SIGINT, _end)
-    from peers.shared import cli, env_file, faults, process  # This takes a while, so the handler above comes first.
+    from peers.shared import (
+        cli,
+        environment,  # This takes a while, so the handler above comes first.
+        faults,
+        process,
+    )
 
     process.prepare_environment()
     process.keep_freed_memory()
@@ -56,7 +61,7 @@ def _run(prog: str, module: str, options: tuple[str, str] | None = None, address
                 cli.parse(explained, prog=prog, argv=sys.argv[1:])
             else:
                 explained(sys.argv[1:])
-        env_file.read()
+        environment.read()
         process.require_addresses(address_bytes)
         with said_if_slow(prog):
             program = load(module)

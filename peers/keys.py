@@ -15,8 +15,8 @@ from typing import Literal
 
 import tyro
 
-from peers.shared import subcommands
-from peers.shared.subcommands import Command
+from peers.shared import cli
+from peers.shared.cli import Command
 from peers.shared.token_option import read_token
 from swarm.credentials.certificates import Role
 from swarm.credentials.token import OwnerKey, new_owner
@@ -67,7 +67,7 @@ class ShowOptions:
 
 def main(argv: Sequence[str]) -> int:
     """Run the program and return its exit code."""
-    return subcommands.run(PROG, __doc__, _COMMANDS, argv)
+    return cli.run(PROG, __doc__, _COMMANDS, argv)
 
 
 def new(options: NewOptions) -> None:

@@ -17,10 +17,10 @@ from pathlib import Path
 import grpc
 import tyro
 
-from peers.shared import cli, logs, stopping
-from peers.shared.cache import cache_folder
+from peers.shared import cli, logs, option_checks, stopping
+from peers.shared.environment import cache_folder
+from peers.shared.sole_writer import claim_identity
 from peers.shared.token_option import VARIABLE, read_token
-from peers.stage_peer.identity_file import claim_identity
 from peers.stage_peer.listen import Outside, private_advice
 from peers.stage_peer.own_addresses import own_outside
 from swarm.credentials.authority import Owners
@@ -74,8 +74,8 @@ class MeetOptions:
     """debug, info, warning or error."""
 
     def __post_init__(self) -> None:
-        cli.require_ports(self, ["port"])
-        cli.require_at_least(self, {"port": 1, "relay_mbit": 1})
+        option_checks.require_ports(self, ["port"])
+        option_checks.require_at_least(self, {"port": 1, "relay_mbit": 1})
         for outside in self.outside:
             outside.require_heard(self.host, option="--announce")
 
@@ -89,8 +89,8 @@ def main(argv: Sequence[str]) -> int:
     """Run the program and return its exit code."""
     options = cli.parse(MeetOptions, prog=PROG, argv=argv)
     logs.setup_logging(PROG, options.log_level)
-    cli.require_own_host("--host", options.host)
-    cli.require_free_port("--port", options.host, options.port)
+    option_checks.require_own_host("--host", options.host)
+    option_checks.require_free_port("--port", options.host, options.port)
     claimed = claim_identity(options.identity, cache_folder() / "identities", "meet")
     own = dataclasses.replace(claimed.identity, authority=owners_of(options.token or _in_environment()))
     outside = [

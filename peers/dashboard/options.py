@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from peers.shared import cli, logs
+from peers.shared import logs, option_checks
 from peers.status.view_options import ViewOptions
 
 TOKEN_VARIABLE = "SWARM_VIEW_TOKEN"
@@ -34,6 +34,6 @@ class DashboardOptions(ViewOptions):
 
     def __post_init__(self) -> None:
         self.require_one_way("swarm-dashboard")
-        cli.require_ports(self, ["port"])
-        cli.require_kinds(self, folders=["history"])
-        cli.require_positive(self, ["interval"])
+        option_checks.require_ports(self, ["port"])
+        option_checks.require_kinds(self, folders=["history"])
+        option_checks.require_positive(self, ["interval"])

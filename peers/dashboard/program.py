@@ -20,7 +20,7 @@ from peers.dashboard.hub import Hub
 from peers.dashboard.options import TOKEN_VARIABLE, DashboardOptions
 from peers.dashboard.watcher import Watcher
 from peers.shared import cli, logs, stopping
-from peers.shared.cache import cache_folder
+from peers.shared.environment import cache_folder
 from peers.shared.sole_writer import require_sole_writer
 from peers.status.lookout import Lookout, Way, lookouts_on, ways_to
 from swarm.machine import extras

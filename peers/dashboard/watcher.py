@@ -11,8 +11,8 @@ from typing import Any, Never, Protocol
 
 from peers.dashboard.history import History
 from peers.dashboard.news import Line
-from peers.shared.joining import Joining
 from peers.status.figure import Column, figures, needed_columns
+from peers.status.joining import Joining
 from peers.status.peer_row import PeerRow
 from peers.status.view import SwarmView, TrainerRow
 from swarm.config import RunConfig

@@ -12,9 +12,9 @@ from peers.doctor.finding import Finding, State, fine, not_checked, wrong
 from peers.doctor.needs import Needs
 from peers.doctor.options import DoctorOptions
 from peers.doctor.ports import from_outside, unasked
-from peers.shared.cache import cache_folder
 from peers.shared.devices import Device, free_ram_bytes
-from peers.shared.membership import Membership
+from peers.shared.environment import cache_folder
+from peers.shared.network import Membership
 from swarm import __version__
 from swarm.rpc.probe import Distance
 from swarm.types import PeerId, PeerRecord

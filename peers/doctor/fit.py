@@ -19,7 +19,7 @@ import torch
 from peers.doctor import machine, needs
 from peers.doctor.options import DoctorOptions
 from peers.shared.devices import Device
-from peers.shared.exit_codes import EXIT_FAILURE
+from peers.shared.process import EXIT_FAILURE
 from swarm import config as configs
 from swarm.config import RunConfig, StagesConfig, WireConfig
 from swarm.data import hub

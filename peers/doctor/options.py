@@ -7,8 +7,8 @@ from typing import Literal
 import tyro
 
 from peers.doctor.ports import Ports
-from peers.shared import cli, logs
-from peers.shared.invite_option import InviteOption
+from peers.shared import logs, option_checks
+from peers.shared.run_options import InviteOption
 from peers.stage_peer.listen import Outside
 
 _OF_A_RUN = (
@@ -79,8 +79,8 @@ class DoctorOptions:
                 if getattr(self, name) != getattr(type(self), name):
                     option = f"--{name.replace('_', '-')}"
                     raise ValueError(f"{option} belongs to a run that is there, not to --model, --preset or --config")
-        cli.require_at_least(self, {"keep_checkpoints": 1, "stages": 1, "lora_rank": 0, "peers": 1})
-        cli.require_ports(self, ["port", *([] if self.ports.are_one else ["dht_port"])])
+        option_checks.require_at_least(self, {"keep_checkpoints": 1, "stages": 1, "lora_rank": 0, "peers": 1})
+        option_checks.require_ports(self, ["port", *([] if self.ports.are_one else ["dht_port"])])
         if self.stage != "auto" and self.stage < 0:
             raise ValueError(f"--stage must not be negative, not {self.stage}")
 

@@ -22,13 +22,13 @@ from peers.doctor.finding import Finding, is_well, wrong
 from peers.doctor.options import DoctorOptions
 from peers.shared import cli, logs
 from peers.shared.entrance import Entrance, dht_addresses_of, find_entrance
-from peers.shared.exit_codes import EXIT_FAILURE
 from peers.shared.lan import with_invite
-from peers.shared.option_names import naming_options
-from peers.shared.strangers_text import printable
+from peers.shared.process import EXIT_FAILURE
+from peers.shared.run_options import naming_options
 from swarm.credentials.certificates import Role
 from swarm.errors import SwarmError
 from swarm.machine.clock import SystemClock, run_loop
+from swarm.machine.words import printable
 
 PROG = "swarm-doctor"
 LOOK_SECONDS = 8.0

@@ -15,11 +15,10 @@ from typing import Any, TypeVar
 from peers.generate import terminal
 from peers.generate.options import PROG, GenerateOptions
 from peers.shared import stopping
-from peers.shared.exit_codes import EXIT_FAILURE, EXIT_TERMINATED
-from peers.shared.strangers_text import printable
+from peers.shared.process import EXIT_FAILURE, EXIT_TERMINATED
 from swarm.errors import SwarmError
 from swarm.generation.text_model import TextModel
-from swarm.machine.words import counted
+from swarm.machine.words import counted, printable
 
 Result = TypeVar("Result")
 

@@ -12,9 +12,9 @@ import torch
 
 from peers.generate.options import GenerateOptions
 from peers.generate.terminal import tell
-from peers.shared.cache import cache_folder
 from peers.shared.devices import computing_in, device_of, warn_of_emulation
-from peers.shared.option_names import naming_options
+from peers.shared.environment import cache_folder
+from peers.shared.run_options import naming_options
 from peers.shared.tokenizer import folder_of
 from peers.stage_peer.own_model import open_model
 from swarm.config import RunConfig

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from peers.shared import cli
-from peers.shared.invite_option import RunOptions
+from peers.shared import option_checks
+from peers.shared.run_options import RunOptions
 from swarm.generation.sampling import Sampling
 
 PROG = "swarm-generate"
@@ -76,8 +76,8 @@ class GenerateOptions(RunOptions):
     """CPU threads for computing; 0 leaves the choice to PyTorch."""
 
     def __post_init__(self) -> None:
-        cli.require_kinds(self, folders=["checkpoint"])
-        cli.require_one({
+        option_checks.require_kinds(self, folders=["checkpoint"])
+        option_checks.require_one({
             "INVITE": self.invite is not None,
             "--lan": self.lan,
             "--initial-peers ADDRESS": bool(self.initial_peers),
@@ -90,7 +90,7 @@ class GenerateOptions(RunOptions):
             raise ValueError("--round needs --checkpoint DIR: a model's folder has no rounds")
         if self.base is not None and self.checkpoint is None:
             raise ValueError("--base needs --checkpoint DIR")
-        cli.require_one({
+        option_checks.require_one({
             "--prompt TEXT": self.prompt is not None,
             "--chat": self.chat,
             "--serve HOST:PORT": self.serve is not None,
@@ -106,14 +106,14 @@ class GenerateOptions(RunOptions):
         for origin in self.serve_origin:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ValueError(f"--serve-origin takes SCHEME://HOST, with :PORT if it has one, or *, not {origin!r}")
-        cli.require_at_least(self, {"max_tokens": 1, "round": 0, "max_sequences": 1})
-        cli.require_threads(self.threads)
-        cli.require_positive(self, ["cache_gib"])
+        option_checks.require_at_least(self, {"max_tokens": 1, "round": 0, "max_sequences": 1})
+        option_checks.require_threads(self.threads)
+        option_checks.require_positive(self, ["cache_gib"])
         if self.cache_gib > MOST_CACHE_GIB:
             raise ValueError(f"--cache-gib must be at most {MOST_CACHE_GIB}, not {self.cache_gib}")
         if "" in self.stop:
             raise ValueError("--stop must not be empty")
-        cli.require_text(self, ["prompt", "system", "stop"])
+        option_checks.require_text(self, ["prompt", "system", "stop"])
         # Sampling and `address` check their own values.
         _ = self.sampling
         if self.serve is not None:

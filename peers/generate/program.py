@@ -22,8 +22,8 @@ from peers.generate.local_model import open_local_model
 from peers.generate.options import PROG, GenerateOptions
 from peers.generate.swarm_model import open_swarm
 from peers.shared import cli, logs, stopping
-from peers.shared.invite_option import joins
 from peers.shared.lan import with_invite
+from peers.shared.run_options import joins
 from swarm.interchange.source import located
 from swarm.machine import extras
 from swarm.machine.clock import run_loop

@@ -8,12 +8,10 @@ from contextlib import asynccontextmanager
 from datetime import datetime
 
 from peers.generate.options import GenerateOptions
-from peers.shared.cache import cache_folder
-from peers.shared.entrance import find_entrance
-from peers.shared.membership import Membership
-from peers.shared.network import REFRESH_SECONDS
-from peers.shared.option_names import naming_options
-from peers.shared.reader import reading
+from peers.shared.entrance import find_entrance, reading
+from peers.shared.environment import cache_folder
+from peers.shared.network import REFRESH_SECONDS, Membership
+from peers.shared.run_options import naming_options
 from peers.shared.tokenizer import folder_of, have_tokenizer
 from swarm.credentials.certificates import Role
 from swarm.data import tokenizers

@@ -4,9 +4,8 @@ import asyncio
 import sys
 
 from peers.generate.options import PROG, GenerateOptions
-from peers.shared.strangers_text import printable
 from swarm.generation.text_model import TextModel
-from swarm.machine.words import counted
+from swarm.machine.words import counted, printable
 
 
 async def write(model: TextModel, options: GenerateOptions) -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import tyro
 
-from peers.shared import cli
-from peers.shared.invite_option import SettingsOption
+from peers.shared import option_checks
+from peers.shared.run_options import SettingsOption
 
 PRESET = "tiny"
 """The preset if neither --preset nor --config is given."""
@@ -84,11 +84,11 @@ class LocalOptions:
             "stages": 1, "peers_per_stage": 1, "steps": 1, "threads": 1, "max_in_flight": 0, "evaluate_every": 0,
             "sample_tokens": 0, "checkpoint_every": 1, "max_tokens": 0,
         }  # fmt: skip
-        cli.require_at_least(self, least)
+        option_checks.require_at_least(self, least)
         if self.config is not None and (self.preset or self.model) is not None:
             raise ValueError("--config, --preset and --model exclude each other")
-        cli.require_kinds(self, files=["config"], folders=["output", "tensorboard", "checkpoint", "resume"])
-        cli.require_reporters(self)
+        option_checks.require_kinds(self, files=["config"], folders=["output", "tensorboard", "checkpoint", "resume"])
+        option_checks.require_reporters(self)
         if self.checkpoint_every is not None and self.checkpoint is None:
             raise ValueError("--checkpoint-every needs --checkpoint DIR")
         for name in ("kill_at", "join_at"):

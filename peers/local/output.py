@@ -7,7 +7,7 @@ import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from peers.shared.screen import Screen
+from peers.status.live_table import Screen
 from peers.status.view import TrainerRow
 from swarm.machine import json_file
 from swarm.metrics import log as metrics_log

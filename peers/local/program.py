@@ -18,10 +18,10 @@ from peers.local.peers import LocalPeers
 from peers.local.supervisor import GRACE_SECONDS, Supervisor
 from peers.local.swarm import LocalSwarm
 from peers.shared import cli, devices, stopping
-from peers.shared.cache import cache_folder
+from peers.shared.environment import cache_folder
 from peers.shared.logs import setup_logging
-from peers.shared.option_names import naming_options, with_named_text
 from peers.shared.reporting import require_reporters
+from peers.shared.run_options import naming_options, with_named_text
 from peers.shared.sole_writer import require_sole_writer
 from peers.shared.token_option import VARIABLE, admitted, find_token
 from swarm import config as configs

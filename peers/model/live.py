@@ -14,11 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from peers.model.options import ExportModelOptions
-from peers.shared.cache import cache_folder
-from peers.shared.entrance import find_entrance
+from peers.shared.entrance import find_entrance, reading
+from peers.shared.environment import cache_folder
 from peers.shared.lan import with_invite
-from peers.shared.membership import Membership
-from peers.shared.reader import reading
+from peers.shared.network import Membership
 from peers.shared.tokenizer import have_tokenizer
 from peers.stage_peer.others import answers
 from peers.stage_peer.own_model import kept_weights

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import tyro
 
-from peers.shared import cli, subcommands
-from peers.shared.invite_option import RunOptions, SettingsOption, joins
+from peers.shared import cli, option_checks
+from peers.shared.run_options import RunOptions, SettingsOption, joins
 from swarm.config.data import Format
 
 PROG = "swarm-model"
@@ -47,7 +47,7 @@ class ImportModelOptions:
     """Name of the run; left out, that of the model."""
 
     def __post_init__(self) -> None:
-        cli.require_at_least(self, {"stages": 0})
+        option_checks.require_at_least(self, {"stages": 0})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class ExportModelOptions(RunOptions):
     """A trainer's --output folder, or the metrics.jsonl in it: its losses go into the model card."""
 
     def __post_init__(self) -> None:
-        cli.require_one({
+        option_checks.require_one({
             "INVITE": self.invite is not None,
             "--lan": self.lan,
             "--initial-peers ADDRESS": bool(self.initial_peers),
@@ -105,7 +105,7 @@ class ExportModelOptions(RunOptions):
             )
         if self.adapter and self.merged:
             raise ValueError("--adapter excludes --merged: it writes adapters without the model")
-        cli.require_at_least(self, {"round": 0})
+        option_checks.require_at_least(self, {"round": 0})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +147,6 @@ def explain(argv: Sequence[str]) -> None:
     """Print the help that the command line asks for, or what is wrong with it, and end the process; else return."""
     asked_to_run = list[object]()
     commands = {name: (options, asked_to_run.append) for name, options in COMMANDS.items()}
-    exit_code = subcommands.run(PROG, ABOUT, commands, argv)
+    exit_code = cli.run(PROG, ABOUT, commands, argv)
     if not asked_to_run:
         sys.exit(exit_code)

@@ -20,9 +20,9 @@ from peers.model.options import (
     PushModelOptions,
     ShowModelOptions,
 )
-from peers.shared import logs, subcommands
-from peers.shared.cache import cache_folder
-from peers.shared.option_names import naming_options
+from peers.shared import cli, logs
+from peers.shared.environment import cache_folder
+from peers.shared.run_options import naming_options
 from peers.stage_peer.own_model import open_model
 from swarm.checkpoint import file
 from swarm.config import RunConfig, StagesConfig
@@ -44,7 +44,7 @@ _DTYPES = {"fp32": DTYPES["F32"], "fp16": DTYPES["F16"], "bf16": DTYPES["BF16"]}
 
 def main(argv: Sequence[str]) -> int:
     """Run the program and return its exit code."""
-    return subcommands.run(PROG, ABOUT, {name: (COMMANDS[name], run) for name, run in _RUN.items()}, argv)
+    return cli.run(PROG, ABOUT, {name: (COMMANDS[name], run) for name, run in _RUN.items()}, argv)
 
 
 def import_(options: ImportModelOptions) -> None:

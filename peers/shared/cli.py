@@ -1,17 +1,18 @@
-"""Reads command lines into dataclasses, and makes command lines from them.
+"""Command lines: read into dataclasses, made from them, and --help.
 
-Each program has one frozen dataclass of options, with a docstring under each field as the option's help text.
+Each program, or each command of one, has a frozen dataclass of options; the docstring under a field is its help text.
 """
 
 import contextlib
 import dataclasses
 import io
-import math
 import re
+import shutil
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TextIO, TypeVar
 
 import tyro
 from tyro.constructors import (
@@ -23,14 +24,14 @@ from tyro.constructors import (
     StructTypeInfo,
 )
 
-from peers.shared.exit_codes import EXIT_USAGE
-from peers.shared.help_text import Told, fitted_above_the_boxes
-from peers.shared.invite_option import with_preset
-from swarm.dht.addresses import free_port
-from swarm.machine.words import counted
-from swarm.types import LONGEST_NAME, NAME_PATTERN
+from peers.shared import stopping
+from peers.shared.process import EXIT_USAGE
+from peers.shared.run_options import with_preset
 
 Options = TypeVar("Options")
+Command = tuple[type[Any], Callable[[Any], object]]
+"""The options of one command of a program, and the function that runs it. Errors of the function are printed as one
+line."""
 
 _TERMINAL_CODES = re.compile(r"\x1b\[[0-9;]*m")
 _RULE = re.compile(r"[-\u2500]{4,}")
@@ -46,8 +47,10 @@ _EMPTY_PATH = "an empty path"
 _FOLDERS_OR_NAMES = ("model", "base", "tokenizer", "dataset", "validation", "source")
 """Options that take a folder as well, and so are texts and no paths."""
 _KINDS = {"INT": "a whole number", "FLOAT": "a number"}
-MOST_THREADS = 1024
-"""The largest value of --threads: more than any machine has cores."""
+_MOST_COLUMNS = 120
+"""The width of what --help says, in wider terminals."""
+_BOX = re.compile(r"^(?:\x1b\[[0-9;]*m)*[ +\u256d]", re.MULTILINE)
+"""Finds the first line of a box, or of what stands for one where only ASCII can be printed."""
 _CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.HelptextFromCommentsOff, tyro.conf.DisallowNone)
 
 
@@ -57,7 +60,7 @@ def parse(options: type[Options], *, prog: str, argv: Sequence[str]) -> Options:
     Raises:
         SystemExit: code 0 after --help; code 2 after one line on stderr, also for a ValueError of `__post_init__`.
     """
-    told, complaint = Told(sys.stdout), io.StringIO()
+    told, complaint = _Told(sys.stdout), io.StringIO()
     try:
         with contextlib.redirect_stdout(told), contextlib.redirect_stderr(complaint):
             read = tyro.cli(options, prog=prog, args=argv, config=_CONFIG, registry=_registry())
@@ -65,7 +68,7 @@ def parse(options: type[Options], *, prog: str, argv: Sequence[str]) -> Options:
         if stop.code == EXIT_USAGE:
             _complain(prog, _one_line(complaint.getvalue(), options))
         else:
-            print(fitted_above_the_boxes(told.getvalue()), end="")
+            print(_fitted_above_the_boxes(told.getvalue()), end="")
         raise
     try:
         for name in _FOLDERS_OR_NAMES:
@@ -76,6 +79,27 @@ def parse(options: type[Options], *, prog: str, argv: Sequence[str]) -> Options:
     except ValueError as error:
         _complain(prog, str(error))
         raise SystemExit(EXIT_USAGE) from None
+
+
+def run(prog: str, about: str | None, commands: Mapping[str, Command], argv: Sequence[str]) -> int:
+    """Run the command that the first word names, and return the exit code.
+
+    Args:
+        about: what --help says of the program.
+    """
+    name, *arguments = argv or [""]
+    if name in ("-h", "--help"):
+        how = f"{prog} {'|'.join(commands)} --help explains the options."
+        print(_fitted(f"{about or ''}\n{how}"))
+        return 0
+    if name not in commands:
+        said = f", not {name!r}" if argv else ""
+        print(f"{prog}: error: give one of {', '.join(commands)}{said} (see {prog} --help)", file=sys.stderr)
+        return EXIT_USAGE
+    options, carry_out = commands[name]
+    with stopping.interruptible():
+        carry_out(parse(options, prog=f"{prog} {name}", argv=arguments))
+    return 0
 
 
 def _complain(prog: str, line: str) -> None:
@@ -177,142 +201,6 @@ def _marks(annotation: object) -> set[Any]:
     return set(getattr(annotation, "__metadata__", ()))
 
 
-def require_name(name: str) -> None:
-    """Raise ValueError for a --name that no announcement can hold."""
-    if len(name) > LONGEST_NAME:
-        raise ValueError(f"--name must have at most {LONGEST_NAME} characters, not {len(name)}")
-    if re.fullmatch(NAME_PATTERN, name) is None:
-        raise ValueError(f"--name must have no control characters: not {name!r}")
-    _require_utf8("name", name)
-
-
-def require_one(given: Mapping[str, bool]) -> None:
-    """Raise ValueError unless just one of several ways is given.
-
-    Args:
-        given: the name of each way, and whether it was given.
-    """
-    names, chosen = list(given), [name for name, is_given in given.items() if is_given]
-    if len(chosen) != 1:
-        not_all = f", not both {' and '.join(chosen)}" if len(chosen) == 2 else f", not {', '.join(chosen)}"
-        raise ValueError(f"give one of {', '.join(names[:-1])} and {names[-1]}{not_all if chosen else ''}")
-
-
-def require_at_least(options: object, least: Mapping[str, int]) -> None:
-    """Raise ValueError, which names the option, for a number below its bound; None (left out) is accepted."""
-    for name, bound in least.items():
-        value = getattr(options, name)
-        if value is not None and value < bound:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {bound}, not {value}")
-
-
-def require_folder(option: str, folder: Path) -> None:
-    """Raise ValueError if what the option names is no folder."""
-    if not folder.is_dir():
-        raise ValueError(f"{option} {folder}: there is no such folder")
-
-
-def require_own_host(option: str, host: str) -> None:
-    """Raise ValueError, which names the option, if no process can listen at this host; an empty one is accepted."""
-    try:
-        if host:
-            free_port(host, 0)
-    except ValueError as error:
-        raise ValueError(f"{option} {host} is no IP address of this machine: {error}") from None
-
-
-def require_kinds(options: object, *, files: Iterable[str] = (), folders: Iterable[str] = ()) -> None:
-    """Raise ValueError, which names the option, for a folder in the place of a file, or the other way round.
-
-    None (left out) and what does not exist are accepted.
-    """
-    for name in files:
-        path: Path | None = getattr(options, name)
-        if path is not None and path.is_dir():
-            raise ValueError(f"--{name.replace('_', '-')} {path} is a folder: it takes a file")
-    for name in folders:
-        path = getattr(options, name)
-        if path is not None and path.exists() and not path.is_dir():
-            raise ValueError(f"--{name.replace('_', '-')} {path} is no folder")
-
-
-def require_reporters(options: Any) -> None:
-    """Raise ValueError if --wandb-online is given without --wandb."""
-    if options.wandb_online and options.wandb is None:
-        raise ValueError("--wandb-online needs --wandb PROJECT")
-
-
-def require_threads(threads: int | None) -> None:
-    """Raise ValueError for more --threads than PyTorch can start: it would end with a long traceback."""
-    if threads is not None and not 0 <= threads <= MOST_THREADS:
-        raise ValueError(f"--threads must be between 0 and {MOST_THREADS}, not {threads}")
-
-
-def require_positive(options: object, names: Iterable[str]) -> None:
-    """Raise ValueError, which names the option, for a number that is not positive and finite."""
-    for name in names:
-        value = getattr(options, name)
-        if not 0 < value < math.inf:
-            raise ValueError(f"--{name.replace('_', '-')} must be positive, not {value}")
-
-
-def require_text(options: object, names: Iterable[str]) -> None:
-    """Raise ValueError, which names the option, for a text or a tuple of texts not given in UTF-8."""
-    for name in names:
-        value = getattr(options, name)
-        for text in value if isinstance(value, tuple) else (value or "",):
-            _require_utf8(name, text)
-
-
-def require_ports(options: object, names: Iterable[str]) -> None:
-    """Raise ValueError, which names the options, for a number that is no TCP port, or that two options share.
-
-    None (left out) and 0 (any free port) are accepted.
-    """
-    taken = dict[int, str]()
-    for name in names:
-        value, option = getattr(options, name), f"--{name.replace('_', '-')}"
-        if value is not None and not 0 <= value <= 65535:
-            raise ValueError(f"{option} must be between 0 and 65535, not {value}")
-        if value and taken.setdefault(value, option) != option:
-            raise ValueError(f"{taken[value]} and {option} cannot both be {value}")
-
-
-def require_free_port(option: str, host: str, port: int) -> None:
-    """Raise ValueError, which names the option, if nothing can listen there: a server that starts later would find out
-    only then."""
-    try:
-        free_port(host, port)
-    except ValueError as error:
-        raise ValueError(f"{option} {port}: {error}; choose another port") from None
-
-
-def require_distinct(options: object, names: Iterable[str]) -> None:
-    """Raise ValueError for an option that lists nothing, or something twice."""
-    for name in names:
-        values = getattr(options, name)
-        if not values or len(set(values)) < len(values):
-            raise ValueError(f"--{name.replace('_', '-')} must name at least one, and none twice")
-
-
-def require_known(options: object, name: str, known: Collection[str], *, at_least: int = 1) -> None:
-    """Raise ValueError for an option that lists a name that is none of the known ones, or lists too few."""
-    option, values = f"--{name.replace('_', '-')}", getattr(options, name)
-    if unknown := [value for value in values if value not in known]:
-        raise ValueError(f"{option}: {unknown[0]!r} is none of {', '.join(known)}")
-    if len(values) < at_least:
-        raise ValueError(f"{option} needs at least one name")
-
-
-def _require_utf8(name: str, text: str) -> None:
-    """Raise ValueError for text in which Python put stand-ins for bytes of the command line that are not UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        where = f"the byte 0x{ord(text[error.start]) & 0xFF:02x} after {counted(error.start, 'character')}"
-        raise ValueError(f"--{name.replace('_', '-')} must be UTF-8 text, and has {where}") from None
-
-
 def _one_line(box: str, options: type[object]) -> str:
     """The part of tyro's box that says what is wrong; its borders depend on the terminal's encoding."""
     text = _TERMINAL_CODES.sub("", box).partition("\n")[2]
@@ -348,3 +236,42 @@ def _explained(text: str, *headings: str) -> list[str]:
     """The arguments that tyro's box explains under one of these headings."""
     sections = [section for section in _RULE.split(text) if any(heading in section for heading in headings)]
     return list(dict.fromkeys(name for section in sections for name in _NAME.findall(section)))
+
+
+class _Told(io.StringIO):
+    """Takes what is printed for another stream, and looks like that one."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # of a StringIO it is None
+        return self._stream.encoding
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+
+def _fitted_above_the_boxes(text: str) -> str:
+    """What --help says, of which tyro makes only the boxes as wide as the terminal."""
+    found = _BOX.search(text)
+    return text if found is None else f"{_fitted(text[: found.start()])}\n{text[found.start() :]}"
+
+
+def _fitted(text: str) -> str:
+    """The text with no line wider than the terminal. Paragraphs are filled; indented lines stay lines of their own."""
+    width, lines = min(shutil.get_terminal_size().columns, _MOST_COLUMNS), list[str]()
+    for line in text.splitlines():
+        if line[:1].strip() and lines and lines[-1][:1].strip():
+            lines[-1] += f" {line}"
+        else:
+            lines.append(line)
+    return "\n".join(_filled(line, width) for line in lines)
+
+
+def _filled(line: str, width: int) -> str:
+    indent = " " * (len(line) - len(line.lstrip()))
+    return textwrap.fill(
+        line, width, subsequent_indent=f"{indent}    " if indent else "", break_long_words=False, break_on_hyphens=False
+    )

@@ -10,14 +10,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from peers.shared.cli import spelled_out
-from peers.shared.invite_option import EntranceOptions
-from peers.shared.membership import Membership
-from peers.shared.network import KnownPeers
+from peers.shared.network import KnownPeers, Membership, agree_on_config
+from peers.shared.run_options import EntranceOptions
 from peers.shared.token_option import admitted, find_token
 from swarm.credentials.certificates import Role
 from swarm.credentials.identity import Identity, generate
 from swarm.credentials.token import Token
 from swarm.dht import keys
+from swarm.dht import node as dht_node
 from swarm.dht.directory import Directory
 from swarm.dht.discovery import discover_config
 from swarm.dht.lookup import PeerStore
@@ -167,3 +167,25 @@ def _invite(text: str) -> str:
         return str(json_file.parse(content)["invite"])
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{text[1:]} holds no invite: name a file that a peer wrote for --ready-file") from None
+
+
+@asynccontextmanager
+async def reading(entrance: Entrance, clock: Clock) -> AsyncIterator[Membership]:
+    """Be in a run inside the block, under a new identity. No peer is known yet when the block begins.
+
+    Raises:
+        What Entrance.dht_addresses, dht_node.start and agree_on_config raise.
+    """
+    addresses = await entrance.dht_addresses(clock)
+    # This blocks the loop for some seconds, but there is nothing else to do yet.
+    node = dht_node.start(clock=clock, initial_peers=addresses, client_mode=True)
+    try:
+        identity = admitted(generate(), entrance.token)
+        config = await agree_on_config(node, None, addresses, clock, identity.authority, run=entrance.run)
+        member = Membership.enter(config, node, identity, clock, insecure=entrance.insecure)
+        try:
+            yield member
+        finally:
+            await member.channels.close()
+    finally:
+        node.shutdown()

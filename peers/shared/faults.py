@@ -11,12 +11,18 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
-from peers.shared.exit_codes import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_NO_READER, EXIT_TERMINATED, EXIT_USAGE
-from peers.shared.process import address_limit
+from peers.shared.process import (
+    EXIT_FAILURE,
+    EXIT_INTERRUPTED,
+    EXIT_NO_READER,
+    EXIT_TERMINATED,
+    EXIT_USAGE,
+    address_limit,
+)
 from peers.shared.stopping import Terminated
-from peers.shared.strangers_text import printable
 from swarm.errors import SwarmError
 from swarm.machine.out_of_memory import SMALLER, in_words, is_out_of_memory, what_was_asked
+from swarm.machine.words import printable
 
 _FAULTS = (ValueError, SwarmError, OSError)
 

@@ -18,8 +18,8 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from peers.shared.entrance import Entrance
-from peers.shared.invite_option import EntranceOptions
 from peers.shared.network import in_turns
+from peers.shared.run_options import EntranceOptions
 from swarm.errors import DeadlineExceeded, PeerUnavailable, SwarmError
 from swarm.machine import extras
 from swarm.machine.clock import SystemClock, run_loop

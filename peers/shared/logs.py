@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from peers.shared.faults import describe
-from peers.shared.strangers_text import printable
 from swarm.machine.out_of_memory import is_out_of_memory, what_was_asked
+from swarm.machine.words import printable
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 

@@ -1,30 +1,34 @@
-"""What every program needs of the swarm's network: the run's configuration, and its known peers.
-
-Used by swarm-peer, swarm-trainer and swarm-status.
-"""
+"""A process in its run: the configuration that it agrees on, the peers that it knows, and what its parts share."""
 
 import asyncio
 import heapq
 import logging
 import os
+import random
 import socket
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from swarm import config as configs
 from swarm.config import RunConfig
+from swarm.content.fetcher import Fetcher
+from swarm.content.line import Kind, Line
 from swarm.credentials.authority import Authority
+from swarm.credentials.identity import Identity
 from swarm.dht import keys
 from swarm.dht.directory import Directory
 from swarm.dht.discovery import discover_config
 from swarm.dht.node import DhtNode
+from swarm.dht.record_store import RecordStore
 from swarm.errors import PeerUnavailable
 from swarm.machine.clock import Clock
 from swarm.machine.patience import patiently
+from swarm.machine.waits import Waits
 from swarm.routing.router import Router
+from swarm.rpc.channels import ChannelPool
 from swarm.rpc.entry import Entry
 from swarm.rpc.meeting.endpoints import direct
 from swarm.training.run_rounds import RunRounds
@@ -195,3 +199,43 @@ def say_who_may_join(authority: Authority | None) -> None:
 def default_name() -> str:
     """Host name and process id."""
     return f"{socket.gethostname()[:40]}-{os.getpid()}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Membership:
+    """The run, this process's identity in it, the peers that it knows, and its channels to them."""
+
+    config: RunConfig
+    identity: Identity
+    directory: Directory
+    known: KnownPeers
+    channels: ChannelPool
+    clock: Clock
+    waits: Waits = field(default_factory=Waits)
+
+    @classmethod
+    def enter(cls, config: RunConfig, store: RecordStore, identity: Identity, clock: Clock, *, insecure: bool) -> Self:
+        """Enter a run whose records are in `store`. No peer is known yet, and nothing is announced."""
+        return cls(
+            config=config,
+            identity=identity,
+            directory=Directory(store, identity, config.run_id, clock),
+            known=KnownPeers(Router(clock, random.Random(identity.peer_id)), own_id=identity.peer_id),
+            channels=ChannelPool(insecure=insecure, identity=identity, clock=clock),
+            clock=clock,
+        )
+
+    @property
+    def peer_id(self) -> str:
+        """This process's id."""
+        return self.identity.peer_id
+
+    def fetcher(self, kind: Kind) -> Fetcher:
+        """Make a fetcher of content (what the run's configuration names by digest) from the run's peers."""
+        line, rng = Line(self.config.run_id, self.channels, own_id=self.peer_id), random.Random(self.peer_id)
+        return Fetcher(line, kind, self.known.everyone, self.clock, rng)
+
+    @property
+    def stages(self) -> range:
+        """The run's stages."""
+        return range(self.config.stages.num_stages)

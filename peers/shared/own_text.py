@@ -6,7 +6,7 @@ Used by swarm-peer and swarm-static. Nothing is fetched from peers.
 import dataclasses
 from pathlib import Path
 
-from peers.shared.cache import kept_tokenizer
+from peers.shared.environment import kept_tokenizer
 from swarm.config import RunConfig, TextSize
 from swarm.data import corpora, tokenizer_files, tokenizers
 from swarm.data.corpora import Corpus

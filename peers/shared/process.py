@@ -14,8 +14,14 @@ import signal
 import warnings
 from collections.abc import Callable
 
-from peers.shared.exit_codes import EXIT_FAILURE
 from swarm.machine.out_of_memory import in_words
+
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+EXIT_TERMINATED = 128 + signal.SIGTERM
+EXIT_NO_READER = 128 + signal.SIGPIPE
+
 
 THREAD_BYTES = 128 << 20
 """Bytes of address space for the stacks of the threads that gRPC and asyncio start: about sixteen of 8 MiB."""

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
-from peers.shared.exit_codes import EXIT_INTERRUPTED
+from peers.shared.process import EXIT_INTERRUPTED
 
 Result = TypeVar("Result")
 

@@ -6,8 +6,8 @@ Used by the programs that turn tokens into text, or text into tokens.
 from contextlib import suppress
 from pathlib import Path
 
-from peers.shared.cache import kept_tokenizer
-from peers.shared.membership import Membership
+from peers.shared.environment import kept_tokenizer
+from peers.shared.network import Membership
 from swarm.content import tokenizer
 from swarm.content.line import Kind
 from swarm.data import tokenizer_files

@@ -13,12 +13,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from peers.shared.joining import Joining
 from peers.shared.lan import Announcer
-from peers.shared.membership import Membership
-from peers.shared.network import say_who_may_join
+from peers.shared.network import Membership, say_who_may_join
 from peers.stage_peer.listen import Announced, private_advice
 from peers.stage_peer.options import PeerOptions
+from peers.status.joining import Joining
 from swarm.rpc.entry import Entry
 from swarm.rpc.invite import Invite
 from swarm.rpc.meeting.endpoints import direct, points_of

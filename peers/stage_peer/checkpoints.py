@@ -6,7 +6,7 @@ Used by server.py, and by program.py, which opens the writer. swarm/checkpoint/w
 import asyncio
 from collections.abc import Callable
 
-from peers.shared import cli
+from peers.shared import option_checks
 from peers.stage_peer.options import PeerOptions
 from swarm.checkpoint.file import Header
 from swarm.checkpoint.writer import DEFAULT_EVERY, CheckpointWriter
@@ -27,7 +27,7 @@ def open_checkpoints(options: PeerOptions, owner: str) -> CheckpointWriter | Non
             owner=owner,
         )  # fmt: skip
     if options.resume is not None:
-        cli.require_folder("--resume", options.resume)
+        option_checks.require_folder("--resume", options.resume)
     return writer
 
 

@@ -10,7 +10,7 @@ import torch
 from peers.doctor.examination import in_passing
 from peers.doctor.options import DoctorOptions
 from peers.shared.devices import here
-from peers.shared.membership import Membership
+from peers.shared.network import Membership
 from peers.stage_peer.options import PeerOptions
 
 logger = logging.getLogger(__name__)

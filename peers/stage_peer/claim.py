@@ -5,7 +5,7 @@ Used by rebalancer.py. A peer goes on even if its claim cannot be stored: others
 
 import logging
 
-from peers.shared.membership import Membership
+from peers.shared.network import Membership
 from swarm.errors import PeerUnavailable
 from swarm.types import LONGEST_WAIT, ClaimRecord, ClaimState
 

@@ -8,8 +8,7 @@ import logging
 from contextlib import suppress
 from pathlib import Path
 
-from peers.shared.membership import Membership
-from peers.shared.network import LOOK_SECONDS
+from peers.shared.network import LOOK_SECONDS, Membership
 from peers.shared.tokenizer import have_tokenizer
 from peers.stage_peer.others import answers
 from peers.stage_peer.own_model import OwnModel, kept_weights

@@ -18,8 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from peers.shared.membership import Membership
-from peers.shared.network import agree_on_config
+from peers.shared.network import Membership, agree_on_config
 from peers.stage_peer.others import answers
 from swarm.credentials.identity import Identity, verify
 from swarm.dht.node import DhtNode

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import grpc
 
-from peers.shared.membership import Membership
+from peers.shared.network import Membership
 from peers.stage_peer.verdict import Verdict
 from swarm.dht.addresses import is_host
 from swarm.errors import DeadlineExceeded, Overloaded, SwarmError

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from peers.shared import cli, logs
-from peers.shared.invite_option import InviteOption, SettingsOption, joins
+from peers.shared import logs, option_checks
+from peers.shared.run_options import InviteOption, SettingsOption, joins
 from peers.stage_peer.listen import Outside
 from swarm.rpc.endpoint import ip_of
 
@@ -173,7 +173,7 @@ class PeerOptions:
             "max_in_flight": 0,
             "graph_memory_mib": 0,
         }
-        cli.require_at_least(self, {**least, "max_sessions": 0, "session_memory_mib": 0, "relay_mbit": 0})
+        option_checks.require_at_least(self, {**least, "max_sessions": 0, "session_memory_mib": 0, "relay_mbit": 0})
         if self.config is not None and (self.preset or self.model) is not None:
             raise ValueError("--config, --preset and --model exclude each other")
         if not self.names_a_run and not self.joins and not self.lan:
@@ -189,7 +189,7 @@ class PeerOptions:
         if not self.names_a_run and self.lora_options:
             raise ValueError("--lora-rank and the like belong to a new run's --preset, --config or --model")
         shared = [] if self.shares_port else ["dht_port"]
-        cli.require_ports(self, ["port", *shared, "metrics_port", "dashboard_port"])
+        option_checks.require_ports(self, ["port", *shared, "metrics_port", "dashboard_port"])
         for name in ("checkpoint_every", "keep_checkpoints"):
             if getattr(self, name) is not None and self.checkpoint is None:
                 option = f"--{name.replace('_', '-')}"
@@ -205,9 +205,9 @@ class PeerOptions:
             )
         if self.host and ip_of(self.host) is None:
             raise ValueError(f"--host {self.host} is no IP address of this machine: it takes an address, not a name")
-        cli.require_kinds(self, files=["config", "identity", "events"], folders=["checkpoint"])
-        cli.require_name(self.name)
-        cli.require_threads(self.threads)
+        option_checks.require_kinds(self, files=["config", "identity", "events"], folders=["checkpoint"])
+        option_checks.require_name(self.name)
+        option_checks.require_threads(self.threads)
         if self.resume_round is not None and self.resume is None:
             raise ValueError("--resume-round needs --resume DIR")
 

@@ -14,8 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from peers.shared.membership import Membership
-from peers.shared.network import LOOK_SECONDS, KnownPeers
+from peers.shared.network import LOOK_SECONDS, KnownPeers, Membership
 from swarm.config import RunConfig
 from swarm.errors import Fatal, PeerUnavailable, SwarmError
 from swarm.machine.clock import Clock

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 
 from peers.commands import command_line
 from peers.dashboard.options import TOKEN_VARIABLE, DashboardOptions
-from peers.shared import cli
-from peers.shared.cache import cache_folder
+from peers.shared import cli, option_checks
+from peers.shared.environment import cache_folder
 from peers.shared.token_option import VARIABLE
 from peers.stage_peer.options import PeerOptions
 from swarm.credentials.token import Token
@@ -47,7 +47,7 @@ def require_page(options: PeerOptions, environment: Mapping[str, str], *, is_loc
             f"--dashboard-host {host} would show a locked run to everybody: set {TOKEN_VARIABLE} in the environment to "
             "what viewers must enter, or leave --dashboard-host out"
         )
-    cli.require_free_port("--dashboard-port", host, port)
+    option_checks.require_free_port("--dashboard-port", host, port)
 
 
 class OwnDashboard:

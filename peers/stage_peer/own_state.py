@@ -8,7 +8,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 
-from peers.shared.membership import Membership
+from peers.shared.network import Membership
 from peers.stage_peer import resume
 from peers.stage_peer.others import RETURN_SECONDS, SILENT_SECONDS, find_others, named
 from peers.stage_peer.server_options import ServerOptions

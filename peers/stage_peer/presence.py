@@ -15,7 +15,7 @@ from grpc_health.v1._async import HealthServicer
 
 import swarm
 from peers.shared import devices
-from peers.shared.membership import Membership
+from peers.shared.network import Membership
 from peers.stage_peer.listen import Announced
 from peers.stage_peer.news import Around, StageNews
 from peers.stage_peer.server_options import ServerOptions

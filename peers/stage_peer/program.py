@@ -22,16 +22,15 @@ from pathlib import Path
 
 import torch
 
-from peers.shared import cli, logs, stopping
-from peers.shared.cache import cache_folder, keep_compiled_code
+from peers.shared import cli, logs, option_checks, stopping
 from peers.shared.devices import device_of, peak_flops
 from peers.shared.entrance import Entrance, find_entrance
+from peers.shared.environment import cache_folder, keep_compiled_code
 from peers.shared.event_file import begin, open_events, start_of
 from peers.shared.lan import Announcer, found_invite, require_installed
-from peers.shared.membership import Membership
-from peers.shared.network import REFRESH_SECONDS, agree_on_config, default_name
-from peers.shared.option_names import naming_options
-from peers.shared.own_figures import OwnFigures, exporting, require_exporter
+from peers.shared.network import REFRESH_SECONDS, Membership, agree_on_config, default_name
+from peers.shared.run_options import naming_options
+from peers.shared.sole_writer import claim_identity
 from peers.shared.token_option import admitted, stop_or_expiry
 from peers.stage_peer import incarnation as incarnations
 from peers.stage_peer.arrival import Arrival, require_ready_file
@@ -39,7 +38,6 @@ from peers.stage_peer.checkpoints import open_checkpoints
 from peers.stage_peer.checkup import say_what_is_wrong
 from peers.stage_peer.claim import Claim
 from peers.stage_peer.contents import Contents
-from peers.stage_peer.identity_file import claim_identity
 from peers.stage_peer.incarnation import Incarnation, Rivals
 from peers.stage_peer.listen import Announced, Listen, Outside
 from peers.stage_peer.mover import Mover
@@ -55,6 +53,7 @@ from peers.stage_peer.resume import ResumeOptions
 from peers.stage_peer.router_ports import RouterPorts, own_routers
 from peers.stage_peer.server import StageServer
 from peers.stage_peer.server_options import ServerOptions
+from peers.status.exporter import OwnFigures, exporting, require_exporter
 from swarm import config as configs
 from swarm.checkpoint import file
 from swarm.checkpoint.writer import CheckpointWriter
@@ -90,9 +89,9 @@ def main(argv: Sequence[str]) -> int:
     # If the stage is fixed, log lines name the stage, which says more than a process id.
     logs.setup_logging(name if options.first_stage == "auto" else options.name or options.label, options.log_level)
     clock = SystemClock()
-    cli.require_own_host("--host", options.host)
+    option_checks.require_own_host("--host", options.host)
     if options.shares_port:
-        cli.require_free_port("--port", options.host, options.port)
+        option_checks.require_free_port("--port", options.host, options.port)
     require_exporter(options.metrics_host, options.metrics_port)
     if options.lan:
         require_installed()

@@ -14,7 +14,7 @@ from contextlib import AbstractAsyncContextManager
 from hashlib import sha256
 from typing import Never
 
-from peers.shared.membership import Membership
+from peers.shared.network import Membership
 from peers.stage_peer.dht_reach import DhtReach
 from peers.stage_peer.inquiry import BUSY, Inquiry
 from peers.stage_peer.listen import Announced, Listen, Outside, loopback_advice, private_advice

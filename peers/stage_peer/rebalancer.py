@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from peers.shared.membership import Membership
+from peers.shared.network import Membership
 from peers.stage_peer.claim import Claim
 from peers.stage_peer.others import answers
 from swarm.averaging.agreement.rules import has_quorum

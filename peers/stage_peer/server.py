@@ -13,7 +13,7 @@ from functools import partial
 
 import grpc
 
-from peers.shared.membership import Membership
+from peers.shared.network import Membership
 from peers.stage_peer.checkpoints import Checkpoints
 from peers.stage_peer.listen import Announced, Listening
 from peers.stage_peer.news import StageNews

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 import torch
 
 from peers.shared.devices import Dtype
-from peers.shared.own_figures import OwnFigures
 from peers.stage_peer.incarnation import Incarnation
 from peers.stage_peer.resume import ResumeOptions
+from peers.status.exporter import OwnFigures
 from swarm.checkpoint.writer import CheckpointWriter
 from swarm.content.servicer import Shelves
 from swarm.events.kinds import Events

@@ -8,7 +8,7 @@ import random
 import grpc
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
-from peers.shared.membership import Membership
+from peers.shared.network import Membership
 from peers.stage_peer.incarnation import Rivals
 from peers.stage_peer.presence import Presence
 from peers.stage_peer.server_options import ServerOptions

@@ -8,8 +8,8 @@ from typing import Literal
 
 import tyro
 
-from peers.shared import cli, logs
-from peers.shared.invite_option import SettingsOption
+from peers.shared import cli, logs, option_checks
+from peers.shared.run_options import SettingsOption
 from swarm.config.averaging import CompressedCodec
 
 PROG = "swarm-static"
@@ -95,18 +95,18 @@ class StaticOptions:
         if sources == (None, None, None) or (self.config is not None and self.preset is not None):
             raise ValueError("which run? give one of --config FILE, --preset NAME and --model DIR")
         least = {"steps": 0, "dp": 1, "tp": 1, "pp": 1, "checkpoint_every": 1, "keep_checkpoints": 1}
-        cli.require_at_least(self, {**least, "max_tokens": 0, "evaluate_every": 0, "evaluation_samples": 1})
-        cli.require_threads(self.threads)
-        cli.require_kinds(self, files=["metrics"], folders=["checkpoint", "tensorboard"])
+        option_checks.require_at_least(self, {**least, "max_tokens": 0, "evaluate_every": 0, "evaluation_samples": 1})
+        option_checks.require_threads(self.threads)
+        option_checks.require_kinds(self, files=["metrics"], folders=["checkpoint", "tensorboard"])
         if self.epochs is not None:
-            cli.require_positive(self, ["epochs"])
+            option_checks.require_positive(self, ["epochs"])
             if self.epochs > MOST_EPOCHS:
                 raise ValueError(f"--epochs must be at most {MOST_EPOCHS:,}, not {self.epochs:g}")
             if self.steps is not None:
                 raise ValueError("--steps and --epochs exclude each other")
         if self.compress is not None and (self.fsdp is not None or self.tp > 1 or self.pp > 1):
             raise ValueError("--compress is for --dp alone, without --fsdp, --tp and --pp")
-        cli.require_reporters(self)
+        option_checks.require_reporters(self)
 
 
 def explain(argv: Sequence[str]) -> None:

@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from peers.shared import cli, logs, process
-from peers.shared.cache import cache_folder, keep_compiled_code, kept_tokenizer
+from peers.shared import logs, option_checks, process
 from peers.shared.devices import num_cores, warn_of_emulation
-from peers.shared.exit_codes import EXIT_FAILURE, EXIT_USAGE
-from peers.shared.option_names import naming_options
+from peers.shared.environment import cache_folder, keep_compiled_code, kept_tokenizer
 from peers.shared.own_text import with_text
+from peers.shared.process import EXIT_FAILURE, EXIT_USAGE
 from peers.shared.reporting import require_reporters
+from peers.shared.run_options import naming_options
 from peers.shared.sole_writer import require_sole_writer
 from peers.shared.stopping import Stop
 from peers.static import run_config, workers
@@ -98,7 +98,7 @@ def require_beginning(options: StaticOptions) -> None:
     """If --resume is given, raise ValueError unless it or --checkpoint has a checkpoint to go on from."""
     if options.resume is None or (options.checkpoint is not None and file.names(options.checkpoint)):
         return
-    cli.require_folder("--resume", options.resume)
+    option_checks.require_folder("--resume", options.resume)
     if not file.names(options.resume):
         raise ValueError(f"--resume {options.resume}: there is no checkpoint in this folder")
 

@@ -8,9 +8,9 @@ import logging
 
 import torch
 
-from peers.shared.cache import cache_folder
 from peers.shared.devices import computing_in
-from peers.shared.option_names import with_named_text
+from peers.shared.environment import cache_folder
+from peers.shared.run_options import with_named_text
 from peers.stage_peer.own_model import OwnModel, open_model
 from peers.stage_peer.resume import with_sizes_of
 from peers.static.options import StaticOptions

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, Self
 
-from peers.shared.strangers_text import printable
+from swarm.machine.words import printable
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.training.inner_steps import InnerSteps
 from swarm.types import LATEST_TIME, LONGEST_NAME, LONGEST_WAIT

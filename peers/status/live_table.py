@@ -17,11 +17,20 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from peers.shared.joining import remedy
-from peers.shared.screen import Screen
 from peers.status.figure import Column, needed_columns
+from peers.status.joining import remedy
 from peers.status.peer_row import PeerRow
 from peers.status.view import SwarmView, TrainerRow
+
+
+class Screen(Console):
+    """rich's console, but it raises BrokenPipeError when nothing reads its output, as in `swarm-status | head`."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise BrokenPipeError, for which run_program ends the program. rich would raise SystemExit, which ends only
+        one asyncio task."""
+        raise BrokenPipeError
+
 
 ANY_WIDTH = 1 << 16
 """More characters than any table is wide."""

@@ -13,9 +13,9 @@ from itertools import chain
 from typing import NamedTuple, TypeVar
 
 from peers.shared.entrance import Entrance
-from peers.shared.joining import Joining
 from peers.shared.network import agree_on_config, entries_of
 from peers.shared.token_option import admitted
+from peers.status.joining import Joining
 from peers.status.observe import observe, warn_once
 from peers.status.view import SwarmView
 from swarm.config import RunConfig

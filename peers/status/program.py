@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from peers.shared import cli, logs, stopping
-from peers.shared.exit_codes import EXIT_FAILURE
-from peers.shared.screen import Screen
+from peers.shared import cli, logs, option_checks, stopping
+from peers.shared.process import EXIT_FAILURE
 from peers.status import audit_report
-from peers.status.live_table import LiveTable, render
+from peers.status.live_table import LiveTable, Screen, render
 from peers.status.lookout import Way, lookouts_on, views, ways_to
 from peers.status.view import SwarmView
 from peers.status.view_options import ViewOptions
@@ -63,7 +62,7 @@ class StatusOptions(ViewOptions):
             )
         if not self.audit:
             self.require_one_way("swarm-status")
-        cli.require_positive(self, ["interval"])
+        option_checks.require_positive(self, ["interval"])
 
 
 def main(argv: Sequence[str]) -> int:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import tyro
 
-from peers.shared import cli, logs
-from peers.shared.invite_option import RunOptions, joins
+from peers.shared import logs, option_checks
+from peers.shared.run_options import RunOptions, joins
 from swarm.pipeline.window import MOST_IN_FLIGHT
 
 
@@ -63,11 +63,11 @@ class TrainerOptions(RunOptions):
             raise ValueError("INVITE, --initial-peers and --lan all say which run to enter: leave all but one out")
         if not joins(self) and not self.lan:
             raise ValueError("which run? type swarm-trainer INVITE, with the invite that every swarm-peer prints")
-        cli.require_at_least(
+        option_checks.require_at_least(
             self,
             {"steps": 1, "evaluate_every": 0, "evaluation_samples": 1, "sample_tokens": 0, "max_in_flight": 1},
         )
-        cli.require_kinds(self, files=["events"], folders=["output", "tensorboard"])
-        cli.require_name(self.name)
-        cli.require_ports(self, ["metrics_port"])
-        cli.require_reporters(self)
+        option_checks.require_kinds(self, files=["events"], folders=["output", "tensorboard"])
+        option_checks.require_name(self.name)
+        option_checks.require_ports(self, ["metrics_port"])
+        option_checks.require_reporters(self)

@@ -18,22 +18,20 @@ from pathlib import Path
 import torch
 
 from peers.shared import cli, logs, process, reporting, stopping
-from peers.shared.cache import cache_folder
-from peers.shared.entrance import find_entrance
+from peers.shared.entrance import find_entrance, reading
+from peers.shared.environment import cache_folder
 from peers.shared.event_file import begin, open_events, start_of
-from peers.shared.exit_codes import EXIT_FAILURE
-from peers.shared.joining import Joining, remedy
 from peers.shared.lan import with_invite
-from peers.shared.membership import Membership
-from peers.shared.network import REFRESH_SECONDS, default_name, say_who_may_join
-from peers.shared.option_names import naming_options
-from peers.shared.own_figures import OwnFigures, exporting, require_exporter
-from peers.shared.reader import reading
+from peers.shared.network import REFRESH_SECONDS, Membership, default_name, say_who_may_join
+from peers.shared.process import EXIT_FAILURE
 from peers.shared.reporting import Reporting
-from peers.shared.screen import Screen
+from peers.shared.run_options import naming_options
 from peers.shared.sole_writer import require_sole_writer
 from peers.shared.token_option import stop_or_expiry
 from peers.shared.tokenizer import have_tokenizer
+from peers.status.exporter import OwnFigures, exporting, require_exporter
+from peers.status.joining import Joining, remedy
+from peers.status.live_table import Screen
 from peers.status.view import TrainerRow
 from peers.trainer.options import TrainerOptions
 from peers.trainer.report import Report

@@ -8,7 +8,6 @@ import asyncio
 import logging
 from dataclasses import dataclass
 
-from peers.shared.strangers_text import printable
 from peers.trainer.options import TrainerOptions
 from peers.trainer.report import Report
 from swarm.config import RunConfig
@@ -19,6 +18,7 @@ from swarm.errors import Fatal, SwarmError
 from swarm.generation.engine import collect
 from swarm.generation.sampling import Sampling
 from swarm.hop.hop import Hop
+from swarm.machine.words import printable
 from swarm.pipeline.evaluate import held_out_loss
 from swarm.pipeline.round_watcher import RoundWatcher
 from swarm.pipeline.swarm_engine import SwarmEngine

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from peers.local.supervisor import Child, Supervisor
-from peers.shared import cli
+from peers.shared import option_checks
 from scripts.benches.shared import paired
 from scripts.benches.shared.common import (
     OutputOptions,
@@ -56,7 +56,7 @@ class Options(OutputOptions):
     """Measured rounds of each arm, after one that does not count."""
 
     def __post_init__(self) -> None:
-        cli.require_at_least(self, {"parameters": 1, "peers": 3, "repetitions": 1})
+        option_checks.require_at_least(self, {"parameters": 1, "peers": 3, "repetitions": 1})
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from peers.shared import cli
+from peers.shared import option_checks
 from scripts.benches.nanogpt import BATCH, shakespeare
 from scripts.benches.shared.common import BenchOptions, compute_like_peers, say, with_corpus
 from scripts.benches.sides.reference import HeldOut, Reference
@@ -36,9 +36,9 @@ class Options(BenchOptions):
     """Seed of the data's order and of the initial weights."""
 
     def __post_init__(self) -> None:
-        cli.require_at_least(self, {"iterations": 1, "seed": 0})
-        cli.require_known(self, "blocks", ARMS)
-        cli.require_distinct(self, ("blocks",))
+        option_checks.require_at_least(self, {"iterations": 1, "seed": 0})
+        option_checks.require_known(self, "blocks", ARMS)
+        option_checks.require_distinct(self, ("blocks",))
         if self.shards not in (2, 4):
             raise ValueError(f"--shards must be 2 or 4, not {self.shards}: the model has 4 heads")
 

@@ -6,7 +6,7 @@ Two members of a stage, each a process of its own (sides/closing_stage.py), aver
 from dataclasses import dataclass
 from typing import Any
 
-from peers.shared import cli
+from peers.shared import option_checks
 from scripts.benches.shared.common import (
     OutputOptions,
     require_multiple,
@@ -37,7 +37,7 @@ class Options(OutputOptions):
 
     def __post_init__(self) -> None:
         require_multiple("d-model", self.d_model, 128)
-        cli.require_at_least(self, {"layers": 1, "rounds": 2})
+        option_checks.require_at_least(self, {"layers": 1, "rounds": 2})
 
 
 def run(options: Options) -> dict[str, Any]:

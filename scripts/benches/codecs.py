@@ -17,7 +17,7 @@ import torch
 from hivemind.compression import CompressionInfo, Uniform8BitQuantization
 from torch import Tensor
 
-from peers.shared import cli
+from peers.shared import option_checks
 from scripts.benches.shared import paired
 from scripts.benches.shared.common import BenchOptions, compute_like_peers, say, with_corpus
 from scripts.benches.sides.reference import Reference
@@ -56,7 +56,7 @@ class Options(BenchOptions):
 
     def __post_init__(self) -> None:
         least = {"warm_up_steps": 1, "inner_steps": 1, "num_elements": 1, "repetitions": 1}
-        cli.require_at_least(self, least)
+        option_checks.require_at_least(self, least)
 
 
 def run(options: Options) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from peers.local.supervisor import Child, Supervisor, last_line
-from peers.shared import cli
+from peers.shared import option_checks
 from scripts.benches.shared import paired
 from scripts.benches.shared.common import POLL_SECONDS, BenchOptions, say, side, with_corpus, workplace
 from scripts.benches.sides.diloco.arms import ARMS, run_config
@@ -56,8 +56,8 @@ class Options(BenchOptions):
     the same rounds and text."""
 
     def __post_init__(self) -> None:
-        cli.require_known(self, "arms", ARMS)
-        cli.require_at_least(self, {"seeds": 1, "jobs": 1, "rounds_at_200": 1})
+        option_checks.require_known(self, "arms", ARMS)
+        option_checks.require_at_least(self, {"seeds": 1, "jobs": 1, "rounds_at_200": 1})
 
 
 def run(options: Options) -> dict[str, Any]:

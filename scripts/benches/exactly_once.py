@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from peers.local.supervisor import Supervisor
-from peers.shared import cli
+from peers.shared import option_checks
 from scripts.benches.parity import BOUND, Trained, differences, download_weights, train_reference
 from scripts.benches.shared.common import BenchOptions, say, with_corpus
 from scripts.benches.shared.swarm import Lines, SwarmProcesses, serve
@@ -50,7 +50,7 @@ class Options(BenchOptions):
     """Seed of the choice of victims and moments."""
 
     def __post_init__(self) -> None:
-        cli.require_at_least(self, {"stages": 2, "peers_per_stage": 2, "steps": 4, "round_microbatches": 2})
+        option_checks.require_at_least(self, {"stages": 2, "peers_per_stage": 2, "steps": 4, "round_microbatches": 2})
         if not self.scenarios:
             raise ValueError("--scenarios needs at least one name")
 

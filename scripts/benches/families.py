@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from peers.shared import cli
+from peers.shared import option_checks
 from scripts.benches.shared.common import OutputOptions, say
 from swarm.config import RunConfig
 from swarm.errors import IntegrityError
@@ -39,7 +39,7 @@ class Options(OutputOptions):
     """Size of their vocabulary."""
 
     def __post_init__(self) -> None:
-        cli.require_at_least(self, {"d_model": 32, "num_layers": NUM_STAGES, "positions": 2, "vocabulary": 2})
+        option_checks.require_at_least(self, {"d_model": 32, "num_layers": NUM_STAGES, "positions": 2, "vocabulary": 2})
         if self.d_model % 32:
             raise ValueError(f"--d-model must be a multiple of 32, not {self.d_model}")
 

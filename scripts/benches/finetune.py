@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from peers.commands import command_line
 from peers.local.supervisor import Supervisor
-from peers.shared import cli
+from peers.shared import option_checks
 from scripts.benches.shared.common import OutputOptions, say
 from scripts.benches.shared.swarm import SwarmProcesses
 from swarm.config import RunConfig
@@ -52,8 +52,8 @@ class Options(OutputOptions):
     """Steps of the swarm, of 256 samples each."""
 
     def __post_init__(self) -> None:
-        cli.require_distinct(self, ("kinds",))
-        cli.require_at_least(self, {"base_steps": 1, "steps": 1})
+        option_checks.require_distinct(self, ("kinds",))
+        option_checks.require_at_least(self, {"base_steps": 1, "steps": 1})
 
 
 def run(options: Options) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import torch
 import transformers
 
 from peers.local.supervisor import Supervisor
-from peers.shared import cli
+from peers.shared import option_checks
 from scripts.benches.shared import paired, proc
 from scripts.benches.shared.common import BenchOptions, compute_like_peers, say, with_corpus
 from scripts.benches.shared.swarm import SwarmProcesses
@@ -64,7 +64,7 @@ class Options(BenchOptions):
 
     def __post_init__(self) -> None:
         least = {"d_model": 64, "num_layers": NUM_STAGES, "vocabulary": 256, "tokens": 2, "repetitions": 1, "steps": 1}
-        cli.require_at_least(self, least)
+        option_checks.require_at_least(self, least)
         if self.d_model % 64:
             raise ValueError(f"--d-model must be a multiple of 64, not {self.d_model}")
 

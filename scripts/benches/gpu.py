@@ -27,7 +27,7 @@ import torch
 
 from peers.commands import command_line
 from peers.generate.local_model import load
-from peers.shared import cli
+from peers.shared import cli, option_checks
 from peers.shared.devices import computing_in
 from peers.static.options import StaticOptions
 from scripts.benches.shared import paired
@@ -95,7 +95,7 @@ class Options(BenchOptions):
 
     def __post_init__(self) -> None:
         least = {"layers": 2, "vocab_size": 256, "microbatch_size": 1, "sequence_length": 1, "steps": 1, "rounds": 1}
-        cli.require_at_least(self, {**least, "round_steps": 1, "microbatches": 1, "tokens": 2})
+        option_checks.require_at_least(self, {**least, "round_steps": 1, "microbatches": 1, "tokens": 2})
         require_multiple("d-model", self.d_model, 64)
         require_multiple("stage-width", self.stage_width, 64)
 

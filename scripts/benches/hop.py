@@ -26,7 +26,7 @@ from hivemind.p2p import PeerID
 from torch import Tensor
 
 from peers.local.supervisor import Supervisor
-from peers.shared import cli
+from peers.shared import option_checks
 from scripts.benches.shared import paired, proc
 from scripts.benches.shared.common import (
     BenchOptions,
@@ -89,7 +89,7 @@ class Options(BenchOptions):
     """Calls of a turn with 12 MiB each way, four at a time."""
 
     def __post_init__(self) -> None:
-        cli.require_at_least(self, {"repetitions": 1, "calls": 1, "warm_up": 0, "load_calls": IN_FLIGHT})
+        option_checks.require_at_least(self, {"repetitions": 1, "calls": 1, "warm_up": 0, "load_calls": IN_FLIGHT})
 
 
 def run(options: Options) -> dict[str, Any]:

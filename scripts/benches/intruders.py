@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from peers.local.supervisor import Supervisor
-from peers.shared import cli
+from peers.shared import option_checks
 from peers.shared.token_option import VARIABLE
 from scripts.benches.shared import proc
 from scripts.benches.shared.common import BenchOptions, say, side, wait_for_json, with_corpus, workplace, write_json
@@ -54,8 +54,8 @@ class Options(BenchOptions):
     """Measurements of each kind of intruder, and of its harmless counterpart."""
 
     def __post_init__(self) -> None:
-        cli.require_positive(self, ["seconds"])
-        cli.require_at_least(self, {"repetitions": 1})
+        option_checks.require_positive(self, ["seconds"])
+        option_checks.require_at_least(self, {"repetitions": 1})
 
 
 def run(options: Options) -> dict[str, Any]:

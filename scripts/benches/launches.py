@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from peers.shared import cli
+from peers.shared import option_checks
 from scripts.benches.shared.common import OutputOptions, require_multiple, say
 from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.machine.recording import Recorder, Recording
@@ -48,7 +48,7 @@ class Options(OutputOptions):
 
     def __post_init__(self) -> None:
         least = {"layers": 1, "vocab_size": 2, "microbatch_size": 1, "sequence_length": 1}
-        cli.require_at_least(self, least)
+        option_checks.require_at_least(self, least)
         require_multiple("d-model", self.d_model, 64)
 
 

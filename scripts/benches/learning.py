@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from peers.commands import command_line
 from peers.local.supervisor import Supervisor, last_line
-from peers.shared import cli
+from peers.shared import option_checks
 from scripts.benches.shared.common import (
     POLL_SECONDS,
     BenchOptions,
@@ -75,10 +75,10 @@ class Options(BenchOptions):
     """DiLoCo: rounds.max_staleness; -1 keeps the default."""
 
     def __post_init__(self) -> None:
-        cli.require_at_least(self, {"seeds": 1, "tokens": 1, "num_layers": 2, "sequence_length": 1})
+        option_checks.require_at_least(self, {"seeds": 1, "tokens": 1, "num_layers": 2, "sequence_length": 1})
         require_multiple("d-model", self.d_model, 32)
         require_multiple("inner-batch-samples", self.inner_batch_samples, MICROBATCH_SAMPLES)
-        cli.require_distinct(self, ("settings", "round_trips_ms"))
+        option_checks.require_distinct(self, ("settings", "round_trips_ms"))
         if min(self.round_trips_ms, default=-1) < 0:
             raise ValueError("--round-trips-ms needs numbers from 0 on")
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from peers.doctor import needs as sizes
-from peers.shared import cli
+from peers.shared import option_checks
 from scripts.benches.shared import paired
 from scripts.benches.shared.common import (
     OutputOptions,
@@ -60,7 +60,7 @@ class Options(OutputOptions):
 
     def __post_init__(self) -> None:
         require_multiple("d-model", self.d_model, 128)
-        cli.require_at_least(self, {"layers": 1, "in_flight": 1, "lora_rank": 0, "vocabulary": 0})
+        option_checks.require_at_least(self, {"layers": 1, "in_flight": 1, "lora_rank": 0, "vocabulary": 0})
         if self.lora_rank and self.vocabulary:
             raise ValueError("--vocabulary measures a stage whose weights are trained: leave out --lora-rank")
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from peers.shared import cli, logs, stopping
-from peers.shared.exit_codes import EXIT_USAGE
+from peers.shared.process import EXIT_USAGE
 from scripts.benches.shared.proc import Company
 
 

@@ -18,7 +18,7 @@ import psutil
 
 from peers.commands import command_line
 from peers.local.supervisor import Child, Supervisor
-from peers.shared import cli
+from peers.shared import option_checks
 from scripts.benches.shared import paired
 from scripts.benches.shared.common import BenchOptions, say, with_corpus, write_config
 from scripts.benches.shared.swarm import SwarmProcesses
@@ -59,8 +59,8 @@ class Options(BenchOptions):
     """Kill a worker of each method, in a separate training."""
 
     def __post_init__(self) -> None:
-        cli.require_known(self, "methods", METHODS)
-        cli.require_at_least(self, {"steps": 2 * BATCHES_A_ROUND, "d_model": 32})
+        option_checks.require_known(self, "methods", METHODS)
+        option_checks.require_at_least(self, {"steps": 2 * BATCHES_A_ROUND, "d_model": 32})
         if self.steps % BATCHES_A_ROUND or self.d_model % 32:
             raise ValueError("--steps must be a multiple of 16, and --d-model of 32")
 

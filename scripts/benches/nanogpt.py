@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from peers.shared import cli
+from peers.shared import option_checks
 from scripts.benches.shared.common import BenchOptions, say, with_corpus, workplace
 from scripts.benches.shared.swarm import SwarmProcesses
 from swarm.config import (
@@ -47,12 +47,12 @@ class Options(BenchOptions):
     """Seed of the data's order and of the initial weights."""
 
     def __post_init__(self) -> None:
-        cli.require_at_least(self, {"iterations": 1, "inner_steps": 1, "seed": 0})
+        option_checks.require_at_least(self, {"iterations": 1, "inner_steps": 1, "seed": 0})
         if not self.settings:
             raise ValueError("--settings needs at least one name")
         if "diloco" in self.settings:
             # In each inner step two peers do what one process does in an iteration.
-            cli.require_at_least(self, {"iterations": self.inner_steps})
+            option_checks.require_at_least(self, {"iterations": self.inner_steps})
 
 
 def run(options: Options) -> dict[str, Any]:

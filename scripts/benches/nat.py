@@ -16,7 +16,7 @@ from typing import Any
 
 from peers.commands import command_line
 from peers.local.supervisor import Child, Supervisor, last_line
-from peers.shared import cli
+from peers.shared import option_checks
 from scripts.benches.shared.common import OutputOptions, say
 from scripts.benches.shared.internet import KINDS, Host, Internet, missing
 from swarm.errors import DeadlineExceeded
@@ -42,7 +42,7 @@ class Options(OutputOptions):
     """How many seconds pieces are sent on each way."""
 
     def __post_init__(self) -> None:
-        cli.require_at_least(self, {"mbit": 1})
+        option_checks.require_at_least(self, {"mbit": 1})
         for arrangement in self.arrangements:
             if not set(arrangement.removeprefix(MEET).split("+")) <= set(KINDS) or arrangement.count("+") > 1:
                 raise ValueError(f"--arrangements knows no {arrangement!r}; the kinds are {', '.join(KINDS)}")

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from peers.local.supervisor import Supervisor
-from peers.shared import cli
+from peers.shared import option_checks
 from scripts.benches.shared.common import (
     BenchOptions,
     compute_like_peers,
@@ -72,7 +72,9 @@ class Options(BenchOptions):
 
     def __post_init__(self) -> None:
         first_with_control = CONTROL_MICROBATCH // MICROBATCHES_PER_ROUND + 1
-        cli.require_at_least(self, {"stages": 1, "peers_per_stage": 1, "steps": first_with_control, "lora": 0})
+        option_checks.require_at_least(
+            self, {"stages": 1, "peers_per_stage": 1, "steps": first_with_control, "lora": 0}
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from peers.local.supervisor import Supervisor
-from peers.shared import cli
+from peers.shared import option_checks
 from scripts.benches.shared import paired
 from scripts.benches.shared.common import (
     BenchOptions,
@@ -53,7 +53,7 @@ class Options(BenchOptions):
     def __post_init__(self) -> None:
         require_multiple("d-model", self.d_model, 64)
         least = {"num_layers": NUM_STAGES, "microbatch_size": 1, "microbatches": 1, "steps": 1, "repetitions": 1}
-        cli.require_at_least(self, least)
+        option_checks.require_at_least(self, least)
 
 
 def run(options: Options) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from peers.local.supervisor import Supervisor
-from peers.shared import cli
+from peers.shared import option_checks
 from scripts.benches.shared import paired
 from scripts.benches.shared.common import (
     BenchOptions,
@@ -65,7 +65,7 @@ class Options(BenchOptions):
             if _num_layers(self, width) < 2:
                 raise ValueError(f"--num-layers must be at least 2 for two stages, not {_num_layers(self, width)}")
         least = {"microbatch_size": 0, "microbatches": 1, "sampled": 1, "warm_up": 0, "steps": 1, "repetitions": 1}
-        cli.require_at_least(self, least)
+        option_checks.require_at_least(self, least)
 
 
 def run(options: Options) -> dict[str, Any]:

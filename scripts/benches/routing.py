@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from peers.shared import cli
+from peers.shared import option_checks
 from peers.stage_peer.presence import ANNOUNCE_SECONDS
 from scripts.benches.shared.common import OutputOptions, say
 from scripts.benches.sides import routing_dht
@@ -48,8 +48,8 @@ class Options(OutputOptions):
     """Seed of the peers' speeds, of the router's chance, and of when each peer begins."""
 
     def __post_init__(self) -> None:
-        cli.require_at_least(self, {"num_choices": 1, "repetitions": 1, "dht_stages": 1})
-        cli.require_positive(self, ["dht_seconds"])
+        option_checks.require_at_least(self, {"num_choices": 1, "repetitions": 1, "dht_stages": 1})
+        option_checks.require_positive(self, ["dht_seconds"])
         if not self.sizes or min(self.sizes) < 1:
             raise ValueError("--sizes takes one or more numbers from 1 on")
         if any(larger <= size for size, larger in pairwise((0, *self.dht_sizes))):

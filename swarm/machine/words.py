@@ -1,4 +1,4 @@
-"""Numbers of things in words. Used wherever a line for people counts something."""
+"""Words in messages for people, and text from strangers as a terminal may show it."""
 
 _ENDINGS = (("y", "ies"), ("ch", "ches"))
 """The endings of nouns that do not simply take an s. (A y must follow a consonant.)"""
@@ -16,3 +16,11 @@ def counted(number: int, noun: str) -> str:
         if noun.endswith(ending):
             return f"{number:,} {noun.removesuffix(ending)}{plural}"
     return f"{number:,} {noun}s"
+
+
+def printable(text: str, *, keep: str = "") -> str:
+    """The text with a space for each unprintable character that is not in `keep`.
+
+    Much of what programs show comes from strangers, and a terminal takes control characters for commands.
+    """
+    return "".join(char if char.isprintable() or char in keep else " " for char in text)

@@ -11,10 +11,10 @@ import pytest
 from peers.generate import program as generate
 from peers.model import program as model
 from peers.shared import faults
-from peers.shared.joining import Joining
 from peers.shared.tokenizer import have_tokenizer
 from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_config import own_config
+from peers.status.joining import Joining
 from peers.trainer.program import open_corpus
 from swarm.config import DataConfig, RunConfig
 from swarm.data import corpora, tokenizers

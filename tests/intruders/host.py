@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import grpc
 import torch
 
-from peers.shared.membership import Membership
+from peers.shared.network import Membership
 from peers.stage_peer.resume import ResumeOptions
 from peers.stage_peer.server import StageServer
 from peers.stage_peer.server_options import ServerOptions

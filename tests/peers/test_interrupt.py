@@ -219,7 +219,7 @@ def test_a_reader_that_goes_away_ends_a_program_without_a_word(tmp_path: Path) -
     script = """
 import asyncio, sys
 from peers.shared import faults
-from peers.shared.screen import Screen
+from peers.status.live_table import Screen
 
 async def watch():
     screen = Screen()

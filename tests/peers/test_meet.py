@@ -14,7 +14,7 @@ import pytest
 
 from peers import meet
 from peers.meet import MeetOptions, owners_of
-from peers.shared import cli
+from peers.shared import cli, option_checks
 from peers.shared.entrance import Entrance
 from peers.stage_peer.listen import Outside
 from scripts.benches.shared.ports import free_ports
@@ -93,7 +93,7 @@ async def _serving(tokens: Sequence[Token]) -> AsyncIterator[Entry]:
 
 def _is_free(port: int) -> bool:
     try:
-        cli.require_free_port("--port", "127.0.0.1", port)
+        option_checks.require_free_port("--port", "127.0.0.1", port)
     except ValueError:
         return False
     return True

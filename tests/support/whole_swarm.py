@@ -16,8 +16,7 @@ from typing import cast
 import torch
 
 from peers.shared.event_file import start_of
-from peers.shared.membership import Membership
-from peers.shared.network import KnownPeers
+from peers.shared.network import KnownPeers, Membership
 from peers.stage_peer.resume import ResumeOptions
 from peers.stage_peer.server import StageServer
 from peers.stage_peer.server_options import ServerOptions

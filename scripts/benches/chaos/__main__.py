@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from peers.local.supervisor import Supervisor
-from peers.shared import cli, faults, process, stopping
+from peers.shared import cli, faults, option_checks, process, stopping
 from scripts.benches.chaos import figures
 from scripts.benches.chaos.cast import Cast
 from scripts.benches.chaos.faults import KINDS, fault
@@ -86,14 +86,14 @@ class Options(BenchOptions):
     """Keep logs and event files in this new folder."""
 
     def __post_init__(self) -> None:
-        cli.require_known(self, "kinds", KINDS)
-        cli.require_positive(
+        option_checks.require_known(self, "kinds", KINDS)
+        option_checks.require_positive(
             self, ("minutes", "faults_per_hour", "calibration_seconds", "settling_seconds", "bound_seconds")
         )
         if not 0 <= self.warm_up_seconds < math.inf:
             raise ValueError(f"--warm-up-seconds must not be negative, not {self.warm_up_seconds}")
         # Each stage needs two peers, because a stage's last peer is never hit.
-        cli.require_at_least(self, {"stages": 1, "peers_per_stage": 2, "trainers": 1, "round_samples": 0})
+        option_checks.require_at_least(self, {"stages": 1, "peers_per_stage": 2, "trainers": 1, "round_samples": 0})
         if self.keep is not None and self.keep.exists():
             raise ValueError(f"--keep {self.keep}: is there already; name a new folder")
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from peers.local.supervisor import Supervisor
 from peers.shared import process
-from peers.shared.cache import cache_folder
+from peers.shared.environment import cache_folder
 from swarm.config import RunConfig
 from swarm.data import corpora
 from swarm.data.microbatches import Microbatches

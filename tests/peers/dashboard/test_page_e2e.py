@@ -14,8 +14,8 @@ from peers.dashboard.app import page_of
 from peers.dashboard.history import History
 from peers.dashboard.hub import Hub
 from peers.dashboard.watcher import Watcher
-from peers.shared.joining import Joining
 from peers.shared.web import Listener
+from peers.status.joining import Joining
 from peers.status.peer_row import PeerRow
 from peers.status.view import SwarmView
 from scripts.benches.shared.ports import free_ports

@@ -11,7 +11,7 @@ import pytest
 
 from peers.generate import conversation
 from peers.generate.options import GenerateOptions
-from peers.shared.exit_codes import EXIT_FAILURE, EXIT_TERMINATED
+from peers.shared.process import EXIT_FAILURE, EXIT_TERMINATED
 from swarm.errors import PeerUnavailable
 from tests.support.scripted_model import ScriptedEngine, scripted_model
 

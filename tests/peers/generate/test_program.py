@@ -16,7 +16,7 @@ from peers.generate.options import PROG
 from peers.model import program as model
 from peers.shared import faults
 from peers.shared.devices import computing_in
-from peers.shared.exit_codes import EXIT_USAGE
+from peers.shared.process import EXIT_USAGE
 from swarm.checkpoint import file
 from swarm.checkpoint.file import Header
 from swarm.config import LoraConfig, StagesConfig

@@ -12,8 +12,7 @@ import torch
 
 from peers.model import live
 from peers.model.live import LiveModel
-from peers.shared.membership import Membership
-from peers.shared.network import KnownPeers
+from peers.shared.network import KnownPeers, Membership
 from swarm.averaging.wire.transport import Transport
 from swarm.checkpoint import file
 from swarm.config import RunConfig

@@ -1,27 +1,20 @@
 """Command lines: dashes, one-line complaints, exit code 2."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Literal
 
 import pytest
 import tyro
 
+from peers import commands
 from peers.dashboard.options import DashboardOptions
 from peers.doctor.options import DoctorOptions
 from peers.generate.options import GenerateOptions
 from peers.local.options import LocalOptions
 from peers.model.options import ExportModelOptions, ImportModelOptions
-from peers.shared.cli import (
-    arguments,
-    parse,
-    require_distinct,
-    require_kinds,
-    require_known,
-    require_ports,
-    require_positive,
-)
+from peers.shared.cli import arguments, parse
 from peers.stage_peer.options import PeerOptions
 from peers.static.options import StaticOptions
 from peers.trainer.options import TrainerOptions
@@ -201,29 +194,6 @@ def test_help_shows_what_an_option_takes_and_what_may_be_left_out(
         assert shown in lines
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
-def test_what_has_to_be_positive_is_finite_as_well(value: float) -> None:
-    require_positive(SimpleNamespace(some_seconds=0.5), ["some_seconds"])
-    with pytest.raises(ValueError, match=f"^--some-seconds must be positive, not {value}$"):
-        require_positive(SimpleNamespace(some_seconds=value), ["some_seconds"])
-
-
-def test_a_list_of_names_has_known_ones_alone() -> None:
-    require_known(SimpleNamespace(some_names=("a", "b")), "some_names", ("a", "b", "c"))
-    require_known(SimpleNamespace(some_names=()), "some_names", ("a",), at_least=0)
-    with pytest.raises(ValueError, match=r"^--some-names: 'd' is none of a, b$"):
-        require_known(SimpleNamespace(some_names=("a", "d")), "some_names", ("a", "b"))
-    with pytest.raises(ValueError, match=r"^--some-names needs at least one name$"):
-        require_known(SimpleNamespace(some_names=()), "some_names", ("a",))
-
-
-@pytest.mark.parametrize("values", [(), ("a", "b", "a")])
-def test_a_list_names_something_and_nothing_twice(values: tuple[str, ...]) -> None:
-    require_distinct(SimpleNamespace(some_names=("a", "b")), ["some_names"])
-    with pytest.raises(ValueError, match=r"^--some-names must name at least one, and none twice$"):
-        require_distinct(SimpleNamespace(some_names=values), ["some_names"])
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -240,29 +210,6 @@ def test_the_arguments_of_options_are_read_into_the_same_options(options: _Optio
 
 def test_the_default_needs_no_argument() -> None:
     assert arguments(_Options(stage=0)) == ["--stage", "0"]
-
-
-@pytest.mark.parametrize("port", [None, 0, 65535])
-def test_a_port_or_none_is_taken(port: int | None) -> None:
-    require_ports(SimpleNamespace(some_port=port), ["some_port"])
-
-
-@pytest.mark.parametrize("port", [-1, 65536])
-def test_a_number_that_is_no_port_is_refused(port: int) -> None:
-    with pytest.raises(ValueError, match=f"--some-port must be between 0 and 65535, not {port}"):
-        require_ports(SimpleNamespace(some_port=port), ["some_port"])
-
-
-def test_a_file_and_a_folder_do_not_take_each_others_place(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    given = SimpleNamespace(some_file=tmp_path, some_folder=file, left_out=None, to_come=tmp_path / "to-come")
-    with pytest.raises(ValueError, match=f"^--some-file {tmp_path} is a folder: it takes a file$"):
-        require_kinds(given, files=["some_file"])
-    with pytest.raises(ValueError, match=f"^--some-folder {file} is no folder$"):
-        require_kinds(given, folders=["some_folder"])
-    both = ["left_out", "to_come"]
-    require_kinds(given, files=[*both, "some_folder"], folders=[*both, "some_file"])
 
 
 @pytest.mark.parametrize("preset", ["gpt2-124m", "gpt2-355m", "llama-124m", "shakespeare", "smollm2", "llama-7b-lora"])
@@ -296,3 +243,18 @@ def test_a_preset_that_draws_its_weights_begins_with_no_model(capsys: pytest.Cap
     with pytest.raises(SystemExit):
         parse(PeerOptions, prog="swarm-peer", argv=["--preset", "tiny", "--model", "copy"])
     assert "--preset tiny and --model exclude each other" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["peer", "keys", "keys issue", "model export"])
+def test_no_program_s_help_is_wider_than_the_terminal(
+    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program, *command = words.split()
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(sys, "argv", [f"swarm-{program}", *command, "--help"])
+    with pytest.raises(SystemExit) as end:
+        getattr(commands, program)()
+    assert end.value.code == 0
+    said = capsys.readouterr().out
+    assert len(said.splitlines()) > 5
+    assert [line for line in said.splitlines() if len(line) > 60] == []

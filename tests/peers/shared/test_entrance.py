@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from peers.shared.entrance import Entrance, find_entrance
-from peers.shared.invite_option import EntranceOptions, RunOptions, joins
+from peers.shared.run_options import EntranceOptions, RunOptions, joins
 from scripts.benches.shared.ports import free_ports
 from swarm import config as configs
 from swarm.credentials.certificates import Role

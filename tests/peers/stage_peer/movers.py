@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from peers.shared.membership import Membership
+from peers.shared.network import Membership
 from peers.stage_peer.claim import Claim
 from peers.stage_peer.contents import Contents
 from peers.stage_peer.mover import Mover

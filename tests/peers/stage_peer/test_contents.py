@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from peers.shared.membership import Membership
+from peers.shared.network import Membership
 from peers.stage_peer.contents import WAIT_SECONDS, Contents
 from swarm.config import RunConfig
 from swarm.content.fetcher import Fetcher

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from peers.shared.membership import Membership
+from peers.shared.network import Membership
 from peers.stage_peer.incarnation import LOOK_SECONDS, Incarnation, Rivals
 from swarm.config import RunConfig, StagesConfig
 from swarm.credentials.identity import generate

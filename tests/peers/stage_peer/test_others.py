@@ -9,8 +9,7 @@ from typing import cast
 
 import pytest
 
-from peers.shared.membership import Membership
-from peers.shared.network import KnownPeers
+from peers.shared.network import KnownPeers, Membership
 from peers.stage_peer import others as others_module
 from peers.stage_peer.others import Others, answers, find_others
 from swarm.config import ModelConfig, RoundsConfig, RunConfig, StagesConfig

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from peers.shared.membership import Membership
+from peers.shared.network import Membership
 from peers.stage_peer.presence import Presence
 from swarm.config import ModelConfig, RunConfig, StagesConfig
 from swarm.credentials.identity import generate

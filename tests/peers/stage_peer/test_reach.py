@@ -9,7 +9,7 @@ from typing import cast
 import grpc
 import pytest
 
-from peers.shared.membership import Membership
+from peers.shared.network import Membership
 from peers.stage_peer import inquiry
 from peers.stage_peer import reach as reaches
 from peers.stage_peer.listen import Listen, Outside, loopback_advice

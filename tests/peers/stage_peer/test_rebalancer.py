@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from peers.shared.membership import Membership
+from peers.shared.network import Membership
 from peers.stage_peer import rebalancer
 from peers.stage_peer.claim import Claim
 from peers.stage_peer.rebalancer import Rebalancer

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from peers.shared import faults
-from peers.shared.exit_codes import EXIT_FAILURE, EXIT_USAGE
+from peers.shared.process import EXIT_FAILURE, EXIT_USAGE
 from peers.status import program as status
 from tests.audit.honest import HonestRun, edit
 

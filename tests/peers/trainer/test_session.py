@@ -11,7 +11,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from peers.shared.strangers_text import printable
 from peers.trainer import session as sessions
 from peers.trainer.options import TrainerOptions
 from peers.trainer.report import Report
@@ -24,6 +23,7 @@ from swarm.generation.engine import collect
 from swarm.generation.sampling import Sampling
 from swarm.hop import continuation
 from swarm.machine.clock import SystemClock
+from swarm.machine.words import printable
 from swarm.metrics.log import MetricsLog, read
 from swarm.pipeline.lease_service import LeaseClient
 from swarm.pipeline.leased_work import LeasedWork

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from peers.local.supervisor import Supervisor
-from peers.shared import cli
+from peers.shared import option_checks
 from scripts.benches.shared.common import BenchOptions, say, with_corpus
 from scripts.benches.shared.probe import LEAST_SECONDS, Watched, rate_between_commits, watch
 from scripts.benches.shared.swarm import NEVER, Lines, SwarmProcesses, serve
@@ -87,10 +87,10 @@ class Options(BenchOptions):
     """Seed of the simulated swarm."""
 
     def __post_init__(self) -> None:
-        cli.require_positive(self, ("warm_up_seconds", "repetitions"))
+        option_checks.require_positive(self, ("warm_up_seconds", "repetitions"))
         if self.seconds < LEAST_SECONDS:
             raise ValueError(f"--seconds must be at least {LEAST_SECONDS:g}, not {self.seconds}")
-        cli.require_distinct(self, ["settings"])
+        option_checks.require_distinct(self, ["settings"])
 
 
 def run(options: Options) -> dict[str, Any]:

@@ -3,9 +3,9 @@
 import dataclasses
 
 from peers.shared import cli
-from peers.shared.joining import Joining, remedy
 from peers.shared.network import entries_of
 from peers.stage_peer.options import PeerOptions
+from peers.status.joining import Joining, remedy
 from swarm import config as configs
 from swarm.rpc.entry import Entry
 from swarm.rpc.invite import Invite

@@ -1,32 +1,82 @@
 """--metrics-port: exports the figures of a process in Prometheus' text format.
 
-Used by swarm-peer and swarm-trainer. Every figure that peers/status defines for such a process becomes a metric of the
-same name. A figure that is added there needs no change here. Needs the extra metrics.
+Every figure that peers/status defines for such a process becomes a metric of the same name. Needs the extra metrics.
 """
 
 import asyncio
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
-from prometheus_client.registry import Collector
-
-from peers.shared.own_figures import OwnFigures
+from peers.shared import option_checks
 from peers.status.figure import Figure, figures
+from swarm.machine import extras
 from swarm.rpc.endpoint import endpoint_of
+
+if TYPE_CHECKING:
+    # prometheus_client is an extra: it is imported where it is used.
+    from prometheus_client.core import Metric
 
 logger = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 5.0
 """How long the event loop may take to give the figures."""
+Source = Callable[[], Any]
+"""Gives a record of figures (peers/status); called in the event loop."""
 
 
-class Exporter(Collector):
-    """The metrics of one process."""
+class OwnFigures:
+    """The figures of one process."""
+
+    def __init__(self) -> None:
+        self._source: Source = lambda: None
+        self.labels: Mapping[str, str] = {}
+        """Further labels of the process: its run, its stage."""
+
+    def follow(self, source: Source, **labels: str) -> None:
+        """From now on take the figures from this source. It returns None once it has no figures any more."""
+        self._source, self.labels = source, labels
+
+    def now(self) -> Any:
+        """The figures now; None while there are none."""
+        return self._source()
+
+
+def require_exporter(host: str, port: int | None) -> None:
+    """Raise ValueError if --metrics-port cannot be served. Without this check, the error would come only after the
+    process has joined.
+
+    Args:
+        port: None if nothing is to be exported.
+    """
+    if port is None:
+        return
+    extras.require("--metrics-port", "prometheus-client", "metrics", modules=["prometheus_client"])
+    option_checks.require_free_port("--metrics-port", host, port)
+
+
+@asynccontextmanager
+async def exporting(own: OwnFigures, prefix: str, *, host: str, port: int | None) -> AsyncIterator[None]:
+    """Answer Prometheus' requests inside the block, if there is a port for that.
+
+    Args:
+        prefix: what the names of all metrics begin with.
+
+    Raises:
+        ValueError: the port cannot be had.
+    """
+    if port is None:
+        yield
+        return
+    async with Exporter(own, prefix).serving(host, port) as url:
+        logger.info("figures for Prometheus at %s", url)
+        yield
+
+
+class Exporter:
+    """The metrics of one process, as prometheus_client collects them."""
 
     def __init__(self, own: OwnFigures, prefix: str) -> None:
         """
@@ -44,6 +94,8 @@ class Exporter(Collector):
         Raises:
             ValueError: the port cannot be had.
         """
+        from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+
         registry = CollectorRegistry()
         registry.register(self)
         ProcessCollector(registry=registry)
@@ -58,11 +110,11 @@ class Exporter(Collector):
             server.server_close()
             thread.join()
 
-    def describe(self) -> Iterable[Metric]:
+    def describe(self) -> "Iterable[Metric]":
         """Return nothing. Without this method the registry would collect all metrics at registration."""
         return ()
 
-    def collect(self) -> Iterable[Metric]:
+    def collect(self) -> "Iterable[Metric]":
         """The metrics now; none while the event loop is stuck. Called by a thread of the server."""
         asked = asyncio.run_coroutine_threadsafe(self._now(), self._loop)
         try:
@@ -77,13 +129,15 @@ class Exporter(Collector):
         return self._own.now(), self._own.labels
 
 
-def metrics(prefix: str, record: Any, labels: Mapping[str, str]) -> Iterable[Metric]:
+def metrics(prefix: str, record: Any, labels: Mapping[str, str]) -> "Iterable[Metric]":
     """The metrics of a record's figures.
 
     A number is exported under its name, and so is a mapping of numbers, with the label `kind`. For a tuple the length
     is exported; for a tuple of records also each number in a record, labelled with the texts in that record. The texts
     that tell this process from others are the labels of PREFIX_info.
     """
+    from prometheus_client.core import InfoMetricFamily
+
     words = dict(labels)
     for name, each in figures(type(record)).items():
         value, metric = getattr(record, name), f"{prefix}_{name}"
@@ -100,7 +154,7 @@ def metrics(prefix: str, record: Any, labels: Mapping[str, str]) -> Iterable[Met
     yield InfoMetricFamily(prefix, "What this process is.", value=words)
 
 
-def _of_records(metric: str, figure: Figure, records: Sequence[Mapping[str, Any]]) -> Iterable[Metric]:
+def _of_records(metric: str, figure: Figure, records: Sequence[Mapping[str, Any]]) -> "Iterable[Metric]":
     names = sorted({name for record in records for name, value in record.items() if isinstance(value, str)})
     samples: dict[str, dict[tuple[str, ...], float]] = {}
     for record in records:
@@ -112,7 +166,9 @@ def _of_records(metric: str, figure: Figure, records: Sequence[Mapping[str, Any]
         yield _family(f"{metric}_{name}", figure, values, names)
 
 
-def _family(name: str, figure: Figure, samples: Mapping[tuple[str, ...], float], labels: Sequence[str]) -> Metric:
+def _family(name: str, figure: Figure, samples: Mapping[tuple[str, ...], float], labels: Sequence[str]) -> "Metric":
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
     kind = CounterMetricFamily if figure.only_grows else GaugeMetricFamily
     family = kind(name, figure.help, labels=list(labels))
     for words, value in samples.items():

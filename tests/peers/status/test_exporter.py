@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from peers.shared.own_figures import OwnFigures, exporting
 from peers.stage_peer import program as stage_peer
+from peers.status.exporter import OwnFigures, exporting
 from peers.status.figure import figure, figures
 from peers.status.peer_row import PeerRow
 from peers.status.view import TrainerRow

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from peers.shared.option_names import FIELDS, naming_options
+from peers.shared.run_options import FIELDS, naming_options
 from peers.stage_peer.options import PeerOptions
 from swarm.errors import CorpusMismatch
 

@@ -1,12 +1,34 @@
-"""`.env` in the working folder: keys for services that a program reports to or downloads from.
-
-Read by every program before it begins. Only the variables in NAMES are read, and a variable that the environment
-already has is not changed. Values are never logged.
+"""What the environment says to every program: where its cache is, and, in `.env` of the working folder, which keys it
+has for the services that it reports to or downloads from.
 """
 
 import os
 import re
+from collections.abc import MutableMapping
 from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """The folder of this user's keys and prepared texts. Raises ValueError if the environment names none."""
+    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if folder.startswith("~"):
+        raise ValueError("there is no home directory: say in XDG_CACHE_HOME where to keep keys and prepared texts")
+    return Path(folder) / "swarm"
+
+
+def kept_tokenizer(cache: Path, digest: str) -> Path:
+    """The folder in which the tokenizer with this digest (`data.tokenizer_files`) is kept."""
+    return cache / "tokenizers" / digest
+
+
+def keep_compiled_code(environment: MutableMapping[str, str]) -> None:
+    """Have torch.compile keep its code in this user's folder, unless the environment names another one.
+
+    By itself torch takes a folder of /tmp, which is gone when the machine starts again. Raises ValueError as
+    cache_folder.
+    """
+    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
+
 
 NAMES = ("HF_TOKEN", "WANDB_API_KEY")
 """The variables that are read; a file that happens to lie there changes nothing else of a program."""
