@@ -37,7 +37,7 @@ class ServerOptions:
     compiles: bool = False
     """Whether layers are compiled."""
     recorder: Recorder | None = None
-    """Records what the peer computes of a microbatch; None: nothing is recorded."""
+    """Records what the peer computes again and again; None: nothing is recorded."""
     sessions: SessionLimits = field(default_factory=SessionLimits)
     """How many texts this peer helps to write at a time, and with how much memory."""
     weights: Weights | None = None

@@ -17,7 +17,6 @@ from swarm.averaging.servicer import AveragingServicer
 from swarm.content.servicer import ContentServicer
 from swarm.dht import keys
 from swarm.dht.lookup import DirectoryServicer
-from swarm.machine.recording import recorder_of
 from swarm.pipeline.lease_service import GroupLead, LeaseServicer
 from swarm.pipeline.leases import RoundView
 from swarm.rpc.callers import Callers
@@ -58,7 +57,7 @@ class Services:
         self._options = options
         self._callers = callers
         self._turns = turns
-        self._generation = GenerationServicer(stage, options.sessions, recorder_of(options.device))
+        self._generation = GenerationServicer(stage, options.sessions, options.recorder)
         self._meeting_point = MeetingPoint(
             membership.identity.peer_id, options.meeting, membership.clock, insecure=options.insecure,
             is_exchanging=self._is_exchanging,

@@ -17,7 +17,7 @@ from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import HIDDEN, TOKENS
 from swarm.stage.graphs import GraphBudget
 from swarm.stage.settings import weights_of
-from swarm.stage.staging import Download, Staging
+from swarm.stage.staging import Download, staging_of
 
 CONFIG = RunConfig(
     model=ModelConfig(num_layers=3, d_model=32, num_heads=2, vocab_size=64),
@@ -32,15 +32,15 @@ PLENTY = 1 << 30
 
 def backend_of(
     config: RunConfig, stage: int, limit_bytes: int = PLENTY, *, fused: bool = False, compiles: bool = False,
-    recorder: Recorder | None = None,
+    recorder: Recorder | None = None, device: str = "cpu",
 ) -> StageBackend:  # fmt: skip
-    module = build_stage(config, stage, device="cpu", fused=fused)
+    module = build_stage(config, stage, device=device, fused=fused)
     if compiles:
         assert isinstance(module, StageModule)
         module.compile_layers()
     return StageBackend(
         config=config, stage=stage, module=module, weights=weights_of(config, module, lineage="", fused=fused),
-        staging=Staging(), budget=GraphBudget(limit_bytes=limit_bytes), recorder=recorder,
+        staging=staging_of(torch.device(device)), budget=GraphBudget(limit_bytes=limit_bytes), recorder=recorder,
     )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """A stage whose forward and backward are recorded computes what it computes without recordings.
 
-On the CPU a tape stands in for CUDA graphs (tests/support/tape.py). test_cuda.py tells the same of a GPU.
+On the CPU a tape stands in for CUDA graphs (tests/support/tape.py).
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import torch
 
 from swarm.config import LoraConfig, OptimizerConfig, RoundsConfig, RunConfig
 from swarm.errors import MalformedMessage
-from swarm.machine.recording import Recording
+from swarm.machine.recording import CudaRecorder, Recording
 from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import HIDDEN, TOKENS
 from swarm.stage.buckets import Accumulated, Version
@@ -45,6 +45,8 @@ _DILOCO = dataclasses.replace(
 _GPT2 = dataclasses.replace(
     CONFIG.model, norm="layer", positions="learned", max_positions=16, feed_forward="gelu", tied_embeddings=True
 )
+_ON_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that PyTorch can use")
+_DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=_ON_A_GPU)])
 _KINDS = {
     "checkpointing": dataclasses.replace(_DILOCO, model=dataclasses.replace(CONFIG.model, gradient_checkpointing=True)),
     "bottleneck": dataclasses.replace(_DILOCO, model=dataclasses.replace(CONFIG.model, bottleneck_dim=8)),
@@ -60,9 +62,28 @@ def _inputs(number: int) -> Tensors:
     return {TOKENS: tokens_of(number), HIDDEN: hidden_of(number)}
 
 
-def _captured(config: RunConfig, stage: int, limit_bytes: int = PLENTY) -> tuple[StageBackend, TapeRecorder]:
-    recorder = TapeRecorder()
-    backend = backend_of(config, stage, limit_bytes, fused=True, recorder=recorder)
+class _CountedGraphs(CudaRecorder):
+    """CUDA graphs whose replays are counted."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cuda"))
+        self.num_replays = 0
+
+    def record(self, work: Callable[[], _Result], pool: object | None = None) -> Recording[_Result]:
+        recording = super().record(work, pool)
+
+        def replay() -> None:
+            self.num_replays += 1
+            recording.replay()
+
+        return dataclasses.replace(recording, replay=replay)
+
+
+def _captured(
+    config: RunConfig, stage: int, limit_bytes: int = PLENTY, *, device: str = "cpu", compiles: bool = False
+) -> tuple[StageBackend, TapeRecorder | _CountedGraphs]:
+    recorder = TapeRecorder() if device == "cpu" else _CountedGraphs()
+    backend = backend_of(config, stage, limit_bytes, fused=True, recorder=recorder, device=device, compiles=compiles)
     backend.warm_up()
     return backend, recorder
 
@@ -127,39 +148,51 @@ def _require_near(found: Tensors, expected: Tensors, tolerance: float) -> None:
         torch.testing.assert_close(found[name], value, rtol=0, atol=tolerance * largest, msg=name)
 
 
+@_DEVICES
 @pytest.mark.parametrize("stage", range(3))
 @pytest.mark.parametrize("rounds", ["synchronous", "diloco"])
 @pytest.mark.parametrize(("autocast", "tolerance"), [("off", 1e-6), ("bf16", 1e-2)])
 def test_gradients_are_those_without_recordings(
-    stage: int, rounds: str, autocast: Literal["off", "bf16"], tolerance: float
+    device: str, stage: int, rounds: str, autocast: Literal["off", "bf16"], tolerance: float
 ) -> None:
     config = _SYNCHRONOUS if rounds == "synchronous" else _DILOCO
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, autocast=autocast))
-    captured, recorder = _captured(config, stage)
+    captured, recorder = _captured(config, stage, device=device)
     before = recorder.num_replays
-    _require_near(_story(captured), _story(backend_of(config, stage, fused=True)), tolerance)
+    _require_near(_story(captured), _story(backend_of(config, stage, fused=True, device=device)), tolerance)
     # Four microbatches, and the one that is computed again, have a forward and a backward.
     assert recorder.num_replays - before == 10
     assert (captured.budget.num_kept, captured.budget.num_recomputed) == (0, 0)
 
 
+@_DEVICES
 @pytest.mark.parametrize("stage", range(3))
 @pytest.mark.parametrize("config", _KINDS.values(), ids=_KINDS)
-def test_models_of_all_kinds_are_recorded(stage: int, config: RunConfig) -> None:
-    captured, _ = _captured(config, stage)
+def test_models_of_all_kinds_are_recorded(device: str, stage: int, config: RunConfig) -> None:
+    captured, _ = _captured(config, stage, device=device)
     assert captured.function.num_recorded
     tolerance = 1e-6 if config.model.autocast == "off" else 1e-2
-    _require_near(_story(captured), _story(backend_of(config, stage, fused=True)), tolerance)
+    _require_near(_story(captured), _story(backend_of(config, stage, fused=True, device=device)), tolerance)
+
+
+@_ON_A_GPU
+@pytest.mark.parametrize("stage", range(3))
+def test_compiled_layers_are_recorded(stage: int) -> None:
+    config = dataclasses.replace(_DILOCO, model=dataclasses.replace(CONFIG.model, autocast="bf16"))
+    captured, _ = _captured(config, stage, device="cuda", compiles=True)
+    assert captured.function.num_recorded
+    _require_near(_story(captured), _story(backend_of(config, stage, fused=True, device="cuda")), 1e-2)
 
 
 # -- what recordings do not compute ------------------------------------------------------------------------------------
 
 
-def test_with_more_in_flight_than_places_forwards_are_computed_again() -> None:
-    whole, _ = _captured(_DILOCO, 1)
-    few, recorder = _captured(_DILOCO, 1, whole.budget.recorded_bytes // 4)
+@_DEVICES
+def test_with_more_in_flight_than_places_forwards_are_computed_again(device: str) -> None:
+    whole, _ = _captured(_DILOCO, 1, device=device)
+    few, recorder = _captured(_DILOCO, 1, whole.budget.recorded_bytes // 4, device=device)
     assert 1 < few.function.num_recorded < whole.function.num_recorded
-    plain, results = backend_of(_DILOCO, 1, fused=True), []
+    plain, results = backend_of(_DILOCO, 1, fused=True, device=device), []
     num_forwards = few.function.num_recorded + 1
     for backend in (few, plain):
         assert backend.function.has_room()
@@ -187,7 +220,7 @@ def test_another_shape_is_computed_without_recordings() -> None:
 
 
 def test_a_gradient_leaves_the_sum_as_it_came() -> None:
-    """One that was not recorded is computed again without recordings, so that rounding leaves nothing behind."""
+    """One that was not recorded is computed again without recordings."""
     recorder = TapeRecorder()
     backend = backend_of(_SYNCHRONOUS, 1, fused=True, recorder=recorder)
     _, plain = _begin(backend, 0)()
@@ -229,7 +262,7 @@ _FP16 = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, auto
 @pytest.mark.parametrize("config", [DROPOUT, _FP16], ids=["dropout", "fp16"])
 def test_what_changes_with_each_microbatch_is_not_recorded(config: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
     backend, recorder = _captured(config, 1)
-    assert (backend.function.num_recorded, backend.budget.recorded_bytes, recorder.tapes) == (0, 0, [])
+    assert (backend.function.num_recorded, backend.budget.recorded_bytes, recorder.num_replays) == (0, 0, 0)
     assert not caplog.records
 
 

@@ -41,12 +41,12 @@ _DROPOUT = dataclasses.replace(SYNCHRONOUS, model=dataclasses.replace(SYNCHRONOU
 
 
 @pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO, LORA, partial_config(num_stages=3, rounds=SYNCHRONOUS.rounds)])
-@pytest.mark.parametrize("graph_bytes", [1 << 30, 0])
+@pytest.mark.parametrize(("graph_bytes", "warms_up"), [(1 << 30, False), (0, False), (1 << 30, True)])
 async def test_stages_on_a_gpu_accumulate_the_gradient_of_one_process_on_the_cpu(
-    config: RunConfig, graph_bytes: int
+    config: RunConfig, graph_bytes: int, warms_up: bool
 ) -> None:
-    """Several microbatches are in flight, and graphs are kept or computed again."""
-    async with running_chain(config, graph_bytes=graph_bytes, devices=_ALL) as chain:
+    """Several microbatches are in flight. Graphs are kept, computed again, or recorded."""
+    async with running_chain(config, graph_bytes=graph_bytes, devices=_ALL, warms_up=warms_up) as chain:
         losses = await chain.train_all(range(6))
         expected_losses, expected = reference(config, range(6))
         assert losses == pytest.approx(expected_losses, abs=1e-4)
@@ -213,9 +213,9 @@ def test_optimizers_on_a_gpu_take_the_steps_of_a_cpu_to_the_bit() -> None:
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("graph_bytes", [1 << 30, 0])
-async def test_microbatches_leave_no_memory_behind(graph_bytes: int) -> None:
-    async with running_chain(SYNCHRONOUS, graph_bytes=graph_bytes, devices=_ALL) as chain:
+@pytest.mark.parametrize(("graph_bytes", "warms_up"), [(1 << 30, False), (0, False), (1 << 30, True)])
+async def test_microbatches_leave_no_memory_behind(graph_bytes: int, warms_up: bool) -> None:
+    async with running_chain(SYNCHRONOUS, graph_bytes=graph_bytes, devices=_ALL, warms_up=warms_up) as chain:
         # The first microbatches allocate the libraries' own buffers, which stay.
         await chain.train_all(range(4))
         before = _allocated_bytes()

@@ -20,6 +20,7 @@ from swarm.stage.boundary import HIDDEN, TOKENS
 from swarm.training.microbatch import Microbatch
 from tests.support.chain import DILOCO, LORA, SYNCHRONOUS, assert_close, eventually, failures_of, running_chain, tokens
 from tests.support.chain_rounds import apply_average, commit_round
+from tests.support.tape import TapeRecorder
 
 
 async def test_whoever_waits_for_the_next_round_is_answered_when_it_begins() -> None:
@@ -35,8 +36,12 @@ async def test_whoever_waits_for_the_next_round_is_answered_when_it_begins() -> 
             await waiting
 
 
-@pytest.mark.parametrize("config", [SYNCHRONOUS, LORA], ids=["all", "adapters"])
-async def test_synchronous_rounds_follow_adamw_in_one_process(config: RunConfig) -> None:
+@pytest.mark.parametrize(
+    ("config", "warms_up"),
+    [(SYNCHRONOUS, False), (SYNCHRONOUS, True), (LORA, False)],
+    ids=["all", "recorded", "adapters"],
+)
+async def test_synchronous_rounds_follow_adamw_in_one_process(config: RunConfig, warms_up: bool) -> None:
     """One stage has two peers, and gradients are clipped by their norm over all stages."""
     model = build_transformer(config, device="cpu")
     parameters = trained_parameters(model)
@@ -48,7 +53,10 @@ async def test_synchronous_rounds_follow_adamw_in_one_process(config: RunConfig)
         lr=0.01,
         betas=(0.9, 0.95),
     )
-    async with running_chain(config, num_peers=(1, 2, 1)) as chain:
+    async with running_chain(
+        config, num_peers=(1, 2, 1), new_recorder=lambda _: TapeRecorder(), warms_up=warms_up
+    ) as chain:
+        assert all(bool(peer.backend.function.num_recorded) == warms_up for peer in chain.peers)
         for number in range(3):
             microbatches = range(8 * number, 8 * number + 8)
             losses = await chain.train_all(microbatches, round_number=number)

@@ -172,7 +172,7 @@ class Peer:
         self.weights = weights_of(config, module, lineage="")
         self.backend = StageBackend(
             config=config, stage=stage, module=module, weights=self.weights, staging=staging,
-            budget=GraphBudget(limit_bytes=graph_bytes),
+            budget=GraphBudget(limit_bytes=graph_bytes), recorder=recorder,
         )  # fmt: skip
         self.runtime = Runtime(queue_capacity=64, name=f"compute-{number}", stopwatch=staging.stopwatch)
         self.router, self.channels, self.hop = _hop(config, stage, hop_clock, hop_limits, staging.host_bytes)
@@ -333,13 +333,14 @@ async def running_chain(
     hop_clock: Clock | None = None, graph_bytes: int = GRAPH_BYTES, max_in_flight: Sequence[int] = (16, 16, 16),
     hop_limits: HopLimits | None = None, largest_in_flight: int = 0, round_wait_seconds: float = 30.0,
     devices: Sequence[str] = ("cpu", "cpu", "cpu"), session_limits: SessionLimits | None = None,
-    new_recorder: Callable[[torch.device], Recorder | None] = recorder_of,
+    new_recorder: Callable[[torch.device], Recorder | None] = recorder_of, warms_up: bool = False,
 ) -> AsyncIterator[Chain]:  # fmt: skip
     """Start `num_peers` peers at each stage; `clock` is the stages', `hop_clock` that of routers and hops.
 
     Args:
         devices: the device of each stage's peers.
-        new_recorder: makes the recorder of a peer's sessions.
+        new_recorder: makes the recorder of a peer.
+        warms_up: whether peers warm up, and so record their stage.
     """
     hop_limits = hop_limits or HopLimits(retry_seconds=0.02)
     stages = [stage for stage, count in enumerate(num_peers) for _ in range(count)]
@@ -363,6 +364,8 @@ async def running_chain(
         for peer in peers:
             await peer.start()
             stack.callback(peer.runtime.stop, PATIENCE_SECONDS)
+            if warms_up:
+                await peer.runtime.control(peer.backend.warm_up)
             stack.push_async_callback(peer.stop)
         stack.push_async_callback(channels.close)
         chain = Chain(config, peers, trainer, router)
