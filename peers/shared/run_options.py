@@ -80,12 +80,13 @@ def with_preset(options: Options) -> Options:
         return options
     # This import takes a while, and most programs have no presets.
     from swarm import config as configs
+    from swarm.config.data import WELL_KNOWN
 
     given: Any = options
     preset = configs.read_preset(given.preset)
     named = getattr(given, "dataset", True) or any(setting.startswith("data.dataset=") for setting in given.set)
     if preset.needs_text and not named:
-        raise ValueError(f"--preset {preset.name} needs {preset.needs_text}")
+        raise ValueError(f"--preset {preset.name} needs {preset.needs_text}; {WELL_KNOWN}")
     if not preset.begins_with:
         if given.model is not None:
             raise ValueError(f"--preset {preset.name} and --model exclude each other")

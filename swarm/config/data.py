@@ -15,6 +15,12 @@ from swarm.config.checks import (
 Format = Literal["text", "chat", "completion"]
 HUGGING_FACE, CLASS = "hf:", "class:"
 """What the names of Hugging Face datasets begin with, and those of classes of the user's own."""
+WELL_KNOWN = (
+    "well-known texts are tiny Shakespeare (https://raw.githubusercontent.com/karpathy/char-rnn/master/data/"
+    "tinyshakespeare/input.txt), WikiText-2 (hf:Salesforce/wikitext:wikitext-2-raw-v1), TinyStories "
+    "(hf:roneneldan/TinyStories), OpenWebText (hf:Skylion007/openwebtext) and C4 (hf:allenai/c4:en)"
+)
+"""Where they are to be had, for errors that ask for a text."""
 MOST_DATASETS = 64
 """The most datasets of one run: each has figures of its own in every evaluation."""
 

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from swarm.config.data import WELL_KNOWN
+
 STDLIB = "stdlib"
 PIECE_CHARACTERS = 2**18
 """About how many characters a piece has; it never has more than three times as many."""
@@ -125,7 +127,8 @@ def _named(dataset: str, unreadable: dict[Path, str]) -> list[Path]:
         return [path]
     if not glob.has_magic(dataset):
         raise ValueError(
-            f"data.dataset {dataset!r} does not exist; give 'stdlib', a file, folder or glob of text, or 'hf:NAME'"
+            f"data.dataset {dataset!r} does not exist; give 'stdlib', a file, folder or glob of text, or 'hf:NAME': "
+            f"{WELL_KNOWN}"
         )
     matches = [Path(match) for match in glob.glob(str(path), recursive=True)]
     return [match for match in matches if not match.is_dir()]

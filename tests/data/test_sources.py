@@ -59,9 +59,7 @@ def test_hugging_face_is_read_no_further_than_needed(cache: Path, monkeypatch: p
 
 
 def test_missing_dataset(tmp_path: Path, cache: Path) -> None:
-    assert_refused(
-        config_of(tmp_path / "nowhere"), cache, "does not exist; give 'stdlib', a file, folder or glob of text, or"
-    )
+    assert_refused(config_of(tmp_path / "nowhere"), cache, "does not exist; .* well-known texts are tiny Shakespeare")
     assert_refused(config_of(Path("~nobody-of-this-name/x")), cache, "'~nobody-of-this-name/x' does not exist")
 
 

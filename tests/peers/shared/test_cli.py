@@ -221,7 +221,15 @@ def test_a_preset_that_needs_a_text_says_which_before_anything_begins(
     assert stop.value.code == 2
     said = capsys.readouterr().err
     assert f"--preset {preset} needs " in said
-    assert "--dataset" in said or "hf:" in said
+    assert "--dataset" in said
+    for name in (
+        "/tinyshakespeare/input.txt",
+        "hf:Salesforce/wikitext",
+        "TinyStories",
+        "openwebtext",
+        "hf:allenai/c4:en",
+    ):
+        assert name in said, "where well-known texts are to be had"
     assert parse(PeerOptions, prog="swarm-peer", argv=["--preset", preset, "--dataset", "text.txt"]).names_a_run
 
 
