@@ -31,14 +31,9 @@ def _begin(number: int, lineage: str, attempt: int = 1) -> dict[str, Any]:
 
 def _commit(number: int, parent: str, lineage: str, at: float, *members: str) -> dict[str, Any]:
     return {
-        "event": "commit",
-        "round": number,
-        "parent": parent,
-        "lineage": lineage,
-        "monotonic": at,
-        "samples": 8,
+        "event": "commit", "round": number, "parent": parent, "lineage": lineage, "monotonic": at, "samples": 8,
         "members": members or ("a", "b"),
-    }
+    }  # fmt: skip
 
 
 def test_the_rounds_of_abandoned_branches_are_left_out() -> None:
@@ -86,13 +81,8 @@ def test_throughput_falls_by_a_stall_at_a_windows_end() -> None:
 
 
 PASSES = {
-    **figures.GOALS,
-    "duplicates": 0,
-    "violations": [],
-    "trainer_exits": 0,
-    "missing": 0,
-    "goes_on": True,
-}
+    **figures.GOALS, "duplicates": 0, "violations": [], "trainer_exits": 0, "missing": 0, "goes_on": True,
+}  # fmt: skip
 
 
 def test_a_swarm_that_has_stopped_for_good_does_not_pass() -> None:
@@ -145,13 +135,9 @@ def cast(tmp_path: Path) -> Iterator[Cast]:
     (tmp_path / "disk").mkdir()
     with Throttle() as throttle:
         cast = Cast(
-            folder=tmp_path,
-            config=tmp_path / "run.toml",
-            children=Supervisor(tmp_path / "logs"),
-            throttle=throttle,
-            checkpoint_every=1,
-            disk=tmp_path / "disk",
-        )
+            folder=tmp_path, config=tmp_path / "run.toml", children=Supervisor(tmp_path / "logs"), throttle=throttle,
+            checkpoint_every=1, disk=tmp_path / "disk",
+        )  # fmt: skip
         cast.add(stages=2, peers_per_stage=2, trainers=1)
         yield cast
 

@@ -70,15 +70,10 @@ def test_workers_share_a_round_and_their_mean_is_the_next_anchor(tmp_path: Path)
 def test_inner_steps_are_told_by_stage_against_those_intended(tmp_path: Path) -> None:
     config = run_config(_options(tmp_path), "diloco", 0)  # 16 steps of 16 samples a round and peer.
     row = {
-        "inner/stage_0/steps": 16,
-        "inner/stage_0/samples_per_step": 16.0,
-        "inner/stage_0/staleness": 0.0,
-        "inner/stage_0/largest_staleness": 0,
-        "inner/stage_1/steps": 8,
-        "inner/stage_1/samples_per_step": 32.0,
-        "inner/stage_1/staleness": 1.5,
-        "inner/stage_1/largest_staleness": 4,
-    }
+        "inner/stage_0/steps": 16, "inner/stage_0/samples_per_step": 16.0, "inner/stage_0/staleness": 0.0,
+        "inner/stage_0/largest_staleness": 0, "inner/stage_1/steps": 8, "inner/stage_1/samples_per_step": 32.0,
+        "inner/stage_1/staleness": 1.5, "inner/stage_1/largest_staleness": 4,
+    }  # fmt: skip
     first, second = inner_steps(config, [row, row])
     assert first == {"steps_over_intended": 1.0, "samples_per_step": 16.0, "staleness": 0.0, "largest_staleness": 0}
     assert second == {"steps_over_intended": 0.5, "samples_per_step": 32.0, "staleness": 1.5, "largest_staleness": 4}

@@ -46,11 +46,9 @@ from swarm.stage.staging import Staging
 
 
 def _config(
-    setting: str = "synchronous",
-    num_kv_heads: int = 0,
-    lora_rank: int = 0,
+    setting: str = "synchronous", num_kv_heads: int = 0, lora_rank: int = 0,
     optimizer: Literal["adamw", "muon"] = "adamw",
-) -> RunConfig:
+) -> RunConfig:  # fmt: skip
     assert setting in ("synchronous", "diloco")
     return RunConfig(
         model=ModelConfig(num_layers=6, d_model=64, num_heads=4, num_kv_heads=num_kv_heads),
@@ -67,13 +65,9 @@ def _config(
 def _backend(config: RunConfig) -> StageBackend:
     module = build_stage(config, 1, device="cpu")
     return StageBackend(
-        config=config,
-        stage=1,
-        module=module,
-        weights=weights_of(config, module, lineage=""),
-        staging=Staging(),
+        config=config, stage=1, module=module, weights=weights_of(config, module, lineage=""), staging=Staging(),
         budget=GraphBudget(limit_bytes=1 << 30),
-    )
+    )  # fmt: skip
 
 
 def _train(backend: StageBackend, config: RunConfig) -> None:

@@ -17,13 +17,9 @@ def _used(size: int, sent: float, busiest: float) -> Counters:
     others = (size * sent - busiest) / (size - 1)
     passed = [10 * (sent + others)] * (size - 1) + [10 * (sent + busiest)]
     return Counters(
-        seconds=10.0,
-        loopback_bytes=round(11 * size * sent),
-        process_cpu_seconds=0.2 * size,
-        p2pd_cpu_seconds=0.1 * size,
-        passed_bytes=tuple(map(round, passed)),
-        num_readings=5 * size,
-    )
+        seconds=10.0, loopback_bytes=round(11 * size * sent), process_cpu_seconds=0.2 * size,
+        p2pd_cpu_seconds=0.1 * size, passed_bytes=tuple(map(round, passed)), num_readings=5 * size,
+    )  # fmt: skip
 
 
 def test_a_line_through_the_sizes_that_have_all_copies_is_extrapolated() -> None:

@@ -42,14 +42,9 @@ async def write_for_ever(folder: Path) -> None:
     while True:
         number += 1
         header = Header(
-            config=CONFIG,
-            stage=0,
-            round=number,
-            run_samples=number,
-            lineage="",
-            highest_microbatch=-1,
+            config=CONFIG, stage=0, round=number, run_samples=number, lineage="", highest_microbatch=-1,
             state_digest="",
-        )
+        )  # fmt: skip
         assert await writer.write(header, tensors_of(number))
         say(f"wrote {number}")
 

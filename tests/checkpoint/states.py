@@ -14,12 +14,10 @@ from swarm.stage.settings import weights_of
 from swarm.stage.weights import StageWeights
 
 CONFIG = RunConfig(
-    run="checkpoints",
-    model=ModelConfig(num_layers=4, d_model=16, num_heads=2, vocab_size=32),
-    data=DataConfig(sequence_length=8, microbatch_size=2),
-    rounds=RoundsConfig(setting="synchronous", round_samples=16),
+    run="checkpoints", model=ModelConfig(num_layers=4, d_model=16, num_heads=2, vocab_size=32),
+    data=DataConfig(sequence_length=8, microbatch_size=2), rounds=RoundsConfig(setting="synchronous", round_samples=16),
     optimizer=OptimizerConfig(learning_rate=0.01, weight_decay=0.1),
-)
+)  # fmt: skip
 
 
 def cut(num_stages: int, config: RunConfig = CONFIG) -> RunConfig:
@@ -52,14 +50,9 @@ def _hash(text: str) -> str:
 def header_of(config: RunConfig, stage: int, weights: StageWeights, *, highest_microbatch: int = 7) -> Header:
     """The header of a checkpoint of these weights."""
     return Header(
-        config=config,
-        stage=stage,
-        round=weights.round.number,
-        run_samples=weights.round.run_samples,
-        lineage=weights.round.lineage,
-        highest_microbatch=highest_microbatch,
-        state_digest=weights.state_digest(),
-    )
+        config=config, stage=stage, round=weights.round.number, run_samples=weights.round.run_samples,
+        lineage=weights.round.lineage, highest_microbatch=highest_microbatch, state_digest=weights.state_digest(),
+    )  # fmt: skip
 
 
 def write_cut(folder: Path, config: RunConfig, num_rounds: int) -> list[Path]:

@@ -67,12 +67,9 @@ def test_one_that_differs_by_one_bit_is_refused(written: Path) -> None:
     header_bytes = 8 + int.from_bytes(content[:8], "little")
     chance = random.Random(0)
     positions = [
-        *range(8),
-        *chance.sample(range(8, header_bytes), 150),
-        header_bytes - 1,
-        *chance.sample(range(header_bytes, len(content)), 60),
-        len(content) - 1,
-    ]
+        *range(8), *chance.sample(range(8, header_bytes), 150), header_bytes - 1,
+        *chance.sample(range(header_bytes, len(content)), 60), len(content) - 1,
+    ]  # fmt: skip
     for position in positions:
         altered = bytearray(content)
         altered[position] ^= 1 << chance.randrange(8)

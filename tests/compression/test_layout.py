@@ -5,11 +5,9 @@ from hypothesis import strategies as st
 from swarm.compression.layout import concatenate, cut, flatten, unflatten
 
 shapes = st.one_of(
-    st.just(()),
-    st.tuples(st.integers(0, 5000)),
-    st.tuples(st.integers(0, 200), st.integers(0, 200)),
+    st.just(()), st.tuples(st.integers(0, 5000)), st.tuples(st.integers(0, 200), st.integers(0, 200)),
     st.tuples(st.integers(1, 130), st.integers(1, 3), st.integers(1, 70)),
-)
+)  # fmt: skip
 
 
 def _tensors(shapes: list[tuple[int, ...]]) -> dict[str, torch.Tensor]:

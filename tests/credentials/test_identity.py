@@ -69,13 +69,11 @@ def _rsa_key() -> str:
 def test_a_broken_file_is_refused_in_one_line(tmp_path: Path, fault: str) -> None:
     made = identity.generate()
     content = {
-        "text": b"hello",
-        "binary": b"\xff\xfe\x00",
-        "no certificate": made.key_pem.encode(),
+        "text": b"hello", "binary": b"\xff\xfe\x00", "no certificate": made.key_pem.encode(),
         "another's certificate": (made.key_pem + identity.generate().certificate_pem).encode(),
         "encrypted": (_encrypted(made) + made.certificate_pem).encode(),
         "RSA": (_rsa_key() + made.certificate_pem).encode(),
-    }[fault]
+    }[fault]  # fmt: skip
     path = tmp_path / "identity.pem"
     path.write_bytes(content)
     with pytest.raises(IntegrityError, match=r"^\S+identity\.pem is not a peer's identity: delete it to start .*$"):

@@ -23,11 +23,9 @@ def _aged(folder: Path) -> Path:
 def test_only_folders_where_nobody_listens_are_removed(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as server, socket.socket(socket.AF_UNIX) as gone:
         alive, dead, empty, new = (
-            _folder(tmp_path, "alive"),
-            _folder(tmp_path, "dead"),
-            _folder(tmp_path, "empty"),
+            _folder(tmp_path, "alive"), _folder(tmp_path, "dead"), _folder(tmp_path, "empty"),
             _folder(tmp_path, "new", old=False),
-        )
+        )  # fmt: skip
         server.bind(str(alive / "control.sock"))
         server.listen()
         gone.bind(str(dead / "control.sock"))

@@ -55,13 +55,9 @@ def store(clock: ManualClock) -> Store:
 
 def _record(who: identity.Identity, **fields: Any) -> PeerRecord:
     values = {
-        "peer_id": who.peer_id,
-        "announced_at": 1000.0,
-        "stage": 1,
-        "endpoint": "192.0.2.1:50051",
-        "certificate_pem": who.certificate_pem,
-        "state": PeerState.SERVING,
-    }
+        "peer_id": who.peer_id, "announced_at": 1000.0, "stage": 1, "endpoint": "192.0.2.1:50051",
+        "certificate_pem": who.certificate_pem, "state": PeerState.SERVING,
+    }  # fmt: skip
     return PeerRecord.model_validate({**values, **fields})
 
 

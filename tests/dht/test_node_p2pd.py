@@ -160,12 +160,9 @@ except KeyboardInterrupt:
 
 def _program(first: DhtNode) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *first.addresses()],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+        [sys.executable, "-c", PROGRAM, *first.addresses()], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, start_new_session=True,
+    )  # fmt: skip
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")

@@ -39,14 +39,9 @@ class Ahead(SystemClock):
     ids=["another's subkey", "for another key", "for too long"],
 )
 async def test_storage_nodes_refuse_what_its_owner_did_not_seal(
-    first: DhtNode,
-    second: DhtNode,
-    careless: "Stranger",
-    key: str,
-    subkey: str,
-    signed_key: str,
+    first: DhtNode, second: DhtNode, careless: "Stranger", key: str, subkey: str, signed_key: str,
     lifetime_seconds: float,
-) -> None:
+) -> None:  # fmt: skip
     expiration = time.time() + lifetime_seconds
     value = sealed_note(signed_key, expiration)
     assert not careless.store(key, subkey, value, expiration)

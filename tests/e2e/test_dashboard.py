@@ -84,15 +84,8 @@ async def test_a_swarm_with_a_kill_and_a_join_is_followed(tmp_path: Path) -> Non
     config = CONFIG.format(dataset=write_text(tmp_path / "text.txt"), setting="diloco")
     (tmp_path / "run.toml").write_text(config.replace("num_layers = 2", "num_layers = 3"))
     swarm = [
-        "--config",
-        str(tmp_path / "run.toml"),
-        "--output",
-        str(tmp_path / "out"),
-        "--stages",
-        "3",
-        "--steps",
-        "5000",
-    ]
+        "--config", str(tmp_path / "run.toml"), "--output", str(tmp_path / "out"), "--stages", "3", "--steps", "5000",
+    ]  # fmt: skip
     drama = ["--peers-per-stage", "2", "--kill-at", "20", "--join-at", "60"]
     async with _running("local", *swarm, *drama, stdout=asyncio.subprocess.DEVNULL), chromium() as browser:
         invite = await _invite(tmp_path / "out")

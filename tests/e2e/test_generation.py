@@ -62,11 +62,9 @@ def _import(folder: Path) -> None:
     path = folder / "run" / "run.toml"
     config = configs.load(path)
     config = dataclasses.replace(
-        config,
-        data=dataclasses.replace(config.data, sequence_length=64, microbatch_size=2, held_out_fraction=0.1),
-        rounds=RoundsConfig(setting="synchronous", round_samples=16),
-        optimizer=OptimizerConfig(learning_rate=1e-4),
-    )
+        config, data=dataclasses.replace(config.data, sequence_length=64, microbatch_size=2, held_out_fraction=0.1),
+        rounds=RoundsConfig(setting="synchronous", round_samples=16), optimizer=OptimizerConfig(learning_rate=1e-4),
+    )  # fmt: skip
     path.write_text(to_toml(config), encoding="utf-8")
 
 
@@ -189,14 +187,9 @@ async def test_a_swarm_answers_openai_s_client_and_lets_go_of_what_it_hangs_up_o
             assert found == _text(theirs)
             # What lm-eval's client sends.
             scored = await client.completions.create(
-                model=listed.id,
-                prompt=[PROMPT, PROMPT[:5]],
-                echo=True,
-                logprobs=1,
-                max_tokens=1,
-                temperature=0,
+                model=listed.id, prompt=[PROMPT, PROMPT[:5]], echo=True, logprobs=1, max_tokens=1, temperature=0,
                 seed=1234,
-            )
+            )  # fmt: skip
             for prompt, choice in zip((PROMPT, PROMPT[:5]), scored.choices, strict=True):
                 assert choice.logprobs is not None
                 assert choice.logprobs.token_logprobs is not None

@@ -12,11 +12,9 @@ from tests.support.nat_swarm import NatSwarm
 from tests.support.swarm import whole_lines
 
 pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
+    pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600),
     pytest.mark.skipif(bool(missing()), reason=missing() or "everything is there"),
-]
+]  # fmt: skip
 
 
 def test_a_run_is_found_joined_trained_and_watched_without_an_address(children: Supervisor, tmp_path: Path) -> None:

@@ -16,11 +16,9 @@ from tests.support.swarm import wait_until
 PORT = 443
 
 pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
+    pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600),
     pytest.mark.skipif(bool(missing()), reason=missing() or "everything is there"),
-]
+]  # fmt: skip
 
 
 def start_meet(host: Host, internet: Internet, children: Supervisor, folder: Path) -> str:

@@ -39,12 +39,10 @@ table inet miniupnpd {
 """Its own chains. The external address that it tells, 11.0.0.1, is not its own: nobody is to believe that."""
 
 pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
+    pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600),
     pytest.mark.skipif(bool(missing()), reason=missing() or "everything is there"),
     pytest.mark.skipif(shutil.which("miniupnpd") is None, reason="miniupnpd is not installed"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("way", "num_ports"), [("natpmp", 2), ("natpmp", 1), ("upnp", 2)])

@@ -17,11 +17,9 @@ from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig,
 from swarm.metrics import log as metrics_log
 
 pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
+    pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900),
     pytest.mark.skipif(bool(missing()), reason=missing() or "everything is there"),
-]
+]  # fmt: skip
 BEFORE_SECONDS = 20.0
 """How long training is measured before anybody joins."""
 LIMIT_SECONDS = 300.0

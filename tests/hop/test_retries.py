@@ -44,15 +44,11 @@ class World:
         self.router = Router(self.clock, random.Random(0))
         self.records = [
             PeerRecord(
-                peer_id=f"{n:040x}",
-                name=f"gpu-{n}",
-                stage=0,
-                endpoint=f"192.0.2.{n}:5001",
-                announced_at=0.0,
+                peer_id=f"{n:040x}", name=f"gpu-{n}", stage=0, endpoint=f"192.0.2.{n}:5001", announced_at=0.0,
                 state=PeerState.SERVING,
             )
             for n in range(num_peers)
-        ]
+        ]  # fmt: skip
         self.router.update(0, self.records)
         self.retries = self.another()
 

@@ -7,12 +7,10 @@ import pytest
 from swarm.machine import json_file
 
 FAULTS = [
-    (b"", "it is not valid JSON: Expecting value"),
-    (b"{", "it is not valid JSON: Expecting property name"),
-    (b"\xff", "it is not UTF-8 text"),
-    (b"[" * 200_000, "it is not valid JSON: it is nested too deeply"),
+    (b"", "it is not valid JSON: Expecting value"), (b"{", "it is not valid JSON: Expecting property name"),
+    (b"\xff", "it is not UTF-8 text"), (b"[" * 200_000, "it is not valid JSON: it is nested too deeply"),
     (b'{"a": ' + b"1" * 5000 + b"}", "it has a number of more than 4,300 digits"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("content", "fault"), FAULTS)

@@ -46,11 +46,9 @@ def test_a_vector_begins_with_a_cache_line(length: int) -> None:
 
 def test_copies_are_equal_and_share_no_memory() -> None:
     originals = {
-        "weight": torch.randn(30, 20, requires_grad=True),
-        "transposed": torch.randn(4, 6).T,
-        "counter": torch.tensor(3),
-        "half": torch.randn(5).bfloat16(),
-    }
+        "weight": torch.randn(30, 20, requires_grad=True), "transposed": torch.randn(4, 6).T,
+        "counter": torch.tensor(3), "half": torch.randn(5).bfloat16(),
+    }  # fmt: skip
     copies = Recycler().copies(originals)
     assert list(copies) == list(originals)
     for name, original in originals.items():

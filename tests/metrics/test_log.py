@@ -9,27 +9,11 @@ from swarm.metrics.log import BEGINS, MetricsLog, StepMetrics, read, read_curren
 from swarm.training.inner_steps import InnerSteps
 
 METRICS = StepMetrics(
-    step=1,
-    loss=5.5,
-    gradient_norm=0.5,
-    learning_rate=1e-3,
-    tokens_per_sec=100.0,
-    total_tokens=4096,
-    step_time=2.0,
-    dispatch_time=1.5,
-    aggregate_time=0.25,
-    successful_workers=6,
-    compression_ratio=2.0,
-    alive_peers=7,
-    averaged_fraction=1.0,
-    averaged_bytes=1000,
-    exchange_time=0.125,
-    wait_time=0.0625,
-    contribution_norm=0.75,
-    attempts=1,
-    aborted_attempts=0,
-    residual_bytes=16,
-)
+    step=1, loss=5.5, gradient_norm=0.5, learning_rate=1e-3, tokens_per_sec=100.0, total_tokens=4096, step_time=2.0,
+    dispatch_time=1.5, aggregate_time=0.25, successful_workers=6, compression_ratio=2.0, alive_peers=7,
+    averaged_fraction=1.0, averaged_bytes=1000, exchange_time=0.125, wait_time=0.0625, contribution_norm=0.75,
+    attempts=1, aborted_attempts=0, residual_bytes=16,
+)  # fmt: skip
 
 
 def test_a_step_is_a_line_with_the_documented_names(tmp_path: Path) -> None:
@@ -39,29 +23,14 @@ def test_a_step_is_a_line_with_the_documented_names(tmp_path: Path) -> None:
         # The file can be read while the run goes on.
         (row,) = map(json.loads, path.read_text().splitlines())
     assert row == {
-        "step": 1,
-        "train/loss": 5.5,
-        "train/gradient_norm": 0.5,
-        "train/learning_rate": 1e-3,
-        "train/tokens_per_sec": 100.0,
-        "train/total_tokens": 4096,
-        "train/step_time": 2.0,
-        "train/dispatch_time": 1.5,
-        "train/aggregate_time": 0.25,
-        "train/successful_workers": 6,
-        "train/compression_ratio": 2.0,
-        "averaging/alive_peers": 7,
-        "averaging/fraction": 1.0,
-        "averaging/bytes": 1000,
-        "averaging/exchange_time": 0.125,
-        "averaging/wait_time": 0.0625,
-        "averaging/contribution_norm": 0.75,
-        "averaging/attempts": 1,
-        "averaging/aborted": 0,
-        "averaging/residual_bytes": 16,
-        "val/loss": None,
+        "step": 1, "train/loss": 5.5, "train/gradient_norm": 0.5, "train/learning_rate": 1e-3,
+        "train/tokens_per_sec": 100.0, "train/total_tokens": 4096, "train/step_time": 2.0, "train/dispatch_time": 1.5,
+        "train/aggregate_time": 0.25, "train/successful_workers": 6, "train/compression_ratio": 2.0,
+        "averaging/alive_peers": 7, "averaging/fraction": 1.0, "averaging/bytes": 1000,
+        "averaging/exchange_time": 0.125, "averaging/wait_time": 0.0625, "averaging/contribution_norm": 0.75,
+        "averaging/attempts": 1, "averaging/aborted": 0, "averaging/residual_bytes": 16, "val/loss": None,
         "device/memory_bytes": None,
-    }
+    }  # fmt: skip
 
 
 def test_what_json_cannot_say_is_null(tmp_path: Path) -> None:
@@ -116,11 +85,9 @@ def test_inner_steps_have_names_by_stage(tmp_path: Path) -> None:
     assert {name: value for name, value in named.items() if name.startswith("inner/")} == {
         "inner/configured_samples": 16,
         **{f"inner/stage_0/{name}": 0 for name in ("steps", "samples_per_step", "staleness", "largest_staleness")},
-        "inner/stage_1/steps": 1,
-        "inner/stage_1/samples_per_step": 16.0,
-        "inner/stage_1/staleness": 0.5,
+        "inner/stage_1/steps": 1, "inner/stage_1/samples_per_step": 16.0, "inner/stage_1/staleness": 0.5,
         "inner/stage_1/largest_staleness": 1,
-    }
+    }  # fmt: skip
 
 
 def test_a_training_that_goes_on_from_an_earlier_step_has_each_step_once(tmp_path: Path) -> None:

@@ -24,11 +24,9 @@ GPT2 = ModelConfig(
 
 def make_config(model: ModelConfig = LLAMA, num_stages: int = 1, **lora: Any) -> RunConfig:
     return RunConfig(
-        model=model,
-        stages=StagesConfig(num_stages=num_stages),
-        lora=LoraConfig(rank=4, **lora),
+        model=model, stages=StagesConfig(num_stages=num_stages), lora=LoraConfig(rank=4, **lora),
         data=DataConfig(sequence_length=12, seed=5),
-    )
+    )  # fmt: skip
 
 
 def make_tokens() -> torch.Tensor:

@@ -60,11 +60,9 @@ def _counted(
     monkeypatch.setattr(nn.Module, "compile", lambda self, **kwargs: compile_layer(self, backend=counter, **kwargs))
     tiny = configs.load_preset("tiny")
     config = dataclasses.replace(
-        tiny,
-        model=dataclasses.replace(tiny.model, num_layers=4, **model),
-        stages=dataclasses.replace(tiny.stages, num_stages=1),
-        lora=lora or LoraConfig(),
-    )
+        tiny, model=dataclasses.replace(tiny.model, num_layers=4, **model),
+        stages=dataclasses.replace(tiny.stages, num_stages=1), lora=lora or LoraConfig(),
+    )  # fmt: skip
     module = build_stage(config, 0, device=torch.device("cpu"))
     assert isinstance(module, StageModule)
     module.compile_layers()

@@ -13,13 +13,10 @@ from swarm.training.samples import DOCUMENTS, TARGETS, TOKENS, Samples
 
 LENGTHS = ((5, 9, 1, 6), (21,), (2, 2, 17))
 KINDS: dict[str, dict[str, Any]] = {
-    "rotary": {},
-    "grouped": {"num_kv_heads": 2},
-    "scaled": {"rope_scaling": "linear", "rope_factor": 4.0},
+    "rotary": {}, "grouped": {"num_kv_heads": 2}, "scaled": {"rope_scaling": "linear", "rope_factor": 4.0},
     "learned": {"positions": "learned", "max_positions": 24, "norm": "layer", "feed_forward": "gelu"},
-    "bottleneck": {"bottleneck_dim": 8},
-    "checkpointed": {"gradient_checkpointing": True},
-}
+    "bottleneck": {"bottleneck_dim": 8}, "checkpointed": {"gradient_checkpointing": True},
+}  # fmt: skip
 
 
 def _config(num_stages: int = 1, **model: Any) -> RunConfig:

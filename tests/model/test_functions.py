@@ -66,12 +66,9 @@ def _inputs(shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float64) -
 @pytest.mark.parametrize("compiling", [False, True])
 @_EACH
 def test_values_and_gradients_are_the_formulas(
-    function: Callable[..., Tensor],
-    formula: Callable[..., Tensor],
-    shapes: list[tuple[int, ...]],
-    compiling: bool,
+    function: Callable[..., Tensor], formula: Callable[..., Tensor], shapes: list[tuple[int, ...]], compiling: bool,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
     inputs = _inputs(shapes)
     torch.testing.assert_close(function(*inputs), formula(*inputs))

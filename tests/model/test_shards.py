@@ -38,11 +38,9 @@ KEY = DropoutKey(seed=3, microbatch=11)
 def make_config(model: ModelConfig = LLAMA, cut: tuple[int, ...] = (4,), **changes: Any) -> RunConfig:
     lora = changes.pop("lora", LoraConfig())
     return RunConfig(
-        model=dataclasses.replace(model, **changes),
-        lora=lora,
-        stages=StagesConfig(num_stages=len(cut), layers_per_stage=cut),
-        data=DataConfig(sequence_length=12, seed=5),
-    )
+        model=dataclasses.replace(model, **changes), lora=lora,
+        stages=StagesConfig(num_stages=len(cut), layers_per_stage=cut), data=DataConfig(sequence_length=12, seed=5),
+    )  # fmt: skip
 
 
 def make(model: ModelConfig = LLAMA, **changes: Any) -> Transformer:

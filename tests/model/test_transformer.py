@@ -15,20 +15,13 @@ from swarm.model.transformer import Transformer, build_transformer
 MODEL = ModelConfig(num_layers=3, d_model=48, num_heads=4, vocab_size=64, init_std=0.2, rope_theta=500.0)
 KEY = DropoutKey(seed=0, microbatch=1)
 HUGGING_FACE_NAMES = {
-    "embedding.": "model.embed_tokens.",
-    "layers.": "model.layers.",
-    ".attention.q.": ".self_attn.q_proj.",
-    ".attention.k.": ".self_attn.k_proj.",
-    ".attention.v.": ".self_attn.v_proj.",
-    ".attention.output.": ".self_attn.o_proj.",
-    ".feed_forward.gate.": ".mlp.gate_proj.",
-    ".feed_forward.up.": ".mlp.up_proj.",
-    ".feed_forward.down.": ".mlp.down_proj.",
-    ".attention_norm.": ".input_layernorm.",
-    ".feed_forward_norm.": ".post_attention_layernorm.",
-    "head.norm.": "model.norm.",
-    "head.output.": "lm_head.",
-}
+    "embedding.": "model.embed_tokens.", "layers.": "model.layers.", ".attention.q.": ".self_attn.q_proj.",
+    ".attention.k.": ".self_attn.k_proj.", ".attention.v.": ".self_attn.v_proj.",
+    ".attention.output.": ".self_attn.o_proj.", ".feed_forward.gate.": ".mlp.gate_proj.",
+    ".feed_forward.up.": ".mlp.up_proj.", ".feed_forward.down.": ".mlp.down_proj.",
+    ".attention_norm.": ".input_layernorm.", ".feed_forward_norm.": ".post_attention_layernorm.",
+    "head.norm.": "model.norm.", "head.output.": "lm_head.",
+}  # fmt: skip
 
 
 def make_transformer(**model: Any) -> Transformer:
@@ -44,17 +37,12 @@ def hugging_face_twin(transformer: Transformer) -> LlamaForCausalLM:
     model = transformer.model
     twin = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=model.vocab_size,
-            hidden_size=model.d_model,
-            intermediate_size=model.feed_forward_width,
-            num_hidden_layers=model.num_layers,
-            num_attention_heads=model.num_heads,
-            num_key_value_heads=model.kv_heads,
-            rope_parameters={"rope_type": "default", "rope_theta": model.rope_theta},
-            rms_norm_eps=model.norm_epsilon,
+            vocab_size=model.vocab_size, hidden_size=model.d_model, intermediate_size=model.feed_forward_width,
+            num_hidden_layers=model.num_layers, num_attention_heads=model.num_heads, num_key_value_heads=model.kv_heads,
+            rope_parameters={"rope_type": "default", "rope_theta": model.rope_theta}, rms_norm_eps=model.norm_epsilon,
             tie_word_embeddings=model.tied_embeddings,
         )
-    )
+    )  # fmt: skip
     renamed = {}
     for name, weight in transformer.state_dict().items():
         for ours, theirs in HUGGING_FACE_NAMES.items():

@@ -99,12 +99,9 @@ async def test_a_peer_that_serves_another_stage_by_now_is_passed_over() -> None:
         for digit in "01"
     )
     client = Client(
-        config=SYNCHRONOUS,
-        trainer_id="trainer",
-        peers=lambda stage: [moved, there],
-        channels=ChannelPool(),
+        config=SYNCHRONOUS, trainer_id="trainer", peers=lambda stage: [moved, there], channels=ChannelPool(),
         clock=ManualClock(),
-    )
+    )  # fmt: skip
     leased = await client.acquire(1, 1, holding=(), released=(), wait_seconds=0.0)
     assert leased is not None
     assert (leased.round, list(leased.microbatches)) == (3, [7])

@@ -19,26 +19,17 @@ def _id(number: int) -> PeerId:
 
 def _record(number: int, stage: int, **fields: Any) -> PeerRecord:
     values = {
-        "peer_id": _id(number),
-        "announced_at": 100.0,
-        "stage": stage,
-        "endpoint": "192.0.2.1:1",
-        "state": PeerState.SERVING,
-        "samples_per_second": 6.0,
-        "movable": True,
-    }
+        "peer_id": _id(number), "announced_at": 100.0, "stage": stage, "endpoint": "192.0.2.1:1",
+        "state": PeerState.SERVING, "samples_per_second": 6.0, "movable": True,
+    }  # fmt: skip
     return PeerRecord.model_validate({**values, **fields})
 
 
 def _claim(number: int, stage: int, from_stage: int | None = None, **fields: Any) -> ClaimRecord:
     values = {
-        "peer_id": _id(number),
-        "announced_at": 100.0,
-        "stage": stage,
-        "from_stage": from_stage,
-        "state": ClaimState.PENDING,
-        "claimed_at": 100.0,
-    }
+        "peer_id": _id(number), "announced_at": 100.0, "stage": stage, "from_stage": from_stage,
+        "state": ClaimState.PENDING, "claimed_at": 100.0,
+    }  # fmt: skip
     return ClaimRecord.model_validate({**values, **fields})
 
 

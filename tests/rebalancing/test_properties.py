@@ -23,14 +23,12 @@ def layouts(draw: st.DrawFn, *, min_peers: int = 1, equal: bool = False) -> Layo
     )
     workers = [
         Worker(
-            peer_id=PeerId(f"{number}"),
-            stage=draw(st.integers(0, num_stages - 1)),
-            speed=1.0 if equal else draw(st.one_of(speeds, st.just(0.0))),
-            serving=equal or draw(st.integers(0, 9)) > 0,
+            peer_id=PeerId(f"{number}"), stage=draw(st.integers(0, num_stages - 1)),
+            speed=1.0 if equal else draw(st.one_of(speeds, st.just(0.0))), serving=equal or draw(st.integers(0, 9)) > 0,
             movable=equal or draw(st.integers(0, 4)) > 0,
         )
         for number in range(draw(st.integers(min_peers, 25)))
-    ]
+    ]  # fmt: skip
     return Layout(workers, costs)
 
 
@@ -120,13 +118,11 @@ def _any_layout(rng: random.Random) -> Layout:
     num_stages = rng.randint(2, 5)
     workers = [
         Worker(
-            peer_id=PeerId(str(number)),
-            stage=rng.randrange(num_stages),
-            movable=True,
+            peer_id=PeerId(str(number)), stage=rng.randrange(num_stages), movable=True,
             speed=rng.choice([1.0, rng.uniform(1, 3), rng.uniform(0.05, 20)]),
         )
         for number in range(rng.randint(2, 25))
-    ]
+    ]  # fmt: skip
     return Layout(workers, [rng.uniform(0.2, 3) for _ in range(num_stages)])
 
 

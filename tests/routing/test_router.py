@@ -32,12 +32,10 @@ def _path(router: Router, num_choices: int, *, links: dict[int, float] | None = 
         router.succeeded(
             PeerId(record.peer_id),
             Observation(
-                num_samples=4,
-                busy_seconds=4 / record.samples_per_second,
-                link_seconds=(links or {}).get(number, 0.0),
+                num_samples=4, busy_seconds=4 / record.samples_per_second, link_seconds=(links or {}).get(number, 0.0),
                 queue_length=0,
             ),
-        )
+        )  # fmt: skip
         path.append(number)
     return path
 

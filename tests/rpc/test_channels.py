@@ -64,13 +64,9 @@ async def insecure_pool() -> AsyncIterator[ChannelPool]:
 
 def _record(port: int, certificate_pem: str = "") -> PeerRecord:
     return PeerRecord(
-        peer_id=SERVER.peer_id,
-        announced_at=0.0,
-        stage=0,
-        endpoint=f"127.0.0.1:{port}",
-        certificate_pem=certificate_pem,
-        state=PeerState.SERVING,
-    )
+        peer_id=SERVER.peer_id, announced_at=0.0, stage=0, endpoint=f"127.0.0.1:{port}",
+        certificate_pem=certificate_pem, state=PeerState.SERVING,
+    )  # fmt: skip
 
 
 async def _call(channel: grpc.aio.Channel, request: bytes = b"hello", *, seconds: float = 10.0) -> Any:
@@ -275,23 +271,13 @@ async def test_an_address_of_another_machine_is_one_line() -> None:
 # -- errors ----------------------------------------------------------------------------------------------------------
 
 ERRORS: list[errors.SwarmError] = [
-    errors.PeerUnavailable("gone"),
-    errors.Overloaded("full", retry_after_seconds=0.25),
-    errors.DeadlineExceeded("slow"),
-    errors.RoundMismatch("too late"),
-    errors.NotReady("joining"),
-    errors.MalformedMessage("NaN in ä tensor"),
-    errors.WrongStage("stage 9"),
-    errors.WrongRun("another run"),
-    errors.IncompatibleVersion("version 2"),
-    errors.ConfigMismatch("model.d_model"),
-    errors.CorpusMismatch("other text"),
-    errors.StaleMicrobatch("round 1 is over"),
-    errors.RoundGone("nobody has it"),
-    errors.IntegrityError("no digest"),
-    errors.NotAllowed("a trainer's token"),
-    errors.RetriesExhausted("12 attempts"),
-]
+    errors.PeerUnavailable("gone"), errors.Overloaded("full", retry_after_seconds=0.25),
+    errors.DeadlineExceeded("slow"), errors.RoundMismatch("too late"), errors.NotReady("joining"),
+    errors.MalformedMessage("NaN in ä tensor"), errors.WrongStage("stage 9"), errors.WrongRun("another run"),
+    errors.IncompatibleVersion("version 2"), errors.ConfigMismatch("model.d_model"),
+    errors.CorpusMismatch("other text"), errors.StaleMicrobatch("round 1 is over"), errors.RoundGone("nobody has it"),
+    errors.IntegrityError("no digest"), errors.NotAllowed("a trainer's token"), errors.RetriesExhausted("12 attempts"),
+]  # fmt: skip
 
 
 def _failing(error: errors.SwarmError) -> Handler:

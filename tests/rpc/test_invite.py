@@ -107,11 +107,9 @@ def test_one_that_says_what_is_not_known_is_told_from_a_damaged_one(
 ) -> None:
     peer = bytes.fromhex(IDS[1])
     packed = {
-        "no peer": b"",
-        "half a peer": peer[:7],
-        "no port": peer + bytes([0, 1, 2, 3, 4, 0, 0]),
+        "no peer": b"", "half a peer": peer[:7], "no port": peer + bytes([0, 1, 2, 3, 4, 0, 0]),
         "no name": peer + b"\2",
-    }
+    }  # fmt: skip
     invite = Invite.fitting(RUN, IPV4, is_locked=False)
     if fault == "a flag":
         monkeypatch.setattr("swarm.rpc.invite._LOCKED", 2)

@@ -8,11 +8,9 @@ from swarm.training.lineage import next_lineage
 
 
 def _next(
-    digest: str = "ab",
-    members: Sequence[str] = ("1", "2"),
-    total_squared_norm: float = 2.0,
+    digest: str = "ab", members: Sequence[str] = ("1", "2"), total_squared_norm: float = 2.0,
     partners: Sequence[str] = (),
-) -> str:
+) -> str:  # fmt: skip
     return next_lineage("before", 3, digest, members, total_squared_norm=total_squared_norm, partners=partners)
 
 

@@ -20,11 +20,8 @@ from swarm.training.optimizers import gradient_optimizer
 
 CONFIG = OptimizerConfig(name="muon", momentum=0.9, weight_decay=0.3, beta1=0.8, beta2=0.9, epsilon=1e-6)
 SHAPES = {
-    "layers.0.up.weight": (6, 4),
-    "layers.1.down.weight": (4, 6),
-    "head.output.weight": (5, 4),
-    "norm.weight": (4,),
-}
+    "layers.0.up.weight": (6, 4), "layers.1.down.weight": (4, 6), "head.output.weight": (5, 4), "norm.weight": (4,),
+}  # fmt: skip
 
 
 def _parameters(seed: int, dtype: torch.dtype) -> dict[str, nn.Parameter]:

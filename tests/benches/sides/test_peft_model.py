@@ -23,11 +23,9 @@ def test_peft_s_layers_learn_what_the_stages_learn(tmp_path: Path) -> None:
     text.write_text("".join(f"{number} bottles\n" for number in range(3000)))
     config = _config(Options(dataset=str(text)))
     config = dataclasses.replace(
-        config,
-        data=dataclasses.replace(config.data, held_out_fraction=0.05),
-        rounds=RoundsConfig(setting="synchronous", round_samples=config.data.microbatch_size),
-        lora=LoraConfig(rank=4),
-    )
+        config, data=dataclasses.replace(config.data, held_out_fraction=0.05),
+        rounds=RoundsConfig(setting="synchronous", round_samples=config.data.microbatch_size), lora=LoraConfig(rank=4),
+    )  # fmt: skip
     config, data = with_corpus(with_model(config, tmp_path))
     reference = Reference(config, data, peft_model(config, tmp_path))
     begin = {name: weight.clone() for name, weight in reference.weights.items()}

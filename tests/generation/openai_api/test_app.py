@@ -87,12 +87,10 @@ async def test_a_completion(client: httpx2.AsyncClient, engine: ScriptedEngine) 
     answer = (await client.post("/completions", json=COMPLETION)).json()
     assert answer.pop("id").startswith("cmpl-")
     assert answer == {
-        "object": "text_completion",
-        "created": 1000,
-        "model": f"{RUN}@7",
+        "object": "text_completion", "created": 1000, "model": f"{RUN}@7",
         "choices": [{"index": 0, "text": "hello", "logprobs": None, "finish_reason": "length"}],
         "usage": {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8},
-    }
+    }  # fmt: skip
     assert engine.asked[0][0] == b"say"
     assert engine.under_way == 0
 
@@ -102,12 +100,10 @@ async def test_a_chat(client: httpx2.AsyncClient) -> None:
     assert answer.pop("id").startswith("chatcmpl-")
     message = {"role": "assistant", "content": "hello", "refusal": None}
     assert answer == {
-        "object": "chat.completion",
-        "created": 1000,
-        "model": f"{RUN}@7",
+        "object": "chat.completion", "created": 1000, "model": f"{RUN}@7",
         "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}],
         "usage": {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8},
-    }
+    }  # fmt: skip
 
 
 async def test_streams_say_the_same_piece_by_piece(client: httpx2.AsyncClient) -> None:
@@ -302,11 +298,9 @@ async def test_a_conversation_is_rendered_by_the_template(engine: ScriptedEngine
     template = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}{{ add_generation_prompt }}"
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [
-        {"role": "developer", "content": "{{ 1 + 1 }}"},
-        {"role": "user", "content": parts, "name": "me"},
-        {"role": "assistant", "content": "c", "tool_calls": []},
-        {"role": "user", "content": ""},
-    ]
+        {"role": "developer", "content": "{{ 1 + 1 }}"}, {"role": "user", "content": parts, "name": "me"},
+        {"role": "assistant", "content": "c", "tool_calls": []}, {"role": "user", "content": ""},
+    ]  # fmt: skip
     async with _client(engine, template=template) as client:
         assert (await client.post("/chat/completions", json=CHAT | {"messages": messages})).status_code == 200
     assert engine.asked[0][0] == b"[system:{{ 1 + 1 }}][user:ab][assistant:c][user:]True"
@@ -356,15 +350,11 @@ async def test_a_completion_may_begin_with_its_prompt(client: httpx2.AsyncClient
         "tokens": ["h", "\0", "l", "l", "h", "e", "l"],
         "token_logprobs": [None, -4.0, -4.0, -4.0, -0.25, -0.5, -4.0],
         "top_logprobs": [
-            None,
-            {"h": -0.25, "\0": -4.0},
-            *[{"h": -0.25, "l": -4.0}] * 2,
-            {"h": -0.25},
-            {"h": -0.25, "e": -0.5},
+            None, {"h": -0.25, "\0": -4.0}, *[{"h": -0.25, "l": -4.0}] * 2, {"h": -0.25}, {"h": -0.25, "e": -0.5},
             {"h": -0.25, "l": -4.0},
         ],
         "text_offset": [0, 1, 2, 3, 4, 5, 6],
-    }
+    }  # fmt: skip
     assert answer["usage"] == {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7}
     body = COMPLETION | {"echo": True}
     assert (await client.post("/completions", json=body)).json()["choices"][0]["text"] == "sayhello"
@@ -443,36 +433,15 @@ async def test_more_scores_than_are_told_at_once_are_refused(
 
 
 REFUSED: dict[str, list[Any]] = {
-    "max_tokens": [-1, 1.5, "5", True, []],
-    "temperature": [-0.1, 2.1, 1e300, "1", True],
-    "top_p": [1.1, -1, "x", True],
-    "top_k": [-2, 1.5, 2**31, 10**30, True],
-    "seed": [1.5, 2**63, -(2**63) - 1, "1"],
-    "stop": [["x"] * 17, 5, [5], {}],
-    "stream": [1, "true"],
-    "stream_options": [{"include_usage": True}, 5],
-    "n": [0, 129, "1", True, 1.5],
-    "logprobs": [-1, 21, 1.5, "1"],
-    "top_logprobs": [3, 21, -1, "1"],
-    "echo": ["yes", 1],
-    "best_of": [2],
-    "suffix": ["x"],
-    "logit_bias": [{"5": 1}],
-    "presence_penalty": [0.5],
-    "frequency_penalty": [-1],
-    "tools": [[{}]],
-    "tool_choice": ["required"],
-    "response_format": [{"type": "json_object"}],
-    "chat_template": ["x"],
-    "min_p": [0.1],
-    "ignore_eos": [True],
-    "grammar": ["root ::= x"],
-    "n_predict": [5],
-    "repeat_penalty": [1.1],
-    "reasoning_effort": ["low"],
-    "whatever": [[1], 0, "x", True],
-    "model": [5, None],
-}
+    "max_tokens": [-1, 1.5, "5", True, []], "temperature": [-0.1, 2.1, 1e300, "1", True], "top_p": [1.1, -1, "x", True],
+    "top_k": [-2, 1.5, 2**31, 10**30, True], "seed": [1.5, 2**63, -(2**63) - 1, "1"], "stop": [["x"] * 17, 5, [5], {}],
+    "stream": [1, "true"], "stream_options": [{"include_usage": True}, 5], "n": [0, 129, "1", True, 1.5],
+    "logprobs": [-1, 21, 1.5, "1"], "top_logprobs": [3, 21, -1, "1"], "echo": ["yes", 1], "best_of": [2],
+    "suffix": ["x"], "logit_bias": [{"5": 1}], "presence_penalty": [0.5], "frequency_penalty": [-1], "tools": [[{}]],
+    "tool_choice": ["required"], "response_format": [{"type": "json_object"}], "chat_template": ["x"], "min_p": [0.1],
+    "ignore_eos": [True], "grammar": ["root ::= x"], "n_predict": [5], "repeat_penalty": [1.1],
+    "reasoning_effort": ["low"], "whatever": [[1], 0, "x", True], "model": [5, None],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("route", BODIES)
@@ -571,27 +540,11 @@ async def test_bodies_that_are_no_json_objects(client: httpx2.AsyncClient, body:
 @pytest.mark.parametrize("route", BODIES)
 async def test_fields_that_change_nothing_are_taken(client: httpx2.AsyncClient, route: str) -> None:
     neutral = {
-        "n": 1,
-        "logprobs": False,
-        "top_logprobs": 0,
-        "presence_penalty": 0.0,
-        "tools": [],
-        "tool_choice": "none",
-        "response_format": {"type": "text"},
-        "logit_bias": {},
-        "user": "me",
-        "metadata": {"a": "b"},
-        "store": True,
-        "service_tier": "auto",
-        "whatever": [],
-        "grammar": "",
-        "top_p": 0,
-        "top_k": -1,
-        "stop": "",
-        "repeat_penalty": 1.0,
-        "reasoning_effort": "none",
-        "skip_special_tokens": True,
-    }
+        "n": 1, "logprobs": False, "top_logprobs": 0, "presence_penalty": 0.0, "tools": [], "tool_choice": "none",
+        "response_format": {"type": "text"}, "logit_bias": {}, "user": "me", "metadata": {"a": "b"}, "store": True,
+        "service_tier": "auto", "whatever": [], "grammar": "", "top_p": 0, "top_k": -1, "stop": "",
+        "repeat_penalty": 1.0, "reasoning_effort": "none", "skip_special_tokens": True,
+    }  # fmt: skip
     nulls = dict.fromkeys(["temperature", "top_p", "seed", "stop", "stream", "stream_options", "n", "suffix", "tools"])
     for more in (neutral, nulls):
         assert (await client.post(f"/{route}", json=BODIES[route] | more)).status_code == 200
@@ -618,13 +571,9 @@ async def test_there_is_nothing_elsewhere(client: httpx2.AsyncClient) -> None:
     ],
 )
 async def test_what_goes_wrong_is_told_and_logged_without_the_text(
-    client: httpx2.AsyncClient,
-    engine: ScriptedEngine,
-    caplog: pytest.LogCaptureFixture,
-    fault: Exception,
-    status: int,
+    client: httpx2.AsyncClient, engine: ScriptedEngine, caplog: pytest.LogCaptureFixture, fault: Exception, status: int,
     said: str,
-) -> None:
+) -> None:  # fmt: skip
     caplog.set_level(logging.INFO, logger="swarm")
     engine.fault = fault
     for stream in (False, True):

@@ -32,18 +32,11 @@ class _Exchange:
         self._pieces = pieces
         self._hung_up = asyncio.Event()
         self._scope = {
-            "type": "http",
-            "method": "POST",
-            "path": "/v1/completions",
-            "raw_path": b"/v1/completions",
-            "query_string": b"",
-            "root_path": "",
-            "scheme": "http",
-            "server": ("127.0.0.1", 80),
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": "1.1",
+            "type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions",
+            "query_string": b"", "root_path": "", "scheme": "http", "server": ("127.0.0.1", 80),
+            "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1",
             "headers": [(name.replace("_", "-").encode(), value.encode()) for name, value in names.items()],
-        }
+        }  # fmt: skip
         self.task = asyncio.create_task(gate(self._scope, self._receive, self._send))
 
     def hang_up(self) -> None:

@@ -47,12 +47,10 @@ async def test_a_response(client: openai.AsyncOpenAI, engine: ScriptedEngine) ->
         model=RUN,
         instructions="be brief",
         input=[
-            {"role": "developer", "content": "a"},
-            {"role": "user", "content": [{"type": "input_text", "text": "b"}]},
-            *(item.model_dump() for item in cut.output),
-            {"type": "message", "role": "user", "content": "c"},
+            {"role": "developer", "content": "a"}, {"role": "user", "content": [{"type": "input_text", "text": "b"}]},
+            *(item.model_dump() for item in cut.output), {"type": "message", "role": "user", "content": "c"},
         ],
-    )
+    )  # fmt: skip
     assert (whole.output_text, whole.status, whole.incomplete_details) == ("hello", "completed", None)
     assert [asked[0] for asked in engine.asked] == [
         b"[user:say]",
@@ -66,16 +64,10 @@ async def test_a_stream_of_events_ends_with_the_whole_response(client: openai.As
     whole = await client.responses.create(**ASKED, **scored)
     events = [event async for event in await client.responses.create(**ASKED, **scored, stream=True)]
     assert [event.type for event in events] == [
-        "response.created",
-        "response.in_progress",
-        "response.output_item.added",
-        "response.content_part.added",
-        *["response.output_text.delta"] * 5,
-        "response.output_text.done",
-        "response.content_part.done",
-        "response.output_item.done",
-        "response.incomplete",
-    ]
+        "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
+        *["response.output_text.delta"] * 5, "response.output_text.done", "response.content_part.done",
+        "response.output_item.done", "response.incomplete",
+    ]  # fmt: skip
     assert [event.sequence_number for event in events] == list(range(len(events)))
     deltas = [event for event in events if event.type == "response.output_text.delta"]
     assert "".join(event.delta for event in deltas) == "hello"

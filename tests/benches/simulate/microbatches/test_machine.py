@@ -34,12 +34,9 @@ def test_backward_goes_before_forward_and_older_before_newer() -> None:
     simulated.end(first, partial(note, "first backward"))
     timeline.run(20.0)
     assert done == [
-        ("first forward", 1.0),
-        ("second forward", 2.0),
-        ("first backward", 4.0),
-        ("second backward", 6.0),
+        ("first forward", 1.0), ("second forward", 2.0), ("first backward", 4.0), ("second backward", 6.0),
         ("third forward", 7.0),
-    ]
+    ]  # fmt: skip
 
 
 def test_who_has_just_finished_does_not_count_as_waiting() -> None:

@@ -24,12 +24,9 @@ def announce(chooser: Chooser, *peers: PeerId) -> None:
 
 def answer(call_seconds: float, *, busy_seconds: float = 1.0, queue_length: int = 0) -> Answer:
     return Answer(
-        num_samples=NUM_SAMPLES,
-        busy_seconds=busy_seconds,
-        link_seconds=0.0,
-        queue_length=queue_length,
+        num_samples=NUM_SAMPLES, busy_seconds=busy_seconds, link_seconds=0.0, queue_length=queue_length,
         call_seconds=call_seconds,
-    )
+    )  # fmt: skip
 
 
 def shares(chooser: Chooser, num_choices: int) -> Counter[PeerId | None]:

@@ -15,30 +15,21 @@ from swarm.types import PeerId
 
 
 def build(
-    *stages: tuple[float, ...],
-    link_seconds: float = 0.0,
-    max_in_flight: int = 8,
+    *stages: tuple[float, ...], link_seconds: float = 0.0, max_in_flight: int = 8,
     make_view: Callable[[Timeline, PeerId], View] | None = None,
-) -> tuple[SimulatedPipeline, View]:
+) -> tuple[SimulatedPipeline, View]:  # fmt: skip
     """A pipeline, from the seconds that each peer takes for a microbatch, by stage; peer 2 of stage 1 is number 12."""
     timeline = Timeline()
     pipeline = SimulatedPipeline(
-        timeline,
-        random.Random(0),
-        num_stages=len(stages),
-        num_samples=4,
-        max_in_flight=max_in_flight,
+        timeline, random.Random(0), num_stages=len(stages), num_samples=4, max_in_flight=max_in_flight,
         make_view=make_view and (lambda machine: make_view(timeline, machine.peer_id)),
-    )
+    )  # fmt: skip
     for stage, peers in enumerate(stages):
         for number, seconds in enumerate(peers):
             machine = Machine(
-                peer_id=peer_id(10 * stage + number),
-                stage=stage,
-                busy_seconds=seconds,
-                link_seconds=link_seconds,
+                peer_id=peer_id(10 * stage + number), stage=stage, busy_seconds=seconds, link_seconds=link_seconds,
                 jitter=0.0,
-            )
+            )  # fmt: skip
             pipeline.start(machine)
     view = View(Ours(timeline, random.Random(1)))
     pipeline.announce([view])
