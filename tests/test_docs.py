@@ -23,9 +23,8 @@ from peers.trainer.options import TrainerOptions
 from scripts.benches import __main__ as bench
 from scripts.benches.chaos import __main__ as chaos
 from scripts.benches.chaos.__main__ import Options as ChaosOptions
-from scripts.benches.shared.common import BenchOptions
+from scripts.benches.shared.common import BenchOptions, OutputOptions
 from scripts.benches.simulate import __main__ as simulate
-from scripts.benches.simulate.study import StudyOptions
 from swarm.metrics.log import StepMetrics
 from swarm.rpc.v1 import averaging_pb2, content_pb2, directory_pb2, generation_pb2, lease_pb2, stage_pb2
 
@@ -47,7 +46,7 @@ OPTIONS: dict[str, type] = {
     "scripts/demo": LocalOptions,
     "scripts/bench": BenchOptions,
     "scripts/chaos": ChaosOptions,
-    "scripts/simulate": StudyOptions,
+    "scripts/simulate": OutputOptions,
 } | {f"scripts/bench {name}": bench.module_of(name).Options for name in bench.BENCHES}
 ELSEWHERE = frozenset(
     ("--nproc-per-node", "--nnodes", "--no-python", "--max-restarts", "--rdzv-backend", "--rdzv-endpoint", "--tasks")

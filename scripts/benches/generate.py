@@ -6,7 +6,6 @@ small swarm trains once while it writes a text, and once beside a process that i
 
 import asyncio
 import itertools
-import random
 import statistics
 import sys
 import tempfile
@@ -30,13 +29,9 @@ from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig,
 from swarm.credentials.identity import generate
 from swarm.generation.engine import collect
 from swarm.generation.sampling import Sampling
-from swarm.hop.hop import Hop
 from swarm.interchange.run_folder import ImportOptions, import_model
 from swarm.interchange.source import Source
-from swarm.machine.clock import SystemClock
 from swarm.pipeline.swarm_engine import SwarmEngine
-from swarm.routing.router import Router
-from swarm.rpc.channels import ChannelPool
 
 GREEDY = Sampling(temperature=0.0)
 NUM_STAGES = 3
@@ -147,10 +142,8 @@ def _ours(swarm: SwarmProcesses, prompt: torch.Tensor, count: int) -> Callable[[
 
 @asynccontextmanager
 async def _engine(swarm: SwarmProcesses) -> AsyncIterator[SwarmEngine]:
-    clock = SystemClock()
-    router, channels = Router(clock, random.Random(0)), ChannelPool(identity=generate())
-    router.update(0, [peer.record for peer in swarm.peers if peer.record.stage == 0])
-    hop = Hop(run_id=swarm.config.run_id, stage=0, reply_specs={}, router=router, channels=channels, clock=clock)
+    """An engine that asks the first stage directly, without the DHT."""
+    hop, channels = swarm.hop(0, generate(), trains=False)
     try:
         yield SwarmEngine(hop, swarm.config)
     finally:

@@ -8,7 +8,6 @@ turns with a pair of TLS sockets: how much does the hop carry, and how much of t
 
 import asyncio
 import os
-import random
 import statistics
 import time
 from collections.abc import Callable
@@ -45,11 +44,10 @@ from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, Stage
 from swarm.errors import PeerUnavailable
 from swarm.hop.answers import HopListener
 from swarm.hop.hop import Hop
-from swarm.machine.clock import Loop, SystemClock
-from swarm.routing.router import Router
+from swarm.machine.clock import Loop
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.wire import DTYPES
-from swarm.stage.boundary import GRADIENT, HIDDEN, TOKENS, reply_specs
+from swarm.stage.boundary import GRADIENT, HIDDEN, TOKENS
 from swarm.training.microbatch import Microbatch
 
 
@@ -259,15 +257,8 @@ class OurHop:
 
 
 async def _connect_hop(swarm: SwarmProcesses, shape: Shape) -> OurHop:
-    config, clock = swarm.config, SystemClock()
-    router = Router(clock, random.Random(0))
-    router.update(1, [peer.record for peer in swarm.peers])
-    channels = ChannelPool()
-    hop = Hop(
-        run_id=config.run_id, stage=1, reply_specs=reply_specs(config, 1), router=router, channels=channels, clock=clock
-    )
     tokens_BT1 = torch.randint(VOCABULARY, (shape.num_samples, shape.num_positions + 1), dtype=torch.int32)
-    return OurHop(hop, channels, shape.hidden(), tokens_BT1)
+    return OurHop(*swarm.hop(1), shape.hidden(), tokens_BT1)
 
 
 @dataclass(eq=False)

@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import datetime
 import os
-import random
 import statistics
 import time
 from collections import Counter
@@ -29,10 +28,8 @@ from swarm.credentials.token import Token, new_owner
 from swarm.errors import IntegrityError
 from swarm.hop.answers import HopListener
 from swarm.hop.hop import Hop
-from swarm.machine.clock import SystemClock
-from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
-from swarm.stage.boundary import HIDDEN, TOKENS, reply_specs
+from swarm.stage.boundary import HIDDEN, TOKENS
 from swarm.training.microbatch import Microbatch
 
 KINDS = ("malformed", "opens", "idle", "slow")
@@ -184,16 +181,9 @@ class Honest:
 
 
 async def _connect(config: RunConfig, swarm: SwarmProcesses, token: Token) -> Honest:
-    clock = SystemClock()
-    router = Router(clock, random.Random(0))
-    router.update(1, [peer.record for peer in swarm.peers])
-    channels = ChannelPool(identity=token.admit(generate()))
-    hop = Hop(
-        run_id=config.run_id, stage=1, reply_specs=reply_specs(config, 1), router=router, channels=channels, clock=clock
-    )
     size, length = config.data.microbatch_size, config.data.sequence_length
     tensors = {
         TOKENS: torch.randint(config.model.vocab_size, (size, length + 1), dtype=torch.int32),
         HIDDEN: torch.randn(size, length, config.model.d_model),
     }
-    return Honest(hop, channels, tensors)
+    return Honest(*swarm.hop(1, token.admit(generate())), tensors)

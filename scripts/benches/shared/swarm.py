@@ -1,5 +1,6 @@
 """A swarm of real processes: the programs that users run, over TLS on this machine. The supervisor ends them."""
 
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,9 +15,15 @@ from peers.trainer.options import TrainerOptions
 from scripts.benches.shared.common import POLL_SECONDS, wait_for_json, write_config
 from scripts.benches.shared.throttle import Link, Throttle
 from swarm.config import RunConfig
+from swarm.credentials.identity import Identity
 from swarm.errors import DeadlineExceeded, PeerUnavailable
+from swarm.hop.hop import Hop
+from swarm.machine.clock import SystemClock
 from swarm.metrics import log as metrics_log
 from swarm.pipeline.window import MOST_IN_FLIGHT
+from swarm.routing.router import Router
+from swarm.rpc.channels import ChannelPool
+from swarm.stage.boundary import reply_specs
 from swarm.types import PeerRecord, PeerState
 
 STALL_SECONDS = 600.0  # A trainer that takes no step for this long will take none
@@ -137,6 +144,18 @@ class SwarmProcesses:
             model=None if self.model is None else str(self.model),
         )  # fmt: skip
         return self.children.start(name, self.program("peer", cli.arguments(options)), environment=environment)
+
+    def hop(self, stage: int, identity: Identity | None = None, *, trains: bool = True) -> tuple[Hop, ChannelPool]:
+        """This process in the place of the stage before: a hop to the peers of a stage, and its connections, which
+        belong to the running event loop. A hop that does not train carries texts."""
+        clock = SystemClock()
+        router, channels = Router(clock, random.Random(0)), ChannelPool(identity=identity)
+        router.update(stage, [peer.record for peer in self.peers if peer.record.stage == stage])
+        specs = reply_specs(self.config, stage) if trains else {}
+        hop = Hop(
+            run_id=self.config.run_id, stage=stage, reply_specs=specs, router=router, channels=channels, clock=clock
+        )
+        return hop, channels
 
     def ready_file(self, name: str) -> Path:
         return self.folder / f"{name}.json"

@@ -3,6 +3,7 @@
 import math
 import random
 
+from scripts.benches.simulate.fluid.rules import NoRule
 from scripts.benches.simulate.fluid.swarm import FluidSwarm
 from swarm.rebalancing.claims import layout_of
 from swarm.rebalancing.decision import next_check_seconds
@@ -18,7 +19,7 @@ LOOK_SECONDS = 60.0  # Mean time between two looks of a peer whether to move
 SAMPLES_PER_SECOND = 10.0  # The throughput of every peer; only ratios count
 
 
-class OwnRule:
+class OwnRule(NoRule):
     """Our rule, with the peers of one swarm."""
 
     def __init__(self, swarm: FluidSwarm, rng: random.Random, *, round_seconds: float = 60.0) -> None:
@@ -27,9 +28,8 @@ class OwnRule:
             round_seconds: the length of a round. A peer that moves serves on until the end of the round, which is the
                 same for all.
         """
-        self._swarm = swarm
+        super().__init__(swarm, rng)
         self._timeline = swarm.timeline
-        self._rng = rng
         self._round_seconds = round_seconds
         self._costs = (1.0,) * swarm.num_stages
         self._judgements: dict[int, Judgement] = {}

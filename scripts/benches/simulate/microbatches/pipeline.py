@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 
-from scripts.benches.simulate.microbatches.chooser import Chooser
+from scripts.benches.simulate.microbatches.choosers import Chooser
 from scripts.benches.simulate.microbatches.machine import Machine, SimulatedPeer
 from scripts.benches.simulate.timeline import Timeline
 from swarm.types import PeerId, PeerRecord

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from scripts.benches.shared.common import OutputOptions
 from scripts.benches.simulate.fluid.churn import Market, Visit, visits
 from scripts.benches.simulate.fluid.own_rule import OwnRule
-from scripts.benches.simulate.fluid.rule import NoRule, Rule
+from scripts.benches.simulate.fluid.rules import NoRule, SwarmRule
 from scripts.benches.simulate.fluid.swarm import FluidSwarm, Kept
-from scripts.benches.simulate.fluid.swarm_rule import SwarmRule
-from scripts.benches.simulate.study import ChanceOptions
 from scripts.benches.simulate.timeline import Timeline
 
 PAPER = {"none": 82.7, "swarm_300": 95.8, "swarm_60": 97.6}
@@ -25,9 +24,11 @@ FIT_POINTS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(ChanceOptions):
+class Options(OutputOptions):
     """What each rule for moving between stages keeps of the best throughput."""
 
+    seed: int = 0
+    """The seed of all that is drawn."""
     num_traces: int = 10
     """Traces to take the mean over; the first is drawn with `seed`, the next with the number after it."""
     hours: float = 32.0
@@ -96,7 +97,7 @@ def _closed(percent: dict[str, float]) -> float:
     return (percent["ours"] - percent["swarm_60"]) / left if left else 0.0
 
 
-def rules_of(options: Options) -> dict[str, Callable[[FluidSwarm, random.Random], Rule]]:
+def rules_of(options: Options) -> dict[str, Callable[[FluidSwarm, random.Random], NoRule]]:
     return {
         "none": NoRule,
         "swarm_300": partial(SwarmRule, period_seconds=300.0),
@@ -106,7 +107,7 @@ def rules_of(options: Options) -> dict[str, Callable[[FluidSwarm, random.Random]
 
 
 def _one(
-    options: Options, make: Callable[[FluidSwarm, random.Random], Rule], trace: list[Visit], seed: int
+    options: Options, make: Callable[[FluidSwarm, random.Random], NoRule], trace: list[Visit], seed: int
 ) -> _Outcome:
     timeline = Timeline()
     swarm = FluidSwarm(timeline, options.num_stages, options.download_seconds)

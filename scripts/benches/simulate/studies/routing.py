@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from scripts.benches.simulate.microbatches.chooser import Chooser, Ours
+from scripts.benches.shared.common import OutputOptions
+from scripts.benches.simulate.microbatches.choosers import ByChance, Chooser, Ours, SwarmQueue
 from scripts.benches.simulate.microbatches.hop import train
 from scripts.benches.simulate.microbatches.machine import Machine
-from scripts.benches.simulate.microbatches.other_choosers import ByChance, SwarmQueue
 from scripts.benches.simulate.microbatches.pipeline import SimulatedPipeline, View
-from scripts.benches.simulate.study import ChanceOptions
 from scripts.benches.simulate.timeline import Timeline
 from swarm.machine.clock import Clock
 from swarm.stage.slots import LARGEST_NUM_SLOTS
@@ -48,9 +47,11 @@ much."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(ChanceOptions):
+class Options(OutputOptions):
     """Throughput and latency of ways to choose a peer, under failures."""
 
+    seed: int = 0
+    """The seed of all that is drawn."""
     num_peers: tuple[int, ...] = (10, 100, 1000, 10000)
     """The sizes of the swarms, in peers."""
     failure_percent: tuple[float, ...] = (0.2, 0.4, 1.0)

@@ -23,10 +23,10 @@ from scripts.benches.shared.probe import LEAST_SECONDS, Watched, rate_between_co
 from scripts.benches.shared.swarm import NEVER, Lines, SwarmProcesses, serve
 from scripts.benches.shared.throttle import Throttle
 from scripts.benches.sides.paced_stage import PACE
-from scripts.benches.simulate.microbatches.chooser import Answer, Ours
+from scripts.benches.simulate.microbatches.choosers import Answer, Ours
+from scripts.benches.simulate.microbatches.hop import SimulatedTrainer
 from scripts.benches.simulate.microbatches.machine import Machine
 from scripts.benches.simulate.microbatches.pipeline import SimulatedPipeline, View
-from scripts.benches.simulate.microbatches.trainer import SimulatedTrainer
 from scripts.benches.simulate.timeline import Timeline
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.pipeline.window import MOST_IN_FLIGHT

@@ -6,12 +6,11 @@ from collections.abc import Callable
 import pytest
 
 from scripts.benches.simulate.fluid.own_rule import OwnRule
-from scripts.benches.simulate.fluid.rule import NoRule, Rule
+from scripts.benches.simulate.fluid.rules import NoRule, SwarmRule
 from scripts.benches.simulate.fluid.swarm import FluidSwarm
-from scripts.benches.simulate.fluid.swarm_rule import SwarmRule
 from scripts.benches.simulate.timeline import Timeline
 
-MakeRule = Callable[[FluidSwarm, random.Random], Rule]
+MakeRule = Callable[[FluidSwarm, random.Random], NoRule]
 
 
 class World:

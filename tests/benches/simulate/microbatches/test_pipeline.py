@@ -5,11 +5,10 @@ from collections.abc import Callable, Collection
 
 import pytest
 
-from scripts.benches.simulate.microbatches.chooser import Answer, Ours
-from scripts.benches.simulate.microbatches.hop import NOTICE_SECONDS, train
+from scripts.benches.simulate.microbatches.choosers import Answer, Ours
+from scripts.benches.simulate.microbatches.hop import NOTICE_SECONDS, SimulatedTrainer, train
 from scripts.benches.simulate.microbatches.machine import Machine
 from scripts.benches.simulate.microbatches.pipeline import SimulatedPipeline, View
-from scripts.benches.simulate.microbatches.trainer import SimulatedTrainer
 from scripts.benches.simulate.timeline import Timeline
 from swarm.types import PeerId
 

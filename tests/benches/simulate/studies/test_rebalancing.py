@@ -5,8 +5,7 @@ from functools import partial
 import pytest
 
 import scripts.benches.simulate.studies.rebalancing as study
-from scripts.benches.simulate.fluid.rule import NoRule
-from scripts.benches.simulate.fluid.swarm_rule import SwarmRule
+from scripts.benches.simulate.fluid.rules import NoRule, SwarmRule
 from scripts.benches.simulate.studies.rebalancing import PAPER, Options, exit_code, run
 
 

@@ -1,6 +1,6 @@
-"""Other ways to choose: by chance, and by the SWARM paper's queue.
+"""Ways to choose peers: this project's, by chance, and by the SWARM paper's queue.
 
-They leave failed and busy peers alone as this project's way does, so only the choice differs.
+All leave failed and busy peers alone as long as this project's way does, so only the choice differs.
 """
 
 import heapq
@@ -9,11 +9,12 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
-from scripts.benches.simulate.microbatches.chooser import Answer
 from swarm.machine.clock import Clock
 from swarm.routing.bans import BASE_BAN_SECONDS
-from swarm.routing.throughput import MovingAverage
+from swarm.routing.router import Router
+from swarm.routing.throughput import MovingAverage, Observation
 from swarm.types import PeerId, PeerRecord, PeerState
 
 SMOOTHING = 0.1
@@ -22,6 +23,58 @@ paper's published code."""
 UNKNOWN_SECONDS = 1.0
 """The seconds that a peer which never answered is assumed to need for a sample, as in the SWARM paper's code."""
 MAX_DRAWS = 20  # How many peers are drawn before all are looked at one by one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer(Observation):
+    """What a sender learns from a reply."""
+
+    call_seconds: float
+    """The time from the request to the reply that this peer took: waiting, computing and the link, but not what came
+    further downstream."""
+
+
+class Chooser(Protocol):
+    """Chooses peers for one sender, by what this sender knows of all stages."""
+
+    def update(self, stage: int, records: Sequence[PeerRecord]) -> None: ...
+
+    def choose(self, stage: int, num_samples: int, exclude: Collection[PeerId]) -> PeerId | None: ...
+
+    def num_asked_around(self, stage: int) -> int: ...  # How many peers may leave a microbatch to each other
+
+    def succeeded(self, peer_id: PeerId, answer: Answer) -> None: ...
+
+    def busy(self, peer_id: PeerId, retry_after_seconds: float) -> None: ...
+
+    def failed(self, peer_id: PeerId, *, is_gone: bool) -> None: ...  # `is_gone`: nothing listened at its address
+
+
+class Ours:
+    """Chooses with the real router, swarm.routing."""
+
+    def __init__(self, clock: Clock, rng: random.Random) -> None:
+        self._router = Router(clock, rng)
+        self.busy = self._router.busy
+
+    def update(self, stage: int, records: Sequence[PeerRecord]) -> None:
+        self._router.update(stage, records)
+        # This replaces the probes of swarm.hop.connections: only live peers are listed here, and they would answer.
+        for record in self._router.unreachable(stage):
+            self._router.answered(PeerId(record.peer_id))
+
+    def choose(self, stage: int, num_samples: int, exclude: Collection[PeerId]) -> PeerId | None:
+        record = self._router.choose(stage, num_samples, exclude=exclude)
+        return None if record is None else PeerId(record.peer_id)
+
+    def num_asked_around(self, stage: int) -> int:
+        return self._router.num_peers(stage)
+
+    def failed(self, peer_id: PeerId, *, is_gone: bool) -> None:
+        self._router.failed(peer_id, is_gone=is_gone, is_unreachable=True)
+
+    def succeeded(self, peer_id: PeerId, answer: Answer) -> None:
+        self._router.succeeded(peer_id, answer)
 
 
 @dataclass(eq=False)

@@ -5,8 +5,7 @@ from collections import Counter
 
 import pytest
 
-from scripts.benches.simulate.microbatches.chooser import Answer, Chooser
-from scripts.benches.simulate.microbatches.other_choosers import UNKNOWN_SECONDS, ByChance, SwarmQueue
+from scripts.benches.simulate.microbatches.choosers import UNKNOWN_SECONDS, Answer, ByChance, Chooser, SwarmQueue
 from scripts.benches.simulate.timeline import Timeline
 from swarm.types import PeerId, PeerRecord, PeerState
 
