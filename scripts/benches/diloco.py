@@ -1,6 +1,6 @@
 """What do rarer and smaller averages cost? Validation loss and bytes of each way to average, at equal tokens.
 
-A process trains each arm (sides/diloco/arms.py) with each seed. Peers call each other directly and not over gRPC.
+A process trains each arm (sides/diloco/arms.py) with each seed. All peers of an arm are in one process.
 """
 
 import itertools

@@ -12,24 +12,20 @@ import sys
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from peers.shared import process
 from scripts.benches.shared.common import all_there, cpu_backend, write_json
 from scripts.benches.shared.proc import forget_peak, peak_bytes, resident_bytes
-from scripts.benches.sides.diloco.driven_swarm import TIMING
-from scripts.benches.sides.worker import Place, Worker
+from scripts.benches.sides.worker import PATIENT, HeldTransport, Place, Worker
 from swarm import config as configs
-from swarm.averaging.wire.transport import Method, Payload, Reply, Request, Transport
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.credentials.identity import generate
 from swarm.hop.answers import HopListener, HopReply, Tensors
 from swarm.hop.hop import Hop
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.stream import Stream
-from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.stage.boundary import GRADIENT, HIDDEN, TOKENS, request_specs
 from swarm.stage.runtime import Runtime
 from swarm.training.microbatch import Microbatch
@@ -81,35 +77,12 @@ class NextStage(Hop):
         )  # fmt: skip
 
 
-class HeldTransport(Transport):
-    """Calls the other member over a line that can be held. Other stages always answer that they have reached the
-    barrier."""
-
-    def __init__(self, channels: ChannelPool, stage: int) -> None:
-        super().__init__(channels)
-        self._stage = stage
-        self.line = asyncio.Event()
-
-    async def call(
-        self, peer: PeerRecord, method: Method[Request, Reply], request: Request, *, timeout_seconds: float
-    ) -> Reply:
-        if peer.stage != self._stage:
-            ready: Any = pb.BarrierReply(ready=True)
-            reply: Reply = ready
-            return reply
-        return await super().call(peer, method, request, timeout_seconds=timeout_seconds)
-
-    async def exchange(self, *arguments: Any, **options: Any) -> Payload:
-        await self.line.wait()
-        return await super().exchange(*arguments, **options)
-
-
 class Member:
     """One member of the stage, and its microbatches."""
 
     def __init__(
         self, config: RunConfig, number: int, *, graph_bytes: int, num_in_flight: int, records: list[PeerRecord],
-        transport: "HeldTransport", tasks: asyncio.TaskGroup,
+        transport: HeldTransport, tasks: asyncio.TaskGroup,
     ) -> None:  # fmt: skip
         self._config = config
         self._number = number
@@ -121,7 +94,7 @@ class Member:
         self.worker = Worker(
             config, cpu_backend(config, STAGE, graph_bytes=graph_bytes), own=records[number],
             peers=lambda stage: [record for record in records if record.stage == stage], transport=transport,
-            runtime=self.runtime, tasks=tasks, hop=self._next, max_in_flight=2 * num_in_flight, timing=TIMING,
+            runtime=self.runtime, tasks=tasks, hop=self._next, max_in_flight=2 * num_in_flight, timing=PATIENT,
             poll_seconds=POLL_SECONDS,
         )  # fmt: skip
         self._weights = self.worker.weights
@@ -222,7 +195,7 @@ async def main(folder: Path, number: int, graph_bytes: int, num_in_flight: int) 
     async with asyncio.TaskGroup() as tasks:
         member = Member(
             config, number, graph_bytes=graph_bytes, num_in_flight=num_in_flight, records=records,
-            transport=HeldTransport(channels, STAGE), tasks=tasks,
+            transport=HeldTransport(channels, STAGE, asyncio.Event()), tasks=tasks,
         )  # fmt: skip
         await place.serve(member.worker.averager)
         member.runtime.start()
@@ -231,7 +204,7 @@ async def main(folder: Path, number: int, graph_bytes: int, num_in_flight: int) 
         write_json(folder / f"{number}.json", {**figures, "baseline": baseline_bytes})
         await all_there(folder / f"{member}.json" for member in range(MEMBERS))
         member.worker.stop()
-    member.runtime.stop(TIMING.average_seconds)
+    member.runtime.stop(PATIENT.average_seconds)
     await place.close()
     await channels.close()
 

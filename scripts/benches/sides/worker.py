@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
 import torch
@@ -14,13 +15,15 @@ from swarm.averaging.agreement.rules import Timing
 from swarm.averaging.averager import Averager
 from swarm.averaging.servicer import AveragingServicer
 from swarm.averaging.wire.context import Context
-from swarm.averaging.wire.transport import Transport
+from swarm.averaging.wire.transport import Method, Payload, Reply, Request, Transport
 from swarm.config import RunConfig
 from swarm.credentials.identity import Identity
 from swarm.hop.hop import Hop
 from swarm.machine.clock import SystemClock
 from swarm.rpc import tls
+from swarm.rpc.channels import ChannelPool
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server
+from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_server
 from swarm.stage.backend import StageBackend
 from swarm.stage.context import StageContext, StageLimits
@@ -31,6 +34,12 @@ from swarm.training.microbatch import Microbatch
 from swarm.types import PeerRecord, PeerState
 
 PATIENCE_SECONDS = 60.0
+PATIENT = Timing(
+    report_gap_seconds=0.002, report_seconds=PATIENCE_SECONDS, call_seconds=PATIENCE_SECONDS,
+    late_seconds=PATIENCE_SECONDS, fresh_seconds=PATIENCE_SECONDS, begin_seconds=PATIENCE_SECONDS,
+    average_seconds=PATIENCE_SECONDS, commit_seconds=PATIENCE_SECONDS, silence_seconds=PATIENCE_SECONDS,
+)  # fmt: skip
+"""No worker counts as dead because it is slow. Calls to a killed one fail at once."""
 
 
 class Place:
@@ -59,6 +68,29 @@ class Place:
 
     async def close(self) -> None:
         await self._server.stop(0)
+
+
+class HeldTransport(Transport):
+    """Calls the other members over a line that can be held. Other stages always answer that they have reached the
+    barrier."""
+
+    def __init__(self, channels: ChannelPool, stage: int, line: asyncio.Event) -> None:
+        super().__init__(channels)
+        self._stage = stage
+        self.line = line
+
+    async def call(
+        self, peer: PeerRecord, method: Method[Request, Reply], request: Request, *, timeout_seconds: float
+    ) -> Reply:
+        if peer.stage != self._stage:
+            ready: Any = pb.BarrierReply(ready=True)
+            reply: Reply = ready
+            return reply
+        return await super().call(peer, method, request, timeout_seconds=timeout_seconds)
+
+    async def exchange(self, *arguments: Any, **options: Any) -> Payload:
+        await self.line.wait()
+        return await super().exchange(*arguments, **options)
 
 
 class Worker:

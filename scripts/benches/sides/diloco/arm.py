@@ -73,8 +73,8 @@ async def _train(arm: Arm, curve: Curve) -> dict[str, Any]:
             # A different worker is replaced each time, so that sometimes the leader is replaced.
             await swarm.train_round(replaced=number // 2 % arm.num_workers if arm.churn and number % 2 else None)
             curve.after_round(number, swarm.anchor)
-            ratios.append(swarm.workers[0].last_report.compression_ratio)
-        swarm.stop()
+            ratios.append(swarm.workers[0].member.reports[-1].compression_ratio)
+        await swarm.stop()
     return {
         "bytes_per_peer": swarm.bytes_averaged // arm.num_workers, "compression_ratio": sum(ratios) / len(ratios),
         "lost_tokens": swarm.num_lost_samples * curve.config.data.sequence_length, "attempts": swarm.num_attempts,

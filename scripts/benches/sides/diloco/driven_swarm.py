@@ -1,6 +1,6 @@
 """A one-stage swarm in one process: a stage, weights and an averager for every peer, and a driver that feeds them.
 
-The network, the compute threads and the trainer are left out, so a run has the same result every time.
+The compute threads and the trainer are left out.
 """
 
 import asyncio
@@ -11,26 +11,17 @@ from typing import TypeVar
 import torch
 
 from scripts.benches.shared.common import cpu_backend
-from scripts.benches.sides.diloco.memory_transport import MemoryNetwork, MemoryTransport
-from scripts.benches.sides.worker import Worker
-from swarm.averaging.agreement.rules import Timing
+from scripts.benches.sides.worker import PATIENT, HeldTransport, Place, Worker
 from swarm.config import RunConfig
+from swarm.credentials.identity import generate
 from swarm.data.microbatches import Microbatches
 from swarm.errors import DeadlineExceeded, IntegrityError
-from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.rpc.channels import ChannelPool
 from swarm.stage.boundary import TOKENS
 from swarm.stage.runtime import Runtime
 from swarm.stage.task_queue import Priority
-from swarm.types import PeerId, PeerRecord, PeerState
+from swarm.types import PeerRecord
 
-PATIENCE_SECONDS = 60.0
-TIMING = Timing(
-    report_gap_seconds=0.002, report_seconds=PATIENCE_SECONDS, call_seconds=PATIENCE_SECONDS,
-    late_seconds=PATIENCE_SECONDS, fresh_seconds=PATIENCE_SECONDS, begin_seconds=PATIENCE_SECONDS,
-    average_seconds=PATIENCE_SECONDS, commit_seconds=PATIENCE_SECONDS, silence_seconds=PATIENCE_SECONDS,
-)  # fmt: skip
-"""No worker counts as dead because it is slow: all share one thread of a machine that may be busy. Calls to a killed
-worker fail at once."""
 ROUND_SECONDS = 120.0  # Longest wait for a round. On an idle machine it takes milliseconds.
 POLL_SECONDS = 0.0005
 
@@ -47,33 +38,6 @@ class InlineRuntime(Runtime):
         return work(), 0.0
 
 
-class DrivenWorker(Worker):
-    """One peer of the swarm."""
-
-    def __init__(self, number: int, config: RunConfig, network: MemoryNetwork, tasks: asyncio.TaskGroup) -> None:
-        own = PeerRecord(
-            peer_id=PeerId(f"{number:040x}"), stage=0, endpoint=f"memory:{number}", state=PeerState.SERVING,
-            announced_at=0.0,
-        )  # fmt: skip
-        super().__init__(
-            config, cpu_backend(config, 0, graph_bytes=1 << 30), own=own, peers=network.records,
-            transport=MemoryTransport(network), runtime=InlineRuntime(), tasks=tasks, max_in_flight=1, timing=TIMING,
-            poll_seconds=0.0,
-        )  # fmt: skip
-
-    @property
-    def last_report(self) -> pb.RoundReport:
-        """The report of the newest committed round."""
-        return self.member.reports[-1]
-
-    async def join(self) -> None:
-        """Download the state of the other workers, if there are any."""
-        self.start()
-        await asyncio.sleep(0)
-        await self.averager.join()
-        self.stage.admission.open()
-
-
 class DrivenSwarm:
     """Workers that train round after round. Use and stop it inside the task group that it gets."""
 
@@ -81,10 +45,12 @@ class DrivenSwarm:
         self._config = config
         self._data = data
         self._tasks = tasks
-        self._network = MemoryNetwork()
-        self._numbers = itertools.count(1)
+        self._line = asyncio.Event()
+        self._line.set()
+        self._channels = ChannelPool()
+        self._places: dict[str, Place] = {}
         self._indices = itertools.count()
-        self.workers: list[DrivenWorker] = []
+        self.workers: list[Worker] = []
         self.bytes_averaged = 0  # The bytes that all workers have sent and received
         self.num_attempts = 0  # The number of attempts to commit a round
         self.num_lost_samples = 0  # The samples on which killed workers had trained, and which are in no average
@@ -102,37 +68,34 @@ class DrivenSwarm:
     async def start(self, num_workers: int) -> None:
         self.workers = [await self._new_worker() for _ in range(num_workers)]
 
-    def stop(self) -> None:
+    async def stop(self) -> None:
         for worker in self.workers:
             worker.stop()
+        for place in self._places.values():
+            await place.close()
+        await self._channels.close()
 
     async def train_round(self, replaced: int | None = None) -> None:
-        """Train one round, and wait until all workers have committed it.
-
-        Args:
-            replaced: the index of a worker that is killed in the middle of the round, and replaced by a new one.
-
-        Raises:
-            DeadlineExceeded: the round is not committed.
-            IntegrityError: after the round the workers hold different states, or one of them was left out.
-        """
+        """Train one round, and wait until all workers have committed it. A worker may be killed in the middle of the
+        round, and replaced. Raises DeadlineExceeded, and IntegrityError if afterwards the workers hold different states
+        or one was left out."""
         number = self.round
         if replaced is not None:
             await self._feed(self._config.rounds.round_samples // 2)
             await self._replace(replaced)
         overlap_steps = self._config.averaging.overlap_steps
         if overlap_steps:
-            self._network.line.clear()
+            self._line.clear()
         await self._feed(self._config.rounds.round_samples)
         if overlap_steps:
             await self._until(lambda: all(worker.weights.round.closed for worker in self.workers), "closed")
             await self._train_during_exchange(overlap_steps)
-            self._network.line.set()
+            self._line.set()
         await self._until(lambda: all(worker.weights.round.number > number for worker in self.workers), "committed")
         digests = {await worker.member.state_digest() for worker in self.workers}
         if len(digests) > 1:
             raise IntegrityError(f"after round {number} the workers hold different states")
-        reports = [worker.last_report for worker in self.workers]
+        reports = [worker.member.reports[-1] for worker in self.workers]
         if reports[0].num_members < len(self.workers):
             raise IntegrityError(f"only {reports[0].num_members} workers took part in round {number}")
         self.bytes_averaged += sum(report.bytes_sent + report.bytes_received for report in reports)
@@ -151,23 +114,36 @@ class DrivenSwarm:
                 await self._train_next(worker)
         assert not any(worker.weights.num_unstepped_samples for worker in self.workers), "inner steps go on meanwhile"
 
-    async def _train_next(self, worker: DrivenWorker) -> None:
+    async def _train_next(self, worker: Worker) -> None:
         index = next(self._indices)
         tokens = torch.from_numpy(self._data.tokens(index))
         await worker.train(index, {TOKENS: tokens}, len(tokens))
 
-    async def _replace(self, place: int) -> None:
-        dead = self.workers[place]
-        self._network.remove(dead.record)
+    async def _replace(self, number: int) -> None:
+        dead = self.workers[number]
         dead.stop()
+        await self._places.pop(dead.record.peer_id).close()
         self.num_lost_samples += dead.member.progress().num_samples
-        self.workers[place] = await self._new_worker()
+        self.workers[number] = await self._new_worker()
 
-    async def _new_worker(self) -> DrivenWorker:
-        worker = DrivenWorker(next(self._numbers), self._config, self._network, self._tasks)
-        self._network.add(worker.record, worker.averager.handlers)
-        await worker.join()
+    async def _new_worker(self) -> Worker:
+        place = Place(generate(), 0)
+        self._places[place.record.peer_id] = place
+        worker = Worker(
+            self._config, cpu_backend(self._config, 0, graph_bytes=1 << 30), own=place.record, peers=self._records,
+            transport=HeldTransport(self._channels, 0, self._line), runtime=InlineRuntime(), tasks=self._tasks,
+            max_in_flight=1, timing=PATIENT, poll_seconds=0.0,
+        )  # fmt: skip
+        await place.serve(worker.averager)
+        worker.start()
+        await asyncio.sleep(0)
+        # It downloads the state of the other workers, if there are any.
+        await worker.averager.join()
+        worker.stage.admission.open()
         return worker
+
+    def _records(self, stage: int) -> list[PeerRecord]:
+        return [place.record for place in self._places.values()]
 
     def _all_open(self) -> bool:
         return not any(worker.weights.round.closed for worker in self.workers)
