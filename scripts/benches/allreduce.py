@@ -76,13 +76,8 @@ ARMS = (Arm("ours", "int8"), Arm("hivemind", "8bit"), Arm("ours", "fp16"), Arm("
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """One measured round of one arm.
-
-    Attributes:
-        finished: what each member reported when it had the result.
-        compared: the values that the members hold.
-        loopback_bytes: the bytes that went over the loopback meanwhile.
-    """
+    """One measured round of one arm: what each member reported at its end, and the values that the members then
+    held."""
 
     finished: Sequence[dict[str, Any]]
     compared: Sequence[dict[str, Any]]

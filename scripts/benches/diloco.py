@@ -1,6 +1,6 @@
 """What do rarer and smaller averages cost? Validation loss and bytes of each way to average, at equal tokens.
 
-A process trains each arm (sides/diloco/arms.py) with each seed. All peers of an arm are in one process.
+A process trains each arm (sides/diloco_arm.py) with each seed. All peers of an arm are in one process.
 """
 
 import itertools
@@ -17,9 +17,8 @@ from typing import Any
 from peers.local.supervisor import Child, Supervisor, last_line
 from peers.shared import option_checks
 from scripts.benches.shared import paired
-from scripts.benches.shared.common import POLL_SECONDS, BenchOptions, say, side, with_corpus, workplace
-from scripts.benches.sides.diloco.arms import ARMS, run_config
-from scripts.benches.sides.diloco.kept import Kept
+from scripts.benches.shared.common import POLL_SECONDS, BenchOptions, say, side, with_corpus, workplace, write_json
+from scripts.benches.sides.diloco_arm import ARMS, run_config
 from swarm.errors import PeerUnavailable
 
 COMPARISONS = {
@@ -58,6 +57,41 @@ class Options(BenchOptions):
     def __post_init__(self) -> None:
         option_checks.require_known(self, "arms", ARMS)
         option_checks.require_at_least(self, {"seeds": 1, "jobs": 1, "rounds_at_200": 1})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """The files in a folder, and the origin that they must have."""
+
+    folder: Path
+    rounds_at_200: int  # Outer steps of the arm with H = 200
+    dataset: str  # The dataset as named on the command line
+    digest: str  # The digest of the dataset's text
+
+    def read(self, arm: str, seed: int) -> Mapping[str, Any] | None:
+        """The figures of an arm and seed; None if they are not kept. Raises ValueError."""
+        path = self._path(arm, seed)
+        if not path.exists():
+            return None
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            figures: Mapping[str, Any] = found["figures"]
+            rounds, dataset, digest = (found["of"][name] for name in ("rounds_at_200", "dataset", "digest"))
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"--keep: {path} does not say what its figures are of; name another folder") from None
+        if (rounds, digest) != (self.rounds_at_200, self.digest):
+            raise ValueError(
+                f"--keep: {path} is of {rounds} rounds at H = 200 of {dataset} ({digest[:12]}), and not of "
+                f"{self.rounds_at_200} of {self.dataset} ({self.digest[:12]}); name another folder"
+            )
+        return figures
+
+    def write(self, arm: str, seed: int, figures: Mapping[str, Any]) -> None:
+        of = {"rounds_at_200": self.rounds_at_200, "dataset": self.dataset, "digest": self.digest}
+        write_json(self._path(arm, seed), {"of": of, "figures": dict(figures)})
+
+    def _path(self, arm: str, seed: int) -> Path:
+        return self.folder / f"{arm}-{seed}.json"
 
 
 def run(options: Options) -> dict[str, Any]:
@@ -112,7 +146,7 @@ def _train_all(
 
 
 def _command(arm: str, seed: int, options: Options) -> list[str]:
-    return side("diloco.arm", arm, seed, options.rounds_at_200, options.dataset)
+    return side("diloco_arm", arm, seed, options.rounds_at_200, options.dataset)
 
 
 def summary(runs: Sequence[Figures]) -> dict[str, Any]:
@@ -129,11 +163,7 @@ def summary(runs: Sequence[Figures]) -> dict[str, Any]:
 
 
 def goals(by_arm: Mapping[str, Sequence[Figures]]) -> dict[str, Any]:
-    """The comparisons of arms that were trained, and whether the goals are reached.
-
-    For each seed the loss of one arm is compared with the other's, relative to the latter. A difference is the mean of
-    this over the seeds.
-    """
+    """The comparisons of arms that were trained, seed by seed, and whether the goals are reached."""
     losses = {name: [figures["val_loss"] for figures in runs] for name, runs in by_arm.items()}
     found: dict[str, Any] = {"spread": {}, "reached": {}}
     for name, (ours, theirs, bound) in COMPARISONS.items():

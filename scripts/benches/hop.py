@@ -272,10 +272,8 @@ class TheirExpert:
     num_failed: int = 0
 
     def call(self) -> float:
-        """Forward, then backward, and return the seconds.
-
-        Sometimes hivemind loses the second half of a stream. Such a call is counted and repeated.
-        """
+        """Forward, then backward, and return the seconds. Sometimes hivemind loses the second half of a stream: such a
+        call is counted and repeated."""
         for _ in range(ATTEMPTS):
             try:
                 return self._call()

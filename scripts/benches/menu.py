@@ -22,14 +22,8 @@ def run_named(
     prog: str, kind: str, known: Mapping[str, str], module_of: Callable[[str], ModuleType], *,
     is_about_speed: bool = False,
 ) -> int:  # fmt: skip
-    """Run the module that the command line names, and return the exit code.
-
-    Args:
-        kind: what the modules are called, in the plural.
-        known: the names of the modules, and what each is for.
-        is_about_speed: whether the figures also get `others_cpu_share`, because they depend on what else this machine
-            does.
-    """
+    """Run the module that the command line names, one of a `kind` (in the plural), and return the exit code. Figures
+    about speed also get `others_cpu_share`."""
     name, *arguments = sys.argv[1:] or [""]
     if name not in known:
         listed = ", ".join(f"{one} ({purpose})" for one, purpose in known.items())

@@ -141,12 +141,7 @@ def _references(begin: Callable[[], Reference], steps: int) -> _References:
 def _figures(
     swarm: Trained, references: _References, shapes: Mapping[str, Mapping[str, float]], *, committed: Sequence[int]
 ) -> dict[str, Any]:
-    """The figures that are reported.
-
-    Args:
-        shapes: by name, the differences of the swarms with other shapes.
-        committed: the microbatches that the stages of those swarms have committed.
-    """
+    """The figures that are reported. Swarms with other shapes add their differences and what they have committed."""
     expected = len(references.plain.losses) * MICROBATCHES_PER_ROUND
     figures = differences(swarm, references.plain)
     controls = {

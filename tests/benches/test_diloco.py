@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from scripts.benches import diloco
-from scripts.benches.diloco import Options, goals
+from scripts.benches.diloco import Kept, Options, goals
 from scripts.benches.shared.common import with_corpus
-from scripts.benches.sides.diloco.arms import ARMS, Arm, num_rounds, run_config, total_samples
-from scripts.benches.sides.diloco.driven_swarm import DrivenSwarm
-from scripts.benches.sides.diloco.kept import Kept
+from scripts.benches.sides.diloco_arm import ARMS, Arm, num_rounds, run_config, total_samples
+from scripts.benches.sides.driven_swarm import DrivenSwarm
 from scripts.benches.sides.reference import Reference
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches

@@ -23,15 +23,7 @@ LOST_SECONDS = 1.0  # How long an answer is held back before its connection brea
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A kind of fault.
-
-    Attributes:
-        hits: what of a swarm it disturbs.
-        weight: how often it is drawn, relative to others.
-        seconds: shortest and longest time that it lasts.
-        begin: begins the fault, and puts the action that ends it on the stack. Returns the roles that it hit; none if
-            no process could be hit.
-    """
+    """A kind of fault. `begin` puts the action that ends it on the stack, and returns the roles that it hit, if any."""
 
     hits: Literal["processes", "network", "clock", "disk"]
     weight: float

@@ -144,12 +144,8 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def cpu_backend(config: RunConfig, stage: int, *, graph_bytes: int, module: nn.Module | None = None) -> StageBackend:
-    """Make the backend of a stage.
-
-    Args:
-        graph_bytes: how many bytes of graphs it may keep; with 0 every forward is computed again.
-        module: the stage's own module; None for a new one, as the run's seed draws it.
-    """
+    """The backend of a stage, with a new module if none is given, that may keep so many bytes of graphs; with 0 every
+    forward is computed again."""
     module = build_stage(config, stage, device="cpu") if module is None else module
     return StageBackend(
         config=config, stage=stage, module=module, weights=weights_of(config, module, lineage=""), staging=Staging(),

@@ -80,11 +80,8 @@ def missing() -> str:
 
 
 class Internet:
-    """An internet of namespaces. Entering the `with` block makes it. Leaving the block removes it, with all processes
-    inside.
-
-    Namespaces that killed processes have left behind are removed first.
-    """
+    """An internet of namespaces. Leaving the `with` block removes it, with all processes inside. Namespaces that killed
+    processes have left behind are removed first."""
 
     def __init__(self) -> None:
         self._prefix = f"swarm{os.getpid()}-"

@@ -37,14 +37,8 @@ class Ratio:
 def in_turns(
     sides: Mapping[str, Callable[[int], float]], repetitions: int, *, what: str = "", unit: str = "s"
 ) -> dict[str, list[float]]:
-    """Let each side have its turn in every repetition. Every second repetition has the opposite order.
-
-    Args:
-        sides: the work of each side, by the side's name. It gets the repetition's number, and returns the measured
-            value.
-        what: the name of the comparison in lines of progress; empty for no lines.
-        unit: the unit of the values.
-    """
+    """Let each side have its turn in every repetition, in the opposite order in every second one. A side gets the
+    repetition's number, and returns the measured value. `what` names the comparison in lines of progress, if any."""
     values: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(repetitions):
         for name in order(list(sides), number):
@@ -72,11 +66,8 @@ def ratio(over: Sequence[float], under: Sequence[float]) -> Ratio:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The interval that contains the distribution's median with a confidence of 95 %, by the sign test, for any
-    distribution.
-
-    With fewer than six values it contains all of them.
-    """
+    """The interval that contains the distribution's median with a confidence of 95 %, by the sign test. With fewer than
+    six values it contains all of them."""
     ordered, num_cut, tail = sorted(values), 0, 0.5 ** len(values)
     while (tail := tail + math.comb(len(ordered), num_cut + 1) * 0.5 ** len(ordered)) <= 0.025:
         num_cut += 1
@@ -110,12 +101,7 @@ once."""
 
 def take_turns(results: Path, work: Callable[[], float | None]) -> None:
     """Do `work` each time this process is continued, until it is killed. The seconds of turn N are written to
-    `results`/N.json.
-
-    Args:
-        work: does a turn's work. It may return the seconds that count for it; if it returns None, those that it took
-            count.
-    """
+    `results`/N.json: those that `work` returns, or those that it took."""
     for turn in itertools.count():
         signal.raise_signal(signal.SIGSTOP)
         start = time.perf_counter()

@@ -61,15 +61,8 @@ class SwarmProcesses:
         return self.folder / "events"
 
     def start_peers(self, stages: Sequence[int], environments: Sequence[Mapping[str, str]] = ()) -> None:
-        """Start one peer for each entry, and return when all of them serve.
-
-        Args:
-            environments: the environment of each peer, added to this process's own.
-
-        Raises:
-            PeerUnavailable: one ended instead.
-            DeadlineExceeded: one took too long.
-        """
+        """Start one peer for each entry, with these additions to its environment, and return when all of them serve.
+        Raises PeerUnavailable and DeadlineExceeded."""
         self.prepare()
         peers = list(zip(stages, environments or [{}] * len(stages), strict=True))
         # The first one has to be there before others can join it.
@@ -184,10 +177,6 @@ class Lines(Supervisor):
     """Puts every child behind a line of its own."""
 
     def __init__(self, log_folder: Path, throttle: Throttle, environment: Mapping[str, str] | None = None) -> None:
-        """
-        Args:
-            environment: further environment variables of every child.
-        """
         super().__init__(log_folder)
         self.folder = log_folder
         self.environment = dict(environment or {})

@@ -51,12 +51,7 @@ class Times:
 
 
 class RoundTimes:
-    """How long the ends of a stage's rounds took.
-
-    Args:
-        weights: their closings and commits are measured from now on.
-        steps: the times of the optimizer's steps.
-    """
+    """How long the closings and commits of weights take from now on, without the optimizer's steps in them."""
 
     def __init__(self, weights: StageWeights, steps: Times) -> None:
         self.closings, self.commits, self._steps = Times(), Times(), steps

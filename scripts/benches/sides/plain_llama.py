@@ -85,11 +85,7 @@ def _own_name(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class PlainFigures:
-    """What a training came to.
-
-    Attributes:
-        losses: the mean loss of each step.
-    """
+    """What a training came to, with the mean loss of each step."""
 
     tokens_per_second: float
     losses: list[float]

@@ -33,10 +33,7 @@ class Training(Protocol):
 
 
 class PlainDiloco:
-    """DiLoCo's workers in one process, with the same initial weights as the swarm.
-
-    Each of n workers gets every n-th microbatch of a round, in whole inner batches.
-    """
+    """DiLoCo's workers in one process, with the swarm's initial weights. Each of n gets every n-th microbatch."""
 
     def __init__(self, config: RunConfig, data: Microbatches, num_workers: int) -> None:
         self._config = config

@@ -42,12 +42,7 @@ def torch_adamw(module: nn.Module, config: OptimizerConfig, *, fused: bool = Fal
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """The model that is trained.
-
-    Attributes:
-        summed_loss: a microbatch's losses, summed over its targets.
-        parameters: the trained parameters, by their names in the swarm.
-    """
+    """The model that is trained: the losses of a microbatch, summed over its targets, and the trained parameters."""
 
     summed_loss: Callable[[Samples, DropoutKey], torch.Tensor]
     parameters: Mapping[str, nn.Parameter]
@@ -76,11 +71,7 @@ class Reference:
         self.update(0)
 
     def step(self, number: int, counts: Mapping[int, int] | None = None) -> float:
-        """Train round `number`, and return its mean loss.
-
-        Args:
-            counts: how often a microbatch counts, for those that do not count once.
-        """
+        """Train round `number`, and return its mean loss. Microbatches count once, but for those in `counts`."""
         size = self._config.microbatches_per_round
         indices = range(number * size, (number + 1) * size)
         loss, num_targets = self.accumulate_mean({index: (counts or {}).get(index, 1) for index in indices})
@@ -88,10 +79,8 @@ class Reference:
         return loss / num_targets
 
     def accumulate_mean(self, counts: Mapping[int, int]) -> tuple[float, int]:
-        """Add the mean gradient over all targets of some microbatches to the sum. `counts` says how often each counts.
-
-        Return the sum of their losses, each counted once, and the number of their targets.
-        """
+        """Add the mean gradient over all targets of microbatches, which count so often, to the sum. Return the sum of
+        their losses, each counted once, and the number of their targets."""
         num_targets = {index: samples.amount(self._data.samples(index)).targets for index in counts}
         weight = 1 / max(1, sum(counts[index] * num_targets[index] for index in counts))
         losses = [self.accumulate(index, count * weight) for index, count in counts.items()]

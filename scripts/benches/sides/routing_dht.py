@@ -45,17 +45,8 @@ NUM_CHECKED = 200
 
 @dataclass(frozen=True, kw_only=True)
 class Counters:
-    """The resources that the peers have used until now, or within a period.
-
-    Attributes:
-        seconds: seconds of the clock.
-        loopback_bytes: the bytes that the machine has sent to itself.
-        process_cpu_seconds: the CPU seconds of this process.
-        p2pd_cpu_seconds: the CPU seconds of all p2pd.
-        passed_bytes: the bytes that each p2pd has written. It passes on to other nodes what came from its process, and
-            to its process what came from other nodes. So these are the bytes that the peer has sent and received.
-        num_readings: how often peers have begun to read all stages.
-    """
+    """What the peers have used until now, or within a period. A p2pd writes what came from its process to other nodes,
+    and what came from them to its process, so `passed_bytes` are those that each peer has sent and received."""
 
     seconds: float
     loopback_bytes: int

@@ -23,11 +23,7 @@ class OwnRule(NoRule):
     """Our rule, with the peers of one swarm."""
 
     def __init__(self, swarm: FluidSwarm, rng: random.Random, *, round_seconds: float = 60.0) -> None:
-        """
-        Args:
-            round_seconds: the length of a round. A peer that moves serves on until the end of the round, which is the
-                same for all.
-        """
+        """A peer that moves serves on until the end of the round, which is the same for all."""
         super().__init__(swarm, rng)
         self._timeline = swarm.timeline
         self._round_seconds = round_seconds

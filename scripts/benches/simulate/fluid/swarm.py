@@ -37,14 +37,7 @@ class Kept:
 
 @dataclass(eq=False)
 class FluidSwarm:
-    """Which peers serve which stage, and how much work that has amounted to so far.
-
-    Attributes:
-        stage_of: the stage of each peer that serves.
-        peers: the peers that serve each stage, in the order in which they came.
-        present: all peers that have come and not left, including those that download.
-        num_moves: how many moves have begun.
-    """
+    """Which peers serve which stage, in the order in which they came, and how much work that has amounted to so far."""
 
     timeline: Timeline
     num_stages: int

@@ -131,12 +131,9 @@ class ByChance:
 
 
 class SwarmQueue(ByChance):
-    """The SWARM paper's Algorithm 1: chooses the peer with the least sum of expected times.
-
-    A peer's expected time is a moving average over its calls. A newcomer begins with the sum of the queue's head, as in
-    the published code. If it began with 0, as in the text, it would get everything until it had caught up with the
-    others' whole past.
-    """
+    """The SWARM paper's Algorithm 1: chooses the peer with the least sum of expected times, each a moving average over
+    its calls. A newcomer begins with the sum of the queue's head, as in the published code; with 0, as in the text, it
+    would get everything until it had caught up with the others' whole past."""
 
     def __init__(self, clock: Clock, rng: random.Random) -> None:
         super().__init__(clock, rng)

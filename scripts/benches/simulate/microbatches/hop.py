@@ -26,11 +26,7 @@ def train(pipeline: SimulatedPipeline, view: View, then: Callable[[int], object]
 
 
 class _Hop:
-    """A microbatch's way to one stage and back: peers are called until one of them has answered.
-
-    Attributes:
-        origin: the peer that hands the microbatch on; None if it is the trainer.
-    """
+    """A microbatch's way to one stage and back, from a peer or (None) the trainer, until a peer has answered."""
 
     def __init__(
         self, pipeline: SimulatedPipeline, view: View, stage: int, origin: SimulatedPeer | None,
@@ -113,11 +109,8 @@ class _Call:
     """The call of a hop to one chosen peer, from the question whether it has room until its answer or its death."""
 
     def __init__(self, hop: _Hop, peer: SimulatedPeer, *, is_eager: bool, has_others: bool) -> None:
-        """
-        Args:
-            is_eager: whether the peer gave a credit, so that the tensors go with the question.
-            has_others: whether the peer may leave the microbatch to others.
-        """
+        """`is_eager`: the tensors go with the question, because the peer gave a credit. `has_others`: the peer may
+        leave the microbatch to others."""
         self._hop = hop
         self._timeline = hop.timeline
         self._peer = peer

@@ -19,16 +19,8 @@ class View:
 
 
 class SimulatedPipeline:
-    """The peers of all stages.
-
-    Args:
-        make_view: makes a view for each peer that starts, by which the peer chooses the next peer, as in this project.
-            Without it the view that a microbatch began with chooses at all stages, as SWARM's trainers do.
-
-    Attributes:
-        peers: the live peers.
-        num_reroutes: how many times a microbatch went to another peer because one failed.
-    """
+    """The peers of all stages. Each has a view of its own, if there is a way to make one; otherwise the view that a
+    microbatch began with chooses at all stages, as SWARM's trainers do."""
 
     def __init__(
         self, timeline: Timeline, rng: random.Random, *, num_stages: int, num_samples: int, max_in_flight: int,

@@ -190,12 +190,8 @@ def simulate(
 
 
 def machines(setting: Setting, link_seconds: float) -> list[Machine]:
-    """The peers of the simulated swarm, each with the time to hand on a microbatch to it.
-
-    In the simulation a line belongs to a peer. The way between two peers is half of one line and half of the other. The
-    trainer has no line. So the lines of every second stage get the whole length, and those of the stages between get
-    none.
-    """
+    """The peers of the simulated swarm. There a line belongs to a peer, the way between two peers is half of one line
+    and half of the other, and the trainer has no line: so the lines of every second stage get the whole length."""
     return [
         Machine(
             peer_id=PeerId(f"{100 * stage + number:040x}"), stage=stage, busy_seconds=pace * MICROBATCH_SIZE,
