@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from swarm.config import RunConfig, StagesConfig, WireConfig
 from swarm.generation.sampling import Sampling
+from swarm.machine.recording import recorder_of
 from swarm.model.attention import attention
 from swarm.model.loss import summed_loss
 from swarm.model.masks import random_mask
@@ -26,6 +27,7 @@ from swarm.training import optim
 from swarm.training.samples import TOKENS
 from tests.support import reproducible
 from tests.support.chain import DILOCO, LORA, SYNCHRONOUS, Chain, assert_close, reference, running_chain, tokens
+from tests.support.decoding import assert_recorded_steps_are_plain, make_config
 from tests.support.partial import partial_config
 from tests.support.rounding import rounding_reference
 
@@ -96,6 +98,16 @@ async def test_a_text_is_that_of_one_process_also_when_a_peer_dies(config: RunCo
                 if len(found) == 20:
                     await max(chain.at(1), key=lambda peer: peer.generation.counters().tokens).server.stop(0)
     assert found == written[len(prompt) :]
+
+
+@pytest.mark.parametrize("compute", ["off", "bf16"])
+def test_recorded_steps_of_texts_give_the_logits_of_plain_ones(compute: str) -> None:
+    tolerance = 1e-4 if compute == "off" else 3e-2
+    for model in ({}, {"num_kv_heads": 2}, {"bottleneck_dim": 8}):
+        config = make_config(autocast=compute, **model)
+        assert_recorded_steps_are_plain(
+            config, lambda: recorder_of(torch.device(DEVICE)), device=DEVICE, tolerance=tolerance
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
