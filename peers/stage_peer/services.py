@@ -57,7 +57,7 @@ class Services:
         self._options = options
         self._callers = callers
         self._turns = turns
-        self._generation = GenerationServicer(stage, options.sessions, options.recorder)
+        self._generation = GenerationServicer(stage, options.sessions)
         self._meeting_point = MeetingPoint(
             membership.identity.peer_id, options.meeting, membership.clock, insecure=options.insecure,
             is_exchanging=self._is_exchanging,

@@ -59,7 +59,8 @@ class StageBackend:
     """The computation of one stage.
 
     Attributes:
-        recorder: records the computation in `warm_up`, if it can be recorded; None: nothing is recorded.
+        recorder: records the computation in `warm_up`, and the decoder's steps, if they can be recorded; None: nothing
+            is recorded.
     """
 
     config: RunConfig

@@ -22,7 +22,6 @@ from swarm.generation.choice import Scorer, choose
 from swarm.generation.decoding import Decoding, NextPositions
 from swarm.generation.sampling import BYTES_OF_SCORE
 from swarm.hop.session import Order, Piece, Token
-from swarm.machine.recording import Recorder
 from swarm.model.cache import KeyValueCache, cache_bytes
 from swarm.model.stage_module import StageModule
 from swarm.model.stages import layer_ranges
@@ -57,13 +56,10 @@ class _Step:
 class Decoder:
     """The decoder of one stage."""
 
-    def __init__(
-        self, backend: StageBackend, runtime: Runtime, *, most_bytes: int, recorder: Recorder | None = None
-    ) -> None:
+    def __init__(self, backend: StageBackend, runtime: Runtime, *, most_bytes: int) -> None:
         """
         Args:
             most_bytes: the most that all sessions together will take, as session_bytes counts it.
-            recorder: records the steps in which waiting sessions get a position, for a GPU.
         """
         self._config = backend.config
         self._module = backend.module
@@ -73,7 +69,7 @@ class Decoder:
         self._device = next(iter(backend.weights.masters.values())).device
         self._runtime = runtime
         most_positions = most_bytes // _position_bytes(backend.config, backend.stage)
-        self._decoding = Decoding(backend.staging.upload, recorder, most_positions=most_positions)
+        self._decoding = Decoding(backend.staging.upload, backend.recorder, most_positions=most_positions)
         self._waiting: deque[_Step] = deque()
 
     def cache(self, order: Order) -> KeyValueCache:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from swarm.errors import MalformedMessage, NotReady
 from swarm.generation.choice import NO_SCORING, Scorer
 from swarm.hop.session import Order, unpack_order
-from swarm.machine.recording import Recorder
 from swarm.rpc.address import check_address
 from swarm.rpc.callers import RETRY_SECONDS, Caller, Shares, caller_of
 from swarm.rpc.v1 import generation_pb2 as pb
@@ -45,17 +44,11 @@ class SessionLimits:
 class GenerationServicer(GenerationServiceServicer):
     """Serves one stage's sessions."""
 
-    def __init__(self, stage: Stage, limits: SessionLimits, recorder: Recorder | None = None) -> None:
-        """
-        Args:
-            recorder: records what sessions compute again and again, for a GPU.
-        """
+    def __init__(self, stage: Stage, limits: SessionLimits) -> None:
         self._stage = stage
         self._config = stage.context.config
         self._hop = stage.context.hop
-        self._decoder = Decoder(
-            stage.context.backend, stage.context.runtime, most_bytes=limits.max_bytes, recorder=recorder
-        )
+        self._decoder = Decoder(stage.context.backend, stage.context.runtime, most_bytes=limits.max_bytes)
         self._boundary = boundary_of(self._config)
         self._limits = limits
         retry_seconds = RETRY_SECONDS if limits.max_sessions else NEVER_SECONDS

@@ -193,7 +193,7 @@ class Peer:
         self.servicer = StageServicer(self.stage, describe=describe, callers=self.callers)
         self.server = grpc.aio.server(options=SERVER_OPTIONS)
         add_stage_servicer(self.servicer, self.server)
-        self.generation = GenerationServicer(self.stage, session_limits, recorder)
+        self.generation = GenerationServicer(self.stage, session_limits)
         add_GenerationServiceServicer_to_server(self.generation, self.server)
         self.record = PeerRecord(
             peer_id=self.peer_id, stage=stage, announced_at=0.0, state=PeerState.SERVING, samples_per_second=1.0,
