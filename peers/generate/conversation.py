@@ -123,6 +123,8 @@ class Conversation:
                 "/reset begins anew"
             )
         max_tokens = min(self._options.most_tokens, longest - len(prompt))
+        if len(messages) == len(self._beginning) + 1:
+            terminal.tell_of_cut(self._options, max_tokens, longest)
         said = ""
         try:
             async with self._model.continued(prompt, self._options.sampling, max_tokens, self._options.stop) as answer:

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Literal
 
 from peers.shared import option_checks
-from peers.shared.run_options import RunOptions
+from peers.shared.run_options import RunOptions, renamed
 from swarm.generation.sampling import Sampling
 
 PROG = "swarm-generate"
 DEFAULT_ADDRESS = "127.0.0.1"
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@]+")
+SAMPLING_OPTIONS = {"temperature": "--temperature", "top_p": "--top-p", "top_k": "--top-k"}
 MOST_CACHE_GIB = 1 << 20
 """The largest value of --cache-gib: more than any machine has memory."""
 
@@ -115,7 +116,10 @@ class GenerateOptions(RunOptions):
             raise ValueError("--stop must not be empty")
         option_checks.require_text(self, ["prompt", "system", "stop"])
         # Sampling and `address` check their own values.
-        _ = self.sampling
+        try:
+            _ = self.sampling
+        except ValueError as error:
+            raise ValueError(renamed(str(error), SAMPLING_OPTIONS)) from None
         if self.serve is not None:
             _ = self.address
 

@@ -8,7 +8,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp
 
 from peers.generate.options import GenerateOptions
-from peers.generate.terminal import tell
+from peers.generate.terminal import tell, tell_of_cut
 from peers.shared import stopping
 from peers.shared.web import LOCAL_NAMES, Listener, find_secret
 from swarm.generation.openai_api.app import Api
@@ -31,7 +31,7 @@ class Server:
             ValueError: the address cannot be taken, or the token is malformed.
             OSError: the file with the token cannot be read.
         """
-        self._most_tokens = options.most_tokens
+        self._options = options
         self._most_requests = options.max_sequences + MOST_WAITING
         self._token = find_secret(options.serve_token, environment, option="--serve-token", variable=TOKEN_VARIABLE)
         self._origins = options.serve_origin
@@ -50,6 +50,7 @@ class Server:
                 await model.conversation([{"role": "user", "content": "Hello"}])
             except ValueError as error:
                 tell(f"warning: conversations will be refused: {error}")
+        tell_of_cut(self._options, model.engine.longest, model.engine.longest)
         tell(f"serves {model.name} at {self._url}")
         await self._listener.serve(self.app(model), stop)
 
@@ -60,7 +61,7 @@ class Server:
     def app(self, model: TextModel) -> ASGIApp:
         """What answers requests."""
         numbers = random.SystemRandom()
-        api = Api(model, default_tokens=self._most_tokens, clock=SystemClock(), numbers=numbers)
+        api = Api(model, default_tokens=self._options.most_tokens, clock=SystemClock(), numbers=numbers)
         gate: ASGIApp = Gate(api.app(), token=self._token, most_requests=self._most_requests)
         if self._origins:
             # It stands before the gate: a browser asks first without a token whether the page may send its request.

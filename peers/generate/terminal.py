@@ -20,6 +20,7 @@ async def write(model: TextModel, options: GenerateOptions) -> None:
     if max_tokens < 1:
         has = counted(len(prompt), "token")
         raise ValueError(f"--prompt has {has}, and the model takes {longest} with what follows")
+    tell_of_cut(options, max_tokens, longest)
     say(options.prompt)
     loop = asyncio.get_running_loop()
     began_at = loop.time()
@@ -32,6 +33,15 @@ async def write(model: TextModel, options: GenerateOptions) -> None:
         say("\n")
     seconds = loop.time() - began_at
     tell(f"{counted(text.num_tokens, 'token')} by {model.name}, {text.num_tokens / seconds:.1f} a second")
+
+
+def tell_of_cut(options: GenerateOptions, max_tokens: int, longest: int) -> None:
+    """Say so if fewer tokens will be written than --max-tokens asks for, since the model takes `longest` in all."""
+    if (options.max_tokens or 0) > max_tokens:
+        tell(
+            f"--max-tokens {options.max_tokens} is more than fits: at most {counted(max_tokens, 'token')} will be "
+            f"written, since the model takes {longest} with the prompt"
+        )
 
 
 def say(text: str) -> None:

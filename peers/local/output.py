@@ -41,6 +41,11 @@ class Output:
         for path in (*stale, *(self.folder / name for name in ("summary.json", "loss.png", "sample.txt"))):
             path.unlink(missing_ok=True)
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether this run has made a step."""
+        return bool(self.trainer_rows())
+
     def trainer_rows(self) -> tuple[TrainerRow, ...]:
         """The trainer's row in the table, by the last step in metrics.jsonl; empty before its first step."""
         rows = list(metrics_log.read(self.metrics))[self._num_old_rows :] if self.metrics.exists() else []

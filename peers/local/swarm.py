@@ -14,7 +14,7 @@ from peers.commands import command_line
 from peers.local.options import LocalOptions
 from peers.local.output import Output
 from peers.local.peers import LocalPeer, LocalPeers
-from peers.local.supervisor import Child, Exit, Supervisor
+from peers.local.supervisor import Child, Exit, Supervisor, last_line
 from peers.shared import cli
 from peers.status.live_table import LiveTable
 from peers.status.observe import observe
@@ -76,6 +76,10 @@ START_SECONDS, START_SECONDS_PER_PEER = 300.0, 60.0
 """Longest wait until the peers after the first serve: they import, connect and perhaps compile, all at once. The first
 may take any time, because it may have to download and prepare the text."""
 LOOK_SECONDS = 0.5
+TELL_SECONDS = 2.0
+"""What takes longer is told; then again after twice the time, and so on."""
+MOST_WARNINGS = 20
+"""How many of the children's warnings are shown. The others are in their logs."""
 
 
 class LocalSwarm:
@@ -96,6 +100,11 @@ class LocalSwarm:
         self._drama = Drama(options, peers)
         self._channels = ChannelPool(insecure=options.insecure, identity=identity)
         self._events: list[str] = []
+        self._said_warnings = set[str]()
+        self._log_offsets = Counter[str]()
+        """How many bytes of each child's log have been read."""
+        self._awaited = ""
+        self._awaited_since = self._tell_at = 0.0
 
     async def run(self) -> int:
         """Start, train, show, and return the exit code."""
@@ -105,7 +114,7 @@ class LocalSwarm:
                 f"starting {num_stages} x {per_stage} peers and a trainer; their logs are in {self.output.logs}"
             )
             table.show(SwarmView(run=self._run_name, events=tuple(self._events)))
-            await self.start_first_peer()
+            await self.start_first_peer(table)
             self.output.clear([child.log for child in self._children.running])
             for number in range(1, num_stages * per_stage):
                 self.peers.start(number % num_stages)
@@ -117,7 +126,7 @@ class LocalSwarm:
         self.output.finish({"peers_killed": self._drama.num_killed, "peers_joined": self._drama.num_joined})
         return 0
 
-    async def start_first_peer(self) -> None:
+    async def start_first_peer(self, table: LiveTable) -> None:
         """Start the first peer and wait until it serves: the others join through it.
 
         Raises:
@@ -129,6 +138,8 @@ class LocalSwarm:
         first = self.peers.start(0)
         while not first.is_ready():
             self._fail_on_exit()
+            self._follow(f"{first.child.name} to serve", first.child)
+            table.show(SwarmView(run=self._run_name, events=tuple(self._events)))
             await asyncio.sleep(0.1)
 
     async def until_ready(self, table: LiveTable) -> None:
@@ -139,6 +150,7 @@ class LocalSwarm:
             self._fail_on_exit()
             if time.monotonic() > deadline:
                 raise PeerUnavailable(f"{late[0].name} does not serve after {seconds:.0f} s; its log is {late[0].log}")
+            self._follow(f"{', '.join(child.name for child in late)} to serve", late[0])
             table.show(await self._view())
             await asyncio.sleep(0.1)
 
@@ -167,6 +179,8 @@ class LocalSwarm:
             PeerUnavailable: the trainer failed, or a stage has lost its last peer.
         """
         while True:
+            if not self.output.has_begun:
+                self._follow("the first step", trainer)
             step = await self._show(table)
             self._note(self._drama.act(step - self.output.first_step), metrics, step, prefix=f"step {step}: ")
             lost = ""
@@ -215,6 +229,27 @@ class LocalSwarm:
     def _fail_on_exit(self) -> None:
         for end in self._children.exits():
             raise PeerUnavailable(f"{end.name} did not start: {_why(end)}")
+
+    def _follow(self, awaited: str, child: Child) -> None:
+        """Note what children warn of; each warning once, as all peers may have the same one. If what is awaited takes
+        long, note also what the child does for which this program waits."""
+        for each in self._children.running:
+            with each.log.open("rb") as log:
+                log.seek(self._log_offsets[each.name])
+                lines = log.read().rpartition(b"\n")[0]
+            self._log_offsets[each.name] += len(lines) + bool(lines)
+            for text in re.findall(r"^\S+ \S+ (?:WARNING|ERROR): (.*)$", lines.decode(errors="replace"), re.MULTILINE):
+                if text not in self._said_warnings and len(self._said_warnings) < MOST_WARNINGS:
+                    self._said_warnings.add(text)
+                    self._events.append(f"{each.name}: {text}")
+        now = time.monotonic()
+        if awaited != self._awaited:
+            self._awaited, self._awaited_since, self._tell_at = awaited, now, now + TELL_SECONDS
+        elif now >= self._tell_at:
+            seconds = now - self._awaited_since
+            self._tell_at = now + seconds
+            does = re.split(r" INFO: ", last_line(child.log), maxsplit=1)[-1]
+            self._events.append(f"waiting for {awaited}, {seconds:.0f} s so far; {child.name}: {does or 'it begins'}")
 
     def _note(self, happened: list[str], metrics: MetricsLog, step: int, *, prefix: str = "") -> None:
         for text in happened:

@@ -146,6 +146,7 @@ def main(argv: Sequence[str]) -> int:
         run_loop(run(start))
     finally:
         node.shutdown()
+    logger.info("this peer has left")
     return 0
 
 

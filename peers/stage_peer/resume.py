@@ -157,7 +157,7 @@ def choose(
     if others.held_at is not None:
         if others.held_at == 0:
             require_weights(config, stage, options)
-        if folder is not None and not folder.is_empty:
+        if folder is not None:
             logger.info("peers hold stage %d at round %d: theirs is taken, no checkpoint", stage, others.held_at)
         return None
     if folder is None or folder.is_empty:
@@ -169,7 +169,7 @@ def choose(
             raise ValueError("--checkpoint names a folder with checkpoints: go on with --resume, or take another one")
         if folder is not None and others.latest == 0:
             logger.info("%s has no checkpoint: the run begins at round 0", folder.path)
-        return _start_over(config, stage, others, options)
+        return _start_over(config, stage, others, folder, options)
     bound = {number for number in partners(config, stage) if number in others.rounds}
     if bound:
         rounds = {others.rounds[partner] for partner in bound}
@@ -278,7 +278,9 @@ def _begin_with(restored: Restored) -> Beginning:
     )  # fmt: skip
 
 
-def _start_over(config: RunConfig, stage: int, others: Others, options: ResumeOptions) -> Beginning | None:
+def _start_over(
+    config: RunConfig, stage: int, others: Others, folder: CheckpointFolder | None, options: ResumeOptions
+) -> Beginning | None:
     if others.latest == 0 or options.starts_over:
         require_weights(config, stage, options)
     if others.latest == 0:
@@ -291,9 +293,10 @@ def _start_over(config: RunConfig, stage: int, others: Others, options: ResumeOp
             )
         # This raises an error, because another peer may be about to bring a checkpoint of the stage, and would find
         # these initial weights in its place.
+        begins = "" if folder is None else f"--resume {folder.path} has no checkpoint, and "
         raise Fatal(
-            f"nobody holds stage {stage} any more: if its peers are only frozen or cut off, start this one again when "
-            "they are back; if they are gone for good, begin with a checkpoint (--resume DIR). Without one, "
+            f"{begins}nobody holds stage {stage} any more: if its peers are only frozen or cut off, start this one "
+            "again when they are back; if they are gone for good, begin with a checkpoint (--resume DIR). Without one, "
             "--start-over begins with initial weights, and what the stage had learnt is gone"
         )
     logger.warning(

@@ -196,6 +196,8 @@ def test_diloco_enters_at_the_others_round_and_writes_on_leaving(folder: Path, c
         return max(name.round for name in file.names(swarm.checkpoints) if name.stage == 1)
 
     wait_until(lambda: newest() >= int(enters[1]) + 2, SECONDS, "a checkpoint on leaving")
+    assert swarm.wait_for_end(joiner.child, SECONDS) == 0
+    assert joiner.child.log.read_text().splitlines()[-1].endswith("INFO: this peer has left")
     # Where a last checkpoint cannot be written, as on a full disk, the peer does not end as if all were well.
     full = folder / "full"
     (spare,) = swarm.start_peers([0], "--checkpoint", str(full), "--checkpoint-every", "1000")

@@ -107,6 +107,20 @@ def test_in_the_end_it_says_how_fast_which_weights_wrote(tmp_path: Path, capsys:
     assert re.fullmatch(r"swarm-generate: \d tokens? by \S+@0, \d+\.\d a second", last)
 
 
+@pytest.mark.parametrize(("asked", "cut"), [(40, False), (60, True)])
+def test_that_fewer_tokens_fit_than_are_asked_for_is_a_line(
+    asked: int, cut: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    longest = save("gpt2", tmp_path).config.max_position_embeddings
+    fitting = longest - 5
+    assert program.main(["--model", str(tmp_path), "--prompt", "def f", "--max-tokens", str(fitting + asked - 40)]) == 0
+    line = (
+        f"--max-tokens {fitting + 20} is more than fits: at most {fitting} tokens will be written, since the model "
+        f"takes {longest} with the prompt"
+    )
+    assert (line in capsys.readouterr().err) == cut
+
+
 def test_a_text_ends_before_a_stop_and_with_the_model_s_end_token(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -210,8 +224,8 @@ def test_a_run_on_bytes_ends_its_texts_where_the_model_does(tmp_path: Path, caps
         (["--model", "m", "--serve", "1", "--cache-gib", "nan"], "--cache-gib must be positive"),
         (["--model", "m", "--serve", "1", "--cache-gib", "1e308"], "--cache-gib must be at most 1048576"),
         (["--prompt", "", "--model", "m"], "--prompt must not be empty"),
-        (["--prompt", "a", "--model", "m", "--top-p", "2"], "top_p must be from 0 to 1"),
-        (["--prompt", "a", "--model", "m", "--temperature", "-1"], "temperature must be 0 or positive"),
+        (["--prompt", "a", "--model", "m", "--top-p", "2"], "--top-p must be from 0 to 1"),
+        (["--prompt", "a", "--model", "m", "--temperature", "-1"], "--temperature must be 0 or positive"),
         (["--prompt", "a", "--model", "m", "--max-tokens", "0"], "--max-tokens must be at least 1"),
         (
             ["--prompt", "a\udcff", "--model", "m"],
@@ -222,7 +236,7 @@ def test_a_run_on_bytes_ends_its_texts_where_the_model_does(tmp_path: Path, caps
             "--stop must be UTF-8 text, and has the byte 0x80 after",
         ),
         (["--chat", "--model", "m", "--system", "\udcff"], "--system must be UTF-8 text"),
-        (["--prompt", "a", "--model", "m", "--top-k", str(2**31)], "top_k must be at least 0 and below"),
+        (["--prompt", "a", "--model", "m", "--top-k", str(2**31)], "--top-k must be at least 0 and below"),
         (["swarm://x", "--prompt", "a", "--dtype", "bf16"], "--device and --dtype need --checkpoint DIR or --model"),
         (["swarm://x", "--prompt", "a", "--device", "cpu"], "--device and --dtype need --checkpoint DIR or --model"),
         (["--prompt", "a", "--model", "m", "--base", "m"], "--base needs --checkpoint DIR"),

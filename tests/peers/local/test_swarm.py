@@ -57,25 +57,49 @@ async def test_the_first_peer_may_take_its_time(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(swarms, "START_SECONDS", 0.0)
     monkeypatch.setattr(swarms, "START_SECONDS_PER_PEER", 0.0)
     swarm, _ = _swarm(tmp_path)
-    start = asyncio.create_task(swarm.start_first_peer())
-    await asyncio.sleep(0.15)
-    assert not start.done()
-    write_ready_file(tmp_path / "peer-1.json")
-    await start
+    with LiveTable() as table:
+        start = asyncio.create_task(swarm.start_first_peer(table))
+        await asyncio.sleep(0.15)
+        assert not start.done()
+        write_ready_file(tmp_path / "peer-1.json")
+        await start
+
+
+async def test_what_peers_warn_of_is_shown_once_and_what_takes_long_says_what_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(swarms, "TELL_SECONDS", 0.15)
+    swarm, _ = _swarm(tmp_path)
+    with LiveTable() as table:
+        serve(swarm.peers.start(0))
+        late = [swarm.peers.start(stage) for stage in (1, 2)]
+        waiting = asyncio.create_task(swarm.until_ready(table))
+        for peer in late:
+            with peer.child.log.open("a") as log:
+                log.write(f"12:00:00 {peer.child.name} WARNING: 3 of 7 rows are left out: [a] has no text\n")
+                log.write(f"12:00:01 {peer.child.name} INFO: the text is being prepared: 4 MB so far\n12:00:02 half")
+            await asyncio.sleep(0.2)
+        for peer in late:
+            serve(peer)
+        await waiting
+    shown = capsys.readouterr().out
+    assert shown.count("peer-2: 3 of 7 rows are left out: [a] has no text") == shown.count("3 of 7 rows") == 1
+    assert "waiting for peer-2, peer-3 to serve, 0 s so far; peer-2: " in shown
 
 
 async def test_the_first_peer_is_watched(tmp_path: Path) -> None:
     swarm, children = _swarm(tmp_path)
     children.ended = [Exit(name="peer-1", returncode=2, reason="swarm-peer: error: no such text")]
-    with pytest.raises(PeerUnavailable, match=r"^peer-1 did not start: no such text$"):
-        await swarm.start_first_peer()
+    with LiveTable() as table, pytest.raises(PeerUnavailable, match=r"^peer-1 did not start: no such text$"):
+        await swarm.start_first_peer(table)
 
 
 async def test_an_old_log_of_the_first_peer_is_not_taken_for_its_own(tmp_path: Path) -> None:
     leave_old_files(tmp_path / "out")
     swarm, children = _swarm(tmp_path)
     write_ready_file(tmp_path / "peer-1.json")
-    await swarm.start_first_peer()
+    with LiveTable() as table:
+        await swarm.start_first_peer(table)
     assert (children.folder / "peer-1.log").read_text() == "begins\n"
     assert all((tmp_path / "out" / name).exists() for name in OLD)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -154,11 +155,12 @@ def test_nobody_starts_anew_beside_checkpoints(config: RunConfig, rounds: dict[i
 def test_a_lost_stage_does_not_start_over_unasked(config: RunConfig, tmp_path: Path) -> None:
     """A peer that has its checkpoint would find a holder, and take over the initial weights."""
     expected = (
-        r"^nobody holds stage 1 any more: if its peers are only frozen or cut off, start this one again when they are "
+        r"nobody holds stage 1 any more: if its peers are only frozen or cut off, start this one again when they are "
         r"back; if they are gone for good, begin with a checkpoint \(--resume DIR\)\. Without one, --start-over "
     )
-    for folder in (None, CheckpointFolder(tmp_path, config)):
-        with pytest.raises(Fatal, match=expected):
+    named = rf"--resume {re.escape(str(tmp_path))} has no checkpoint, and "
+    for folder, begins in ((None, ""), (CheckpointFolder(tmp_path, config), named)):
+        with pytest.raises(Fatal, match=f"^{begins}{expected}"):
             _choose(config, Others(rounds={0: 40, 2: 41}, latest=41), folder)
         assert _choose(config, Others(rounds={0: 0, 2: 0}, latest=0), folder) is None, "nothing was learnt yet"
 
