@@ -62,8 +62,8 @@ class StaticOptions:
     """Codec in which gradients are averaged, with the options of [averaging]; for --dp alone."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile every layer (torch.compile). auto does so on a CUDA GPU. Not for runs with dropout."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes a GPU for each worker if there are any."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """auto takes a CUDA GPU for each worker if there are any. mps, a Mac's GPU, is for a single worker."""
     threads: int = 0
     """CPU threads of each worker; 0 takes the machine's physical cores over its workers, or what OMP_NUM_THREADS says.
     The 1 that torchrun itself writes there does not count."""

@@ -9,6 +9,7 @@ import ipaddress
 import logging
 import math
 import os
+import random
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
-from peers.shared import faults
+from peers.shared import devices, faults
 from peers.static.options import StaticOptions, is_first_here
 from swarm.errors import PeerUnavailable
 from swarm.machine.out_of_memory import is_out_of_memory
@@ -84,7 +85,11 @@ def shape_of(options: StaticOptions, environment: Mapping[str, str]) -> Shape:
 
 
 def device_of(name: str, environment: Mapping[str, str]) -> torch.device:
-    """The device of this worker. Raises ValueError if its machine lacks the GPUs."""
+    """The device of this worker. Raises ValueError if its machine lacks the GPUs, or they are for fewer workers."""
+    if name == "mps":
+        if environment.get("WORLD_SIZE", "1") != "1":
+            raise ValueError("--device mps is for one worker: start swarm-static without torchrun, or on the CPU")
+        return devices.device_of(name, random.Random())
     num_gpus, needed = torch.cuda.device_count(), int(environment.get("LOCAL_WORLD_SIZE", "1"))
     if name == "cpu" or (name == "auto" and num_gpus == 0):
         return torch.device("cpu")
@@ -138,7 +143,7 @@ class Workers:
 def joined(shape: Shape, device: torch.device, environment: Mapping[str, str]) -> Iterator[Workers]:
     """Be connected to the other workers inside the block. Raises PeerUnavailable if one of them is gone."""
     # Small numbers are summed on the CPU (gloo), so that reading them does not wait for a GPU.
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if interface := interface_to_others(environment, psutil.net_if_addrs()):
         os.environ["GLOO_SOCKET_IFNAME"] = interface
     if device.type == "cuda":
@@ -151,7 +156,9 @@ def joined(shape: Shape, device: torch.device, environment: Mapping[str, str]) -
         timeout=PATIENCE,
     )
     try:
-        mesh = init_device_mesh(device.type, (shape.pp, shape.dp, shape.tp), mesh_dim_names=("pp", "dp", "tp"))
+        # On MPS there is one worker, which exchanges nothing, and torch has no such mesh.
+        kind = "cuda" if device.type == "cuda" else "cpu"
+        mesh = init_device_mesh(kind, (shape.pp, shape.dp, shape.tp), mesh_dim_names=("pp", "dp", "tp"))
         yield Workers(shape=shape, device=device, mesh=mesh, is_first_here=is_first_here(environment))
     except RuntimeError as error:
         # If an exchange fails, NCCL raises a DistError, and gloo a plain RuntimeError.

@@ -96,6 +96,7 @@ def trained(config_file: Path, *arguments: str | Path | int) -> int:
         ),
         (9, ["--preset", "tiny", "--pp", "9"], "--pp 9 needs as many layers"),
         (2, ["--preset", "tiny", "--dtype", "fp16", "--compress", "int8"], "--compress is not for --dtype fp16"),
+        (2, ["--preset", "tiny", "--device", "mps"], "--device mps is for one worker: start swarm-static without"),
         (1, ["--preset", "none"], "unknown preset"),
         (1, ["--preset", "tiny", "--set", "optimizer.lr=1"], "--set: unknown key 'optimizer.lr'"),
         (1, ["--preset", "tiny", "--resume", "/nowhere"], "--resume /nowhere: there is no such folder"),
@@ -156,6 +157,14 @@ def test_other_workers_of_a_machine_do_not_repeat_it(
 def test_a_missing_gpu_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert static("--preset", "tiny", "--device", "cuda") == 2
     assert "each worker needs a GPU, and this machine has 0 for 1" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.backends.mps.is_available(), reason="needs a machine without Apple's GPU")
+def test_a_missing_mac_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert static("--preset", "tiny", "--device", "mps") == 2
+    error = capsys.readouterr().err
+    assert "--device mps cannot be used: " in error
+    assert error.count("\n") == 1
 
 
 def test_goes_on_from_its_checkpoint_which_is_a_swarms_too(config_file: Path) -> None:

@@ -54,6 +54,12 @@ def test_a_worker_that_is_alone_has_lost_nobody(monkeypatch: pytest.MonkeyPatch)
         _raise_among(1, RuntimeError("shapes cannot be multiplied"), monkeypatch)
 
 
+def test_a_worker_on_mps_is_alone_in_its_mesh() -> None:
+    with joined(Shape(dp=1, tp=1, pp=1), torch.device("mps"), {}) as joined_workers:
+        assert joined_workers.total(1.0, 2.0) == [1.0, 2.0]
+        assert [joined_workers.place(axis) for axis in ("pp", "dp", "tp")] == [0, 0, 0]
+
+
 def _raise_among(num_workers: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     with joined(Shape(dp=1, tp=1, pp=1), torch.device("cpu"), {}) as workers:
         assert workers.total(1.0, 2.0) == [1.0, 2.0]
