@@ -3,17 +3,20 @@
 Used by the programs that turn tokens into text, or text into tokens.
 """
 
+import asyncio
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from peers.shared.environment import kept_tokenizer
 from peers.shared.network import Membership
-from swarm.content import tokenizer
+from swarm.content.fetcher import Fetcher, Piece
 from swarm.content.line import Kind
 from swarm.data import tokenizer_files
 from swarm.data.own_tokenizer import trusted
+from swarm.data.tokenizer_files import MOST_BYTES, MOST_LIST_BYTES, TokenizerFiles
 from swarm.data.tokenizers import ByteTokenizer
-from swarm.errors import PeerUnavailable
+from swarm.errors import Fatal, PeerUnavailable
 from swarm.machine.patience import patiently
 
 
@@ -38,7 +41,7 @@ async def have_tokenizer(member: Membership, cache: Path) -> str:
 
     async def fetch() -> None:
         try:
-            await tokenizer.have(data.tokenizer_files, folder, fetcher)
+            await have(data.tokenizer_files, folder, fetcher)
         except PeerUnavailable:
             # The run's first peer may have started just now.
             with suppress(PeerUnavailable):
@@ -57,3 +60,25 @@ async def have_tokenizer(member: Membership, cache: Path) -> str:
 def folder_of(tokenizer: str) -> list[Path]:
     """The folder in which a tokenizer is, perhaps with a chat template beside it; none if it has no files."""
     return [tokenizer_files.located(tokenizer).parent] if tokenizer_files.has_files(tokenizer) else []
+
+
+async def have(digest: str, folder: Path, fetcher: Fetcher) -> None:
+    """Fetch a tokenizer's files into a folder, unless they are there. If this is cancelled, the folder stays as it was.
+
+    Raises:
+        PeerUnavailable: no peer that answers has them.
+        Fatal: they are too large, or cannot be kept.
+    """
+    if await asyncio.to_thread(tokenizer_files.is_at, folder, digest):
+        return
+    lists = list[bytes]()
+    await fetcher.fetch([Piece(sha256=digest, max_bytes=MOST_LIST_BYTES, keep=lists.append)])
+    contents: dict[str, bytes] = {}
+    for name, sha256 in tokenizer_files.digests_of(lists[0]).items():
+        # One after the other, so that one bound holds for all files together.
+        left = MOST_BYTES - sum(map(len, contents.values()))
+        await fetcher.fetch([Piece(sha256=sha256, max_bytes=left, keep=partial(contents.__setitem__, name))])
+    try:
+        await asyncio.to_thread(TokenizerFiles(contents).keep, folder)
+    except OSError as error:
+        raise Fatal(f"the run's tokenizer cannot be kept in {folder}: {error.strerror or error}") from None

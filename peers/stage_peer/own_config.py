@@ -74,7 +74,8 @@ def _sizes_in_words(config: RunConfig, num_samples: int) -> str:
     told += f", in microbatches of {data.microbatch_size}"
     if not rounds.synchronous:
         told += f" and inner steps of {rounds.inner_batch_samples}"
-    return f"{told}; {num_samples / rounds.round_samples:.3g} steps are one pass through the text"
+    steps = num_samples / rounds.round_samples
+    return f"{told}; {f'{steps:,.0f}' if steps >= 100 else f'{steps:.3g}'} steps are one pass through the text"
 
 
 def _rate_in_words(config: RunConfig) -> str:

@@ -6,26 +6,30 @@ have the swarm write a sample of text.
 
 import asyncio
 import logging
+from contextlib import closing
 from dataclasses import dataclass
 
 from peers.trainer.options import TrainerOptions
 from peers.trainer.report import Report
 from swarm.config import RunConfig
 from swarm.data import tokenizers
-from swarm.data.held_out import HeldOutLoss
+from swarm.data.held_out import HeldOutLoss, averaged
 from swarm.data.microbatches import Microbatches
-from swarm.errors import Fatal, SwarmError
+from swarm.errors import Fatal, Overloaded, SwarmError
 from swarm.generation.engine import collect
 from swarm.generation.sampling import Sampling
+from swarm.hop.answers import HopListener
 from swarm.hop.hop import Hop
 from swarm.machine.words import printable
-from swarm.pipeline.evaluate import held_out_loss
 from swarm.pipeline.round_watcher import RoundWatcher
 from swarm.pipeline.swarm_engine import SwarmEngine
 from swarm.pipeline.train_loop import Step, TrainLoop
 from swarm.training.samples import TOKENS
 
 logger = logging.getLogger(__name__)
+
+CONCURRENCY = 4
+"""How many chains of peers hold the round and compute at the same time."""
 
 ATTEMPTS = 5
 """How often an evaluation is tried if other trainers bring the swarm to the next round meanwhile."""
@@ -160,3 +164,35 @@ async def _continued(engine: SwarmEngine, prompt: list[int], sampling: Sampling,
 def _half(engine: SwarmEngine) -> int:
     """Tokens in half of the model's longest sequence."""
     return max(1, engine.longest // 2)
+
+
+async def held_out_loss(
+    hop: Hop, data: Microbatches, *, round_number: int, num_samples: int, listener: HopListener | None = None
+) -> HeldOutLoss:
+    """Compute losses over about `num_samples` held-out samples, equally many of each dataset.
+
+    Peers hold the round's weights meanwhile, so that the evaluation may take longer than a round.
+
+    Args:
+        listener: called with the stage that is waited for. The wait may last until a peer serves that stage.
+
+    Raises:
+        Fatal: no chain of peers can hold that round, or not any more.
+    """
+    sources = data.held_out_by_source(num_samples)
+    batches = [batch for source in sources for batch in source.batches]
+    waiting = iter(enumerate(batches))
+    losses = [0.0] * len(batches)
+
+    async def work() -> None:
+        with closing(await hop.hold(round_number, listener)) as hold:
+            for number, batch in waiting:
+                losses[number] = await hop.evaluate(batch, hold.held, listener)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(CONCURRENCY, len(batches))):
+                group.create_task(work())
+    except* (Fatal, Overloaded) as failures:
+        raise Fatal(f"evaluation at round {round_number}: {failures.exceptions[0]}") from None
+    return averaged(sources, losses)

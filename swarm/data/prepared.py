@@ -29,8 +29,7 @@ from swarm.config import DataConfig
 from swarm.data import packing
 from swarm.data.chat import ChatTemplate
 from swarm.data.documents import Documents, noun_of
-from swarm.data.dummy import DUMMY, random_tokens
-from swarm.data.sources import Part, Source, Text
+from swarm.data.sources import DUMMY, Part, Source, Text, random_tokens
 from swarm.data.tokenizers import Tokenizer
 from swarm.errors import in_one_line
 from swarm.machine.words import counted

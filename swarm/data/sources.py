@@ -11,11 +11,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from swarm.config import DataConfig
 from swarm.config.data import CLASS, HUGGING_FACE
 from swarm.data import rows, text_files
-from swarm.data.dummy import DUMMY
 from swarm.data.rows import Faults, Row
+from swarm.training.samples import TokenIds, token_dtype
+
+DUMMY = "dummy"
+_NUM_TOKENS = 1 << 22
+_PIECE_TOKENS = 1 << 20
+
+
+def random_tokens(vocab_size: int) -> Iterator[TokenIds]:
+    """Yield pieces of tokens that are uniform and independent."""
+    # numpy promises that this generator gives the same numbers in every release. It does not promise this for newer
+    # generators.
+    generator = np.random.RandomState(0)
+    for _ in range(_NUM_TOKENS // _PIECE_TOKENS):
+        yield generator.randint(0, vocab_size, _PIECE_TOKENS, dtype=token_dtype(vocab_size).type)
+
 
 Text = Iterable[str]
 """The pieces of one text, in order."""

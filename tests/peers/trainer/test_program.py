@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from peers.shared.reporting import Reporting
+from peers.shared.reporting import Reporting, WandbRun
 from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_config import own_config
 from peers.trainer import program
@@ -22,7 +22,6 @@ from swarm.config import RunConfig
 from swarm.data import tokenizers
 from swarm.errors import CorpusMismatch
 from swarm.metrics.log import MetricsLog
-from swarm.metrics.wandb_run import WandbRun
 from swarm.training.samples import TOKENS
 from tests.data.texts import Rows, end_of_preparation
 from tests.support.chain import SYNCHRONOUS

@@ -17,8 +17,7 @@ from swarm.hop.obstacle import Obstacle
 from swarm.machine.clock import Clock
 from swarm.metrics.log import MetricsLog, StepMetrics
 from swarm.pipeline.round_watcher import StepReport
-from swarm.pipeline.tally import StepTotals
-from swarm.pipeline.train_loop import Step
+from swarm.pipeline.train_loop import Step, StepTotals
 from swarm.training.inner_steps import InnerSteps
 from swarm.training.round_member import RoundCost
 from tests.support.manual_clock import ManualClock

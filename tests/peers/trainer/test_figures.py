@@ -5,9 +5,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from swarm.data import entropy
+from peers.trainer import figures
+from peers.trainer.figures import bigram_entropy, unigram_entropy
 from swarm.data.corpora import Corpus
-from swarm.data.entropy import bigram_entropy, unigram_entropy
 from tests.support.text_corpus import text_corpus
 
 
@@ -23,7 +23,7 @@ def _random(num_tokens: int, vocab_size: int) -> list[int]:
 @pytest.mark.parametrize("chunk", [1, 7, 2**20])
 def test_against_plain_counting(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     """Entropies follow the formulas of the docstrings, one token at a time, however the corpus is cut into chunks."""
-    monkeypatch.setattr(entropy, "_CHUNK_TOKENS", chunk)
+    monkeypatch.setattr(figures, "_CHUNK_TOKENS", chunk)
     vocab_size, training = 11, 300
     tokens = _random(400, vocab_size)
     corpus = _corpus(tokens, training=training, vocab_size=vocab_size)

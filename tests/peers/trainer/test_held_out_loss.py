@@ -8,12 +8,12 @@ from typing import cast
 import pytest
 import torch
 
+from peers.trainer.session import held_out_loss
 from swarm.data.held_out import HeldOutLoss
 from swarm.data.microbatches import HeldOut, Microbatches
 from swarm.errors import Fatal
 from swarm.hop.answers import HopListener
 from swarm.hop.hop import Hop
-from swarm.pipeline.evaluate import held_out_loss
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.training.samples import TOKENS
 from tests.support.chain import SYNCHRONOUS

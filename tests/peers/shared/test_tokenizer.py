@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from swarm.content import tokenizer
+from peers.shared.tokenizer import have
 from swarm.content.fetcher import Fetcher
 from swarm.content.line import Kind
 from swarm.data import tokenizer_files, tokenizers
@@ -22,11 +22,11 @@ async def test_all_of_its_files_come(tmp_path: Path) -> None:
     files, kept = tokenizer_files.read(Path(path)), tmp_path / "cache" / "kept"
     line = FakeLine(liar=lambda _: b"{}", honest=files.content)
     fetcher = Fetcher(line, Kind.TOKENIZER, line.donors, SystemClock(), random.Random(0))
-    await tokenizer.have(files.digest, kept, fetcher)
+    await have(files.digest, kept, fetcher)
     assert {file.name for file in kept.iterdir()} == files.contents.keys()
     assert tokenizers.load(str(kept)).identity == tokenizers.load(path).identity
     num_sent = line.num_sent["honest"]
-    await tokenizer.have(files.digest, kept, fetcher)
+    await have(files.digest, kept, fetcher)
     assert line.num_sent["honest"] == num_sent == 4
 
 
@@ -36,5 +36,5 @@ async def test_half_a_tokenizer_is_not_kept(tmp_path: Path) -> None:
     line = FakeLine(half=lambda sha256: files.list if sha256 == files.digest else None)
     fetcher = Fetcher(line, Kind.TOKENIZER, line.donors, SystemClock(), random.Random(0))
     with pytest.raises(PeerUnavailable):
-        await tokenizer.have(files.digest, tmp_path / "kept", fetcher)
+        await have(files.digest, tmp_path / "kept", fetcher)
     assert not (tmp_path / "kept").exists()
