@@ -17,8 +17,8 @@ from swarm.machine.clock import Clock
 from swarm.machine.words import counted
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.endpoint import endpoint_of
+from swarm.rpc.entry import where
 from swarm.rpc.meeting.check import is_node
-from swarm.rpc.meeting.endpoints import where
 from swarm.rpc.probe import SHORT_ALONE, Distance, Rates, measure_distance, measure_rates, passes_long
 from swarm.stage.boundary import request_specs
 from swarm.types import PeerId, PeerRecord

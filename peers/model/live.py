@@ -29,14 +29,14 @@ from swarm.averaging.wire.transport import Transport
 from swarm.checkpoint import file
 from swarm.checkpoint.file import Header
 from swarm.config import StagesConfig
-from swarm.content.line import Kind
+from swarm.content.fetcher import Kind
 from swarm.content.weights import WeightsCache
 from swarm.credentials.certificates import Role
 from swarm.errors import Fatal, IntegrityError, PeerUnavailable, SwarmError
 from swarm.interchange.families.known import family_of
 from swarm.interchange.weights import Weights
 from swarm.machine.clock import SystemClock, run_loop
-from swarm.machine.patience import patiently
+from swarm.machine.waits import patiently
 from swarm.machine.words import counted
 from swarm.model.stages import parameter_shapes, trained_shapes
 from swarm.rpc.segments import MAX_SOURCES

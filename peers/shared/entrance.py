@@ -24,7 +24,7 @@ from swarm.dht.lookup import PeerStore
 from swarm.errors import PeerUnavailable
 from swarm.machine import json_file
 from swarm.machine.clock import Clock
-from swarm.machine.patience import patiently
+from swarm.machine.waits import patiently
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.entry import Entry

@@ -14,8 +14,7 @@ from typing import Self, TypeVar
 
 from swarm import config as configs
 from swarm.config import RunConfig
-from swarm.content.fetcher import Fetcher
-from swarm.content.line import Kind, Line
+from swarm.content.fetcher import Fetcher, Kind, Line
 from swarm.credentials.authority import Authority
 from swarm.credentials.identity import Identity
 from swarm.dht import keys
@@ -25,12 +24,10 @@ from swarm.dht.node import DhtNode
 from swarm.dht.record_store import RecordStore
 from swarm.errors import PeerUnavailable
 from swarm.machine.clock import Clock
-from swarm.machine.patience import patiently
-from swarm.machine.waits import Waits
+from swarm.machine.waits import Waits, patiently
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
-from swarm.rpc.entry import Entry
-from swarm.rpc.meeting.endpoints import direct
+from swarm.rpc.entry import Entry, direct
 from swarm.training.run_rounds import RunRounds
 from swarm.types import MOST_BANS, Ban, PeerId, PeerRecord, PeerState
 

@@ -10,14 +10,13 @@ from pathlib import Path
 
 from peers.shared.environment import kept_tokenizer
 from peers.shared.network import Membership
-from swarm.content.fetcher import Fetcher, Piece
-from swarm.content.line import Kind
+from swarm.content.fetcher import Fetcher, Kind, Piece
 from swarm.data import tokenizer_files
 from swarm.data.own_tokenizer import trusted
 from swarm.data.tokenizer_files import MOST_BYTES, MOST_LIST_BYTES, TokenizerFiles
 from swarm.data.tokenizers import ByteTokenizer
 from swarm.errors import Fatal, PeerUnavailable
-from swarm.machine.patience import patiently
+from swarm.machine.waits import patiently
 
 
 async def have_tokenizer(member: Membership, cache: Path) -> str:

@@ -18,9 +18,8 @@ from peers.shared.network import Membership, say_who_may_join
 from peers.stage_peer.listen import Announced, private_advice
 from peers.stage_peer.options import PeerOptions
 from peers.status.joining import Joining
-from swarm.rpc.entry import Entry
+from swarm.rpc.entry import Entry, direct, points_of
 from swarm.rpc.invite import Invite
-from swarm.rpc.meeting.endpoints import direct, points_of
 from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from peers.shared.network import LOOK_SECONDS, Membership
 from peers.shared.tokenizer import have_tokenizer
 from peers.stage_peer.others import answers
 from peers.stage_peer.own_model import OwnModel, kept_weights
-from swarm.content.line import Kind
+from swarm.content.fetcher import Kind
 from swarm.content.servicer import Shelves, nothing
 from swarm.content.weights import WeightsCache
 from swarm.data import tokenizer_files

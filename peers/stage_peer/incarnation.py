@@ -24,7 +24,7 @@ from swarm.credentials.identity import Identity, verify
 from swarm.dht.node import DhtNode
 from swarm.errors import Fatal, IntegrityError, PeerUnavailable
 from swarm.machine.clock import Clock
-from swarm.rpc.meeting.endpoints import where
+from swarm.rpc.entry import where
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import LATEST_TIME, PeerRecord
 

@@ -15,9 +15,8 @@ from peers.shared.network import Membership
 from peers.stage_peer.verdict import Verdict
 from swarm.dht.addresses import is_host
 from swarm.errors import DeadlineExceeded, Overloaded, SwarmError
-from swarm.rpc.entry import Entry
+from swarm.rpc.entry import Entry, direct
 from swarm.rpc.meeting.check import ANSWER_SECONDS, DIAL_SECONDS, GAP_SECONDS, check
-from swarm.rpc.meeting.endpoints import direct
 from swarm.rpc.probe import SHORT_ALONE, passes_long
 from swarm.rpc.v1 import meeting_pb2 as pb
 from swarm.types import PeerRecord

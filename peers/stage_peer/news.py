@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 from peers.status.answer import idle_because
 from swarm.machine.clock import Clock
-from swarm.machine.repeats import Repeats
-from swarm.machine.words import counted
-from swarm.rpc.meeting.endpoints import where
+from swarm.machine.words import Repeats, counted
+from swarm.rpc.entry import where
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.training.inner_steps import InnerSteps
 

@@ -19,8 +19,8 @@ from swarm.config import RunConfig
 from swarm.errors import Fatal, PeerUnavailable, SwarmError
 from swarm.machine.clock import Clock
 from swarm.model.stages import shared_parameters
+from swarm.rpc.ask import describe
 from swarm.rpc.channels import ChannelPool
-from swarm.rpc.describe import describe
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.training.run_rounds import RunRounds
 from swarm.types import PeerRecord

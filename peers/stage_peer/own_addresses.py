@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import psutil
 
 from peers.stage_peer.listen import Outside
-from swarm.machine.own_host import own_host
+from swarm.rpc.endpoint import own_host
 
 logger = logging.getLogger(__name__)
 

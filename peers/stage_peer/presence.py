@@ -21,7 +21,7 @@ from peers.stage_peer.news import Around, StageNews
 from peers.stage_peer.server_options import ServerOptions
 from swarm.averaging.averager import Averager
 from swarm.errors import PeerUnavailable
-from swarm.machine.loop_lag import LoopLag
+from swarm.machine.clock import Clock
 from swarm.rpc.callers import Callers
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.member import StageMember
@@ -30,6 +30,37 @@ from swarm.stage.time_shares import TimeWatch
 from swarm.types import LONGEST_WAIT, MOST_DHT_ADDRESSES, PROTOCOL_VERSION, PeerRecord, PeerState, TrainerRecord
 
 logger = logging.getLogger(__name__)
+
+KEPT_SECONDS = 60.0
+"""A lag is remembered for at least this long, and at most twice as long."""
+_GAP_SECONDS = 0.02
+"""Time between two measurements. A lag may be longer than its measurement by up to this time."""
+
+
+class LoopLag:
+    """Measures the event loop on which it runs."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._largest = self._largest_before = 0.0
+        """The largest lag of the present period, and of the one before it."""
+
+    @property
+    def seconds(self) -> float:
+        """The longest lag within the last KEPT_SECONDS, or up to twice that."""
+        return max(self._largest, self._largest_before)
+
+    async def run(self) -> None:
+        """Measure until cancelled."""
+        began_at = self._clock.monotonic()
+        while True:
+            due_at = self._clock.monotonic() + _GAP_SECONDS
+            await self._clock.sleep(_GAP_SECONDS)
+            now = self._clock.monotonic()
+            if now >= began_at + KEPT_SECONDS:
+                began_at, self._largest_before, self._largest = now, self._largest, 0.0
+            self._largest = max(self._largest, now - due_at)
+
 
 MOST_LINKS = 16
 """The most links to peers of the next stage that a peer reports."""

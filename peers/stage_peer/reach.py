@@ -22,12 +22,11 @@ from peers.stage_peer.own_port import OwnPort
 from peers.stage_peer.router_ports import RouterPorts
 from peers.stage_peer.verdict import Verdict
 from swarm.dht.node import DhtNode
-from swarm.machine.repeats import Repeats
+from swarm.machine.words import Repeats
 from swarm.rpc.endpoint import endpoint_of
-from swarm.rpc.entry import Entry
+from swarm.rpc.entry import Entry, direct, points_of, versions
 from swarm.rpc.meeting.carrying import Kind
 from swarm.rpc.meeting.check import GAP_SECONDS, MAX_ENDPOINTS
-from swarm.rpc.meeting.endpoints import direct, points_of, versions
 from swarm.rpc.meeting.points import Points
 from swarm.rpc.meeting.waiting import Waiting
 from swarm.rpc.v1 import meeting_pb2 as pb

@@ -17,10 +17,9 @@ from peers.stage_peer.others import answers
 from swarm.averaging.agreement.rules import has_quorum
 from swarm.checkpoint import file
 from swarm.errors import Fatal, SwarmError
-from swarm.rebalancing.claims import layout_of
-from swarm.rebalancing.costs import stage_costs
 from swarm.rebalancing.decision import next_check_seconds
-from swarm.rebalancing.judgement import SETTLE_SECONDS, Judgement
+from swarm.rebalancing.judgement import SETTLE_SECONDS, Judgement, stage_costs
+from swarm.rebalancing.layout import layout_of
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState
 

@@ -20,8 +20,8 @@ from swarm.dht.lookup import DirectoryServicer
 from swarm.pipeline.lease_service import GroupLead, LeaseServicer
 from swarm.pipeline.leases import RoundView
 from swarm.rpc.callers import Callers
+from swarm.rpc.entry import direct
 from swarm.rpc.frames import add_stage_servicer
-from swarm.rpc.meeting.endpoints import direct
 from swarm.rpc.meeting.meeting_point import MeetingPoint
 from swarm.rpc.probe import ProbeServicer
 from swarm.rpc.turns import Turns

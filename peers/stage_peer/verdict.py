@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from swarm.rpc.endpoint import endpoint_of
-from swarm.rpc.meeting.endpoints import versions
+from swarm.rpc.entry import versions
 from swarm.rpc.v1 import meeting_pb2 as pb
 
 

@@ -27,7 +27,7 @@ from peers.shared import devices, faults
 from peers.static.options import StaticOptions, is_first_here
 from swarm.errors import PeerUnavailable
 from swarm.machine.out_of_memory import is_out_of_memory
-from swarm.machine.own_host import own_host
+from swarm.rpc.endpoint import own_host
 
 logger = logging.getLogger(__name__)
 

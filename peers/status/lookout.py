@@ -27,7 +27,7 @@ from swarm.dht.discovery import discover_runs
 from swarm.dht.node import DhtNode
 from swarm.errors import SwarmError
 from swarm.machine.clock import SystemClock, run_loop
-from swarm.machine.patience import patiently
+from swarm.machine.waits import patiently
 from swarm.rpc.channels import ChannelPool
 from swarm.types import PeerRecord, PeerState
 

@@ -13,8 +13,8 @@ from peers.status.answer import Answer, LastPeer
 from peers.status.peer_row import PeerRow
 from peers.status.view import StageRow, SwarmView, TrainerRow
 from swarm.errors import MalformedMessage, PeerUnavailable, SwarmError
+from swarm.rpc.ask import describe
 from swarm.rpc.channels import ChannelPool
-from swarm.rpc.describe import describe
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import ClaimRecord, ClaimState, PeerRecord, PeerState, TrainerRecord
 

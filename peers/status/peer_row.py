@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from peers.status.answer import MOST_ROUNDS, Answer
 from peers.status.figure import Column, bans_of, counter, figure, number, read
-from swarm.rpc.meeting.endpoints import direct
+from swarm.rpc.entry import direct
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import PeerRecord
 

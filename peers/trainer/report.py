@@ -27,7 +27,7 @@ from swarm.data.held_out import HeldOutLoss
 from swarm.hop.obstacle import Obstacle
 from swarm.machine import json_file
 from swarm.machine.clock import Clock
-from swarm.machine.repeats import Repeats
+from swarm.machine.words import Repeats
 from swarm.metrics.log import BEGINS, MetricsLog, StepMetrics
 from swarm.metrics.plot import plot_loss
 from swarm.pipeline.train_loop import Step

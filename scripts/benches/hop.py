@@ -48,7 +48,7 @@ from swarm.machine.clock import Loop
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.wire import DTYPES
 from swarm.stage.boundary import GRADIENT, HIDDEN, TOKENS
-from swarm.training.microbatch import Microbatch
+from swarm.training.samples import Microbatch
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from swarm.hop.answers import HopListener
 from swarm.hop.hop import Hop
 from swarm.rpc.channels import ChannelPool
 from swarm.stage.boundary import HIDDEN, TOKENS
-from swarm.training.microbatch import Microbatch
+from swarm.training.samples import Microbatch
 
 KINDS = ("malformed", "opens", "idle", "slow")
 IN_FLIGHT = 3

@@ -37,8 +37,8 @@ from swarm.errors import PeerUnavailable
 from swarm.interchange import run_folder
 from swarm.machine.clock import SystemClock
 from swarm.machine.waits import Waits
+from swarm.rpc.ask import describe
 from swarm.rpc.channels import ChannelPool
-from swarm.rpc.describe import describe
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import PROTOCOL_VERSION, PeerRecord
 

@@ -1,6 +1,6 @@
 """Judges from a run's event logs whether its microbatches counted as docs/fault-model.md promises.
 
-    files -> log_file (lines) -> history (one each, with its holdings) -> committed_rounds (all together) -> verdict
+    files -> history (the lines of one each, with its holdings) -> committed_rounds (all together) -> verdict
 
 Called by swarm-status. Recomputes every figure that can be recomputed. Files are read side by side, and the next line
 is always taken from the file that has come least far in the run. So only the rounds between the slowest file and the
@@ -13,11 +13,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from swarm.audit import log_file, verdict
+from swarm.audit import history, verdict
 from swarm.audit.committed_rounds import CommittedRounds
 from swarm.audit.findings import Findings
-from swarm.audit.history import History
-from swarm.audit.log_file import Line
+from swarm.audit.history import History, Line
 from swarm.audit.verdict import Report
 from swarm.events.kinds import Install, Start
 from swarm.types import TRAINER_STAGE
@@ -43,7 +42,7 @@ def audit(paths: Sequence[Path]) -> Report:
     num_named = Counter(path.name for path in paths)
     # In the findings a file goes by its name, or by its path if another has the same name.
     called = {path: path.name if num_named[path.name] == 1 else str(path) for path in paths}
-    readings = [_Reading(path, log_file.read(path), History(called[path], findings, rounds)) for path in paths]
+    readings = [_Reading(path, history.read(path), History(called[path], findings, rounds)) for path in paths]
     order = [(0, number) for number in range(len(readings))]
     seen: set[int] = set()
     """Stages at which some process was; TRAINER_STAGE stands for trainers."""

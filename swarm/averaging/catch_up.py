@@ -22,8 +22,7 @@ from swarm.averaging.state_transfer import StateTransfer
 from swarm.averaging.survey import Survey
 from swarm.averaging.wire.context import Context
 from swarm.errors import IntegrityError, Overloaded, SwarmError
-from swarm.machine.repeats import Repeats
-from swarm.machine.words import counted
+from swarm.machine.words import Repeats, counted
 from swarm.types import PeerId, PeerRecord
 
 logger = logging.getLogger(__name__)

@@ -40,10 +40,9 @@ from swarm.averaging.wire.transport import (
 from swarm.compression.codec import Buffer
 from swarm.errors import DeadlineExceeded, Fatal, MalformedMessage, NotReady, NotServed, PeerUnavailable, SwarmError
 from swarm.machine.out_of_memory import is_out_of_memory
-from swarm.rpc.address import check_address
 from swarm.rpc.callers import Caller, bearer_of
 from swarm.rpc.failures import abort
-from swarm.rpc.serving import MESSAGE_SECONDS
+from swarm.rpc.serving import MESSAGE_SECONDS, check_address
 from swarm.rpc.turns import NOBODY
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.averaging_pb2_grpc import AveragingServiceServicer

@@ -1,9 +1,10 @@
 """Sparse codecs: they keep the k largest elements of each tile of 4096, or of the tile's cosine transform.
 
-codec.py picks one. This file chooses the elements and puts them back; indices.py and values.py write them.
+This file chooses the elements, writes where they lie, and puts them back; values.py writes their values. Both ways to
+write the sorted places, which are below 4096, take the same number of bits for every tile.
 
 Shapes: N elements of the part, T tiles, E = 4096 elements of a tile, K kept of each, R some of the tiles,
-C columns that a tile is written in, X elements of a tile that may be kept.
+C columns that a tile is written in, X elements of a tile that may be kept, G elements of a group of kept ones.
 """
 
 from collections.abc import Sequence
@@ -13,15 +14,68 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from swarm.compression import packing
+from swarm.compression import values
 from swarm.compression.buffers import Buffer, as_tensor, check_finite, in_chunks, slices
 from swarm.compression.dct import dct, inverse_dct
-from swarm.compression.indices import EliasFano, IndexCoder, TwelveBit
 from swarm.compression.layout import TILE
-from swarm.compression.packing import Numbers
-from swarm.compression.values import Signs, Table, ValueCoder
+from swarm.compression.values import Field, Numbers, Signs, Table, ValueCoder
 from swarm.config.averaging import Indices, Values
 from swarm.errors import MalformedMessage
+
+
+class TwelveBit:
+    """Twelve bits for each index, so two take three bytes."""
+
+    def __init__(self, count: int) -> None:
+        self.fields: tuple[Field, ...] = (Field(count, (TILE - 1).bit_length()),)
+
+    def encode(self, indices_RG: Numbers) -> list[Numbers]:
+        """The columns of `fields`: rising numbers below 4096 as they are."""
+        return [indices_RG]
+
+    def decode(self, columns: Sequence[Numbers]) -> Numbers:
+        """The inverse of `encode`. Raises MalformedMessage for columns that no encoder writes."""
+        return _check_rising(columns[0])
+
+
+class EliasFano:
+    """The code of Elias (1974) and Fano (1971): near the entropy of evenly spread indices, yet of a fixed size.
+
+    Of G numbers below u = 4096, the lowest l = floor(log2(u / G)) bits are written as they are. The rest, a number
+    below u / 2^l, is unary: bit (rest + i) is set for the i-th number, in a row of G + u / 2^l - 1 bits. 16 indices
+    take 159 bits, and 48 of them take 399.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._low_bits = np.uint16((TILE // count).bit_length() - 1)
+        self._ranks_G = np.arange(count, dtype=np.uint16)
+        self._unary_bits = count + (TILE >> int(self._low_bits)) - 1
+        self.fields: tuple[Field, ...] = (Field(count, int(self._low_bits)), Field(self._unary_bits, 1))
+
+    def encode(self, indices_RG: Numbers) -> list[Numbers]:
+        """The columns of `fields`: the low bits, and the unary rows."""
+        unary = np.zeros((len(indices_RG), self._unary_bits), dtype=np.uint16)
+        np.put_along_axis(unary, (indices_RG >> self._low_bits) + self._ranks_G, 1, axis=1)
+        return [indices_RG & ((1 << self._low_bits) - 1), unary]
+
+    def decode(self, columns: Sequence[Numbers]) -> Numbers:
+        """Put both parts together. Raises MalformedMessage if a row has too many or few ones, or the numbers fall."""
+        low_RG, unary = columns
+        if (np.count_nonzero(unary, axis=1) != len(self._ranks_G)).any():
+            raise MalformedMessage(f"an Elias-Fano row does not have {len(self._ranks_G)} ones")
+        # A row with the right number of ones has u / 2^l - 1 zeros, so no rest can exceed its range.
+        places_RG = np.nonzero(unary)[1].reshape(low_RG.shape).astype(np.uint16)
+        return _check_rising((places_RG - self._ranks_G << self._low_bits) | low_RG)
+
+
+IndexCoder = TwelveBit | EliasFano
+
+
+def _check_rising(indices_RG: Numbers) -> Numbers:
+    if (indices_RG[:, 1:] <= indices_RG[:, :-1]).any():
+        raise MalformedMessage("the indices of a tile do not rise")
+    return indices_RG
+
 
 Places = npt.NDArray[np.int16]
 TILE_BITS = (TILE - 1).bit_length()
@@ -69,7 +123,7 @@ class TopK:
                 for column in coder.encode(group[rows])
             ]
             columns += [column[rows] for column in value_columns]
-            encoded += packing.pack(columns, self._fields).data
+            encoded += values.pack(columns, self._fields).data
         return encoded
 
     def decode(self, buffer: Buffer, num_elements: int) -> torch.Tensor:
@@ -85,8 +139,8 @@ class TopK:
         vector_TE = torch.zeros(-(-num_elements // TILE), TILE)
         for rows in slices(len(vector_TE), TILES_AT_ONCE):
             tiles_RE = vector_TE[rows]
-            num_bytes = packing.num_bytes(self._fields, len(tiles_RE))
-            columns = packing.unpack(encoded[:num_bytes], self._fields, len(tiles_RE))
+            num_bytes = values.num_bytes(self._fields, len(tiles_RE))
+            columns = values.unpack(encoded[:num_bytes], self._fields, len(tiles_RE))
             encoded = encoded[num_bytes:]
             indices_RK = self._read_indices(columns)
             values_RK = self._values.decode(table, columns[-len(self._values.fields) :])
@@ -97,7 +151,7 @@ class TopK:
 
     def num_bytes(self, num_elements: int) -> int:
         """Exact size: the header and whole tiles."""
-        return self._values.header_bytes + packing.num_bytes(self._fields, -(-num_elements // TILE))
+        return self._values.header_bytes + values.num_bytes(self._fields, -(-num_elements // TILE))
 
     def _num_real_in_last(self, num_elements: int) -> int:
         """How many places of the last tile are no padding. No coefficient of a transform is padding."""

@@ -12,8 +12,7 @@ from pydantic import BaseModel
 
 from swarm.credentials.identity import Identity
 from swarm.dht import keys
-from swarm.dht.known_records import KnownRecords, Record
-from swarm.dht.quota import MAX_OWNER_RECORDS
+from swarm.dht.known_records import MAX_OWNER_RECORDS, KnownRecords, Record
 from swarm.dht.record_store import RecordStore
 from swarm.dht.records import MAX_LIFETIME_SECONDS, seal
 from swarm.errors import PeerUnavailable

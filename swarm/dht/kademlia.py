@@ -34,7 +34,7 @@ from swarm.dht.validator import RecordValidator
 from swarm.errors import PeerUnavailable
 from swarm.machine.clock import Clock
 from swarm.machine.disk import put_in_place
-from swarm.machine.patience import patiently
+from swarm.machine.waits import patiently
 
 logger = logging.getLogger(__name__)
 logging.addLevelName(logging.WARNING, "WARNING")  # hivemind calls it WARN, in the whole process.

@@ -10,7 +10,7 @@ from typing import Any
 from swarm.credentials.authority import Authority
 from swarm.credentials.certificates import bearer_of
 from swarm.dht import keys
-from swarm.dht.quota import KeyQuota
+from swarm.dht.known_records import KeyQuota
 from swarm.dht.records import Envelope, verify
 from swarm.errors import IntegrityError, MalformedMessage, NotAllowed
 from swarm.machine.clock import Clock

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from swarm.events.kinds import NAMES, Event, Events, Gap
 from swarm.machine.clock import Clock
-from swarm.machine.line_file import LineFile
+from swarm.machine.json_file import LineFile
 
 _NAME_OF = {event: name for name, event in NAMES.items()}
 _encode = json.JSONEncoder(separators=(",", ":")).encode

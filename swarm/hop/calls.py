@@ -1,28 +1,31 @@
-"""One attempt of a hop: a microbatch, or an evaluation, over one stream to one peer.
+"""One attempt of a hop over one stream to one peer: a microbatch, an evaluation, or a round's weights kept for it.
 
-Used by the hop, which chooses the peer and asks another one if the attempt fails. Every wait has a deadline.
+The hop chooses the peer, and asks another one if the attempt fails. Every wait has a deadline.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from swarm.errors import Overloaded, PeerUnavailable
 from swarm.hop.answers import HopListener, HopReply, Tensors, well_formed
-from swarm.hop.holds import OpenStub
 from swarm.hop.obstacle import obstacle_of
 from swarm.hop.retries import HopLimits, Retries
 from swarm.hop.route import pack_route, unpack_route
 from swarm.machine.clock import Clock
 from swarm.routing.router import Router
 from swarm.routing.throughput import Observation
+from swarm.rpc.bounds import require_bounds
 from swarm.rpc.frames import frames, parsed
 from swarm.rpc.stream import Stream
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.wire import CHUNK_BYTES, NewBytes, Piece, TensorReader, TensorSpec, require_in_range
 from swarm.training import samples
-from swarm.training.microbatch import Microbatch
+from swarm.training.samples import Microbatch
 from swarm.types import PeerId, PeerRecord
+
+OpenStub = Callable[[PeerRecord], Any]
+"""Gives a StageServiceStub for a peer. It counts as Any: its generated type expects all requests when a call begins."""
 
 
 class Line:
@@ -264,3 +267,42 @@ async def _require_complete(reader: TensorReader) -> None:
                 require_in_range(name, tensor)
             else:
                 await asyncio.to_thread(require_in_range, name, tensor)
+
+
+class Hold:
+    """A round that peers hold until `close`.
+
+    Attributes:
+        held: which peer holds which round, from this stage to the last one.
+    """
+
+    def __init__(self, stream: Stream, held: Sequence[pb.HeldRound]) -> None:
+        self.held = tuple(held)
+        self._stream = stream
+
+    def close(self) -> None:
+        """Let all these peers drop the round."""
+        self._stream.cancel()
+
+
+class HoldCalls:
+    """Asks peers of one stage to hold a round. Each of them asks a peer of the next stage, and so on to the last."""
+
+    def __init__(self, *, address: pb.Address, stub: OpenStub, limits: HopLimits) -> None:
+        self._address = address
+        self._stub = stub
+        self._limits = limits
+
+    async def open(self, record: PeerRecord, newest_round: int, listener: HopListener) -> Hold:
+        """Open a hold, as Hop.hold does, at one peer. Raises what `translate` gives. Cancellation ends the stream."""
+        request = pb.HoldRequest(address=self._address, newest_round=newest_round)
+        async with Stream(self._stub(record).Hold(request)) as stream:
+            # The peer gives signs of life while it asks the later stages.
+            while not (reply := await stream.read(self._limits.silence_seconds)).HasField("held"):
+                if reply.HasField("progress"):
+                    listener.progress(reply.progress.stage, obstacle=obstacle_of(reply.progress))
+            with well_formed():
+                require_bounds(reply.held, finite=True)
+        # The answer may name peers of other stages. That does no harm, because they are only hints.
+        own = pb.HeldRound(peer_id=record.peer_id, round=reply.held.round)
+        return Hold(stream, [own, *reply.held.later])

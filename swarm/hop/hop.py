@@ -17,22 +17,20 @@ from swarm.errors import MalformedMessage, TryAnotherPeer, TryLater
 from swarm.events.kinds import Events
 from swarm.events.kinds import Hop as HopEvent
 from swarm.hop.answers import HopListener, HopReply, Tensors
-from swarm.hop.calls import EvaluateCalls, Line, TrainCalls
+from swarm.hop.calls import EvaluateCalls, Hold, HoldCalls, Line, TrainCalls
 from swarm.hop.continuation import Continuation
-from swarm.hop.holds import Hold, HoldCalls
 from swarm.hop.obstacle import Obstacle
 from swarm.hop.retries import HopLimits, Retries
-from swarm.hop.session import Order
-from swarm.hop.session_calls import SessionCalls
+from swarm.hop.session import Order, SessionCalls
 from swarm.machine.clock import Clock
-from swarm.machine.repeats import Repeats
+from swarm.machine.words import Repeats
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.frames import stage_stub
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.generation_pb2_grpc import GenerationServiceStub
 from swarm.rpc.wire import NewBytes, TensorSpec, new_bytes
-from swarm.training.microbatch import Microbatch
+from swarm.training.samples import Microbatch
 from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord
 
 HOLD_SECONDS = 2.0

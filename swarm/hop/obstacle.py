@@ -11,7 +11,7 @@ from typing import Self
 
 from swarm.errors import DeadlineExceeded, Overloaded, PeerUnavailable, SwarmError, in_one_line
 from swarm.routing.peer_queue import LeftAlone
-from swarm.rpc.meeting.endpoints import where
+from swarm.rpc.entry import where
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import LONGEST_REASON, PeerRecord
 

@@ -1,16 +1,20 @@
-"""Collects the waits of a process, for its log and for status requests.
+"""Collects the waits of a process, for its log and for status requests; tries a call again for a while.
 
 Code that waits registers its wait here. A wait of more than a few seconds is logged, with its length and progress so
-far, and then again at growing intervals.
+far, and then again at growing intervals. `patiently` is for programs that join others, which may be starting at the
+same moment.
 """
 
+import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Never
+from typing import Never, TypeVar
 
+from swarm.errors import PeerUnavailable
 from swarm.machine.clock import Clock
+from swarm.machine.words import counted
 
 logger = logging.getLogger(__name__)
 
@@ -81,3 +85,56 @@ class Waits:
         while True:
             self.look(clock.monotonic())
             await clock.sleep(LOOK_SECONDS)
+
+
+JOIN_SECONDS = 25.0
+"""A call that fails is tried again for this long."""
+RETRY_SECONDS = 0.5
+"""Time between two attempts."""
+SAY_SECONDS = 2.0
+"""After this time a line in the log names what is waited for, and the longest wait."""
+
+
+Result = TypeVar("Result")
+
+
+async def patiently(
+    call: Callable[[], Awaitable[Result]], clock: Clock, wanted: str, *,
+    final: type[PeerUnavailable] | tuple[()] = (),
+) -> Result:  # fmt: skip
+    """Make a call again and again until it does not raise PeerUnavailable, and return its result.
+
+    Args:
+        wanted: names what is waited for, in words for people.
+        final: kinds of PeerUnavailable after which no attempt can succeed.
+
+    Raises:
+        PeerUnavailable: the last attempt's error, after JOIN_SECONDS, or a final one.
+        Exception: whatever else the call raises.
+    """
+    began_at = clock.monotonic()
+    faults: list[PeerUnavailable] = []
+
+    def what(_: float) -> str:
+        why = f", the last time because {faults[-1]}" if faults else ""
+        return f"{wanted} ({JOIN_SECONDS:.0f} s at most; tried {counted(len(faults) + 1, 'time')}{why})"
+
+    waits = Waits(first_seconds=SAY_SECONDS, level=logging.WARNING)
+    telling = asyncio.create_task(waits.run(clock))
+    try:
+        with waits.on(what):
+            while True:
+                try:
+                    return await call()
+                except PeerUnavailable as fault:
+                    is_news = not faults or str(fault) != str(faults[-1])
+                    faults.append(fault)
+                    seconds = clock.monotonic() - began_at
+                    if isinstance(fault, final) or seconds > JOIN_SECONDS:
+                        raise
+                    # After the first line, a new reason is logged at once, and does not wait for the next line.
+                    if is_news and seconds > SAY_SECONDS:
+                        logger.warning("waiting for %s, %.0f s so far", what(seconds), seconds)
+                await clock.sleep(RETRY_SECONDS)
+    finally:
+        telling.cancel()

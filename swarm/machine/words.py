@@ -1,4 +1,12 @@
-"""Words in messages for people, and text from strangers as a terminal may show it."""
+"""Lines for people: numbers in words, text from strangers as a terminal may show it, and how often one line is logged.
+
+A fault of one peer would otherwise be logged for each microbatch.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from swarm.machine.clock import Clock
 
 _ENDINGS = (("y", "ies"), ("ch", "ches"))
 """The endings of nouns that do not simply take an s. (A y must follow a consonant.)"""
@@ -16,6 +24,38 @@ def counted(number: int, noun: str) -> str:
         if noun.endswith(ending):
             return f"{number:,} {noun.removesuffix(ending)}{plural}"
     return f"{number:,} {noun}s"
+
+
+MOST_KEPT = 256
+"""How many kinds of event are remembered. If there are more, the oldest are forgotten and count as new."""
+
+
+@dataclass(slots=True)
+class _Kind:
+    said_at: float
+    num_since: int = 0
+
+
+class Repeats:
+    """Remembers when each kind of event was last logged."""
+
+    def __init__(self, clock: Clock, every_seconds: float = 60.0) -> None:
+        self._clock = clock
+        self._every_seconds = every_seconds
+        self._kinds: dict[Hashable, _Kind] = {}
+
+    def count(self, kind: Hashable) -> int:
+        """Note an event. If it is to be logged, return how many of its kind came since the last line, else 0."""
+        now = self._clock.monotonic()
+        known = self._kinds.get(kind)
+        if known is not None and now - known.said_at < self._every_seconds:
+            known.num_since += 1
+            return 0
+        self._kinds.pop(kind, None)
+        self._kinds[kind] = _Kind(now)
+        if len(self._kinds) > MOST_KEPT:
+            del self._kinds[next(iter(self._kinds))]
+        return 1 if known is None else known.num_since + 1
 
 
 def printable(text: str, *, keep: str = "") -> str:

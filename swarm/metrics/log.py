@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from swarm.machine.line_file import LineFile
+from swarm.machine.json_file import LineFile
 from swarm.metrics.reporter import Reporter
 from swarm.training.inner_steps import InnerSteps
 

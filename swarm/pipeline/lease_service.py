@@ -19,11 +19,11 @@ from swarm.machine.clock import Clock
 from swarm.pipeline.leases import Grant, LeaseTable, RoundView
 from swarm.pipeline.trainers import Trainer
 from swarm.routing.peer_queue import LeftAlone
-from swarm.rpc.address import check_address
 from swarm.rpc.ask import ask
 from swarm.rpc.callers import Shares, bearer_of, caller_of
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.failures import abort
+from swarm.rpc.serving import check_address
 from swarm.rpc.v1 import lease_pb2 as pb
 from swarm.rpc.v1.lease_pb2_grpc import LeaseServiceServicer, LeaseServiceStub
 from swarm.rpc.v1.stage_pb2 import Address

@@ -22,7 +22,7 @@ from swarm.pipeline.lease_service import MAX_NAMED, LeaseClient
 from swarm.pipeline.leases import LEASE_SECONDS
 from swarm.pipeline.window import Window
 from swarm.rpc.v1 import lease_pb2 as pb
-from swarm.training.microbatch import Microbatch
+from swarm.training.samples import Microbatch
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from swarm.errors import SwarmError
 from swarm.hop.obstacle import Obstacle, left_alone
 from swarm.routing.peer_queue import LeftAlone
+from swarm.rpc.ask import describe
 from swarm.rpc.channels import ChannelPool
-from swarm.rpc.describe import describe
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.training.inner_steps import InnerSteps
 from swarm.training.round_member import RoundCost

@@ -21,12 +21,11 @@ from swarm.hop.answers import HopListener, HopReply
 from swarm.hop.hop import Hop
 from swarm.hop.obstacle import Obstacle, OnWaiting
 from swarm.machine.clock import Clock
-from swarm.machine.repeats import Repeats
-from swarm.machine.words import counted
+from swarm.machine.words import Repeats, counted
 from swarm.pipeline.leased_work import LeasedWork, Work
 from swarm.pipeline.round_watcher import RoundWatcher, StepReport
 from swarm.training import samples
-from swarm.training.microbatch import Microbatch
+from swarm.training.samples import Microbatch
 from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from swarm.rpc.meeting.carrying import Line
 from swarm.rpc.meeting.dialler import Dialler
 from swarm.rpc.meeting.points import Points
 from swarm.rpc.meeting.ways import Road, Ways
-from swarm.rpc.options import BULK_OPTIONS, CLIENT_OPTIONS
+from swarm.rpc.tls import BULK_OPTIONS, CLIENT_OPTIONS
 from swarm.types import TUNNEL, PeerRecord
 
 _Key = tuple[str, str, bool]

@@ -1,7 +1,12 @@
-"""HOST:PORT, written and read; an IPv6 address stands in brackets. Also which addresses others may have this machine
-dial. Pure."""
+"""HOST:PORT, written and read; an IPv6 address stands in brackets.
+
+Also which addresses others may have this machine dial, and the address by which this machine reaches another one.
+"""
 
 import ipaddress
+import socket
+
+import psutil
 
 LOOPBACK = "127.0.0.1"
 """Where servers listen that only this machine is to reach."""
@@ -48,3 +53,22 @@ def may_be_dialled(host: str, named_by: str) -> bool:
     if ip == asking or asking.is_loopback:
         return True
     return not (ip.is_loopback or ip.is_link_local or ip.is_multicast or ip.is_unspecified)
+
+
+def own_host(family: int, towards: tuple[str, int]) -> str:
+    """This machine's address on the way to another one's host and port. Raises OSError if there is no way."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(towards)  # With UDP this sends nothing, and only looks up the route.
+        host: str = probe.getsockname()[0]
+        return host
+
+
+def own_versions() -> set[int]:
+    """The versions of IP, 4 or 6, of which this machine has an address that is neither loopback nor link-local."""
+    found = set[int]()
+    for addresses in psutil.net_if_addrs().values():
+        for address in addresses:
+            if address.family in (socket.AF_INET, socket.AF_INET6):
+                ip = ipaddress.ip_address(address.address.partition("%")[0])
+                found |= set() if ip.is_loopback or ip.is_link_local else {ip.version}
+    return found

@@ -1,6 +1,6 @@
 """The server's side of gRPC: the port at which it listens, and the messages of a stream, each with a deadline.
 
-Used by everything that serves peers.
+Also the check that every service makes first: whether a request is meant for this peer.
 """
 
 import asyncio
@@ -8,10 +8,26 @@ from typing import Any
 
 import grpc
 
-from swarm.errors import DeadlineExceeded
+from swarm.errors import DeadlineExceeded, IncompatibleVersion, WrongRun, WrongStage
 from swarm.rpc.callers import MAX_CALLS
 from swarm.rpc.endpoint import endpoint_of
-from swarm.rpc.options import MAX_MESSAGE_BYTES, Options
+from swarm.rpc.tls import MAX_MESSAGE_BYTES, Options
+from swarm.rpc.v1.stage_pb2 import Address
+from swarm.types import PROTOCOL_VERSION
+
+
+def check_address(address: Address, *, run_id: str, stage: int) -> None:
+    """Raise IncompatibleVersion, WrongRun or WrongStage unless a request names this protocol, run and stage."""
+    if address.protocol_version != PROTOCOL_VERSION:
+        raise IncompatibleVersion(
+            f"protocol version {address.protocol_version} is not {PROTOCOL_VERSION}, which this peer speaks: "
+            "use the same release of swarm on every machine"
+        )
+    if address.run_id != run_id:
+        raise WrongRun(f"run {address.run_id[:80]!r} is not {run_id!r}, which this peer serves")
+    if address.stage != stage:
+        raise WrongStage(f"this peer serves stage {stage}, not {address.stage}")
+
 
 MESSAGE_SECONDS = 30.0
 """How long a server waits at most for the next message of a stream, and for its caller to take one."""

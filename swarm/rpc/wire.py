@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from swarm.compression.quantize import Int8
-from swarm.compression.scaled import ScaledHalf
+from swarm.compression.quantize import Int8, ScaledHalf
 from swarm.errors import MalformedMessage
 from swarm.rpc.v1.tensor_pb2 import TensorHeader
 

@@ -15,7 +15,7 @@ from swarm.stage.records import Records
 from swarm.stage.setting import Setting
 from swarm.stage.shortage import Shortage
 from swarm.stage.slots import SHORTEST_RETRY_SECONDS, SlotCount, Slots
-from swarm.training.microbatch import Microbatch
+from swarm.training.samples import Microbatch
 
 SHORTAGE_RETRY_SECONDS = 0.2
 """How long a microbatch waits before it is offered again to a peer that lacks the memory for one more."""

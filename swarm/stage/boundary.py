@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from swarm.compression.codec import simple_codec
-from swarm.compression.scaled import ScaledHalf
+from swarm.compression.quantize import ScaledHalf
 from swarm.config import RunConfig
 from swarm.rpc.wire import DTYPES, TensorSpec
 from swarm.stage.staging import Download, Staging

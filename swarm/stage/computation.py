@@ -27,7 +27,7 @@ from swarm.stage.staging import Download
 from swarm.stage.task_queue import Priority
 from swarm.stage.watched import Watched
 from swarm.training import samples
-from swarm.training.microbatch import Microbatch
+from swarm.training.samples import Microbatch
 from swarm.types import PeerId
 
 _Result = TypeVar("_Result")

@@ -15,9 +15,8 @@ from swarm.errors import MalformedMessage, NotReady
 from swarm.hop.answers import HopListener
 from swarm.hop.hop import Hop
 from swarm.hop.obstacle import Obstacle, pack_obstacle
-from swarm.rpc.address import check_address
 from swarm.rpc.callers import Caller, caller_of
-from swarm.rpc.serving import send
+from swarm.rpc.serving import check_address, send
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.boundary import HIDDEN, request_specs
 from swarm.stage.held_rounds import ROUND_SECONDS

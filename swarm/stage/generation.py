@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from swarm.errors import MalformedMessage, NotReady
 from swarm.generation.choice import NO_SCORING, Scorer
 from swarm.hop.session import Order, unpack_order
-from swarm.rpc.address import check_address
 from swarm.rpc.callers import RETRY_SECONDS, Caller, Shares, caller_of
+from swarm.rpc.serving import check_address
 from swarm.rpc.v1 import generation_pb2 as pb
 from swarm.rpc.v1 import stage_pb2
 from swarm.rpc.v1.generation_pb2_grpc import GenerationServiceServicer

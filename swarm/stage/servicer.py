@@ -17,10 +17,9 @@ from swarm.errors import DeadlineExceeded, MalformedMessage, NotReady, Overloade
 from swarm.hop.obstacle import pack_obstacle
 from swarm.hop.route import pack_route, unpack_route
 from swarm.machine.out_of_memory import is_out_of_memory, what_was_asked
-from swarm.rpc.address import check_address
 from swarm.rpc.callers import Callers, caller_of
 from swarm.rpc.frames import Frame, frames
-from swarm.rpc.serving import send
+from swarm.rpc.serving import check_address, send
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceServicer
 from swarm.stage.boundary import GRADIENT, request_specs
@@ -30,7 +29,7 @@ from swarm.stage.incoming import Context, Incoming
 from swarm.stage.refusal import refuse
 from swarm.stage.stage import Stage
 from swarm.training import samples
-from swarm.training.microbatch import Microbatch
+from swarm.training.samples import Microbatch
 
 PROGRESS_SECONDS = 1.0
 """Time between two looks at what a microbatch waits for."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from swarm.stage.computation import Computation
 from swarm.stage.ledger import Entry
-from swarm.training.microbatch import Microbatch
 from swarm.training.round_member import RoundResult
+from swarm.training.samples import Microbatch
 
 
 @dataclass(frozen=True, kw_only=True)

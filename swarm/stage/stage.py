@@ -22,7 +22,7 @@ from swarm.stage.present_round import PresentRound
 from swarm.stage.records import Records
 from swarm.stage.setting import Start
 from swarm.stage.settings import setting_of
-from swarm.training.microbatch import Microbatch
+from swarm.training.samples import Microbatch
 from swarm.types import PeerId
 
 

@@ -1,7 +1,7 @@
-"""The samples of a microbatch as they travel through all stages, unchanged.
+"""A microbatch under way: its index, its round, the stages that count it, and its samples, which travel unchanged.
 
-Made by data/microbatches, read by stage/ and by trainers. A target is a token whose prediction counts; losses are sums
-over targets, and a microbatch weighs as much as it has targets. In plain text every token but a sample's first is one.
+A target is a token whose prediction counts; losses are sums over targets, and a microbatch weighs as much as it has
+targets. In plain text every token but a sample's first is one.
 
     tokens      [B, T + 1]  each column predicts the next one
     targets     [B, T + 1]  1 for a token that is a target, else 0; only in runs on conversations or completions
@@ -12,6 +12,7 @@ All are int32. Nothing is predicted across the border of two documents.
 Shapes: B samples (rows), T tokens, T1 = T + 1.
 """
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,42 @@ import torch
 
 from swarm.config import DataConfig
 from swarm.errors import MalformedMessage
+from swarm.types import PeerId
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microbatch:
+    """A microbatch's description, without its tensors."""
+
+    index: int
+    round: int
+    num_samples: int
+    accumulate_only_at: int | None = None
+    since: float | None = None
+    """When stage 0 was first asked to take it, by the event loop's clock; None at a trainer."""
+
+    @property
+    def way_seconds(self) -> float:
+        """How long the microbatch has been on its way through the stages."""
+        return 0.0 if self.since is None else asyncio.get_running_loop().time() - self.since
+
+    @property
+    def is_replay(self) -> bool:
+        """Whether this microbatch is run again, for a stage that has lost it."""
+        return self.accumulate_only_at is not None
+
+    def counts_at(self, stage: int) -> bool:
+        """Whether a stage accumulates this microbatch's gradient. In a replay, only the stage that lost it does."""
+        return self.accumulate_only_at in (None, stage)
+
+    def known_by(self, route: Mapping[int, PeerId]) -> dict[int, PeerId]:
+        """The peers of a route that still know the microbatch. For a replay, the stage that lost it is left out."""
+        return {stage: peer for stage, peer in route.items() if stage != self.accumulate_only_at}
+
+    def answers_gradient(self, stage: int) -> bool:
+        """Whether a stage's answer contains the gradient of its input. For a replay, only later stages' answers do."""
+        return self.accumulate_only_at is None or self.accumulate_only_at < stage
+
 
 TOKENS, TARGETS, DOCUMENTS = "tokens", "targets", "documents"
 

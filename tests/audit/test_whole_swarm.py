@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swarm.audit import log_file
+from swarm.audit import history
 from swarm.audit.audit import audit
 from swarm.audit.verdict import Report
 from swarm.config import RunConfig
@@ -20,7 +20,7 @@ STEPS = 5
 
 
 def _holds_some_of_a_later_round(log: Path) -> bool:
-    events = [line.event for line in log_file.read(log)]
+    events = [line.event for line in history.read(log)]
     commits = [number for number, event in enumerate(events) if isinstance(event, Commit)]
     return bool(commits) and any(isinstance(event, Accumulate) for event in events[commits[0] :])
 

@@ -4,7 +4,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable
 
-from swarm.content.line import Kind, Line
+from swarm.content.fetcher import Kind, Line
 from swarm.content.servicer import Shelf
 from swarm.errors import IntegrityError, NotReady, SwarmError
 from swarm.types import PeerRecord, PeerState

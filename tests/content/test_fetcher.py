@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from swarm.content.fetcher import Fetcher, Piece
-from swarm.content.line import Kind
+from swarm.content.fetcher import Fetcher, Kind, Piece
 from swarm.errors import Overloaded, PeerUnavailable
 from swarm.machine.clock import Clock, SystemClock
 from swarm.rpc.segments import PATIENCE_SECONDS

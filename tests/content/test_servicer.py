@@ -9,8 +9,7 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
-from swarm.content.fetcher import Fetcher, Piece
-from swarm.content.line import Kind, Line
+from swarm.content.fetcher import Fetcher, Kind, Line, Piece
 from swarm.content.servicer import MOST_CALLS_OF_ONE, ContentServicer, Shelf, Shelves, nothing
 from swarm.errors import IntegrityError, MalformedMessage, NotReady, Overloaded, PeerUnavailable, SwarmError, WrongRun
 from swarm.machine.clock import SystemClock

@@ -12,7 +12,7 @@ import pytest
 from scripts.benches.shared.ports import free_ports
 from swarm.dht.node import DhtNode
 from swarm.errors import PeerUnavailable
-from swarm.machine import patience
+from swarm.machine import waits
 from tests.dht.nodes import OWNER, THIEF, Start, sealed_note, stranger_at
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def test_who_cannot_join_is_told_why(
     start: Start, first: DhtNode, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, address: str,
     reason: str,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(patience, "JOIN_SECONDS", 0.3)
+    monkeypatch.setattr(waits, "JOIN_SECONDS", 0.3)
     address = address.format(first=first.addresses()[0].split("/p2p/")[0])
     with pytest.raises(PeerUnavailable, match=rf"^cannot join the DHT at {address}: {reason}") as caught:
         start([address])

@@ -9,7 +9,7 @@ import pytest
 from swarm.credentials import identity
 from swarm.credentials.authority import Authority
 from swarm.credentials.certificates import Role
-from swarm.dht import keys, quota
+from swarm.dht import keys, known_records
 from swarm.dht.node import DhtNode
 from swarm.dht.records import MAX_LIFETIME_SECONDS
 from swarm.machine.clock import SystemClock
@@ -139,7 +139,7 @@ async def test_a_node_that_knows_no_run_yet_stores_what_runs_there_are_and_nothi
 async def test_a_key_has_so_many_records_and_those_that_are_there_stay(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quota, "MAX_KEY_RECORDS", 30)
+    monkeypatch.setattr(known_records, "MAX_KEY_RECORDS", 30)
     node, key = start(), keys.of_trainers("run.0")
     with stranger_at(node) as intruder:
         assert send(intruder, node, key, [OWNER], 20) == 1
@@ -153,7 +153,7 @@ async def test_a_key_has_so_many_records_and_those_that_are_there_stay(
 
 
 async def test_all_keys_of_one_token_have_one_share(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quota, "MAX_OWNER_RECORDS", 10)
+    monkeypatch.setattr(known_records, "MAX_OWNER_RECORDS", 10)
     node, key = start(), keys.of_trainers("run.0")
     node.belong_to(KEYS, locked.OWNER.authority)
     token = locked.issue(Role.TRAINER)

@@ -32,8 +32,8 @@ from swarm.generation.sampling import Sampling
 from swarm.generation.text import TextStream
 from swarm.interchange.run_folder import to_toml
 from swarm.pipeline.swarm_engine import SwarmEngine
+from swarm.rpc.ask import describe
 from swarm.rpc.channels import ChannelPool
-from swarm.rpc.describe import describe
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import PeerRecord, PeerState
 from tests.support.swarm import RealPeer, RealSwarm, run_all, write_text

@@ -18,7 +18,7 @@ from swarm.config import load as load_config
 from swarm.credentials.certificates import Role
 from swarm.credentials.identity import generate
 from swarm.dht import keys
-from swarm.dht.quota import MAX_OWNER_RECORDS
+from swarm.dht.known_records import MAX_OWNER_RECORDS
 from swarm.dht.records import seal
 from swarm.pipeline.lease_service import MAX_COUNT, MAX_NAMED
 from swarm.rpc.channels import ChannelPool

@@ -20,10 +20,9 @@ from swarm.errors import (
     WrongRun,
     WrongStage,
 )
-from swarm.hop.candidates import PAUSE_SECONDS, SHORTEST_WAIT_SECONDS
 from swarm.hop.obstacle import LONGEST_CAUSES, Obstacle, pack_obstacle
-from swarm.hop.retries import HopLimits, Retries, most_sent_on
-from swarm.machine.repeats import Repeats
+from swarm.hop.retries import PAUSE_SECONDS, SHORTEST_WAIT_SECONDS, HopLimits, Retries, most_sent_on
+from swarm.machine.words import Repeats
 from swarm.routing.peer_queue import LeftAlone
 from swarm.routing.router import Router
 from swarm.routing.throughput import Observation

@@ -25,10 +25,10 @@ from swarm.machine.clock import SystemClock
 from swarm.routing.router import Router
 from swarm.rpc import tls
 from swarm.rpc.channels import ChannelPool
-from swarm.rpc.options import CLIENT_OPTIONS
+from swarm.rpc.tls import CLIENT_OPTIONS
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.stage.boundary import HIDDEN, TOKENS, reply_specs
-from swarm.training.microbatch import Microbatch
+from swarm.training.samples import Microbatch
 from swarm.types import PROTOCOL_VERSION, PeerRecord
 from tests.support import locked
 from tests.support.chain import cancelled_tasks

@@ -15,7 +15,7 @@ import torch
 from swarm.credentials import certificates
 from swarm.errors import Overloaded
 from swarm.rpc.callers import MAX_CALLS, MAX_KEPT_BYTES, Caller
-from swarm.rpc.options import MAX_MESSAGE_BYTES
+from swarm.rpc.tls import MAX_MESSAGE_BYTES
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
 from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader

@@ -22,8 +22,7 @@ from swarm.pipeline.leases import LEASE_SECONDS
 from swarm.pipeline.round_watcher import RoundWatcher
 from swarm.pipeline.train_loop import Step, TrainLoop
 from swarm.rpc.v1 import lease_pb2 as pb
-from swarm.training.microbatch import Microbatch
-from swarm.training.samples import TOKENS
+from swarm.training.samples import TOKENS, Microbatch
 from swarm.types import PeerId
 from tests.support.chain import DILOCO, SYNCHRONOUS, eventually
 from tests.support.manual_clock import ManualClock

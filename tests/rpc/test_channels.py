@@ -16,8 +16,8 @@ from swarm.credentials import identity
 from swarm.rpc import channels, tls
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.failures import abort, abort_code, translate
-from swarm.rpc.options import MAX_MESSAGE_BYTES, client_options
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server
+from swarm.rpc.tls import MAX_MESSAGE_BYTES, client_options
 from swarm.types import PeerRecord, PeerState
 from tests.support.chain import eventually
 from tests.support.manual_clock import ManualClock

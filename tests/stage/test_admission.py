@@ -12,7 +12,7 @@ from swarm.routing.throughput import Observation
 from swarm.stage import servicer
 from swarm.stage.runtime import Runtime
 from swarm.stage.slots import FEW
-from swarm.training.microbatch import Microbatch
+from swarm.training.samples import Microbatch
 from tests.support.chain import DILOCO, SYNCHRONOUS, Peer, eventually, failures_of, running_chain
 from tests.support.manual_clock import ManualClock
 

@@ -13,7 +13,7 @@ from swarm.errors import NotReady
 from swarm.stage.backend import StageBackend
 from swarm.stage.computation import Computation, Order
 from swarm.stage.runtime import Runtime
-from swarm.training.microbatch import Microbatch
+from swarm.training.samples import Microbatch
 from tests.support.chain import eventually
 
 

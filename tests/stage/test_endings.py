@@ -3,7 +3,7 @@
 import pytest
 
 from swarm.errors import NotReady
-from swarm.training.microbatch import Microbatch
+from swarm.training.samples import Microbatch
 from tests.support.chain import SYNCHRONOUS, running_chain, samples_of
 
 

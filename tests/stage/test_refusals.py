@@ -25,7 +25,7 @@ from swarm.errors import (
 from swarm.hop.retries import HopLimits
 from swarm.rpc.failures import translate
 from swarm.rpc.frames import Frame
-from swarm.rpc.options import CLIENT_OPTIONS, MAX_MESSAGE_BYTES
+from swarm.rpc.tls import CLIENT_OPTIONS, MAX_MESSAGE_BYTES
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
 from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader

@@ -8,7 +8,7 @@ import torch
 
 from swarm.errors import Overloaded
 from swarm.stage.incoming import Incoming
-from swarm.training.microbatch import Microbatch
+from swarm.training.samples import Microbatch
 from tests.support.chain import INT8, SYNCHRONOUS, eventually, running_chain
 
 

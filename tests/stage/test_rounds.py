@@ -17,7 +17,7 @@ from swarm.model.transformer import build_transformer
 from swarm.rpc.v1.stage_pb2 import DescribeRequest
 from swarm.stage import servicer
 from swarm.stage.boundary import HIDDEN, TOKENS
-from swarm.training.microbatch import Microbatch
+from swarm.training.samples import Microbatch
 from tests.support.chain import DILOCO, LORA, SYNCHRONOUS, assert_close, eventually, failures_of, running_chain, tokens
 from tests.support.chain_rounds import apply_average, commit_round
 from tests.support.tape import TapeRecorder

@@ -13,7 +13,7 @@ from swarm.errors import NotReady, Overloaded
 from swarm.stage.boundary import TOKENS
 from swarm.stage.graphs import GraphBudget
 from swarm.stage.shortage import TRIES, Shortage
-from swarm.training.microbatch import Microbatch
+from swarm.training.samples import Microbatch
 from tests.support.chain import DILOCO, GRAPH_BYTES, SYNCHRONOUS, Chain, Peer, eventually, running_chain, tokens
 
 CPU = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4294967296 bytes.")

@@ -54,7 +54,7 @@ from swarm.stage.settings import weights_of
 from swarm.stage.stage import Stage
 from swarm.stage.staging import staging_of
 from swarm.training import samples
-from swarm.training.microbatch import Microbatch
+from swarm.training.samples import Microbatch
 from swarm.types import TRAINER_STAGE, PeerId, PeerRecord, PeerState
 from tests.support.partial import partial_samples
 

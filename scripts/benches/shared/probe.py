@@ -14,8 +14,8 @@ from scripts.benches.shared.throttle import Link
 from swarm.averaging.agreement.rules import Timing
 from swarm.errors import DeadlineExceeded, SwarmError
 from swarm.rpc import tls
-from swarm.rpc.describe import describe
-from swarm.rpc.options import CLIENT_OPTIONS, through
+from swarm.rpc.ask import describe
+from swarm.rpc.tls import CLIENT_OPTIONS, through
 from swarm.rpc.v1 import stage_pb2 as pb
 
 POLL_SECONDS = 0.2

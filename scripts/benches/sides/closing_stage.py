@@ -16,13 +16,13 @@ from unittest import mock
 import torch
 
 from peers.shared import process
+from peers.stage_peer.presence import LoopLag
 from scripts.benches.shared.common import all_there, cpu_backend, write_json
 from scripts.benches.sides.worker import Place, Worker
 from swarm import config as configs
 from swarm.averaging.wire.transport import Transport
 from swarm.credentials.identity import generate
 from swarm.machine.clock import SystemClock
-from swarm.machine.loop_lag import LoopLag
 from swarm.rpc.channels import ChannelPool
 from swarm.stage.boundary import TOKENS, request_specs
 from swarm.stage.runtime import Runtime

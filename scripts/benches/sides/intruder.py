@@ -23,7 +23,7 @@ from scripts.benches.shared.common import write_json
 from swarm.credentials.identity import generate
 from swarm.credentials.token import Token
 from swarm.rpc import tls
-from swarm.rpc.options import CLIENT_OPTIONS
+from swarm.rpc.tls import CLIENT_OPTIONS
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
 from swarm.stage.boundary import HIDDEN

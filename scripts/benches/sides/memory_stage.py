@@ -28,7 +28,7 @@ from swarm.rpc.channels import ChannelPool
 from swarm.rpc.stream import Stream
 from swarm.stage.boundary import GRADIENT, HIDDEN, TOKENS, request_specs
 from swarm.stage.runtime import Runtime
-from swarm.training.microbatch import Microbatch
+from swarm.training.samples import Microbatch
 from swarm.types import PeerId, PeerRecord
 
 STAGE, LAST_STAGE = 1, 1  # The stage in the middle of three, and the last one of two

@@ -30,7 +30,7 @@ from swarm.stage.context import StageContext, StageLimits
 from swarm.stage.member import StageMember
 from swarm.stage.runtime import Runtime
 from swarm.stage.stage import Stage
-from swarm.training.microbatch import Microbatch
+from swarm.training.samples import Microbatch
 from swarm.types import PeerRecord, PeerState
 
 PATIENCE_SECONDS = 60.0

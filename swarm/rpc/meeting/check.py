@@ -21,10 +21,9 @@ import grpc
 
 from swarm.errors import MalformedMessage, Overloaded
 from swarm.machine.clock import Clock
-from swarm.machine.own_host import own_versions
 from swarm.rpc.ask import ask
 from swarm.rpc.callers import Caller, Shares, bearer_of, caller_of, is_tunnelled, peer_of
-from swarm.rpc.endpoint import endpoint_of, host_and_port, may_be_dialled, plain_ip_of
+from swarm.rpc.endpoint import endpoint_of, host_and_port, may_be_dialled, own_versions, plain_ip_of
 from swarm.rpc.entry import id_of, shown_certificate
 from swarm.rpc.v1 import meeting_pb2 as pb
 from swarm.rpc.v1.meeting_pb2_grpc import MeetingServiceStub

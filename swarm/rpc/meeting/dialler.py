@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 
 from swarm.errors import SwarmError
 from swarm.rpc.meeting.carrying import BUFFER_BYTES, Line
-from swarm.rpc.options import Options, through
+from swarm.rpc.tls import Options, through
 
 logger = logging.getLogger(__name__)
 

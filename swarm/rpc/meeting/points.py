@@ -14,7 +14,7 @@ from swarm.credentials.identity import Identity
 from swarm.rpc import tls
 from swarm.rpc.entry import Entry
 from swarm.rpc.meeting.carrying import Line
-from swarm.rpc.options import BULK_OPTIONS, Options
+from swarm.rpc.tls import BULK_OPTIONS, Options
 from swarm.types import PeerId
 
 

@@ -20,14 +20,13 @@ from typing import Any
 import grpc
 
 from swarm.errors import SwarmError
-from swarm.machine.own_host import own_host
-from swarm.rpc.endpoint import endpoint_of, host_and_port, may_be_dialled
+from swarm.rpc.endpoint import endpoint_of, host_and_port, may_be_dialled, own_host
 from swarm.rpc.entry import Entry
 from swarm.rpc.meeting.carrying import BUFFER_BYTES, Kind, Line, TcpLine, TcpStream
 from swarm.rpc.meeting.dialler import Dialler
 from swarm.rpc.meeting.points import Points
-from swarm.rpc.options import BULK_OPTIONS
 from swarm.rpc.stream import Stream
+from swarm.rpc.tls import BULK_OPTIONS
 from swarm.rpc.v1 import meeting_pb2 as pb
 from swarm.rpc.v1.meeting_pb2_grpc import MeetingServiceStub
 

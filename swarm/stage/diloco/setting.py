@@ -16,8 +16,8 @@ from swarm.stage.ledger import Entry, EntryState
 from swarm.stage.present_round import PresentRound
 from swarm.stage.records import Records
 from swarm.stage.setting import Setting, Start
-from swarm.training.microbatch import Microbatch
 from swarm.training.round_member import RoundResult
+from swarm.training.samples import Microbatch
 
 
 class DilocoSetting(Setting):

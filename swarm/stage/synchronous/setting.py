@@ -17,8 +17,8 @@ from swarm.stage.ledger import Entry, EntryState, Ledger
 from swarm.stage.present_round import PresentRound
 from swarm.stage.setting import Setting, Start
 from swarm.stage.synchronous.weights import SynchronousWeights
-from swarm.training.microbatch import Microbatch
 from swarm.training.round_member import RoundResult
+from swarm.training.samples import Microbatch
 
 REPLAY_GAP_SECONDS = 1.0
 """A replay of a microbatch that counts at a peer is offered to this peer again after so long. In the meantime the peer

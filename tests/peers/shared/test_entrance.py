@@ -15,7 +15,7 @@ from swarm import config as configs
 from swarm.credentials.certificates import Role
 from swarm.credentials.identity import generate
 from swarm.errors import PeerUnavailable
-from swarm.machine import patience, waits
+from swarm.machine import waits
 from swarm.machine.clock import SystemClock
 from swarm.rpc.entry import Entry
 from swarm.rpc.invite import Invite
@@ -108,8 +108,8 @@ def test_a_run_is_named_once() -> None:
 async def test_a_peer_that_starts_at_the_same_moment_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(patience, "FIRST_SECONDS", 0.2)
-    monkeypatch.setattr(patience, "RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(waits, "SAY_SECONDS", 0.2)
+    monkeypatch.setattr(waits, "RETRY_SECONDS", 0.05)
     monkeypatch.setattr(waits, "LOOK_SECONDS", 0.05)
     own, (port,) = generate(), free_ports(1)
     entrance = _find(_options(_invite(Entry(PeerId(own.peer_id), f"127.0.0.1:{port}"))))
@@ -123,14 +123,14 @@ async def test_a_peer_that_starts_at_the_same_moment_is_waited_for(
 
 
 async def test_nobody_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "JOIN_SECONDS", 0.1)
+    monkeypatch.setattr(waits, "JOIN_SECONDS", 0.1)
     entrance = _find(_options(_invite(Entry(PeerId("cd" * 20), "127.0.0.1:1"))))
     with pytest.raises(PeerUnavailable, match=r"^no peer of the run answers: no swarm-peer answers at 127\.0\.0\.1:1 "):
         await entrance.dht_addresses(SystemClock())
 
 
 async def test_a_run_with_tls_is_not_entered_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "JOIN_SECONDS", 0.1)
+    monkeypatch.setattr(waits, "JOIN_SECONDS", 0.1)
     async with shown_run(CONFIG, generate(), NODE) as run:
         entrance = dataclasses.replace(_find(_options(_invite(run.entry))), insecure=True)
         with pytest.raises(PeerUnavailable, match=r"uses TLS: leave out --insecure$"):

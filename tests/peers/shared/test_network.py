@@ -10,7 +10,7 @@ from peers.shared import network
 from peers.shared.network import KnownPeers
 from swarm.dht.directory import Directory
 from swarm.errors import PeerUnavailable
-from swarm.machine import patience
+from swarm.machine import waits
 from swarm.machine.clock import SystemClock
 from swarm.routing.router import Router
 from swarm.types import PeerId, PeerRecord, PeerState
@@ -66,7 +66,7 @@ async def test_the_first_look_is_tried_again_for_a_while(monkeypatch: pytest.Mon
     known = KnownPeers(Router(clock, random.Random(0)))
     await known.look_first(cast(Directory, _Directory(1)), [0, 1], clock)
     assert known.records == {0: [], 1: []}
-    monkeypatch.setattr(patience, "JOIN_SECONDS", 0.2)
+    monkeypatch.setattr(waits, "JOIN_SECONDS", 0.2)
     with pytest.raises(PeerUnavailable, match="no other node"):
         await known.look_first(cast(Directory, _Directory(1000)), [0, 1], clock)
 

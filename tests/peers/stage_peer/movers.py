@@ -31,7 +31,7 @@ from swarm.machine.clock import SystemClock
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
 from swarm.stage.boundary import TOKENS
-from swarm.training.microbatch import Microbatch
+from swarm.training.samples import Microbatch
 from swarm.types import PeerId, PeerRecord
 from tests.support.chain import tokens
 from tests.support.here import HERE

@@ -14,7 +14,7 @@ from swarm.errors import Fatal
 from swarm.events.kinds import Leave
 from swarm.model.stages import build_stage
 from swarm.stage.shortage import TRIES
-from swarm.training.microbatch import Microbatch
+from swarm.training.samples import Microbatch
 from swarm.types import PeerState
 from tests.peers.stage_peer.movers import ROUND, LocalPeer
 from tests.support.memory_store import MemoryStore

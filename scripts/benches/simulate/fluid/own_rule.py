@@ -5,10 +5,9 @@ import random
 
 from scripts.benches.simulate.fluid.rules import NoRule
 from scripts.benches.simulate.fluid.swarm import FluidSwarm
-from swarm.rebalancing.claims import layout_of
 from swarm.rebalancing.decision import next_check_seconds
 from swarm.rebalancing.judgement import SETTLE_SECONDS, Judgement
-from swarm.rebalancing.layout import Layout
+from swarm.rebalancing.layout import Layout, layout_of
 from swarm.types import ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState
 
 LISTED_SECONDS = (15.0, 20.0)

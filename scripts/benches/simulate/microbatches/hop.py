@@ -11,8 +11,7 @@ from scripts.benches.simulate.microbatches.choosers import Answer
 from scripts.benches.simulate.microbatches.machine import SimulatedPeer
 from scripts.benches.simulate.microbatches.pipeline import SimulatedPipeline, View
 from swarm.errors import Overloaded
-from swarm.hop.candidates import PAUSE_SECONDS, SHORTEST_WAIT_SECONDS
-from swarm.hop.retries import HopLimits, most_sent_on
+from swarm.hop.retries import PAUSE_SECONDS, SHORTEST_WAIT_SECONDS, HopLimits, most_sent_on
 from swarm.pipeline.window import MOST_IN_FLIGHT, Window
 from swarm.types import PeerId
 

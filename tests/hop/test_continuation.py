@@ -3,8 +3,8 @@
 import pytest
 
 from swarm.errors import PeerUnavailable
+from swarm.hop.continuation import Transcript
 from swarm.hop.session import PIECE_BYTES, PIECE_TOKENS, Piece, Token
-from swarm.hop.transcript import Transcript
 
 
 def test_positions_go_to_a_peer_once_in_messages_of_limited_size_and_to_the_next_peer_again() -> None:

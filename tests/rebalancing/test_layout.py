@@ -6,8 +6,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.rebalancing.claims import comes_before, layout_of, newcomers_before, without_choosing
 from swarm.rebalancing.decision import choose_stage, decide
+from swarm.rebalancing.layout import comes_before, layout_of, newcomers_before, without_choosing
 from swarm.types import ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState
 
 COSTS = (1.0, 2.0, 1.0)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from swarm.errors import DeadlineExceeded, PeerUnavailable, SwarmError, WrongRun
+from swarm.rpc.ask import describe
 from swarm.rpc.channels import ChannelPool
-from swarm.rpc.describe import describe
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import PeerRecord, PeerState
 from tests.support.describing import describing

@@ -1,6 +1,6 @@
 """Which lines are logged again, and when."""
 
-from swarm.machine.repeats import MOST_KEPT, Repeats
+from swarm.machine.words import MOST_KEPT, Repeats
 from tests.support.manual_clock import ManualClock
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from swarm.dht import quota
-from swarm.dht.quota import KeyQuota
+from swarm.dht import known_records
+from swarm.dht.known_records import KeyQuota
 
 
 @pytest.fixture(autouse=True)
@@ -14,7 +14,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
         "MAX_OWNER_RECORDS": 2,
         "MAX_OWNER_BYTES": 50,
     }.items():
-        monkeypatch.setattr(quota, name, limit)
+        monkeypatch.setattr(known_records, name, limit)
 
 
 def test_an_owner_has_so_many_records_and_others_have_theirs() -> None:

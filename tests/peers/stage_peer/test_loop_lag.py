@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from swarm.machine.loop_lag import KEPT_SECONDS, LoopLag
+from peers.stage_peer.presence import KEPT_SECONDS, LoopLag
 from tests.support.virtual_time import LoopClock, in_virtual_time, virtual_loop
 
 
