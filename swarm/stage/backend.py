@@ -25,9 +25,8 @@ from swarm.machine.recording import Recorder
 from swarm.rpc.wire import require_in_range
 from swarm.stage.boundary import Boundary, boundary_of
 from swarm.stage.buckets import Accumulated, GradientBucket, Source, Version
-from swarm.stage.function import StageFunction
+from swarm.stage.function import StageFunction, WireInputs
 from swarm.stage.graphs import Graph, GraphBudget, read
-from swarm.stage.inputs import StageInputs, WireInputs
 from swarm.stage.staging import Download, Staging
 from swarm.stage.weights import StageWeights
 from swarm.training import samples
@@ -73,19 +72,17 @@ class StageBackend:
     recorder: Recorder | None = None
     function: StageFunction = field(init=False)
     _boundary: Boundary = field(init=False)
-    _inputs: StageInputs = field(init=False)
     _scale: LossScale = field(init=False)
 
     def __post_init__(self) -> None:
         self._boundary = boundary_of(self.config)
-        self._inputs = StageInputs(config=self.config, stage=self.stage, boundary=self._boundary, staging=self.staging)
-        self.function = StageFunction(self.config, self.module, self._inputs, self.budget)
+        self.function = StageFunction(self.config, self.stage, self.module, self._boundary, self.staging, self.budget)
         self._scale = LossScale.of_sums(self.config.model.autocast, self.config.data.tokens_per_microbatch)
 
     @property
     def is_last(self) -> bool:
         """Whether this stage computes the loss."""
-        return self._inputs.is_last
+        return self.function.is_last
 
     # -- training ----------------------------------------------------------------------------------------------
 
@@ -101,10 +98,8 @@ class StageBackend:
             MalformedMessage: the inputs hold numbers out of range, or an unknown token.
             NotReady: see StageWeights.version_for.
         """
-        forward = Forward(
-            microbatch=microbatch, wire_inputs=wire_inputs, version=self.weights.version_for(round_number)
-        )
-        self._inputs.check(wire_inputs)
+        forward = Forward(microbatch, wire_inputs, self.weights.version_for(round_number))
+        self.function.check(wire_inputs)
         outputs, graph = self.function.forward(microbatch, forward.version, wire_inputs, has_backward=has_backward)
         try:
             forward.wire_hidden = self._boundary.encode(outputs, self.staging)
@@ -144,14 +139,9 @@ class StageBackend:
             self.release(forward)
 
     def forward_loss(
-        self,
-        microbatch: int,
-        round_number: int,
-        wire_inputs: WireInputs,
-        *,
-        accumulate: bool,
-        only_at: int | None = None,
-    ) -> tuple[float, Download | None, Accumulated | None]:
+        self, microbatch: int, round_number: int, wire_inputs: WireInputs,
+        *, accumulate: bool, only_at: int | None = None,
+    ) -> tuple[float, Download | None, Accumulated | None]:  # fmt: skip
         """Compute forward, loss and backward of the last stage. Also returns the mean loss in nats per target.
 
         The gradients are those of the sum over the targets. Without any target they are 0, and so is the loss.
@@ -160,10 +150,8 @@ class StageBackend:
             MalformedMessage: inputs out of range, or a loss or gradient that is not finite.
             NotReady: see StageWeights.version_for.
         """
-        self._inputs.check(wire_inputs)
-        forward = Forward(
-            microbatch=microbatch, wire_inputs=wire_inputs, version=self.weights.version_for(round_number)
-        )
+        self.function.check(wire_inputs)
+        forward = Forward(microbatch, wire_inputs, self.weights.version_for(round_number))
         forward.version.taken()
         try:
             self._compute(forward)
@@ -218,15 +206,15 @@ class StageBackend:
 
         Nothing else is kept. If layers are compiled, torch may raise errors of many kinds.
         """
-        wire_inputs, wire_gradient = self._inputs.made_up(0)
+        (wire_inputs, wire_gradient), version = self.function.made_up(0), self.weights.version
         made_up = Source(
-            microbatch=0, amount=NOTHING, wire_inputs=wire_inputs, version=self.weights.version,
+            microbatch=0, amount=NOTHING, wire_inputs=wire_inputs, version=version,
             wire_gradient=None if self.is_last else wire_gradient,
         )  # fmt: skip
         self._again(made_up)
-        self.evaluate(wire_inputs, self.weights.version.parameters)
+        self.evaluate(wire_inputs, version.parameters)
         if self.recorder is not None:
-            self.function.record(self.recorder, self.weights.version)
+            self.function.record(self.recorder, version)
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 
@@ -237,7 +225,7 @@ class StageBackend:
             The encoded hidden state for the next stage. At the last stage it is the mean loss over the targets, a
             scalar, which is 0 without targets.
         """
-        self._inputs.check(wire_inputs)
+        self.function.check(wire_inputs)
         outputs = self.function.evaluate(parameters, wire_inputs)
         if not self.is_last:
             return self._boundary.encode(outputs, self.staging).wait()
@@ -252,12 +240,7 @@ class StageBackend:
         )
 
     def _collect(
-        self,
-        forward: Forward,
-        wire_gradient: torch.Tensor | None,
-        *,
-        accumulate: bool,
-        only_at: int | None,
+        self, forward: Forward, wire_gradient: torch.Tensor | None, *, accumulate: bool, only_at: int | None
     ) -> tuple[float, Download | None, Accumulated | None]:
         """Compute the gradients, and use them. Also returns the last stage's mean loss; at others it is 0."""
         gradients, scale, answer = list[torch.Tensor](), 1.0, None
@@ -270,21 +253,21 @@ class StageBackend:
         assert graph is not None
         # Waits for the device, because a gradient that is not finite could not be taken out of the sum again.
         loss, are_all_finite = read(graph.outputs if self.is_last else None, gradients if self._scale.is_fixed else [])
-        mean_loss = loss / max(1, samples.amount(forward.wire_inputs).targets)
+        amount = samples.amount(forward.wire_inputs)
+        mean_loss = loss / max(1, amount.targets)
         require_in_range("loss", mean_loss)
         if not are_all_finite:
             raise MalformedMessage("the gradient of the weights is not finite")
         if not accumulate:
             return float(mean_loss), answer, None
         source = Source(
-            microbatch=forward.microbatch, amount=samples.amount(forward.wire_inputs), wire_inputs=forward.wire_inputs,
-            wire_gradient=wire_gradient, version=forward.version, scale=scale, is_recorded=graph.is_recorded,
+            microbatch=forward.microbatch, amount=amount, wire_inputs=forward.wire_inputs, wire_gradient=wire_gradient,
+            version=forward.version, scale=scale, is_recorded=graph.is_recorded,
         )  # fmt: skip
         bucket = self.weights.accumulate(gradients, source)
-        taken = Accumulate(
-            microbatch=source.microbatch, samples=source.amount.samples, bucket=bucket.number, only_at=only_at
+        self.events.write(
+            Accumulate(microbatch=source.microbatch, samples=amount.samples, bucket=bucket.number, only_at=only_at)
         )
-        self.events.write(taken)
         return float(mean_loss), answer, Accumulated(source=source, bucket=bucket)
 
     def _gradients(
@@ -312,5 +295,5 @@ class StageBackend:
         """The gradient of the stage's output times the scale; None at the last stage, whose graph has the scale."""
         if wire_gradient is None:
             return None
-        gradient_BTR = self._inputs.decode(wire_gradient, wire_inputs)
+        gradient_BTR = self.function.decode(wire_gradient, wire_inputs)
         return gradient_BTR if scale == 1.0 else gradient_BTR * scale

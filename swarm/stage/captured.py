@@ -15,6 +15,7 @@ not hold, is told in machine/recording.py. Checks, copies to the CPU and sums of
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -58,16 +59,10 @@ class CapturedStage:
     """
 
     def __init__(
-        self,
-        recorder: Recorder,
-        compute: Callable[[Weights, Arguments], torch.Tensor],
-        plain: Callable[[Arguments], Graph],
-        made_up: Callable[[int], Example],
-        version: Version,
-        *,
-        cast_types: Mapping[str, torch.dtype],
-        limit_bytes: int,
-    ) -> None:
+        self, recorder: Recorder, compute: Callable[[Weights, Arguments], torch.Tensor],
+        plain: Callable[[Arguments], Graph], made_up: Callable[[int], Example], version: Version,
+        *, cast_types: Mapping[str, torch.dtype], limit_bytes: int,
+    ) -> None:  # fmt: skip
         """Record the stage, and see that it computes what is computed without recordings.
 
         Args:
@@ -81,7 +76,6 @@ class CapturedStage:
             RuntimeError: something cannot be recorded, differs, or takes more than `limit_bytes`. The device's memory
                 may run out, too.
         """
-        self._recorder, self._compute = recorder, compute
         example, parameters = made_up(0), version.parameters
         self._weights = {
             name: torch.empty_like(parameter, dtype=cast_types.get(name), requires_grad=True)
@@ -93,17 +87,24 @@ class CapturedStage:
         self.input_gradients = [torch.empty_like(inputs)] if inputs.is_floating_point() else []
         self.gradients = [torch.empty_like(parameter, requires_grad=False) for parameter in parameters.values()]
         self._output_gradient = None if example.gradient is None else example.gradient.clone()
-        self._pool = recorder.pool()
         self.num_bytes = _num_bytes([*self._weights.values(), *self.gradients, *self.input_gradients])
         self._put_in_place(version)
-        self.num_places, self._free = 0, list[_Place]()
-        self._spare = self._record(example)
+        self._free = list[_Place]()
+        # Nothing here refers to the caller, so that all of this memory is free as soon as the caller forgets it.
+        record = partial(self._record, recorder, compute, example, recorder.pool())
+        self._spare = record(warms_up=True)
         if self.num_bytes > limit_bytes:
             raise RuntimeError(f"this takes {in_words(self.num_bytes)}, and graphs may take {in_words(limit_bytes)}")
         # The last stage goes backward at once, and needs no other place.
         most = 0 if example.gradient is None else MOST_IN_FLIGHT
         while len(self._free) < most and self.num_bytes + self._place_bytes <= limit_bytes:
-            self._free.append(self._record(example))
+            before_bytes = self.num_bytes
+            self._free.append(record())
+            if self.num_bytes > limit_bytes:
+                # Its backward needed more of the pool than was known.
+                self._free.pop()
+                self.num_bytes, most = before_bytes, len(self._free)
+        self.num_places = 1 + len(self._free)
         tolerance = TOLERANCE[next(iter(cast_types.values()), torch.float32)]
         self._compare([made_up(number) for number in range(self.num_places)], plain, version, tolerance)
 
@@ -112,11 +113,7 @@ class CapturedStage:
         return bool(self._free)
 
     def forward(self, version: Version, arguments: Arguments, *, keeps: bool) -> "CapturedGraph":
-        """Compute a forward.
-
-        Args:
-            keeps: whether other microbatches may be computed before the backward. Only while there is room.
-        """
+        """Compute a forward. Only with `keeps` and `has_room` may others be computed before its backward."""
         place = self._free[-1] if keeps else self._spare
         self._put_in_place(version)
         _copy(place.arguments.values(), [arguments[name] for name in place.arguments])
@@ -137,14 +134,17 @@ class CapturedStage:
         if place is not self._spare:
             self._free.append(place)
 
-    def _record(self, example: Example) -> _Place:
+    def _record(
+        self, recorder: Recorder, compute: Callable[[Weights, Arguments], torch.Tensor], example: Example,
+        pool: object, *, warms_up: bool = False,
+    ) -> _Place:  # fmt: skip
         arguments = {name: tensor.detach().clone() for name, tensor in example.arguments.items()}
         if self.input_gradients:
             arguments["inputs"].requires_grad_()
 
         def forward() -> torch.Tensor:
             with torch.enable_grad():
-                return self._compute(self._weights, arguments)
+                return compute(self._weights, arguments)
 
         def backward(outputs: torch.Tensor) -> None:
             wanted = [*([arguments["inputs"]] if self.input_gradients else []), *self._weights.values()]
@@ -153,13 +153,12 @@ class CapturedStage:
             found = torch.autograd.grad(root, wanted, allow_unused=True, materialize_grads=True)
             _copy([*self.input_gradients, *self.gradients], found)
 
-        if not self.num_places:
-            self._recorder.warm_up(lambda: backward(forward()))
-        ahead = self._recorder.record(forward)
-        back = self._recorder.record(lambda: backward(ahead.result), self._pool)
+        if warms_up:
+            recorder.warm_up(lambda: backward(forward()))
+        ahead = recorder.record(forward)
+        back = recorder.record(lambda: backward(ahead.result), pool)
         self._place_bytes = ahead.num_bytes + _num_bytes(arguments.values())
         self.num_bytes += self._place_bytes + back.num_bytes
-        self.num_places += 1
         return _Place(arguments, ahead.result.detach(), ahead.replay, back.replay)
 
     def _put_in_place(self, version: Version) -> None:

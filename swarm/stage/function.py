@@ -1,6 +1,9 @@
 """What a stage computes of a microbatch: its hidden state or its loss, by torch's operations or by recordings of them.
 
-Used by stage/backend on the compute thread. Never waits for the device, and knows no sums of gradients.
+Used by stage/backend on the compute thread. Inputs are checked on the CPU, where they arrive, and brought to the
+stage's device. Never waits for the device, and knows no sums of gradients.
+
+Shapes: B samples of a microbatch, T tokens, D numbers a token that travel.
 """
 
 import logging
@@ -14,14 +17,22 @@ from torch import nn
 from swarm.config import RunConfig
 from swarm.errors import in_one_line
 from swarm.machine.recording import Recorder
+from swarm.model.loss import NO_TARGET
 from swarm.model.masks import DropoutKey
 from swarm.model.stage_module import StageModule, cast_types, stage_loss, with_shared_casts
+from swarm.rpc.wire import require_in_range
+from swarm.stage.boundary import HIDDEN, TOKENS, Boundary
 from swarm.stage.buckets import Version
-from swarm.stage.captured import Arguments, CapturedStage, Example
+from swarm.stage.captured import Arguments, CapturedStage, Example, Weights
 from swarm.stage.graphs import Graph, GraphBudget
-from swarm.stage.inputs import StageInputs, WireInputs
+from swarm.stage.staging import Staging, staging_of
+from swarm.training import samples
+from swarm.training.samples import TARGETS
 
 logger = logging.getLogger(__name__)
+
+WireInputs = Mapping[str, torch.Tensor]
+"""A microbatch's tensors by name, as they arrived."""
 
 
 @dataclass
@@ -29,10 +40,17 @@ class StageFunction:
     """The function of one stage."""
 
     config: RunConfig
+    stage: int
     module: nn.Module
-    inputs: StageInputs
+    boundary: Boundary
+    staging: Staging
     budget: GraphBudget
     _captured: CapturedStage | None = field(init=False, default=None)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage computes the loss."""
+        return self.stage == self.config.stages.num_stages - 1
 
     @property
     def num_recorded(self) -> int:
@@ -43,21 +61,45 @@ class StageFunction:
         """Whether the graph of one more microbatch would be kept. May be asked from another thread."""
         if (captured := self._captured) is None:
             return self.budget.has_room()
-        return self.inputs.is_last or captured.has_room()
+        return self.is_last or captured.has_room()
+
+    def check(self, wire_inputs: WireInputs) -> None:
+        """Raise MalformedMessage if numbers are out of range, or a token is unknown."""
+        # On the CPU, where the check waits for nothing. If a GPU looks up an unknown token, this process cannot use it
+        # any more.
+        samples.require_sound(wire_inputs, self.config.model.vocab_size)
+        if self.stage:
+            require_in_range(HIDDEN, wire_inputs[HIDDEN])
+
+    def made_up(self, number: int) -> tuple[WireInputs, torch.Tensor]:
+        """Random inputs of the run's shape, as they would arrive, and such a gradient of the stage's output."""
+        data, shape, generator = self.config.data, self._shape, torch.Generator().manual_seed(number)
+        tensor_BTR = torch.randn(shape[0], shape[1] - 1, self.boundary.width, generator=generator)
+        wire = self.boundary.encode(tensor_BTR, staging_of(tensor_BTR.device)).wait()
+        # Every token is a target, and each row one document.
+        made: dict[str, torch.Tensor] = {name: torch.zeros(shape, dtype=torch.int32) for name in samples.names(data)}
+        made[TOKENS] = torch.randint(self.config.model.vocab_size, shape, generator=generator, dtype=torch.int32)
+        if TARGETS in made:
+            made[TARGETS] += 1
+        return {**made, HIDDEN: wire} if self.stage else made, wire
+
+    def decode(self, wire: torch.Tensor, wire_inputs: WireInputs) -> torch.Tensor:
+        """Decode a hidden state of the microbatch, or its gradient. Raises MalformedMessage if `wire` is neither."""
+        num_samples, num_tokens = wire_inputs[TOKENS].shape
+        return self.boundary.decode(wire, num_samples, num_tokens - 1, self.staging)
 
     def record(self, recorder: Recorder, version: Version) -> None:
         """Record the function for microbatches of the run's shape, if the stage can be recorded."""
-        model, inputs = self.config.model, self.inputs
+        model = self.config.model
         has_dropout = model.dropout or self.config.lora.dropout
         # The factor by which float16 scales gradients changes, and would be a constant of the recording.
         if not isinstance(self.module, StageModule) or has_dropout or model.autocast == "fp16":
             return
 
         def made_up(number: int) -> Example:
-            wire_inputs, wire_gradient = inputs.made_up(number)
-            return Example(
-                inputs.arguments(wire_inputs), None if inputs.is_last else inputs.decode(wire_gradient, wire_inputs)
-            )
+            wire_inputs, wire_gradient = self.made_up(number)
+            gradient_BTR = None if self.is_last else self.decode(wire_gradient, wire_inputs)
+            return Example(self._arguments(wire_inputs), gradient_BTR)
 
         try:
             self._captured = CapturedStage(
@@ -67,13 +109,13 @@ class StageFunction:
             self.budget.recorded_bytes = self._captured.num_bytes
         except Exception as error:  # noqa: BLE001 - torch raises errors of many kinds, and the stage can do without
             reason = in_one_line(error)
-            logger.warning("stage %d goes on without CUDA graphs, and so slower: %s", inputs.stage, reason)
+            logger.warning("stage %d goes on without CUDA graphs, and so slower: %s", self.stage, reason)
 
     def forward(
         self, microbatch: int, version: Version, wire_inputs: WireInputs, *, has_backward: bool
     ) -> tuple[torch.Tensor, Graph | None]:
         """Compute the outputs. A backward comes later, if at all. Also returns the graph, if there is room for it."""
-        captured, arguments = self._recordings(wire_inputs), self.inputs.arguments(wire_inputs)
+        captured, arguments = self._recordings(wire_inputs), self._arguments(wire_inputs)
         keeps = has_backward and (self.budget if captured is None else captured).has_room()
         if captured is not None:
             graph: Graph = captured.forward(version, arguments, keeps=keeps)
@@ -93,26 +135,56 @@ class StageFunction:
             scale: at the last stage, all gradients become those of the loss times this.
             records: whether recordings may compute it.
         """
-        captured, arguments = self._recordings(wire_inputs), self.inputs.arguments(wire_inputs)
+        captured, arguments = self._recordings(wire_inputs), self._arguments(wire_inputs)
         if captured is not None and records:
             return captured.forward(version, arguments, keeps=False)
         return self._live(version, arguments, microbatch, scale)
 
-    def evaluate(self, parameters: Mapping[str, torch.Tensor], wire_inputs: WireInputs) -> torch.Tensor:
+    def evaluate(self, parameters: Weights, wire_inputs: WireInputs) -> torch.Tensor:
         """Compute the outputs without dropout, with the given weights."""
         with torch.no_grad():
-            return self._call(parameters, self.inputs.arguments(wire_inputs))
+            return self._call(parameters, self._arguments(wire_inputs))
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        """That of the tokens of the run's microbatches."""
+        return self.config.data.microbatch_size, self.config.data.sequence_length + 1
+
+    def _arguments(self, wire_inputs: WireInputs) -> Mapping[str, torch.Tensor]:
+        """The tensors that the module takes, by name, on the device.
+
+        `inputs` are tokens [B, T] at stage 0, and the hidden state [B, T, D] at any other. The last stage has
+        `targets_BT` as well: the next tokens, or NO_TARGET.
+        """
+        tokens = self._tokens(wire_inputs) if not self.stage or self.config.model.bottleneck_dim else None
+        hidden = self.decode(wire_inputs[HIDDEN], wire_inputs).detach() if self.stage else None
+        documents_BT = samples.documents(wire_inputs)
+        found = {
+            "inputs": tokens if hidden is None else hidden,
+            "tokens_BT": None if hidden is None else tokens,
+            "documents_BT": None if documents_BT is None else self.staging.upload(documents_BT),
+            "targets_BT": self._targets(wire_inputs) if self.is_last else None,
+        }
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def _targets(self, wire_inputs: WireInputs) -> torch.Tensor:
+        return samples.targets(
+            {name: self.staging.upload(tensor) for name, tensor in samples.of(wire_inputs).items()}, NO_TARGET
+        )
+
+    def _tokens(self, wire_inputs: WireInputs) -> torch.Tensor:
+        return self.staging.upload(wire_inputs[TOKENS])[:, :-1].long()
 
     def _recordings(self, wire_inputs: WireInputs) -> CapturedStage | None:
         """The recordings that can compute a microbatch, if there are any."""
         if self._captured is not None and self.budget.recorded_bytes > self.budget.limit_bytes:
-            logger.warning("stage %d goes on without CUDA graphs: their memory is needed", self.inputs.stage)
+            logger.warning("stage %d goes on without CUDA graphs: their memory is needed", self.stage)
             self._captured, self.budget.recorded_bytes = None, 0
-        return self._captured if self.inputs.are_of_the_run(wire_inputs) else None
+        return self._captured if wire_inputs[TOKENS].shape == self._shape else None
 
     def _live(self, version: Version, arguments: Arguments, microbatch: int = 0, scale: float = 1.0) -> Graph:
         inputs = arguments["inputs"]
-        if self.inputs.stage:
+        if self.stage:
             inputs.requires_grad_()
         with torch.enable_grad():
             outputs = self.budget.build(lambda: self._apply(version, arguments, microbatch, scale), version)
@@ -123,16 +195,12 @@ class StageFunction:
         return self._call(parameters, arguments, DropoutKey(seed=self.config.data.seed, microbatch=microbatch), scale)
 
     def _call(
-        self,
-        parameters: Mapping[str, torch.Tensor],
-        arguments: Arguments,
-        key: DropoutKey | None = None,
-        scale: float = 1.0,
+        self, parameters: Weights, arguments: Arguments, key: DropoutKey | None = None, scale: float = 1.0
     ) -> torch.Tensor:
         """The hidden state; at the last stage the loss in nats, summed over the targets."""
         options: dict[str, Any] = {"dropout_key": key, **arguments}
         inputs = options.pop("inputs")
-        if self.inputs.is_last:
+        if self.is_last:
             return stage_loss(self.module, parameters, inputs, gradient_scale=scale, **options)
         outputs: torch.Tensor = torch.func.functional_call(self.module, dict(parameters), (inputs,), options)
         return outputs

@@ -4,9 +4,11 @@ On the CPU a tape stands in for CUDA graphs (tests/support/tape.py).
 """
 
 import dataclasses
+import gc
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, TypeVar
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -80,9 +82,12 @@ class _CountedGraphs(CudaRecorder):
 
 
 def _captured(
-    config: RunConfig, stage: int, limit_bytes: int = PLENTY, *, device: str = "cpu", compiles: bool = False
+    config: RunConfig, stage: int, limit_bytes: int | None = None, *, device: str = "cpu", compiles: bool = False
 ) -> tuple[StageBackend, TapeRecorder | _CountedGraphs]:
     recorder = TapeRecorder() if device == "cpu" else _CountedGraphs()
+    if limit_bytes is None:
+        # A few places on a CPU. A GPU gives each recording some MiB.
+        limit_bytes = 2 << 20 if device == "cpu" else PLENTY
     backend = backend_of(config, stage, limit_bytes, fused=True, recorder=recorder, device=device, compiles=compiles)
     backend.warm_up()
     return backend, recorder
@@ -189,7 +194,7 @@ def test_compiled_layers_are_recorded(stage: int) -> None:
 
 @_DEVICES
 def test_with_more_in_flight_than_places_forwards_are_computed_again(device: str) -> None:
-    whole, _ = _captured(_DILOCO, 1, device=device)
+    whole, _ = _captured(_DILOCO, 1, PLENTY, device=device)
     few, recorder = _captured(_DILOCO, 1, whole.budget.recorded_bytes // 4, device=device)
     assert 1 < few.function.num_recorded < whole.function.num_recorded
     plain, results = backend_of(_DILOCO, 1, fused=True, device=device), []
@@ -286,16 +291,17 @@ class _Unable(TapeRecorder):
 
 
 @pytest.mark.parametrize(
-    ("recorder", "limit_bytes", "reason"),
+    ("kind", "limit_bytes", "reason"),
     [
-        (_OnePool(), PLENTY, "what was recorded differs by nan, and the largest number is .*"),
-        (_Unable(), PLENTY, "CUDA out of memory. Tried to allocate 4.00 GiB. see the docs"),
-        (TapeRecorder(), 1, "this takes .* KiB, and graphs may take 1 bytes"),
+        (_OnePool, PLENTY, "what was recorded differs by nan, and the largest number is .*"),
+        (_Unable, PLENTY, "CUDA out of memory. Tried to allocate 4.00 GiB. see the docs"),
+        (TapeRecorder, 1, "this takes .* KiB, and graphs may take 1 bytes"),
     ],
 )
 def test_a_stage_that_cannot_be_recorded_goes_on_without(
-    recorder: TapeRecorder, limit_bytes: int, reason: str, caplog: pytest.LogCaptureFixture
+    kind: type[TapeRecorder], limit_bytes: int, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    recorder = kind()
     backend = backend_of(_DILOCO, 1, limit_bytes, fused=True, recorder=recorder)
     backend.warm_up()
     (line,) = [record.message for record in caplog.records]
@@ -332,8 +338,37 @@ def test_recordings_are_compared_with_what_is_computed_without_them(factor: floa
         capture()
 
 
+class _Watched(TapeRecorder):
+    """Tells which of its recordings something refers to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._replays: WeakSet[Callable[[], None]] = WeakSet()
+
+    @property
+    def num_alive(self) -> int:
+        return len(self._replays)
+
+    def record(self, work: Callable[[], _Result], pool: object | None = None) -> Recording[_Result]:
+        recording = super().record(work, pool)
+        self._replays.add(recording.replay)
+        return recording
+
+
+@pytest.fixture
+def _no_cycles() -> Iterator[None]:
+    """Without its collector, Python frees only what nothing refers to, as it does in time."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_no_cycles")
 def test_recordings_are_given_back_when_memory_runs_out(caplog: pytest.LogCaptureFixture) -> None:
-    captured, recorder = _captured(_DILOCO, 1)
+    recorder = _Watched()
+    captured = backend_of(_DILOCO, 1, fused=True, recorder=recorder)
+    captured.warm_up()
+    assert recorder.num_alive == 2 * captured.function.num_recorded
     plain, results = backend_of(_DILOCO, 1, fused=True), []
     for backend in (captured, plain):
         first = _begin(backend, 1)
@@ -349,3 +384,16 @@ def test_recordings_are_given_back_when_memory_runs_out(caplog: pytest.LogCaptur
         "stage 1 goes on without CUDA graphs: their memory is needed"
     ]
     assert (captured.function.num_recorded, captured.budget.recorded_bytes, captured.budget.num_kept) == (0, 0, 0)
+    del first, second, backend
+    assert recorder.num_alive == 0
+
+
+@pytest.mark.usefixtures("_no_cycles")
+def test_recordings_go_with_their_stage() -> None:
+    """A peer that moves to another stage needs the memory."""
+    recorder = _Watched()
+    backend = backend_of(_DILOCO, 1, fused=True, recorder=recorder)
+    backend.warm_up()
+    assert recorder.num_alive
+    del backend
+    assert recorder.num_alive == 0
