@@ -5,12 +5,12 @@ import glob
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from peers.model.live import fetch_model
-from peers.model.losses import MeasuredLoss, losses_until, read_losses
 from peers.model.options import (
     ABOUT,
     COMMANDS,
@@ -35,11 +35,32 @@ from swarm.interchange.export import Origin, Target, export_model
 from swarm.interchange.families.known import family_of
 from swarm.interchange.run_folder import ImportOptions, import_model
 from swarm.interchange.source import DTYPES, Source, located, parameter_shapes
+from swarm.machine import json_file
 from swarm.machine.disk import require_new
 from swarm.machine.words import counted
+from swarm.metrics.log import OF_SOURCE
 from swarm.model.stages import trained_shapes
 
 _DTYPES = {"fp32": DTYPES["F32"], "fp16": DTYPES["F16"], "bf16": DTYPES["BF16"]}
+METRICS = "metrics.jsonl"
+_LOSSES = {"train/loss": "training", "val/loss": "held-out"}
+"""The figures of metrics.jsonl that are read, and their names in a model's card. Those of single datasets are read as
+well."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredLoss:
+    """A loss that a trainer has measured, for the model's card.
+
+    Attributes:
+        name: the text on which it was measured: training, held-out, or one dataset's held-out text.
+        round: the trainer's step, which is a round of the whole swarm.
+        loss: nats per token.
+    """
+
+    name: str
+    round: int
+    loss: float
 
 
 def main(argv: Sequence[str]) -> int:
@@ -238,6 +259,39 @@ def _rows(values: dict[str, object]) -> None:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def read_losses(path: Path) -> list[MeasuredLoss]:
+    """All losses in a trainer's folder, or in its metrics.jsonl. Raises ValueError if there are none."""
+    metrics = path / METRICS if path.is_dir() else path
+    found = list[MeasuredLoss]()
+    try:
+        lines = metrics.read_text(encoding="utf-8").splitlines()
+        for line in lines:
+            row = json_file.parse(line)
+            for key, loss in row.items():
+                if isinstance(loss, float) and (name := _loss_name(key)):
+                    found.append(MeasuredLoss(name=name, round=int(row["step"]), loss=loss))
+    except OSError as error:
+        raise ValueError(f"--metrics {metrics}: {error.strerror}") from None
+    except (ValueError, OverflowError, KeyError, AttributeError, TypeError):
+        raise ValueError(f"--metrics {metrics} is no metrics.jsonl of a swarm-trainer") from None
+    if not found:
+        raise ValueError(f"--metrics {metrics} has no losses")
+    return found
+
+
+def _loss_name(key: str) -> str:
+    """The name of a loss, by its key in metrics.jsonl; empty for another figure."""
+    if key.startswith(OF_SOURCE):
+        return f"held-out, {key.removeprefix(OF_SOURCE)}"
+    return _LOSSES.get(key, "")
+
+
+def losses_until(losses: Sequence[MeasuredLoss], round_number: int) -> Mapping[str, float]:
+    """For each figure, the last loss that was measured up to a round. The keys also say at which round it was."""
+    last = {loss.name: loss for loss in sorted(losses, key=lambda loss: loss.round) if loss.round <= round_number}
+    return {f"Loss, {loss.name}, at round {loss.round}": loss.loss for loss in last.values()}
 
 
 _RUN: dict[str, Callable[[Any], None]] = {"import": import_, "export": export, "show": show, "push": push}
