@@ -20,14 +20,15 @@ _ROWS = 32
 def choose(logits_V: Tensor, sampling: Sampling, position: int) -> int:
     """The token at a position, from the logits of the position before it.
 
-    This computes in float64 on the CPU. Of tokens with equal logits, the lower one counts as the likelier.
+    This sorts where the logits are, and computes in float64 on the CPU. Of tokens with equal logits, the lower one
+    counts as the likelier.
     """
     if sampling.temperature == 0.0:
         return int(logits_V.argmax())
-    logits_V = logits_V.detach().double().cpu()
+    sorted_V, tokens_V = logits_V.detach().sort(descending=True, stable=True)
+    sorted_V = sorted_V.cpu().double()
     # The largest logit becomes 0. So even at a very low temperature the others become at worst -inf, and never NaN.
-    scaled_V = (logits_V - logits_V.max()) / sampling.temperature
-    sorted_V, tokens_V = scaled_V.sort(descending=True, stable=True)
+    sorted_V = (sorted_V - sorted_V[0]) / sampling.temperature
     if sampling.top_k:
         sorted_V = sorted_V[: sampling.top_k]
     cumulated_V = sorted_V.softmax(-1).cumsum(-1)
