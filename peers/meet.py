@@ -17,12 +17,11 @@ from pathlib import Path
 import grpc
 import tyro
 
+from peers.reach.listen import Outside, own_outside, private_advice
 from peers.shared import cli, logs, option_checks, stopping
 from peers.shared.environment import cache_folder
 from peers.shared.sole_writer import claim_identity
 from peers.shared.token_option import VARIABLE, read_token
-from peers.stage_peer.listen import Outside, private_advice
-from peers.stage_peer.own_addresses import own_outside
 from swarm.credentials.authority import Owners
 from swarm.credentials.identity import Identity
 from swarm.dht import node as dht_node

@@ -7,9 +7,9 @@ from typing import Literal
 import tyro
 
 from peers.doctor.ports import Ports
+from peers.reach.listen import Outside
 from peers.shared import logs, option_checks
 from peers.shared.run_options import InviteOption
-from peers.stage_peer.listen import Outside
 
 _OF_A_RUN = (
     "token", "stage", "host", "port", "dht_port", "announce", "announce_dht", "checkpoint", "keep_checkpoints",

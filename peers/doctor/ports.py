@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from peers.doctor.finding import Finding, fine, not_checked, wrong
-from peers.stage_peer.listen import Outside, loopback_advice
-from peers.stage_peer.own_port import answering, answering_as_node, reserved
+from peers.reach.listen import Outside, loopback_advice
+from peers.reach.own_port import answering, answering_as_node, reserved
 from swarm.credentials.identity import Identity
 from swarm.dht import addresses
 from swarm.errors import SwarmError

@@ -7,6 +7,12 @@ import re
 from collections.abc import MutableMapping
 from pathlib import Path
 
+NAMES = ("HF_TOKEN", "WANDB_API_KEY")
+"""The variables that are read; a file that happens to lie there changes nothing else of a program."""
+FILE = Path(".env")
+_LINE = re.compile(r"\s*(?:export\s+)?(\w+)\s*=\s*(.*?)\s*")
+_QUOTED = re.compile(r"""(["'])(.*)\1(?:\s+#.*)?""")
+
 
 def cache_folder() -> Path:
     """The folder of this user's keys and prepared texts. Raises ValueError if the environment names none."""
@@ -28,15 +34,6 @@ def keep_compiled_code(environment: MutableMapping[str, str]) -> None:
     cache_folder.
     """
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
-
-
-NAMES = ("HF_TOKEN", "WANDB_API_KEY")
-"""The variables that are read; a file that happens to lie there changes nothing else of a program."""
-
-FILE = Path(".env")
-
-_LINE = re.compile(r"\s*(?:export\s+)?(\w+)\s*=\s*(.*?)\s*")
-_QUOTED = re.compile(r"""(["'])(.*)\1(?:\s+#.*)?""")
 
 
 def read(path: Path = FILE) -> None:

@@ -30,6 +30,18 @@ SettingsOption = Annotated[
     ),
 ]
 """The type of --set."""
+FIELDS = {
+    "dataset": "data.dataset",
+    "validation": "data.validation",
+    "tokenizer": "data.tokenizer",
+    "max_tokens": "data.max_tokens",
+    "stages": "stages.num_stages",
+    "lora_rank": "lora.rank",
+    "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout",
+    "lora_targets": "lora.targets",
+}
+"""The field of the configuration that each option sets. Options have the names of the fields of their dataclass."""
 
 
 class EntranceOptions(Protocol):
@@ -94,20 +106,6 @@ def with_preset(options: Options) -> Options:
     model = given.model or preset.begins_with
     begun: Options = dataclasses.replace(given, preset=None, model=model, set=(*preset.settings, *given.set))
     return begun
-
-
-FIELDS = {
-    "dataset": "data.dataset",
-    "validation": "data.validation",
-    "tokenizer": "data.tokenizer",
-    "max_tokens": "data.max_tokens",
-    "stages": "stages.num_stages",
-    "lora_rank": "lora.rank",
-    "lora_alpha": "lora.alpha",
-    "lora_dropout": "lora.dropout",
-    "lora_targets": "lora.targets",
-}
-"""The field of the configuration that each option sets. Options have the names of the fields of their dataclass."""
 
 
 class TextOptions(Protocol):

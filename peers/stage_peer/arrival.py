@@ -1,7 +1,6 @@
-"""Tells others that a stage peer serves: prints the commands with which people join, and writes a file for the
-launcher.
+"""Says before a peer serves what may keep it from that, and once it serves, how others join.
 
-Used by program.py. The lines are printed once, and the file is written again after every move.
+The commands for people are printed once; the file for a launcher is written again after every move.
 """
 
 import contextlib
@@ -13,9 +12,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
+from peers.doctor.examination import in_passing
+from peers.doctor.options import DoctorOptions
+from peers.reach.listen import Announced, private_advice
+from peers.shared.devices import here
 from peers.shared.lan import Announcer
 from peers.shared.network import Membership, say_who_may_join
-from peers.stage_peer.listen import Announced, private_advice
 from peers.stage_peer.options import PeerOptions
 from peers.status.joining import Joining
 from swarm.rpc.entry import Entry, direct, points_of
@@ -23,6 +27,18 @@ from swarm.rpc.invite import Invite
 from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
+
+
+async def say_what_is_wrong(options: PeerOptions, member: Membership, device: torch.device) -> None:
+    """Log a line for each thing that is wrong. This takes a few seconds at most, if other peers are silent."""
+    plan = DoctorOptions(
+        stage=options.first_stage,
+        device=str(device),
+        checkpoint=options.checkpoint,
+        keep_checkpoints=options.keep_checkpoints or 3,
+    )
+    for finding in await in_passing(plan, member, here(device)):
+        logger.warning("%s: %s", finding.what, finding.text)
 
 
 class Arrival:

@@ -12,10 +12,10 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from peers.reach.listen import Announced, Listening
 from peers.shared import stopping
 from peers.shared.faults import leaves
 from peers.shared.network import LOOK_SECONDS
-from peers.stage_peer.listen import Announced, Listening
 from peers.stage_peer.rebalancer import Rebalancer
 from peers.stage_peer.server import StageServer
 from swarm.errors import Fatal, SwarmError

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from peers.reach.listen import Outside
 from peers.shared import logs, option_checks
 from peers.shared.run_options import InviteOption, SettingsOption, joins
-from peers.stage_peer.listen import Outside
 from swarm.rpc.endpoint import ip_of
 
 DEFAULT_REBALANCE_SECONDS = 60.0

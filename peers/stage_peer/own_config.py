@@ -9,10 +9,9 @@ import shlex
 from pathlib import Path
 from typing import assert_never
 
-from peers.shared.own_text import text_size, with_text
 from peers.shared.run_options import with_named_text
 from peers.stage_peer.options import PeerOptions
-from peers.stage_peer.own_model import OwnModel
+from peers.stage_peer.own_model import OwnModel, text_size, with_text
 from peers.stage_peer.resume import with_sizes_of
 from swarm import config as configs
 from swarm.config import RunConfig

@@ -1,11 +1,11 @@
-"""The model that --model names: a run folder, a model's folder of Hugging Face, or a model on the hub (downloaded).
+"""What a run that this process begins is made of: the model that --model names, and the text.
 
-Used by own_config.py, which begins a run with it, by contents.py, which reads a stage's weights from it, and by
-swarm-model and swarm-generate, which add a run's adapters to it. A model's folder is read once as a whole, to compute
-digests of its weights. The digests are kept in the user's cache, and the weights stay where they are. Two machines with
-the same folder compute the same digests, so they begin the same run.
+A model is a run folder, a folder of Hugging Face, or one on the hub, which is downloaded. Its folder is read once as a
+whole, to compute digests of its weights, which are kept in the user's cache: two machines with the same folder begin
+the same run.
 """
 
+import dataclasses
 import hashlib
 import json
 import logging
@@ -18,8 +18,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from swarm.config import RunConfig
-from swarm.data import chat, tokenizers
+from peers.shared.environment import kept_tokenizer
+from swarm.config import RunConfig, TextSize
+from swarm.data import chat, corpora, tokenizer_files, tokenizers
+from swarm.data.corpora import Corpus
 from swarm.errors import IntegrityError
 from swarm.interchange import run_folder, weights
 from swarm.interchange.run_folder import ImportOptions
@@ -159,3 +161,32 @@ def _told(source: Source, say: Say) -> Iterator[tuple[str, Tensor]]:
         if time.monotonic() - said_at >= SAY_SECONDS:
             said_at = time.monotonic()
             say(f"{done / 1e6:,.1f} of {total / 1e6:,.1f} MB are read")
+
+
+def text_size(config: RunConfig, cache: Path) -> TextSize:
+    """How much text a run has, which leaves sizes out. Blocks while the text is prepared.
+
+    Raises:
+        ValueError: there is no such text or tokenizer.
+    """
+    tokenizers.load_for_run(config.data, vocab_size=config.model.vocab_size)
+    # As if there were plenty of text. Documents are packed into such samples as they are prepared.
+    return corpora.size(config.begun().data, cache_dir=cache / "corpora")
+
+
+def with_text(config: RunConfig, cache: Path) -> tuple[RunConfig, Corpus]:
+    """The configuration with the digests of text and tokenizer, and the text. Blocks while the text is prepared.
+
+    Raises:
+        ValueError: there is no such text or tokenizer.
+        CorpusMismatch: the configuration has the digest of another text.
+    """
+    tokenizers.load_for_run(config.data, vocab_size=config.model.vocab_size)
+    corpus = corpora.prepare(config.data, cache_dir=cache / "corpora")
+    corpora.check_digest(config.data, corpus)
+    files = None
+    if tokenizer_files.has_files(config.data.tokenizer):
+        files = tokenizer_files.read(tokenizer_files.located(config.data.tokenizer))
+        # A peer gives the tokenizer to others from this folder.
+        files.keep(kept_tokenizer(cache, files.digest))
+    return dataclasses.replace(config, data=corpora.published(config.data, corpus, files)), corpus

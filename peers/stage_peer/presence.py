@@ -14,11 +14,11 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1._async import HealthServicer
 
 import swarm
+from peers.reach.listen import Announced
 from peers.shared import devices
 from peers.shared.network import Membership
-from peers.stage_peer.listen import Announced
 from peers.stage_peer.news import Around, StageNews
-from peers.stage_peer.server_options import ServerOptions
+from peers.stage_peer.own_stage import ServerOptions
 from swarm.averaging.averager import Averager
 from swarm.errors import PeerUnavailable
 from swarm.machine.clock import Clock

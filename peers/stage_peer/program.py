@@ -22,6 +22,10 @@ from pathlib import Path
 
 import torch
 
+from peers.reach.listen import Announced, Listen, Outside, own_outside
+from peers.reach.own_port import reserved
+from peers.reach.reach import Reach
+from peers.reach.router_ports import RouterPorts, own_routers
 from peers.shared import cli, logs, option_checks, stopping
 from peers.shared.devices import device_of, peak_flops
 from peers.shared.entrance import Entrance, find_entrance
@@ -33,26 +37,19 @@ from peers.shared.run_options import naming_options
 from peers.shared.sole_writer import claim_identity
 from peers.shared.token_option import admitted, stop_or_expiry
 from peers.stage_peer import incarnation as incarnations
-from peers.stage_peer.arrival import Arrival, require_ready_file
+from peers.stage_peer.arrival import Arrival, require_ready_file, say_what_is_wrong
 from peers.stage_peer.checkpoints import open_checkpoints
-from peers.stage_peer.checkup import say_what_is_wrong
-from peers.stage_peer.claim import Claim
 from peers.stage_peer.contents import Contents
 from peers.stage_peer.incarnation import Incarnation, Rivals
-from peers.stage_peer.listen import Announced, Listen, Outside
 from peers.stage_peer.mover import Mover
 from peers.stage_peer.options import PeerOptions
-from peers.stage_peer.own_addresses import own_outside
 from peers.stage_peer.own_config import own_config, require_allowed_class, require_stage
 from peers.stage_peer.own_dashboard import OwnDashboard, require_page
 from peers.stage_peer.own_model import OwnModel, open_model
-from peers.stage_peer.own_port import reserved
-from peers.stage_peer.reach import Reach
-from peers.stage_peer.rebalancer import Rebalancer
+from peers.stage_peer.own_stage import ServerOptions
+from peers.stage_peer.rebalancer import Claim, Rebalancer
 from peers.stage_peer.resume import ResumeOptions
-from peers.stage_peer.router_ports import RouterPorts, own_routers
 from peers.stage_peer.server import StageServer
-from peers.stage_peer.server_options import ServerOptions
 from peers.status.exporter import OwnFigures, exporting, require_exporter
 from swarm import config as configs
 from swarm.checkpoint import file

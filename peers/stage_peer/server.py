@@ -13,15 +13,13 @@ from functools import partial
 
 import grpc
 
+from peers.reach.listen import Announced, Listening
 from peers.shared.network import Membership
 from peers.stage_peer.checkpoints import Checkpoints
-from peers.stage_peer.listen import Announced, Listening
 from peers.stage_peer.news import StageNews
-from peers.stage_peer.own_backend import own_backend, warm_up
-from peers.stage_peer.own_state import OwnState
+from peers.stage_peer.own_stage import OwnState, ServerOptions, own_backend, warm_up
 from peers.stage_peer.presence import Presence
 from peers.stage_peer.resume import require_weights
-from peers.stage_peer.server_options import ServerOptions
 from peers.stage_peer.services import Services
 from peers.status.peer_row import PeerRow
 from swarm.averaging.averager import Averager

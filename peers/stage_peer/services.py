@@ -10,8 +10,8 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 from peers.shared.network import Membership
 from peers.stage_peer.incarnation import Rivals
+from peers.stage_peer.own_stage import ServerOptions
 from peers.stage_peer.presence import Presence
-from peers.stage_peer.server_options import ServerOptions
 from swarm.averaging.averager import Averager
 from swarm.averaging.servicer import AveragingServicer
 from swarm.content.servicer import ContentServicer

@@ -22,12 +22,12 @@ import torch
 from peers.shared import logs, option_checks, process
 from peers.shared.devices import num_cores, warn_of_emulation
 from peers.shared.environment import cache_folder, keep_compiled_code, kept_tokenizer
-from peers.shared.own_text import with_text
 from peers.shared.process import EXIT_FAILURE, EXIT_USAGE
 from peers.shared.reporting import require_reporters
 from peers.shared.run_options import naming_options
 from peers.shared.sole_writer import require_sole_writer
 from peers.shared.stopping import Stop
+from peers.stage_peer.own_model import with_text
 from peers.static import run_config, workers
 from peers.static.batches import Batches
 from peers.static.checkpoints import Checkpoints

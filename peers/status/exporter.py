@@ -70,12 +70,12 @@ async def exporting(own: OwnFigures, prefix: str, *, host: str, port: int | None
     if port is None:
         yield
         return
-    async with Exporter(own, prefix).serving(host, port) as url:
+    async with _Exporter(own, prefix).serving(host, port) as url:
         logger.info("figures for Prometheus at %s", url)
         yield
 
 
-class Exporter:
+class _Exporter:
     """The metrics of one process, as prometheus_client collects them."""
 
     def __init__(self, own: OwnFigures, prefix: str) -> None:

@@ -22,6 +22,10 @@ from peers.status.joining import remedy
 from peers.status.peer_row import PeerRow
 from peers.status.view import SwarmView, TrainerRow
 
+ANY_WIDTH = 1 << 16
+"""More characters than any table is wide."""
+_EVENTS_SHOWN = 5
+
 
 class Screen(Console):
     """rich's console, but it raises BrokenPipeError when nothing reads its output, as in `swarm-status | head`."""
@@ -30,10 +34,6 @@ class Screen(Console):
         """Raise BrokenPipeError, for which run_program ends the program. rich would raise SystemExit, which ends only
         one asyncio task."""
         raise BrokenPipeError
-
-
-ANY_WIDTH = 1 << 16
-"""More characters than any table is wide."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,6 @@ class FittingTable:
         for cells in zip(*(strip.cells for strip in strips), strict=True):
             table.add_row(*cells)
         return table
-
-
-_EVENTS_SHOWN = 5
 
 
 class LiveTable:

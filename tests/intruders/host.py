@@ -13,9 +13,9 @@ import grpc
 import torch
 
 from peers.shared.network import Membership
+from peers.stage_peer.own_stage import ServerOptions
 from peers.stage_peer.resume import ResumeOptions
 from peers.stage_peer.server import StageServer
-from peers.stage_peer.server_options import ServerOptions
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.credentials.identity import Identity
 from swarm.events.kinds import Events

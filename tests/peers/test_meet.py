@@ -14,9 +14,9 @@ import pytest
 
 from peers import meet
 from peers.meet import MeetOptions, owners_of
+from peers.reach.listen import Outside
 from peers.shared import cli, option_checks
 from peers.shared.entrance import Entrance
-from peers.stage_peer.listen import Outside
 from scripts.benches.shared.ports import free_ports
 from swarm.credentials.identity import Identity
 from swarm.credentials.token import Token

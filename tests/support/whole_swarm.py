@@ -17,9 +17,9 @@ import torch
 
 from peers.shared.event_file import start_of
 from peers.shared.network import KnownPeers, Membership
+from peers.stage_peer.own_stage import ServerOptions
 from peers.stage_peer.resume import ResumeOptions
 from peers.stage_peer.server import StageServer
-from peers.stage_peer.server_options import ServerOptions
 from swarm.config import RunConfig
 from swarm.credentials import identity as identities
 from swarm.data.microbatches import Microbatches

@@ -14,9 +14,9 @@ from peers.doctor import program as doctor
 from peers.doctor.examination import in_passing
 from peers.doctor.finding import Finding, State
 from peers.doctor.options import DoctorOptions
+from peers.reach.own_port import answering_as_node
 from peers.shared.devices import Device
 from peers.shared.entrance import find_entrance
-from peers.stage_peer.own_port import answering_as_node
 from scripts.benches.shared.ports import free_ports
 from swarm import __version__
 from swarm import config as configs

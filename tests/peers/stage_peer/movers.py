@@ -11,14 +11,13 @@ from typing import Any
 import torch
 
 from peers.shared.network import Membership
-from peers.stage_peer.claim import Claim
 from peers.stage_peer.contents import Contents
 from peers.stage_peer.mover import Mover
 from peers.stage_peer.own_model import OwnModel
-from peers.stage_peer.rebalancer import Rebalancer
+from peers.stage_peer.own_stage import ServerOptions
+from peers.stage_peer.rebalancer import Claim, Rebalancer
 from peers.stage_peer.resume import ResumeOptions
 from peers.stage_peer.server import StageServer
-from peers.stage_peer.server_options import ServerOptions
 from swarm.checkpoint import file
 from swarm.checkpoint.writer import CheckpointWriter
 from swarm.config import RunConfig

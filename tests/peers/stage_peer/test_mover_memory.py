@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from peers.shared import faults
-from peers.stage_peer import own_backend
+from peers.stage_peer import own_stage
 from swarm.config import RunConfig
 from swarm.errors import Fatal
 from swarm.events.kinds import Leave
@@ -48,7 +48,7 @@ async def test_a_stage_that_does_not_fit_is_one_line(
         LocalPeer(config, store, resume=trained).running(1),
         LocalPeer(config, store, resume=trained).running(0) as peer,
     ):
-        monkeypatch.setattr(own_backend, "build_stage", no_memory)
+        monkeypatch.setattr(own_stage, "build_stage", no_memory)
         peer.rebalancer.orders.put_nowait(1)
         assert await peer.next_served() == 0
     assert f"stage 1 does not fit on cpu (no room for {reason}): take more stages" in caplog.text
@@ -113,7 +113,7 @@ async def test_what_is_not_about_memory_is_not_said_to_be(
     def broken(run: RunConfig, stage: int, **more: Any) -> torch.nn.Module:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
-    monkeypatch.setattr(own_backend, "build_stage", broken)
+    monkeypatch.setattr(own_stage, "build_stage", broken)
     peer = LocalPeer(config, store, resume=trained)
     async with asyncio.TaskGroup() as tasks:
         with pytest.raises(RuntimeError, match=r"^mat1 and mat2 shapes cannot be multiplied$"):

@@ -14,8 +14,7 @@ import pytest
 
 from peers.shared.network import Membership
 from peers.stage_peer import rebalancer
-from peers.stage_peer.claim import Claim
-from peers.stage_peer.rebalancer import Rebalancer
+from peers.stage_peer.rebalancer import Claim, Rebalancer
 from swarm.checkpoint import file
 from swarm.config import AveragingConfig, ModelConfig, RunConfig, StagesConfig
 from swarm.credentials.identity import generate

@@ -9,14 +9,14 @@ from typing import cast
 import grpc
 import pytest
 
+from peers.reach import inquiry
+from peers.reach import reach as reaches
+from peers.reach.inquiry import Verdict
+from peers.reach.listen import Listen, Outside, loopback_advice
+from peers.reach.own_port import reserved
+from peers.reach.reach import Reach
+from peers.reach.router_ports import RouterPorts
 from peers.shared.network import Membership
-from peers.stage_peer import inquiry
-from peers.stage_peer import reach as reaches
-from peers.stage_peer.listen import Listen, Outside, loopback_advice
-from peers.stage_peer.own_port import reserved
-from peers.stage_peer.reach import Reach
-from peers.stage_peer.router_ports import RouterPorts
-from peers.stage_peer.verdict import Verdict
 from scripts.benches.shared.ports import free_ports
 from swarm.config import ModelConfig, RunConfig, StagesConfig
 from swarm.credentials.identity import Identity, generate

@@ -10,8 +10,8 @@ from functools import partial
 
 import pytest
 
-from peers.stage_peer import router_ports
-from peers.stage_peer.router_ports import NatPmp, Pcp, RouterPorts, default_gateway
+from peers.reach import router_ports
+from peers.reach.router_ports import NatPmp, Pcp, RouterPorts, default_gateway
 from tests.support.chain import eventually
 from tests.support.manual_clock import ManualClock
 

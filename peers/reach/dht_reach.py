@@ -9,8 +9,8 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from peers.stage_peer.listen import Listen, Outside
-from peers.stage_peer.own_port import answering_as_node
+from peers.reach.listen import Listen, Outside
+from peers.reach.own_port import answering_as_node
 from swarm.dht import addresses
 from swarm.dht.node import DhtNode
 from swarm.errors import SwarmError

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from peers.shared.devices import Dtype
-from peers.stage_peer.own_backend import own_backend, warm_up
+from peers.stage_peer.own_stage import own_backend, warm_up
 from swarm.config import RunConfig
 from swarm.errors import Fatal
 from swarm.events.kinds import Events

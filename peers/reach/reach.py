@@ -14,13 +14,12 @@ from contextlib import AbstractAsyncContextManager
 from hashlib import sha256
 from typing import Never
 
+from peers.reach.dht_reach import DhtReach
+from peers.reach.inquiry import BUSY, Inquiry, Verdict
+from peers.reach.listen import Announced, Listen, Outside, loopback_advice, private_advice
+from peers.reach.own_port import OwnPort
+from peers.reach.router_ports import RouterPorts
 from peers.shared.network import Membership
-from peers.stage_peer.dht_reach import DhtReach
-from peers.stage_peer.inquiry import BUSY, Inquiry
-from peers.stage_peer.listen import Announced, Listen, Outside, loopback_advice, private_advice
-from peers.stage_peer.own_port import OwnPort
-from peers.stage_peer.router_ports import RouterPorts
-from peers.stage_peer.verdict import Verdict
 from swarm.dht.node import DhtNode
 from swarm.machine.words import Repeats
 from swarm.rpc.endpoint import endpoint_of
