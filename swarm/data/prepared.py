@@ -116,15 +116,11 @@ def prepare(
     try:
         source = Source(dataset, recipe.config, part)
         path = _path(source, recipe, cache_dir)
-        if not path.exists():
+        if (opened := _opened(path, recipe)) is None:
             cache_dir.mkdir(parents=True, exist_ok=True)
             with _alone(path.with_suffix(".lock"), source.title):
-                if not path.exists():
-                    _write(path, source, recipe)
-        # An empty file cannot be mapped.
-        is_empty = path.stat().st_size == 0
-        tokens = np.zeros(0, recipe.dtype) if is_empty else np.memmap(path, dtype=recipe.dtype, mode="r")
-        about = json.loads(_about_path(path).read_text(encoding="utf-8"))
+                opened = _opened(path, recipe) or _write(path, source, recipe)
+        tokens, about = opened
     except ValueError as error:
         raise ValueError(str(error).replace(f"data.dataset {dataset!r}", f"{field} {dataset!r}")) from None
     except OSError as error:
@@ -181,7 +177,20 @@ def _say_counts(dataset: str, config: DataConfig, counts: Mapping[str, int], num
             logger.warning("%s of %s %s", counted(number, what), dataset, fate)
 
 
-def _write(path: Path, source: Source, recipe: Recipe) -> None:
+def _opened(path: Path, recipe: Recipe) -> tuple[npt.NDArray[Any], Any] | None:
+    """A prepared dataset's tokens, and what is known about them; None if it is not there. Another process may delete a
+    part of a dataset at any time."""
+    try:
+        # An empty file cannot be mapped.
+        is_empty = path.stat().st_size == 0
+        tokens = np.zeros(0, recipe.dtype) if is_empty else np.memmap(path, dtype=recipe.dtype, mode="r")
+        return tokens, json.loads(_about_path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+
+
+def _write(path: Path, source: Source, recipe: Recipe) -> tuple[npt.NDArray[Any], Any]:
+    """Prepare a dataset. Returns what `_opened` does."""
     config, documents = recipe.config, recipe.documents(source)
     layout = recipe.dtype.str if documents is None else str(recipe.dtype.descr)
     digest = hashlib.sha256(f"{recipe.tokenizer.identity}\n{layout}\n".encode())
@@ -214,9 +223,13 @@ def _write(path: Path, source: Source, recipe: Recipe) -> None:
         faults = dataclasses.asdict(source.faults)
         about = {"digest": digest.hexdigest(), "no_text": source.no_text, "counts": counts, "faults": faults}
         _about_path(written).write_text(json.dumps(about), encoding="utf-8")
+        # It is opened before others can see it, and so delete it.
+        opened = _opened(written, recipe)
+        assert opened is not None
         # The file about the tokens is renamed first, so that a process that finds the tokens finds it too.
         _about_path(written).replace(_about_path(path))
         written.replace(path)
+    return opened
 
 
 def _nothing(source: Source, documents: Documents | None) -> str:

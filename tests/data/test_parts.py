@@ -179,6 +179,40 @@ def test_a_part_that_is_prepared_just_now_is_not_deleted(hub: Hub, tmp_path: Pat
     assert not pauses
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_part_that_another_process_deletes_just_now_is_at_hand_at_once(
+    is_there: bool, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other process has gone on to later parts, and deletes this one as soon as it sees it."""
+    pauses: list[float] = []
+    parts = Parts("hf:endless", _recipe(), tmp_path, pause=pauses.append)
+    parts.first()
+    if is_there:
+        _of(Parts("hf:endless", _recipe(), tmp_path).want(1))
+    names, memmap, replace = {"part-1", "part-2"}, np.memmap, Path.replace
+    deleted = set[Path]()
+
+    def delete(path: Path) -> None:
+        if path.suffix == ".tokens" and path.stem.partition("-")[2] in names and path.parent == tmp_path:
+            deleted.add(path)
+            path.unlink()
+
+    def mapped(path: Path, **options: Any) -> Any:
+        delete(path)
+        return memmap(path, **options)
+
+    def replaced(path: Path, target: Path) -> Path:
+        result = replace(path, target)
+        delete(target)
+        return result
+
+    monkeypatch.setattr(np, "memmap", mapped)
+    monkeypatch.setattr(Path, "replace", replaced)
+    assert _of(parts.want(1)) == list(range(HELD_OUT + PART, HELD_OUT + 2 * PART))
+    assert deleted
+    assert not pauses
+
+
 def test_a_dataset_with_other_rows_is_refused(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = corpora.published(CONFIG, corpora.prepare(CONFIG, cache_dir=tmp_path / "first"), None)
     corpora.check_digest(run, corpora.prepare(run, cache_dir=tmp_path / "same"))
