@@ -37,7 +37,7 @@ from swarm.rpc.guard import Guard
 from swarm.rpc.meeting.budget import MeetingLimits
 from swarm.rpc.meeting.meeting_point import MeetingPoint
 from swarm.rpc.probe import ProbeServicer
-from swarm.rpc.serving import SERVER_OPTIONS, bind_server
+from swarm.rpc.serving import SERVER_OPTIONS, bind_server, start_server
 from swarm.rpc.v1.directory_pb2_grpc import add_DirectoryServiceServicer_to_server
 from swarm.rpc.v1.meeting_pb2_grpc import add_MeetingServiceServicer_to_server
 from swarm.rpc.v1.probe_pb2_grpc import add_ProbeServiceServicer_to_server
@@ -130,9 +130,9 @@ async def serve(options: MeetOptions, own: Identity, node: DhtNode, outside: Seq
     add_DirectoryServiceServicer_to_server(directory, server)
     add_ProbeServiceServicer_to_server(ProbeServicer(is_exchanging=lambda: False, clock=clock), server)
     front = Front(bind_server(server, LOOPBACK, 0, tls.server_credentials(own)), node.port)
-    await server.start()
     stop = stopping.stop_event()
     try:
+        await start_server(server)
         async with front.listening(options.host, options.port):
             _say(own, outside)
             await stop.wait()

@@ -180,20 +180,23 @@ class ChannelPool:
         while (opened := self._channels.get(key)) is not None and opened.road is not None:
             found = await opened.road.better()
             better = self._open(key, found, None) if isinstance(found, str) else self._open(key, "", ways, first=found)
-            is_ready = False
-            # The new channel is used only once it is connected. Otherwise its peer would seem to be out of reach.
-            with suppress(TimeoutError):
-                async with asyncio.timeout(READY_SECONDS):
-                    await better.channel.channel_ready()
-                    is_ready = True
-            if not is_ready or self._channels.get(key) is not opened:
-                await better.let_go().close()
-                if not isinstance(found, str):
-                    await found.close()
+            try:
+                # The new channel is used only once it is connected. Otherwise its peer would seem to be out of reach.
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(READY_SECONDS):
+                        await better.channel.channel_ready()
+                        if self._channels.get(key) is opened:
+                            self._channels[key] = better
+            finally:
+                # Also when the pool is closed meanwhile.
+                if is_unused := self._channels.get(key) is not better:
+                    if not isinstance(found, str):
+                        await found.close()
+                    await better.let_go().close()
+            if is_unused:
                 await self._clock.sleep(READY_SECONDS)
-                continue
-            self._channels[key] = better
-            self._spawn(_close([opened.let_go()], UNUSED_SECONDS))
+            else:
+                self._spawn(_close([opened.let_go()], UNUSED_SECONDS))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

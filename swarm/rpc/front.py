@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from swarm.errors import Overloaded
 from swarm.rpc.callers import Caller, Shares, handed_on
 from swarm.rpc.endpoint import LOOPBACK
-from swarm.rpc.meeting.carrying import BUFFER_BYTES, Kind, TcpLine, TcpStream
+from swarm.rpc.meeting.carrying import BUFFER_BYTES, Accepted, Kind, TcpLine, TcpStream
 
 logger = logging.getLogger(__name__)
 
@@ -50,34 +50,23 @@ class Front:
         Raises:
             ValueError: nothing can listen there; one line says why.
         """
+        accepted = Accepted(self._serve, MAX_CONNECTIONS)
         try:
-            server = await asyncio.start_server(self._accept, host or None, port, limit=BUFFER_BYTES, backlog=256)
+            server = await asyncio.start_server(accepted.take, host or None, port, limit=BUFFER_BYTES, backlog=256)
         except OSError as error:
             reason = error.strerror or error
             raise ValueError(f"cannot listen on port {port}: {reason}; choose another --port") from None
-        tasks = self._tasks = set[asyncio.Task[None]]()
         try:
             yield
         finally:
             server.close()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await accepted.close()
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
+    async def _serve(self, outer: TcpStream) -> None:
         try:
-            await self._hand_on((reader, writer))
+            await self._hand_on(outer)
         except (OSError, TimeoutError, asyncio.IncompleteReadError, Overloaded) as error:
             logger.debug("a connection is not handed on: %r", error)
-        except asyncio.CancelledError:
-            # The front closes. If the error went on, asyncio would log that a handler was cancelled.
-            pass
-        finally:
-            self._tasks.discard(task)
-            writer.close()
 
     async def _hand_on(self, outer: TcpStream) -> None:
         reader, writer = outer

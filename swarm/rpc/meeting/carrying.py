@@ -7,7 +7,7 @@ them.
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from enum import StrEnum
 from typing import Any, Protocol, Self
 
@@ -22,6 +22,39 @@ BUFFER_BYTES = 1 << 20
 """The limit of a StreamReader. With asyncio's default of 64 KiB, carrying takes twice the processor time."""
 
 TcpStream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class Accepted:
+    """The connections that a listening socket has accepted, a task for each."""
+
+    def __init__(self, serve: Callable[[TcpStream], Coroutine[Any, Any, None]], max_connections: int) -> None:
+        """
+        Args:
+            serve: serves one connection.
+        """
+        self._serve = serve
+        self._max_connections = max_connections
+        self._tasks = set[asyncio.Task[None]]()
+        self._is_closed = False
+
+    def take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve a connection: the callback of asyncio.start_server. As a coroutine it would be a task that `close`
+        does not know until it begins."""
+        if self._is_closed or len(self._tasks) >= self._max_connections:
+            writer.close()
+            return
+        task = asyncio.get_running_loop().create_task(self._serve((reader, writer)))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        # Also if the task is cancelled before it begins.
+        task.add_done_callback(lambda _: writer.close())
+
+    async def close(self) -> None:
+        """End all connections, and take no more."""
+        self._is_closed = True
+        for task in (tasks := list(self._tasks)):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Kind(StrEnum):

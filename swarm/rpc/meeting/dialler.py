@@ -13,7 +13,7 @@ import socket
 from collections.abc import Awaitable, Callable
 
 from swarm.errors import SwarmError
-from swarm.rpc.meeting.carrying import BUFFER_BYTES, Line
+from swarm.rpc.meeting.carrying import BUFFER_BYTES, Accepted, Line, TcpStream
 from swarm.rpc.tls import Options, through
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class Dialler:
         self._openers: dict[str, Opener] = {}
         self._listening: socket.socket | None = None
         self._serving: asyncio.Task[None] | None = None
-        self._connections: set[asyncio.Task[None]] = set()
+        self._connections = Accepted(self._connect, _MAX_CONNECTIONS)
 
     def route(self, opener: Opener) -> tuple[str, Options]:
         """The target and the option of a channel whose connections `opener` opens. Must run in the event loop."""
@@ -49,35 +49,20 @@ class Dialler:
 
     async def close(self) -> None:
         """End all connections."""
-        tasks = [*self._connections, *([self._serving] if self._serving is not None else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._serving is not None:
+            self._serving.cancel()
+            await asyncio.gather(self._serving, return_exceptions=True)
+        await self._connections.close()
         if self._listening is not None:
             self._listening.close()
 
     async def _serve(self, listening: socket.socket) -> None:
-        server = await asyncio.start_server(self._accept, sock=listening, limit=BUFFER_BYTES)
+        server = await asyncio.start_server(self._connections.take, sock=listening, limit=BUFFER_BYTES)
         async with server:
             await server.serve_forever()
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        if len(self._connections) >= _MAX_CONNECTIONS:
-            writer.close()
-            return
-        self._connections.add(task)
-        try:
-            await self._connect(reader, writer)
-        except asyncio.CancelledError:
-            # The dialler closes. If the error went on, asyncio would log that a handler was cancelled.
-            pass
-        finally:
-            self._connections.discard(task)
-            writer.close()
-
-    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _connect(self, stream: TcpStream) -> None:
+        reader, writer = stream
         try:
             async with asyncio.timeout(_HEAD_SECONDS):
                 head = await reader.readuntil(b"\r\n\r\n")
@@ -95,4 +80,4 @@ class Dialler:
                 await writer.drain()
             return
         writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
-        await line.carry((reader, writer))
+        await line.carry(stream)

@@ -68,6 +68,7 @@ async def punch(points: Points, dialler: Dialler, point: Entry, request: pb.Meet
         return TcpLine(await _stream(await _connected(family, address, local_port)), Kind.DIRECT)
 
     target, proxy = dialler.route(open_from_there)
+    line: Line | None = None
     try:
         async with asyncio.timeout(MEETING_SECONDS):
             channel = await points.connect(point, (*proxy, *BULK_OPTIONS), target=target)
@@ -77,10 +78,15 @@ async def punch(points: Points, dialler: Dialler, point: Entry, request: pb.Meet
             # The call stays open while both dial, so that the router keeps the port.
             meeting = _Meeting(listener, family, reply.secret, is_caller=is_caller)
             async with asyncio.timeout(PUNCH_SECONDS):
-                return TcpLine(await meeting.first(candidates(reply, address[0])), Kind.PUNCHED)
+                line = TcpLine(await meeting.first(candidates(reply, address[0])), Kind.PUNCHED)
         finally:
             await channel.close()
-    except (SwarmError, OSError, TimeoutError, ValueError) as error:
+        return line
+    except BaseException as error:
+        if line is not None:
+            await line.close()
+        if not isinstance(error, SwarmError | OSError | TimeoutError | ValueError):
+            raise
         logger.debug("not punched through %s: %r", point.endpoint, error)
         return None
     finally:

@@ -17,7 +17,7 @@ from swarm.rpc.meeting import meeting_point as meeting_points
 from swarm.rpc.meeting import waiting as waitings
 from swarm.rpc.meeting import ways
 from swarm.rpc.meeting.budget import MeetingLimits
-from swarm.rpc.meeting.carrying import Kind
+from swarm.rpc.meeting.carrying import Kind, TcpStream
 from swarm.rpc.meeting.meeting_point import signed_bytes
 from swarm.rpc.meeting.points import Points
 from swarm.rpc.v1 import meeting_pb2 as pb
@@ -92,6 +92,35 @@ async def test_no_call_of_the_swarm_goes_through_the_proxy_for_downloads(
         assert await echo(watching, b"a") == b"a"
         await watching.close()
         await pool.close()
+
+
+async def test_a_line_that_is_found_while_its_pool_closes_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Found:
+        kind = Kind.PUNCHED
+        is_open = True
+
+        async def carry(self, stream: TcpStream) -> None:
+            stream[1].close()
+            await self.close()
+
+        async def close(self) -> None:
+            self.is_open = False
+
+    lines, closing = list[Found](), list[asyncio.Task[None]]()
+
+    async def punch(*_: object) -> Found:
+        lines.append(Found())
+        closing.append(asyncio.create_task(pool.close()))
+        return lines[-1]
+
+    monkeypatch.setattr(ways, "punch", punch)
+    async with meeting_point() as host, hidden_peer([host.entry]) as hidden:
+        pool = ChannelPool()
+        with suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
+            await echo(pool.channel(hidden.record), b"a")
+        await eventually(lambda: bool(closing))
+        await closing[0]
+        assert not lines[0].is_open
 
 
 async def test_another_meeting_point_takes_over_from_one_that_dies() -> None:
