@@ -8,9 +8,10 @@ values into. Numbers that Python sees meanwhile stay as they are. Nothing that i
 Python, since nothing is computed until the first replay.
 """
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -82,15 +83,24 @@ class CudaRecorder(Recorder):
         current.wait_stream(self._stream)
 
     def record(self, work: Callable[[], _Result], pool: object | None = None) -> Recording[_Result]:
-        with torch.cuda.device(self._device):
+        # torch names no type for pools.
+        memory: Any = torch.cuda.graph_pool_handle() if pool is None else pool
+        # Leaving this block makes the present stream the current one, which torch forgets where a capture fails.
+        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.current_stream(self._device)):
             # torch empties the cache itself, so what it had must not count.
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
-            before = torch.cuda.memory_reserved()
-            graph = torch.cuda.CUDAGraph()
-            # Other threads copy from and to the device meanwhile, which the mode "global" forbids.
-            with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):  # type: ignore[arg-type]  # torch names no type for pools
-                result = work()
+            before, graph = torch.cuda.memory_reserved(), torch.cuda.CUDAGraph()
+            try:
+                # Other threads copy from and to the device meanwhile, which the mode "global" forbids.
+                with torch.cuda.graph(graph, pool=memory, stream=self._stream, capture_error_mode="thread_local"):
+                    result = work()
+            except RuntimeError as error:
+                # torch before 2.12 forgets this, too, and then frees no memory any more that another stream has used.
+                with contextlib.suppress(RuntimeError):
+                    torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), memory)
+                # What `work` raised says more than that its capture cannot be ended.
+                raise error.__context__ or error from None
             num_bytes = max(0, torch.cuda.memory_reserved() - before)
         return Recording(replay=graph.replay, result=result, num_bytes=num_bytes)
 

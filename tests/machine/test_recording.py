@@ -67,6 +67,11 @@ def test_nothing_is_read_while_something_is_recorded(device: str) -> None:
     tensor = torch.ones(3, device=device)
     with pytest.raises(RuntimeError, match=r"not permitted|captur"):
         recorder.record(lambda: float(tensor.sum()))
+    if device == "cuda":
+        assert torch.cuda.current_stream() == torch.cuda.default_stream(), "what is computed next is not in the way"
+    recording = recorder.record(lambda: tensor + 1)
+    recording.replay()
+    assert recording.result.tolist() == [2.0, 2.0, 2.0]
 
 
 def test_on_a_tape_results_come_with_replays_and_go_with_those_of_its_pool() -> None:
