@@ -108,23 +108,10 @@ def with_preset(options: Options) -> Options:
     return begun
 
 
-class TextOptions(Protocol):
-    """Options that name the text of a new run."""
-
-    @property
-    def dataset(self) -> tuple[str, ...]: ...
-    @property
-    def validation(self) -> str | None: ...
-    @property
-    def tokenizer(self) -> str | None: ...
-    @property
-    def max_tokens(self) -> int | None: ...
-
-
-def with_named_text(config: "RunConfig", options: TextOptions) -> "RunConfig":
-    """The configuration with the texts and the tokenizer of the command line, where it names them."""
+def with_named_text(config: "RunConfig", options: object) -> "RunConfig":
+    """The configuration with the text and the tokenizer that the options for these name, where they are given."""
     named = {name: getattr(options, name) for name in ("dataset", "validation", "tokenizer", "max_tokens")}
-    given = {name: value for name, value in named.items() if value not in (None, ())}
+    given: dict[str, Any] = {name: value for name, value in named.items() if value not in (None, ())}
     return dataclasses.replace(config, data=dataclasses.replace(config.data, **given))
 
 

@@ -18,8 +18,7 @@ from peers.static.report import Report
 from peers.static.spread import Spread
 from peers.static.workers import Workers
 from swarm.config import RunConfig
-from swarm.data.held_out import HeldOutLoss, averaged
-from swarm.data.microbatches import HeldOut
+from swarm.data.microbatches import HeldOut, HeldOutLoss, averaged
 from swarm.errors import Fatal
 from swarm.model.functions import fuses
 from swarm.training import optim, samples

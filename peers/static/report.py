@@ -20,7 +20,7 @@ from peers.static.run_config import in_shards
 from peers.static.spread import Spread
 from peers.static.workers import Shape, Workers
 from swarm.config import RunConfig
-from swarm.data.held_out import HeldOutLoss
+from swarm.data.microbatches import HeldOutLoss
 from swarm.machine.words import counted
 from swarm.metrics.log import BEGINS, MetricsLog, StepMetrics
 from swarm.model.shards import cut_axis, spans

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from swarm.config import RunConfig
 from swarm.data.corpora import Corpus
-from swarm.data.held_out import HeldOutLoss
+from swarm.data.microbatches import HeldOutLoss
 from swarm.pipeline.train_loop import Step
 from swarm.training.samples import TokenIds
 

@@ -23,7 +23,7 @@ from rich.progress import (
 from peers.trainer.figures import Figure, Figures
 from swarm.config import RunConfig
 from swarm.data.corpora import Corpus
-from swarm.data.held_out import HeldOutLoss
+from swarm.data.microbatches import HeldOutLoss
 from swarm.hop.obstacle import Obstacle
 from swarm.machine import json_file
 from swarm.machine.clock import Clock

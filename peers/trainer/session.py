@@ -13,8 +13,7 @@ from peers.trainer.options import TrainerOptions
 from peers.trainer.report import Report
 from swarm.config import RunConfig
 from swarm.data import tokenizers
-from swarm.data.held_out import HeldOutLoss, averaged
-from swarm.data.microbatches import Microbatches
+from swarm.data.microbatches import HeldOutLoss, Microbatches, averaged
 from swarm.errors import Fatal, Overloaded, SwarmError
 from swarm.generation.engine import collect
 from swarm.generation.sampling import Sampling

@@ -12,7 +12,7 @@ With `data.part_rows` epoch k has the samples of part k of each dataset (data/pa
 with more the rest is left out, and one with fewer begins again at its own start.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ import torch
 from swarm.config import DataConfig
 from swarm.data.corpora import Corpus
 from swarm.data.prepared import Prepared
+from swarm.training import samples
 from swarm.training.samples import TOKENS
 
 _NUM_FEISTEL_ROUNDS = 6
@@ -187,3 +188,36 @@ def _mix(words: _Words) -> _Words:
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOutLoss:
+    """Losses on held-out text, in nats per target.
+
+    Attributes:
+        mean: over the held-out parts of all datasets, weighted by their lengths.
+        by_source: the loss of each dataset, by its name.
+    """
+
+    mean: float
+    by_source: Mapping[str, float]
+
+    @property
+    def of_several(self) -> Mapping[str, float]:
+        """`by_source` if there are several datasets, else empty."""
+        return self.by_source if len(self.by_source) > 1 else {}
+
+
+def averaged(sources: Sequence[HeldOut], losses: Sequence[float]) -> HeldOutLoss:
+    """The loss on all held-out text.
+
+    Args:
+        losses: the mean loss over targets of each batch of each source, in order.
+    """
+    remaining = iter(losses)
+    by_source, weights = dict[str, float](), list[float]()
+    for source in sources:
+        targets = [samples.amount(batch).targets for batch in source.batches]
+        by_source[source.name] = float(np.average([next(remaining) for _ in targets], weights=targets))
+        weights.append(source.share * sum(targets))
+    return HeldOutLoss(mean=float(np.average(list(by_source.values()), weights=weights)), by_source=by_source)

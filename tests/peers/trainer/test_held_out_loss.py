@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from peers.trainer.session import held_out_loss
-from swarm.data.held_out import HeldOutLoss
-from swarm.data.microbatches import HeldOut, Microbatches
+from swarm.data.microbatches import HeldOut, HeldOutLoss, Microbatches
 from swarm.errors import Fatal
 from swarm.hop.answers import HopListener
 from swarm.hop.hop import Hop
