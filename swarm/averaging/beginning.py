@@ -23,6 +23,7 @@ from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
 
+MOST_HALVINGS = 10
 TELL_SECONDS = 10.0
 """Least time between two lines about members that are still closing."""
 
@@ -36,6 +37,9 @@ class Beginning:
     broadcast: Broadcast
     blame: Blame
     _told_at: float = field(default=-math.inf, init=False)
+    _num_late: Counter[PeerId] = field(default_factory=Counter, init=False)
+    """How often each member has used up the longest time for closing, since it last closed in time. Each time it gets
+    half as long, because it may only pretend to close."""
 
     async def of(self, members: Members, standing: Standing, ballot: Ballot) -> Begun:
         """Ask members to begin an attempt.
@@ -84,6 +88,7 @@ class Beginning:
             failed = self.blame.failure("a member refused to begin", unreached)
             failed.refused = set(refused)
             failed.promised_attempt = max(refusal.promised.attempt for refusal in refused.values())
+            failed.excluded |= self.blame.struck_out(refused)
             raise failed
         is_slow = any(isinstance(error, SLOW) for error in unreached.values())
         if self.blame.is_first_timeout(is_slow):
@@ -131,10 +136,14 @@ class Beginning:
             for peer, answer in (await self.broadcast(asked, BEGIN, waiting, timeout_seconds)).items():
                 reply = _checked(answer)
                 if isinstance(reply, pb.BeginReply) and reply.HasField("closing"):
-                    late = self._too_late(reply.closing, self.context.clock.monotonic() - started_at, timeout_seconds)
+                    late = self._too_late(
+                        peer, reply.closing, self.context.clock.monotonic() - started_at, timeout_seconds
+                    )
                     if late is None:
                         continue
                     reply = late
+                elif isinstance(reply, pb.BeginReply):
+                    del self._num_late[peer]
                 del waiting[peer]
                 answers[peer] = reply
                 if isinstance(reply, pb.BeginReply) and reply.HasField("refusal"):
@@ -147,9 +156,10 @@ class Beginning:
                 self._tell_of(waiting)
         return answers
 
-    def _too_late(self, closing: pb.Closing, seconds: float, timeout_seconds: float) -> SwarmError | None:
+    def _too_late(self, peer: PeerId, closing: pb.Closing, seconds: float, timeout_seconds: float) -> SwarmError | None:
         """The reason to wait no longer for a member that is still closing after `seconds`; None if there is none."""
-        if seconds > self.context.timing.max_closing_seconds:
+        if seconds > self.context.timing.max_closing_seconds / 2 ** min(self._num_late[peer], MOST_HALVINGS):
+            self._num_late[peer] += 1
             # The progress is only the member's own claim, so it is not waited for without end.
             return NotReady(f"it has not closed its contribution in {seconds:.0f} s")
         if closing.quiet_seconds > timeout_seconds + 3 * closing.expected_seconds:

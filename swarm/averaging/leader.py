@@ -9,6 +9,7 @@ from then on no leader ever aborts it. Never touches tensors.
 """
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ from swarm.averaging.watch import RoundWatch
 from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import ABORT, AVERAGE, COMMIT, Broadcast, Members, contact_of
 from swarm.compression.codec import Codec, contribution_codec
-from swarm.errors import SwarmError
+from swarm.errors import MalformedMessage, SwarmError
 from swarm.machine.tasks import wait
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerId
@@ -42,6 +43,11 @@ logger = logging.getLogger(__name__)
 
 MOST_COMMITS = 4
 """A result that was to be committed so often is none: its holders would have committed it, and moved on."""
+
+
+MOST_AHEAD = 1000
+"""The most by which an attempt's number follows what a member says it has promised. Numbers are bounded, and one that
+is used cannot be undone."""
 
 
 @dataclass(eq=False)
@@ -132,6 +138,7 @@ class Leader:
             request.timeout_seconds + self.context.timing.grace_seconds,
             until=_is_prepared,
         )
+        replies = {peer: _checked(reply) for peer, reply in replies.items()}
         results = {peer: reply.prepared for peer, reply in replies.items() if isinstance(reply, pb.AverageReply)}
         digests = {peer: prepared.digest for peer, prepared in results.items()}
         if len(results) < len(begun) or "" in digests.values():
@@ -140,7 +147,7 @@ class Leader:
         if len(set(digests.values())) > 1:
             raise self.blame.different_results(digests)
         self._average_seconds = self.context.clock.monotonic() - started_at
-        self.blame.exchanged()
+        self.blame.exchanged(begun.keys())
         return agreed(results, self.context.own_id)
 
     def _shares(self, begun: Begun, only_owner: str | None) -> Shares:
@@ -228,6 +235,15 @@ class Leader:
             logger.error("members differ after the same round %d: %s", request.round, digests)
 
 
+def _checked(reply: pb.AverageReply | SwarmError) -> pb.AverageReply | SwarmError:
+    """Return a member's answer, or MalformedMessage if the answer says nothing, or names an impossible result."""
+    if isinstance(reply, SwarmError) or reply.HasField("refusal") or reply.HasField("failure"):
+        return reply
+    if not (reply.prepared.digest and 0.0 <= reply.prepared.squared_norm < math.inf):
+        return MalformedMessage("its answer names no result that can be")
+    return reply
+
+
 def _is_prepared(reply: Any) -> bool:
     return isinstance(reply, pb.AverageReply) and reply.HasField("prepared")
 
@@ -298,7 +314,8 @@ class LeadLoop:
         except AttemptFailed as failed:
             logger.info("attempt %d at round %d failed: %s", number, standing.round, failed)
             self.aborted[str(failed)] += 1
-            self._attempts[standing.round] = max(number, failed.promised_attempt)
+            # A member's promise is no more than its word, and numbers have a bound.
+            self._attempts[standing.round] = max(number, min(failed.promised_attempt, number + MOST_AHEAD))
             await self._learn_from(failed)
             return False
         except SwarmError as error:

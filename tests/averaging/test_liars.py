@@ -2,15 +2,18 @@
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import cast
 
 import pytest
 import torch
 
 from swarm.averaging.agreement.rules import Timing
 from swarm.averaging.averager import Averager
+from swarm.averaging.wire.transport import AVERAGE
 from swarm.config import RunConfig
+from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerId
 from tests.averaging.doubles import QUICK, FakeStage, Network, Peer, make_config, network_of, peer_id, until
 from tests.support.virtual_time import in_virtual_time
@@ -176,3 +179,58 @@ async def test_beside_a_liar_who_misses_a_commit_is_back_at_once() -> None:
         await commit(network, 2, 3)
         network.thaw(4)
         await until(lambda: network.peers[peer_id(4)].stage.round == 2)
+
+
+def _ballot(attempt: int, number: int) -> pb.Ballot:
+    return pb.Ballot(attempt=attempt, leader_id=peer_id(number))
+
+
+def _accuses(blamed: str, noticed_by: str) -> pb.AverageReply:
+    return pb.AverageReply(failure=pb.Failure(blamed_id=blamed, noticed_by_id=noticed_by, reason="nothing came"))
+
+
+def _refuses(promised: pb.Ballot) -> pb.Refusal:
+    return pb.Refusal(reason="it does not want to", promised=promised, round=1)
+
+
+ANSWERS: Mapping[str, Sequence[object]] = {
+    "Average": [
+        pb.AverageReply(),
+        pb.AverageReply(refusal=_refuses(_ballot(1000, 3))),
+        _accuses(peer_id(2), noticed_by=peer_id(3)),
+        _accuses(peer_id(3), noticed_by=peer_id(3)),
+        _accuses(peer_id(1), noticed_by=peer_id(2)),
+        _accuses(peer_id(1), noticed_by=peer_id(1)),
+        _accuses("nobody", noticed_by="nobody else"),
+    ],
+    "Begin": [
+        pb.BeginReply(closing=pb.Closing()),
+        pb.BeginReply(refusal=_refuses(_ballot(1000, 3))),
+        pb.BeginReply(refusal=_refuses(_ballot(2**48 - 1, 3))),
+    ],
+}
+"""By method, what the peer with the highest id answers whenever a round is to end."""
+
+
+@pytest.mark.parametrize(
+    ("method", "answer"), [pytest.param(name, number) for name, row in ANSWERS.items() for number in range(len(row))]
+)
+@in_virtual_time
+async def test_one_that_makes_every_attempt_fail_is_left_out(method: str, answer: int) -> None:
+    timing = dataclasses.replace(QUICK, max_closing_seconds=4.0)
+    async with group_of(make_config("diloco", microbatches=4), 1, 2, 3, timing=timing) as network:
+        liar = network.peers[peer_id(3)]
+
+        async def lie(request: object) -> object:
+            if method == "Average":
+                # It takes part in the exchange, so the others have nothing to complain of.
+                await liar.averager.handlers.handle(AVERAGE, cast("pb.AverageRequest", request))
+            return ANSWERS[method][answer]
+
+        liar.instead[method] = lie
+        began_at = asyncio.get_running_loop().time()
+        for _ in range(3):
+            await commit(network, 1, 2)
+        # One that pretends to close is given half of the time at each further attempt.
+        assert asyncio.get_running_loop().time() - began_at < (1 + 1 / 2 + 1 / 4) * timing.max_closing_seconds + 2.0
+        assert network.peers[peer_id(1)].stage.digest == network.peers[peer_id(2)].stage.digest

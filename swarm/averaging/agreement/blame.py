@@ -21,6 +21,8 @@ carries all that they send."""
 SLOW = DeadlineExceeded, Overloaded
 """The first error of these kinds only doubles the deadlines."""
 MOST_DOUBLINGS = 3
+MOST_STRIKES = 4
+"""After this many attempts that it has made fail for no reason that holds, a member is left out."""
 
 
 class AttemptFailed(Exception):
@@ -50,6 +52,9 @@ class Blame:
         """The round in which the connection between two members failed. In that round all members exchange through this
         peer alone."""
         self.num_timeouts = 0
+        self._strikes = Counter[PeerId]()
+        """How many attempts each member has made fail for no reason that holds, since it last took part in an exchange
+        that was completed."""
 
     # -- how much longer the next attempt waits ----------------------------------------------------------------------
 
@@ -63,9 +68,20 @@ class Blame:
         self.num_timeouts += timed_out
         return timed_out and self.num_timeouts == 1
 
-    def exchanged(self) -> None:
-        """Note that an exchange was completed in time."""
+    def exchanged(self, members: Collection[PeerId]) -> None:
+        """Note that an exchange of these members was completed in time."""
         self.num_timeouts = 0
+        for peer in members:
+            del self._strikes[peer]
+
+    def struck_out(self, peers: Collection[PeerId]) -> set[PeerId]:
+        """Note that these members made an attempt fail for no reason that holds, and return those that have done so too
+        often. Once may be an accident: they may have promised another leader's attempt."""
+        self._strikes.update(peer for peer in peers if peer != self._own_id)
+        out = {peer for peer in peers if self._strikes[peer] >= MOST_STRIKES}
+        if out:
+            logger.warning("left out, because they make attempts fail again and again: %s", ", ".join(sorted(out)))
+        return out
 
     # -- which members the next attempt leaves out -------------------------------------------------------------------
 
@@ -104,11 +120,7 @@ class Blame:
             took_long: whether it took so long that an owner may have waited for another member in vain.
         """
         # Keyed by the member that noticed the failure, because other members only pass its error on.
-        accusations = {
-            PeerId(reply.failure.noticed_by_id): reply.failure
-            for reply in replies.values()
-            if isinstance(reply, pb.AverageReply) and reply.HasField("failure")
-        }
+        accusations, baseless = self._accusations(replies, members, round_number)
         is_explained = bool(accusations) or any(isinstance(reply, PeerUnavailable) for reply in replies.values())
         is_first = self.is_first_timeout(took_long or not is_explained)
         failed = self.failure("the exchange failed", replies)
@@ -116,6 +128,7 @@ class Blame:
             # Refusals twice in a row are no accident. But after a long exchange, a refusal only means that the member's
             # time was over.
             failed.excluded |= _refusing(replies, ballot)
+        failed.excluded |= self.struck_out(baseless)
         if failed.unreachable or failed.excluded or is_first or not accusations:
             return failed
         counts = Counter(PeerId(failure.blamed_id) for failure in accusations.values())
@@ -130,6 +143,37 @@ class Blame:
         is_cut_off = blamed == self._own_id and self._own_id not in accusers
         failed.excluded = set(accusers) if is_cut_off else {blamed}
         return failed
+
+    def _accusations(
+        self, replies: Mapping[PeerId, Any], members: Collection[PeerId], round_number: int
+    ) -> tuple[dict[PeerId, pb.Failure], set[PeerId]]:
+        """The failures that members noticed, and the members whose answers explain nothing."""
+        answers = {peer: reply for peer, reply in replies.items() if isinstance(reply, pb.AverageReply)}
+        accusations, baseless = dict[PeerId, pb.Failure](), set[PeerId]()
+        for peer, reply in answers.items():
+            failure = reply.failure
+            blamed, noticed_by = PeerId(failure.blamed_id), PeerId(failure.noticed_by_id)
+            if reply.HasField("refusal"):
+                baseless.add(peer)
+            elif not reply.HasField("failure"):
+                continue
+            elif noticed_by == peer:
+                # Where all send to the leader alone, no other member can have kept it waiting.
+                through_one = self.goes_through_one(round_number, members) and blamed != self._own_id
+                is_possible = blamed in members and not (through_one and peer != self._own_id)
+                if is_possible:
+                    accusations[peer] = failure
+                else:
+                    baseless.add(peer)
+            elif noticed_by in answers:
+                # It speaks for itself. What others pass on as its word, it has said as well.
+                if answers[noticed_by].failure.blamed_id != blamed:
+                    baseless.add(peer)
+            elif noticed_by in members and blamed in members and blamed != self._own_id:
+                accusations[noticed_by] = failure
+            else:
+                baseless.add(peer)
+        return accusations, baseless
 
     def different_results(self, digests: Mapping[PeerId, str]) -> AttemptFailed:
         """Make the error of an exchange whose members came to different results. It leaves out those that differ from
