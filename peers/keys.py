@@ -53,7 +53,6 @@ class IssueOptions:
 
     @property
     def lifetime(self) -> datetime.timedelta:
-        """The time that --expires says."""
         return datetime.timedelta(**{_UNITS[self.expires[-1]]: int(self.expires[:-1])})
 
 
@@ -66,7 +65,6 @@ class ShowOptions:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the program and return its exit code."""
     return cli.run(PROG, __doc__, _COMMANDS, argv)
 
 
@@ -79,7 +77,6 @@ def new(options: NewOptions) -> None:
 
 
 def issue(options: IssueOptions) -> None:
-    """Print a token."""
     owner = OwnerKey.load(options.file)
     print(owner.issue(Role(options.role), name=options.name, now=_now(), lifetime=options.lifetime))
 

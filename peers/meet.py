@@ -80,7 +80,6 @@ class MeetOptions:
 
     @property
     def outside(self) -> tuple[Outside, ...]:
-        """Where others reach the port, if --announce says so."""
         return tuple(Outside.parse(text, option="--announce") for text in self.announce)
 
 

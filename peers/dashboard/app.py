@@ -1,16 +1,18 @@
-"""A dashboard's web app: the page's static files, and the WebSocket over which the page gets all that it shows.
+"""A dashboard's web app: the page's files, the WebSocket over which it gets all that it shows, and the viewers.
 
-It is read-only: a viewer sends its token, once, and nothing else. Every request passes the door first. Another site can
-have its own name resolve to this machine (DNS rebinding), so the Host of a request must be an IP address, or a name
-that the user gave.
+A viewer sends its token, once, and nothing else. Every request passes the door first. Another site can have its own
+name resolve to this machine (DNS rebinding), so the Host of a request must be an IP address, or a name that the user
+gave.
 """
 
 import asyncio
 import contextlib
 import hmac
+import json
 import re
-from collections.abc import Collection
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
@@ -22,10 +24,10 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from peers.dashboard.hub import Hub
 from peers.shared import stopping
 from swarm.rpc.endpoint import ip_of
 
+State = Mapping[str, Any]
 _HOST = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9._-]+))(?::\d{1,5})?")
 _HEADERS = {
     "Content-Security-Policy": (
@@ -39,6 +41,80 @@ _HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-cache",
 }
+MOST_VIEWERS = 100
+_TOKEN_SECONDS = 10.0
+"""How long a viewer may take to send its token."""
+_SEND_SECONDS = 20.0
+"""How long sending a message may take. A viewer that reads nothing would otherwise block the sender."""
+CLOSE_REFUSED, CLOSE_FULL, CLOSE_UNASKED = 4401, 1013, 1008
+"""Codes with which viewers' connections are closed: the token is wrong, there are too many viewers, or the viewer sent
+something else than its token."""
+_STATIC = Path(__file__).parent / "static"
+
+
+class Hub:
+    """The state of a dashboard."""
+
+    def __init__(self, history: Callable[[], State]) -> None:
+        """
+        Args:
+            history: gives the figures over time. Viewers get them only with the whole state: they add later figures
+                themselves.
+        """
+        self._history = history
+        self._state: State = {}
+        self._number = 0
+        self._patch = ""
+        self._whole = ""
+        self._news = asyncio.Event()
+
+    def publish(self, state: State) -> None:
+        """Replace the state. The caller must not change the object afterwards."""
+        self._number += 1
+        self._patch = _text({"number": self._number, "patch": merge_patch(self._state, state)})
+        self._whole = ""
+        self._state = state
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def follow(self) -> AsyncIterator[str]:
+        """Messages for one viewer: the whole state as soon as there is one, and then its changes."""
+        seen = -1
+        while True:
+            news = self._news
+            if self._number in (0, seen):
+                await news.wait()
+                continue
+            if seen == self._number - 1:
+                text = self._patch
+            else:
+                # This text serves all viewers that come before the next publish.
+                self._whole = self._whole or _text(
+                    {"number": self._number, "whole": self._state, "history": self._history()}
+                )
+                text = self._whole
+            seen = self._number
+            yield text
+
+
+def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON Merge Patch (RFC 7386) that turns `before` into `after`; the page applies it.
+
+    Objects are compared field by field, and lists are replaced. A field that is null counts as missing.
+    """
+    patch: dict[str, Any] = {name: None for name in before if after.get(name) is None and before[name] is not None}
+    for name, value in after.items():
+        old = before.get(name)
+        if isinstance(value, dict) and isinstance(old, dict):
+            if inner := merge_patch(old, value):
+                patch[name] = inner
+        elif value is not None and value != old:
+            patch[name] = value
+    return patch
+
+
+def _text(message: State) -> str:
+    return json.dumps(message, allow_nan=False, separators=(",", ":"))
 
 
 class Door:
@@ -86,17 +162,6 @@ class Door:
         place = urlsplit(origin).netloc.lower()
         match = _HOST.fullmatch(place)
         return place == host.lower() or (match is not None and match["name"] in self._names)
-
-
-MOST_VIEWERS = 100
-_TOKEN_SECONDS = 10.0
-"""How long a viewer may take to send its token."""
-_SEND_SECONDS = 20.0
-"""How long sending a message may take. A viewer that reads nothing would otherwise block the sender."""
-CLOSE_REFUSED, CLOSE_FULL, CLOSE_UNASKED = 4401, 1013, 1008
-"""Codes with which viewers' connections are closed: the token is wrong, there are too many viewers, or the viewer sent
-something else than its token."""
-_STATIC = Path(__file__).parent / "static"
 
 
 def page_of(hub: Hub, *, token: str | None, names: Collection[str]) -> ASGIApp:
@@ -163,6 +228,5 @@ class Viewers:
 
 
 async def _until_heard(socket: WebSocket) -> None:
-    """Return once the viewer has gone. If it sends anything, close its connection."""
     if (await socket.receive())["type"] != "websocket.disconnect":
         await socket.close(CLOSE_UNASKED)

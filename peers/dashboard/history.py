@@ -1,7 +1,7 @@
 """What a dashboard remembers of a run, which is bounded, and the file that keeps it between two starts.
 
 It has figures over time, as means over spans of equal length, at three lengths. Their number is bounded, however long a
-run lasts. Used by watcher.py, which adds every view of the run, and by program.py, which opens the file.
+run lasts.
 """
 
 import logging
@@ -80,7 +80,6 @@ class Series:
         }
 
     def to_json(self) -> dict[str, object]:
-        """The series as the page draws it."""
         return {"span_seconds": self.span_seconds, "at": self.at, "columns": self.columns}
 
 
@@ -149,7 +148,6 @@ class History:
         return figures
 
     def happened(self, line: Line, at: float) -> None:
-        """Note an event."""
         self.events.append(Event(at=at, kind=line.kind, text=line.text))
         del self.events[:-MOST_EVENTS]
 

@@ -1,7 +1,4 @@
-"""Says in words what happened to a swarm between two views of it.
-
-Used by history.py.
-"""
+"""Says in words what happened to a swarm between two views of it."""
 
 from collections.abc import Iterator
 from typing import Literal, NamedTuple

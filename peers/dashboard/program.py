@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
+from peers.dashboard.app import Hub
 from peers.dashboard.history import HistoryFile
-from peers.dashboard.hub import Hub
 from peers.dashboard.options import TOKEN_VARIABLE, DashboardOptions
 from peers.dashboard.watcher import Watcher
 from peers.shared import cli, logs, stopping
@@ -154,5 +154,4 @@ async def stop_after_stdin(stop: asyncio.Event) -> None:
 
 
 def say(text: str) -> None:
-    """Print a line for the user to stderr."""
     print(f"{PROG}: {text}", file=sys.stderr, flush=True)

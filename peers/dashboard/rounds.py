@@ -144,7 +144,6 @@ class Contributions:
             del self.peers[peer_id]
 
     def to_json(self) -> dict[str, dict[str, object]]:
-        """The contributions as the page shows them, by peer id."""
         shown = ("name", "stage", "first_seen", "last_seen", "serving_seconds", "microbatches", "exchanged_bytes")
         return {peer_id: {name: getattr(each, name) for name in shown} for peer_id, each in self.peers.items()}
 

@@ -73,7 +73,6 @@ def how_to_join(joining: Joining) -> dict[str, str]:
 
 
 def _row(row: PeerRow | TrainerRow, columns: Mapping[str, Column]) -> dict[str, Any]:
-    """All figures of a row, and its cells in the table."""
     return dataclasses.asdict(row) | {"cells": {name: column.text(row) for name, column in columns.items()}}
 
 

@@ -32,20 +32,16 @@ class Finding:
 
 
 def fine(what: str, text: str) -> Finding:
-    """Make a finding that a thing is as it has to be."""
     return Finding(what, State.FINE, text)
 
 
 def wrong(what: str, text: str) -> Finding:
-    """Make a finding that a thing has to be changed; the text says how."""
     return Finding(what, State.WRONG, text)
 
 
 def not_checked(what: str, text: str) -> Finding:
-    """Make a finding that a thing was not checked; the text says why."""
     return Finding(what, State.NOT_CHECKED, text)
 
 
 def is_well(findings: Iterable[Finding]) -> bool:
-    """Whether no finding says that something is wrong."""
     return all(finding.state is not State.WRONG for finding in findings)

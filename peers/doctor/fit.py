@@ -1,7 +1,7 @@
 """What fits where, before there is a run: each stage's memory, the bytes over its line, and the seconds of a step.
 
-Used by `swarm-doctor --model M | --preset P | --config F`. Memory is computed, with needs.py, and one layer of the
-model is measured. Of a model on the hub only the configuration is downloaded.
+Memory is computed, with needs.py, and one layer of the model is measured. Of a model on the hub only the configuration
+is downloaded.
 """
 
 import dataclasses

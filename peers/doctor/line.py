@@ -1,7 +1,6 @@
 """Checks the lines to other peers: clocks, round trips, large packets, and rates.
 
-Used by examination.py. It asks a few peers at once, and measures rates with one of them. The functions that judge are
-pure.
+It asks a few peers at once, and measures rates with one of them. The functions that judge are pure.
 """
 
 import asyncio
@@ -113,7 +112,6 @@ async def rates(peers: Sequence[PeerRecord], channels: ChannelPool, clock: Clock
 
 
 def reached(found: Distances) -> list[Distance]:
-    """The peers that answered, with their distances."""
     return [distance for distance in found.values() if isinstance(distance, Distance)]
 
 

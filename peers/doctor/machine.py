@@ -1,6 +1,6 @@
 """Checks this machine alone: its device and driver, memory, disk, and how many files a process may open.
 
-Used by examination.py. The functions that compare are pure; the others ask the system.
+The functions that compare are pure; the others ask the system.
 """
 
 import re

@@ -1,7 +1,6 @@
 """What a stage takes of a machine and of its line, by the formulas of docs/operations.md and docs/performance.md. Pure.
 
-Used by swarm-doctor, by swarm-peer before it begins, and by the memory bench, which compares the results with the
-memory of a process. The formulas are for the built-in model, without dropout, bottleneck and compiled layers.
+The formulas are for the built-in model, without dropout, bottleneck and compiled layers.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """Checks this machine's two ports: whether they are free, and whether others reach them from outside.
 
-Used by examination.py. Other peers dial both ports back. Meanwhile both answer as a peer's would: on one a gRPC server
-with this process's certificate, on the other a listener that sends only the first line of a DHT node's protocol.
+Other peers dial both ports back. Meanwhile both answer as a peer's would: on one a gRPC server with this process's
+certificate, on the other a listener that sends only the first line of a DHT node's protocol.
 """
 
 import asyncio
@@ -42,7 +42,6 @@ class Ports:
 
     @property
     def are_one(self) -> bool:
-        """Whether gRPC and the DHT share a port."""
         return 0 < self.port == self.dht_port
 
     @property

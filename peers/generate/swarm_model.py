@@ -16,8 +16,7 @@ from peers.shared.tokenizer import folder_of, have_tokenizer
 from swarm.credentials.certificates import Role
 from swarm.data import tokenizers
 from swarm.generation.text_model import TextModel, read_text_model
-from swarm.hop.connections import watch_connections
-from swarm.hop.hop import Hop
+from swarm.hop.hop import Hop, watch_connections
 from swarm.machine.clock import SystemClock
 from swarm.pipeline.round_watcher import RoundWatcher
 from swarm.pipeline.swarm_engine import SwarmEngine

@@ -1,7 +1,4 @@
-"""The peers of a local swarm: starts them, sees when they serve, kills them.
-
-Used by swarm.py and drama.py, which decide when.
-"""
+"""The peers of a local swarm: starts them, sees when they serve, kills them."""
 
 import json
 from collections import Counter
@@ -126,12 +123,10 @@ class LocalPeers:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The addresses at which others enter the DHT."""
         return tuple(peer.dht_address for peer in self.running if peer.dht_address)[:MOST_ADDRESSES]
 
     @property
     def serving(self) -> list[LocalPeer]:
-        """The peers that serve."""
         return [peer for peer in self.running if peer.record is not None]
 
     def counts(self) -> Counter[int]:
@@ -139,7 +134,6 @@ class LocalPeers:
         return Counter({stage: 0 for stage in range(self.num_stages)} | Counter(peer.stage for peer in self.running))
 
     def kill(self, peer: LocalPeer) -> None:
-        """Kill a peer as a power cut would."""
         self.running.remove(peer)
         self._children.kill9(peer.child)
 

@@ -1,7 +1,7 @@
 """Child processes that never outlive their launcher.
 
-Used by swarm-local, the benches and the end-to-end tests. Each child leads a process group of its own, so that its own
-children (p2pd) are killed with it, and the kernel kills it if the launcher dies.
+Each child leads a process group of its own, so that its own children (p2pd) are killed with it, and the kernel kills it
+if the launcher dies.
 """
 
 import logging
@@ -35,7 +35,6 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Process id, and the id of its process group."""
         return self.process.pid
 
 

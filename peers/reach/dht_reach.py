@@ -1,8 +1,7 @@
 """Decides whether this peer's node of the DHT is a client: a node that nobody reaches goes on as a client.
 
-Used by reach.py, which asks other peers to dial the node's port along with the peer's own port. A client does not
-listen. So while they dial, `answering_as_node` listens at the node's port in its place. If they reach it, the node
-becomes a full node again, which others ask.
+A client does not listen. So while others dial it, `answering_as_node` listens at the node's port in its place. If they
+reach it, the node becomes a full node again, which others ask.
 """
 
 import logging
@@ -38,7 +37,6 @@ class DhtReach:
 
     @property
     def named(self) -> str:
-        """The endpoints that others were asked to dial, as text for people."""
         return ", ".join(endpoint_of(*place) for place in map(addresses.place, self._named))
 
     def moved(self, own: Sequence[Outside]) -> None:

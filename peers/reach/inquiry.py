@@ -49,7 +49,6 @@ class Verdict:
 
     @classmethod
     def unchecked(cls, endpoints: tuple[str, ...]) -> Self:
-        """The endpoints of a peer that nobody has dialled back."""
         return cls(endpoints=endpoints, dht_endpoints=(), num_asked=0, num_reached=0)
 
     @property

@@ -163,12 +163,10 @@ class Listen:
 
     @property
     def server(self) -> tuple[str, int]:
-        """Host and port at which the gRPC server listens."""
         return (self.host, self.port) if self.behind_front is None else (LOOPBACK, self.behind_front[0])
 
     @property
     def node(self) -> tuple[str, int]:
-        """Host and port at which the DHT's node listens."""
         return (self.host, self.dht_port) if self.behind_front is None else (LOOPBACK, self.behind_front[1])
 
     def endpoints(self, own_port: int) -> tuple[str, ...]:
@@ -186,7 +184,6 @@ class Listen:
         return () if set(own) & set(reached) else own[:MOST_OWN]
 
     def announced(self, own_port: int) -> Announced:
-        """What others are told: all addresses, unchecked."""
         return Announced(endpoints=self.endpoints(own_port), dht_addresses=self.dht_addresses)
 
     def held(self) -> AbstractAsyncContextManager[None]:

@@ -1,8 +1,7 @@
 """Answers at a TCP port of this machine while no server of the process listens there.
 
-Used by reach.py and dht_reach.py: others dial a peer back at its ports before its server begins, between two servers,
-and while its node of the DHT does not listen. OwnPort lets one server at a time have the gRPC port. Also used by
-swarm-doctor, which never serves.
+Others dial a peer back at its ports before its server begins, between two servers, and while its node of the DHT does
+not listen. OwnPort lets one server at a time have the gRPC port.
 """
 
 import asyncio

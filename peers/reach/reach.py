@@ -1,9 +1,8 @@
 """Finds out how others reach this peer: it asks them to dial back, and waits at meeting points if they get no answer.
 
-Run by swarm-peer from before it announces anything until it ends. The peer announces direct endpoints that at least one
-other peer reached, and tunnels if at least one did not reach it. A peer with neither is not announced, and its log says
-why. The same holds if only short messages from this peer reach the others. What meeting points do is in
-swarm/rpc/meeting.
+The peer announces direct endpoints that at least one other peer reached, and tunnels if at least one did not reach it.
+A peer with neither is not announced, and its log says why. The same holds if only short messages from this peer reach
+the others. What meeting points do is in swarm/rpc/meeting.
 """
 
 import asyncio
@@ -92,7 +91,6 @@ class Reach:
 
     @property
     def host(self) -> str:
-        """Where the server is to listen, as Listen says."""
         return self._listen.server[0]
 
     @property
@@ -107,7 +105,6 @@ class Reach:
 
     @property
     def _candidates(self) -> tuple[str, ...]:
-        """The endpoints at which others are to dial this peer back."""
         return self._listen.endpoints(self.open_port)[: MAX_ENDPOINTS - 1]
 
     def announced(self, own_port: int) -> Announced:

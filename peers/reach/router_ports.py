@@ -1,10 +1,9 @@
 """Asks this machine's router to forward TCP ports to it: by PCP, by NAT-PMP, or else by UPnP.
 
-Used by reach.py where others do not reach the peer. A forwarding has a lease, which is renewed, and is ended when the
-peer leaves. A router's answer is a claim like any other: the peer announces an endpoint only once others have reached
-it there. Its address is the one from which others see this peer call. Only the first peer of a run, whom nobody can
-dial back yet, takes the router's word for both. PCP (RFC 6887) and NAT-PMP (RFC 6886), which it succeeds, take two
-datagrams each; UPnP needs miniupnpc.
+A forwarding has a lease, which is renewed, and is ended when the peer leaves. A router's answer is a claim like any
+other: the peer announces an endpoint only once others have reached it there. Its address is the one from which others
+see this peer call. Only the first peer of a run, whom nobody can dial back yet, takes the router's word for both. PCP
+(RFC 6887) and NAT-PMP (RFC 6886), which it succeeds, take two datagrams each; UPnP needs miniupnpc.
 """
 
 import asyncio
@@ -102,7 +101,6 @@ class Pcp:
         return self._outer_host
 
     def end(self, port: int, outer_port: int) -> None:
-        """End a forwarding, as Router says."""
         self.forward(port, 0, 0)
 
 
@@ -118,7 +116,6 @@ class NatPmp:
         self._address = address
 
     def forward(self, port: int, outer_port: int, lease_seconds: int) -> int:
-        """Forward a port, as Router says."""
         request = struct.pack("!BBHHHI", 0, _MAP_TCP, 0, port, outer_port, lease_seconds)
         return _granted(_exchange(self._address, lambda _: request), port)
 
@@ -130,7 +127,6 @@ class NatPmp:
         return socket.inet_ntoa(reply[8:12])
 
     def end(self, port: int, outer_port: int) -> None:
-        """End a forwarding, as Router says."""
         with contextlib.suppress(ValueError):
             self.forward(port, 0, 0)
 

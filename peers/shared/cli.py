@@ -192,7 +192,6 @@ def spelled_out(text: str) -> str:
 
 
 def _is_repeated(annotation: object) -> bool:
-    """Whether the option is written before each of its values."""
     return _marks(tyro.conf.UseAppendAction[tuple[str, ...]]) <= _marks(annotation)
 
 
@@ -233,7 +232,6 @@ def _one_line(box: str, options: type[object]) -> str:
 
 
 def _explained(text: str, *headings: str) -> list[str]:
-    """The arguments that tyro's box explains under one of these headings."""
     sections = [section for section in _RULE.split(text) if any(heading in section for heading in headings)]
     return list(dict.fromkeys(name for section in sections for name in _NAME.findall(section)))
 

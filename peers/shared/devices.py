@@ -1,7 +1,6 @@
 """Which device a process computes on, and how much of its memory autograd graphs may take.
 
-Used by swarm-peer and, without torch, by swarm-local, which spreads its processes over the GPUs. `choose`, `spread` and
-`graph_bytes` decide from what devices report, and are pure; the other functions ask the devices.
+`choose`, `spread` and `graph_bytes` decide from what devices report, and are pure; the other functions ask the devices.
 
     python -m peers.shared.devices     prints this machine's devices, as JSON
 
@@ -273,7 +272,6 @@ def free_ram_bytes() -> int:
 
 
 def most_resident_bytes() -> int:
-    """The most bytes of RAM that this process has held."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -288,7 +286,6 @@ def most_device_bytes(device: "torch.device") -> int:
 
 
 def num_cores() -> int:
-    """The physical cores that this process may use."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(usable, psutil.cpu_count(logical=False) or usable)
 

@@ -1,7 +1,7 @@
 """Where a program enters a run (by an invite, or by addresses of the DHT), and with which token.
 
-Used by every program that joins a run. An invite names peers by their gRPC endpoints. The program asks these peers for
-addresses of the DHT, so addresses that have changed do no harm while one of the invite's peers can be reached.
+An invite names peers by their gRPC endpoints. The program asks these peers for addresses of the DHT, so addresses that
+have changed do no harm while one of the invite's peers can be reached.
 """
 
 import random

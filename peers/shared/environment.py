@@ -23,7 +23,6 @@ def cache_folder() -> Path:
 
 
 def kept_tokenizer(cache: Path, digest: str) -> Path:
-    """The folder in which the tokenizer with this digest (`data.tokenizer_files`) is kept."""
     return cache / "tokenizers" / digest
 
 

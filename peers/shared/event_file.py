@@ -1,7 +1,4 @@
-"""A process's event log: opened before the process joins a run, and begun once it knows which run it has joined.
-
-Used by swarm-peer and swarm-trainer for `--events FILE`.
-"""
+"""A process's event log: opened before the process joins a run, and begun once it knows which run it has joined."""
 
 import json
 import os
@@ -11,8 +8,7 @@ import swarm
 from peers.shared.sole_writer import require_sole_writer
 from swarm.averaging.agreement.shares import most_samples
 from swarm.config import RunConfig
-from swarm.events.kinds import Events, Start
-from swarm.events.log import EventLog, boot_id
+from swarm.events.kinds import EventLog, Events, Start, boot_id
 from swarm.machine.clock import Clock
 
 

@@ -170,7 +170,6 @@ async def find() -> dict[str, Invite]:
 
 
 def require_installed() -> None:
-    """Raise ValueError if what --lan needs is not there."""
     extras.require("--lan", "zeroconf", "lan", modules=["zeroconf"])
 
 

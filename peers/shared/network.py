@@ -53,7 +53,6 @@ class KnownPeers:
     records: dict[int, Sequence[PeerRecord]] = field(default_factory=dict)
 
     def update(self, stage: int, records: Sequence[PeerRecord]) -> None:
-        """Replace the records of a stage."""
         self.records[stage] = records
         self.router.update(stage, [record for record in records if record.peer_id != self.own_id])
 
@@ -102,11 +101,9 @@ class KnownPeers:
         ).latest
 
     def others(self, stage: int) -> list[PeerRecord]:
-        """The other peers that serve a stage."""
         return self._others(stage, PeerState.SERVING)
 
     def everyone(self) -> list[PeerRecord]:
-        """The other peers that serve any stage."""
         return [record for stage in sorted(self.records) for record in self.others(stage)]
 
     def leaving(self, stage: int) -> list[PeerRecord]:
@@ -194,7 +191,6 @@ def say_who_may_join(authority: Authority | None) -> None:
 
 
 def default_name() -> str:
-    """Host name and process id."""
     return f"{socket.gethostname()[:40]}-{os.getpid()}"
 
 
@@ -224,7 +220,6 @@ class Membership:
 
     @property
     def peer_id(self) -> str:
-        """This process's id."""
         return self.identity.peer_id
 
     def fetcher(self, kind: Kind) -> Fetcher:
@@ -234,5 +229,4 @@ class Membership:
 
     @property
     def stages(self) -> range:
-        """The run's stages."""
         return range(self.config.stages.num_stages)

@@ -44,7 +44,6 @@ def require_at_least(options: object, least: Mapping[str, int]) -> None:
 
 
 def require_folder(option: str, folder: Path) -> None:
-    """Raise ValueError if what the option names is no folder."""
     if not folder.is_dir():
         raise ValueError(f"{option} {folder}: there is no such folder")
 
@@ -74,7 +73,6 @@ def require_kinds(options: object, *, files: Iterable[str] = (), folders: Iterab
 
 
 def require_reporters(options: Any) -> None:
-    """Raise ValueError if --wandb-online is given without --wandb."""
     if options.wandb_online and options.wandb is None:
         raise ValueError("--wandb-online needs --wandb PROJECT")
 

@@ -1,8 +1,6 @@
 """What a program asks of the system for its own process: environment, memory, and death with the parent.
 
-Called by peers/commands before a program is loaded, by the programs before gRPC starts its threads, and by
-peers/local/supervisor for `die_with_parent`. Knows nothing about swarms, and imports neither grpc nor hivemind: both
-read the environment that is prepared here.
+Knows nothing about swarms, and imports neither grpc nor hivemind: both read the environment that is prepared here.
 """
 
 import contextlib

@@ -1,7 +1,4 @@
-"""Sends a training's figures to Weights & Biases and TensorBoard, besides the JSONL file.
-
-Used by the programs that train. Their options say which of the two they report to.
-"""
+"""Sends a training's figures to Weights & Biases and TensorBoard, besides the JSONL file."""
 
 import dataclasses
 import importlib
@@ -138,7 +135,6 @@ class Reporting:
 
     @property
     def reporters(self) -> Sequence[Reporter]:
-        """All reporters, for a MetricsLog."""
         return [reporter for reporter in (self.wandb, self.tensorboard) if reporter is not None]
 
     def finish(self) -> None:

@@ -44,7 +44,6 @@ class Stop(asyncio.Event):
     exit_code = EXIT_INTERRUPTED
 
     def by(self, number: int) -> None:
-        """Stop because this signal has come."""
         self.exit_code = 128 + number
         self.set()
 

@@ -1,6 +1,6 @@
 """Finds the token with which a program joins a run: in an option, in the address, or in the environment.
 
-Used by swarm-peer, swarm-trainer, swarm-status and swarm-local. The run's peers decide whether the token is good.
+The run's peers decide whether the token is good.
 """
 
 import asyncio

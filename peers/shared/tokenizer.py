@@ -1,7 +1,4 @@
-"""Fetches the run's tokenizer from the run's peers into the user's cache.
-
-Used by the programs that turn tokens into text, or text into tokens.
-"""
+"""Fetches the run's tokenizer from the run's peers into the user's cache."""
 
 import asyncio
 from contextlib import suppress

@@ -1,6 +1,6 @@
 """Serves an ASGI app over HTTP at an address of this machine, until it is told to stop.
 
-Used by swarm-generate --serve and by swarm-dashboard. Needs the extra serve.
+Needs the extra serve.
 """
 
 import asyncio
@@ -59,7 +59,6 @@ class Listener:
             stopping.cancel()
 
     def close(self) -> None:
-        """Give the address back."""
         self._socket.close()
 
 

@@ -1,7 +1,4 @@
-"""Writes a stage peer's checkpoints: when they are due, while training goes on, and once more when the peer leaves.
-
-Used by server.py, and by program.py, which opens the writer. swarm/checkpoint/writer.py writes the files.
-"""
+"""Writes a stage peer's checkpoints: when they are due, while training goes on, and once more when the peer leaves."""
 
 import asyncio
 from collections.abc import Callable
@@ -52,7 +49,6 @@ class Checkpoints:
         """The checkpoints that are being written."""
 
     def committed(self) -> None:
-        """Begin a checkpoint if one is due, now that a round was committed."""
         if self._writer is not None and self._writer.is_due(self._member.progress().round):
             self.begin()
 

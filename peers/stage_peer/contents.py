@@ -1,7 +1,4 @@
-"""The content of a run that a stage peer has and gives to others: its initial weights, and its tokenizer.
-
-Made by program.py, which asks for a stage's weights before the stage is built.
-"""
+"""The content of a run that a stage peer has and gives to others: its initial weights, and its tokenizer."""
 
 import asyncio
 import logging
@@ -57,7 +54,6 @@ class Contents:
 
     @property
     def shelves(self) -> Shelves:
-        """The content that this peer gives to others."""
         weights = nothing if self._weights is None else self._weights.content
         return Shelves(weights=weights, tokenizer=self._tokenizer_content)
 

@@ -1,12 +1,11 @@
 """One start of a peer's process, and whether another process serves under the same identity.
 
-Used by swarm-peer before it announces anything, and then at intervals. Key files may be copied, for example with a disk
-image. Then two processes replace each other's records under one id. A record in the DHT says which process announced
-it. If another process announced the record under this peer's id, that process may be dead (a record outlives its
-process for some seconds) or alive. So this peer asks it, and the answer is signed with the key that both have. If both
-are alive, the one that came later has to end. Their clocks do not decide that, because a copy may say any time: a
-process that was announced alone for a while has seen for itself that it was first. If this peer cannot reach the other
-process, it asks other peers to do so.
+Key files may be copied, for example with a disk image. Then two processes replace each other's records under one id. A
+record in the DHT says which process announced it. If another process announced the record under this peer's id, that
+process may be dead (a record outlives its process for some seconds) or alive. So this peer asks it, and the answer is
+signed with the key that both have. If both are alive, the one that came later has to end. Their clocks do not decide
+that, because a copy may say any time: a process that was announced alone for a while has seen for itself that it was
+first. If this peer cannot reach the other process, it asks other peers to do so.
 """
 
 import datetime
@@ -62,7 +61,6 @@ class Incarnation:
 
 
 def begin(clock: Clock) -> Incarnation:
-    """Make the incarnation of this start of the process."""
     return Incarnation(nonce=secrets.token_hex(8), started_at=clock.time())
 
 

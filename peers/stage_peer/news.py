@@ -1,6 +1,6 @@
 """Logs, for the user of a stage peer that serves, that rounds are committed, or why the peer has nothing to do.
 
-Called by server.py. It logs a few lines a minute, whatever the length of rounds.
+It logs a few lines a minute, whatever the length of rounds.
 """
 
 import logging

@@ -235,12 +235,10 @@ class PeerOptions:
 
     @property
     def shares_port(self) -> bool:
-        """Whether gRPC and the DHT have one port."""
         return 0 < self.port == self.dht_port
 
     @property
     def outside(self) -> tuple[Outside, ...]:
-        """Where others reach the gRPC port, if --announce says so."""
         return tuple(Outside.parse(text, option="--announce") for text in self.announce)
 
     @property
@@ -252,7 +250,6 @@ class PeerOptions:
 
     @property
     def lora_options(self) -> dict[str, Any]:
-        """The given options of the configuration's section `lora`, by the names of its fields."""
         values = {name: getattr(self, f"lora_{name}") for name in ("rank", "alpha", "dropout", "targets")}
         return {name: value for name, value in values.items() if value is not None}
 

@@ -1,6 +1,6 @@
 """Asks the other peers of a run for their rounds. A peer that starts needs them to choose its first state.
 
-Used by own_state.py, by rebalancer.py and by incarnation.py. It collects what peers say, and decides nothing.
+It collects what peers say, and decides nothing.
 """
 
 import asyncio

@@ -1,7 +1,4 @@
-"""Makes the configuration of a new run from swarm-peer's options, and checks that of a run that the peer joins.
-
-Used by program.py before the peer enters the DHT, and once it has learnt the run's configuration.
-"""
+"""Makes the configuration of a new run from swarm-peer's options, and checks that of a run that the peer joins."""
 
 import dataclasses
 import logging

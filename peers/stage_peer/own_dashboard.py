@@ -1,7 +1,6 @@
 """--dashboard-port: the page of swarm-dashboard at a peer, served by a child process that ends with the peer.
 
-Made and run by program.py. The child asks this peer as it would any other. It has a lower priority, and never holds up
-the peer's event loop.
+The child asks this peer as it would any other. It has a lower priority, and never holds up the peer's event loop.
 """
 
 import asyncio
@@ -66,7 +65,6 @@ class OwnDashboard:
         self._serves = asyncio.Event()
 
     def begin(self) -> None:
-        """Start the page: the peer serves now, and can be asked."""
         self._serves.set()
 
     async def run(self) -> None:

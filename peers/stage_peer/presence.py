@@ -1,7 +1,4 @@
-"""What a stage peer says about itself: in its record in the DHT, and in its answer to Describe.
-
-Used by server.py, which calls it when the peer begins to serve and when the peer leaves.
-"""
+"""What a stage peer says about itself: in its record in the DHT, and in its answer to Describe."""
 
 import contextlib
 import dataclasses
@@ -101,12 +98,10 @@ class Presence:
         """Whether the last announcement failed."""
 
     def listens(self, announced: Callable[[], Announced]) -> None:
-        """From now on announce the addresses that `announced` returns."""
         self._announced = announced
 
     @property
     def announced(self) -> Announced:
-        """The addresses at which others reach this peer now."""
         return self._announced()
 
     @property
@@ -115,12 +110,10 @@ class Presence:
         return self.announced.endpoints[0]
 
     async def serves(self) -> None:
-        """Say from now on that the peer takes microbatches."""
         self.state = PeerState.SERVING
         await self.health.set("", health_pb2.HealthCheckResponse.SERVING)
 
     async def leaves(self) -> None:
-        """Say from now on that the peer takes no more microbatches."""
         self.state = PeerState.LEAVING
         await self.health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
 

@@ -247,7 +247,6 @@ async def enter(start: Start) -> Membership:
 
 
 def arrival_of(start: Start, member: Membership, announcer: Announcer | None) -> Arrival:
-    """Make the part that tells others that the peer serves."""
     is_new = not (start.options.joins or start.returns or start.options.resume)
     return Arrival(start.options, member, str(start.device), is_new=is_new, announcer=announcer)
 

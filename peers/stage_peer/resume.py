@@ -1,9 +1,7 @@
 """The state with which a stage peer begins: a checkpoint's, the initial one, or that of the peers that hold the stage.
 
-Called once by own_state.py, before anything is served, with what others.py has found out. The state that living peers
-hold is downloaded afterwards, by the averager. If a peer could begin only after others went back to an earlier round,
-this raises an error that says so. swarm/checkpoint/changes.py decides what may differ between a checkpoint's
-configuration and the run's; this module logs the differences.
+The state that living peers hold is downloaded afterwards, by the averager. If a peer could begin only after others went
+back to an earlier round, this raises an error that says so.
 """
 
 import asyncio

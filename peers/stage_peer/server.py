@@ -1,7 +1,7 @@
 """A stage peer's parts, wired together: weights, compute thread, hop, averager and the gRPC server over them.
 
-Used by mover.py, which runs one server after another. A stage is served only once its state is here, and announced only
-once it is served: bind -> get the state -> announce, average, write checkpoints -> drain -> leave.
+A stage is served only once its state is here, and announced only once it is served: bind -> get the state -> announce,
+average, write checkpoints -> drain -> leave.
 """
 
 import asyncio
@@ -27,8 +27,7 @@ from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import Transport
 from swarm.errors import Fatal
 from swarm.events.kinds import Join
-from swarm.hop.connections import watch_connections
-from swarm.hop.hop import Hop
+from swarm.hop.hop import Hop, watch_connections
 from swarm.hop.retries import HopLimits
 from swarm.machine.out_of_memory import in_words
 from swarm.rpc import tls
@@ -209,7 +208,6 @@ class StageServer:
 
     @property
     def round(self) -> int:
-        """The round that this peer is at."""
         return self.stage.round
 
     @property
@@ -228,7 +226,6 @@ class StageServer:
         return self.stage.admission.fault
 
     async def gives_up(self) -> None:
-        """Return once this peer cannot go on."""
         await self.stage.admission.gives_up()
 
     async def end_of_round(self, seconds: float, *, quiet_seconds: float) -> None:

@@ -1,7 +1,4 @@
-"""The services of a stage peer on its gRPC server, and what it answers to Describe.
-
-Made by server.py once the stage's state is here, and before the server starts.
-"""
+"""The services of a stage peer on its gRPC server, and what it answers to Describe."""
 
 import random
 

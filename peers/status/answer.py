@@ -1,6 +1,6 @@
 """A peer's reply to Describe, split into the parts from which figures are read.
 
-Used by peer_row.py. All of it is the peer's claim: texts are cut and made printable here, and lists are bounded.
+All of it is the peer's claim: texts are cut and made printable here, and lists are bounded.
 """
 
 import time
@@ -43,7 +43,6 @@ class LastPeer:
 
     @property
     def in_words(self) -> str:
-        """Text that says what became of the peer, and when."""
         did = "left" if self.has_left else "was last heard of"
         return f"{self.name} {did} at {time_of_day(self.last_at)}"
 
@@ -63,7 +62,6 @@ class Answer:
 
     @classmethod
     def of(cls, reply: pb.DescribeReply) -> Self:
-        """Split a reply into its parts."""
         last = reply.rounds[-1] if reply.rounds else pb.RoundReport()
         return cls(reply, last, InnerSteps.read(last.inner_steps))
 
@@ -87,7 +85,6 @@ class Answer:
 
     @property
     def waiting_for(self) -> str:
-        """What the peer waits for."""
         return printable(self.reply.waiting_for[:LONGEST_WAIT])
 
     @property

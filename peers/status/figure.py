@@ -1,7 +1,7 @@
 """Figures of a peer or a trainer: each is defined once, with its unit, its meaning, its source and its column.
 
-Used by peer_row.py and view.py, whose records are made of such figures. JSON has all of them; the table has those with
-a column; the page docs/status.md, which scripts/generate_status_docs writes, explains each.
+JSON has all of them; the table has those with a column; the page docs/status.md, which scripts/generate_status_docs
+writes, explains each.
 """
 
 import dataclasses
@@ -35,7 +35,6 @@ class Column:
     styles: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def text(self, row: object) -> str:
-        """The text of a record's cell in this column."""
         return self.cell.format(row=row)
 
 
@@ -76,7 +75,6 @@ def number(help: str, **more: Any) -> Any:
 
 
 def counter(help: str, **more: Any) -> Any:
-    """Make the field of a figure that counts what happened since the process started, from 0."""
     return number(help, only_grows=True, **more)
 
 
@@ -86,7 +84,6 @@ def bans_of(record: PeerRecord | TrainerRecord) -> tuple[dict[str, Any], ...]:
 
 
 def figures(record: type) -> dict[str, Figure]:
-    """The figures of a record, by field, in the order in which they are shown."""
     return {field.name: field.metadata["figure"] for field in dataclasses.fields(record)}
 
 

@@ -1,7 +1,4 @@
-"""The command lines with which others join a run or fill a stage that no peer serves. They hold no token.
-
-Used by swarm-peer, which prints them, by status, the dashboard and the trainer.
-"""
+"""The command lines with which others join a run or fill a stage that no peer serves. They hold no token."""
 
 import shlex
 from collections.abc import Sequence

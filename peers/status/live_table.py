@@ -1,7 +1,7 @@
 """Draws a SwarmView: on a terminal a table that stays in place, elsewhere a line for each step.
 
 A table has as many of its columns as the terminal has room for. Each column has a rank, and those of the highest ranks
-are left out first; a line says which. Used by swarm-local and by swarm-status.
+are left out first; a line says which.
 """
 
 from collections.abc import Callable, Sequence

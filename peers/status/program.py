@@ -20,20 +20,48 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
 from peers.shared import cli, logs, option_checks, stopping
 from peers.shared.process import EXIT_FAILURE
-from peers.status import audit_report
+from peers.status import program
 from peers.status.live_table import LiveTable, Screen, render
 from peers.status.lookout import Way, lookouts_on, views, ways_to
 from peers.status.view import SwarmView
 from peers.status.view_options import ViewOptions
 from swarm.audit.audit import audit
+from swarm.audit.verdict import Report
 from swarm.errors import PeerUnavailable
 from swarm.machine.clock import SystemClock
+from swarm.machine.words import counted
 
 logger = logging.getLogger(__name__)
 
+_FIGURES = (
+    "rounds_committed", "rounds_aborted", "duplicates", "missing", "replayed", "rolled_back", "digests_compared",
+    "digests_differing",
+)  # fmt: skip
 PROG = "swarm-status"
+
+
+def render_audit(report: Report) -> RenderableType:
+    """The table, and below it the violations and the verdict."""
+    table = Table("figure", "value", title=f"{report.setting} run {report.run}, {counted(report.files, 'file')}")
+    figures, found = report.to_json(), report.findings
+    for name in _FIGURES:
+        table.add_row(name, str(figures[name]))
+    table.add_row("lost_share", f"{report.lost_share:.4f}")
+    for stage in report.stages:
+        microbatches = counted(stage.microbatches, "microbatch")
+        counts = f"{counted(stage.rounds, 'round')}, {stage.first_attempt} at the first attempt, {microbatches}"
+        table.add_row(f"stage {stage.stage}", counts + (f", {stage.lost} lost" if stage.lost else ""))
+    lines = [escape(violation) for violation in found.violations]
+    if (more := found.num_violations - len(lines)) > 0:
+        lines.append(f"and {more} more")
+    return Group(table, *lines, "proven" if report.proven else f"refuted: {counted(found.num_violations, 'violation')}")
+
 
 Look = Callable[[], Awaitable[Sequence[SwarmView]]]
 """Takes views of all runs once."""
@@ -83,7 +111,7 @@ def audit_files(options: StatusOptions) -> int:
     if options.json:
         print(json.dumps(report.to_json()))
     else:
-        Screen(soft_wrap=True).print(audit_report.render(report))
+        Screen(soft_wrap=True).print(program.render_audit(report))
     return 0 if report.proven else EXIT_FAILURE
 
 

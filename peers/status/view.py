@@ -1,6 +1,6 @@
 """A swarm at one moment, as people see it: plain records of stages, peers and trainers.
 
-Made by observe.py and drawn by live_table.py. Nothing here calls a peer.
+Nothing here calls a peer.
 """
 
 import dataclasses
@@ -68,12 +68,10 @@ class TrainerRow:
 
     @classmethod
     def of(cls, record: TrainerRecord) -> Self:
-        """Make the row of a trainer from its announcement."""
         return cls(**read(cls, record, None))
 
     @property
     def loss_text(self) -> str:
-        """The loss, or a dash where there is none yet."""
         return "-" if self.loss is None else f"{self.loss:.3f}"
 
 

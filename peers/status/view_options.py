@@ -48,7 +48,6 @@ class ViewOptions:
 
     @property
     def num_ways(self) -> int:
-        """In how many ways the options say where the runs are."""
         return [bool(self.invites), self.lan, bool(self.peer), bool(self.initial_peers)].count(True)
 
     def require_one_way(self, prog: str) -> None:
@@ -62,7 +61,6 @@ class ViewOptions:
 
     @property
     def asks_the_dht(self) -> bool:
-        """Whether the program looks for all runs in the DHT."""
         return self.runs and not self.lan
 
     def entrances(self, environment: Mapping[str, str], clock: "Clock") -> "list[Entrance]":

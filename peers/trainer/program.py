@@ -42,8 +42,7 @@ from swarm.data import corpora, tokenizers
 from swarm.data.microbatches import Microbatches
 from swarm.errors import PeerUnavailable
 from swarm.events.kinds import Events, Leave
-from swarm.hop.connections import watch_connections
-from swarm.hop.hop import Hop
+from swarm.hop.hop import Hop, watch_connections
 from swarm.hop.retries import HopLimits
 from swarm.machine.clock import Loop, SystemClock
 from swarm.machine.words import counted

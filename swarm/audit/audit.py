@@ -2,9 +2,9 @@
 
     files -> history (the lines of one each, with its holdings) -> committed_rounds (all together) -> verdict
 
-Called by swarm-status. Recomputes every figure that can be recomputed. Files are read side by side, and the next line
-is always taken from the file that has come least far in the run. So only the rounds between the slowest file and the
-fastest one are in memory. Of a committed round only ranges of ids are kept.
+Recomputes every figure that can be recomputed. Files are read side by side, and the next line is always taken from the
+file that has come least far in the run. So only the rounds between the slowest file and the fastest one are in memory.
+Of a committed round only ranges of ids are kept.
 """
 
 import heapq

@@ -62,7 +62,6 @@ class CommittedRound:
 
     @property
     def number(self) -> int:
-        """The number of the round."""
         return self.event.round
 
     def violation(
@@ -101,15 +100,12 @@ class CommittedRounds:
     # -- what the files tell -------------------------------------------------------------------------------------------
 
     def acknowledged(self, microbatch: int, *, by_trainer: bool) -> None:
-        """Note that a process acknowledged a microbatch."""
         (self.acknowledged_by_trainers if by_trainer else self.acknowledged_by_stages).add(microbatch)
 
     def begun(self, stage: int, parent: str, ballot: Ballot) -> None:
-        """Note that a member promised an attempt."""
         self._ballots[stage, parent].add(ballot)
 
     def given_up(self, stage: int, parent: str, ballot: Ballot) -> None:
-        """Note that a member gave an attempt up."""
         self._given_up[stage, parent].add(ballot)
 
     def offered(self, offer: Contribution) -> None:
@@ -262,7 +258,6 @@ class CommittedRounds:
         return total
 
     def is_first_attempt(self, round_: CommittedRound) -> bool:
-        """Whether the first attempt at the round succeeded."""
         ballots = self._ballots[round_.stage, round_.event.parent]
         return round_.ballot is not None and round_.ballot == min(ballots, default=round_.ballot)
 

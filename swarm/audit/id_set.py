@@ -1,7 +1,4 @@
-"""A set of nearly consecutive microbatch ids, kept as ranges: its memory depends on the number of gaps, not of ids.
-
-Used by the audit, where a set may hold all microbatches of a run of weeks.
-"""
+"""A set of nearly consecutive microbatch ids, kept as ranges: its memory depends on the number of gaps, not of ids."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
@@ -35,7 +32,6 @@ class IdSet:
         return same
 
     def add(self, index: int) -> None:
-        """Add an id."""
         self.add_range(index, index + 1)
 
     def add_range(self, start: int, end: int) -> None:
@@ -47,7 +43,6 @@ class IdSet:
         self._starts[low:high], self._ends[low:high] = [start], [end]
 
     def update(self, other: "IdSet") -> None:
-        """Add all ids of another set."""
         for start, end in other.ranges():
             self.add_range(start, end)
 

@@ -1,9 +1,7 @@
 """The last step of an audit: what all committed rounds of a run together prove or refute.
 
-    exactly once    synchronous: a committed round holds all its microbatches, at every stage, and no stage is ahead
-    at most once    no microbatch is in two rounds of one branch; with DiLoCo the report gives the share that is in none
-
-Called by audit/audit once all files are read.
+exactly once    synchronous: a committed round holds all its microbatches, at every stage, and no stage is ahead
+at most once    no microbatch is in two rounds of one branch; with DiLoCo the report gives the share that is in none
 """
 
 from collections import defaultdict
@@ -53,7 +51,6 @@ class Report:
 
     @property
     def proven(self) -> bool:
-        """Whether everything that was promised is proven."""
         return not self.findings.num_violations
 
     def to_json(self) -> dict[str, Any]:

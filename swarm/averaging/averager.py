@@ -36,7 +36,7 @@ from swarm.averaging.watch import GroupView, RoundWatch
 from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import Broadcast, Method, Reply, Request
 from swarm.errors import DeadlineExceeded, NotReady, PeerUnavailable
-from swarm.machine.tasks import wait
+from swarm.machine.clock import wait
 from swarm.rpc.v1.stage_pb2 import AveragingCounters
 from swarm.training.round_member import RoundMember
 from swarm.types import PeerId, PeerRecord

@@ -21,7 +21,7 @@ from swarm.averaging.watch import RoundWatch
 from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import BARRIER, Caller, contact_of, record_of
 from swarm.errors import MalformedMessage, SwarmError
-from swarm.machine.tasks import wait
+from swarm.machine.clock import wait
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerRecord, PeerState
 

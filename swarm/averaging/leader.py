@@ -35,7 +35,7 @@ from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import ABORT, AVERAGE, COMMIT, Broadcast, Members, contact_of
 from swarm.compression.codec import Codec, contribution_codec
 from swarm.errors import MalformedMessage, SwarmError
-from swarm.machine.tasks import wait
+from swarm.machine.clock import wait
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerId
 

@@ -15,12 +15,11 @@ from swarm.averaging.donor import snapshot_id
 from swarm.averaging.downloads import Downloads, name_of
 from swarm.averaging.vectors.snapshots import PartialSnapshot
 from swarm.errors import IntegrityError, MalformedMessage, NotReady, Overloaded, PeerUnavailable, SwarmError
-from swarm.machine.arriving import Arriving
 from swarm.machine.clock import Clock
 from swarm.machine.waits import Waits
 from swarm.machine.words import counted
 from swarm.rpc.bounds import require_bounds
-from swarm.rpc.segments import MAX_SOURCES
+from swarm.rpc.segments import MAX_SOURCES, Arriving
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import Snapshot
 from swarm.types import PeerRecord

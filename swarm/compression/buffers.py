@@ -1,6 +1,6 @@
 """Helpers of all codecs: bytes as tensors, vectors in chunks, and the checks of every decoder.
 
-Used by the codecs in this package; averaging/ uses `Received` and `slices`. Independent of the codecs' layouts.
+Independent of the codecs' layouts.
 
 Shapes: N elements, R rows, E elements of a row (a block or a tile).
 """
@@ -55,7 +55,6 @@ def clamp_scales(scales_R: torch.Tensor) -> torch.Tensor:
 
 
 def reciprocals(scales_R: torch.Tensor) -> torch.Tensor:
-    """The reciprocals of the scales; zero for a scale of zero."""
     return torch.where(scales_R == 0, 0.0, 1 / scales_R)
 
 

@@ -1,9 +1,8 @@
 """Codecs: how a vector of float32 becomes bytes for averaging, and back.
 
-This file has the interface, and chooses codecs by a run's configuration. Used by averaging/, and by stage/boundary for
-int8. A codec is stateless and handles one part of a vector at a time. Decoders trust no sender: they refuse wrong
-lengths and non-finite numbers, and allocate memory only in proportion to the expected vector. docs/protocol.md has
-every layout byte by byte.
+This file has the interface, and chooses codecs by a run's configuration. A codec is stateless and handles one part of a
+vector at a time. Decoders trust no sender: they refuse wrong lengths and non-finite numbers, and allocate memory only
+in proportion to the expected vector. docs/protocol.md has every layout byte by byte.
 
 Shapes: N elements of the part.
 """
@@ -84,7 +83,6 @@ def simple_codec(name: str) -> Codec:
 
 
 def contribution_codec(config: AveragingConfig) -> Codec:
-    """The codec with which a member's contribution is encoded."""
     return _codec(config, config.top_k)
 
 

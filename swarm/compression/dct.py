@@ -87,7 +87,6 @@ def _exact_matrix() -> torch.Tensor:
 
 @functools.cache
 def _matrix() -> torch.Tensor:
-    """The DCT-II in float32."""
     return _exact_matrix().float()
 
 

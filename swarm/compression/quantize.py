@@ -60,7 +60,6 @@ class Cast:
         return check_finite(encoded.view(self._dtype).float(), f"a vector in {self.name}")
 
     def num_bytes(self, num_elements: int) -> int:
-        """Exact size."""
         return num_elements * self._dtype.itemsize
 
 
@@ -111,7 +110,6 @@ class Blockwise(ABC):
         return vector_BE.view(-1)[:num_elements]
 
     def num_bytes(self, num_elements: int) -> int:
-        """Exact size: whole blocks."""
         return -(-num_elements // self.tile) * (self._scale_dtype.itemsize + self._code_bytes)
 
     def _split(self, encoded: torch.Tensor, num_elements: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -211,7 +209,6 @@ class ScaledHalf:
     name = "fp16"
 
     def num_elements(self, num_numbers: int) -> int:
-        """How many float16 numbers encode `num_numbers`."""
         return 1 + num_numbers
 
     def encode(self, tensor: torch.Tensor) -> torch.Tensor:

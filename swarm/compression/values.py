@@ -34,7 +34,6 @@ class Field:
 
 
 def row_bits(fields: Sequence[Field]) -> int:
-    """The number of bits in a row."""
     return sum(field.count * field.width for field in fields)
 
 
@@ -170,7 +169,6 @@ class Table:
         return table
 
     def decode(self, table: Floats, columns: Sequence[Numbers]) -> Floats:
-        """Look the codes up in the table."""
         return table[columns[0]]
 
 

@@ -18,8 +18,8 @@ from swarm.errors import Fatal, IntegrityError, PeerUnavailable
 from swarm.interchange import weights
 from swarm.interchange.source import Source
 from swarm.interchange.weights import SEGMENT_BYTES, Index, Weights
-from swarm.machine.arriving import Arriving
 from swarm.machine.waits import Waits
+from swarm.rpc.segments import Arriving
 
 logger = logging.getLogger(__name__)
 

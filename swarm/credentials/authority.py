@@ -1,8 +1,7 @@
 """The owner of a locked run, as a root certificate with which members check who else is a member.
 
-Used by identity, by dht/ for records and by rpc/ for connections and calls. A member is a peer or trainer whose
-certificate was issued with one of the owner's tokens. Only certificates decide: there is no list of members, and no
-other machine is asked.
+A member is a peer or trainer whose certificate was issued with one of the owner's tokens. Only certificates decide:
+there is no list of members, and no other machine is asked.
 """
 
 import datetime

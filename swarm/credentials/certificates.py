@@ -1,8 +1,8 @@
 """X.509: makes keys and the four kinds of certificates, and reads from them.
 
-Used by identity, token and authority. A peer of an open run has a certificate that it signed itself. In a locked run
-the owner's key issues tokens and a token issues a certificate to every peer that holds it, so a peer shows a chain of
-two certificates: its own, then the token's. Never decides which peer is trusted.
+A peer of an open run has a certificate that it signed itself. In a locked run the owner's key issues tokens and a token
+issues a certificate to every peer that holds it, so a peer shows a chain of two certificates: its own, then the
+token's. Never decides which peer is trusted.
 """
 
 import datetime
@@ -56,7 +56,6 @@ _USAGES = {
 
 
 def new_key() -> ec.EllipticCurvePrivateKey:
-    """Make a P-256 key."""
     return ec.generate_private_key(ec.SECP256R1())
 
 
@@ -173,7 +172,6 @@ def _authority(
 
 
 def to_pem(certificate: x509.Certificate) -> str:
-    """A certificate as PEM."""
     return certificate.public_bytes(serialization.Encoding.PEM).decode()
 
 
@@ -240,7 +238,6 @@ def fingerprint(certificate: x509.Certificate) -> str:
 
 
 def common_name(certificate: x509.Certificate) -> str:
-    """The name that a certificate gives its holder."""
     names = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     return str(names[0].value) if names else ""
 

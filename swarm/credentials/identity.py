@@ -1,7 +1,7 @@
 """A peer's key: it gives the peer its id, signs what the peer announces, and belongs to its TLS certificate.
 
-Used by dht/ (signing and checking records) and rpc/ (TLS). Each peer has one ECDSA P-256 key; the peer's id is the
-digest of its public key, so no peer can announce under another's id. Never sends the private key anywhere.
+Each peer has one ECDSA P-256 key; the peer's id is the digest of its public key, so no peer can announce under
+another's id. Never sends the private key anywhere.
 """
 
 import datetime
@@ -45,7 +45,6 @@ class Identity:
 
 
 def generate() -> Identity:
-    """Make a new identity."""
     key = certificates.new_key()
     return _identity(key, certificates.self_signed(key, datetime.datetime.now(datetime.UTC)))
 

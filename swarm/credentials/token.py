@@ -1,8 +1,7 @@
 """Join tokens of a locked run, and the owner's key that issues them.
 
-Used by swarm-keys, which makes both, and by every program that joins. A token is one string, which contains a
-certificate that the owner issued, the key to it, and the owner's certificate. With the string any number of processes
-can join, each with a key of its own. The programs never send a token anywhere.
+A token is one string, which contains a certificate that the owner issued, the key to it, and the owner's certificate.
+With the string any number of processes can join, each with a key of its own. The programs never send a token anywhere.
 """
 
 import base64
@@ -39,12 +38,10 @@ class Token:
 
     @property
     def role(self) -> Role:
-        """What a process with this token may do."""
         return certificates.role_of(self.certificate)
 
     @property
     def name(self) -> str:
-        """The name that the owner gave the token."""
         return certificates.common_name(self.certificate)
 
     @property
@@ -54,7 +51,6 @@ class Token:
 
     @property
     def authority(self) -> Authority:
-        """The run's owner."""
         return Authority(certificates.to_pem(self.owner))
 
     def admit(self, identity: Identity) -> Identity:
@@ -115,7 +111,6 @@ class OwnerKey:
 
     @property
     def authority(self) -> Authority:
-        """The owner as members know it."""
         return Authority(certificates.to_pem(self.certificate))
 
     def issue(self, role: Role, *, name: str, now: datetime.datetime, lifetime: datetime.timedelta) -> Token:
@@ -150,6 +145,5 @@ class OwnerKey:
 
 
 def new_owner(now: datetime.datetime) -> OwnerKey:
-    """Make an owner's key."""
     key = certificates.new_key()
     return OwnerKey(key=key, certificate=certificates.owner(key, now))

@@ -1,7 +1,7 @@
 """Multiaddresses of DHT nodes: reads those that users type, makes those on which a node listens, and explains why a
 node cannot be joined.
 
-Used by node and kademlia. Pure, except that it checks whether a port is free. Never resolves a name.
+Pure, except that it checks whether a port is free. Never resolves a name.
 """
 
 import re
@@ -74,7 +74,6 @@ def split(address: str) -> tuple[str, str]:
 
 
 def place(address: str) -> tuple[str, int]:
-    """The host and port in a node's address."""
     _, _, host, _, port, *_ = address.split("/")
     return host, int(port)
 

@@ -1,6 +1,6 @@
 """Starts, watches and ends p2pd, the libp2p process beneath a DHT node.
 
-Used by kademlia, on the DHT node's own event loop. The DHT itself is not known here.
+The DHT itself is not known here.
 """
 
 import asyncio

@@ -1,7 +1,4 @@
-"""Finds the run at an address. A joiner does this first.
-
-Called by peers/shared/network and swarm-status, with a store whose node knows no run yet.
-"""
+"""Finds the run at an address. A joiner does this first."""
 
 from swarm import config
 from swarm.credentials.authority import Authority

@@ -80,7 +80,6 @@ class Kademlia:
 
     @property
     def has_neighbours(self) -> bool:
-        """Whether the node knows of any other node."""
         return bool(self.node.protocol.routing_table.uid_to_peer_id)
 
     async def store(self, key: str, subkey: str, value: bytes, expiration: float) -> bool:
@@ -286,11 +285,9 @@ class NoCache(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no types
     """
 
     def store(self, *_: Any, **__: Any) -> bool:
-        """Refuse."""
         return False
 
     def store_subkey(self, *_: Any, **__: Any) -> bool:
-        """Refuse."""
         return False
 
 

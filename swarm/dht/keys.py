@@ -1,7 +1,6 @@
 """The DHT's keys: the names under which peers and trainers announce themselves.
 
-Used by directory and discovery, by records, which lets a trainer's token announce under only one of them, and by the
-programs, which give their run's keys (`of_run`) to their node and their servicer. Pure.
+Pure.
 """
 
 import re
@@ -13,7 +12,6 @@ _OF_A_RUN = re.compile(r"[^\x00-\x1f]{1,200}\.(stage\.\d{1,4}|trainers|claims)")
 
 
 def of_stage(run_id: str, stage: int) -> str:
-    """The key for peers of a stage."""
     return f"{run_id}.stage.{stage}"
 
 
@@ -23,7 +21,6 @@ def of_trainers(run_id: str) -> str:
 
 
 def of_claims(run_id: str) -> str:
-    """The key for peers on their way to a stage."""
     return f"{run_id}.claims"
 
 
@@ -33,11 +30,9 @@ def is_of_a_run(key: str) -> bool:
 
 
 def is_for_trainers(key: str) -> bool:
-    """Whether a key is the one for trainers, of any run."""
     return key.endswith(_TRAINERS)
 
 
 def of_run(run_id: str, num_stages: int) -> list[str]:
-    """All keys of a run."""
     stages = [of_stage(run_id, stage) for stage in range(num_stages)]
     return [RUNS, *stages, of_trainers(run_id), of_claims(run_id)]

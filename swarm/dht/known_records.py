@@ -63,7 +63,6 @@ class KeyQuota:
         return True
 
     def drop(self, subkey: str) -> None:
-        """Stop counting a record."""
         if (kept := self._kept.pop(subkey, None)) is not None:
             self.num_bytes -= kept.num_bytes
 
@@ -79,7 +78,6 @@ class KeyQuota:
         return len(others) < MAX_OWNER_RECORDS and sum(others) + num_bytes <= MAX_OWNER_BYTES
 
     def drop_expired(self, now: float) -> None:
-        """Stop counting the records that have expired."""
         for subkey in [subkey for subkey, kept in self._kept.items() if kept.expiration <= now]:
             self.drop(subkey)
 
@@ -114,7 +112,6 @@ class KnownRecords(Generic[Record]):
         """Bounds the number of records, because a node of the DHT may answer with any number of made-up ones."""
 
     def __len__(self) -> int:
-        """The number of records that were valid at the last successful reading."""
         return len(self._known)
 
     async def read(self, *, partly: bool = False) -> list[Record]:

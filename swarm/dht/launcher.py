@@ -1,16 +1,23 @@
-"""Launches this process's node: p2pd, and hivemind's node over it.
+"""Launches this process's node, p2pd and hivemind's node over it, in a thread with an event loop of its own.
 
-Used by node, which launches it anew when p2pd has died, or when the node is to go on as a client. Imports hivemind's
-DHT once a launcher is made, and without hivemind's own __init__, which would import its experts and optimizers, and
-torch.
+A busy program so delays no answer of the DHT, nor the DHT the program. hivemind's DHT is imported once a launcher is
+made, and without hivemind's own __init__, which would import its experts and optimizers, and torch.
 """
 
+import asyncio
+import importlib
+import importlib.util
 import logging
+import sys
+import threading
 import warnings
-from collections.abc import Sequence
+import weakref
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from swarm.dht import addresses
 from swarm.dht.addresses import Node
@@ -19,12 +26,11 @@ from swarm.machine.clock import Clock
 
 if TYPE_CHECKING:
     from swarm.dht.kademlia import Kademlia
-import importlib
-import importlib.util
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import ModuleType
+
+logger = logging.getLogger(__name__)
+
+CLIENT_OPTIONS = ("-dhtClient=1", "-noListenAddrs=1")
+"""Options of p2pd for a node that asks others, but cannot be asked and stores nothing."""
 
 
 @contextmanager
@@ -57,10 +63,6 @@ def bare_package(name: str, *parts: str) -> Iterator[None]:
 
 def _own(module: ModuleType) -> dict[str, object]:
     return {name: value for name, value in vars(module).items() if name.startswith("__")}
-
-
-CLIENT_OPTIONS = ("-dhtClient=1", "-noListenAddrs=1")
-"""Options of p2pd for a node that asks others, but cannot be asked and stores nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,3 +139,65 @@ def _server_options(host: str, port: int, announce: Sequence[tuple[str, int]]) -
         outside = (addresses.at(name, outer_port or port) for name, outer_port in announce)
         options.append(f"-announceAddrs={','.join(outside)}")
     return options
+
+
+Result = TypeVar("Result")
+
+
+class LoopThread:
+    """Runs coroutines in a thread until it is closed. As a daemon thread it does not keep the program from ending."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = _Loop()
+        # When neighbours or p2pd die, hivemind leaves failed tasks behind. Their tracebacks are of no use, so only a
+        # debug line is logged.
+        self.loop.set_exception_handler(lambda _, context: logger.debug("%s: %s", name, context.get("message")))
+        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_open(self) -> bool:
+        return self._thread.is_alive()
+
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Run work to its end while the calling thread waits. If the wait is interrupted, the work is cancelled."""
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
+
+    async def run_async(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Run work to its end, awaited in another loop. Cancellation cancels the work."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
+
+    def close(self) -> None:
+        """Cancel all work, close the connections that it leaves open, and end the thread."""
+        self.run(self._end_work())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+    async def _end_work(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        for connection in list(self.loop.connections):
+            connection.abort()
+        # Closed connections and cancelled tasks end in the loop's next turn.
+        await asyncio.sleep(0)
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """A loop that keeps a list of its connections to p2pd, because hivemind leaves one open when a call that uses it is
+    cancelled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.connections: weakref.WeakSet[asyncio.Transport] = weakref.WeakSet()
+
+    async def create_unix_connection(self, *args: Any, **options: Any) -> Any:
+        transport, protocol = await super().create_unix_connection(*args, **options)
+        self.connections.add(transport)
+        return transport, protocol

@@ -1,9 +1,8 @@
 """Signed records: the values in the DHT. Their signatures make records from unknown nodes trustworthy.
 
-Called by directory, which seals records, by known_records, which opens them, and by validator: the DHT neither stores
-nor passes on records that `verify` refuses. A record's bytes carry its key, its payload, the signer's certificate, and
-a signature over these, the subkey and the expiration. The subkey is the signer's peer id. So no peer can announce under
-another's name, move a record to another key, or prolong its life. Never asks the network anything.
+A record's bytes carry its key, its payload, the signer's certificate, and a signature over these, the subkey and the
+expiration. The subkey is the signer's peer id. So no peer can announce under another's name, move a record to another
+key, or prolong its life. Never asks the network anything.
 """
 
 import binascii

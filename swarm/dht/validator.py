@@ -1,6 +1,6 @@
 """Decides which records a DHT node stores and believes: those of its own run.
 
-Made by kademlia, which hands it to hivemind as a RecordValidatorBase. Never asks the network anything.
+Never asks the network anything.
 """
 
 import logging
@@ -53,7 +53,6 @@ class RecordValidator:
         self._authority = authority
 
     def validate(self, record: Any) -> bool:
-        """Whether hivemind may believe a DHTRecord."""
         return self._opened(record) is not None
 
     def has_room(self, record: Any) -> bool:
@@ -76,7 +75,6 @@ class RecordValidator:
         return sum(quota.num_bytes for quota in self._quotas.values())
 
     def forget(self, key: bytes) -> None:
-        """Stop counting what was stored under a key."""
         self._quotas.pop(key, None)
 
     def _opened(self, record: Any) -> Envelope | None:

@@ -1,13 +1,17 @@
-"""The events that a process can record: those of a microbatch, of a round, and of the process itself.
-
-The parts of a process write events to the `Events` object that they were given. swarm/events/log turns events into
-lines, which swarm/audit reads. Events are plain records that do not change.
+"""The events that a process can record, of a microbatch, of a round and of itself, and the log that has a line for
+each.
 """
 
 import itertools
+import json
 import re
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
+
+from swarm.machine.clock import Clock
+from swarm.machine.json_file import LineFile
 
 FORMAT = 3
 """The format of the lines. An audit refuses others."""
@@ -255,3 +259,42 @@ def ranges(microbatches: Iterable[int]) -> str:
         ids = [index for _, index in run]
         words.append(str(ids[0]) if len(ids) == 1 else f"{ids[0]}-{ids[-1]}")
     return " ".join(words)
+
+
+_NAME_OF = {event: name for name, event in NAMES.items()}
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
+class EventLog(Events):
+    """Appends to one file, from any thread."""
+
+    def __init__(self, path: Path, clock: Clock) -> None:
+        """Raises OSError if the file can neither be opened nor made."""
+        self._file = LineFile(path, "events")
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._num_lost = 0
+
+    def write(self, event: Event) -> None:
+        with self._lock:
+            if self._num_lost and not self._append(Gap(lost=self._num_lost)):
+                self._num_lost += 1
+                return
+            self._num_lost = 0 if self._append(event) else 1
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _append(self, event: Event) -> bool:
+        fields = _encode({name: value for name, value in vars(event).items() if value is not None})
+        times = f'"time":{self._clock.time():.6f},"monotonic":{self._clock.monotonic():.6f}'
+        comma = "," if len(fields) > 2 else ""
+        return self._file.append(f'{{"event":"{_NAME_OF[type(event)]}",{times}{comma}{fields[1:]}')
+
+
+def boot_id() -> str:
+    """An id of the machine's present boot, which no other boot has. Empty if the system does not provide one."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""

@@ -37,7 +37,6 @@ class Line:
 
     @property
     def is_busy(self) -> bool:
-        """Whether tensors are on their way out."""
         return self._num_sending > 0
 
     async def send(self, call: Stream, request: Any, tensors: Tensors) -> None:
@@ -68,15 +67,12 @@ class _Way:
         self.num_bytes = 0
 
     def asks(self) -> None:
-        """Note that the peer is asked now whether it has room."""
         self._asked_at = self._clock.monotonic()
 
     def answered(self) -> None:
-        """Note that the peer has answered."""
         self.round_trip_seconds = self._clock.monotonic() - self._asked_at
 
     def begin(self, tensors: Tensors) -> None:
-        """Note that the tensors are about to be sent."""
         self._sent_at = self._clock.monotonic()
         self.num_bytes = sum(tensor.nbytes for tensor in tensors.values())
 
@@ -281,7 +277,6 @@ class Hold:
         self._stream = stream
 
     def close(self) -> None:
-        """Let all these peers drop the round."""
         self._stream.cancel()
 
 

@@ -62,7 +62,6 @@ class Transcript:
 
     @property
     def is_sent(self) -> bool:
-        """Whether the present peer has been sent all positions."""
         return self._num_sent == len(self._pieces)
 
     def next_pieces(self) -> tuple[list[Piece], bool]:

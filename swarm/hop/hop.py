@@ -1,19 +1,20 @@
 """The hop: hands one microbatch to the next stage, and to another peer there when that fails.
 
-Trainers and stage peers use the same code: a trainer is simply "stage -1". This is the only place that retries:
-
-    choose a peer (retries) -> one stream to it (calls) -> its answer, or note why there is none (retries) and repeat
-
-A microbatch keeps its id through every retry, so that a peer that knows it never counts it twice. The peers that worked
-on it before are asked first. Never looks into the tensors.
+This is the only place that retries. A microbatch keeps its id through every retry, so that a peer that knows it never
+counts it twice. The peers that worked on it before are asked first.
 """
 
 import asyncio
+import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Never, TypeVar
 
-from swarm.errors import MalformedMessage, TryAnotherPeer, TryLater
+import grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
+
+from swarm.errors import MalformedMessage, PeerUnavailable, TryAnotherPeer, TryLater
 from swarm.events.kinds import Events
 from swarm.events.kinds import Hop as HopEvent
 from swarm.hop.answers import HopListener, HopReply, Tensors
@@ -33,10 +34,16 @@ from swarm.rpc.wire import NewBytes, TensorSpec, new_bytes
 from swarm.training.samples import Microbatch
 from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord
 
+logger = logging.getLogger(__name__)
+
 HOLD_SECONDS = 2.0
 """How long peers are asked again while they hold too many rounds."""
 
 _Answer = TypeVar("_Answer")
+GAP_SECONDS = 0.5
+"""Time between two checks of the connections and of the banned peers."""
+PATIENCE_SECONDS = 10.0
+"""How long a probe waits for a connection and an answer. A peer that comes back in this time is found at once."""
 
 
 class Hop:
@@ -216,3 +223,44 @@ def _num_cancels() -> int:
     """How many cancellations of this task are pending. A task group that failed earlier may have left one behind."""
     task = asyncio.current_task()
     return 0 if task is None else task.cancelling()
+
+
+async def watch_connections(*, stage: int, router: Router, channels: ChannelPool, clock: Clock) -> Never:
+    """Tell the router which peers' connections break, and which unreachable peers serve again or still do not.
+
+    Runs until it is cancelled. Each peer that the router takes for unreachable gets one call at a time, of gRPC's own
+    health check, which a peer answers once it serves.
+    """
+    connected: set[str] = set()
+    under_way: set[str] = set()
+
+    async def probe(record: PeerRecord) -> None:
+        try:
+            health: Any = HealthStub(channels.channel(record))
+            reply = await health.Check(HealthCheckRequest(), timeout=PATIENCE_SECONDS, wait_for_ready=True)
+        except (grpc.aio.AioRpcError, PeerUnavailable) as error:
+            logger.debug("%s is still out of reach: %s", record.name, error)
+        else:
+            if reply.status == HealthCheckResponse.SERVING:
+                router.answered(PeerId(record.peer_id))
+        finally:
+            under_way.discard(record.place)
+
+    async with asyncio.TaskGroup() as tasks:
+        while True:
+            records = router.records(stage)
+            connected, previously = {r.place for r in records if channels.is_connected(r)}, connected
+            broken = previously - connected
+            for record in records:
+                if record.place in broken:
+                    # Counted as a failure now, whichever call noticed the break, because a hop would wait for the next
+                    # connection.
+                    router.failed(PeerId(record.peer_id), is_unreachable=True, reason="its connection broke")
+            for record in router.unreachable(stage):
+                if record.place in under_way:
+                    # The peer stays banned until this probe has ended and the next check has come.
+                    router.unanswered(PeerId(record.peer_id), 4 * GAP_SECONDS)
+                else:
+                    under_way.add(record.place)
+                    tasks.create_task(probe(record))
+            await clock.sleep(GAP_SECONDS)

@@ -61,7 +61,6 @@ class Obstacle:
 
     @property
     def is_empty_stage(self) -> bool:
-        """Whether no peer is announced at the stage."""
         return self.num_peers == 0
 
     @property
@@ -136,5 +135,4 @@ def _some(texts: list[str], most: int, separator: str) -> str:
 
 
 def obstacle_of(progress: pb.Progress) -> Obstacle | None:
-    """The obstacle that a peer reports with its progress, if any."""
     return Obstacle.read(progress.obstacle) if progress.HasField("obstacle") else None

@@ -80,7 +80,6 @@ class Candidates:
         return seconds
 
     def accepted(self) -> None:
-        """Note that a peer has taken the microbatch."""
         self._stuck_since = None
 
     def leave_alone(self, record: PeerRecord, error: SwarmError, seconds: float) -> None:
@@ -216,7 +215,6 @@ class Retries:
         return sum(seconds <= AS_FAST * own for seconds in others)
 
     def accepted(self) -> None:
-        """Note that a peer has taken the microbatch."""
         self.is_refused = False
         self.candidates.accepted()
 

@@ -1,4 +1,4 @@
-"""A route, which says for each stage which peer works on a microbatch, and its wire form. Used by hop and servicer."""
+"""A route, which says for each stage which peer works on a microbatch, and its wire form."""
 
 from collections.abc import Iterable, Mapping
 
@@ -48,10 +48,8 @@ class Route:
 
 
 def pack_route(route: Mapping[int, PeerId]) -> list[pb.RouteEntry]:
-    """A route as messages."""
     return [pb.RouteEntry(stage=stage, peer_id=peer) for stage, peer in sorted(route.items())]
 
 
 def unpack_route(entries: Iterable[pb.RouteEntry]) -> dict[int, PeerId]:
-    """A route from messages."""
     return {entry.stage: PeerId(entry.peer_id) for entry in entries}

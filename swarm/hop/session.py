@@ -68,7 +68,6 @@ class Token(NamedTuple):
 
 
 def pieces_of(prompt: Sequence[int]) -> list[Piece]:
-    """Cut a prompt into the pieces in which it is computed."""
     return [Piece(prompt[start : start + PIECE_TOKENS]) for start in range(0, len(prompt), PIECE_TOKENS)]
 
 
@@ -125,7 +124,6 @@ def unpack_token(packed: pb.Sampled, order: Order) -> Token:
 
 
 def pack_pieces(pieces: Iterable[Piece]) -> list[pb.Piece]:
-    """The pieces in their wire form."""
     return [pb.Piece(tokens=piece.tokens, hidden=piece.hidden) for piece in pieces]
 
 
@@ -154,7 +152,6 @@ class SessionCall:
 
     @property
     def peer_id(self) -> PeerId:
-        """The id of the peer at the other end."""
         return PeerId(self.peer.peer_id)
 
     @property
@@ -187,7 +184,6 @@ class SessionCall:
             raise self._failed from None
 
     def close(self) -> None:
-        """End the session at this peer."""
         self._stream.cancel()
 
 

@@ -4,8 +4,7 @@
     adapter_model.safetensors     the two thin matrices of every target
     README.md
 
-Called by swarm-model. Either the whole folder is there at the end, or nothing. It does not contain the model to which
-the adapters belong.
+Either the whole folder is there at the end, or nothing. It does not contain the model to which the adapters belong.
 """
 
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Writes a model's folder as transformers reads it, from weights under our names.
 
-Called by swarm-model. Either the whole folder is there at the end, or nothing. It can be read without our code: it has
-config.json, generation_config.json, safetensors with an index, the tokenizer's files, and a model card.
+Either the whole folder is there at the end, or nothing. It can be read without our code: it has config.json,
+generation_config.json, safetensors with an index, the tokenizer's files, and a model card.
 """
 
 import dataclasses

@@ -153,7 +153,6 @@ def _require_sound_texts(folder: Path, *, is_chat: bool) -> None:
 
 
 def with_weights(config: RunConfig, index: Index) -> RunConfig:
-    """The configuration of a run that begins with these weights."""
     return dataclasses.replace(config, model=dataclasses.replace(config.model, weights=index.digest))
 
 

@@ -123,7 +123,6 @@ class Source:
 
     @property
     def files(self) -> list[Path]:
-        """The files that have the weights."""
         return sorted(set(self._files.values()))
 
     def _find(self, rule: TensorRule) -> str:

@@ -53,7 +53,6 @@ class TensorEntry:
 
     @property
     def num_bytes(self) -> int:
-        """The tensor's size in bytes."""
         return math.prod(self.shape) * self.torch_dtype.itemsize
 
 
@@ -91,7 +90,6 @@ class Index:
 
     @classmethod
     def from_entries(cls, entries: Mapping[str, TensorEntry]) -> "Index":
-        """Make an index from each tensor's entry, as `describe` gives it."""
         values = {name: {"shape": e.shape, "dtype": e.dtype, "sha256": e.sha256} for name, e in entries.items()}
         return cls(json.dumps(values, sort_keys=True, separators=(",", ":")).encode())
 
@@ -251,7 +249,6 @@ def digests_of(tensor: Tensor) -> tuple[str, ...]:
 
 
 def empty(entry: TensorEntry) -> Tensor:
-    """An uninitialised tensor with the entry's shape and type."""
     return torch.empty(entry.shape, dtype=entry.torch_dtype)
 
 

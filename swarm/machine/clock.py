@@ -1,11 +1,8 @@
-"""Time as an argument, so that tests and the simulator can replace it.
+"""Time as an argument, so that tests and the simulator can replace it, and tasks and waits that end in time.
 
-Everything that waits or measures takes a `Clock`. Wall-clock time appears only in what people read, and where machines
-have to agree on it (the expiry of DHT records).
-
-The machine's own clock goes on while the machine sleeps, and so does the time of the programs' event loops. So a laptop
-that slept is like a process that was stopped: leases, bans and deadlines have run out, and the peer finds itself
-behind. Only a wait that was under way when the machine fell asleep goes on for the rest of its time.
+Wall-clock time appears only in what people read, and where machines have to agree on it (the expiry of DHT records).
+The clock goes on while the machine sleeps, and so does the time of event loops. So a laptop that slept is like a
+process that was stopped. Only a wait that was under way when the machine fell asleep goes on for the rest of its time.
 """
 
 import asyncio
@@ -13,9 +10,12 @@ import math
 import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 import uvloop
+
+from swarm.errors import NotReady
 
 Result = TypeVar("Result")
 
@@ -59,7 +59,6 @@ class Loop(uvloop.Loop):
 
 
 def run_loop(main: Coroutine[Any, Any, Result]) -> Result:
-    """Run a coroutine like asyncio.run, but in a Loop."""
     with asyncio.Runner(loop_factory=Loop) as runner:
         return runner.run(main)
 
@@ -116,3 +115,24 @@ class SteadyTime:
     def is_in_doubt(self) -> bool:
         """Whether `now` has seen the clock jump within the last DOUBT_SECONDS, so that nothing counts as expired."""
         return self._clock.monotonic() - self._jumped_at < DOUBT_SECONDS
+
+
+def spawn(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
+    """Start a task of the group. This fails for a call that is still ending when the group has ended.
+
+    Raises:
+        NotReady: the group has ended, and `work` will never run.
+    """
+    try:
+        return tasks.create_task(work)
+    except RuntimeError:
+        # Closed, because the garbage collector would later report a coroutine that was never awaited.
+        work.close()
+        raise NotReady("this peer is stopping") from None
+
+
+async def wait(event: asyncio.Event, seconds: float) -> None:
+    """Wait for an event, but no longer than `seconds`."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()

@@ -1,7 +1,4 @@
-"""Writes files so that they survive a power cut: they are on the disk, and not only in the system's buffers.
-
-Used by checkpoint/file, credentials, dht/kademlia, interchange, and the dashboard for its history.
-"""
+"""Writes files so that they survive a power cut: they are on the disk, and not only in the system's buffers."""
 
 import fcntl
 import os

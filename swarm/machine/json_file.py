@@ -116,7 +116,6 @@ class LineFile:
         self._file, self._is_torn = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC), False
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._file)
 
 

@@ -1,9 +1,9 @@
 """Keeps the memory of large tensors, which each round needs again at the same sizes.
 
-Used by stage/weights and averaging. The C library may return freed memory to the system, however it is configured:
-protobuf makes it return all free memory after each 10,000 freed pieces of messages (`upb_trim_allocfunc` in its
-python/protobuf.c). Then the system has to clear every page anew, which took 14 µs a page on a virtual machine. Besides,
-small objects are put into the gaps that one round's vectors leave, and the next round's vectors do not fit there.
+The C library may return freed memory to the system, however it is configured: protobuf makes it return all free memory
+after each 10,000 freed pieces of messages (`upb_trim_allocfunc` in its python/protobuf.c). Then the system has to clear
+every page anew, which took 14 µs a page on a virtual machine. Besides, small objects are put into the gaps that one
+round's vectors leave, and the next round's vectors do not fit there.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Recordings of what a device computes: replayed as one launch, at the same addresses, without Python.
 
-Used by stage/, for a microbatch's forward and backward. On a GPU a recording is a CUDA graph: for a small model, Python
-takes longer to launch a computation's hundreds of operations than the GPU to compute them.
+On a GPU a recording is a CUDA graph: for a small model, Python takes longer to launch a computation's hundreds of
+operations than the GPU to compute them.
 
 What is recorded uses the same memory in each replay. So its inputs are tensors that the caller keeps, and copies new
 values into. Numbers that Python sees meanwhile stay as they are. Nothing that is recorded may read the device from

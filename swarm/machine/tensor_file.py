@@ -1,7 +1,4 @@
-"""Safetensors files: written whole or tensor by tensor, and read tensor by tensor, mapped into memory and not copied.
-
-Used by checkpoint/file and interchange, which say which error to raise for a file that cannot be read.
-"""
+"""Safetensors files: written whole or tensor by tensor, and read tensor by tensor, mapped into memory, not copied."""
 
 import json
 import math
@@ -75,7 +72,6 @@ class Stream:
         self._file.write(_bytes_of(tensor.detach().contiguous()))
 
     def keys(self) -> Collection[str]:
-        """The tensors' names."""
         return self._shapes.keys()
 
     def get_tensor(self, name: str) -> Tensor:

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 from swarm.config import RunConfig
 from swarm.hop.obstacle import OnWaiting
-from swarm.machine.clock import Clock
-from swarm.machine.tasks import wait
+from swarm.machine.clock import Clock, wait
 from swarm.machine.words import counted
 from swarm.pipeline.lease_service import MAX_NAMED, LeaseClient
 from swarm.pipeline.leases import LEASE_SECONDS

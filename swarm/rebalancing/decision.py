@@ -1,7 +1,7 @@
 """Should this peer stay, or move to another stage? And where should a newcomer go?
 
-Asked by the stage peer's program now and then, and by simulations for every peer. Pure: the same layout gives the same
-answer. Knows neither the DHT nor how a move is done; a peer that is on its way counts as arrived.
+Pure: the same layout gives the same answer. Knows neither the DHT nor how a move is done; a peer that is on its way
+counts as arrived.
 
 A pipeline is as fast as its weakest stage. Every peer plans for all: its plan takes again and again the move that
 strengthens the weakest stage most, until no move does. The peer moves if the plan, up to the point where it pays best,

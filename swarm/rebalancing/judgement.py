@@ -74,7 +74,6 @@ class Stays:
 
     @property
     def mean_seconds(self) -> float:
-        """The mean time that a peer stays."""
         return self._peer_seconds / self._num_departures
 
 

@@ -72,7 +72,6 @@ class Layout:
 
     @property
     def pipeline_throughput(self) -> float:
-        """The samples per second that pass all stages, which are the weakest stage's."""
         return min(self.throughput)
 
 
@@ -127,7 +126,6 @@ def newcomers_before(claims: Iterable[ClaimRecord], own: ClaimRecord, layout: La
 
 
 def without_choosing(claims: Iterable[ClaimRecord]) -> list[ClaimRecord]:
-    """All claims except those of newcomers that are still choosing a stage."""
     return [claim for claim in claims if not _is_choosing(claim)]
 
 

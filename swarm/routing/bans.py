@@ -1,4 +1,4 @@
-"""Which peers of a stage are left alone because they failed, and until when. Used by the stage's peer_queue.
+"""Which peers of a stage are left alone because they failed, and until when.
 
 A ban doubles with each failure in a row. It stays when the queue forgets its peer, so that a peer which vanishes and
 comes back with its old announcement is still banned. Every `now` is monotonic seconds. Pure.

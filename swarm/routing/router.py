@@ -1,6 +1,5 @@
 """Chooses the peer that takes the next microbatch.
 
-Used by the hop (trainers and stage peers alike) and by the simulator, which runs the same code on virtual time.
 Announcements come from the directory, and outcomes from the hop. Pure: time and chance come in as arguments; it never
 waits, connects, or retries.
 """
@@ -82,7 +81,6 @@ class Router:
         return self._queues[stage].choose(num_samples, self._clock.monotonic(), exclude=exclude, prefer=prefer)
 
     def record(self, peer_id: PeerId) -> PeerRecord | None:
-        """The newest announcement of a serving peer."""
         queue = self._queue_of(peer_id)
         return None if queue is None else queue.record(peer_id)
 
@@ -112,7 +110,6 @@ class Router:
         return [PeerId(record.peer_id) for record in self.records(stage) if record.peer_id not in left_out]
 
     def banned(self, stage: int) -> set[PeerId]:
-        """The serving peers of a stage that are banned."""
         return self._queues[stage].banned(self._clock.monotonic())
 
     def links(self, stage: int) -> dict[PeerId, Link]:

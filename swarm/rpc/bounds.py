@@ -1,8 +1,7 @@
 """Bounds on the numbers and lists in a message; those of an honest peer are always within them.
 
-Used by guard for every request, and by callers for answers of peers. Numbers within the bounds can be added up and sent
-on without overflow, and lists within them cost the reader little. Every message of every stream is checked here. So
-texts and bytes, of which many messages consist, are not looked at.
+Numbers within the bounds can be added up and sent on without overflow, and lists within them cost the reader little.
+Every message of every stream is checked here. So texts and bytes, of which many messages consist, are not looked at.
 """
 
 from functools import lru_cache

@@ -1,7 +1,6 @@
 """Callers: identifies the caller of each call, and limits how much of this peer one caller may use.
 
-Used by guard, which counts the calls, and by servicers, which count what they keep for a call. Whatever there is only
-so much of is given out by Shares, so that no caller has all of it.
+Whatever there is only so much of is given out by Shares, so that no caller has all of it.
 
 In a locked run a caller is a member's id. In an open one it is an IP address, so that all processes on one machine are
 one caller; of an IPv6 address only the first 64 bits count, since a provider gives a customer all addresses that begin
@@ -103,7 +102,6 @@ class Shares:
             del self.held[caller]
 
     def clear(self) -> None:
-        """Count nothing as anybody's any more."""
         self.held.clear()
         self.total = 0
 
@@ -208,17 +206,14 @@ class Callers:
 
     @property
     def num_remembered(self) -> int:
-        """The number of callers of which anything is remembered."""
         return len(self._due.keys() | self.calls.held.keys())
 
     @property
     def num_calls(self) -> int:
-        """The number of calls under way, of all callers."""
         return self.calls.total
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes kept for all callers together."""
         return sum(kept.total for kept in self.kept.values())
 
 
@@ -297,5 +292,4 @@ def tunnel_source(caller: str) -> str:
 
 
 def is_tunnelled(host: str) -> bool:
-    """Whether a call from this address came through a tunnel."""
     return host.startswith(_TUNNELLED)

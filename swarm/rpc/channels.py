@@ -1,7 +1,7 @@
 """Channels to peers.
 
-Used by everything that calls a peer. A peer has one channel for short calls and one for bulk transfers; pings show
-within seconds that a neighbour is frozen or out of reach. Never retries.
+A peer has one channel for short calls and one for bulk transfers; pings show within seconds that a neighbour is frozen
+or out of reach. Never retries.
 """
 
 import asyncio

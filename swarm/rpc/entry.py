@@ -1,8 +1,7 @@
 """A peer and where its gRPC server is: PEER_ID@HOST:PORT, of which an invite holds one or several.
 
-Used by swarm-peer, which writes it to its log, and by dht/lookup and meeting/, which connect. The id makes it safe to
-copy: a peer that answers has to show that id's certificate before anything is sent to it. Never looks up a peer's
-address.
+The id makes it safe to copy: a peer that answers has to show that id's certificate before anything is sent to it. Never
+looks up a peer's address.
 """
 
 import asyncio
@@ -61,7 +60,6 @@ class Entry:
 
     @property
     def port(self) -> int:
-        """The port of its gRPC server."""
         return host_and_port(self.endpoint)[1]
 
     async def connect(self, own: Identity, *, insecure: bool) -> grpc.aio.Channel:
@@ -156,7 +154,6 @@ def _is_self_signed(certificate_pem: str) -> bool:
 
 
 def tunnel_through(meeting_point: Entry) -> str:
-    """The endpoint of a peer that waits at a meeting point."""
     return f"{TUNNEL}{meeting_point}"
 
 
@@ -181,7 +178,6 @@ def where(endpoint: str) -> str:
 
 
 def direct(endpoints: Iterable[str]) -> list[str]:
-    """The endpoints that lead through no meeting point."""
     return [endpoint for endpoint in endpoints if not endpoint.startswith(TUNNEL)]
 
 

@@ -1,7 +1,4 @@
-"""Sends the exceptions of swarm.errors over gRPC, so that a caller raises the same error as the servicer.
-
-Used by servicers, which abort calls, and by the callers' sides (ask, stream, download and averaging/wire/transport).
-"""
+"""Sends the exceptions of swarm.errors over gRPC, so that a caller raises the same error as the servicer."""
 
 import re
 from typing import Any, NoReturn
@@ -39,7 +36,6 @@ _CLASSES = {error_class.__name__: error_class for error_class in _CODES}
 
 
 def abort_code(error: SwarmError) -> grpc.StatusCode:
-    """The status with which a call ends when its servicer raises `error`."""
     return _CODES.get(type(error), grpc.StatusCode.UNKNOWN)
 
 

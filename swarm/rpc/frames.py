@@ -1,9 +1,8 @@
 """Messages that carry tensors, read and written without protobuf's copies.
 
-Used by both ends of Train and Evaluate, the calls that carry tensors; gRPC takes and gives their messages as bytes. The
-bytes are those that protobuf would write (docs/protocol.md), so this is no other protocol. protobuf itself would copy
-each tensor three times on its way out, and three times on its way in. Here a piece of a tensor is copied once, into the
-message; the reader gets a view into the message that has come.
+The bytes are those that protobuf would write (docs/protocol.md), so this is no other protocol. protobuf itself would
+copy each tensor three times on its way out, and three times on its way in. Here a piece of a tensor is copied once,
+into the message; the reader gets a view into the message that has come.
 """
 
 from collections.abc import Iterator, Mapping
@@ -43,7 +42,6 @@ class Frame:
     num_tensor_bytes: int = 0
 
     def add(self, message: Message) -> None:
-        """Add the fields of a message."""
         self.parts.append(message.SerializeToString())
 
     def add_piece(self, chunks: int, header: TensorHeader | None, data: memoryview) -> None:
@@ -76,7 +74,6 @@ def frames(first: Message, tensors: Mapping[str, torch.Tensor]) -> Iterator[Fram
 
 
 def serialized(message: Frame | Message) -> bytes:
-    """The bytes of a message."""
     return b"".join(message.parts) if isinstance(message, Frame) else message.SerializeToString()
 
 

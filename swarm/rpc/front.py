@@ -1,10 +1,9 @@
 """One TCP port for gRPC and for the DHT: hands each connection on to one of the two, by its first byte.
 
-Used by swarm-meet, and by swarm-peer and swarm-doctor where --port and --dht-port are one. A client of TLS begins with
-a record of type 22 (RFC 8446, 5.1), one of libp2p with the length of a line of multistream, and one of gRPC without TLS
-with the preface of HTTP/2 (RFC 9113, 3.4). The two servers listen on the loopback, where every connection would seem to
-come from this machine. So callers.py is told from which loopback port each connection comes, and who is at its other
-end.
+A client of TLS begins with a record of type 22 (RFC 8446, 5.1), one of libp2p with the length of a line of multistream,
+and one of gRPC without TLS with the preface of HTTP/2 (RFC 9113, 3.4). The two servers listen on the loopback, where
+every connection would seem to come from this machine. So callers.py is told from which loopback port each connection
+comes, and who is at its other end.
 """
 
 import asyncio

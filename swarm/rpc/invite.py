@@ -72,11 +72,9 @@ class Invite:
         return invite
 
     def is_to(self, run_id: str) -> bool:
-        """Whether it is an invite to this run."""
         return _digest(run_id) == self.run
 
     def __str__(self) -> str:
-        """The word itself."""
         body = bytes([_LOCKED if self.is_locked else 0]) + bytes.fromhex(self.run) + _packed(self.entries)
         return f"{SCHEME}{_VERSION}{base58.b58encode(body + _check(body)).decode()}"
 

@@ -64,7 +64,6 @@ class Stream:
         return message
 
     async def done_writing(self) -> None:
-        """Say that no more messages come."""
         await self._call.done_writing()
 
     async def finish(self, message: Any, seconds: float) -> None:

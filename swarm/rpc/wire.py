@@ -1,8 +1,8 @@
 """Tensors on the wire: what a receiver expects, and puts together again.
 
-Used by both ends of every call that carries tensors; frames.py reads and writes their messages. A tensor travels as its
-own bytes, cut into chunks, so that no message is large; the receiver knows which shapes it wants and allocates nothing
-else. Never converts between element types, and never encodes: that is work for the compute thread.
+A tensor travels as its own bytes, cut into chunks, so that no message is large; the receiver knows which shapes it
+wants and allocates nothing else. Never converts between element types, and never encodes: that is work for the compute
+thread.
 """
 
 from collections.abc import Callable, Mapping
@@ -61,7 +61,6 @@ NewBytes = Callable[[int], torch.Tensor]
 
 
 def new_bytes(num_bytes: int) -> torch.Tensor:
-    """Ordinary memory."""
     return torch.empty(num_bytes, dtype=torch.uint8)
 
 
@@ -84,7 +83,6 @@ class TensorReader:
 
     @property
     def complete(self) -> bool:
-        """Whether every expected tensor is whole."""
         return not self._missing and self._current is None
 
     def clear(self) -> None:

@@ -18,7 +18,7 @@ import torch
 from swarm.errors import MalformedMessage, NotReady, PeerUnavailable
 from swarm.hop.answers import HopReply
 from swarm.hop.hop import Hop
-from swarm.machine.tasks import spawn
+from swarm.machine.clock import spawn
 from swarm.stage.backend import Forward, StageBackend
 from swarm.stage.boundary import GRADIENT, HIDDEN
 from swarm.stage.buckets import Accumulated

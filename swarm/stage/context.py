@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 from swarm.config import RunConfig
 from swarm.events.kinds import Events
 from swarm.hop.hop import Hop
-from swarm.machine.clock import Clock
-from swarm.machine.tasks import spawn
+from swarm.machine.clock import Clock, spawn
 from swarm.stage.backend import StageBackend
 from swarm.stage.runtime import Runtime
 

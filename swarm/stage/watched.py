@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from swarm.hop.answers import HopListener
 from swarm.hop.obstacle import Obstacle
-from swarm.machine.tasks import wait
+from swarm.machine.clock import wait
 from swarm.types import PeerId
 
 

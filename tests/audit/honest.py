@@ -19,6 +19,7 @@ from swarm.events.kinds import (
     Close,
     Commit,
     Event,
+    EventLog,
     Install,
     Prepare,
     RollBack,
@@ -27,7 +28,6 @@ from swarm.events.kinds import (
     Step,
     ranges,
 )
-from swarm.events.log import EventLog
 from swarm.training.lineage import next_lineage
 from tests.support.manual_clock import ManualClock
 

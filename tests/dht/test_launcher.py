@@ -1,5 +1,8 @@
 """Only the needed parts of a package are imported."""
 
+import asyncio
+import gc
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -8,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from swarm.dht.launcher import bare_package
+from swarm.dht.launcher import LoopThread, bare_package
 
 
 @pytest.fixture
@@ -54,3 +57,21 @@ assert "hivemind.averaging" not in sys.modules
 from hivemind import DecentralizedAverager
 """
     subprocess.run([sys.executable, "-c", script], timeout=120, check=True)
+
+
+def test_connections_that_cancelled_work_leaves_open_are_closed_with_the_thread(tmp_path: Path) -> None:
+    path = str(tmp_path / "socket")
+
+    async def connect() -> asyncio.StreamWriter:
+        _, writer = await asyncio.open_unix_connection(path)
+        return writer
+
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path)
+        server.listen()
+        thread = LoopThread("test")
+        writer = thread.run(connect())
+        thread.close()
+    assert writer.is_closing()
+    del writer
+    gc.collect()  # A connection that is still open would be reported here, and fail this test.

@@ -6,8 +6,9 @@ import time
 
 import pytest
 
+from swarm.errors import NotReady
 from swarm.machine import clock
-from swarm.machine.clock import DOUBT_SECONDS, Loop, SteadyTime, SystemClock, clock_through_sleep, run_loop
+from swarm.machine.clock import DOUBT_SECONDS, Loop, SteadyTime, SystemClock, clock_through_sleep, run_loop, spawn
 from tests.support.set_clock import SetClock
 
 
@@ -109,3 +110,20 @@ def test_the_programs_event_loop_has_the_same_time(monkeypatch: pytest.MonkeyPat
                 await asyncio.Event().wait()
 
     run_loop(look())
+
+
+async def _work() -> int:
+    return 7
+
+
+async def test_a_task_of_the_group_is_awaited_by_it() -> None:
+    async with asyncio.TaskGroup() as tasks:
+        task = spawn(tasks, _work())
+    assert task.result() == 7
+
+
+async def test_what_comes_after_the_groups_end_is_refused_and_leaves_no_coroutine_behind() -> None:
+    async with asyncio.TaskGroup() as tasks:
+        pass
+    with pytest.raises(NotReady, match="stopping"):
+        spawn(tasks, _work())

@@ -6,7 +6,6 @@ import itertools
 import pytest
 
 from swarm.errors import PeerUnavailable
-from swarm.machine.arriving import Arriving
 from swarm.machine.waits import (
     FIRST_SECONDS,
     JOIN_SECONDS,
@@ -16,6 +15,7 @@ from swarm.machine.waits import (
     Waits,
     patiently,
 )
+from swarm.rpc.segments import Arriving
 from tests.support.virtual_time import LoopClock, in_virtual_time
 
 

@@ -11,8 +11,7 @@ from hivemind.proto.dht_pb2 import NodeInfo
 
 from swarm.dht import kademlia
 from swarm.dht.kademlia import Kademlia
-from swarm.dht.launcher import CLIENT_OPTIONS
-from swarm.dht.loop_thread import LoopThread
+from swarm.dht.launcher import CLIENT_OPTIONS, LoopThread
 from swarm.dht.record_store import Found
 from swarm.machine.clock import SystemClock
 

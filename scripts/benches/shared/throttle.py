@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from swarm.dht.loop_thread import LoopThread
+from swarm.dht.launcher import LoopThread
 from swarm.rpc.endpoint import host_and_port
 
 CHUNK_BYTES = 16 * 1024

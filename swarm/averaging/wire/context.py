@@ -14,8 +14,7 @@ from swarm.averaging.wire.transport import Transport
 from swarm.config import RunConfig
 from swarm.errors import NotReady
 from swarm.events.kinds import Events
-from swarm.machine.clock import Clock
-from swarm.machine.tasks import spawn, wait
+from swarm.machine.clock import Clock, spawn, wait
 from swarm.machine.waits import Waits
 from swarm.rpc.turns import Turns
 from swarm.rpc.v1.stage_pb2 import Address

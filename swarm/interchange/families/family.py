@@ -78,7 +78,6 @@ class Keys:
         return value
 
     def has(self, name: str) -> bool:
-        """Whether a key is there, even if its value is null."""
         return name in self._values
 
     def expect(self, name: str, *allowed: Any) -> None:
@@ -129,7 +128,6 @@ class TensorRule:
     transposed: bool = False
 
     def of_layer(self, layer: int) -> "TensorRule":
-        """The rule for one layer."""
         ours = tuple(name.format(layer=layer) for name in self.ours)
         return TensorRule(theirs=self.theirs.format(layer=layer), ours=ours, transposed=self.transposed)
 

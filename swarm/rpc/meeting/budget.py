@@ -1,8 +1,8 @@
 """Limits what a meeting point carries: connections and bytes per second, for each caller and in all.
 
-Used by meeting_point. Bytes that a caller sends beyond its share wait, which slows the connection down; connections
-beyond the limit are refused. Carried bytes are counted. A caller is the bearer of a token, or an address, since there
-may be any number of peer ids.
+Bytes that a caller sends beyond its share wait, which slows the connection down; connections beyond the limit are
+refused. Carried bytes are counted. A caller is the bearer of a token, or an address, since there may be any number of
+peer ids.
 """
 
 from collections.abc import Callable, Iterator
@@ -53,7 +53,6 @@ class Budget:
 
     @property
     def num_connections(self) -> int:
-        """The number of connections that are carried now."""
         return self._connections.total
 
     @contextmanager

@@ -1,8 +1,7 @@
 """Lines to a peer. A line carries the bytes of a connection in both directions, until one end closes.
 
 A line is a TCP connection, or a call that carries one: to a meeting point, or from the peer to this process if that is
-the meeting point. Used by dialler, ways, punch and waiting. The bytes are TLS between others; nothing here looks at
-them.
+the meeting point. The bytes are TLS between others; nothing here looks at them.
 """
 
 import asyncio

@@ -2,7 +2,7 @@
 
 gRPC for Python takes no connection that is open already. But for a channel with the option grpc.http_proxy a proxy
 opens the connections, and the Dialler is such a proxy, inside this process. It gives each channel a secret name. By
-this name it finds the function that opens the channel's connections. Used by ways and punch.
+this name it finds the function that opens the channel's connections.
 """
 
 import asyncio

@@ -13,14 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swarm.credentials import certificates, identity
-from swarm.errors import (
-    DeadlineExceeded,
-    IntegrityError,
-    MalformedMessage,
-    NotAllowed,
-    NotReady,
-    SwarmError,
-)
+from swarm.errors import DeadlineExceeded, IntegrityError, MalformedMessage, NotAllowed, NotReady, SwarmError
 from swarm.machine.clock import Clock
 from swarm.rpc.callers import Caller, Shares, bearer_of
 from swarm.rpc.endpoint import endpoint_of
@@ -122,7 +115,6 @@ class MeetingPoint(MeetingServiceServicer):
 
     @property
     def num_waiting(self) -> int:
-        """The number of peers that wait here."""
         return len(self._waiting)
 
     # -- the calls ---------------------------------------------------------------------------------------------------

@@ -1,9 +1,8 @@
 """Opens connections to meeting points. Each use has a connection of its own, so that bytes of one use do not hold up
 another.
 
-Used by ways, punch and waiting. A meeting point's certificate is asked for once, and then pinned. If this process is
-itself the meeting point, it calls the waiting peer without any connection: a router often does not lead from within to
-its own outer address.
+A meeting point's certificate is asked for once, and then pinned. If this process is itself the meeting point, it calls
+the waiting peer without any connection: a router often does not lead from within to its own outer address.
 """
 
 from collections.abc import Awaitable, Callable

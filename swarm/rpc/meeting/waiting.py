@@ -1,8 +1,7 @@
 """Runs at a peer that others do not reach: the peer waits at meeting points, and takes connections of callers there.
 
-Run by swarm-peer, next to its server. Bytes of callers are passed on to that server over the loopback; there TLS ends,
-and the guard checks these callers like all others. A meeting point that falls silent is left within seconds, and
-another one is found.
+Bytes of callers are passed on to the peer's server over the loopback; there TLS ends, and the guard checks these
+callers like all others. A meeting point that falls silent is left within seconds, and another one is found.
 """
 
 import asyncio

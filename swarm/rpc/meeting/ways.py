@@ -1,10 +1,9 @@
 """The ways to one peer. Its endpoints are tried in turn, and one that failed is tried last for a while. While a way is
 in use, a better one is looked for.
 
-Used by channels, for peers that have more than one endpoint, or are reached through a meeting point. The bytes of a
-connection that is opened here are copied once on their way to gRPC. To avoid that for later calls, gRPC itself then
-dials a direct endpoint that works. A connection that a meeting point carries is there at once. Meanwhile one is
-punched, and later calls use the punched one.
+The bytes of a connection that is opened here are copied once on their way to gRPC. To avoid that for later calls, gRPC
+itself then dials a direct endpoint that works. A connection that a meeting point carries is there at once. Meanwhile
+one is punched, and later calls use the punched one.
 """
 
 import asyncio
@@ -157,5 +156,4 @@ class Road:
             await self._clock.sleep(BETTER_AGAIN_SECONDS)
 
     def close(self) -> None:
-        """Open no more connections; those that are open stay."""
         self._dialler.forget(self.target)

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from peers.dashboard.app import page_of
+from peers.dashboard.app import Hub, page_of
 from peers.dashboard.history import History
-from peers.dashboard.hub import Hub
 from peers.dashboard.watcher import Watcher
 from peers.shared.web import Listener
 from peers.status.joining import Joining

@@ -20,7 +20,7 @@ from peers.shared import faults
 from swarm import config as configs
 from swarm.credentials.identity import generate
 from swarm.rpc.invite import Invite
-from tests.peers.dashboard.test_hub import apply
+from tests.peers.dashboard.test_app import apply
 from tests.support.shown_run import shown_run
 
 CONFIG = configs.load_preset("tiny")

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from peers.local import swarm as swarms
-from peers.local.output import Output
 from peers.local.supervisor import Exit
-from peers.local.swarm import Drama, LocalSwarm
+from peers.local.swarm import Drama, LocalSwarm, Output
 from peers.status.live_table import LiveTable
 from swarm import config as configs
 from swarm.credentials.identity import generate

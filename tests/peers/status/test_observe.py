@@ -10,7 +10,7 @@ from unittest.mock import ANY
 import pytest
 
 from peers.status.answer import LONGEST_REFUSAL, MOST_REFUSALS, LastPeer
-from peers.status.observe import observe, with_last_peers, with_moves
+from peers.status.lookout import observe, with_last_peers, with_moves
 from peers.status.peer_row import PeerRow
 from peers.status.view import StageRow, SwarmView
 from swarm.rpc.channels import ChannelPool

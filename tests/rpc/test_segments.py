@@ -2,7 +2,7 @@
 
 import math
 
-from swarm.machine.arriving import Arriving
+from swarm.rpc.segments import Arriving
 
 
 def test_time_in_which_several_send_counts_once_and_pauses_do_not_count() -> None:

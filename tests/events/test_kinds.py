@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from swarm.events.kinds import NAMES, Accumulate, Ack, Grant, Leave, ranges
-from swarm.events.log import EventLog
+from swarm.events.kinds import NAMES, Accumulate, Ack, EventLog, Grant, Leave, ranges
 from tests.support.full_disk import FullDisk
 from tests.support.manual_clock import ManualClock
 

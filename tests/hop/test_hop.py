@@ -15,8 +15,8 @@ from grpc_health.v1._async import HealthServicer
 from grpc_health.v1.health_pb2_grpc import HealthStub, add_HealthServicer_to_server
 
 from scripts.benches.shared.ports import free_ports
-from swarm.hop import connections
-from swarm.hop.connections import GAP_SECONDS, watch_connections
+from swarm.hop import hop
+from swarm.hop.hop import GAP_SECONDS, watch_connections
 from swarm.machine.clock import SystemClock
 from swarm.routing.bans import BASE_BAN_SECONDS, LEAST_BAN_SHARE
 from swarm.routing.router import Router
@@ -107,7 +107,7 @@ async def test_a_peer_is_asked_again_as_soon_as_it_serves() -> None:
 
 
 async def test_a_frozen_peer_stays_banned_until_it_wakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "PATIENCE_SECONDS", 1.2 * GAP_SECONDS)  # One probe ends, and another one begins.
+    monkeypatch.setattr(hop, "PATIENCE_SECONDS", 1.2 * GAP_SECONDS)  # One probe ends, and another one begins.
     async with probed() as peer:
         # The peer's machine takes connections, but nobody there answers.
         with socket.create_server(("127.0.0.1", peer.port)):
