@@ -138,12 +138,18 @@ class Checkpoints:
         # One tensor is put together at a time. Whatever happens to the file, all workers go on to the last of them.
         draft = None if self._writer is None else self._writer.draft(header, self._whole_shapes(parts))
         digests = state.StateDigest(HostReader())
-        for key, part in parts.items():
-            whole = self._model.whole(key.split("/")[1], part)
+        try:
+            for key, part in parts.items():
+                whole = self._model.whole(key.split("/")[1], part)
+                if draft is not None:
+                    whole = whole.cpu()
+                    digests.add(key, whole)
+                    draft.add(key, whole)
+        except BaseException:
+            # Another worker is gone.
             if draft is not None:
-                whole = whole.cpu()
-                digests.add(key, whole)
-                draft.add(key, whole)
+                draft.discard()
+            raise
         if self._writer is None or draft is None:
             return progress
         digest = digests.hexdigest

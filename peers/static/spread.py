@@ -130,24 +130,25 @@ class Spread:
         its part of the stage and one whole tensor. A frozen matrix that is not cut stays in its file.
         """
         number, device = self._workers.place("pp"), self._workers.device
+        # All parts get their memory first: between tensors that are freed again they would leave holes.
+        made = {
+            parameter: nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
+            for parameter in stage.parameters()
+        }
+        # Adapters may share a parameter, which then has several names. FSDP pads its parts when they are loaded.
+        names = stage.named_parameters(remove_duplicate=False)
+        stage.load_state_dict({name: made[parameter] for name, parameter in names}, assign=True)
         shapes = parameter_shapes(config, number) | trained_shapes(config, number)
-        made = dict[nn.Parameter, nn.Parameter]()
         for name, parameter in stage.named_parameters():
             if given is None or adapters.is_adapter(name):
                 whole = drawn(name, shapes[name], config)
             else:
                 whole = given.load({name})[name]
             part = self.part_of(name, whole)
-            local = part.to(device, parameter.dtype, copy=parameter.requires_grad or part is not whole).contiguous()
-            if isinstance(parameter, DTensor):
-                local = DTensor.from_local(
-                    local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
-                    stride=parameter.stride(),
-                )  # fmt: skip
-            made[parameter] = nn.Parameter(local, requires_grad=parameter.requires_grad)
-        # Adapters may share a parameter, which then has several names. FSDP pads its parts when they are loaded.
-        names = stage.named_parameters(remove_duplicate=False)
-        stage.load_state_dict({name: made[parameter] for name, parameter in names}, assign=True)
+            if parameter.requires_grad or part is not whole:
+                _local(parameter).copy_(part)
+            else:
+                parameter.data = part.to(device, parameter.dtype)
 
     @property
     def local_parameters(self) -> dict[str, torch.Tensor]:

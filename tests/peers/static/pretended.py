@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -72,3 +73,5 @@ def pretended(shape: Shape, rank: int) -> Iterator[Workers]:
         yield Workers(shape=shape, device=torch.device("cpu"), mesh=mesh, is_first_here=False)
     finally:
         dist.destroy_process_group()
+        # torch would look for this world's groups in the next one.
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
