@@ -186,35 +186,37 @@ def _fine_tuning(setting: str, lora_rank: int, **sizes_of_model: Any) -> RunConf
 
 
 def test_the_page_on_fine_tuning_has_the_figures_of_the_arithmetic() -> None:
-    rows: dict[str, list[str]] = {}
-    for shape in (
+    shapes = (
         {"num_layers": 32, "d_model": 4096, "num_heads": 32, "d_ff": 14_336},
         {"num_layers": 80, "d_model": 8192, "num_heads": 64, "d_ff": 28_672},
-    ):
-        for rank in (0, 16):
+    )
+    rows: dict[str, list[str]] = {}
+    for rank in (0, 16):
+        cells: dict[str, list[str]] = {}
+        for shape in shapes:
             held = {name: _fine_tuning(name, rank, **shape) for name in SETTINGS}
             config = held["synchronous"]
-            num_trained = sizes.num_parameters(config, 1)
             # Half of the contribution to the other member, and half of the result.
+            num_trained = sizes.num_parameters(config, 1)
             averaged = (contribution_codec(config.averaging).num_bytes(num_trained)) / 2
             averaged += result_codec(config.averaging).num_bytes(num_trained) / 2
-            averaging_bytes = sizes.averaging_bytes(config, 1, num_members=2)
+            synchronous, diloco = (
+                f"{sum(sizes.state_bytes(held[name], 1).values()) / 2**30:.1f}" for name in ("synchronous", "diloco")
+            )
+            sent = f"{2 * sizes.wire_bytes(config, 1)['output'] / 1e6:.1f}"
+            besides = sizes.averaging_bytes(config, 1, num_members=2)
             for name, figure in {
-                "stages of four layers": f"{config.stages.num_stages}",
-                "millions of trained parameters a stage": f"{num_trained / 1e6:.1f}",
-                **{
-                    f"GiB that a peer holds, {title}": f"{sum(sizes.state_bytes(held[name], 1).values()) / 2**30:.1f}"
-                    for name, title in {"synchronous": "synchronous", "diloco": "DiLoCo"}.items()
-                },
-                "GiB besides, while a round is averaged": f"{averaging_bytes / 2**30:.1f}",
+                "GiB that a peer holds, synchronous; DiLoCo": f"{synchronous}; {diloco}",
+                "GiB besides, while a round is averaged": f"{besides / 2**30:.1f}",
                 "GiB of a sample's graph, in float32": f"{sizes.graph_bytes(config, 1) / 2**30:.1f}",
-                "MB that a peer sends for a sample": f"{2 * sizes.wire_bytes(config, 1)['output'] / 1e6:.1f}",
-                "MB that a peer sends for a round's average": f"{averaged / 1e6:.1f}",
+                "MB that a peer sends for a sample; for a round's average": f"{sent}; {averaged / 1e6:.0f}",
             }.items():
-                rows.setdefault(name, []).append(figure)
+                cells.setdefault(name, []).append(figure)
+        for name, (small, large) in cells.items():
+            rows.setdefault(name, []).append(f"{small} ({large})")
     page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
-    for name, figures in rows.items():
-        assert f"| {name} | {' | '.join(figures)} |" in page
+    for name, (whole, lora) in rows.items():
+        assert f"| {name} | {whole} | {'the same' if lora == whole else lora} |" in page
 
 
 def test_what_is_compared_is_a_forward_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,9 +52,9 @@ async def agree_on_config(*arguments, **options):
 node.start = lambda **arguments: Node()
 """
 TRAINER = f"""{NODE}
-from peers.shared import reader
+from peers.shared import entrance
 
-reader.agree_on_config = agree_on_config
+entrance.agree_on_config = agree_on_config
 commands.trainer()
 """
 JOINING_PEER = f"""{NODE}
