@@ -43,11 +43,12 @@ logger = logging.getLogger(__name__)
 
 MOST_COMMITS = 4
 """A result that was to be committed so often is none: its holders would have committed it, and moved on."""
-
-
 MOST_AHEAD = 1000
 """The most by which an attempt's number follows what a member says it has promised. Numbers are bounded, and one that
 is used cannot be undone."""
+_REST_PER_LOOK = 4.0
+"""The pause between two looks at the round, as a multiple of the time that a look takes. It leaves time for other work
+of the event loop."""
 
 
 @dataclass(eq=False)
@@ -250,11 +251,6 @@ def _is_prepared(reply: Any) -> bool:
 
 def _partners(ready: Mapping[int, pb.BarrierReply], stages: Collection[int]) -> list[pb.Partner]:
     return [pb.Partner(stage=s, digest=ready[s].digest, contact=ready[s].leader) for s in sorted(stages)]
-
-
-_REST_PER_LOOK = 4.0
-"""The pause between two looks at the round, as a multiple of the time that a look takes. It leaves time for other work
-of the event loop."""
 
 
 @dataclass(eq=False)

@@ -25,7 +25,7 @@ from swarm.training.samples import Microbatch
 from swarm.types import PeerId, PeerRecord
 
 OpenStub = Callable[[PeerRecord], Any]
-"""Gives a StageServiceStub for a peer. It counts as Any: its generated type expects all requests when a call begins."""
+"""Gives a service's stub for a peer. It counts as Any: generated types expect all requests when a call begins."""
 
 
 class Line:

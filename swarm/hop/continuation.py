@@ -28,6 +28,13 @@ from swarm.types import PeerId, PeerRecord
 
 logger = logging.getLogger(__name__)
 
+PATIENCE_SECONDS = 10.0
+"""How long peers are asked again and again, while none has room or none is there."""
+STANDBY_SECONDS = 0.5
+"""Time between two checks of whether a second peer holds the round."""
+BEAT_SECONDS = 10.0
+"""Time between two signs of life to peers that wait for positions."""
+
 
 class Transcript:
     """The positions that one session has handed on."""
@@ -94,12 +101,6 @@ class Transcript:
             self._num_sent += 1
 
 
-PATIENCE_SECONDS = 10.0
-"""How long peers are asked again and again, while none has room or none is there."""
-STANDBY_SECONDS = 0.5
-"""Time between two checks of whether a second peer holds the round."""
-BEAT_SECONDS = 10.0
-"""Time between two signs of life to peers that wait for positions."""
 OnToken = Callable[[Token], Awaitable[None]]
 
 

@@ -41,6 +41,24 @@ STUCK_SECONDS = 4.0
 """If no peer takes a microbatch for this long, although some can be asked now and then, the user gets a message too."""
 PAUSE_SECONDS = 1.0
 """How long a microbatch is kept from a peer that failed it."""
+STALL_FACTOR = 4.0
+"""The hop waits this many times longer for the next peer than the peer, with its queue, was expected to take."""
+MOST_DOUBLINGS = 3
+"""How often the longest wait for the next peer is doubled at most, for a microbatch that stalls again and again."""
+MOST_SENT_ON = 4
+"""How many peers may leave a microbatch to others, because something waits there already; the next one takes it, if it
+has a slot. Each of them costs a round trip, and more of them would bring little (docs/simulation.md)."""
+ENOUGH_PEERS = 4
+"""Once this many peers have said that they no longer have a round's weights, no further one is asked."""
+PEERS_TO_SEND_ON = 4
+"""A microbatch may be left to others once for each group of this many peers at the stage. If there are few peers, each
+sender gets replies from all of them often enough to choose well itself, unless a round is only a few microbatches."""
+FEW_EACH = 2
+"""A round with at most this many microbatches for each peer of the stage is short. In a short round it matters which
+peer gets one microbatch more, and no sender knows what the others have just sent."""
+AS_FAST = 2.0
+"""A peer that takes at most this many times as long as another one finishes a microbatch no later than that one would
+finish a second one."""
 
 
 class Candidates:
@@ -114,26 +132,6 @@ class Candidates:
         if len(peers) < self._router.num_peers(self._stage) or (obstacle.seconds <= NOBODY_SECONDS and not is_stuck):
             return None
         return None if obstacle.is_business and not is_stuck else obstacle
-
-
-STALL_FACTOR = 4.0
-"""The hop waits this many times longer for the next peer than the peer, with its queue, was expected to take."""
-MOST_DOUBLINGS = 3
-"""How often the longest wait for the next peer is doubled at most, for a microbatch that stalls again and again."""
-MOST_SENT_ON = 4
-"""How many peers may leave a microbatch to others, because something waits there already; the next one takes it, if it
-has a slot. Each of them costs a round trip, and more of them would bring little (docs/simulation.md)."""
-ENOUGH_PEERS = 4
-"""Once this many peers have said that they no longer have a round's weights, no further one is asked."""
-PEERS_TO_SEND_ON = 4
-"""A microbatch may be left to others once for each group of this many peers at the stage. If there are few peers, each
-sender gets replies from all of them often enough to choose well itself, unless a round is only a few microbatches."""
-FEW_EACH = 2
-"""A round with at most this many microbatches for each peer of the stage is short. In a short round it matters which
-peer gets one microbatch more, and no sender knows what the others have just sent."""
-AS_FAST = 2.0
-"""A peer that takes at most this many times as long as another one finishes a microbatch no later than that one would
-finish a second one."""
 
 
 @dataclass(frozen=True, kw_only=True)

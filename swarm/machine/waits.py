@@ -27,6 +27,12 @@ LOOK_SECONDS = 0.5
 What = Callable[[float], str]
 """Called with the seconds that the wait has lasted. Returns words that can follow "waiting for"; an empty text means
 that nothing is waited for now."""
+JOIN_SECONDS = 25.0
+"""A call that fails is tried again for this long."""
+RETRY_SECONDS = 0.5
+"""Time between two attempts."""
+SAY_SECONDS = 2.0
+"""After this time a line in the log names what is waited for, and the longest wait."""
 
 
 @dataclass(eq=False)
@@ -85,14 +91,6 @@ class Waits:
         while True:
             self.look(clock.monotonic())
             await clock.sleep(LOOK_SECONDS)
-
-
-JOIN_SECONDS = 25.0
-"""A call that fails is tried again for this long."""
-RETRY_SECONDS = 0.5
-"""Time between two attempts."""
-SAY_SECONDS = 2.0
-"""After this time a line in the log names what is waited for, and the longest wait."""
 
 
 Result = TypeVar("Result")

@@ -10,6 +10,8 @@ from swarm.machine.clock import Clock
 
 _ENDINGS = (("y", "ies"), ("ch", "ches"))
 """The endings of nouns that do not simply take an s. (A y must follow a consonant.)"""
+MOST_KEPT = 256
+"""How many kinds of event are remembered. If there are more, the oldest are forgotten and count as new."""
 
 
 def counted(number: int, noun: str) -> str:
@@ -24,10 +26,6 @@ def counted(number: int, noun: str) -> str:
         if noun.endswith(ending):
             return f"{number:,} {noun.removesuffix(ending)}{plural}"
     return f"{number:,} {noun}s"
-
-
-MOST_KEPT = 256
-"""How many kinds of event are remembered. If there are more, the oldest are forgotten and count as new."""
 
 
 @dataclass(slots=True)

@@ -16,6 +16,14 @@ from swarm.rebalancing.decision import DEFAULT, choose_stage, decide
 from swarm.rebalancing.layout import Layout, layout_of, newcomers_before, without_choosing
 from swarm.types import ClaimRecord, PeerId, PeerRecord
 
+PRIOR_SECONDS = 3600.0
+"""The stay that is assumed at first, as if one peer had been watched for this long and had then left."""
+SETTLE_SECONDS = 3.0
+"""The time from a claim to the second look. By then all claims of the same moment can be read."""
+AVOID_SECONDS = 60.0
+"""How long a peer avoids a stage that it could not enter; twice as long each time."""
+MAX_AVOID_SECONDS = 3600.0
+
 
 def stage_costs(config: RunConfig) -> tuple[float, ...]:
     """Relative cost of a sample at each stage, 1 on average: the number of multiplications in a forward pass.
@@ -48,10 +56,6 @@ def _work(config: RunConfig, stage: int, num_layers: int) -> float:
     return work
 
 
-PRIOR_SECONDS = 3600.0
-"""The stay that is assumed at first, as if one peer had been watched for this long and had then left."""
-
-
 class Stays:
     """Counts from look to look which peers are there, and for how long."""
 
@@ -76,12 +80,6 @@ class Stays:
     def mean_seconds(self) -> float:
         return self._peer_seconds / self._num_departures
 
-
-SETTLE_SECONDS = 3.0
-"""The time from a claim to the second look. By then all claims of the same moment can be read."""
-AVOID_SECONDS = 60.0
-"""How long a peer avoids a stage that it could not enter; twice as long each time."""
-MAX_AVOID_SECONDS = 3600.0
 
 Records = Mapping[int, Sequence[PeerRecord]]
 

@@ -23,6 +23,26 @@ logger = logging.getLogger(__name__)
 
 LEAST_SECONDS = 5.0
 """Nothing is concluded from a shorter time, because rounds come in bursts."""
+PACE_FACTOR = 4.0
+"""The highest pace that the run may have had while this peer was away, as a multiple of the pace of the fastest
+round."""
+PACE_ROUNDS = 4
+"""The run may be ahead by this many rounds, of the largest size seen, in addition to what the pace allows."""
+REMEMBERED_ROUNDS = 32
+"""The pace is that of the fastest of so many last rounds, so that one burst is not remembered for ever."""
+TOLERATED_SECONDS = 5.0
+"""A peer stays out if its exchange would take more than this much longer than a whole round of the others."""
+LEAST_INTERVALS = 3
+"""How many times the group must be seen to begin a new round before the time of its rounds counts as measured. A single
+interval may hold a pause, or only the end of a round."""
+MOST_INTERVALS = 15
+"""How many of these intervals count: the newest ones."""
+LEAST_REST_SECONDS = 20.0
+"""Least time from one download to the next one that measures the line again."""
+REST_FACTOR = 3.0
+"""The least pause after a download, as a multiple of the download's time. So a waiting peer uses the others' lines for
+at most a quarter of the time."""
+FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,15 +78,6 @@ class Pace:
         if self.seconds < LEAST_SECONDS or closer <= 0:
             return None
         return self.num_behind * self.seconds / closer
-
-
-PACE_FACTOR = 4.0
-"""The highest pace that the run may have had while this peer was away, as a multiple of the pace of the fastest
-round."""
-PACE_ROUNDS = 4
-"""The run may be ahead by this many rounds, of the largest size seen, in addition to what the pace allows."""
-REMEMBERED_ROUNDS = 32
-"""The pace is that of the fastest of so many last rounds, so that one burst is not remembered for ever."""
 
 
 class RunPace:
@@ -115,21 +126,6 @@ class RunPace:
 
     def _now(self) -> tuple[float, float]:
         return self._clock.monotonic(), self._clock.time()
-
-
-TOLERATED_SECONDS = 5.0
-"""A peer stays out if its exchange would take more than this much longer than a whole round of the others."""
-LEAST_INTERVALS = 3
-"""How many times the group must be seen to begin a new round before the time of its rounds counts as measured. A single
-interval may hold a pause, or only the end of a round."""
-MOST_INTERVALS = 15
-"""How many of these intervals count: the newest ones."""
-LEAST_REST_SECONDS = 20.0
-"""Least time from one download to the next one that measures the line again."""
-REST_FACTOR = 3.0
-"""The least pause after a download, as a multiple of the download's time. So a waiting peer uses the others' lines for
-at most a quarter of the time."""
-FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)

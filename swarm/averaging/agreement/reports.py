@@ -13,6 +13,13 @@ from swarm.rpc.bounds import LONGEST_LIST
 from swarm.training.round_member import Progress
 from swarm.types import PeerId
 
+MOST_FAILURES = 5
+"""So many attempts may fail because of the same member. After that the others go on without it, whatever it holds,
+until it takes part in a round again. If the attempts failed for lack of time, the last one waited eight times as long
+as the first."""
+PROBE_SHARE = 0.05
+"""The pause between calls to a suspected peer, as a share of the time for which it has not answered."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
@@ -94,14 +101,6 @@ def _add(known: set[int], more: Set[int]) -> None:
     if len(known) > LONGEST_LIST:
         known.clear()
         known |= more
-
-
-MOST_FAILURES = 5
-"""So many attempts may fail because of the same member. After that the others go on without it, whatever it holds,
-until it takes part in a round again. If the attempts failed for lack of time, the last one waited eight times as long
-as the first."""
-PROBE_SHARE = 0.05
-"""The pause between calls to a suspected peer, as a share of the time for which it has not answered."""
 
 
 @dataclass(frozen=True, kw_only=True)
