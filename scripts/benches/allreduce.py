@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from peers.local.supervisor import Child, Supervisor
-from peers.shared import option_checks
 from scripts.benches.shared import paired
 from scripts.benches.shared.common import (
+    ONE_THREAD,
     OutputOptions,
     fail_on_exit,
     largest_of,
@@ -29,15 +29,12 @@ from scripts.benches.shared.common import (
 )
 from scripts.benches.shared.proc import loopback_bytes
 from scripts.benches.sides.averaging_peer import READY_FILE
-from scripts.benches.sides.swarm_averager import averaging_config
-from swarm.compression.codec import contribution_codec, result_codec
 from swarm.errors import DeadlineExceeded, IntegrityError
 
+PEERS = 4  # Processes of each side
 LEAD_SECONDS = 0.3
 """Time between the order to start and the start itself. Until then all processes have read the order."""
 POLL_SECONDS = 0.002
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""The environment of both sides: one thread, as in swarm-peer."""
 MAX_ERROR = 0.3  # An arm with a larger error has not averaged, so its time does not count
 SAME = 1e-2
 """A survivor that is closer to a mean than this holds that mean. Any two of the means are much further apart."""
@@ -50,13 +47,8 @@ class Options(OutputOptions):
 
     parameters: int = 20_000_000
     """Float32 parameters that each process averages."""
-    peers: int = 4
-    """Processes of each side."""
     repetitions: int = 5
     """Measured rounds of each arm, after one that does not count."""
-
-    def __post_init__(self) -> None:
-        option_checks.require_at_least(self, {"parameters": 1, "peers": 3, "repetitions": 1})
 
 
 @dataclass(frozen=True)
@@ -91,12 +83,6 @@ class Round:
         return max(float(reply[name]) for reply in self.finished)
 
     @property
-    def payload_bytes(self) -> float:
-        """The bytes that all members together have sent, by their own counts. (Sender and receiver both count a
-        byte.)"""
-        return sum(float(reply["bytes_sent"] + reply["bytes_received"]) for reply in self.finished) / 2
-
-    @property
     def error(self) -> float:
         """The worst member's distance from the mean of all; infinity if one is not finite."""
         return largest_of(float(reply["distances"]["all"]) for reply in self.compared)
@@ -104,8 +90,6 @@ class Round:
 
 @dataclass(eq=False)
 class Group:
-    """The processes of one side of the comparison."""
-
     side: str
     module: str
     options: Options
@@ -118,8 +102,8 @@ class Group:
         for number in numbers:
             name, folder = f"{self.side}-{number}", self._folder(number)
             folder.mkdir(parents=True)
-            command = side(self.module, folder, number, self.options.peers, self.options.parameters, *arguments)
-            self.members[number] = self.children.start(name, command, environment=ENVIRONMENT)
+            command = side(self.module, folder, number, PEERS, self.options.parameters, *arguments)
+            self.members[number] = self.children.start(name, command, environment=ONE_THREAD)
         return [wait_for_json(self._folder(number) / READY_FILE, self.children) for number in numbers]
 
     def order(self, name: str, **arguments: Any) -> int:
@@ -154,12 +138,12 @@ def run(options: Options) -> dict[str, Any]:
             say(f"{arm.name}: a member is killed")
             half = round(statistics.median(r.loopback_bytes for r in rounds[arm]) / 2)
             killed[arm.side] = _killed_round(groups[arm.side], arm, half)
-    return {**_figures(options, rounds), "killed": killed}
+    return {**_figures(rounds), "killed": killed}
 
 
 def _start_groups(options: Options, children: Supervisor, folder: Path) -> dict[str, Group]:
     say("the processes start")
-    numbers = range(options.peers)
+    numbers = range(PEERS)
     ours = Group("ours", "swarm_averager", options, children, folder)
     contacts = ours.start(numbers, *(arm.codec for arm in ARMS if arm.side == ours.side))
     ours.ask("meet", contacts=contacts)
@@ -178,11 +162,17 @@ def _begin(group: Group, arm: Arm) -> int:
     return before
 
 
+def _compared(group: Group, means: dict[str, list[int]]) -> list[dict[str, Any]]:
+    if group.side == "ours":
+        group.ask("rest")
+    return group.ask("compare", means=means)
+
+
 def _round(group: Group, arm: Arm) -> Round:
     before = _begin(group, arm)
     finished = group.ask("finish")
     moved = loopback_bytes() - before
-    compared = group.ask("compare", means={"all": list(group.members)})
+    compared = _compared(group, {"all": list(group.members)})
     measured = Round(finished=finished, compared=compared, loopback_bytes=moved)
     # `num_members` is missing if the round failed, or if its result was downloaded from another member.
     if any(reply.get("num_members") != len(group.members) for reply in finished) or measured.error > MAX_ERROR:
@@ -200,7 +190,7 @@ def _killed_round(group: Group, arm: Arm, half_bytes: int) -> dict[str, Any]:
         # The killed member's samples are lost, and the others train on until the round has enough.
         group.order("learn", num_samples=len(everybody))
     finished = group.ask("finish")
-    compared = group.ask("compare", means={"all": everybody, "survivors": list(group.members)})
+    compared = _compared(group, {"all": everybody, "survivors": list(group.members)})
     return {
         "survivors_agree": len({reply["digest"] for reply in compared}) == 1,
         "survivors_hold": [held(reply["distances"]) for reply in compared],
@@ -227,14 +217,9 @@ def held(distances: dict[str, float]) -> str:
     return f"the mean of {name}" if nearest < SAME else "neither mean"
 
 
-def _figures(options: Options, rounds: dict[Arm, list[Round]]) -> dict[str, Any]:
+def _figures(rounds: dict[Arm, list[Round]]) -> dict[str, Any]:
     def turns(value: Callable[[Round], float], side: str = "") -> paired.Turns:
         return {arm.name: list(map(value, found)) for arm, found in rounds.items() if side in ("", arm.side)}
-
-    def shares_of_formula(value: Callable[[Round], float]) -> dict[str, float]:
-        ours = {f"ours_{arm.codec}": arm.codec for arm in ARMS}
-        medians = paired.medians(turns(value, "ours"))
-        return {ours[name]: n / formula_bytes(ours[name], options) for name, n in medians.items()}
 
     seconds, errors = turns(lambda r: r.seconds), paired.medians(turns(lambda r: r.error))
     whole_steps = turns(lambda r: r.seconds + r.largest("matchmaking_seconds"), "hivemind")
@@ -246,20 +231,7 @@ def _figures(options: Options, rounds: dict[Arm, list[Round]]) -> dict[str, Any]
         "speedup_fp16": paired.ratio(seconds["hivemind_fp16"], exchanges["ours_fp16"]),
     }
     return {
-        **paired.figures(speedups), "error_ratio_int8": errors["ours_int8"] / errors["hivemind_8bit"],
-        "bytes_ratio": shares_of_formula(lambda r: r.payload_bytes),
-        "loopback_bytes_ratio": shares_of_formula(lambda r: r.loopback_bytes),
-        "median_seconds": paired.medians(seconds),
-        "best_seconds": {name: min(values) for name, values in seconds.items()},
+        **paired.figures(speedups), "median_seconds": paired.medians(seconds),
         "exchange_seconds": paired.medians(exchanges), "whole_step_seconds": paired.medians(whole_steps),
         "errors": errors, "loopback_bytes": paired.medians(turns(lambda r: r.loopback_bytes)),
-        "parameters": options.parameters, "peers": options.peers, "repetitions": options.repetitions,
     }  # fmt: skip
-
-
-def formula_bytes(codec: str, options: Options) -> int:
-    """The bytes that all members together have to send. For each part, N - 1 members send it to its owner, and the
-    owner sends the average back to each of them."""
-    config = averaging_config(codec, options.peers).averaging
-    one_way = (c.num_bytes(options.parameters) for c in (contribution_codec(config), result_codec(config)))
-    return (options.peers - 1) * sum(one_way)

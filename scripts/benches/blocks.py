@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from peers.shared import option_checks
 from scripts.benches.nanogpt import BATCH, shakespeare
 from scripts.benches.shared.common import BenchOptions, compute_like_peers, say, with_corpus
 from scripts.benches.sides.reference import HeldOut, Reference
@@ -30,15 +29,11 @@ class Options(BenchOptions):
     """Batches of 12 samples."""
     shards: int = 2
     """Shards of each layer: 2 or 4."""
-    blocks: tuple[str, ...] = tuple(ARMS)
-    """What to train."""
     seed: int = 0
     """Seed of the data's order and of the initial weights."""
 
     def __post_init__(self) -> None:
-        option_checks.require_at_least(self, {"iterations": 1, "seed": 0})
-        option_checks.require_known(self, "blocks", ARMS)
-        option_checks.require_distinct(self, ("blocks",))
+        super().__post_init__()
         if self.shards not in (2, 4):
             raise ValueError(f"--shards must be 2 or 4, not {self.shards}: the model has 4 heads")
 
@@ -46,8 +41,7 @@ class Options(BenchOptions):
 def run(options: Options) -> dict[str, Any]:
     compute_like_peers()
     figures: dict[str, Any] = {}
-    for name in options.blocks:
-        types = ARMS[name]
+    for name, types in ARMS.items():
         config, data = with_corpus(_config(options, types))
         held_out, training = HeldOut(config, data), Reference(config, data)
         started = time.monotonic()
@@ -60,8 +54,6 @@ def run(options: Options) -> dict[str, Any]:
         figures[name] = {"validation_loss": loss, "block_types": types, "sums": num_sums, "seconds": seconds}
         say(f"{name}: validation loss {loss:.4f}")
     found: dict[str, Any] = {"blocks": figures, "samples": BATCH * options.iterations, "shards": options.shards}
-    if "tp" not in figures:
-        return found
     losses = {name: arm["validation_loss"] - figures["tp"]["validation_loss"] for name, arm in figures.items()}
     return found | {"apart_from_tp": [name for name, apart in losses.items() if abs(apart) > LARGEST_DIFFERENCE]}
 

@@ -7,21 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from peers.shared import option_checks
-from scripts.benches.shared.common import (
-    OutputOptions,
-    require_multiple,
-    say,
-    side,
-    wait_for_json,
-    workplace,
-    write_config,
-)
+from scripts.benches.shared.common import OutputOptions, require_multiple, run_members, run_of, say
 from scripts.benches.sides.closing_stage import MEMBERS, MICROBATCHES
-from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.config import RunConfig
 
 SETTINGS = ("synchronous", "diloco")
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # One thread, as in swarm-peer
-CASE_SECONDS = 900.0  # A case that takes longer than this is stuck
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +26,9 @@ class Options(OutputOptions):
     """Rounds to commit. The first one does not count, because memory is allocated in it."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_multiple("d-model", self.d_model, 128)
-        option_checks.require_at_least(self, {"layers": 1, "rounds": 2})
+        option_checks.require_at_least(self, {"rounds": 2})
 
 
 def run(options: Options) -> dict[str, Any]:
@@ -51,27 +42,11 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def run_config(setting: str, options: Options) -> RunConfig:
-    """A run whose only stage is the whole model."""
-    return RunConfig(
-        run="bench-closing",
-        model=ModelConfig(num_layers=options.layers, d_model=options.d_model, num_heads=options.d_model // 64),
-        stages=StagesConfig(num_stages=1),
-        data=DataConfig(sequence_length=16, microbatch_size=1),
-        rounds=RoundsConfig(
-            setting="synchronous" if setting == "synchronous" else "diloco",
-            round_samples=MEMBERS * MICROBATCHES,
-            inner_batch_samples=1,
-        ),
-    )
+    return run_of(
+        "closing", width=options.d_model, layers=options.layers, setting=setting, length=16, microbatch=1,
+        round_samples=MEMBERS * MICROBATCHES, rounds={"inner_batch_samples": 1},
+    )  # fmt: skip
 
 
 def run_case(config: RunConfig, num_rounds: int) -> list[dict[str, Any]]:
-    with workplace("closing") as (folder, children):
-        write_config(config, folder / "run.toml")
-        for number in range(MEMBERS):
-            command = side("closing_stage", folder, number, num_rounds)
-            children.start(f"member-{number}", command, environment=ENVIRONMENT)
-        return [
-            wait_for_json(folder / f"{number}.json", children, timeout_seconds=CASE_SECONDS)
-            for number in range(MEMBERS)
-        ]
+    return run_members("closing", config, "closing_stage", {number: [num_rounds] for number in range(MEMBERS)})

@@ -17,27 +17,23 @@ import torch
 from hivemind.compression import CompressionInfo, Uniform8BitQuantization
 from torch import Tensor
 
-from peers.shared import option_checks
 from scripts.benches.shared import paired
-from scripts.benches.shared.common import BenchOptions, compute_like_peers, say, with_corpus
+from scripts.benches.shared.common import BenchOptions, compute_like_peers, run_of, say, with_corpus
 from scripts.benches.sides.reference import Reference
 from swarm.compression import layout
 from swarm.compression.codec import Codec, contribution_codec
 from swarm.compression.layout import SIDE, TILE
 from swarm.compression.values import quantize_statistically
-from swarm.config import AveragingConfig, DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig
+from swarm.config import AveragingConfig, RunConfig
 
 TOP_K = 64
 OURS = AveragingConfig(codec="topk", top_k=TOP_K, values="2bit", indices="elias-fano")
 CODECS = {
-    "fp32": AveragingConfig(codec="fp32"), "fp16": AveragingConfig(codec="fp16"), "bf16": AveragingConfig(codec="bf16"),
-    "int8": AveragingConfig(codec="int8"), "int4": AveragingConfig(codec="int4"),
-    "dct-lowpass": AveragingConfig(codec="dct-lowpass"), "topk-2bit-elias-fano": OURS,
-    "topk-sign-elias-fano": AveragingConfig(codec="topk", values="sign", indices="elias-fano"),
+    **{name: AveragingConfig(codec=name) for name in ("fp16", "bf16", "int8", "int4", "dct-lowpass")},
+    "topk-2bit-elias-fano": OURS,
     "topk-lut8-12bit": AveragingConfig(codec="topk", values="lut8", indices="12bit"),
-    "dct-topk-2bit-elias-fano": AveragingConfig(codec="dct-topk", values="2bit", indices="elias-fano"),
     "dct-topk-lut8-12bit": AveragingConfig(codec="dct-topk", values="lut8", indices="12bit"),
-}  # fmt: skip
+}
 DISTRIBUTION_ELEMENTS = 1 << 20
 
 
@@ -45,18 +41,12 @@ DISTRIBUTION_ELEMENTS = 1 << 20
 class Options(BenchOptions):
     """Measure the codecs, against hivemind's and templar's format."""
 
-    warm_up_steps: int = 60
-    """AdamW steps before the point from which both pseudo-gradients start."""
     inner_steps: int = 60
-    """AdamW steps that make up a pseudo-gradient."""
+    """AdamW steps that make up a pseudo-gradient, after as many to the point from which both start."""
     num_elements: int = 20_000_000
     """Elements of the vector that is timed."""
     repetitions: int = 5
     """How often each is measured, after a first time that does not count."""
-
-    def __post_init__(self) -> None:
-        least = {"warm_up_steps": 1, "inner_steps": 1, "num_elements": 1, "repetitions": 1}
-        option_checks.require_at_least(self, least)
 
 
 def run(options: Options) -> dict[str, Any]:
@@ -69,13 +59,10 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def _config(options: Options) -> RunConfig:
-    return RunConfig(
-        run="bench-codecs",
-        model=ModelConfig(num_layers=4, d_model=256, num_heads=4, vocab_size=256),
-        data=DataConfig(dataset=options.dataset, sequence_length=128, microbatch_size=8, max_tokens=4_000_000),
-        rounds=RoundsConfig(setting="synchronous", round_samples=16),
-        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_samples=160),
-    )
+    return run_of(
+        "codecs", width=256, layers=4, stages=3, length=128, microbatch=8, round_samples=16, dataset=options.dataset,
+        data={"max_tokens": 4_000_000}, optimizer={"learning_rate": 1e-3, "warmup_samples": 160},
+    )  # fmt: skip
 
 
 def _tensors(options: Options) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
@@ -96,14 +83,14 @@ def _pseudo_gradients(options: Options) -> Iterator[dict[str, Tensor]]:
     """The pseudo-gradients of two peers (old weights minus new weights). Both start from one point, and take inner
     steps on different stretches of text."""
     config, data = with_corpus(_config(options))
-    say(f"{options.warm_up_steps} steps to a shared point")
+    say(f"{options.inner_steps} steps to a shared point")
     shared = Reference(config, data)
-    for number in range(options.warm_up_steps):
+    for number in range(options.inner_steps):
         shared.step(number)
     for peer in range(2):
         say(f"{options.inner_steps} inner steps of peer {peer + 1}")
         reference = copy.deepcopy(shared, {id(data): data})
-        first = options.warm_up_steps + peer * options.inner_steps
+        first = options.inner_steps + peer * options.inner_steps
         for number in range(first, first + options.inner_steps):
             reference.step(number)
         yield {name: weight - reference.weights[name] for name, weight in shared.weights.items()}
@@ -191,8 +178,6 @@ def _measure(name: str, config: AveragingConfig, vector_N: Tensor, repetitions: 
 
 
 def _in_turns(actions: Mapping[str, Callable[[], object]], repetitions: int) -> paired.Turns:
-    """Processor seconds of each action, after a first time that does not count."""
-
     def timed(action: Callable[[], object], number: int) -> float:
         start = time.process_time()
         action()

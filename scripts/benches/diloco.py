@@ -9,14 +9,13 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from peers.local.supervisor import Child, Supervisor, last_line
 from peers.shared import option_checks
-from scripts.benches.shared import paired
 from scripts.benches.shared.common import POLL_SECONDS, BenchOptions, say, side, with_corpus, workplace, write_json
 from scripts.benches.sides.diloco_arm import ARMS, run_config
 from swarm.errors import PeerUnavailable
@@ -55,8 +54,8 @@ class Options(BenchOptions):
     the same rounds and text."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         option_checks.require_known(self, "arms", ARMS)
-        option_checks.require_at_least(self, {"seeds": 1, "jobs": 1, "rounds_at_200": 1})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +72,9 @@ class Kept:
         path = self._path(arm, seed)
         if not path.exists():
             return None
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            figures: Mapping[str, Any] = found["figures"]
-            rounds, dataset, digest = (found["of"][name] for name in ("rounds_at_200", "dataset", "digest"))
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f"--keep: {path} does not say what its figures are of; name another folder") from None
+        found = json.loads(path.read_text(encoding="utf-8"))
+        figures: Mapping[str, Any] = found["figures"]
+        rounds, dataset, digest = (found["of"][name] for name in ("rounds_at_200", "dataset", "digest"))
         if (rounds, digest) != (self.rounds_at_200, self.digest):
             raise ValueError(
                 f"--keep: {path} is of {rounds} rounds at H = 200 of {dataset} ({digest[:12]}), and not of "
@@ -103,30 +99,18 @@ def run(options: Options) -> dict[str, Any]:
     if options.keep is not None:
         options.keep.mkdir(parents=True, exist_ok=True)
         kept = Kept(folder=options.keep, rounds_at_200=options.rounds_at_200, dataset=options.dataset, digest=digest)
-    runs = _kept_runs(options, kept)
-    started_at = time.monotonic()
     with workplace("diloco") as (_, children):
-        runs |= _train_all(options, children, kept, runs.keys())
+        runs = _train_all(options, children, kept)
     by_arm = {name: [runs[name, seed] for seed in range(options.seeds)] for name in options.arms}
-    return {
-        "arms": {name: summary(of_arm) for name, of_arm in by_arm.items()},
-        "goals": goals(by_arm),
-        "seconds": time.monotonic() - started_at,
-    }
+    return {"arms": {name: summary(of_arm) for name, of_arm in by_arm.items()}, "goals": goals(by_arm)}
 
 
-def _kept_runs(options: Options, kept: Kept | None) -> dict[tuple[str, int], Figures]:
-    wanted = itertools.product(options.arms, range(options.seeds))
-    found = {(arm, seed): kept.read(arm, seed) for arm, seed in wanted} if kept is not None else {}
-    return {run: figures for run, figures in found.items() if figures is not None}
-
-
-def _train_all(
-    options: Options, children: Supervisor, kept: Kept | None, there: Container[tuple[str, int]]
-) -> dict[tuple[str, int], Figures]:
-    """The figures of each arm and seed that are not there yet; `jobs` processes at a time."""
-    runs: dict[tuple[str, int], Figures] = {}
-    waiting = deque(run for run in itertools.product(options.arms, range(options.seeds)) if run not in there)
+def _train_all(options: Options, children: Supervisor, kept: Kept | None) -> dict[tuple[str, int], Figures]:
+    """The figures of each arm and seed: those that are kept, and the others from `jobs` processes at a time."""
+    wanted = list(itertools.product(options.arms, range(options.seeds)))
+    found = {run: kept.read(*run) for run in wanted} if kept is not None else {}
+    runs: dict[tuple[str, int], Figures] = {run: figures for run, figures in found.items() if figures is not None}
+    waiting = deque(run for run in wanted if run not in runs)
     running: dict[str, tuple[Child, str, int]] = {}
     while waiting or running:
         while waiting and len(running) < options.jobs:
@@ -151,25 +135,26 @@ def _command(arm: str, seed: int, options: Options) -> list[str]:
 
 def summary(runs: Sequence[Figures]) -> dict[str, Any]:
     """One arm's figures over its seeds: mean and spread of the loss, the mean curve, and the means of all counts."""
-    losses = [figures["val_loss"] for figures in runs]
     curves = zip(*(figures["curve"] for figures in runs), strict=True)
-    counted = runs[0].keys() - {"val_loss", "curve"}
+    counted = runs[0].keys() - {"curve"}
     return {
-        "val_loss": statistics.mean(losses),
-        "val_loss_std": paired.spread(losses),
+        "val_loss_std": _spread([figures["val_loss"] for figures in runs]),
         "curve": [[points[0][0], statistics.mean(loss for _, loss in points)] for points in curves],
         **{name: statistics.mean(figures[name] for figures in runs) for name in sorted(counted)},
     }
 
 
+def _spread(values: Sequence[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
 def goals(by_arm: Mapping[str, Sequence[Figures]]) -> dict[str, Any]:
-    """The comparisons of arms that were trained, seed by seed, and whether the goals are reached."""
     losses = {name: [figures["val_loss"] for figures in runs] for name, runs in by_arm.items()}
     found: dict[str, Any] = {"spread": {}, "reached": {}}
     for name, (ours, theirs, bound) in COMPARISONS.items():
         if {ours, theirs} <= by_arm.keys():
             relative = [our / their - 1.0 for our, their in zip(losses[ours], losses[theirs], strict=True)]
-            found[name], found["spread"][name] = statistics.mean(relative), paired.spread(relative)
+            found[name], found["spread"][name] = statistics.mean(relative), _spread(relative)
             found["reached"][name] = found[name] < bound
     if set(H_CURVE) <= by_arm.keys():
         found["h_curve"] = {name: statistics.mean(losses[name]) for name in H_CURVE}

@@ -5,31 +5,47 @@ process's, and all event logs are audited. A duplicate and a loss are planted in
 audit would find them.
 """
 
-import asyncio
 import json
 import random
 import shutil
-import tempfile
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from peers.local.supervisor import Supervisor
+from peers.local.supervisor import Child
 from peers.shared import option_checks
-from scripts.benches.parity import BOUND, Trained, differences, download_weights, train_reference
-from scripts.benches.shared.common import BenchOptions, say, with_corpus
-from scripts.benches.shared.swarm import Lines, SwarmProcesses, serve
-from scripts.benches.shared.throttle import Throttle
-from scripts.benches.sides.faulty_swarm import FaultySwarm
+from scripts.benches.parity import BOUND, Trained, differences, train_reference, trained_by
+from scripts.benches.shared.common import (
+    POLL_SECONDS,
+    START_SECONDS,
+    BenchOptions,
+    fail_on_exit,
+    run_of,
+    say,
+    with_corpus,
+    workplace,
+)
+from scripts.benches.shared.swarm import STALL_SECONDS, SwarmProcesses, stalled
+from scripts.benches.shared.throttle import Lines
 from scripts.benches.sides.reference import Reference
 from swarm.audit.audit import audit
-from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
-from swarm.rpc.channels import ChannelPool
+from swarm.config import RunConfig
+from swarm.errors import DeadlineExceeded, PeerUnavailable
 
 Scenario = Literal["kills", "pairs", "network"]
+STAGES, PEERS_A_STAGE = 3, 3
+EVERY = 2  # Steps from one fault to the next
+MAX_IN_FLIGHT = 4  # Microbatches under way. There are few of them, so that joiners get enough of the cores.
+HELD_SECONDS = (0.5, 2.0)
+"""How long messages are held back before they are lost. By then the receiver's work has been done."""
+ONE_WAY_SECONDS = 6.0
+"""How long bytes pass in one direction only. This is longer than peers need to notice that a neighbour is
+unreachable."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,28 +54,16 @@ class Options(BenchOptions):
 
     scenarios: tuple[Scenario, ...] = ("kills", "pairs", "network")
     """Runs of the bench, each a swarm of its own."""
-    stages: int = 3
-    """Stages of the swarm."""
-    peers_per_stage: int = 3
-    """Peers that serve each stage."""
     steps: int = 40
-    """Optimizer steps to train; something fails in every second one."""
+    """Optimizer steps to train, at least four; something fails in every second one."""
     round_microbatches: int = 144
     """Microbatches of a step. A step should last at least half as long as a peer takes to join."""
     seed: int = 0
     """Seed of the choice of victims and moments."""
 
     def __post_init__(self) -> None:
-        option_checks.require_at_least(self, {"stages": 2, "peers_per_stage": 2, "steps": 4, "round_microbatches": 2})
-        if not self.scenarios:
-            raise ValueError("--scenarios needs at least one name")
-
-
-FAULTS: dict[Scenario, Callable[[FaultySwarm], bool]] = {
-    "kills": FaultySwarm.kill_one,
-    "pairs": FaultySwarm.kill_neighbours,
-    "network": FaultySwarm.disturb,
-}
+        super().__post_init__()
+        option_checks.require_at_least(self, {"steps": 4})
 
 
 def run(options: Options) -> dict[str, Any]:
@@ -80,64 +84,39 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def _config(options: Options) -> RunConfig:
-    return RunConfig(
-        run="bench-exactly-once",
-        model=ModelConfig(num_layers=max(3, options.stages), d_model=32, num_heads=2, vocab_size=256),
-        stages=StagesConfig(num_stages=options.stages),
-        data=DataConfig(dataset=options.dataset, sequence_length=32, microbatch_size=2, max_tokens=1_000_000),
-        rounds=RoundsConfig(setting="synchronous", round_samples=2 * options.round_microbatches),
-        optimizer=OptimizerConfig(learning_rate=1e-3, clip_norm=1.0),
-    )
+    return run_of(
+        "exactly-once", width=32, layers=STAGES, head_width=16, stages=STAGES, length=32,
+        microbatch=2, round_samples=2 * options.round_microbatches, dataset=options.dataset,
+        data={"max_tokens": 1_000_000}, optimizer={"learning_rate": 1e-3, "clip_norm": 1.0},
+    )  # fmt: skip
 
 
 def _run_scenario(scenario: Scenario, options: Options, config: RunConfig, reference: Trained) -> dict[str, Any]:
-    with (
-        tempfile.TemporaryDirectory(prefix=f"bench-{scenario}-") as name,
-        Throttle() as throttle,
-        Lines(Path(name) / "logs", throttle) if scenario == "network" else Supervisor(Path(name) / "logs") as children,
-    ):
-        swarm = SwarmProcesses(config, children, Path(name) / scenario, logs_events=True)
-        say(f"{scenario}: {options.stages} x {options.peers_per_stage} peers start")
-        for _ in range(options.peers_per_stage):
+    with workplace(scenario, line_seconds=0.0 if scenario == "network" else None) as (folder, children):
+        swarm = SwarmProcesses(config, children, folder / scenario, logs_events=True)
+        say(f"{scenario}: {STAGES} x {PEERS_A_STAGE} peers start")
+        for _ in range(PEERS_A_STAGE):
             # Peers are started one after another, because each start takes several seconds of a core.
-            swarm.start_peers(range(options.stages))
-        serve(swarm, swarm.peers)
+            swarm.start_peers(range(STAGES))
         faulty = FaultySwarm(swarm, random.Random(f"{options.seed} {scenario}"))
         faulty.train(options.steps, FAULTS[scenario])
-        say(f"{scenario}: the weights are downloaded")
-        trained = Trained(
-            losses=[row["train/loss"] for row in swarm.steps("trainer")],
-            weights=asyncio.run(_weights(swarm, options.steps)),
-        )
+        trained = trained_by(swarm, options.steps)
         swarm.stop()
         logs = sorted(swarm.events.iterdir())
         report = audit(logs)
-        planted = _plant(logs, Path(name) / "planted", random.Random(options.seed))
-    figures = differences(trained, reference)
-    found = planted["duplicate"] == 1 and planted["loss"] == 1
-    findings = report.findings
+        planted = _plant(logs, folder / "planted", random.Random(options.seed))
+    figures, findings = differences(trained, reference), report.findings
     exactly_once = report.proven and (findings.duplicates, findings.missing) == (0, 0)
     complete = report.rounds_committed == options.steps and report.lost_share == 0.0
+    found = planted == {"duplicate": 1, "loss": 1}
     return {
         **figures, "duplicates": findings.duplicates, "missing": findings.missing, "replayed": report.replayed,
         "rolled_back": findings.rolled_back, "faults": faulty.faults.total(), "faults_by_kind": dict(faulty.faults),
         "skipped_faults": faulty.owed, "aborted_attempts": report.rounds_aborted, "audit": report.proven,
         "violations": list(findings.violations[:10]), "digests_compared": findings.digests_compared,
         "found_planted": planted,
-        "passed": max(figures.values()) < BOUND and exactly_once and complete and found and _was_put_to_test(faulty),
+        "passed": max(figures.values()) < BOUND and exactly_once and complete and found and faulty.was_put_to_test,
     }  # fmt: skip
-
-
-def _was_put_to_test(faulty: FaultySwarm) -> bool:
-    """Whether all planned faults happened. A swarm without faults would prove nothing."""
-    return faulty.faults.total() > 0 and faulty.owed == 0
-
-
-async def _weights(swarm: SwarmProcesses, steps: int) -> list[dict[str, torch.Tensor]]:
-    channels = ChannelPool()
-    weights = [await download_weights(swarm.config, peer.record, steps, channels) for peer in swarm.peers]
-    await channels.close()
-    return weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,3 +175,127 @@ def _plant(logs: Sequence[Path], folder: Path, rng: random.Random) -> dict[str, 
     kept = [text for number, text in enumerate(lines) if number not in (stolen.accumulate, stolen.ack)]
     (folder / stolen.path.name).write_text("\n".join(kept) + "\n")
     return {"duplicate": duplicates, "loss": audit(sorted(folder.iterdir())).findings.missing}
+
+
+# -- the faults -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class FaultySwarm:
+    """A swarm, and the faults that happen while it trains, one in every second step. A peer of each stage stays."""
+
+    swarm: SwarmProcesses
+    rng: random.Random
+    faults: Counter[str] = field(default_factory=Counter)  # How many faults there were, by kind
+    owed: int = 0  # Faults that are due but wait, because no peer can be spared at the moment
+    joining: list[tuple[Child, int]] = field(default_factory=list)
+    """Peers that were started and do not serve yet, with their stages."""
+    _timeline: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
+
+    @property
+    def was_put_to_test(self) -> bool:
+        """Whether all planned faults happened. A swarm without faults would prove nothing."""
+        return self.faults.total() > 0 and self.owed == 0
+
+    def train(self, steps: int, fault: Callable[["FaultySwarm"], bool]) -> None:
+        """Let a trainer train this many steps, and call `fault` in every second step. Raises PeerUnavailable and
+        DeadlineExceeded."""
+        trainer = self.swarm.launch_trainer("trainer", steps, max_in_flight=MAX_IN_FLIGHT)
+        stepped_at = time.monotonic()
+        num_steps, planned, due_at = 0, 1, 0.0
+        while not self.has_ended(trainer):
+            now = time.monotonic()
+            if (taken := len(self.swarm.steps("trainer"))) > num_steps:
+                seconds, stepped_at = (now - stepped_at) / (taken - num_steps), now
+                num_steps = taken
+                # No fault is planned after the last step.
+                while planned <= num_steps and planned < steps:
+                    planned += EVERY
+                    self.owed += 1
+                    due_at = now + self.rng.uniform(0.0, seconds)
+                    say(f"step {num_steps}, {dict(self.faults)}, {len(self.swarm.peers)} peers")
+            if self.owed and now >= due_at and fault(self):
+                self.owed -= 1
+            for entry in [entry for entry in self._timeline if entry[0] <= now]:
+                self._timeline.remove(entry)
+                entry[1]()
+            self._take_in()
+            if now - stepped_at > STALL_SECONDS:
+                raise stalled(trainer)
+            time.sleep(POLL_SECONDS)
+        for _, undo in self._timeline:
+            undo()
+        deadline = time.monotonic() + START_SECONDS
+        while self.joining:
+            fail_on_exit(self.swarm.children)
+            self._take_in()
+            if time.monotonic() > deadline:
+                name = self.joining[0][0].name
+                raise DeadlineExceeded(f"{name} does not serve {START_SECONDS:.0f} s after the last step")
+            time.sleep(POLL_SECONDS)
+        fail_on_exit(self.swarm.children)
+
+    def has_ended(self, trainer: Child) -> bool:
+        """Whether the trainer has ended without an error. Raises PeerUnavailable if any other process has ended."""
+        ends = self.swarm.children.exits()
+        for end in ends:
+            if end.name != trainer.name or end.returncode != 0:
+                raise PeerUnavailable(f"{end.name} ended early: {end.reason}")
+        return bool(ends)
+
+    def _take_in(self) -> None:
+        for child, stage in list(self.joining):
+            if self.swarm.ready_file(child.name).exists():
+                self.joining.remove((child, stage))
+                self.swarm.peers.append(self.swarm.until_ready(child, stage))
+
+    def kill(self, stages: Sequence[int]) -> bool:
+        """Kill a peer of each of these stages at the same time, and start others in their place. Return False, and kill
+        none, if a stage has too few peers."""
+        candidates = [[peer for peer in self.swarm.peers if peer.record.stage == stage] for stage in stages]
+        if any(len(peers) < 2 for peers in candidates):
+            return False
+        victims = [self.rng.choice(peers) for peers in candidates]
+        for victim in victims:
+            self.swarm.peers.remove(victim)
+            self.swarm.children.kill9(victim.child)
+        self.joining += [(self.swarm.launch_peer(stage), stage) for stage in stages]
+        self.faults["kill"] += len(victims)
+        return True
+
+    def kill_one(self) -> bool:
+        return self.kill([self.rng.randrange(self.swarm.config.stages.num_stages)])
+
+    def kill_neighbours(self) -> bool:
+        stage = self.rng.randrange(self.swarm.config.stages.num_stages - 1)
+        return self.kill([stage, stage + 1])
+
+    def disturb(self) -> bool:
+        """For a while, lose a process's answers or acknowledgements, or let bytes pass in one direction only."""
+        lines = self.swarm.children
+        assert isinstance(lines, Lines)
+        stage = self.rng.randrange(self.swarm.config.stages.num_stages)
+        target = self.rng.choice([peer for peer in self.swarm.peers if peer.record.stage == stage])
+        callers = [peer.child.name for peer in self.swarm.peers if peer.record.stage == stage - 1]
+        caller = lines.links[self.rng.choice(callers or [f"{self.swarm.folder.name}-trainer"])]
+        callee = lines.links[target.child.name]
+        kind = self.rng.choice(["lost_replies", "lost_acks", "one_way"])
+        self.faults[kind] += 1
+        ends = (caller, callee) if kind == "lost_acks" else (callee, caller)
+        if kind == "one_way" and self.rng.random() < 0.5:
+            ends = ends[::-1]
+        lines.throttle.hinder(*ends)
+        seconds = ONE_WAY_SECONDS if kind == "one_way" else self.rng.uniform(*HELD_SECONDS)
+
+        def end() -> None:
+            if kind != "one_way":
+                lines.throttle.break_connections(caller, callee)
+            lines.throttle.clear(*ends)
+
+        self._timeline.append((time.monotonic() + seconds, end))
+        return True
+
+
+FAULTS: dict[Scenario, Callable[[FaultySwarm], bool]] = {
+    "kills": FaultySwarm.kill_one, "pairs": FaultySwarm.kill_neighbours, "network": FaultySwarm.disturb,
+}  # fmt: skip

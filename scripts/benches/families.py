@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from peers.shared import option_checks
 from scripts.benches.shared.common import OutputOptions, say
+from scripts.benches.shared.theirs import transformers
 from swarm.config import RunConfig
 from swarm.errors import IntegrityError
 from swarm.interchange import origin, run_folder
@@ -21,7 +20,8 @@ from swarm.interchange.run_folder import ImportOptions, import_model
 from swarm.interchange.source import Source
 from swarm.model.stages import build_stage, parameter_shapes
 
-NUM_STAGES = 3
+NUM_STAGES, NUM_LAYERS, WIDTH, VOCABULARY = 3, 6, 128, 512
+POSITIONS = 64  # Tokens of each of four samples
 MOST_LOGIT_DIFF, MOST_KL = 1e-4, 1e-8
 
 
@@ -29,29 +29,13 @@ MOST_LOGIT_DIFF, MOST_KL = 1e-4, 1e-8
 class Options(OutputOptions):
     """Compare every family with transformers, before and after import and export."""
 
-    d_model: int = 128
-    """Width of the models; a multiple of 32."""
-    num_layers: int = 6
-    """Layers of each model, at least three."""
-    positions: int = 64
-    """Tokens of each of four samples."""
-    vocabulary: int = 512
-    """Size of their vocabulary."""
-
-    def __post_init__(self) -> None:
-        option_checks.require_at_least(self, {"d_model": 32, "num_layers": NUM_STAGES, "positions": 2, "vocabulary": 2})
-        if self.d_model % 32:
-            raise ValueError(f"--d-model must be a multiple of 32, not {self.d_model}")
-
 
 def run(options: Options) -> dict[str, Any]:
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
     found = {}
-    for name, make in _models(options).items():
+    for name, make in _models().items():
         say(name)
         with tempfile.TemporaryDirectory(prefix="bench-families-") as folder:
-            found[name] = _measure(make(), options, Path(folder))
+            found[name] = _measure(make(), Path(folder))
     passed = all(
         figures["max_logit_diff"] < MOST_LOGIT_DIFF and figures["kl"] < MOST_KL and figures["roundtrip_exact"]
         for figures in found.values()
@@ -59,20 +43,20 @@ def run(options: Options) -> dict[str, Any]:
     return {"families": found, "passed": passed}
 
 
-def _models(options: Options) -> dict[str, Callable[[], Any]]:
+def _models() -> dict[str, Callable[[], Any]]:
     """Functions that make models with random weights, by family; together they cover all differences."""
-    num_heads = options.d_model // 16
+    num_heads = WIDTH // 16
     sizes: dict[str, Any] = {
-        "vocab_size": options.vocabulary, "hidden_size": options.d_model, "intermediate_size": 2 * options.d_model + 16,
-        "num_hidden_layers": options.num_layers, "num_attention_heads": num_heads,
-        "num_key_value_heads": num_heads // 2, "max_position_embeddings": options.positions,
+        "vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH + 16,
+        "num_hidden_layers": NUM_LAYERS, "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads // 2, "max_position_embeddings": POSITIONS,
     }  # fmt: skip
     llama3 = {
         "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": options.positions // 4,
+        "original_max_position_embeddings": POSITIONS // 4,
     }  # fmt: skip
     linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
-    gpt2 = {"vocab_size": options.vocabulary, "n_embd": options.d_model, "n_layer": options.num_layers}
+    gpt2 = {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": NUM_LAYERS}
     t = transformers
     return {
         "llama-2": lambda: t.LlamaForCausalLM(t.LlamaConfig(**{**sizes, "num_key_value_heads": num_heads})),
@@ -87,20 +71,20 @@ def _models(options: Options) -> dict[str, Callable[[], Any]]:
         "mistral": lambda: t.MistralForCausalLM(t.MistralConfig(**sizes, head_dim=24, sliding_window=None)),
         "qwen2": lambda: t.Qwen2ForCausalLM(t.Qwen2Config(**sizes, tie_word_embeddings=True)),
         "qwen3": lambda: t.Qwen3ForCausalLM(t.Qwen3Config(**sizes, head_dim=32)),
-        "gpt2": lambda: t.GPT2LMHeadModel(t.GPT2Config(**gpt2, n_head=num_heads, n_positions=options.positions)),
+        "gpt2": lambda: t.GPT2LMHeadModel(t.GPT2Config(**gpt2, n_head=num_heads, n_positions=POSITIONS)),
     }
 
 
 @torch.no_grad()
-def _measure(model: Any, options: Options, folder: Path) -> dict[str, Any]:
+def _measure(model: Any, folder: Path) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         # Norms and biases get random values as well, so that a missing one is noticed.
         noise = torch.randn(parameter.shape, generator=generator)
-        parameter.copy_(1.0 + 0.1 * noise if parameter.ndim == 1 else noise / options.d_model**0.5)
+        parameter.copy_(1.0 + 0.1 * noise if parameter.ndim == 1 else noise / WIDTH**0.5)
     model.eval().save_pretrained(folder / "in")
     config = import_model(Source(folder / "in"), folder / "run", ImportOptions(num_stages=NUM_STAGES))
-    tokens_BT = torch.randint(0, options.vocabulary, (4, options.positions), generator=generator)
+    tokens_BT = torch.randint(0, VOCABULARY, (4, POSITIONS), generator=generator)
     ours, theirs = _logits(config, folder / "run", tokens_BT), model(tokens_BT).logits
     log_ours, log_theirs = ours.double().log_softmax(-1), theirs.double().log_softmax(-1)
     export_model(origin.from_run_folder(folder / "run"), folder / "out")

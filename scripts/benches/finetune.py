@@ -8,7 +8,6 @@ tokens of the same text, with AdamW and the usual rate that falls to zero. Losse
 import inspect
 import pydoc_data.topics
 import subprocess
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -22,8 +21,9 @@ from torch import Tensor, nn
 from peers.commands import command_line
 from peers.local.supervisor import Supervisor
 from peers.shared import option_checks
-from scripts.benches.shared.common import OutputOptions, say
+from scripts.benches.shared.common import OutputOptions, say, workplace
 from scripts.benches.shared.swarm import SwarmProcesses
+from scripts.benches.shared.theirs import llama, loss_of
 from swarm.config import RunConfig
 from swarm.errors import PeerUnavailable
 
@@ -52,39 +52,33 @@ class Options(OutputOptions):
     """Steps of the swarm, of 256 samples each."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         option_checks.require_distinct(self, ("kinds",))
-        option_checks.require_at_least(self, {"base_steps": 1, "steps": 1})
 
 
 def run(options: Options) -> dict[str, Any]:
-    torch.manual_seed(0)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
     old, old_held_out = _split("\n".join(pydoc_data.topics.topics.values()).encode())
     new, new_held_out = _split("".join(inspect.getsource(import_module(name)) for name in MODULES).encode())
     held_out = {"new": new_held_out, "old": old_held_out}
-    with tempfile.TemporaryDirectory(prefix="bench-finetune-") as name:
-        folder = Path(name)
+    with workplace("finetune") as (folder, children):
         (folder / "new.txt").write_bytes(new)
-        model = _new_model()
+        model = llama(width=128, layers=4, head_width=32, d_ff=352, vocabulary=256, longest=SEQUENCE)
         _train(model, old, options.base_steps * BATCH, BASE_RATE)
         model.save_pretrained(folder / "base")
         before = _losses(model, held_out)
         say(f"the model is good: {_in_words(before)}")
         figures: dict[str, Any] = {"held_out_before": before}
         for kind in options.kinds:
-            figures[kind] = _compare(kind, options.steps, new, held_out, folder)
-            figures[kind]["passed"] = (
-                figures[kind]["over_plain"] <= MOST_OVER_PLAIN
-                and figures[kind]["held_out_after"]["new"] < before["new"]
-            )
+            found = figures[kind] = _compare(kind, options.steps, new, held_out, folder, children)
+            found["passed"] = found["over_plain"] <= MOST_OVER_PLAIN and found["held_out_after"]["new"] < before["new"]
     return figures | {"passed": all(figures[kind]["passed"] for kind in options.kinds)}
 
 
-def _compare(kind: Kind, steps: int, text: bytes, held_out: Mapping[str, bytes], folder: Path) -> dict[str, Any]:
-    (own := folder / kind).mkdir()
-    tokens, rate = _swarm(kind, steps, folder / "new.txt", folder / "base", own)
-    after = _losses(_loaded(own / "out"), held_out)
+def _compare(
+    kind: Kind, steps: int, text: bytes, held_out: Mapping[str, bytes], folder: Path, children: Supervisor
+) -> dict[str, Any]:
+    tokens, rate = _swarm(kind, steps, folder, children)
+    after = _losses(_loaded(folder / kind / "out"), held_out)
     say(f"{kind}, swarm: {_in_words(after)}")
     model = _loaded(folder / "base")
     if kind == "lora":
@@ -102,38 +96,30 @@ def _compare(kind: Kind, steps: int, text: bytes, held_out: Mapping[str, bytes],
     }  # fmt: skip
 
 
-def _swarm(kind: Kind, steps: int, text: Path, model: Path, folder: Path) -> tuple[int, float]:
-    """Fine-tune by a swarm, and export the model to `out`. Return the number of tokens, and the last learning rate."""
+def _swarm(kind: Kind, steps: int, folder: Path, children: Supervisor) -> tuple[int, float]:
+    """Fine-tune by a swarm, and export the model to the folder KIND/out. Return the number of tokens, and the last
+    learning rate."""
 
     def command(program: str, arguments: Sequence[str]) -> list[str]:
         begins = program == "peer" and "--initial-peers" not in arguments
-        own = ["--dataset", str(text), "--stages", "2", "--steps", str(steps)]
+        own = ["--dataset", str(folder / "new.txt"), "--stages", "2", "--steps", str(steps)]
         own += ["--lora-rank", str(LORA_RANK)] if kind == "lora" else []
         return command_line(program, [*arguments, *(own if begins else [])])
 
-    with Supervisor(folder / "logs") as children:
-        swarm = SwarmProcesses(RunConfig(), children, folder / "swarm", program=command, model=model)
-        swarm.start_peers([0, 1])
-        rows = swarm.train("trainer", steps)
-        addresses = [peer.dht_address for peer in swarm.peers]
-        arguments = ["export", "--initial-peers", *addresses, "--output", str(folder / "out")]
-        exported = subprocess.run(command_line("model", arguments), check=False, capture_output=True, text=True)
-        if exported.returncode:
-            raise PeerUnavailable(f"the export failed: {exported.stderr.strip()}")
-        swarm.stop()
+    swarm = SwarmProcesses(RunConfig(), children, folder / kind, program=command, model=folder / "base")
+    swarm.start_peers([0, 1])
+    rows = swarm.train("trainer", steps)
+    addresses = [peer.dht_address for peer in swarm.peers]
+    arguments = ["export", "--initial-peers", *addresses, "--output", str(folder / kind / "out")]
+    exported = subprocess.run(command_line("model", arguments), check=False, capture_output=True, text=True)
+    if exported.returncode:
+        raise PeerUnavailable(f"the export failed: {exported.stderr.strip()}")
+    swarm.stop()
     return rows[-1]["train/total_tokens"], rows[-1]["train/learning_rate"]
 
 
 def _split(text: bytes) -> tuple[bytes, bytes]:
     return text[:-HELD_OUT_BYTES], text[-HELD_OUT_BYTES:]
-
-
-def _new_model() -> Any:
-    config = transformers.LlamaConfig(
-        vocab_size=256, hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4,
-        max_position_embeddings=SEQUENCE, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
 
 
 def _loaded(folder: Path) -> Any:
@@ -152,7 +138,7 @@ def _train(model: Any, text: bytes, num_samples: int, rate: float) -> None:
     schedule = transformers.get_linear_schedule_with_warmup(optimizer, num_steps // 20, num_steps)
     model.train()
     for _, batch_BT1 in zip(range(num_steps), _batches(_samples(text)), strict=False):
-        torch.autograd.backward(_loss(model, batch_BT1))
+        torch.autograd.backward(loss_of(model, batch_BT1))
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         schedule.step()
@@ -167,15 +153,10 @@ def _batches(samples_NT1: Tensor) -> Iterator[Tensor]:
             yield samples_NT1[places].long()
 
 
-def _loss(model: Any, batch_BT1: Tensor) -> Tensor:
-    logits_BTV = model(input_ids=batch_BT1[:, :-1]).logits
-    return nn.functional.cross_entropy(logits_BTV.flatten(0, 1), batch_BT1[:, 1:].flatten())
-
-
 @torch.no_grad()
 def _losses(model: Any, held_out: Mapping[str, bytes]) -> dict[str, float]:
     model.eval()
-    return {name: float(_loss(model, _samples(text).long())) for name, text in held_out.items()}
+    return {name: float(loss_of(model, _samples(text).long())) for name, text in held_out.items()}
 
 
 def _in_words(losses: Mapping[str, float]) -> str:

@@ -8,24 +8,30 @@ import asyncio
 import itertools
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from peers.local.supervisor import Supervisor
-from peers.shared import option_checks
 from scripts.benches.shared import paired, proc
-from scripts.benches.shared.common import BenchOptions, compute_like_peers, say, with_corpus
+from scripts.benches.shared.common import (
+    BenchOptions,
+    compute_like_peers,
+    require_multiple,
+    run_of,
+    say,
+    with_corpus,
+    workplace,
+)
 from scripts.benches.shared.swarm import SwarmProcesses
+from scripts.benches.shared.theirs import llama, writer
 from swarm import config as configs
-from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.credentials.identity import generate
 from swarm.generation.engine import collect
 from swarm.generation.sampling import Sampling
@@ -34,8 +40,9 @@ from swarm.interchange.source import Source
 from swarm.pipeline.swarm_engine import SwarmEngine
 
 GREEDY = Sampling(temperature=0.0)
-NUM_STAGES = 3
+NUM_STAGES, VOCABULARY = 3, 8192
 PROMPT_TOKENS = 32
+STEPS = 4  # Rounds that are trained in each turn
 EARLY, LATE, AROUND = 100, 900, 64
 """Two positions that are compared, and the number of tokens after each that is measured."""
 
@@ -48,57 +55,49 @@ class Options(BenchOptions):
     """Width of the model; a multiple of 64."""
     num_layers: int = 12
     """Layers of the model, at least three."""
-    vocabulary: int = 8192
-    """Size of its vocabulary."""
     tokens: int = 128
     """Tokens that each turn writes."""
     repetitions: int = 3
     """How many turns each side has."""
-    steps: int = 4
-    """Rounds that are trained in each turn."""
 
     def __post_init__(self) -> None:
-        least = {"d_model": 64, "num_layers": NUM_STAGES, "vocabulary": 256, "tokens": 2, "repetitions": 1, "steps": 1}
-        option_checks.require_at_least(self, least)
-        if self.d_model % 64:
-            raise ValueError(f"--d-model must be a multiple of 64, not {self.d_model}")
+        super().__post_init__()
+        require_multiple("d-model", self.d_model, 64)
 
 
 def run(options: Options) -> dict[str, Any]:
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
     compute_like_peers(torch.get_num_threads())
-    with tempfile.TemporaryDirectory(prefix="bench-generate-") as name:
-        figures = _speed(options, Path(name))
-        return {**figures, **_training(options, Path(name))}
+    with workplace("generate") as (folder, children):
+        figures = _speed(options, folder, children)
+        return {**figures, **_training(options, folder, children)}
 
 
 # -- how fast ----------------------------------------------------------------------------------------------------------
 
 
-def _speed(options: Options, folder: Path) -> dict[str, Any]:
-    model = _model(options)
+def _speed(options: Options, folder: Path, children: Supervisor) -> dict[str, Any]:
+    model = llama(
+        width=options.d_model, layers=options.num_layers, vocabulary=VOCABULARY, longest=LATE + 2 * AROUND
+    ).eval()
     model.save_pretrained(folder / "model")
     import_model(
         Source(folder / "model"), folder / "run", ImportOptions(num_stages=NUM_STAGES, dataset=(options.dataset,))
     )
     config, _ = with_corpus(configs.load(folder / "run" / "run.toml"))
-    prompt = torch.randint(options.vocabulary, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(1))
-    with Supervisor(folder / "logs") as children:
-        swarm = SwarmProcesses(
-            config, children, folder / "swarm", model=folder / "run", threads=torch.get_num_threads()
-        )
-        say("three peers start")
-        swarm.start_peers(range(NUM_STAGES))
-        ours, theirs = _ours(swarm, prompt, options.tokens), _theirs(model, prompt, options.tokens)
-        sides: dict[str, Callable[[int], float]] = {
-            "swarm": lambda _: _rate(ours, options.tokens),
-            "transformers": lambda _: _rate(theirs, options.tokens),
-        }
-        is_same = ours() == theirs()
-        rates = paired.in_turns(sides, options.repetitions, what="text", unit="tokens/s")
-        say("a long text")
-        early, late = asyncio.run(_early_and_late(swarm, prompt[0].tolist()))
+    generator = torch.Generator().manual_seed(1)
+    prompt = torch.randint(VOCABULARY, (PROMPT_TOKENS,), generator=generator).tolist()
+    swarm = SwarmProcesses(config, children, folder / "swarm", model=folder / "run", threads=torch.get_num_threads())
+    say("three peers start")
+    swarm.start_peers(range(NUM_STAGES))
+    ours, theirs = _ours(swarm, prompt, options.tokens), writer(model, prompt, options.tokens)
+    is_same = ours() == theirs()
+    sides = {
+        name: partial(_rate, text, options.tokens) for name, text in {"swarm": ours, "transformers": theirs}.items()
+    }
+    rates = paired.in_turns(sides, options.repetitions, what="text", unit="tokens/s")
+    say("a long text")
+    early, late = asyncio.run(_early_and_late(swarm, prompt))
+    swarm.stop()
     ratio = paired.ratio(rates["swarm"], rates["transformers"])
     return {
         **paired.figures({"ratio_to_transformers": ratio}), "tokens_per_second": paired.medians(rates),
@@ -107,35 +106,16 @@ def _speed(options: Options, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _model(options: Options) -> Any:
-    config = transformers.LlamaConfig(
-        vocab_size=options.vocabulary, hidden_size=options.d_model, intermediate_size=4 * options.d_model,
-        num_hidden_layers=options.num_layers, num_attention_heads=options.d_model // 64,
-        max_position_embeddings=LATE + 2 * AROUND,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(config).eval()
-
-
-def _rate(write: Callable[[], list[int]], count: int) -> float:
+def _rate(write: Callable[[], list[int]], count: int, _: int) -> float:
     began_at = time.perf_counter()
     write()
     return count / (time.perf_counter() - began_at)
 
 
-def _theirs(model: Any, prompt: torch.Tensor, count: int) -> Callable[[], list[int]]:
-    def write() -> list[int]:
-        written = model.generate(prompt, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
-        tokens: list[int] = written[0, prompt.shape[1] :].tolist()
-        return tokens
-
-    return write
-
-
-def _ours(swarm: SwarmProcesses, prompt: torch.Tensor, count: int) -> Callable[[], list[int]]:
+def _ours(swarm: SwarmProcesses, prompt: Sequence[int], count: int) -> Callable[[], list[int]]:
     async def write() -> list[int]:
         async with _engine(swarm) as engine:
-            return await collect(engine, prompt[0].tolist(), GREEDY, count)
+            return await collect(engine, prompt, GREEDY, count)
 
     return lambda: asyncio.run(write())
 
@@ -164,47 +144,41 @@ async def _early_and_late(swarm: SwarmProcesses, prompt: Sequence[int]) -> tuple
 # -- beside training ---------------------------------------------------------------------------------------------------
 
 
-def _training(options: Options, folder: Path) -> dict[str, Any]:
+def _training(options: Options, folder: Path, children: Supervisor) -> dict[str, Any]:
     config, _ = with_corpus(
-        RunConfig(
-            run="bench-generate", model=ModelConfig(num_layers=6, d_model=384, num_heads=6, vocab_size=256),
-            stages=StagesConfig(num_stages=NUM_STAGES),
-            data=DataConfig(dataset=options.dataset, sequence_length=256, microbatch_size=4, max_tokens=4_000_000),
-            rounds=RoundsConfig(setting="synchronous", round_samples=48), optimizer=OptimizerConfig(learning_rate=3e-5),
+        run_of(
+            "generate", width=384, layers=6, stages=NUM_STAGES, length=256, microbatch=4, round_samples=48,
+            dataset=options.dataset, data={"max_tokens": 4_000_000}, optimizer={"learning_rate": 3e-5},
         )
     )  # fmt: skip
-    with Supervisor(folder / "training-logs") as children:
-        swarm = SwarmProcesses(config, children, folder / "training")
-        say("a swarm that trains starts")
-        swarm.start_peers(range(NUM_STAGES))
-        swarm.train("warm-up", 2)
-        share: list[float] = []
+    swarm = SwarmProcesses(config, children, folder / "training")
+    say("a swarm that trains starts")
+    swarm.start_peers(range(NUM_STAGES))
+    swarm.train("warm-up", 2)
+    share: list[float] = []
 
-        def beside_text(number: int) -> float:
-            rate, tokens_per_second = asyncio.run(_train_and_write(swarm, f"text-{number}", options.steps))
-            share.append(tokens_per_second * cost)
-            return rate
+    def beside_text(number: int) -> float:
+        rate, tokens_per_second = asyncio.run(_train_and_write(swarm, f"text-{number}", STEPS))
+        share.append(tokens_per_second * cost)
+        return rate
 
-        def beside_process(number: int) -> float:
-            busy = statistics.median(share) if share else 0.1
-            children.start(f"busy-{number}", [sys.executable, "-c", _BUSY, str(min(1.0, busy))])
-            try:
-                return swarm.tokens_per_second(f"process-{number}", options.steps)
-            finally:
-                for child in children.running:
-                    if child.name.startswith("busy"):
-                        children.kill9(child)
+    def beside_process(number: int) -> float:
+        busy = statistics.median(share) if share else 0.1
+        child = children.start(f"busy-{number}", [sys.executable, "-c", _BUSY, str(min(1.0, busy))])
+        try:
+            return swarm.tokens_per_second(f"process-{number}", STEPS)
+        finally:
+            children.kill9(child)
 
-        cost = _cpu_seconds_a_token(swarm)
-        beside_text(-1)
-        sides = {"text": beside_text, "process": beside_process}
-        rates = paired.in_turns(sides, options.repetitions, what="training", unit="tokens/s")
+    cost = _cpu_seconds_a_token(swarm)
+    beside_text(-1)
+    sides = {"text": beside_text, "process": beside_process}
+    rates = paired.in_turns(sides, options.repetitions, what="training", unit="tokens/s")
     return {
         **paired.figures({"training_beside_text": paired.ratio(rates["text"], rates["process"])}),
-        "training_tokens_per_second": paired.medians(rates),
-        "cpu_seconds_a_token": cost,
+        "training_tokens_per_second": paired.medians(rates), "cpu_seconds_a_token": cost,
         "cores_for_text": statistics.median(share),
-    }
+    }  # fmt: skip
 
 
 _BUSY = """
@@ -220,7 +194,7 @@ while True:
 
 def _cpu_seconds_a_token(swarm: SwarmProcesses, count: int = 200) -> float:
     """The CPU seconds that all peers together need for a token while nothing is trained."""
-    ours = _ours(swarm, torch.zeros((1, 8), dtype=torch.long), count)
+    ours = _ours(swarm, [0] * 8, count)
     ours()
     pids = [peer.child.pid for peer in swarm.peers]
     before = sum(map(proc.cpu_seconds, pids))

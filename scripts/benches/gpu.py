@@ -27,24 +27,25 @@ import torch
 
 from peers.commands import command_line
 from peers.generate.local_model import load
-from peers.shared import cli, option_checks
+from peers.shared import cli
 from peers.shared.devices import computing_in
 from peers.static.options import StaticOptions
 from scripts.benches.shared import paired
 from scripts.benches.shared.common import (
+    POLL_SECONDS,
     BenchOptions,
-    fail_on_exit,
     require_multiple,
+    run_of,
     say,
     with_corpus,
     workplace,
     write_config,
 )
 from scripts.benches.shared.swarm import SwarmProcesses
-from scripts.benches.sides import plain_llama
+from scripts.benches.sides import gpu_stage
 from scripts.benches.sides.gpu_stage import BareSide, StageSide
-from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig, WireConfig
-from swarm.errors import DeadlineExceeded, Fatal, in_one_line
+from swarm.config import RunConfig, Setting
+from swarm.errors import DeadlineExceeded, Fatal, PeerUnavailable, in_one_line
 from swarm.generation.engine import LocalEngine, Room, collect
 from swarm.generation.sampling import Sampling
 from swarm.interchange.origin import from_model_folder
@@ -56,6 +57,7 @@ Figures = dict[str, Any]
 
 MOST_TOKENS = 4_000_000  # Of the text, so that preparing it takes seconds
 STEP_MICROBATCHES = 4  # Microbatches of an optimizer step, everywhere
+ROUND_STEPS = 16  # Inner steps of a round
 WARM_UP_STEPS, WARM_UP_MICROBATCHES = 4, 10
 STATIC_SECONDS = 300.0  # How long swarm-static may take at most
 PROMPT_TOKENS = 32
@@ -83,9 +85,7 @@ class Options(BenchOptions):
     steps: int = 20
     """Steps of plain and static that are measured, of four microbatches each."""
     rounds: int = 3
-    """Rounds of the swarms that are measured."""
-    round_steps: int = 16
-    """Inner steps of a round."""
+    """Rounds of the swarms that are measured, of 16 inner steps each."""
     stage_width: int = 1024
     """Width of the stage in the middle, which has four layers and microbatches of 8 x 512 tokens, or shorter ones."""
     microbatches: int = 100
@@ -94,8 +94,7 @@ class Options(BenchOptions):
     """Tokens of a text."""
 
     def __post_init__(self) -> None:
-        least = {"layers": 2, "vocab_size": 256, "microbatch_size": 1, "sequence_length": 1, "steps": 1, "rounds": 1}
-        option_checks.require_at_least(self, {**least, "round_steps": 1, "microbatches": 1, "tokens": 2})
+        super().__post_init__()
         require_multiple("d-model", self.d_model, 64)
         require_multiple("stage-width", self.stage_width, 64)
 
@@ -145,65 +144,51 @@ def exit_code(figures: Figures) -> int:
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-def _config(options: Options, num_stages: int, rounds: RoundsConfig) -> RunConfig:
-    return RunConfig(
-        run="bench-gpu",
-        model=ModelConfig(
-            num_layers=options.layers, d_model=options.d_model, num_heads=options.d_model // 64,
-            vocab_size=options.vocab_size, autocast="bf16",
-        ),
-        stages=StagesConfig(num_stages=num_stages),
-        data=DataConfig(
-            dataset=options.dataset, sequence_length=options.sequence_length, microbatch_size=options.microbatch_size,
-            max_tokens=MOST_TOKENS,
-        ),
-        rounds=rounds,
-        optimizer=OptimizerConfig(name="adamw", learning_rate=4e-4, warmup_samples=0, clip_norm=1.0),
-        wire=WireConfig(dtype="bf16"),
+def _config(options: Options, num_stages: int, setting: Setting) -> RunConfig:
+    step_samples = STEP_MICROBATCHES * options.microbatch_size
+    return run_of(
+        "gpu", width=options.d_model, layers=options.layers, stages=num_stages, setting=setting,
+        length=options.sequence_length, microbatch=options.microbatch_size, dataset=options.dataset,
+        round_samples=step_samples if setting == "synchronous" else ROUND_STEPS * step_samples,
+        model={"vocab_size": options.vocab_size, "autocast": "bf16"}, data={"max_tokens": MOST_TOKENS},
+        rounds={"inner_batch_samples": step_samples}, wire={"dtype": "bf16"},
+        optimizer={"name": "adamw", "learning_rate": 4e-4, "warmup_samples": 0, "clip_norm": 1.0},
     )  # fmt: skip
 
 
-def _synchronous(options: Options) -> RunConfig:
-    samples = STEP_MICROBATCHES * options.microbatch_size
-    return _config(options, 1, RoundsConfig(setting="synchronous", round_samples=samples))
-
-
 def _plain(options: Options, device: torch.device, found: Figures) -> Figures:
-    config, data = with_corpus(_synchronous(options))
-    trained = plain_llama.train(
+    config, data = with_corpus(_config(options, 1, "synchronous"))
+    trained = gpu_stage.train(
         config, data, device, warm_up=WARM_UP_STEPS, steps=options.steps, compiles=options.compiles
     )
     return {
-        "plain_tokens_per_second": trained.tokens_per_second,
-        "plain_device_bytes": trained.peak_bytes,
+        "plain_tokens_per_second": trained.tokens_per_second, "plain_device_bytes": trained.peak_bytes,
         "plain_losses": trained.losses,
-    }
+    }  # fmt: skip
 
 
 def _static(options: Options, device: torch.device, found: Figures) -> Figures:
-    config, num_steps = _synchronous(options), WARM_UP_STEPS + options.steps
+    config, num_steps = _config(options, 1, "synchronous"), WARM_UP_STEPS + options.steps
     with workplace("gpu") as (folder, children):
         write_config(config, folder / "run.toml")
         static = StaticOptions(
             config=folder / "run.toml", steps=num_steps, device=options.device, evaluate_every=0, evaluation_samples=1,
             metrics=folder / "metrics.jsonl", compile="on" if options.compiles else "off",
         )  # fmt: skip
-        child = children.start("static", command_line("static", cli.arguments(static)))
+        children.start("static", command_line("static", cli.arguments(static)))
         deadline = time.monotonic() + STATIC_SECONDS
-        while not children.exits():
+        while not (ended := children.exits()):
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(f"swarm-static took more than {STATIC_SECONDS:.0f} s")
-            time.sleep(0.1)
-        if any(end.returncode for end in children.exits()):
-            fail_on_exit(children)
+            time.sleep(POLL_SECONDS)
+        if ended[0].returncode:
+            raise PeerUnavailable(f"swarm-static failed: {ended[0].reason}")
         rows = [row for row in metrics_log.read(folder / "metrics.jsonl") if "train/loss" in row]
-        assert child.name == "static"
     rate = statistics.median(row["train/tokens_per_sec"] for row in rows[WARM_UP_STEPS:])
     figures = {
-        "static_tokens_per_second": rate,
-        "static_device_bytes": rows[-1]["device/memory_bytes"],
+        "static_tokens_per_second": rate, "static_device_bytes": rows[-1]["device/memory_bytes"],
         "static_losses": [row["train/loss"] for row in rows],
-    }
+    }  # fmt: skip
     if "plain_losses" in found:
         pairs = zip(figures["static_losses"], found["plain_losses"], strict=True)
         figures["largest_loss_difference"] = max(abs(ours - theirs) for ours, theirs in pairs)
@@ -211,10 +196,8 @@ def _static(options: Options, device: torch.device, found: Figures) -> Figures:
 
 
 def _swarm(options: Options, device: torch.device, found: Figures, *, num_stages: int) -> Figures:
-    size = STEP_MICROBATCHES * options.microbatch_size
-    rounds = RoundsConfig(setting="diloco", inner_batch_samples=size, round_samples=options.round_steps * size)
     part = "one_stage" if num_stages == 1 else "two_stages"
-    config, _ = with_corpus(_config(options, num_stages, rounds))
+    config, _ = with_corpus(_config(options, num_stages, "diloco"))
     with workplace("gpu") as (folder, children):
         swarm = SwarmProcesses(config, children, folder / part, device=options.device)
         swarm.start_peers(range(num_stages))
@@ -222,10 +205,9 @@ def _swarm(options: Options, device: torch.device, found: Figures, *, num_stages
             rate = swarm.tokens_per_second("trainer", options.rounds)
         last = swarm.steps("trainer")[-1]
     figures: Figures = {
-        f"{part}_tokens_per_second": rate,
-        f"{part}_device_bytes": last["device/memory_bytes"],
+        f"{part}_tokens_per_second": rate, f"{part}_device_bytes": last["device/memory_bytes"],
         f"{part}_loss": last["train/loss"],
-    }
+    }  # fmt: skip
     if busy_shares:
         figures["gpu_busy_share" if num_stages == 2 else f"{part}_gpu_busy_share"] = statistics.mean(busy_shares)
     return {**figures, **_ratio(part, rate, found)}
@@ -258,18 +240,14 @@ def _busy_shares(device: torch.device) -> Iterator[list[float]]:
 
 
 def _stage(options: Options, device: torch.device, found: Figures) -> Figures:
-    width = options.stage_width
-    config = RunConfig(
-        run="bench-gpu-stage", model=ModelConfig(num_layers=12, d_model=width, num_heads=width // 64, autocast="bf16"),
-        stages=StagesConfig(num_stages=3),
-        data=DataConfig(sequence_length=min(512, options.sequence_length), microbatch_size=8),
-        rounds=RoundsConfig(setting="synchronous"), wire=WireConfig(dtype="bf16"),
+    config = run_of(
+        "gpu-stage", width=options.stage_width, layers=12, stages=3, length=min(512, options.sequence_length),
+        microbatch=8, model={"autocast": "bf16"}, wire={"dtype": "bf16"},
     )  # fmt: skip
     side = StageSide(config, device, compiles=options.compiles, recorder=recorder_of(device))
     rate_of: dict[str, Callable[[int], float]] = {
-        "swarm": side.tokens_per_second,
-        "graph": BareSide(config, device).tokens_per_second,
-    }
+        "swarm": side.tokens_per_second, "graph": BareSide(config, device).tokens_per_second,
+    }  # fmt: skip
     for rate in rate_of.values():
         rate(min(WARM_UP_MICROBATCHES, options.microbatches))
     figures = _compared("stage", "graph", rate_of, options.microbatches)
@@ -280,41 +258,25 @@ def _stage(options: Options, device: torch.device, found: Figures) -> Figures:
 
 
 def _generate(options: Options, device: torch.device, found: Figures) -> Figures:
-    import transformers  # It takes seconds, and the other parts do without it.
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    config = transformers.LlamaConfig(
-        vocab_size=options.vocab_size, hidden_size=options.d_model, intermediate_size=4 * options.d_model,
-        num_hidden_layers=options.layers, num_attention_heads=options.d_model // 64,
-        max_position_embeddings=PROMPT_TOKENS + options.tokens,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    theirs = transformers.LlamaForCausalLM(config).eval().to(torch.bfloat16)
-    with tempfile.TemporaryDirectory(prefix="bench-gpu-") as name:
-        theirs.save_pretrained(name)
-        origin = from_model_folder(Path(name))
-        ours = load(origin, computing_in(origin.config, "bf16", device), device)
-    theirs.to(device)
-    generator = torch.Generator().manual_seed(1)
-    prompt = torch.randint(options.vocab_size, (PROMPT_TOKENS,), generator=generator).tolist()
-
-    def their_text() -> list[int]:
-        inputs = torch.tensor([prompt], device=device)
-        written = theirs.generate(
-            inputs, max_new_tokens=options.tokens, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
-        tokens: list[int] = written[0, PROMPT_TOKENS:].tolist()
-        return tokens
+    from scripts.benches.shared import theirs  # It takes seconds, and the other parts do without it.
 
     longest = PROMPT_TOKENS + options.tokens
+    vocabulary = options.vocab_size
+    model = theirs.llama(width=options.d_model, layers=options.layers, vocabulary=vocabulary, longest=longest)
+    model = model.eval().to(torch.bfloat16)
+    with tempfile.TemporaryDirectory(prefix="bench-gpu-") as name:
+        model.save_pretrained(name)
+        origin = from_model_folder(Path(name))
+        ours = load(origin, computing_in(origin.config, "bf16", device), device)
+    generator = torch.Generator().manual_seed(1)
+    prompt = torch.randint(vocabulary, (PROMPT_TOKENS,), generator=generator).tolist()
     engine = LocalEngine(ours, Room(1, longest), longest=longest, recorder=recorder_of(device))
     # One engine for all turns, as a server has it: its first text makes the recordings.
     with asyncio.Runner() as runner:
         computing = runner.get_loop().create_task(engine.run())
         texts = {
             "swarm": lambda: runner.run(collect(engine, prompt, Sampling(temperature=0.0), options.tokens)),
-            "transformers": their_text,
+            "transformers": theirs.writer(model.to(device), prompt, options.tokens, device),
         }
         is_same = texts["swarm"]() == texts["transformers"]()
         rate_of = {name: partial(_rate, text) for name, text in texts.items()}
@@ -328,18 +290,17 @@ def _generate(options: Options, device: torch.device, found: Figures) -> Figures
 
 def _compared(part: str, other: str, rate_of: Mapping[str, Callable[[int], float]], amount: int) -> Figures:
     """The figures of a part whose two sides, the swarm's and the other one, work in turns on this amount each."""
-    turns = {name: partial(_turn, rate, amount) for name, rate in rate_of.items()}
+
+    def turn(rate: Callable[[int], float], number: int) -> float:
+        return rate(amount)
+
+    turns = {name: partial(turn, rate) for name, rate in rate_of.items()}
     rates = paired.in_turns(turns, REPETITIONS, what=part, unit="tokens/s")
     medians = paired.medians(rates)
     return {
         **paired.figures({f"{part}_ratio_to_{other}": paired.ratio(rates["swarm"], rates[other])}),
-        f"{part}_tokens_per_second": medians["swarm"],
-        f"{other}_tokens_per_second": medians[other],
-    }
-
-
-def _turn(rate: Callable[[int], float], amount: int, number: int) -> float:
-    return rate(amount)
+        f"{part}_tokens_per_second": medians["swarm"], f"{other}_tokens_per_second": medians[other],
+    }  # fmt: skip
 
 
 def _rate(text: Callable[[], list[int]], num_tokens: int) -> float:

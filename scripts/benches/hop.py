@@ -25,30 +25,26 @@ from hivemind.p2p import PeerID
 from torch import Tensor
 
 from peers.local.supervisor import Supervisor
-from peers.shared import option_checks
 from scripts.benches.shared import paired, proc
 from scripts.benches.shared.common import (
     BenchOptions,
     compute_like_peers,
+    run_of,
     say,
     side,
     wait_for_json,
     with_corpus,
     workplace,
 )
-from scripts.benches.shared.swarm import SwarmProcesses
+from scripts.benches.shared.swarm import StageBefore, SwarmProcesses
 from scripts.benches.sides.moe import EXPERT
 from scripts.benches.sides.paced_stage import VOCABULARY, Identity
 from scripts.benches.sides.tls_sockets import IN_FLIGHT, Pair
-from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig, WireConfig
+from swarm.config import RunConfig
 from swarm.errors import PeerUnavailable
-from swarm.hop.answers import HopListener
-from swarm.hop.hop import Hop
 from swarm.machine.clock import Loop
-from swarm.rpc.channels import ChannelPool
 from swarm.rpc.wire import DTYPES
-from swarm.stage.boundary import GRADIENT, HIDDEN, TOKENS
-from swarm.training.samples import Microbatch
+from swarm.stage.boundary import HIDDEN, TOKENS
 
 
 @dataclass(frozen=True)
@@ -70,6 +66,8 @@ SHAPES = {"8 MiB": Shape(8, 256, 1024), "16 KiB": Shape(1, 16, 256)}
 TIMES_AS_MANY = {"8 MiB": 1, "16 KiB": 10}
 """How many calls of each size a turn has, relative to the calls of the largest size."""
 
+LOAD_CALLS = 24  # Calls of a turn with 12 MiB each way, four at a time
+WARM_UP = 3  # Calls of each side before the first turn
 ATTEMPTS = 3  # The bench fails if this many calls of hivemind.moe in a row fail
 
 
@@ -81,13 +79,6 @@ class Options(BenchOptions):
     """Turns of each side."""
     calls: int = 5
     """Calls of a turn with 8 MiB; ten times as many with 16 KiB."""
-    warm_up: int = 3
-    """Calls of each side before the first turn."""
-    load_calls: int = 24
-    """Calls of a turn with 12 MiB each way, four at a time."""
-
-    def __post_init__(self) -> None:
-        option_checks.require_at_least(self, {"repetitions": 1, "calls": 1, "warm_up": 0, "load_calls": IN_FLIGHT})
 
 
 def run(options: Options) -> dict[str, Any]:
@@ -103,8 +94,8 @@ def run(options: Options) -> dict[str, Any]:
                 swarm = SwarmProcesses(configs[size], children, folder / size / "swarm")
                 swarm.start_peers([1])
                 ours = runner.run(_connect_hop(swarm, shape))
-                turns[size] = _measure(options, size, partial(_call_ours, runner, ours), theirs[size].call)
-                runner.run(ours.close())
+                turns[size] = _measure(options, size, _turn_of(runner, ours), theirs[size].call)
+                runner.run(ours.channels.close())
                 swarm.stop()
             for expert in theirs.values():
                 expert.close()
@@ -122,7 +113,6 @@ def run(options: Options) -> dict[str, Any]:
         "median_seconds": {size: paired.medians(sides) for size, sides in turns.items()},
         "repetitions": {**turns, "load": load.seconds},
         "hivemind_moe_failed_calls": sum(expert.num_failed for expert in theirs.values()),
-        "calls": {size: options.calls * times for size, times in TIMES_AS_MANY.items()},
     }
 
 
@@ -132,7 +122,7 @@ def _measure(
     """For each side, the median seconds of a call in every turn."""
     sides = {"ours": ours, "hivemind_moe": theirs}
     for call in sides.values():
-        for _ in range(options.warm_up):
+        for _ in range(WARM_UP):
             call()
 
     def turn(call: Callable[[], float], number: int) -> float:
@@ -143,8 +133,6 @@ def _measure(
 
 @dataclass(frozen=True, kw_only=True)
 class _Load:
-    """What the turns with several calls at a time took."""
-
     num_bytes: int  # Of one turn, there and back
     seconds: dict[str, list[float]]
     cpu_seconds: dict[str, list[float]]  # Of both processes of a side, in each turn
@@ -167,8 +155,8 @@ def _measure_load(options: Options, children: Supervisor, folder: Path, runner: 
     ours = runner.run(_connect_hop(swarm, LOAD))
     tls = Pair(children, folder / "tls", num_bytes=LOAD.hidden().nbytes)
     works: dict[str, tuple[Callable[[], None], int]] = {
-        "ours": (lambda: runner.run(ours.calls(options.load_calls)), swarm.peers[0].child.pid),
-        "tls_sockets": (lambda: tls.exchange(options.load_calls), tls.pid),
+        "ours": (lambda: runner.run(_several(ours, LOAD_CALLS)), swarm.peers[0].child.pid),
+        "tls_sockets": (lambda: tls.exchange(LOAD_CALLS), tls.pid),
     }
     cpu_seconds: dict[str, list[float]] = {name: [] for name in works}
 
@@ -184,87 +172,51 @@ def _measure_load(options: Options, children: Supervisor, folder: Path, runner: 
     turns = {name: partial(turn, name) for name in works}
     seconds = paired.in_turns(turns, options.repetitions, what="12 MiB, four at a time")
     tls.close()
-    runner.run(ours.close())
+    runner.run(ours.channels.close())
     swarm.stop()
-    num_bytes = 2 * LOAD.hidden().nbytes * options.load_calls
+    num_bytes = 2 * LOAD.hidden().nbytes * LOAD_CALLS
     return _Load(num_bytes=num_bytes, seconds=seconds, cpu_seconds=cpu_seconds)
 
 
+def _turn_of(runner: asyncio.Runner, ours: StageBefore) -> Callable[[], float]:
+    return lambda: runner.run(ours.call())
+
+
 def _cpu_seconds(pid: int) -> float:
-    """The CPU seconds of this process and another one."""
     return proc.cpu_seconds(pid) + proc.cpu_seconds(os.getpid())
 
 
-def _call_ours(runner: asyncio.Runner, ours: "OurHop") -> float:
-    return runner.run(ours.call())
-
-
 def _config(options: Options, shape: Shape) -> RunConfig:
-    return RunConfig(
-        run="bench-hop",
-        model=ModelConfig(
-            num_layers=2, d_model=shape.width, num_heads=8, vocab_size=256,
-            custom_class=f"{Identity.__module__}:{Identity.__name__}",
-        ),
-        stages=StagesConfig(num_stages=2),
-        data=DataConfig(
-            dataset=options.dataset, sequence_length=shape.num_positions, microbatch_size=shape.num_samples,
-            max_tokens=1_000_000,
-        ),
-        wire=WireConfig(dtype=shape.encoding),
-        # No round ends while the bench runs.
-        rounds=RoundsConfig(
-            setting="diloco", round_samples=shape.num_samples << 20, inner_batch_samples=shape.num_samples
-        ),
+    # No round ends while the bench runs.
+    return run_of(
+        "hop", width=shape.width, layers=2, head_width=shape.width // 8, stages=2, setting="diloco",
+        length=shape.num_positions, microbatch=shape.num_samples, round_samples=shape.num_samples << 20,
+        dataset=options.dataset, model={"custom_class": f"{Identity.__module__}:{Identity.__name__}"},
+        data={"max_tokens": 1_000_000}, wire={"dtype": shape.encoding},
+        rounds={"inner_batch_samples": shape.num_samples},
     )  # fmt: skip
 
 
-@dataclass(eq=False)
-class OurHop:
-    """This process in the place of stage 0."""
-
-    hop: Hop
-    channels: ChannelPool
-    hidden_BTD: Tensor
-    tokens_BT1: Tensor
-    num_called: int = 0
-
-    async def call(self) -> float:
-        """Hand over the next microbatch, get its gradient and acknowledge it. Return the seconds that this took."""
-        index, self.num_called = self.num_called, self.num_called + 1
-        microbatch = Microbatch(index=index, round=0, num_samples=len(self.hidden_BTD))
-        start = time.perf_counter()
-        reply = await self.hop.train(microbatch, {TOKENS: self.tokens_BT1, HIDDEN: self.hidden_BTD}, HopListener(), {})
-        await reply.ack()
-        seconds = time.perf_counter() - start
-        assert reply.tensors[GRADIENT].shape == self.hidden_BTD.shape
-        return seconds
-
-    async def calls(self, number: int) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            room = asyncio.Semaphore(IN_FLIGHT)
-
-            async def call() -> None:
-                await self.call()
-                room.release()
-
-            for _ in range(number):
-                await room.acquire()
-                tasks.create_task(call())
-
-    async def close(self) -> None:
-        await self.channels.close()
-
-
-async def _connect_hop(swarm: SwarmProcesses, shape: Shape) -> OurHop:
+async def _connect_hop(swarm: SwarmProcesses, shape: Shape) -> StageBefore:
     tokens_BT1 = torch.randint(VOCABULARY, (shape.num_samples, shape.num_positions + 1), dtype=torch.int32)
-    return OurHop(*swarm.hop(1), shape.hidden(), tokens_BT1)
+    return StageBefore(*swarm.hop(1), {TOKENS: tokens_BT1, HIDDEN: shape.hidden()})
+
+
+async def _several(ours: StageBefore, number: int) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        room = asyncio.Semaphore(IN_FLIGHT)
+
+        async def call() -> None:
+            await ours.call()
+            room.release()
+
+        for _ in range(number):
+            await room.acquire()
+            tasks.create_task(call())
 
 
 @dataclass(eq=False)
 class TheirExpert:
-    """The client of hivemind.moe."""
-
     expert: RemoteExpert
     dht: hivemind.DHT
     hidden_BTD: Tensor

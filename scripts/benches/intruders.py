@@ -16,24 +16,28 @@ from typing import Any
 import torch
 
 from peers.local.supervisor import Supervisor
-from peers.shared import option_checks
 from peers.shared.token_option import VARIABLE
 from scripts.benches.shared import proc
-from scripts.benches.shared.common import BenchOptions, say, side, wait_for_json, with_corpus, workplace, write_json
-from scripts.benches.shared.swarm import SwarmProcesses
-from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
+from scripts.benches.shared.common import (
+    BenchOptions,
+    run_of,
+    say,
+    side,
+    wait_for_json,
+    with_corpus,
+    workplace,
+    write_json,
+)
+from scripts.benches.shared.swarm import StageBefore, SwarmProcesses
+from swarm.config import RunConfig
 from swarm.credentials.certificates import Role
 from swarm.credentials.identity import generate
 from swarm.credentials.token import Token, new_owner
 from swarm.errors import IntegrityError
-from swarm.hop.answers import HopListener
-from swarm.hop.hop import Hop
-from swarm.rpc.channels import ChannelPool
 from swarm.stage.boundary import HIDDEN, TOKENS
-from swarm.training.samples import Microbatch
 
 KINDS = ("malformed", "opens", "idle", "slow")
-IN_FLIGHT = 3
+IN_FLIGHT, WARM_UP_SECONDS = 3, 1.0
 REFUSALS = {"UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED", "UNAVAILABLE"}
 """Outcomes of calls that are rejected at once: with an invalid token, to a method that the peer does not have, or
 without a connection."""
@@ -49,10 +53,6 @@ class Options(BenchOptions):
     """Length of each measurement."""
     repetitions: int = 3
     """Measurements of each kind of intruder, and of its harmless counterpart."""
-
-    def __post_init__(self) -> None:
-        option_checks.require_positive(self, ["seconds"])
-        option_checks.require_at_least(self, {"repetitions": 1})
 
 
 def run(options: Options) -> dict[str, Any]:
@@ -82,33 +82,29 @@ def run(options: Options) -> dict[str, Any]:
                     write_json(file, target)
                     with _beside(children, kind, file) as intruder:
                         before = wait_for_json(intruder.tally, children)
-                        rate = runner.run(honest.rate(options.seconds))
-                        shares.append(min(1.0, intruder.used() / (options.seconds + honest.warm_up_seconds)))
+                        rate = runner.run(_rate(honest, options.seconds))
+                        shares.append(min(1.0, intruder.used() / (options.seconds + WARM_UP_SECONDS)))
                         after = wait_for_json(intruder.tally, children)
                     rates.append((after["calls"] - before["calls"]) / (after["at"] - before["at"]))
                     outcomes.update(after["outcomes"])
                     require_let_in(kind, after["calls"], after["outcomes"])
                     write_json(file, {**target, "share": shares[-1]})
                     with _beside(children, "harmless", file):
-                        ratios.append(rate / runner.run(honest.rate(options.seconds)))
+                        ratios.append(rate / runner.run(_rate(honest, options.seconds)))
                 figures[kind] = {
                     "honest_rate_ratio": statistics.median(ratios), "cores": statistics.mean(shares),
                     "calls_per_second": statistics.mean(rates), "outcomes": dict(outcomes),
                 }  # fmt: skip
             runner.run(honest.channels.close())
-        swarm.stop()
     return {"worst_ratio": min(figure["honest_rate_ratio"] for figure in figures.values()), **figures}
 
 
 def _config(options: Options, owner: str) -> RunConfig:
-    config = RunConfig(
-        run="bench-intruders",
-        model=ModelConfig(num_layers=4, d_model=256, num_heads=4),
-        stages=StagesConfig(num_stages=2),
-        data=DataConfig(dataset=options.dataset, sequence_length=64, microbatch_size=8, max_tokens=1_000_000),
-        # No round ends while the bench runs.
-        rounds=RoundsConfig(setting="diloco", round_samples=8 << 20, inner_batch_samples=32),
-    )
+    # No round ends while the bench runs.
+    config = run_of(
+        "intruders", width=256, layers=4, stages=2, setting="diloco", length=64, microbatch=8, round_samples=8 << 20,
+        dataset=options.dataset, data={"max_tokens": 1_000_000}, rounds={"inner_batch_samples": 32},
+    )  # fmt: skip
     return dataclasses.replace(config, owner=owner)
 
 
@@ -121,8 +117,6 @@ def require_let_in(kind: str, num_calls: int, outcomes: Mapping[str, int]) -> No
 
 @dataclass(frozen=True)
 class Beside:
-    """The other process beside the honest traffic."""
-
     tally: Path  # The file in which an intruder counts its calls
     used: Callable[[], float]  # Returns the processor seconds that the process has used
 
@@ -143,47 +137,33 @@ def _beside(children: Supervisor, kind: str, file: Path) -> Iterator[Beside]:
         children.kill9(child)
 
 
-@dataclass(eq=False)
-class Honest:
-    """This process in the place of the stage before."""
+async def _rate(honest: StageBefore, seconds: float) -> float:
+    """Microbatches a second, several at a time, after a second of warm-up."""
+    num_done, counts = 0, False
 
-    hop: Hop
-    channels: ChannelPool
-    tensors: dict[str, torch.Tensor]
-    num_started: int = 0
-    warm_up_seconds: float = 1.0
+    async def feed() -> None:
+        nonlocal num_done
+        while True:
+            await honest.call()
+            num_done += counts
 
-    async def rate(self, seconds: float) -> float:
-        """Microbatches a second, several at a time."""
-        num_done, counts = 0, False
-
-        async def feed() -> None:
-            nonlocal num_done
-            while True:
-                index, self.num_started = self.num_started, self.num_started + 1
-                microbatch = Microbatch(index=index, round=0, num_samples=len(self.tensors[TOKENS]))
-                reply = await self.hop.train(microbatch, self.tensors, HopListener(), {})
-                await reply.ack()
-                num_done += counts
-
-        feeding = [asyncio.create_task(feed()) for _ in range(IN_FLIGHT)]
-        await asyncio.sleep(self.warm_up_seconds)
-        counts = True
-        await asyncio.sleep(seconds)
-        counts = False
-        for task in feeding:
-            task.cancel()
-        ended = await asyncio.gather(*feeding, return_exceptions=True)
-        for end in ended:
-            if not isinstance(end, asyncio.CancelledError):
-                raise end if isinstance(end, BaseException) else AssertionError("feeding ended")
-        return num_done / seconds
+    feeding = [asyncio.create_task(feed()) for _ in range(IN_FLIGHT)]
+    await asyncio.sleep(WARM_UP_SECONDS)
+    counts = True
+    await asyncio.sleep(seconds)
+    counts = False
+    for task in feeding:
+        task.cancel()
+    for end in await asyncio.gather(*feeding, return_exceptions=True):
+        if not isinstance(end, asyncio.CancelledError):
+            raise end if isinstance(end, BaseException) else AssertionError("feeding ended")
+    return num_done / seconds
 
 
-async def _connect(config: RunConfig, swarm: SwarmProcesses, token: Token) -> Honest:
+async def _connect(config: RunConfig, swarm: SwarmProcesses, token: Token) -> StageBefore:
     size, length = config.data.microbatch_size, config.data.sequence_length
     tensors = {
         TOKENS: torch.randint(config.model.vocab_size, (size, length + 1), dtype=torch.int32),
         HIDDEN: torch.randn(size, length, config.model.d_model),
     }
-    return Honest(*swarm.hop(1, token.admit(generate())), tensors)
+    return StageBefore(*swarm.hop(1, token.admit(generate())), tensors)

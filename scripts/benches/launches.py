@@ -12,9 +12,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from peers.shared import option_checks
-from scripts.benches.shared.common import OutputOptions, require_multiple, say
-from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
+from scripts.benches.shared.common import OutputOptions, require_multiple, run_of, say
 from swarm.machine.recording import Recorder, Recording
 from swarm.model.stages import build_stage
 from swarm.stage.backend import StageBackend
@@ -24,6 +22,8 @@ from swarm.stage.settings import weights_of
 from swarm.stage.staging import Staging
 
 _Result = TypeVar("_Result")
+
+VOCABULARY, SAMPLES, LENGTH = 50_304, 8, 1024
 
 WITHOUT_LAUNCH = ("aten.empty", "aten.new_empty", "aten._unsafe_view", "aten.promote_types", "aten._local_scalar_dense")
 """Operators that launch nothing, besides those that only return a view."""
@@ -37,31 +37,16 @@ class Options(OutputOptions):
     """Width of the model; a multiple of 64."""
     layers: int = 12
     """Layers of the model, which is one stage."""
-    vocab_size: int = 50_304
-    """Tokens of the vocabulary."""
-    microbatch_size: int = 8
-    """Samples of the microbatch."""
-    sequence_length: int = 1024
-    """Tokens of a sample."""
-    autocast: Literal["off", "bf16"] = "bf16"
-    """What matrix products are computed in."""
 
     def __post_init__(self) -> None:
-        least = {"layers": 1, "vocab_size": 2, "microbatch_size": 1, "sequence_length": 1}
-        option_checks.require_at_least(self, least)
+        super().__post_init__()
         require_multiple("d-model", self.d_model, 64)
 
 
 class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
-    """Counts operators by name while it is entered."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # likewise
         self.counts = Counter[str]()
-
-    @property
-    def total(self) -> int:
-        return self.counts.total()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         aliases = [result.alias_info for result in func._schema.returns]
@@ -73,7 +58,7 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
 def run(options: Options) -> dict[str, Any]:
     library = _fused_norms_of_a_gpu()
-    tokens = torch.randint(options.vocab_size, (options.microbatch_size, options.sequence_length + 1))
+    tokens = torch.randint(VOCABULARY, (SAMPLES, LENGTH + 1))
     inputs = {TOKENS: tokens.int()}
     counts = dict[str, int]()
     for optimizer in ("adamw", "muon"):
@@ -84,22 +69,24 @@ def run(options: Options) -> dict[str, Any]:
         say(f"{optimizer}: one microbatch of warm-up")
         with Launches() as launches:
             _, step = _microbatch(backend, 1, inputs)
-        counts["launches_per_microbatch"] = launches.total
-        say(f"a microbatch: {launches.total} launches, of which {launches.counts.most_common(8)}")
+        counts["launches_per_microbatch"] = launches.counts.total()
+        say(f"a microbatch: {launches.counts.total()} launches, of which {launches.counts.most_common(8)}")
         with Launches() as launches:
             step()
-        counts["launches_per_inner_step" if optimizer == "adamw" else "launches_per_muon_step"] = launches.total
-        say(f"an inner step of {optimizer}: {launches.total} launches, of which {launches.counts.most_common(8)}")
+        counts["launches_per_inner_step" if optimizer == "adamw" else "launches_per_muon_step"] = (
+            launches.counts.total()
+        )
+        say(f"a step of {optimizer}: {launches.counts.total()} launches, of which {launches.counts.most_common(8)}")
     recorder = _Once()
     backend = _backend(options, "adamw", recorder)
     backend.warm_up()
     before = recorder.num_replays
     with Launches() as launches:
         _microbatch(backend, 1, inputs)
-    counts["launches_captured"] = launches.total + recorder.num_replays - before
+    counts["launches_captured"] = launches.counts.total() + recorder.num_replays - before
     say(f"a captured microbatch: {counts['launches_captured']} launches, besides {launches.counts.most_common(8)}")
     del library
-    return {**counts, "d_model": options.d_model, "layers": options.layers, "vocab_size": options.vocab_size}
+    return dict(counts)
 
 
 def _microbatch(
@@ -131,25 +118,13 @@ class _Once(Recorder):
 
 
 def _backend(options: Options, optimizer: Literal["adamw", "muon"], recorder: Recorder | None = None) -> StageBackend:
-    model = ModelConfig(
-        num_layers=options.layers, d_model=options.d_model, num_heads=options.d_model // 64,
-        vocab_size=options.vocab_size, autocast=options.autocast,
+    config = run_of(
+        "launches", width=options.d_model, layers=options.layers, setting="diloco", length=LENGTH, microbatch=SAMPLES,
+        round_samples=10 * SAMPLES, rounds={"inner_batch_samples": SAMPLES}, optimizer={"name": optimizer},
+        model={"vocab_size": VOCABULARY, "autocast": "bf16"},
     )  # fmt: skip
-    config = RunConfig(
-        run="bench-launches",
-        model=model,
-        stages=StagesConfig(num_stages=1),
-        data=DataConfig(sequence_length=options.sequence_length, microbatch_size=options.microbatch_size),
-        rounds=RoundsConfig(
-            setting="diloco",
-            inner_batch_samples=options.microbatch_size,
-            round_samples=10 * options.microbatch_size,
-        ),
-        optimizer=OptimizerConfig(name=optimizer),
-    )
     module = build_stage(config, 0, device="cpu", fused=True)
-    weights = weights_of(config, module, lineage="", fused=True)
-    budget = GraphBudget(limit_bytes=1 << 40)
+    weights, budget = weights_of(config, module, lineage="", fused=True), GraphBudget(limit_bytes=1 << 40)
     return StageBackend(
         config=config, stage=0, module=module, weights=weights, staging=Staging(), budget=budget, recorder=recorder
     )

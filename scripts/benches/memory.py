@@ -13,28 +13,24 @@ from functools import partial
 from typing import Any
 
 from peers.doctor import needs as sizes
-from peers.shared import option_checks
 from scripts.benches.shared import paired
 from scripts.benches.shared.common import (
     OutputOptions,
     compute_like_peers,
     cpu_backend,
     require_multiple,
+    run_members,
+    run_of,
     say,
-    side,
-    wait_for_json,
-    workplace,
-    write_config,
 )
 from scripts.benches.sides.memory_stage import LAST_STAGE, MEMBERS, STAGE, WAVES, random_inputs
-from swarm.config import DataConfig, LoraConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.config import RunConfig
 from swarm.model.loss import loss_bytes
 from swarm.stage.boundary import HIDDEN
 
 SETTINGS = ("synchronous", "diloco")
 GRAPH_BYTES = {"kept": 1 << 40, "recomputed": 0}  # The bytes of graphs that a peer may keep, in each mode
 TURNS = 9  # Microbatches of each mode whose CPU time is measured
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # One thread, as in swarm-peer
 
 MALLOC: Mapping[str, Mapping[str, str]] = {"usual": {}, "returning": {"MALLOC_MMAP_THRESHOLD_": "65536"}}
 """The C library's settings for each way to allocate; see mallopt(3). Where there are none, peers make their own."""
@@ -59,8 +55,8 @@ class Options(OutputOptions):
     """Measure the last stage's loss instead, with a vocabulary of this many tokens."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_multiple("d-model", self.d_model, 128)
-        option_checks.require_at_least(self, {"layers": 1, "in_flight": 1, "lora_rank": 0, "vocabulary": 0})
         if self.lora_rank and self.vocabulary:
             raise ValueError("--vocabulary measures a stage whose weights are trained: leave out --lora-rank")
 
@@ -70,24 +66,25 @@ def run(options: Options) -> dict[str, Any]:
         return loss_figures(loss_config(options))
     cases: dict[str, dict[str, Any]] = {}
     for setting in SETTINGS:
+        config = run_config(setting, options)
         for graphs in GRAPH_BYTES:
-            config = run_config(setting, options)
             expected = expected_bytes(config, options.in_flight, is_kept=graphs == "kept")
             measured = {malloc: run_case(config, graphs, malloc, options.in_flight) for malloc in MALLOC}
-            cases[f"{setting}_{graphs}"] = summary(expected, measured) | {
-                "state_bytes": sizes.state_bytes(config, STAGE),
+            cases[f"{setting}_{graphs}"] = case = {
+                "expected_bytes": expected, "measured_bytes": measured,
+                "ratio": {
+                    malloc: {name: figures[name] / expected[name] for name in expected}
+                    for malloc, figures in measured.items()
+                },
                 "bytes_per_microbatch": sizes.in_flight_bytes(config, STAGE, is_kept=graphs == "kept"),
-            }
+            }  # fmt: skip
             if options.lora_rank:
-                cases[f"{setting}_{graphs}"]["bytes_per_frozen_parameter"] = bytes_per_frozen(config, measured)
-            say(f"{setting}, graphs {graphs}: {cases[f'{setting}_{graphs}']['ratio']}")
+                case["bytes_per_frozen_parameter"] = bytes_per_frozen(config, measured)
+            say(f"{setting}, graphs {graphs}: {case['ratio']}")
+    config = run_config(SETTINGS[0], options)
     return {
-        "cases": cases,
-        **paired.figures({"recompute_seconds_ratio": recompute_ratio(run_config(SETTINGS[0], options))}),
-        "parameters": sizes.num_parameters(run_config(SETTINGS[0], options), STAGE),
-        "own_parameters": sizes.num_own_parameters(run_config(SETTINGS[0], options), STAGE),
-        "lora_rank": options.lora_rank, "d_model": options.d_model, "layers": options.layers,
-        "in_flight": options.in_flight,
+        "cases": cases, **paired.figures({"recompute_seconds_ratio": recompute_ratio(config)}),
+        "parameters": sizes.num_parameters(config, STAGE), "own_parameters": sizes.num_own_parameters(config, STAGE),
     }  # fmt: skip
 
 
@@ -95,76 +92,39 @@ def run_config(setting: str, options: Options) -> RunConfig:
     """A run in which each member has `options.in_flight` microbatches in flight, and computes WAVES times as many in a
     round."""
     wave_samples = 2 * options.in_flight
-    return RunConfig(
-        run="bench-memory",
-        model=ModelConfig(num_layers=3 * options.layers, d_model=options.d_model, num_heads=options.d_model // 64),
-        lora=LoraConfig(rank=options.lora_rank),
-        stages=StagesConfig(num_stages=3),
-        data=DataConfig(sequence_length=256, microbatch_size=2),
-        rounds=RoundsConfig(
-            setting="synchronous" if setting == "synchronous" else "diloco",
-            round_samples=MEMBERS * WAVES * wave_samples,
-            inner_batch_samples=wave_samples,
-            # One wave is always in flight while the gradients of another wave are summed up.
-            max_staleness=1,
-        ),
-    )
+    # With a staleness of 1, one wave is always in flight while the gradients of another wave are summed up.
+    return run_of(
+        "memory", width=options.d_model, layers=3 * options.layers, stages=3, setting=setting, length=256, microbatch=2,
+        round_samples=MEMBERS * WAVES * wave_samples, lora={"rank": options.lora_rank},
+        rounds={"inner_batch_samples": wave_samples, "max_staleness": 1},
+    )  # fmt: skip
 
 
 def run_case(config: RunConfig, graphs: str, malloc: str, num_in_flight: int) -> dict[str, Any]:
-    with workplace("memory") as (folder, children):
-        write_config(config, folder / "run.toml")
-        for number in range(MEMBERS):
-            command = side("memory_stage", folder, number, GRAPH_BYTES[graphs], num_in_flight)
-            children.start(f"member-{number}", command, environment={**ENVIRONMENT, **MALLOC[malloc]})
-        measured = wait_for_json(folder / "0.json", children)
-        wait_for_json(folder / "1.json", children)
-    return measured
+    arguments = GRAPH_BYTES[graphs], num_in_flight
+    members = {number: arguments for number in range(MEMBERS)}
+    return run_members("memory", config, "memory_stage", members, environment=MALLOC[malloc])[0]
 
 
 def loss_config(options: Options) -> RunConfig:
-    """A run of two stages, of which the second one is measured, with microbatches of 4,096 tokens."""
-    return RunConfig(
-        run="bench-memory",
-        model=ModelConfig(
-            num_layers=2 * options.layers, d_model=options.d_model, num_heads=options.d_model // 64,
-            vocab_size=options.vocabulary,
-        ),
-        stages=StagesConfig(num_stages=2),
-        data=DataConfig(sequence_length=1024, microbatch_size=4),
-        rounds=RoundsConfig(round_samples=4),
+    return run_of(
+        "memory", width=options.d_model, layers=2 * options.layers, stages=2, length=1024, microbatch=4,
+        round_samples=4, model={"vocab_size": options.vocabulary},
     )  # fmt: skip
 
 
 def loss_figures(config: RunConfig) -> dict[str, Any]:
     """The peak of a last stage's memory for a microbatch, beyond what the stage holds, and the part of it that the loss
     takes."""
-    with workplace("memory") as (folder, children):
-        write_config(config, folder / "run.toml")
-        children.start("last-stage", side("memory_stage", folder), environment={**ENVIRONMENT, **MALLOC["returning"]})
-        peak_bytes = wait_for_json(folder / "loss.json", children)["peak"]
+    environment = MALLOC["returning"]
+    (measured,) = run_members("memory", config, "memory_stage", {LAST_STAGE: ["loss"]}, environment=environment)
     activations = sizes.graph_bytes(config, LAST_STAGE)
     gradient = 4 * config.model.vocab_size * config.model.d_model
     expected = activations + gradient + loss_bytes(config.model, config.data.tokens_per_microbatch)
     return {
-        "peak_bytes": peak_bytes, "expected_peak_bytes": expected, "peak_ratio": peak_bytes / expected,
+        "peak_bytes": measured["peak"], "expected_peak_bytes": expected, "peak_ratio": measured["peak"] / expected,
         "activations_bytes": activations, "head_gradient_bytes": gradient,
-        "loss_over_activations": (peak_bytes - activations) / activations,
-        "peak_over_activations": (peak_bytes - gradient) / activations, "vocabulary": config.model.vocab_size,
-        "d_model": config.model.d_model, "layers": config.model.num_layers // 2,
-        "tokens": config.data.tokens_per_microbatch,
     }  # fmt: skip
-
-
-def summary(expected: Mapping[str, int], measured: Mapping[str, Figures]) -> dict[str, Any]:
-    """The bytes of one case: by arithmetic, as measured with each way to allocate, and the ratio of the two."""
-    return {
-        "expected_bytes": dict(expected),
-        "measured_bytes": {malloc: {name: figures[name] for name in expected} for malloc, figures in measured.items()},
-        "ratio": {
-            malloc: {name: figures[name] / expected[name] for name in expected} for malloc, figures in measured.items()
-        },
-    }
 
 
 def bytes_per_frozen(config: RunConfig, measured: Mapping[str, Figures]) -> float:
@@ -176,7 +136,6 @@ def bytes_per_frozen(config: RunConfig, measured: Mapping[str, Figures]) -> floa
 
 
 def expected_bytes(config: RunConfig, num_in_flight: int, *, is_kept: bool) -> dict[str, int]:
-    """The bytes that arithmetic expects at each moment."""
     state = sum(sizes.state_bytes(config, STAGE).values())
     size = 4 * sizes.num_parameters(config, STAGE)
     # The weights before an inner step, which microbatches in flight still use.

@@ -1,4 +1,4 @@
-"""The command line of scripts/bench and scripts/simulate: PROG NAME [--json] [options].
+"""The command line of scripts/bench, scripts/simulate and scripts/chaos: PROG [NAME] [--json] [options].
 
 Progress goes to stderr, the figures to stdout: with --json one JSON object as the last line, otherwise a table. The
 exit code is 1 if the figures say that the run has not `passed`, unless the module has an `exit_code(figures)`.
@@ -6,7 +6,7 @@ exit code is 1 if the figures say that the run has not `passed`, unless the modu
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -22,16 +22,20 @@ def run_named(
     prog: str, kind: str, known: Mapping[str, str], module_of: Callable[[str], ModuleType], *,
     is_about_speed: bool = False,
 ) -> int:  # fmt: skip
-    """Run the module that the command line names, one of a `kind` (in the plural), and return the exit code. Figures
-    about speed also get `others_cpu_share`."""
+    """Run the module that the command line names, one of a `kind` (in the plural), and return the exit code."""
     name, *arguments = sys.argv[1:] or [""]
     if name not in known:
         listed = ", ".join(f"{one} ({purpose})" for one, purpose in known.items())
         print(f"{prog}: error: name one of the {kind}: {listed}; {prog} NAME --help says more", file=sys.stderr)
         return EXIT_USAGE
-    module = module_of(name)
-    options = cli.parse(module.Options, prog=f"{prog} {name}", argv=arguments)
-    logs.setup_logging(f"{prog.rpartition('/')[2]} {name}", "warning")
+    return run_module(f"{prog} {name}", module_of(name), arguments, is_about_speed=is_about_speed)
+
+
+def run_module(prog: str, module: ModuleType, arguments: Sequence[str], *, is_about_speed: bool) -> int:
+    """Run a module with these arguments, print its figures, and return the exit code. Figures about speed also get
+    `others_cpu_share`."""
+    options = cli.parse(module.Options, prog=prog, argv=arguments)
+    logs.setup_logging(prog.rpartition("/")[2], "warning")
     others = Company()
     with stopping.interruptible():
         figures: dict[str, Any] = module.run(options)
@@ -40,7 +44,7 @@ def run_named(
     if options.json:
         print(json.dumps(figures))
     else:
-        Console().print(_table(name, figures))
+        Console().print(_table(prog.rpartition("/")[2], figures))
     exit_code: Callable[[dict[str, Any]], int] = getattr(module, "exit_code", _exit_code)
     return exit_code(figures)
 

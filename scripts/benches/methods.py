@@ -7,9 +7,9 @@ and torch's own DDP loop take turns.
 import functools
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,20 @@ from typing import Any
 import psutil
 
 from peers.commands import command_line
-from peers.local.supervisor import Child, Supervisor
+from peers.local.supervisor import Supervisor
 from peers.shared import option_checks
 from scripts.benches.shared import paired
-from scripts.benches.shared.common import BenchOptions, say, with_corpus, write_config
+from scripts.benches.shared.common import (
+    BenchOptions,
+    require_multiple,
+    run_of,
+    say,
+    with_corpus,
+    workplace,
+    write_config,
+)
 from scripts.benches.shared.swarm import SwarmProcesses
-from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.config import RunConfig
 from swarm.errors import DeadlineExceeded
 from swarm.metrics import log as metrics_log
 
@@ -53,47 +61,34 @@ class Options(BenchOptions):
     """Methods to measure. Figures that need other methods are left out."""
     steps: int = 240
     """Batches of 16 samples; a multiple of 16."""
-    d_model: int = 128
-    """Width of the model, which has four layers; a multiple of 32."""
-    kill: bool = True
-    """Kill a worker of each method, in a separate training."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         option_checks.require_known(self, "methods", METHODS)
-        option_checks.require_at_least(self, {"steps": 2 * BATCHES_A_ROUND, "d_model": 32})
-        if self.steps % BATCHES_A_ROUND or self.d_model % 32:
-            raise ValueError("--steps must be a multiple of 16, and --d-model of 32")
+        require_multiple("steps", self.steps, BATCHES_A_ROUND)
 
 
 def run(options: Options) -> dict[str, Any]:
-    started_at = time.monotonic()
     rows: dict[str, Rows] = {}
     found: dict[str, dict[str, Any]] = {}
     for name in options.methods:
         config, _ = with_corpus(run_config(options, name))
-        with tempfile.TemporaryDirectory(prefix="bench-methods-") as folder:
-            with Training(name, config, Path(folder) / "whole", options.steps) as training:
-                rows[name], memory_bytes = training.to_the_end()
-            found[name] = figures(config, rows[name], memory_bytes)
-            if options.kill:
-                with Training(name, config, Path(folder) / "killed", options.steps) as training:
-                    found[name]["killed"] = training.with_a_kill()
+        with training_by(name, config, options.steps) as training:
+            rows[name], memory_bytes = training.to_the_end()
+        with training_by(name, config, options.steps) as training:
+            found[name] = {**figures(config, rows[name], memory_bytes), "killed": training.with_a_kill()}
         say(f"{name}: {found[name]['tokens_per_second']:,.0f} tokens/s, loss {found[name]['held_out_loss']}")
     compare(found, rows)
     ratio = paired.figures({"dp_over_ddp_loop": beside_ddp_loop(options)}) if {"dp", "ddp_loop"} <= found.keys() else {}
-    return {"methods": found, **ratio, "seconds": time.monotonic() - started_at}
+    return {"methods": found, **ratio}
 
 
 def beside_ddp_loop(options: Options) -> paired.Ratio:
     config, _ = with_corpus(run_config(options, "dp"))
 
     def rate(method: str, number: int) -> float:
-        with (
-            tempfile.TemporaryDirectory(prefix="bench-methods-") as folder,
-            Training(method, config, Path(folder) / "turn", TURN_STEPS) as training,
-        ):
-            rows, memory_bytes = training.to_the_end()
-        tokens_per_second: float = figures(config, rows, memory_bytes)["tokens_per_second"]
+        with training_by(method, config, TURN_STEPS) as training:
+            tokens_per_second: float = figures(config, *training.to_the_end())["tokens_per_second"]
         return tokens_per_second
 
     sides = {method: functools.partial(rate, method) for method in ("dp", "ddp_loop")}
@@ -102,54 +97,52 @@ def beside_ddp_loop(options: Options) -> paired.Ratio:
 
 
 def run_config(options: Options, method: str) -> RunConfig:
-    rounds = RoundsConfig(setting="synchronous", round_samples=BATCH_SAMPLES)
-    if method == "swarm_diloco":
-        samples = BATCH_SAMPLES * BATCHES_A_ROUND
-        # With this, each of the two peers takes as many steps as the other methods do.
-        rounds = RoundsConfig(setting="diloco", round_samples=samples, inner_batch_samples=BATCH_SAMPLES // 2)
-    return RunConfig(
-        run="bench-methods",
-        model=ModelConfig(num_layers=4, d_model=options.d_model, num_heads=options.d_model // 32, vocab_size=256),
-        stages=StagesConfig(num_stages=2 if method in SWARMS else 1),
-        data=DataConfig(dataset=options.dataset, sequence_length=64, microbatch_size=4),
-        rounds=rounds,
-        optimizer=OptimizerConfig(learning_rate=2e-3),
-    )
+    is_diloco = method == "swarm_diloco"
+    # With half of the samples in an inner batch, each of the two peers takes as many steps as the other methods do.
+    return run_of(
+        "methods", width=128, layers=4, head_width=32, stages=2 if method in SWARMS else 1,
+        setting="diloco" if is_diloco else "synchronous", length=64, microbatch=4,
+        round_samples=BATCH_SAMPLES * BATCHES_A_ROUND if is_diloco else BATCH_SAMPLES, dataset=options.dataset,
+        rounds={"inner_batch_samples": BATCH_SAMPLES // 2} if is_diloco else {}, optimizer={"learning_rate": 2e-3},
+    )  # fmt: skip
+
+
+@contextmanager
+def training_by(method: str, config: RunConfig, steps: int) -> Iterator["Training"]:
+    with workplace("methods") as (folder, children):
+        yield Training(method, config, folder, children, steps)
 
 
 class Training:
-    """One training by a method: its processes, from their start to their end."""
-
-    def __init__(self, method: str, config: RunConfig, folder: Path, steps: int) -> None:
+    def __init__(self, method: str, config: RunConfig, folder: Path, children: Supervisor, steps: int) -> None:
         self._config = config
         self._rounds = steps * BATCH_SAMPLES // config.rounds.round_samples
-        self._children = Supervisor(folder / "logs")
-        self._swarm = SwarmProcesses(config, self._children, folder) if method in SWARMS else None
+        self._children, self._folder, self._method = children, folder, method
+        self._swarm = SwarmProcesses(config, children, folder) if method in SWARMS else None
         self._metrics = folder / ("trainer" if self._swarm else "") / "metrics.jsonl"
-        self._folder = folder
-        self._method = method
-        self._child: Child
-
-    def __enter__(self) -> "Training":
-        self._folder.mkdir(parents=True)
         if self._swarm is not None:
             self._swarm.start_peers([0, 1, 0, 1])
             self._child = self._swarm.launch_trainer("trainer", self._rounds, evaluation_samples=2048)
         else:
-            write_config(self._config, self._folder / "run.toml")
-            self._child = self._children.start(self._method, self._command())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for child in self._children.running:
-            self._children.kill9(child)
+            write_config(config, folder / "run.toml")
+            self._child = children.start(method, self._command())
 
     def _command(self) -> list[str]:
         config, steps, metrics = map(str, (self._folder / "run.toml", self._rounds, self._metrics))
         restarts = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "3"]
         if self._method == "ddp_loop":
             # torch's loop writes no checkpoints, so a restart would begin anew.
-            return [sys.executable, *restarts[:-1], "0", "-m", "scripts.benches.sides.ddp_loop", config, steps, metrics]
+            return [
+                sys.executable,
+                *restarts[:-1],
+                "0",
+                "-m",
+                "scripts.benches.sides",
+                "ddp_loop",
+                config,
+                steps,
+                metrics,
+            ]
         given = [
             *("--config", config, "--steps", steps, "--metrics", metrics, "--threads", "1", "--device", "cpu"),
             *("--evaluate-every", "0", "--evaluation-samples", "2048"),
@@ -192,11 +185,8 @@ class Training:
             return {"goes_on": False, "seconds": None, "steps_lost": max(before)}
         seconds = time.monotonic() - killed_at
         lost_rounds = max(0, max(before) + 1 - self._steps()[len(before)])
-        return {
-            "goes_on": True,
-            "seconds": seconds,
-            "steps_lost": lost_rounds * self._config.rounds.round_samples // BATCH_SAMPLES,
-        }
+        lost = lost_rounds * self._config.rounds.round_samples // BATCH_SAMPLES
+        return {"goes_on": True, "seconds": seconds, "steps_lost": lost}
 
     def _victim(self) -> psutil.Process:
         if self._swarm is not None:

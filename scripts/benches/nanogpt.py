@@ -7,21 +7,12 @@ takes as many steps as one process.
 import dataclasses
 import json
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from peers.shared import option_checks
-from scripts.benches.shared.common import BenchOptions, say, with_corpus, workplace
+from scripts.benches.shared.common import BenchOptions, run_of, say, with_corpus, workplace
 from scripts.benches.shared.swarm import SwarmProcesses
-from swarm.config import (
-    AveragingConfig,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    RoundsConfig,
-    RunConfig,
-    Setting,
-    StagesConfig,
-)
+from swarm.config import AveragingConfig, RoundsConfig, RunConfig, Setting
 
 BATCH = 12
 PEERS_A_STAGE = 2
@@ -34,24 +25,19 @@ class Options(BenchOptions):
 
     dataset: str = field()
     """nanoGPT's Shakespeare text, a file. With another text the loss could not be compared."""
-
     iterations: int = 2000
-    """Batches of 12 samples."""
+    """Batches of 12 samples; for DiLoCo at least as many as --inner-steps, since in each inner step two peers do what
+    one process does in an iteration."""
     inner_steps: int = 50
     """DiLoCo: steps that each peer takes in a round."""
-    codec: Literal["fp32", "fp16", "int8"] = "int8"
-    """DiLoCo: how pseudo-gradients travel."""
     settings: tuple[Setting, ...] = ("synchronous", "diloco")
     """Which settings to train in."""
     seed: int = 0
     """Seed of the data's order and of the initial weights."""
 
     def __post_init__(self) -> None:
-        option_checks.require_at_least(self, {"iterations": 1, "inner_steps": 1, "seed": 0})
-        if not self.settings:
-            raise ValueError("--settings needs at least one name")
+        super().__post_init__()
         if "diloco" in self.settings:
-            # In each inner step two peers do what one process does in an iteration.
             option_checks.require_at_least(self, {"iterations": self.inner_steps})
 
 
@@ -67,28 +53,23 @@ def run(options: Options) -> dict[str, Any]:
             say(f"{setting}: {steps} rounds")
             rows = swarm.train("trainer", steps, evaluation_samples=2048)
             summary = json.loads((swarm.folder / "trainer" / "summary.json").read_text(encoding="utf-8"))
-            swarm.stop()
         figures[setting] = {
-            "validation_loss": summary["validation_loss"],
-            "rounds": steps,
+            "validation_loss": summary["validation_loss"], "rounds": steps,
             "seconds": sum(row["train/step_time"] for row in rows),
             "averaged_bytes": sum(row["averaging/bytes"] or 0 for row in rows),
-        }
+        }  # fmt: skip
         say(f"{setting}: validation loss {summary['validation_loss']:.4f}")
     return figures
 
 
 def shakespeare(dataset: str, iterations: int, seed: int = 0) -> RunConfig:
-    return RunConfig(
-        run="bench-nanogpt",
-        model=ModelConfig(num_layers=4, d_model=128, num_heads=4, vocab_size=256),
-        stages=StagesConfig(num_stages=2),
-        data=DataConfig(dataset=dataset, seed=seed, sequence_length=64, microbatch_size=3, held_out_fraction=0.1),
-        rounds=RoundsConfig(setting="synchronous", round_samples=BATCH),
-        optimizer=OptimizerConfig(
-            learning_rate=1e-3, beta2=0.99, weight_decay=0.1, clip_norm=1.0, schedule="cosine",
-            warmup_samples=100 * BATCH, total_samples=BATCH * max(iterations, 101), final_fraction=0.1,
-        ),
+    return run_of(
+        "nanogpt", width=128, layers=4, head_width=32, stages=2, length=64, microbatch=3, round_samples=BATCH,
+        dataset=dataset, data={"seed": seed, "held_out_fraction": 0.1},
+        optimizer={
+            "learning_rate": 1e-3, "beta2": 0.99, "weight_decay": 0.1, "clip_norm": 1.0, "schedule": "cosine",
+            "warmup_samples": 100 * BATCH, "total_samples": BATCH * max(iterations, 101), "final_fraction": 0.1,
+        },
     )  # fmt: skip
 
 
@@ -96,12 +77,6 @@ def _config(options: Options, setting: Setting) -> RunConfig:
     synchronous = shakespeare(options.dataset, options.iterations, options.seed)
     if setting == "synchronous":
         return synchronous
-    return dataclasses.replace(
-        synchronous,
-        rounds=RoundsConfig(
-            setting="diloco",
-            round_samples=BATCH * options.inner_steps,
-            inner_batch_samples=BATCH // PEERS_A_STAGE,
-        ),
-        averaging=AveragingConfig(codec=options.codec),
-    )
+    samples, inner_samples = BATCH * options.inner_steps, BATCH // PEERS_A_STAGE
+    rounds = RoundsConfig(setting="diloco", round_samples=samples, inner_batch_samples=inner_samples)
+    return dataclasses.replace(synchronous, rounds=rounds, averaging=AveragingConfig(codec="int8"))

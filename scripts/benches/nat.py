@@ -6,8 +6,6 @@ way to the peer, over the rate to a public peer. Needs root, iproute2 and nftabl
 
 import json
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,15 +14,14 @@ from typing import Any
 
 from peers.commands import command_line
 from peers.local.supervisor import Child, Supervisor, last_line
-from peers.shared import option_checks
-from scripts.benches.shared.common import OutputOptions, say
+from scripts.benches.shared.common import OutputOptions, say, side, workplace
 from scripts.benches.shared.internet import KINDS, Host, Internet, missing
 from swarm.errors import DeadlineExceeded
 
 PAIRS = ("ipv6+dual-stack", "restricted+restricted", "symmetric+restricted", "symmetric+symmetric")
 MEET = "meet:"
 AT_MEET = ("meet:restricted+restricted",)
-SIDE = str(Path(__file__).parent / "sides" / "nat_echo.py")
+MEGABITS = 50  # Rate of every line, per second
 START_SECONDS = 60.0  # Longest wait until a process is useful
 
 
@@ -36,13 +33,11 @@ class Options(OutputOptions):
     """How the peer is connected, and after a plus its caller, which otherwise has a public address: none, full-cone,
     restricted, symmetric, cgnat, udp-blocked, ipv6, dual-stack. After `meet:` no peer has a public address: the run is
     begun from where the caller is, at a swarm-meet of which one port is open."""
-    mbit: int = 50
-    """Rate of every line, in megabits per second."""
     seconds: float = 8.0
     """How many seconds pieces are sent on each way."""
 
     def __post_init__(self) -> None:
-        option_checks.require_at_least(self, {"mbit": 1})
+        super().__post_init__()
         for arrangement in self.arrangements:
             if not set(arrangement.removeprefix(MEET).split("+")) <= set(KINDS) or arrangement.count("+") > 1:
                 raise ValueError(f"--arrangements knows no {arrangement!r}; the kinds are {', '.join(KINDS)}")
@@ -56,12 +51,8 @@ def run(options: Options) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for arrangement in options.arrangements:
         peer_kind, _, caller_kind = arrangement.removeprefix(MEET).partition("+")
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            Supervisor(Path(folder) / "logs", grace_seconds=0.0) as children,
-            Internet() as internet,
-        ):
-            world = _World(Hosted(children, Path(folder)), internet, peer_kind, caller_kind or "none")
+        with workplace("nat") as (folder, children), Internet() as internet:
+            world = _World(Hosted(children, folder), internet, peer_kind, caller_kind or "none")
             serves_seconds = world.serves_seconds(at_meet=arrangement.startswith(MEET))
             results[arrangement] = {"serves_seconds": serves_seconds, **world.line(options)}
         say(f"{arrangement}: {results[arrangement]}")
@@ -113,8 +104,6 @@ def wait_for(child: Child, is_there: Callable[[], object], *, seconds: float = S
 
 
 class _World:
-    """The hosts and processes of one arrangement."""
-
     def __init__(self, hosted: Hosted, internet: Internet, peer_kind: str, caller_kind: str) -> None:
         self._hosted = hosted
         self._internet = internet
@@ -136,7 +125,6 @@ class _World:
         return seconds
 
     def _meet(self) -> Child:
-        """Start swarm-meet on a host of which one port is open, and wait until it has printed its address."""
         host = self._internet.public_host()
         self._internet.close_but(host, 443)
         own = ["--announce", host.address, "--identity", self._hosted.folder / "meet.pem"]
@@ -147,7 +135,7 @@ class _World:
     def line(self, options: Options) -> dict[str, Any]:
         """The way on which pieces reach the peer, and their rate compared with the rate to a public peer."""
         for host in (self._public, self._other_public, self._peer, self._caller):
-            self._internet.limit(host, options.mbit)
+            self._internet.limit(host, MEGABITS)
         points = [host.address if self._has_ipv4 else host.address6 for host in (self._public, self._other_public)]
         entry = self._first_line(self._public, "meet", [points[0]])
         direct = self._first_line(self._other_public, "serve", [points[1]])
@@ -162,12 +150,12 @@ class _World:
 
     def _first_line(self, host: Host, role: str, arguments: Sequence[str]) -> str:
         name = f"{role}-{host.namespace}"
-        child = self._hosted.children.start(name, host.command([sys.executable, SIDE, role, *arguments]))
+        child = self._hosted.children.start(name, host.command(side("nat_echo", role, *arguments)))
         wait_for(child, lambda: "\n" in child.log.read_text())
         return child.log.read_text().splitlines()[0]
 
     def _call(self, record: str, seconds: float) -> dict[str, Any]:
-        command = self._caller.command([sys.executable, SIDE, "call", record, seconds])
+        command = self._caller.command(side("nat_echo", "call", record, seconds))
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds + START_SECONDS)
         if done.returncode:
             raise OSError(f"the caller failed: {done.stderr.strip()[-400:]}")

@@ -21,6 +21,7 @@ from scripts.benches.shared.common import (
     BenchOptions,
     compute_like_peers,
     largest_of,
+    run_of,
     say,
     with_corpus,
     workplace,
@@ -31,7 +32,7 @@ from scripts.benches.sides.reference import Reference
 from swarm.averaging.downloads import Downloads
 from swarm.averaging.state_transfer import StateTransfer
 from swarm.averaging.wire.transport import Transport
-from swarm.config import DataConfig, LoraConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.config import LoraConfig, RunConfig, StagesConfig
 from swarm.credentials import identity
 from swarm.errors import PeerUnavailable
 from swarm.interchange import run_folder
@@ -64,23 +65,19 @@ class Options(BenchOptions):
     peers_per_stage: int = 2
     """Peers that serve each stage."""
     steps: int = 20
-    """Optimizer steps to train."""
+    """Optimizer steps to train, at least three."""
     lora: int = 0
     """Train adapters of this rank (LoRA) beside a model of transformers, and compare with peft's layers."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """The optimizer of both."""
 
     def __post_init__(self) -> None:
-        first_with_control = CONTROL_MICROBATCH // MICROBATCHES_PER_ROUND + 1
-        option_checks.require_at_least(
-            self, {"stages": 1, "peers_per_stage": 1, "steps": first_with_control, "lora": 0}
-        )
+        super().__post_init__()
+        option_checks.require_at_least(self, {"steps": CONTROL_MICROBATCH // MICROBATCHES_PER_ROUND + 1})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """The results of a training."""
-
     losses: Sequence[float]  # Mean loss of each step
     weights: Sequence[Weights]  # The weights of each peer's stage; of a reference, those of the whole model
     committed: Sequence[int] = ()  # Microbatches that the members of each stage have committed together
@@ -99,11 +96,11 @@ def _compare(options: Options, children: Supervisor, folder: Path) -> dict[str, 
     swarm = _train_swarm(config, num_peers, steps, children, folder / "swarm")
     uncut = dataclasses.replace(config, stages=StagesConfig(num_stages=1))
     single = _train_swarm(uncut, 1, steps, children, folder / "single")
-    tied_config = dataclasses.replace(config, model=dataclasses.replace(config.model, tied_embeddings=True))
-    tied_swarm = _train_swarm(tied_config, num_peers, steps, children, folder / "tied")
+    tied = dataclasses.replace(config, model=dataclasses.replace(config.model, tied_embeddings=True))
+    tied_swarm = _train_swarm(tied, num_peers, steps, children, folder / "tied")
     shapes = {
-        "one_by_one": differences(single, references.plain),
-        "tied_embeddings": differences(tied_swarm, train_reference(Reference(tied_config, data), steps, {})),
+        "one_by_one": differences(single, references["plain"]),
+        "tied_embeddings": differences(tied_swarm, train_reference(Reference(tied, data), steps, {})),
     }
     return _figures(swarm, references, shapes, committed=[*single.committed, *tied_swarm.committed])
 
@@ -120,53 +117,36 @@ def _compare_adapters(options: Options, children: Supervisor, folder: Path) -> d
     return _figures(swarm, references, {}, committed=[])
 
 
-@dataclass(frozen=True, kw_only=True)
-class _References:
-    """References of the same run, right and wrong."""
-
-    plain: Trained
-    dropped: Trained
-    doubled: Trained
-
-
-def _references(begin: Callable[[], Reference], steps: int) -> _References:
+def _references(begin: Callable[[], Reference], steps: int) -> dict[str, Trained]:
     say(f"reference: {steps} steps in one process, three times")
-    return _References(
-        plain=train_reference(begin(), steps, {}),
-        dropped=train_reference(begin(), steps, {CONTROL_MICROBATCH: 0}),
-        doubled=train_reference(begin(), steps, {CONTROL_MICROBATCH: 2}),
-    )
+    wrong = {"dropped": {CONTROL_MICROBATCH: 0}, "doubled": {CONTROL_MICROBATCH: 2}}
+    return {name: train_reference(begin(), steps, counts) for name, counts in {"plain": {}, **wrong}.items()}
 
 
 def _figures(
-    swarm: Trained, references: _References, shapes: Mapping[str, Mapping[str, float]], *, committed: Sequence[int]
-) -> dict[str, Any]:
-    """The figures that are reported. Swarms with other shapes add their differences and what they have committed."""
-    expected = len(references.plain.losses) * MICROBATCHES_PER_ROUND
-    figures = differences(swarm, references.plain)
-    controls = {
-        "dropped_microbatch": _weight_difference(swarm, references.dropped),
-        "doubled_microbatch": _weight_difference(swarm, references.doubled),
-    }
+    swarm: Trained, references: Mapping[str, Trained], shapes: Mapping[str, Mapping[str, float]], *,
+    committed: Sequence[int],
+) -> dict[str, Any]:  # fmt: skip
+    plain = references["plain"]
+    expected, figures = len(plain.losses) * MICROBATCHES_PER_ROUND, differences(swarm, plain)
+    controls = {f"{name}_microbatch": _weight_difference(swarm, references[name]) for name in ("dropped", "doubled")}
     exactly_once = {*swarm.committed, *committed} == {expected}
     largest = max(value for found in (figures, *shapes.values()) for value in found.values())
     controls_differ = all(CONTROL_BOUND < value < math.inf for value in controls.values())
     return {
         **figures, **shapes, **controls, "microbatches": expected, "committed_per_stage": list(swarm.committed),
-        "exactly_once": exactly_once, "first_loss": references.plain.losses[0],
-        "final_loss": references.plain.losses[-1], "passed": largest < BOUND and controls_differ and exactly_once,
+        "exactly_once": exactly_once, "first_loss": plain.losses[0], "final_loss": plain.losses[-1],
+        "passed": largest < BOUND and controls_differ and exactly_once,
     }  # fmt: skip
 
 
 def _config(options: Options) -> RunConfig:
-    return RunConfig(
-        run="bench-parity",
-        model=ModelConfig(num_layers=max(3, options.stages), d_model=64, num_heads=4, vocab_size=256),
-        stages=StagesConfig(num_stages=options.stages),
-        data=DataConfig(dataset=options.dataset, sequence_length=64, microbatch_size=4, max_tokens=1_000_000),
-        rounds=RoundsConfig(setting="synchronous", round_samples=4 * MICROBATCHES_PER_ROUND),
-        optimizer=OptimizerConfig(name=options.optimizer, learning_rate=1e-3, clip_norm=1.0),
-    )
+    return run_of(
+        "parity", width=64, layers=max(3, options.stages), head_width=16, stages=options.stages, length=64,
+        microbatch=4, round_samples=4 * MICROBATCHES_PER_ROUND, dataset=options.dataset,
+        data={"max_tokens": 1_000_000},
+        optimizer={"name": options.optimizer, "learning_rate": 1e-3, "clip_norm": 1.0},
+    )  # fmt: skip
 
 
 def train_reference(reference: Reference, steps: int, counts: Mapping[int, int]) -> Trained:
@@ -183,12 +163,17 @@ def _train_swarm(
     swarm = SwarmProcesses(config, children, folder, model=model)
     swarm.start_peers([stage for _ in range(peers_per_stage) for stage in range(num_stages)])
     say(f"swarm: {steps} steps")
-    metrics = swarm.train("trainer", steps)
-    say("swarm: the weights are downloaded")
-    records = [peer.record for peer in swarm.peers]
-    weights, committed = asyncio.run(_inspect(config, records, steps))
+    swarm.train("trainer", steps)
+    trained = trained_by(swarm, steps)
     swarm.stop()
-    return Trained(losses=[row["train/loss"] for row in metrics], weights=weights, committed=committed)
+    return trained
+
+
+def trained_by(swarm: SwarmProcesses, steps: int) -> Trained:
+    """What a swarm has come to whose trainer, named `trainer`, has taken this many steps."""
+    say("swarm: the weights are downloaded")
+    weights, committed = asyncio.run(_inspect(swarm.config, [peer.record for peer in swarm.peers], steps))
+    return Trained(losses=[row["train/loss"] for row in swarm.steps("trainer")], weights=weights, committed=committed)
 
 
 async def _inspect(
@@ -199,7 +184,7 @@ async def _inspect(
     committed = [0] * config.stages.num_stages
     channels = ChannelPool()
     for record in records:
-        weights.append(await download_weights(config, record, steps, channels))
+        weights.append(await _download_weights(config, record, steps, channels))
         request = pb.DescribeRequest(run_id=config.run_id)
         reply = await describe(channels.channel(record), request, seconds=ANSWER_SECONDS)
         committed[record.stage] += reply.counters.committed
@@ -207,7 +192,7 @@ async def _inspect(
     return weights, committed
 
 
-async def download_weights(
+async def _download_weights(
     config: RunConfig, record: PeerRecord, steps: int, channels: ChannelPool
 ) -> dict[str, torch.Tensor]:
     deadline = time.monotonic() + COMMIT_SECONDS

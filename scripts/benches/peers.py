@@ -7,17 +7,17 @@
 A first turn of each side, and the first step of each trainer of the swarm, are not measured.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from peers.local.supervisor import Supervisor
-from peers.shared import option_checks
 from scripts.benches.shared import paired
 from scripts.benches.shared.common import (
     BenchOptions,
     require_multiple,
+    run_of,
     say,
     side,
     wait_for_json,
@@ -28,7 +28,7 @@ from scripts.benches.shared.common import (
 from scripts.benches.shared.paired import Worker, turn_seconds
 from scripts.benches.shared.ports import free_ports
 from scripts.benches.shared.swarm import SwarmProcesses
-from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.config import RunConfig
 
 NUM_STAGES = 2
 
@@ -39,35 +39,28 @@ class Options(BenchOptions):
 
     d_model: int = 512
     """Width of the model; a multiple of 64."""
-    num_layers: int = 4
-    """Layers of the model, half of them at each stage."""
-    microbatch_size: int = 2
-    """Samples of 256 tokens in a microbatch."""
     microbatches: int = 40
-    """Microbatches in a round, which is one optimizer step."""
-    steps: int = 1
-    """Rounds of each turn."""
+    """Microbatches of 2 samples of 256 tokens in a round, which is one optimizer step, and a turn."""
     repetitions: int = 5
     """Times that each side has its turn."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_multiple("d-model", self.d_model, 64)
-        least = {"num_layers": NUM_STAGES, "microbatch_size": 1, "microbatches": 1, "steps": 1, "repetitions": 1}
-        option_checks.require_at_least(self, least)
 
 
 def run(options: Options) -> dict[str, Any]:
     config, _ = with_corpus(_config(options))
-    tokens = options.steps * config.rounds.round_samples * config.data.sequence_length
+    tokens = config.rounds.round_samples * config.data.sequence_length
     with workplace("peers") as (folder, children):
         write_config(config, folder / "run.toml")
         say("all sides start")
-        static = _start_static(folder, options.steps, children)
-        moe = _start_moe(folder, options.steps, children)
+        static = _start_static(folder, children)
+        moe = _start_moe(folder, children)
         swarm = SwarmProcesses(config, children, folder / "swarm")
         swarm.start_peers(range(NUM_STAGES))
         sides: dict[str, Callable[[int], float]] = {
-            "swarm": lambda number: swarm.tokens_per_second(f"trainer-{number}", options.steps),
+            "swarm": lambda number: swarm.tokens_per_second(f"trainer-{number}", 1),
             "moe": lambda number: tokens / max(turn_seconds([moe])),
             "static": lambda number: tokens / max(turn_seconds(static)),
         }
@@ -75,8 +68,6 @@ def run(options: Options) -> dict[str, Any]:
         for warm_up in sides.values():
             warm_up(options.repetitions)
         rates = paired.in_turns(sides, options.repetitions, what="turns", unit="tokens/s")
-        for child in children.running:
-            children.kill9(child)
     ratios = {
         "ratio_to_hivemind_moe": paired.ratio(rates["swarm"], rates["moe"]),
         "ratio_to_torch_pipelining": paired.ratio(rates["swarm"], rates["static"]),
@@ -88,45 +79,35 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def _config(options: Options) -> RunConfig:
-    width = options.d_model
-    return RunConfig(
-        run="bench-peers",
-        model=ModelConfig(num_layers=options.num_layers, d_model=width, num_heads=width // 64, vocab_size=256),
-        stages=StagesConfig(num_stages=NUM_STAGES),
-        data=DataConfig(
-            dataset=options.dataset, sequence_length=256, microbatch_size=options.microbatch_size, max_tokens=4_000_000
-        ),
-        rounds=RoundsConfig(setting="synchronous", round_samples=options.microbatch_size * options.microbatches),
-        # Gradients are not clipped by their norm over all stages, because the other sides do not clip.
-        optimizer=OptimizerConfig(learning_rate=3e-4, clip_norm=0.0),
-    )
+    # Gradients are not clipped by their norm over all stages, because the other sides do not clip.
+    return run_of(
+        "peers", width=options.d_model, layers=4, stages=NUM_STAGES, length=256,
+        microbatch=2, round_samples=2 * options.microbatches,
+        dataset=options.dataset, data={"max_tokens": 4_000_000},
+        optimizer={"learning_rate": 3e-4, "clip_norm": 0.0},
+    )  # fmt: skip
 
 
-def _worker(name: str, module: str, results: Path, arguments: Sequence[object], children: Supervisor) -> Worker:
-    return Worker(name, side(module, *arguments), results, children)
-
-
-def _start_static(folder: Path, steps: int, children: Supervisor) -> list[Worker]:
+def _start_static(folder: Path, children: Supervisor) -> list[Worker]:
     (port,) = free_ports(1)
     workers = []
     for rank in range(NUM_STAGES):
         results = folder / f"static-{rank}"
-        arguments = (folder / "run.toml", results, rank, port, steps)
-        workers.append(_worker(f"static-{rank}", "static_stage", results, arguments, children))
+        arguments = (folder / "run.toml", results, rank, port)
+        workers.append(Worker(f"static-{rank}", side("static_stage", *arguments), results, children))
     for worker in workers:
         worker.until_stopped()
     return workers
 
 
-def _start_moe(folder: Path, steps: int, children: Supervisor) -> Worker:
+def _start_moe(folder: Path, children: Supervisor) -> Worker:
     addresses: list[str] = []
     for stage in range(NUM_STAGES):
         ready = folder / f"moe-{stage}.json"
         children.start(f"moe-{stage}", side("moe", "stage", ready, folder / "run.toml", stage, *addresses[:1]))
         addresses.append(wait_for_json(ready, children)["addresses"][0])
     results = folder / "moe"
-    trainer = _worker(
-        "moe-trainer", "moe", results, ("train", folder / "run.toml", results, steps, *addresses), children
-    )
+    command = side("moe", "train", folder / "run.toml", results, *addresses)
+    trainer = Worker("moe-trainer", command, results, children)
     trainer.until_stopped()
     return trainer

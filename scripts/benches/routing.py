@@ -1,6 +1,6 @@
 """What it costs to know many peers: the CPU time of a choice, the memory of the table, the directory's traffic.
 
-`record_bytes` and what follows from it are computed; sides/routing_dht.py measures what real DHT nodes use.
+sides/routing_dht.py measures what real DHT nodes use.
 """
 
 import random
@@ -11,20 +11,17 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from peers.shared import option_checks
-from peers.stage_peer.presence import ANNOUNCE_SECONDS
 from scripts.benches.shared.common import OutputOptions, say
 from scripts.benches.sides import routing_dht
-from scripts.benches.sides.routing_dht import REPLICAS, full_record
+from scripts.benches.sides.routing_dht import REPLICAS
 from scripts.benches.simulate.timeline import Timeline
-from swarm.credentials import identity
 from swarm.dht.directory import NUM_OFTEN
-from swarm.dht.records import seal
 from swarm.routing.router import Router
 from swarm.routing.throughput import Observation
 from swarm.types import PeerId, PeerRecord, PeerState
 
-NUM_SAMPLES = 4
+NUM_SAMPLES, NUM_CHOICES = 4, 20_000
+SEED = 0  # Of the peers' speeds, of the router's chance, and of when each peer begins
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,25 +30,16 @@ class Options(OutputOptions):
 
     sizes: tuple[int, ...] = (100, 1000, 10000)
     """Peers of a stage; the first and the last are compared."""
-    num_choices: int = 20000
-    """Choices in each repetition, at each size."""
     repetitions: int = 7
     """Repetitions over which medians are taken."""
     dht_sizes: tuple[int, ...] = (2, 4, 8, 16, 24)
     """Numbers of peers with a DHT node each, from few to many. Larger swarms are extrapolated from the largest ones,
     which must not use all of the CPU."""
-    dht_stages: int = 1
-    """Stages that these peers serve in turn. Each peer reads the records of all stages."""
     dht_seconds: float = 30.0
     """How long the DHT is observed, at each size."""
-    seed: int = 0
-    """Seed of the peers' speeds, of the router's chance, and of when each peer begins."""
 
     def __post_init__(self) -> None:
-        option_checks.require_at_least(self, {"num_choices": 1, "repetitions": 1, "dht_stages": 1})
-        option_checks.require_positive(self, ["dht_seconds"])
-        if not self.sizes or min(self.sizes) < 1:
-            raise ValueError("--sizes takes one or more numbers from 1 on")
+        super().__post_init__()
         if any(larger <= size for size, larger in pairwise((0, *self.dht_sizes))):
             raise ValueError("--dht-sizes must grow from one to the next")
         if sum(REPLICAS < size <= NUM_OFTEN for size in self.dht_sizes) < 2:
@@ -61,42 +49,30 @@ class Options(OutputOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    me = identity.generate()
-    tables = {size: _Table(size, options.seed) for size in options.sizes}
+    tables = {size: _Table(size, SEED) for size in options.sizes}
     seconds: dict[int, list[float]] = {size: [] for size in options.sizes}
     updates: dict[int, list[float]] = {size: [] for size in options.sizes}
     for table in tables.values():
-        table.choose(max(options.num_choices, 2 * table.size))
+        table.choose(max(NUM_CHOICES, 2 * table.size))
     for repetition in range(options.repetitions):
         for size, table in tables.items():
-            seconds[size].append(table.choose(options.num_choices) / options.num_choices)
+            seconds[size].append(table.choose(NUM_CHOICES) / NUM_CHOICES)
             updates[size].append(table.update() / size)
         say(f"repetition {repetition + 1} of {options.repetitions}")
     first, last = options.sizes[0], options.sizes[-1]
     choice = {size: statistics.median(values) for size, values in seconds.items()}
-    record_bytes = len(seal(me, "run.0123456789abcdef.stage.0", full_record(me), 1e9))
     return {
         f"cost_{last}_over_{first}": choice[last] / choice[first],
         "choice_microseconds": {str(size): 1e6 * value for size, value in choice.items()},
         "update_microseconds_per_peer": {
             str(size): 1e6 * statistics.median(values) for size, values in updates.items()
         },
-        "table_bytes_per_peer": {str(size): _table_bytes(size, options.seed) / size for size in options.sizes},
-        "record_bytes": record_bytes,
-        "announce_bytes_per_second": record_bytes / ANNOUNCE_SECONDS,
-        "read_bytes_per_second": {
-            str(size): routing_dht.read_bytes_per_second(size, record_bytes) for size in options.sizes
-        },
-        **routing_dht.measure(
-            options.dht_sizes, num_stages=options.dht_stages, seconds=options.dht_seconds, record_bytes=record_bytes,
-            seed=options.seed,
-        ),
-    }  # fmt: skip
+        "table_bytes_per_peer": {str(size): _table_bytes(size, SEED) / size for size in options.sizes},
+        **routing_dht.measure(options.dht_sizes, seconds=options.dht_seconds, seed=SEED),
+    }
 
 
 class _Table:
-    """A router that knows the peers of one stage."""
-
     def __init__(self, size: int, seed: int) -> None:
         self.size = size
         self._rng = random.Random(seed)

@@ -1,7 +1,6 @@
 """The parts of the allreduce bench that could favour or harm a side unnoticed: values, distances, formula, orders."""
 
 import math
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -11,24 +10,11 @@ import pytest
 import torch
 
 from peers.local.supervisor import Supervisor
-from scripts.benches.allreduce import (
-    ARMS,
-    MAX_ERROR,
-    Arm,
-    Group,
-    Options,
-    Round,
-    _figures,
-    _round,
-    formula_bytes,
-    held,
-    until_sent,
-)
-from scripts.benches.shared.proc import loopback_bytes
+from scripts.benches.allreduce import ARMS, MAX_ERROR, Arm, Group, Options, Round, _figures, _round, held
 from scripts.benches.sides.averaging_peer import as_tensors, compare, distance, exact_mean, values
 from scripts.benches.sides.swarm_averager import averaging_config
 from swarm.averaging.agreement.rules import is_complete
-from swarm.errors import DeadlineExceeded, IntegrityError, PeerUnavailable
+from swarm.errors import IntegrityError
 
 NUM_PARAMETERS = 1000
 
@@ -43,10 +29,6 @@ def test_distances_are_shares_of_the_mean_and_name_what_is_held() -> None:
     torn = compare(as_tensors(half_P), means, NUM_PARAMETERS)
     assert held(torn["distances"]) == "neither mean"
     assert torn["digest"] != compared["digest"]
-
-
-def test_every_element_travels_to_its_owner_and_back_once_for_each_other_member() -> None:
-    assert formula_bytes("fp16", Options(parameters=NUM_PARAMETERS, peers=4)) == 3 * 2 * 2 * NUM_PARAMETERS
 
 
 @pytest.mark.parametrize("num_peers", [3, 4, 7])
@@ -76,15 +58,6 @@ class _Answering(Group):
         return self._answers.get(name, [])
 
 
-def test_a_member_whose_step_failed_is_told_in_the_error(tmp_path: Path) -> None:
-    finished = [
-        {"num_members": 2, "seconds": 1.0, "error": ""},
-        {"seconds": 60.0, "error": "TimeoutError: no group"},
-    ]
-    with Supervisor(tmp_path) as children, pytest.raises(IntegrityError, match=r"not averaged.*TimeoutError: no group"):
-        _round(_Answering(tmp_path, children, finished), Arm("hivemind", "fp16"))
-
-
 @pytest.mark.parametrize("errors", [(MAX_ERROR + 0.1, 0.0), (0.0, math.nan), (math.nan, 0.0), (0.0, math.inf)])
 def test_who_holds_something_else_or_no_numbers_has_not_averaged(errors: tuple[float, float], tmp_path: Path) -> None:
     finished = [{"num_members": 2, "seconds": 1.0}, {"num_members": 2, "seconds": 1.0}]
@@ -93,22 +66,15 @@ def test_who_holds_something_else_or_no_numbers_has_not_averaged(errors: tuple[f
         assert _round(_Answering(tmp_path, children, finished), arm).error == 0.0
         with pytest.raises(IntegrityError, match="ours_fp16 has not averaged"):
             _round(_Answering(tmp_path, children, finished, errors), arm)
-
-
-def test_nobody_waits_for_bytes_that_the_dead_do_not_send(tmp_path: Path) -> None:
-    with Supervisor(tmp_path) as children:
-        with pytest.raises(DeadlineExceeded, match="bytes are missing after 0 s"):
-            until_sent(loopback_bytes() + (1 << 50), children, timeout_seconds=0.0)
-        children.start("short", [sys.executable, "-c", "print('no luck')"])
-        with pytest.raises(PeerUnavailable, match="short ended early: no luck"):
-            until_sent(loopback_bytes() + (1 << 50), children)
+        failed = [finished[0], {"seconds": 60.0, "error": "TimeoutError: no group"}]
+        with pytest.raises(IntegrityError, match=r"not averaged.*TimeoutError: no group"):
+            _round(_Answering(tmp_path, children, failed), arm)
 
 
 def test_a_round_speedup_is_of_whole_rounds_with_matchmaking() -> None:
     def measured(**seconds: float) -> Round:
-        reply = {"bytes_sent": 1, "bytes_received": 1, **seconds}
-        return Round(finished=[reply, reply], compared=[{"distances": {"all": 0.1}}], loopback_bytes=1)
+        return Round(finished=[seconds, seconds], compared=[{"distances": {"all": 0.1}}], loopback_bytes=1)
 
     ours, theirs = measured(seconds=2.0, exchange_seconds=1.0), measured(seconds=3.0, matchmaking_seconds=1.0)
-    figures = _figures(Options(), {arm: [ours if arm.side == "ours" else theirs] for arm in ARMS})
+    figures = _figures({arm: [ours if arm.side == "ours" else theirs] for arm in ARMS})
     assert (figures["round_speedup_int8"], figures["speedup_int8"]) == (2.0, 3.0)

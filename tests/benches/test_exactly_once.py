@@ -1,6 +1,5 @@
 """The parts of the bench `exactly-once` that judge: what it plants, and whom it may kill."""
 
-import os
 import random
 from collections import Counter
 from pathlib import Path
@@ -9,10 +8,9 @@ from typing import Any
 import pytest
 
 from peers.local.supervisor import Child, Supervisor
-from scripts.benches.exactly_once import FAULTS, Options, _config, _held, _plant, _was_put_to_test
+from scripts.benches import exactly_once
+from scripts.benches.exactly_once import FAULTS, FaultySwarm, Options, _config, _held, _plant
 from scripts.benches.shared.swarm import SwarmProcesses
-from scripts.benches.sides import faulty_swarm
-from scripts.benches.sides.faulty_swarm import FaultySwarm
 from swarm.errors import DeadlineExceeded, PeerUnavailable
 from tests.audit.honest import HonestRun
 
@@ -69,7 +67,7 @@ def test_a_joiner_that_fails_after_the_last_step_fails_the_bench(
         faulty.joining.append((faulty.swarm.children.start("joiner", ["sh", "-c", joiner]), 0))
         return True
 
-    monkeypatch.setattr(faulty_swarm, "START_SECONDS", 2.0)
+    monkeypatch.setattr(exactly_once, "START_SECONDS", 2.0)
     with Supervisor(tmp_path) as children:
         faulty = FaultySwarm(_OneStep(_config(Options()), children, tmp_path), random.Random(0))
         with pytest.raises(error, match=line):
@@ -77,22 +75,9 @@ def test_a_joiner_that_fails_after_the_last_step_fails_the_bench(
         assert faulty.owed == 0
 
 
-def test_a_joiner_that_ends_together_with_the_trainer_is_noticed(tmp_path: Path) -> None:
-    with Supervisor(tmp_path) as children:
-        faulty = FaultySwarm(_OneStep(_config(Options()), children, tmp_path), random.Random(0))
-        trainer = children.start("trainer", ["true"])
-        for child in (trainer, children.start("joiner", ["false"])):
-            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        with pytest.raises(PeerUnavailable, match="joiner ended early"):
-            faulty.has_ended(trainer)
-
-
 def test_a_swarm_in_which_nothing_fails_or_too_little_has_not_been_put_to_test(tmp_path: Path) -> None:
     with Supervisor(tmp_path) as children:
         swarm = SwarmProcesses(_config(Options()), children, tmp_path)
-        assert not _was_put_to_test(FaultySwarm(swarm, random.Random(0)))
-        assert not _was_put_to_test(FaultySwarm(swarm, random.Random(0), Counter(kill=3), owed=1))
-        assert _was_put_to_test(FaultySwarm(swarm, random.Random(0), Counter(kill=3)))
-        after_the_last = FaultySwarm(_OneStep(_config(Options()), children, tmp_path), random.Random(0))
-        after_the_last.train(1, lambda faulty: False)
-        assert after_the_last.owed == 0
+        assert not FaultySwarm(swarm, random.Random(0)).was_put_to_test
+        assert not FaultySwarm(swarm, random.Random(0), Counter(kill=3), owed=1).was_put_to_test
+        assert FaultySwarm(swarm, random.Random(0), Counter(kill=3)).was_put_to_test

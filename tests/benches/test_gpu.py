@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from scripts.benches import gpu
-from scripts.benches.shared.common import with_corpus
-from scripts.benches.sides import plain_llama
-from scripts.benches.sides.gpu_stage import StageSide
+from scripts.benches.shared.common import run_of, with_corpus
+from scripts.benches.sides import gpu_stage
 from scripts.benches.sides.reference import Reference
-from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig, WireConfig
 from swarm.errors import Fatal
 
 CPU = torch.device("cpu")
@@ -29,29 +27,21 @@ def test_without_a_gpu_it_says_so() -> None:
 
 def test_the_plain_loop_takes_the_steps_of_the_run() -> None:
     config, data = with_corpus(
-        RunConfig(
-            model=ModelConfig(num_layers=2, d_model=32, num_heads=2),
-            stages=StagesConfig(num_stages=1),
-            data=DataConfig(sequence_length=16, microbatch_size=2, max_tokens=100_000),
-            rounds=RoundsConfig(setting="synchronous", round_samples=4),
-            optimizer=OptimizerConfig(learning_rate=1e-2, warmup_samples=0, weight_decay=0.1, clip_norm=0.5),
+        run_of(
+            "gpu", width=32, layers=2, head_width=16, length=16, microbatch=2, round_samples=4,
+            data={"max_tokens": 100_000},
+            optimizer={"learning_rate": 1e-2, "warmup_samples": 0, "weight_decay": 0.1, "clip_norm": 0.5},
         )
-    )
-    found = plain_llama.train(config, data, CPU, warm_up=1, steps=5, compiles=False)
+    )  # fmt: skip
+    found = gpu_stage.train(config, data, CPU, warm_up=1, steps=5, compiles=False)
     reference = Reference(config, data)
     assert found.losses == pytest.approx([reference.step(step) for step in range(6)], abs=1e-4)
     assert found.losses[-1] < found.losses[0] - 0.3
-    assert found.tokens_per_second > 0.0
 
 
 def test_a_stage_computes_all_its_microbatches() -> None:
-    config = RunConfig(
-        model=ModelConfig(num_layers=3, d_model=64, num_heads=1),
-        data=DataConfig(sequence_length=16, microbatch_size=2),
-        rounds=RoundsConfig(setting="synchronous"),
-        wire=WireConfig(dtype="int8"),
-    )
-    side = StageSide(config, CPU, compiles=False)
+    config = run_of("gpu", width=64, layers=3, stages=3, length=16, microbatch=2, wire={"dtype": "int8"})
+    side = gpu_stage.StageSide(config, CPU, compiles=False)
     assert side.tokens_per_second(2) > 0.0
     bucket = side.backend.weights.buckets.open()
     assert (bucket.num_samples, bucket.num_tentative, side.backend.budget.num_kept) == (4, 0, 0)
@@ -63,7 +53,7 @@ def test_a_part_that_fails_is_named_and_stops_no_other(
     def fails(*arguments: Any, **options: Any) -> None:
         raise RuntimeError("no room\nat all")
 
-    monkeypatch.setattr(plain_llama, "train", fails)
+    monkeypatch.setattr(gpu_stage, "train", fails)
     figures = gpu.run(dataclasses.replace(TINY, only=("plain", "stage")))
     assert figures["failed"].keys() == {"plain"}
     assert figures["stage_ratio_to_graph"] > 0.0

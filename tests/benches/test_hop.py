@@ -22,13 +22,9 @@ def _expert(*failures: bool) -> TheirExpert:
     return TheirExpert(expert, None, torch.zeros(2, 2), torch.ones(2, 2))
 
 
-def test_a_failed_call_is_counted_and_made_again() -> None:
+def test_a_failed_call_is_counted_and_made_again_but_not_for_ever() -> None:
     expert = _expert(True, False, False)
-    assert expert.call() > 0
-    assert expert.call() > 0
+    assert min(expert.call(), expert.call()) > 0
     assert expert.num_failed == 1
-
-
-def test_an_expert_that_only_fails_ends_the_bench() -> None:
     with pytest.raises(PeerUnavailable, match="in a row"):
         _expert(*[True] * ATTEMPTS).call()

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from scripts.benches.intruders import KINDS, OWN_FAULTS, require_let_in
-from scripts.benches.sides.intruder import BEGIN, Intruder
+from scripts.benches.sides.intruder import Intruder
 from swarm.errors import IntegrityError
 from tests.support.chain import PATIENCE_SECONDS
 
@@ -68,14 +68,3 @@ async def test_methods_that_are_not_there_are_told(kind: str, tmp_path: Path) ->
     assert found["calls"] > 0
     with pytest.raises(IntegrityError, match="UNIMPLEMENTED"):
         require_let_in(kind, found["calls"], found["outcomes"])
-
-
-async def test_calls_and_their_outcomes_are_counted(tmp_path: Path) -> None:
-    async def refuse(request: bytes, context: Any) -> None:
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no message")
-
-    _, service, method = BEGIN.split("/")
-    handlers = grpc.method_handlers_generic_handler(service, {method: grpc.unary_unary_rpc_method_handler(refuse)})
-    found = await _tally("malformed", tmp_path / "tally.json", handlers)
-    assert found["outcomes"].keys() == {"INVALID_ARGUMENT"}
-    assert 0 < found["outcomes"]["INVALID_ARGUMENT"] <= found["calls"]

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from scripts.benches import __main__ as command
 from scripts.benches.menu import run_named
 from scripts.benches.shared.common import OutputOptions
 
@@ -27,19 +26,3 @@ def test_what_has_not_passed_is_exit_code_1(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["bench", "gate", "--json"])
     assert run_named("bench", "benches", {"gate": ""}, lambda name: _module(figures)) == code
-
-
-def test_a_module_s_own_exit_code_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = _module({"passed": True})
-    vars(module)["exit_code"] = lambda figures: 3
-    monkeypatch.setattr(sys, "argv", ["bench", "gate"])
-    assert run_named("bench", "benches", {"gate": ""}, lambda name: module) == 3
-
-
-def test_an_unknown_name_gets_the_list_of_benches(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench", "speed"])
-    assert command.main() == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert all(name in line for name in command.BENCHES)

@@ -3,19 +3,12 @@
 import pytest
 
 from scripts.benches import methods
-from scripts.benches.methods import METHODS, Options
+from scripts.benches.methods import Options
 
 
 def _rows(losses: list[float], seconds: float) -> list[dict[str, float]]:
     steps = [{"step": n, "train/loss": loss, "train/step_time": seconds} for n, loss in enumerate(losses, start=1)]
     return [*steps[:-1], {**steps[-1], "val/loss": losses[-1]}]
-
-
-def test_every_method_trains_as_many_samples() -> None:
-    configs = [methods.run_config(Options(), name) for name in METHODS]
-    assert {config.optimizer for config in configs} == {configs[0].optimizer}
-    assert [config.rounds.synchronous for config in configs] == [name != "swarm_diloco" for name in METHODS]
-    assert [config.stages.num_stages for config in configs] == [2 if "swarm" in name else 1 for name in METHODS]
 
 
 def test_rates_and_seconds_follow_from_the_lines() -> None:

@@ -8,8 +8,6 @@ mostly a pause of fixed length, so that many peers fit on few cores and a peer's
 """
 
 import dataclasses
-import json
-import math
 import random
 import subprocess
 import sys
@@ -22,28 +20,21 @@ from pathlib import Path
 from typing import Any
 
 from peers.local.supervisor import Supervisor
-from peers.shared import cli, faults, option_checks, process, stopping
+from peers.shared import faults, option_checks, process
 from scripts.benches.chaos import figures
 from scripts.benches.chaos.cast import Cast
 from scripts.benches.chaos.faults import KINDS, fault
 from scripts.benches.chaos.figures import Struck
-from scripts.benches.shared.common import POLL_SECONDS, BenchOptions, say, with_corpus, write_config
-from scripts.benches.shared.proc import Company
+from scripts.benches.menu import run_module
+from scripts.benches.shared.common import POLL_SECONDS, BenchOptions, run_of, say, with_corpus, write_config
 from scripts.benches.shared.throttle import Throttle
 from scripts.benches.sides.paced_stage import PACE
-from swarm.config import (
-    AveragingConfig,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    OuterConfig,
-    RoundsConfig,
-    RunConfig,
-    Setting,
-    StagesConfig,
-)
+from swarm.config import RunConfig, Setting
 
 PARTS = 3  # The number of parts of a storm
+STAGES, PEERS_A_STAGE, TRAINERS = 3, 3, 2
+SETTLING_SECONDS = 30.0
+"""Time at the start, and after each part of the storm, in which all processes come back."""
 DISK_MIB = 64
 SECONDS_PER_SAMPLE = 0.2
 """How long a peer computes for a sample. At 0.1 and at 0.15 two slow cores were busy for two thirds of the time before
@@ -64,36 +55,14 @@ class Options(BenchOptions):
     """Which faults, when, and which processes they hit."""
     kinds: tuple[str, ...] = tuple(KINDS)
     """Which kinds of fault to have."""
-    stages: int = 3
-    """Stages of the model."""
-    peers_per_stage: int = 3
-    """Peers that each stage begins with."""
-    trainers: int = 2
-    """Trainers that feed them."""
     calibration_seconds: float = 60.0
     """Undisturbed training before each part of the storm and after the last: its rate is the yardstick."""
-    warm_up_seconds: float = 30.0
-    """Training before all that."""
-    settling_seconds: float = 30.0
-    """Time after each part of the storm in which all processes come back; at the end, until there is one more
-    commit."""
-    round_samples: int = 0
-    """Samples of a round; 0 for 128 in the synchronous setting, where each round ends with the replays of what was lost
-    in it, and 64 with DiLoCo, where a dead peer's work of the round is gone."""
-    bound_seconds: float = 60.0
-    """A round that not all of its stages have committed after this time counts as not committed."""
     keep: Path | None = None
     """Keep logs and event files in this new folder."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         option_checks.require_known(self, "kinds", KINDS)
-        option_checks.require_positive(
-            self, ("minutes", "faults_per_hour", "calibration_seconds", "settling_seconds", "bound_seconds")
-        )
-        if not 0 <= self.warm_up_seconds < math.inf:
-            raise ValueError(f"--warm-up-seconds must not be negative, not {self.warm_up_seconds}")
-        # Each stage needs two peers, because a stage's last peer is never hit.
-        option_checks.require_at_least(self, {"stages": 1, "peers_per_stage": 2, "trainers": 1, "round_samples": 0})
         if self.keep is not None and self.keep.exists():
             raise ValueError(f"--keep {self.keep}: is there already; name a new folder")
 
@@ -114,10 +83,10 @@ def run(options: Options) -> dict[str, Any]:
             environment={PACE: str(SECONDS_PER_SAMPLE)}, disk=disk or folder / "checkpoints",
             checkpoint_every=1 if options.setting == "synchronous" else 5, allow_class=config.model.custom_class,
         )  # fmt: skip
-        cast.add(options.stages, options.peers_per_stage, options.trainers)
-        say(f"{options.stages} x {options.peers_per_stage} peers and {options.trainers} trainers start")
+        cast.add(STAGES, PEERS_A_STAGE, TRAINERS)
+        say(f"{STAGES} x {PEERS_A_STAGE} peers and {TRAINERS} trainers start")
         cast.begin()
-        _wait(cast, options.warm_up_seconds)
+        _wait(cast, SETTLING_SECONDS)
         calm = [_wait(cast, options.calibration_seconds)]
         storm: list[figures.Window] = []
         struck: list[Struck] = []
@@ -128,44 +97,36 @@ def run(options: Options) -> dict[str, Any]:
             struck += _storm(cast, options, kinds, draws)
             storm.append((began_at, time.monotonic()))
             say("all is quiet")
-            _wait(cast, options.settling_seconds)
+            _wait(cast, SETTLING_SECONDS)
             calm.append(_wait(cast, options.calibration_seconds))
         # A window's rate is counted up to the first commit after the window.
-        _wait(cast, options.settling_seconds)
+        _wait(cast, SETTLING_SECONDS)
         unexpected = [dataclasses.asdict(end) for end in cast.unexpected]
         children.terminate_all(20.0)
         return {
-            **figures.of(cast, options.setting, calm=calm, storm=storm, struck=struck, bound=options.bound_seconds),
+            **figures.of(cast, options.setting, calm=calm, storm=storm, struck=struck),
             "unexpected_exits": unexpected,
             "trainer_exits": sum(end["name"].startswith("trainer") for end in unexpected),
-            "left_out": sorted(set(options.kinds) - set(kinds)), "bound_seconds": options.bound_seconds,
-            "setting": options.setting, "minutes": options.minutes, "faults_per_hour": options.faults_per_hour,
-            "seed": options.seed,
-        }  # fmt: skip
+            "left_out": sorted(set(options.kinds) - set(kinds)),
+        }
+
+
+def exit_code(found: dict[str, Any]) -> int:
+    return int(not figures.passed(found))
 
 
 def _config(options: Options) -> RunConfig:
     synchronous = options.setting == "synchronous"
-    round_samples = options.round_samples or (128 if synchronous else 64)
-    return RunConfig(
-        run=f"chaos-{options.setting}",
-        model=ModelConfig(
-            num_layers=options.stages, d_model=32, num_heads=2,
-            custom_class="scripts.benches.sides.paced_stage:PacedTransformer",
-        ),
-        stages=StagesConfig(num_stages=options.stages),
-        data=DataConfig(dataset=options.dataset, sequence_length=32, microbatch_size=4, max_tokens=1_000_000),
-        rounds=RoundsConfig(
-            setting=options.setting,
-            round_samples=round_samples,
-            inner_batch_samples=8,
-            # Peers should always have something to compute, because this measures the cost of faults and not what is
-            # learnt.
-            max_staleness=3,
-        ),
-        optimizer=OptimizerConfig(learning_rate=1e-3),
-        outer=OuterConfig(learning_rate=0.7, momentum=0.0 if synchronous else 0.6),
-        averaging=AveragingConfig(codec="fp32" if synchronous else "int8"),
+    # In the synchronous setting each round ends with the replays of what was lost in it, so it is longer. With DiLoCo a
+    # dead peer's work of the round is gone. A staleness of 3 lets peers always have something to compute, since this
+    # measures the cost of faults and not what is learnt.
+    return run_of(
+        "chaos", width=32, layers=STAGES, head_width=16, stages=STAGES, setting=options.setting, length=32,
+        microbatch=4, round_samples=128 if synchronous else 64, dataset=options.dataset,
+        model={"custom_class": "scripts.benches.sides.paced_stage:PacedTransformer"}, data={"max_tokens": 1_000_000},
+        rounds={"inner_batch_samples": 8, "max_staleness": 3}, optimizer={"learning_rate": 1e-3},
+        outer={"learning_rate": 0.7, "momentum": 0.0 if synchronous else 0.6},
+        averaging={"codec": "fp32" if synchronous else "int8"},
     )  # fmt: skip
 
 
@@ -223,13 +184,7 @@ def _small_disk(folder: Path) -> Iterator[Path | None]:
 
 
 def main() -> int:
-    options = cli.parse(Options, prog="scripts/chaos", argv=sys.argv[1:])
-    others = Company()
-    with stopping.interruptible():
-        found = run(options)
-    found["others_cpu_share"] = others.share()
-    print(json.dumps(found) if options.json else json.dumps(found, indent=2))
-    return 0 if figures.passed(found) else 1
+    return run_module("scripts/chaos", sys.modules[__name__], sys.argv[1:], is_about_speed=True)
 
 
 if __name__ == "__main__":

@@ -22,12 +22,12 @@ from scripts.benches.chaos.program import TASKS_FILE, set_clock
 from scripts.benches.shared import proc
 from scripts.benches.shared.common import POLL_SECONDS, START_SECONDS, say
 from scripts.benches.shared.ports import free_ports
+from scripts.benches.shared.swarm import NEVER
 from scripts.benches.shared.throttle import Link, Throttle
 from swarm.errors import DeadlineExceeded, PeerUnavailable
 from swarm.rpc.endpoint import host_and_port
 
 USAGE_SECONDS = 5.0
-NEVER = 10**9  # Steps of a trainer that does not end by itself
 
 
 @dataclass(eq=False)
@@ -79,8 +79,6 @@ class Usage:
 
 @dataclass(eq=False)
 class Cast:
-    """All roles of a swarm, and what was seen of them."""
-
     folder: Path
     config: Path
     children: Supervisor
@@ -93,18 +91,12 @@ class Cast:
     unexpected: list[Exit] = field(default_factory=list)  # Processes that ended without having been told to, and why
     capacity: list[tuple[float, float]] = field(default_factory=list)
     """By monotonic time, the share of live peers at the stage where this share is smallest."""
-    alive_share: list[tuple[float, float]] = field(default_factory=list)
-    """By monotonic time, the share of all peers that are alive."""
-
     usage: list[Usage] = field(default_factory=list)  # The resources that all live processes held, every few seconds
-    cores: list[tuple[float, float, float]] = field(default_factory=list)
-    """This machine's idle and total ticks so far, every few seconds, with the time."""
     _looked_at: float = 0.0
 
     def add(self, stages: int, peers_per_stage: int, trainers: int) -> None:
         for number in range(stages * peers_per_stage):
-            stage = number % stages
-            self._add(f"peer-{number}", stage)
+            self._add(f"peer-{number}", number % stages)
         for number in range(trainers):
             self._add(f"trainer-{number}", None)
 
@@ -154,9 +146,7 @@ class Cast:
         if now - self._looked_at > USAGE_SECONDS:
             self._looked_at = now
             self.usage += [used for role in self.roles if role.alive and (used := _usage(role, now))]
-            self.cores.append((now, *proc.idle_and_all_ticks()))
         self.capacity.append((now, min(shares)))
-        self.alive_share.append((now, sum(shares) / len(shares)))
 
     def start(self, role: Role) -> None:
         role.ready_file.unlink(missing_ok=True)

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import Literal
 
@@ -21,7 +22,7 @@ MAX_CLOCK_JUMP_SECONDS = 30.0
 LOST_SECONDS = 1.0  # How long an answer is held back before its connection breaks. By then the work has been done.
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Kind:
     """A kind of fault. `begin` puts the action that ends it on the stack, and returns the roles that it hit, if any."""
 
@@ -44,18 +45,15 @@ def _one(cast: Cast, random: Random, *, peers: bool = True) -> list[Role]:
     return [random.choice(candidates)] if candidates else []
 
 
-def _kill_peer(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
-    victims = _one(cast, random)
+def _kill_peer(cast: Cast, random: Random, undo: ExitStack, *, peers: bool = True) -> list[Role]:
+    victims = _one(cast, random, peers=peers)
     for role in victims:
         cast.kill9(role, random.uniform(*DOWN_SECONDS))
     return victims
 
 
 def _kill_trainer(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
-    victims = _one(cast, random, peers=False)
-    for role in victims:
-        cast.kill9(role, random.uniform(*DOWN_SECONDS))
-    return victims
+    return _kill_peer(cast, random, undo, peers=False)
 
 
 def _kill_dht(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
@@ -106,7 +104,6 @@ def _fill_disk(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
 def _hinder(
     cast: Cast, sources: list[Role], targets: list[Role], undo: ExitStack, bytes_per_second: float = 0.0
 ) -> None:
-    """Slow down or stop everything that the processes of `sources` send to those of `targets`."""
     for source in sources:
         for target in targets:
             if source is not target:
@@ -114,13 +111,18 @@ def _hinder(
                 undo.callback(cast.throttle.clear, source.link, target.link, bytes_per_second)
 
 
+def _both_ways(
+    cast: Cast, victims: list[Role], others: list[Role], undo: ExitStack, bytes_per_second: float = 0.0
+) -> list[Role]:
+    _hinder(cast, victims, others, undo, bytes_per_second)
+    _hinder(cast, others, victims, undo, bytes_per_second)
+    return victims
+
+
 def _part(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
     role = random.choice(cast.peers())
     others = [other for other in cast.roles if other is not role]
-    others = random.sample(others, random.randint(1, len(others)))
-    _hinder(cast, [role], others, undo)
-    _hinder(cast, others, [role], undo)
-    return [role]
+    return _both_ways(cast, [role], random.sample(others, random.randint(1, len(others))), undo)
 
 
 def _part_one_way(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
@@ -131,52 +133,36 @@ def _part_one_way(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
 
 
 def _slow(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
-    role = random.choice(cast.peers())
-    _hinder(cast, [role], cast.roles, undo, SLOW_BYTES_PER_SECOND)
-    _hinder(cast, cast.roles, [role], undo, SLOW_BYTES_PER_SECOND)
-    return [role]
+    return _both_ways(cast, [random.choice(cast.peers())], cast.roles, undo, SLOW_BYTES_PER_SECOND)
 
 
 def _stall(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
     one, other = random.sample(cast.roles, 2)
-    _hinder(cast, [one], [other], undo)
-    _hinder(cast, [other], [one], undo)
-    return [one, other]
+    return [*_both_ways(cast, [one], [other], undo), other]
 
 
-def _lose_replies(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
-    callee, caller = _pair(cast, random)
-    undo.callback(cast.throttle.break_connections, caller.link, callee.link)
-    _hinder(cast, [callee], [caller], undo)
-    return [callee, caller]
-
-
-def _lose_acks(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
-    callee, caller = _pair(cast, random)
-    undo.callback(cast.throttle.break_connections, caller.link, callee.link)
-    _hinder(cast, [caller], [callee], undo)
-    return [caller, callee]
-
-
-def _pair(cast: Cast, random: Random) -> tuple[Role, Role]:
+def _lose(cast: Cast, random: Random, undo: ExitStack, *, replies: bool) -> list[Role]:
     callee = random.choice(cast.peers())
     assert callee.stage is not None
-    callers = cast.trainers() if callee.stage == 0 else cast.peers(callee.stage - 1)
-    return callee, random.choice(callers)
+    caller = random.choice(cast.trainers() if callee.stage == 0 else cast.peers(callee.stage - 1))
+    undo.callback(cast.throttle.break_connections, caller.link, callee.link)
+    ends = [callee, caller] if replies else [caller, callee]
+    _hinder(cast, ends[:1], ends[1:], undo)
+    return ends
 
 
 KINDS: Mapping[str, Kind] = {
-    "kill-peer": Kind(hits="processes", weight=4, seconds=(0.0, 0.0), begin=_kill_peer),
-    "kill-trainer": Kind(hits="processes", weight=1, seconds=(0.0, 0.0), begin=_kill_trainer),
-    "kill-dht": Kind(hits="processes", weight=1, seconds=(0.0, 0.0), begin=_kill_dht),
-    "freeze": Kind(hits="processes", weight=2, seconds=(1.0, 15.0), begin=_freeze),
-    "restart": Kind(hits="processes", weight=2, seconds=(0.0, 0.0), begin=_restart),
-    "partition": Kind(hits="network", weight=2, seconds=(1.0, 15.0), begin=_part),
-    "one-way": Kind(hits="network", weight=2, seconds=(1.0, 15.0), begin=_part_one_way),
-    "slow-link": Kind(hits="network", weight=1, seconds=(5.0, 15.0), begin=_slow),
-    "stalled-link": Kind(hits="network", weight=2, seconds=(2.0, 10.0), begin=_stall),
-    "lost-replies": Kind(hits="network", weight=2, seconds=(LOST_SECONDS, LOST_SECONDS), begin=_lose_replies),
-    "lost-acks": Kind(hits="network", weight=2, seconds=(LOST_SECONDS, LOST_SECONDS), begin=_lose_acks),
-    "clock-jump": Kind(hits="clock", weight=1, seconds=(5.0, 20.0), begin=_jump),
-    "full-disk": Kind(hits="disk", weight=1, seconds=(5.0, 20.0), begin=_fill_disk),
+    "kill-peer": Kind("processes", 4, (0.0, 0.0), _kill_peer),
+    "kill-trainer": Kind("processes", 1, (0.0, 0.0), _kill_trainer),
+    "kill-dht": Kind("processes", 1, (0.0, 0.0), _kill_dht),
+    "freeze": Kind("processes", 2, (1.0, 15.0), _freeze),
+    "restart": Kind("processes", 2, (0.0, 0.0), _restart),
+    "partition": Kind("network", 2, (1.0, 15.0), _part),
+    "one-way": Kind("network", 2, (1.0, 15.0), _part_one_way),
+    "slow-link": Kind("network", 1, (5.0, 15.0), _slow),
+    "stalled-link": Kind("network", 2, (2.0, 10.0), _stall),
+    "lost-replies": Kind("network", 2, (LOST_SECONDS, LOST_SECONDS), partial(_lose, replies=True)),
+    "lost-acks": Kind("network", 2, (LOST_SECONDS, LOST_SECONDS), partial(_lose, replies=False)),
+    "clock-jump": Kind("clock", 1, (5.0, 20.0), _jump),
+    "full-disk": Kind("disk", 1, (5.0, 20.0), _fill_disk),
 }  # Every kind of fault. Of the DHT only p2pd is killed, because the rest of it runs in a thread of the peer.

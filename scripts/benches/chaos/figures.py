@@ -13,18 +13,16 @@ from typing import Any
 
 from scripts.benches.chaos.cast import Cast, Role, Usage
 from swarm.audit.audit import audit
-from swarm.audit.verdict import Report
 
 Window = tuple[float, float]
 
+BOUND_SECONDS = 60.0  # A round that not all of its stages have committed after this time counts as not committed
 GOALS = {"rounds_committed_share": 0.97, "throughput_of_live_capacity": 0.85}
 """The smallest values with which a run passes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Struck:
-    """A fault that happened, and which processes it hit."""
-
     kind: str
     at: float
     seconds: float
@@ -40,54 +38,41 @@ class Committed:
     lineage: str
     at: float
     samples: int
-    num_members: int
     attempts: int
 
 
 def of(
-    cast: Cast, setting: str, *, calm: Sequence[Window], storm: Sequence[Window], struck: Sequence[Struck],
-    bound: float,
-) -> dict[str, Any]:  # fmt: skip
+    cast: Cast, setting: str, *, calm: Sequence[Window], storm: Sequence[Window], struck: Sequence[Struck]
+) -> dict[str, Any]:
     """All figures. Each part of the storm is compared with the calm windows before and after it, because a machine's
-    speed changes over time. A round must be committed within `bound` seconds."""
+    speed changes over time."""
     events = {role.name: _read(role) for role in cast.peers()}
     stages = sorted({role.stage for role in cast.peers() if role.stage is not None})
     chains = {stage: chain([events[role.name] for role in cast.peers(stage)]) for stage in stages}
-    in_storm = {
-        stage: [committed for committed in rounds if any(_within(committed.at, part) for part in storm)]
-        for stage, rounds in chains.items()
-    }
-    attempts = [committed.attempts for rounds in in_storm.values() for committed in rounds]
+    attempts = [
+        one.attempts for rounds in chains.values() for one in rounds if any(_within(one.at, part) for part in storm)
+    ]
     seconds = [d for rounds in chains.values() for part in storm for d in durations(rounds, part)]
     rates, calm_rates = _slowest(chains, storm), _slowest(chains, calm)
     capacities = [_mean(cast.capacity, part) for part in storm]
-    taking_part = [
-        committed.num_members / len(cast.peers(stage)) for stage, rounds in in_storm.items() for committed in rounds
-    ]
     to_commit, to_return = _recoveries(cast, events, chains, struck)
     audited = audit([role.events for role in cast.roles if role.events.exists()])
+    found = audited.findings
     return {
-        "rounds_committed_share": sum(second <= bound for second in seconds) / max(1, len(seconds)),
+        "rounds_committed_share": sum(second <= BOUND_SECONDS for second in seconds) / max(1, len(seconds)),
         "first_attempt_share": sum(number <= 1 for number in attempts) / max(1, len(attempts)),
         "faults_per_round": sum(bool(one.names) for one in struck) * len(stages) / max(1, len(attempts)),
         "throughput_of_live_capacity": share_of_possible(rates, calm_rates, capacities),
         "samples_per_second": {"storm": rates, "undisturbed": calm_rates},
-        "live_capacity_mean": statistics.fmean(capacities),
-        "alive_mean": statistics.fmean(_mean(cast.alive_share, part) for part in storm),
-        "taking_part_mean": statistics.fmean(taking_part) if taking_part else 0.0,
-        "round_seconds": quantiles(seconds),
-        "kill_to_commit_seconds": quantiles(to_commit),
-        "kill_to_back_seconds": quantiles(to_return),
-        "idle_share": {
-            "storm": [idle_share(cast.cores, part) for part in storm],
-            "undisturbed": [idle_share(cast.cores, window) for window in calm],
-        },
+        "live_capacity_mean": statistics.fmean(capacities), "round_seconds": quantiles(seconds),
+        "kill_to_commit_seconds": quantiles(to_commit), "kill_to_back_seconds": quantiles(to_return),
         "growth": growth(cast.usage, (storm[0][0], storm[-1][1])),
-        "faults": dict(Counter(one.kind for one in struck if one.names)),
-        "rounds": len(attempts),
-        "goes_on": goes_on(chains, calm[-1]),
-        **_audit_figures(audited, setting),
-    }
+        "faults": dict(Counter(one.kind for one in struck if one.names)), "goes_on": goes_on(chains, calm[-1]),
+        "duplicates": found.duplicates,
+        **({"missing": found.missing} if setting == "synchronous" else {"lost_share": audited.lost_share}),
+        "digests_compared": found.digests_compared, "digests_differing": found.digests_differing,
+        "violations": list(found.violations),
+    }  # fmt: skip
 
 
 def goes_on(chains: Mapping[int, Sequence[Committed]], last: Window) -> bool:
@@ -102,15 +87,6 @@ def share_of_possible(rates: Sequence[float], calm_rates: Sequence[float], capac
     around = [statistics.fmean(pair) for pair in pairwise(calm_rates)]
     possible = sum(calm * capacity for calm, capacity in zip(around, capacities, strict=True))
     return sum(rates) / possible if possible else 0.0
-
-
-def idle_share(cores: Sequence[tuple[float, float, float]], window: Window) -> float | None:
-    """The idle share of this machine's cores; None if they were read less than twice."""
-    inside = [reading for reading in cores if _within(reading[0], window)]
-    if len(inside) < 2:
-        return None
-    (_, idle_before, all_before), (_, idle_after, all_after) = inside[0], inside[-1]
-    return (idle_after - idle_before) / (all_after - all_before)
 
 
 def growth(usage: Sequence[Usage], window: Window) -> dict[str, Any]:
@@ -138,22 +114,12 @@ def growth(usage: Sequence[Usage], window: Window) -> dict[str, Any]:
 
 
 def passed(figures: Mapping[str, Any]) -> bool:
-    """Whether every promise was kept and every goal reached, and the swarm went on to the end."""
     return (
         all(figures[name] >= least for name, least in GOALS.items())
         and figures["goes_on"]
         and not any(figures[name] for name in ("duplicates", "violations", "trainer_exits"))
         and not figures.get("missing")
     )
-
-
-def _audit_figures(audited: Report, setting: str) -> dict[str, Any]:
-    found = audited.findings
-    lost = {"missing": found.missing} if setting == "synchronous" else {"lost_share": audited.lost_share}
-    return {
-        "duplicates": found.duplicates, **lost, "digests_compared": found.digests_compared,
-        "digests_differing": found.digests_differing, "violations": list(found.violations),
-    }  # fmt: skip
 
 
 def chain(peers: Iterable[Sequence[Mapping[str, Any]]]) -> list[Committed]:
@@ -170,7 +136,7 @@ def chain(peers: Iterable[Sequence[Mapping[str, Any]]]) -> list[Committed]:
         first = min(same, key=lambda event: event["monotonic"])
         rounds[lineage] = Committed(
             round=first["round"], parent=first["parent"], lineage=lineage, at=first["monotonic"],
-            samples=first["samples"], num_members=len(first["members"]),
+            samples=first["samples"],
             attempts=len(begun.get((first["round"], first["parent"]), ())),
         )  # fmt: skip
     found: list[Committed] = []
@@ -225,7 +191,6 @@ def throughput(rounds: Sequence[Committed], window: Window) -> float:
 
 
 def _slowest(chains: Mapping[int, Sequence[Committed]], windows: Sequence[Window]) -> list[float]:
-    """For each window, the samples per second of the stage that committed the fewest."""
     return [min(throughput(rounds, window) for rounds in chains.values()) for window in windows]
 
 

@@ -29,7 +29,6 @@ def set_clock(path: Path, seconds: float) -> None:
 
 
 def read_clock(path: Path) -> float:
-    """The seconds by which these clocks are ahead."""
     (seconds,) = struct.unpack(_FORMAT, path.read_bytes())
     return float(seconds)
 

@@ -7,8 +7,8 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from torch import nn
 from peers.local.supervisor import Supervisor
 from peers.shared import process
 from peers.shared.environment import cache_folder
+from scripts.benches.shared.throttle import Lines, Throttle
+from swarm import config as configs
 from swarm.config import RunConfig
 from swarm.data import corpora
 from swarm.data.microbatches import Microbatches
@@ -31,6 +33,7 @@ from swarm.stage.staging import Staging
 
 START_SECONDS = 600.0  # Longest wait for a peer to serve; many that start at once share the cores
 POLL_SECONDS = 0.05
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # The environment of a process like swarm-peer's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,20 @@ class OutputOptions:
 
     json: bool = False
     """Print one JSON object as the last line of stdout, instead of a table."""
+
+    def __post_init__(self) -> None:
+        """Refuse empty lists, and numbers below 1, or below 0 if that is the default; of seconds and shares those that
+        are not positive."""
+        for field in dataclasses.fields(self):
+            value, option = getattr(self, field.name), f"--{field.name.replace('_', '-')}"
+            if value == () and field.default:
+                raise ValueError(f"{option} needs at least one entry")
+            least = 0 if field.default in (0, (0,)) else 1
+            for number in value if isinstance(value, tuple) else (value,):
+                if type(number) is int and number < least:
+                    raise ValueError(f"{option} must be at least {least}, not {number}")
+                if type(number) is float and not 0 < number < math.inf and number != field.default:
+                    raise ValueError(f"{option} must be positive, not {number}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,15 +89,42 @@ def say(text: str) -> None:
 
 
 @contextmanager
-def workplace(name: str) -> Iterator[tuple[Path, Supervisor]]:
-    """A temporary folder, and a supervisor whose children log there and end with the block."""
-    with tempfile.TemporaryDirectory(prefix=f"bench-{name}-") as folder, Supervisor(Path(folder) / "logs") as children:
-        yield Path(folder), children
+def workplace(name: str, *, line_seconds: float | None = None) -> Iterator[tuple[Path, Supervisor]]:
+    """A temporary folder, and a supervisor whose children log there and are killed with the block. With `line_seconds`
+    each child is behind a line of its own, whose length adds this time to a call and its answer."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"bench-{name}-")))
+        logs = folder / "logs"
+        lines = None if line_seconds is None else Lines(logs, stack.enter_context(Throttle(line_seconds)))
+        children = stack.enter_context(lines or Supervisor(logs))
+        try:
+            yield folder, children
+        finally:
+            # A process that is stopped between its turns would not end by SIGTERM.
+            for child in children.running:
+                children.kill9(child)
+
+
+def run_of(
+    name: str, *, width: int, layers: int, length: int, microbatch: int, round_samples: int = 0, stages: int = 1,
+    setting: str = "synchronous", head_width: int = 64, dataset: str = "stdlib", **more: Mapping[str, Any],
+) -> RunConfig:  # fmt: skip
+    """The run of a bench: a model of bytes, with its width, layers and stages; samples of a microbatch and their
+    length; samples of a round; and, by section, what else is not left to its default. Raises ValueError."""
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"num_layers": layers, "d_model": width, "num_heads": width // head_width},
+        "stages": {"num_stages": stages},
+        "data": {"dataset": dataset, "sequence_length": length, "microbatch_size": microbatch},
+        "rounds": {"setting": setting} | ({"round_samples": round_samples} if round_samples else {}),
+    }
+    for section, values in more.items():
+        sections[section] = {**sections.get(section, {}), **values}
+    return configs.from_dict({"run": f"bench-{name}", **sections}, source=f"the bench {name}")
 
 
 def side(module: str, *arguments: object) -> list[str]:
     """The command line of one of the programs in sides/."""
-    return [sys.executable, "-m", f"scripts.benches.sides.{module}", *map(str, arguments)]
+    return [sys.executable, "-m", "scripts.benches.sides", module, *map(str, arguments)]
 
 
 def with_corpus(config: RunConfig) -> tuple[RunConfig, Microbatches]:
@@ -115,6 +159,20 @@ def wait_for_json(path: Path, children: Supervisor, *, timeout_seconds: float = 
         time.sleep(POLL_SECONDS)
     values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return values
+
+
+def run_members(
+    name: str, config: RunConfig, module: str, members: Mapping[int, Iterable[object]], *,
+    environment: Mapping[str, str] | None = None,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Run a program of sides/ for each member at once, with the run's folder, its number and these arguments. Returns
+    what each has written to NUMBER.json. Raises as `wait_for_json` does."""
+    with workplace(name) as (folder, children):
+        write_config(config, folder / "run.toml")
+        for number, arguments in members.items():
+            command = side(module, folder, number, *arguments)
+            children.start(f"member-{number}", command, environment={**ONE_THREAD, **(environment or {})})
+        return [wait_for_json(folder / f"{number}.json", children) for number in members]
 
 
 def fail_on_exit(children: Supervisor, *, but: str = "") -> None:

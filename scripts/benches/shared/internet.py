@@ -11,7 +11,6 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 KINDS = {
@@ -99,9 +98,7 @@ class Internet:
         self._in("net", "ip link set br0 up")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for name in self._names:
             _remove(name)
 

@@ -6,7 +6,6 @@ sides are not. So a ratio is the median of the ratios of all repetitions.
 
 import contextlib
 import itertools
-import math
 import os
 import signal
 import statistics
@@ -31,7 +30,6 @@ class Ratio:
 
     median: float  # The median of the repetitions' ratios
     extremes: tuple[float, float]  # The least and the largest of the repetitions' ratios
-    interval: tuple[float, float]  # The interval that contains the true median, with a confidence of 95 %
 
 
 def in_turns(
@@ -50,7 +48,6 @@ def in_turns(
 
 
 def order(sides: Sequence[Side], number: int) -> Sequence[Side]:
-    """The order of the sides in a repetition. It is reversed in every second one."""
     return sides if number % 2 == 0 else sides[::-1]
 
 
@@ -60,26 +57,11 @@ def _rounded(value: float) -> str:
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> Ratio:
     ratios = [one / other for one, other in zip(over, under, strict=True)]
-    return Ratio(
-        median=statistics.median(ratios), extremes=(min(ratios), max(ratios)), interval=median_interval(ratios)
-    )
-
-
-def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The interval that contains the distribution's median with a confidence of 95 %, by the sign test. With fewer than
-    six values it contains all of them."""
-    ordered, num_cut, tail = sorted(values), 0, 0.5 ** len(values)
-    while (tail := tail + math.comb(len(ordered), num_cut + 1) * 0.5 ** len(ordered)) <= 0.025:
-        num_cut += 1
-    return ordered[num_cut], ordered[-1 - num_cut]
+    return Ratio(median=statistics.median(ratios), extremes=(min(ratios), max(ratios)))
 
 
 def medians(turns: Turns) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in turns.items()}
-
-
-def spread(values: Sequence[float]) -> float:
-    return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def figures(ratios: Mapping[str, Ratio | Mapping[str, Ratio]]) -> dict[str, Any]:
@@ -149,8 +131,7 @@ class Worker:
 
 
 def turn_seconds(workers: Sequence[Worker]) -> list[float]:
-    """Let these processes have their turn at once, and return the seconds of each. Raises what `until_stopped`
-    raises."""
+    """Let these processes have their turn at once, and return the seconds of each. Raises as `seconds` does."""
     for worker in workers:
         worker.begin()
     return [worker.seconds() for worker in workers]

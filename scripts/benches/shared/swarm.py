@@ -7,23 +7,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from peers.commands import command_line
 from peers.local.supervisor import Child, Supervisor, last_line
 from peers.shared import cli
 from peers.stage_peer.options import PeerOptions
 from peers.trainer.options import TrainerOptions
 from scripts.benches.shared.common import POLL_SECONDS, wait_for_json, write_config
-from scripts.benches.shared.throttle import Link, Throttle
+from scripts.benches.shared.throttle import Lines
 from swarm.config import RunConfig
 from swarm.credentials.identity import Identity
 from swarm.errors import DeadlineExceeded, PeerUnavailable
+from swarm.hop.answers import HopListener
 from swarm.hop.hop import Hop
 from swarm.machine.clock import SystemClock
 from swarm.metrics import log as metrics_log
 from swarm.pipeline.window import MOST_IN_FLIGHT
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
-from swarm.stage.boundary import reply_specs
+from swarm.stage.boundary import GRADIENT, HIDDEN, reply_specs
+from swarm.training.samples import Microbatch
 from swarm.types import PeerRecord, PeerState
 
 STALL_SECONDS = 600.0  # A trainer that takes no step for this long will take none
@@ -139,8 +143,8 @@ class SwarmProcesses:
         return self.children.start(name, self.program("peer", cli.arguments(options)), environment=environment)
 
     def hop(self, stage: int, identity: Identity | None = None, *, trains: bool = True) -> tuple[Hop, ChannelPool]:
-        """This process in the place of the stage before: a hop to the peers of a stage, and its connections, which
-        belong to the running event loop. A hop that does not train carries texts."""
+        """A hop to the peers of a stage, and its connections, which belong to the running event loop. One that does not
+        train carries texts."""
         clock = SystemClock()
         router, channels = Router(clock, random.Random(0)), ChannelPool(identity=identity)
         router.update(stage, [peer.record for peer in self.peers if peer.record.stage == stage])
@@ -163,7 +167,30 @@ class SwarmProcesses:
             peer_id=ready["peer_id"], name=child.name[:64], announced_at=ready["time"], stage=stage,
             endpoint=ready["endpoint"], certificate_pem=ready["certificate_pem"], state=PeerState.SERVING,
         )  # fmt: skip
+        if isinstance(self.children, Lines):
+            self.children.throttle.serve(record.endpoint, self.children.links[child.name])
         return ServingPeer(child=child, record=record, dht_address=ready["dht_addresses"][0])
+
+
+@dataclass(eq=False)
+class StageBefore:
+    """This process in the place of the stage before: it hands on microbatches, always with these tensors."""
+
+    hop: Hop
+    channels: ChannelPool
+    tensors: dict[str, torch.Tensor]
+    num_called: int = 0
+
+    async def call(self) -> float:
+        """Hand over the next microbatch, get its gradient and acknowledge it. Return the seconds that this took."""
+        index, self.num_called = self.num_called, self.num_called + 1
+        microbatch = Microbatch(index=index, round=0, num_samples=len(self.tensors[HIDDEN]))
+        start = time.perf_counter()
+        reply = await self.hop.train(microbatch, self.tensors, HopListener(), {})
+        await reply.ack()
+        seconds = time.perf_counter() - start
+        assert reply.tensors[GRADIENT].shape == self.tensors[HIDDEN].shape
+        return seconds
 
 
 def stalled(trainer: Child) -> DeadlineExceeded:
@@ -171,26 +198,3 @@ def stalled(trainer: Child) -> DeadlineExceeded:
     deleted."""
     said = last_line(trainer.log) or "nothing"
     return DeadlineExceeded(f"{trainer.name} took no step for {STALL_SECONDS:.0f} s; the last that it said: {said}")
-
-
-class Lines(Supervisor):
-    """Puts every child behind a line of its own."""
-
-    def __init__(self, log_folder: Path, throttle: Throttle, environment: Mapping[str, str] | None = None) -> None:
-        super().__init__(log_folder)
-        self.folder = log_folder
-        self.environment = dict(environment or {})
-        self.throttle = throttle
-        self.links: dict[str, Link] = {}  # The link of each child, by its name
-        self.own = throttle.link()  # The link of this process
-
-    def start(self, name: str, command: Sequence[str | Path], *, environment: Mapping[str, str] | None = None) -> Child:
-        self.links[name] = link = self.throttle.link()
-        environment = {**self.environment, **(environment or {}), **link.environment}
-        return super().start(name, command, environment=environment)
-
-
-def serve(swarm: SwarmProcesses, peers: Sequence[ServingPeer]) -> None:
-    if isinstance(swarm.children, Lines):
-        for peer in peers:
-            swarm.children.throttle.serve(peer.record.endpoint, swarm.children.links[peer.child.name])

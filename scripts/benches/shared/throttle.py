@@ -9,12 +9,13 @@ TCP's windows are missing. HTTP/2's windows see the whole distance.
 import asyncio
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import TracebackType
+from pathlib import Path
 from typing import Self
 
+from peers.local.supervisor import Child, Supervisor
 from swarm.dht.launcher import LoopThread
 from swarm.rpc.endpoint import host_and_port
 
@@ -82,9 +83,7 @@ class Throttle:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.loop.loop.call_soon_threadsafe(self._abort)
         self.loop.close()
 
@@ -186,6 +185,23 @@ class Throttle:
                     await self._removed.wait()
                     continue
             return
+
+
+class Lines(Supervisor):
+    """Puts every child behind a line of its own."""
+
+    def __init__(self, log_folder: Path, throttle: Throttle, environment: Mapping[str, str] | None = None) -> None:
+        super().__init__(log_folder)
+        self.folder = log_folder
+        self.environment = dict(environment or {})
+        self.throttle = throttle
+        self.links: dict[str, Link] = {}  # The link of each child, by its name
+        self.own = throttle.link()  # The link of this process
+
+    def start(self, name: str, command: Sequence[str | Path], *, environment: Mapping[str, str] | None = None) -> Child:
+        self.links[name] = link = self.throttle.link()
+        environment = {**self.environment, **(environment or {}), **link.environment}
+        return super().start(name, command, environment=environment)
 
 
 async def _open(endpoint: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -1,21 +1,21 @@
 """What the processes of the allreduce bench share: the values that they average, and the orders that they get.
 
-An order is a file with a number in the process's folder; so is its answer. Shapes: P parameters.
+An order is a file with a number in the process's folder, and names a method of the one that obeys; so is its answer.
+Shapes: P parameters.
 """
 
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from scripts.benches.shared.common import write_json
+from scripts.benches.shared.common import all_there, write_json
 
 SIDE = 1024  # Rows and columns of the matrices, as a small llama has them
-POLL_SECONDS = 0.01
 READY_FILE = "ready.json"
 
 
@@ -59,21 +59,20 @@ def compare(held: Sequence[torch.Tensor], means: Mapping[str, Sequence[int]], nu
     return {"digest": digest(held), "distances": distances}
 
 
-@dataclass(eq=False)
-class Orders:
-    """The orders that one process gets, in turn."""
+class Obedient(Protocol):
+    """One that averages when told to. The other orders are its own."""
 
-    folder: Path
-    number: int = 0
+    def held(self) -> Sequence[torch.Tensor]: ...
 
-    def poll(self) -> dict[str, Any] | None:
-        """The next order, with its `name` and its arguments; None if it has not come yet."""
-        path = self.folder / f"{self.number}.json"
-        if not path.exists():
-            return None
-        order: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return order
 
-    def answer(self, reply: dict[str, Any]) -> None:
-        write_json(self.folder / f"{self.number}.reply.json", reply)
-        self.number += 1
+async def obey(folder: Path, averaging: Obedient, num_parameters: int) -> None:
+    """Carry out one order after another, until killed. The answer to `compare` describes what is held then."""
+    for number in itertools.count():
+        (text,) = await all_there([folder / f"{number}.json"])
+        order: dict[str, Any] = json.loads(text)
+        name = order.pop("name")
+        if name == "compare":
+            reply = compare(averaging.held(), order["means"], num_parameters)
+        else:
+            reply = await getattr(averaging, name)(**order)
+        write_json(folder / f"{number}.reply.json", reply or {})

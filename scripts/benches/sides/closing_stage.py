@@ -1,11 +1,7 @@
-"""A process with one member of a stage that is a whole model: how long does the end of a round block it?
-
-python -m scripts.benches.sides.closing_stage FOLDER NUMBER ROUNDS
-"""
+"""A process with one member of a stage that is a whole model: how long does the end of a round block it?"""
 
 import asyncio
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -95,6 +91,7 @@ def timed(step: Callable[..., None], times: Times) -> Callable[..., None]:
 
 
 async def main(folder: Path, number: int, num_rounds: int) -> None:
+    process.keep_freed_memory()
     torch.set_num_threads(1)
     config = configs.load(folder / "run.toml")
     backend, channels, clock = cpu_backend(config, 0, graph_bytes=1 << 40), ChannelPool(), SystemClock()
@@ -148,8 +145,3 @@ async def main(folder: Path, number: int, num_rounds: int) -> None:
     runtime.stop(60.0)
     await place.close()
     await channels.close()
-
-
-if __name__ == "__main__":
-    process.keep_freed_memory()
-    asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))

@@ -1,11 +1,10 @@
 """The train loop that one would write with torch alone (DistributedDataParallel), for the bench `methods`.
 
-python -m torch.distributed.run --nproc-per-node N -m scripts.benches.sides.ddp_loop CONFIG STEPS METRICS
+torch.distributed.run starts it.
 """
 
 import contextlib
 import json
-import sys
 import time
 from pathlib import Path
 
@@ -48,7 +47,3 @@ def main(path: Path, num_steps: int, metrics: Path) -> None:
             row = {"step": step + 1, "train/loss": float(total) / num_workers, "train/step_time": seconds}
             with metrics.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

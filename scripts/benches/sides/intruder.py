@@ -1,7 +1,5 @@
 """A process that misuses a peer as fast as it can, or one that only computes, for the bench `intruders`.
 
-    python -m scripts.benches.sides.intruder KIND FILE TALLY
-
 FILE has the target, TALLY gets how many calls were begun and how those ended that have.
 """
 
@@ -10,7 +8,6 @@ import contextlib
 import json
 import os
 import random
-import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -121,7 +118,6 @@ def _name_of(error: Exception) -> str:
 
 
 def compute(share: float) -> None:
-    """Compute for a share of the time."""
     while True:
         began = time.perf_counter()
         while time.perf_counter() - began < 0.02 * share:
@@ -129,13 +125,13 @@ def compute(share: float) -> None:
         time.sleep(0.02 * (1.0 - share))
 
 
-def main() -> None:
-    kind, file, tally = sys.argv[1:]
-    target = json.loads(Path(file).read_text(encoding="utf-8"))
+def main(kind: str, file: Path, tally: Path) -> None:
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    target = json.loads(file.read_text(encoding="utf-8"))
     if kind == "harmless":
         compute(target["share"])
     else:
-        asyncio.run(intrude(target, kind, Path(tally)))
+        asyncio.run(intrude(target, kind, tally))
 
 
 async def intrude(target: dict[str, Any], kind: str, tally: Path) -> None:
@@ -146,8 +142,3 @@ async def intrude(target: dict[str, Any], kind: str, tally: Path) -> None:
     options = (*CLIENT_OPTIONS, *tls.PINNED_OPTIONS)
     channel = grpc.aio.secure_channel(target["endpoint"], credentials, options=options)
     await Intruder(channel, target).run(kind, tally)
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    main()

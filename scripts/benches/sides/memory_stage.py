@@ -1,14 +1,11 @@
 """A process with one member of a middle stage, or with a last stage, that measures its own memory.
 
-    python -m scripts.benches.sides.memory_stage FOLDER [NUMBER GRAPH_BYTES IN_FLIGHT]
-
 All but the stages before and after is that of a peer. Two rounds are trained, and the second one is measured. Writes
-`NUMBER.json` to FOLDER. Without a NUMBER it is a last stage, which trains one microbatch and writes `loss.json`.
+`NUMBER.json` to FOLDER. With `loss` it is a last stage, which trains one microbatch.
 """
 
 import asyncio
 import itertools
-import sys
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,11 +13,11 @@ from pathlib import Path
 import torch
 
 from peers.shared import process
-from scripts.benches.shared.common import all_there, cpu_backend, write_json
+from scripts.benches.shared.common import all_there, cpu_backend, run_of, write_json
 from scripts.benches.shared.proc import forget_peak, peak_bytes, resident_bytes
 from scripts.benches.sides.worker import PATIENT, HeldTransport, Place, Worker
 from swarm import config as configs
-from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.config import RunConfig
 from swarm.credentials.identity import generate
 from swarm.hop.answers import HopListener, HopReply, Tensors
 from swarm.hop.hop import Hop
@@ -78,8 +75,6 @@ class NextStage(Hop):
 
 
 class Member:
-    """One member of the stage, and its microbatches."""
-
     def __init__(
         self, config: RunConfig, number: int, *, graph_bytes: int, num_in_flight: int, records: list[PeerRecord],
         transport: HeldTransport, tasks: asyncio.TaskGroup,
@@ -170,19 +165,17 @@ def random_inputs(config: RunConfig) -> dict[str, torch.Tensor]:
 
 def warm_up() -> None:
     """Compute a first gradient, so that the memory that torch takes for it does not count for the stage."""
-    config = RunConfig(
-        model=ModelConfig(num_layers=2, d_model=64, num_heads=2),
-        stages=StagesConfig(num_stages=1),
-        data=DataConfig(sequence_length=32, microbatch_size=2),
-        rounds=RoundsConfig(setting="diloco", round_samples=2, inner_batch_samples=2),
-    )
+    config = run_of(
+        "memory", width=64, layers=2, head_width=32, setting="diloco", length=32, microbatch=2, round_samples=2,
+        rounds={"inner_batch_samples": 2},
+    )  # fmt: skip
     backend = cpu_backend(config, 0, graph_bytes=1 << 30)
     _, _, accumulated = backend.forward_loss(0, 0, {TOKENS: torch.zeros(2, 33, dtype=torch.int32)}, accumulate=True)
     assert accumulated is not None
     backend.settle(accumulated)
 
 
-async def main(folder: Path, number: int, graph_bytes: int, num_in_flight: int) -> None:
+async def run_member(folder: Path, number: int, graph_bytes: int, num_in_flight: int) -> None:
     torch.set_num_threads(1)
     config = configs.load(folder / "run.toml")
     channels, place = ChannelPool(), Place(generate(), STAGE)
@@ -221,12 +214,11 @@ def measure_loss(config: RunConfig) -> dict[str, float]:
     return {"peak": peak_bytes() - before_bytes, "loss": loss}
 
 
-if __name__ == "__main__":
-    given = Path(sys.argv[1])
-    if len(sys.argv) > 2:
+def main(folder: Path, number: int, graphs: str, num_in_flight: int = 0) -> None:
+    if graphs != "loss":
         process.keep_freed_memory()
-        asyncio.run(main(given, *map(int, sys.argv[2:5])))
+        asyncio.run(run_member(folder, number, int(graphs), num_in_flight))
     else:
         torch.set_num_threads(1)
         warm_up()
-        write_json(given / "loss.json", measure_loss(configs.load(given / "run.toml")))
+        write_json(folder / f"{number}.json", measure_loss(configs.load(folder / "run.toml")))

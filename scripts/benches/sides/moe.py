@@ -1,8 +1,8 @@
 """Processes of hivemind.moe, with which the benches `hop` and `peers` compare a swarm.
 
-    python -m scripts.benches.sides.moe identity READY_FILE NUM_POSITIONS WIDTH
-    python -m scripts.benches.sides.moe stage READY_FILE CONFIG STAGE [ADDRESS]
-    python -m scripts.benches.sides.moe train CONFIG RESULTS STEPS ADDRESS...
+    moe identity READY_FILE NUM_POSITIONS WIDTH
+    moe stage READY_FILE CONFIG STAGE [ADDRESS]
+    moe train CONFIG RESULTS ADDRESS...
 
 The first serves an expert that does nothing, the second a stage of the model; both write their DHT's addresses to
 READY_FILE once they serve. The third trains such stages through RemoteExpert, in turns.
@@ -10,7 +10,6 @@ READY_FILE once they serve. The third trains such stages through RemoteExpert, i
 
 import itertools
 import signal
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import util
@@ -60,8 +59,6 @@ def build_identity(num_positions: int, width: int) -> ModuleBackend:
 
 
 class LastStage(nn.Module):
-    """The last stage, followed by the loss."""
-
     def __init__(self, stage: nn.Module) -> None:
         super().__init__()
         self.stage = stage
@@ -105,11 +102,11 @@ def build_stage(config: RunConfig, stage: int) -> RoundBackend:
     )  # fmt: skip
 
 
-def train(config_path: Path, results: Path, steps: int, addresses: list[str]) -> None:
-    """Train `steps` rounds in each turn, until killed. `addresses` are those of each stage's server, in order."""
+def train(config_path: Path, results: Path, addresses: Sequence[str]) -> None:
+    """Train a round in each turn, until killed. `addresses` are those of each stage's server, in order."""
     compute_like_peers()
     config, data = with_corpus(configs.load(config_path))
-    dht = hivemind.DHT(initial_peers=addresses, host_maddrs=["/ip4/127.0.0.1/tcp/0"], start=True)
+    dht = hivemind.DHT(initial_peers=list(addresses), host_maddrs=["/ip4/127.0.0.1/tcp/0"], start=True)
     servers = [PeerID.from_base58(address.rsplit("/", 1)[1]) for address in addresses]
     infos = [ExpertInfo(_expert_name(stage), server) for stage, server in enumerate(servers)]
     *stages, last = create_remote_experts(infos, dht)
@@ -124,20 +121,18 @@ def train(config_path: Path, results: Path, steps: int, addresses: list[str]) ->
 
     with ThreadPoolExecutor(NUM_THREADS) as threads:
 
-        def work(rounds: int = steps) -> None:
-            for number in itertools.islice(numbers, rounds):
-                size = config.microbatches_per_round
-                list(threads.map(microbatch, range(number * size, (number + 1) * size)))
+        def work() -> None:
+            number, size = next(numbers), config.microbatches_per_round
+            list(threads.map(microbatch, range(number * size, (number + 1) * size)))
 
-        work(1)
+        work()
         take_turns(results, work)
 
 
-if __name__ == "__main__":
-    role, first, *rest = sys.argv[1:]
+def main(role: str, first: Path, *rest: str) -> None:
     if role == "identity":
-        serve(build_identity(int(rest[0]), int(rest[1])), Path(first), IDENTITY_HANDLERS)
+        serve(build_identity(int(rest[0]), int(rest[1])), first, IDENTITY_HANDLERS)
     elif role == "stage":
-        serve(build_stage(configs.load(Path(rest[0])), int(rest[1])), Path(first), STAGE_HANDLERS, rest[2:])
+        serve(build_stage(configs.load(Path(rest[0])), int(rest[1])), first, STAGE_HANDLERS, rest[2:])
     else:
-        train(Path(first), Path(rest[0]), int(rest[1]), rest[2:])
+        train(first, Path(rest[0]), rest[1:])

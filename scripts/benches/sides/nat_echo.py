@@ -1,13 +1,12 @@
 """For the bench `nat`: a meeting point, a peer that waits there or is reached directly, and a caller.
 
-nat_echo.py meet HOST              prints the meeting point's entry
-nat_echo.py serve HOST [ENTRY]     prints a record, as JSON: of a tunnel through ENTRY, or of HOST's own port
-nat_echo.py call RECORD SECONDS    sends pieces of 1 MiB, and prints how many bytes arrived a second, and by which way
+nat_echo meet HOST              prints the meeting point's entry
+nat_echo serve HOST [ENTRY]     prints a record, as JSON: of a tunnel through ENTRY, or of HOST's own port
+nat_echo call RECORD SECONDS    sends pieces of 1 MiB, and prints how many bytes arrived a second, and by which way
 """
 
 import asyncio
 import json
-import sys
 import time
 from typing import Any
 
@@ -87,7 +86,6 @@ async def call(record: str, seconds: str) -> None:
     await pool.close()
 
 
-if __name__ == "__main__":
-    role, *arguments = sys.argv[1:]
+def main(role: str, *arguments: str) -> None:
     roles: dict[str, Any] = {"meet": meet, "serve": serve, "call": call}
     run_loop(roles[role](*arguments))

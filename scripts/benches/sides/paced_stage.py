@@ -21,8 +21,6 @@ PACE = "SWARM_BENCH_SECONDS_PER_SAMPLE"  # The environment variable that changes
 
 
 class _Pause(torch.autograd.Function):
-    """Passes its input on, after a pause."""
-
     @staticmethod
     def forward(ctx: Any, outputs: Tensor, num_samples: int) -> Tensor:
         ctx.seconds = num_samples * float(os.environ.get(PACE, SECONDS_PER_SAMPLE)) / 3

@@ -12,15 +12,15 @@ from peft import get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from scripts.benches.shared.theirs import loss_of
 from scripts.benches.sides.reference import Model
 from swarm.config import RunConfig
 from swarm.interchange.adapter import peft_modules
 from swarm.interchange.run_folder import ImportOptions, import_model
 from swarm.interchange.source import Source
 from swarm.model.adapters import trained_parameters
-from swarm.model.masks import DropoutKey
 from swarm.model.transformer import build_transformer
-from swarm.training.samples import TOKENS, Samples
+from swarm.training.samples import TOKENS
 
 MODEL, RUN = "model", "run"  # Two folders: the model as transformers writes it, and as swarm-model imports it
 
@@ -28,15 +28,12 @@ MODEL, RUN = "model", "run"  # Two folders: the model as transformers writes it,
 def with_model(config: RunConfig, folder: Path) -> RunConfig:
     """Make a Llama with the configuration's sizes and random weights. Return the configuration that begins with it."""
     sizes = LlamaConfig(
-        vocab_size=config.model.vocab_size,
-        hidden_size=config.model.d_model,
-        intermediate_size=3 * config.model.d_model,
-        num_hidden_layers=config.model.num_layers,
-        num_attention_heads=config.model.num_heads,
-        max_position_embeddings=config.data.sequence_length,
+        vocab_size=config.model.vocab_size, hidden_size=config.model.d_model,
+        intermediate_size=3 * config.model.d_model, num_hidden_layers=config.model.num_layers,
+        num_attention_heads=config.model.num_heads, max_position_embeddings=config.data.sequence_length,
         # The range is large, so that adapters have something to learn although the frozen weights are random.
         initializer_range=0.1,
-    )
+    )  # fmt: skip
     torch.manual_seed(0)
     LlamaForCausalLM(sizes).save_pretrained(folder / MODEL)
     options = ImportOptions(num_stages=config.stages.num_stages)
@@ -59,10 +56,6 @@ def peft_model(config: RunConfig, folder: Path) -> Model:
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(initial[name])
-
-    def summed_loss(batch: Samples, _: DropoutKey) -> torch.Tensor:
-        tokens_BT1 = batch[TOKENS].long()
-        logits_BTV = theirs(input_ids=tokens_BT1[:, :-1]).logits
-        return nn.functional.cross_entropy(logits_BTV.flatten(0, 1), tokens_BT1[:, 1:].flatten(), reduction="sum")
-
-    return Model(summed_loss=summed_loss, parameters=parameters)
+    return Model(
+        summed_loss=lambda batch, _: loss_of(theirs, batch[TOKENS].long(), reduction="sum"), parameters=parameters
+    )

@@ -1,12 +1,9 @@
 """A process that trains a whole model without a swarm, for the bench `learning`.
 
-    python -m scripts.benches.sides.plain_training CONFIG WORKERS ROUNDS POINTS
-
 Its last line of stdout is a JSON list of points: tokens, seconds of training until then, held-out loss.
 """
 
 import json
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +12,7 @@ from typing import Protocol
 import torch
 
 from scripts.benches.shared.common import compute_like_peers, with_corpus
-from scripts.benches.sides.reference import HeldOut, Reference
+from scripts.benches.sides.reference import HeldOut, Reference, is_point
 from swarm import config as configs
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
@@ -24,8 +21,6 @@ from swarm.training.optimizers import gradient_optimizer
 
 
 class Training(Protocol):
-    """A way to train, a round at a time."""
-
     @property
     def weights(self) -> Mapping[str, torch.Tensor]: ...
 
@@ -64,7 +59,6 @@ class PlainDiloco:
         return loss / sum(amounts)
 
     def _inner_steps(self, optimizer: optim.Optimizer, indices: Sequence[int], number: int) -> tuple[float, int]:
-        """Take the inner steps of one worker. Return the sum of the losses, and the number of targets."""
         rounds, size = self._config.rounds, self._config.data.microbatch_size
         batch = rounds.inner_batch_samples // size
         loss, num_targets = 0.0, 0
@@ -87,7 +81,7 @@ def train(
         started_at = time.perf_counter()
         training.step(number)
         seconds += time.perf_counter() - started_at
-        if (number + 1) * points // rounds > number * points // rounds:
+        if is_point(number, rounds, points):
             tokens = (number + 1) * config.rounds.round_samples * config.data.sequence_length
             curve.append((tokens, seconds, measure(training.weights)))
     return curve
@@ -99,7 +93,3 @@ def main(path: Path, num_workers: int, rounds: int, points: int) -> None:
     synchronous = config.rounds.synchronous
     training: Training = Reference(config, data) if synchronous else PlainDiloco(config, data, num_workers)
     print(json.dumps(train(training, config, rounds, points, HeldOut(config, data).loss)))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:5]))

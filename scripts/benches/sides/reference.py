@@ -136,3 +136,8 @@ class HeldOut:
         self._model.load_state_dict(dict(weights))
         losses = [float(self._model.summed_loss(batch)) for batch in self._batches]
         return sum(losses) / sum(samples.amount(batch).targets for batch in self._batches)
+
+
+def is_point(number: int, rounds: int, points: int) -> bool:
+    """Whether the loss is measured after this round, to have so many points of a curve, the last one at the end."""
+    return (number + 1) * points // rounds > number * points // rounds

@@ -1,7 +1,7 @@
 """What the directory costs each peer, for swarms of several sizes: bytes, CPU and memory of real DHT nodes.
 
 Bytes are those that pass through each p2pd, as the kernel counts them. Here all peers share one process, so each record
-is checked only once for all of them; the cost of a check is measured separately.
+is checked only once for all of them.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,6 @@ from swarm.dht import keys
 from swarm.dht import node as dht_node
 from swarm.dht.directory import Directory, stretch
 from swarm.dht.node import DhtNode
-from swarm.dht.records import open_record, seal
 from swarm.errors import IntegrityError, PeerUnavailable
 from swarm.machine.clock import SystemClock
 from swarm.routing.router import Router
@@ -40,7 +39,6 @@ SETTLE_SECONDS = RECORD_SECONDS + 2 * ANNOUNCE_SECONDS
 their key have expired. (Copies of the configuration last longer, but there are few.)"""
 REPLICAS = 5  # The number of nodes that keep a key: hivemind's default, which we use, too
 EXTRAPOLATED = (100, 1000, 10000)
-NUM_CHECKED = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,33 +47,28 @@ class Counters:
     and what came from them to its process, so `passed_bytes` are those that each peer has sent and received."""
 
     seconds: float
-    loopback_bytes: int
     process_cpu_seconds: float
     p2pd_cpu_seconds: float
     passed_bytes: tuple[int, ...]
-    num_readings: int
 
     def since(self, before: "Counters") -> "Counters":
         return Counters(
             seconds=self.seconds - before.seconds,
-            loopback_bytes=self.loopback_bytes - before.loopback_bytes,
             process_cpu_seconds=self.process_cpu_seconds - before.process_cpu_seconds,
             p2pd_cpu_seconds=self.p2pd_cpu_seconds - before.p2pd_cpu_seconds,
             passed_bytes=tuple(now - then for now, then in zip(self.passed_bytes, before.passed_bytes, strict=True)),
-            num_readings=self.num_readings - before.num_readings,
         )
 
 
 class Peer:
     """The part of a stage peer that uses its DHT node."""
 
-    def __init__(self, node: DhtNode, config: RunConfig, stage: int, rng: random.Random) -> None:
-        self.num_readings = 0
+    def __init__(self, node: DhtNode, config: RunConfig, rng: random.Random) -> None:
         self._clock = SystemClock()
         self._who = identity.generate()
         self._config = config
         node.belong_to(keys.of_run(config.run_id, config.stages.num_stages), None)
-        self._record = full_record(self._who, stage=stage, dht_address=node.addresses()[0])
+        self._record = full_record(self._who, dht_address=node.addresses()[0])
         self._rng = rng
         self._directory = Directory(node, self._who, config.run_id, self._clock)
         self._known = KnownPeers(Router(self._clock, rng), own_id=self._who.peer_id)
@@ -85,10 +78,9 @@ class Peer:
         return sum(map(len, self._known.records.values()))
 
     async def serve(self) -> None:
-        stages = range(self._config.stages.num_stages)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._later(self._keep_announced()))
-            tasks.create_task(self._later(self._directory.watch(stages, self._update, REFRESH_SECONDS)))
+            tasks.create_task(self._later(self._directory.watch([0], self._known.update, REFRESH_SECONDS)))
             tasks.create_task(self._later(republish(self._directory, self._config)))
 
     async def _later(self, work: Coroutine[Any, Any, None]) -> None:
@@ -106,31 +98,22 @@ class Peer:
                 logger.warning("not announced: %s", error)
             await asyncio.sleep(ANNOUNCE_SECONDS)
 
-    def _update(self, stage: int, records: Sequence[PeerRecord]) -> None:
-        self.num_readings += stage == 0
-        self._known.update(stage, records)
 
-
-def full_record(
-    who: identity.Identity, *, stage: int = 0,
-    dht_address: str = "/ip4/192.0.2.101/tcp/40001/p2p/12D3KooWAbcdefghijkmnopqrstuvwxyzABCDEFGHJKLMNPQRST",
-) -> PeerRecord:  # fmt: skip
+def full_record(who: identity.Identity, *, dht_address: str) -> PeerRecord:
     return PeerRecord(
         peer_id=who.peer_id, name="a-machine-of-the-usual-name-12345", software_version=swarm.__version__,
-        announced_at=1.7e9 + 0.123456, stage=stage, endpoint="192.0.2.101:50051", certificate_pem=who.certificate_pem,
+        announced_at=1.7e9 + 0.123456, stage=0, endpoint="192.0.2.101:50051", certificate_pem=who.certificate_pem,
         state=PeerState.SERVING, samples_per_second=12.345678901234567, queue_length=3, round=1234, samples=1234567,
         lineage="0123456789abcdef" * 4, movable=True, moves=1, dht_address=dht_address, device="cuda:0",
     )  # fmt: skip
 
 
-def measure(sizes: Sequence[int], *, num_stages: int, seconds: float, record_bytes: int, seed: int) -> dict[str, Any]:
-    """Measure swarms of these sizes, and return the figures. The swarm grows: newcomers join until it has the next
-    size."""
-    config = RunConfig(stages=StagesConfig(num_stages=num_stages))
-    rng = random.Random(seed)
+def measure(sizes: Sequence[int], *, seconds: float, seed: int) -> dict[str, Any]:
+    """Measure swarms of one stage of these sizes, and return the figures. The swarm grows: newcomers join until it has
+    the next size."""
+    config, rng = RunConfig(stages=StagesConfig(num_stages=1)), random.Random(seed)
     peers: list[Peer] = []
     used: dict[int, Counters] = {}
-    process_bytes: list[int] = []
     p2pd_bytes: dict[str, float] = {}
     with contextlib.ExitStack() as nodes:
         entrance: list[str] = []
@@ -139,27 +122,20 @@ def measure(sizes: Sequence[int], *, num_stages: int, seconds: float, record_byt
                 node = dht_node.start(clock=SystemClock(), host="127.0.0.1", initial_peers=entrance)
                 nodes.callback(node.shutdown)
                 entrance = entrance or node.addresses()
-                peers.append(Peer(node, config, len(peers) % num_stages, rng))
+                peers.append(Peer(node, config, rng))
             used[size] = asyncio.run(_observe(peers, seconds))
-            process_bytes.append(proc.resident_bytes())
             p2pd_bytes[str(size)] = statistics.mean(map(proc.resident_bytes, _p2pds()))
             say(f"a DHT of {size} nodes has been observed")
-    return {
-        **traffic(used, record_bytes=record_bytes),
-        "dht_check_cpu_seconds_per_record": _check_cpu_seconds(),
-        "dht_p2pd_bytes": p2pd_bytes,
-        "dht_process_bytes_per_peer": (process_bytes[-1] - process_bytes[0]) / (sizes[-1] - sizes[0]),
-    }
+    return {**traffic(used), "dht_p2pd_bytes": p2pd_bytes}
 
 
 async def _observe(peers: Sequence[Peer], seconds: float) -> Counters:
-    """Let all peers serve, and count the resources that they use after SETTLE_SECONDS."""
     async with asyncio.TaskGroup() as tasks:
         serving = [tasks.create_task(peer.serve()) for peer in peers]
         await asyncio.sleep(SETTLE_SECONDS)
-        before = _count(peers)
+        before = _count()
         await asyncio.sleep(seconds)
-        used = _count(peers).since(before)
+        used = _count().since(before)
         for task in serving:
             task.cancel()
     if any(peer.num_known != len(peers) for peer in peers):
@@ -168,24 +144,19 @@ async def _observe(peers: Sequence[Peer], seconds: float) -> Counters:
     return used
 
 
-def _count(peers: Sequence[Peer]) -> Counters:
+def _count() -> Counters:
     p2pds = _p2pds()
     return Counters(
-        seconds=time.monotonic(), loopback_bytes=proc.loopback_bytes(), process_cpu_seconds=time.process_time(),
+        seconds=time.monotonic(), process_cpu_seconds=time.process_time(),
         p2pd_cpu_seconds=sum(map(proc.cpu_seconds_of_all, p2pds)), passed_bytes=tuple(map(proc.written_bytes, p2pds)),
-        num_readings=sum(peer.num_readings for peer in peers),
     )  # fmt: skip
 
 
-def read_bytes_per_second(num_peers: int, record_bytes: int) -> float:
-    return num_peers * record_bytes / (REFRESH_SECONDS * stretch(num_peers))
-
-
-def traffic(used: Mapping[int, Counters], *, record_bytes: int) -> dict[str, Any]:
+def traffic(used: Mapping[int, Counters]) -> dict[str, Any]:
     """Figures for each measured number of peers, and extrapolated figures for larger numbers."""
 
-    def by_size(values: Mapping[int, float]) -> dict[str, float]:
-        return {str(size): value for size, value in values.items()}
+    def by_size(value: Callable[[int], float], sizes: Iterable[int] = used) -> dict[str, float]:
+        return {str(size): value(size) for size in sizes}
 
     # What one peer sends, another one receives. So sent bytes and received bytes are each half of those that pass.
     sent = {size: statistics.mean(u.passed_bytes) / 2 / u.seconds for size, u in used.items()}
@@ -196,45 +167,22 @@ def traffic(used: Mapping[int, Counters], *, record_bytes: int) -> dict[str, Any
     sizes = [size for size in used if size > REPLICAS and stretch(size) == 1.0]
     per_peer, fixed = statistics.linear_regression(sizes, [sent[size] for size in sizes])
     return {
-        "dht_bytes_per_second": by_size(sent),
-        "dht_loopback_bytes_per_second": by_size(
-            {size: u.loopback_bytes / u.seconds / size for size, u in used.items()}
-        ),
-        "dht_busiest_bytes_per_second": by_size(busiest),
-        "dht_bytes_over_arithmetic": by_size(
-            {size: value / read_bytes_per_second(size, record_bytes) for size, value in sent.items()}
-        ),
-        "dht_fixed_bytes_per_second": fixed,
-        "dht_added_bytes_per_second_per_peer": per_peer,
+        "dht_bytes_per_second": by_size(lambda size: sent[size]),
+        "dht_busiest_bytes_per_second": by_size(lambda size: busiest[size]),
         "dht_extrapolated_bytes_per_second": by_size(
-            {size: fixed + per_peer * size / stretch(size) for size in EXTRAPOLATED}
+            lambda size: fixed + per_peer * size / stretch(size), EXTRAPOLATED
         ),
         # Both the number of readers and the bytes that each of them reads grow in proportion to the number of peers.
         "dht_extrapolated_busiest_bytes_per_second": by_size(
-            {size: busiest[sizes[-1]] * (size / sizes[-1]) ** 2 / stretch(size) for size in EXTRAPOLATED}
+            lambda size: busiest[sizes[-1]] * (size / sizes[-1]) ** 2 / stretch(size), EXTRAPOLATED
         ),
         "dht_process_cpu_seconds_per_second": by_size(
-            {size: u.process_cpu_seconds / u.seconds / size for size, u in used.items()}
+            lambda size: used[size].process_cpu_seconds / used[size].seconds / size
         ),
         "dht_p2pd_cpu_seconds_per_second": by_size(
-            {size: u.p2pd_cpu_seconds / u.seconds / size for size, u in used.items()}
+            lambda size: used[size].p2pd_cpu_seconds / used[size].seconds / size
         ),
-        "dht_machine_cpu_seconds_per_second": by_size(
-            {size: (u.process_cpu_seconds + u.p2pd_cpu_seconds) / u.seconds for size, u in used.items()}
-        ),
-        "dht_seconds_between_readings": by_size({size: u.seconds * size / u.num_readings for size, u in used.items()}),
     }
-
-
-def _check_cpu_seconds() -> float:
-    """The CPU seconds that a new record of a known peer costs a reader."""
-    who, key = identity.generate(), "run.0123456789abcdef.stage.0"
-    lives = [1e9 + number for number in range(NUM_CHECKED)]
-    records = [seal(who, key, full_record(who), expiration) for expiration in lives]
-    began = time.process_time()
-    for record, expiration in zip(records, lives, strict=True):
-        open_record(PeerRecord, key, who.peer_id, record, expiration, now=expiration)
-    return (time.process_time() - began) / NUM_CHECKED
 
 
 def _p2pds() -> list[int]:

@@ -1,10 +1,6 @@
-"""A process that trains one stage of torch.distributed.pipelining with 1F1B over gloo, in turns, for the bench `peers`.
-
-python -m scripts.benches.sides.static_stage CONFIG RESULTS RANK PORT STEPS
-"""
+"""A process that trains a stage of torch.distributed.pipelining (1F1B over gloo), in turns, for the bench `peers`."""
 
 import itertools
-import sys
 from pathlib import Path
 
 import torch
@@ -22,8 +18,6 @@ from swarm.data.microbatches import Microbatches
 
 
 class StaticStage:
-    """One rank of the pipeline."""
-
     def __init__(self, config: RunConfig, data: Microbatches, rank: int) -> None:
         self._config, self._data = config, data
         self._module = BareStage(config, rank)
@@ -51,19 +45,10 @@ def _mean_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
 
 
-def main(config_path: Path, results: Path, rank: int, port: int, steps: int) -> None:
+def main(config_path: Path, results: Path, rank: int, port: int) -> None:
     compute_like_peers()
     config, data = with_corpus(configs.load(config_path))
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=config.stages.num_stages)
     stage = StaticStage(config, data, rank)
     stage.step()
-
-    def work() -> None:
-        for _ in range(steps):
-            stage.step()
-
-    take_turns(results, work)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]))
+    take_turns(results, stage.step)

@@ -1,25 +1,21 @@
-"""A process with our averagers, one for each codec, for the bench `allreduce`, which gives it orders.
-
-python -m scripts.benches.sides.swarm_averager FOLDER NUMBER NUM_PEERS NUM_PARAMETERS CODEC...
-"""
+"""A process with our averagers, one for each codec, for the bench `allreduce`, which gives it orders."""
 
 import asyncio
 import dataclasses
-import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from scripts.benches.shared.common import compute_like_peers, write_json
-from scripts.benches.sides.averaging_peer import POLL_SECONDS, READY_FILE, Orders, as_tensors, compare, digest, values
+from scripts.benches.shared.common import compute_like_peers, run_of, write_json
+from scripts.benches.sides.averaging_peer import READY_FILE, as_tensors, digest, obey, values
 from scripts.benches.sides.worker import Place
 from swarm.averaging.averager import Averager
 from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import Transport
-from swarm.config import AveragingConfig, DataConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.config import RunConfig
 from swarm.credentials.identity import Identity, generate
 from swarm.machine.clock import SystemClock
 from swarm.rpc.channels import ChannelPool
@@ -30,13 +26,11 @@ from swarm.types import PeerRecord
 def averaging_config(codec: str, num_peers: int) -> RunConfig:
     """DiLoCo with the plain mean. A round ends with all members, or with one fewer if each of those has `num_peers`
     samples."""
-    return RunConfig(
-        run=f"bench-allreduce-{codec}",
-        stages=StagesConfig(num_stages=1),
-        data=DataConfig(microbatch_size=1),
-        rounds=RoundsConfig(setting="diloco", round_samples=num_peers * (num_peers - 1), inner_batch_samples=1),
-        averaging=AveragingConfig(codec=codec, clip_to_median=0.0),  # type: ignore[arg-type]  # pydantic checks it
-    )
+    return run_of(
+        f"allreduce-{codec}", width=64, layers=1, setting="diloco", length=16, microbatch=1,
+        round_samples=num_peers * (num_peers - 1), rounds={"inner_batch_samples": 1},
+        averaging={"codec": codec, "clip_to_median": 0.0},
+    )  # fmt: skip
 
 
 class Member:
@@ -103,16 +97,12 @@ class Member:
 
 
 class CodecPeer:
-    """The averager of one codec, and the server in front of it."""
-
     def __init__(self, codec: str, num_peers: int, identity: Identity, contribution: Tensors) -> None:
         self._config = averaging_config(codec, num_peers)
-        self._num_peers = num_peers
         self.place = Place(identity, 0)
         self.member = Member(contribution)
-        self._averager: Averager
-        self._running: asyncio.Task[None]
-        self._started_at = 0.0
+        self.averager: Averager
+        self.running: asyncio.Task[None]
 
     async def meet(self, records: list[PeerRecord], channels: ChannelPool) -> None:
         """Serve an averager that knows all members."""
@@ -120,76 +110,65 @@ class CodecPeer:
             config=self._config, own=self.place.record, peers=lambda stage: records, transport=Transport(channels),
             clock=SystemClock(),
         )  # fmt: skip
-        self._averager = Averager(context, self.member)
-        await self.place.serve(self._averager)
+        self.averager = Averager(context, self.member)
+        await self.place.serve(self.averager)
 
-    def run(self, tasks: asyncio.TaskGroup) -> None:
-        self._running = tasks.create_task(self._averager.run())
 
-    async def rest(self) -> None:
-        self._running.cancel()
-        await asyncio.wait([self._running])
+class SwarmPeer:
+    def __init__(self, number: int, num_peers: int, num_parameters: int, codecs: Sequence[str]) -> None:
+        own = as_tensors(values(number, num_parameters))
+        contribution = {f"layer-{index:04d}": tensor for index, tensor in enumerate(own)}
+        identity = generate()
+        self._channels, self._num_peers, self._started_at = ChannelPool(), num_peers, 0.0
+        self._peers = {codec: CodecPeer(codec, num_peers, identity, contribution) for codec in codecs}
+        self._active: CodecPeer
+
+    @property
+    def contact(self) -> dict[str, Any]:
+        return {codec: peer.place.record.model_dump(mode="json") for codec, peer in self._peers.items()}
+
+    async def meet(self, contacts: list[dict[str, Any]]) -> None:
+        for codec, peer in self._peers.items():
+            await peer.meet([PeerRecord.model_validate(contact[codec]) for contact in contacts], self._channels)
+
+    async def prepare(self, codec: str) -> None:
+        self._active = self._peers[codec]
+        self._active.running = asyncio.create_task(self._active.averager.run())
 
     async def start(self, at: float) -> None:
         """Count the samples of the round at this time of the clock, which starts the round."""
-        self.member.finished.clear()
-        self.member.last = None
+        self._active.member.finished.clear()
+        self._active.member.last = None
         await asyncio.sleep(at - time.monotonic())
         self._started_at = at
-        self.learn(self._num_peers - 1)
+        await self.learn(self._num_peers - 1)
 
-    def learn(self, num_samples: int) -> None:
-        """Count this many samples as trained on in this round, and report them to the leader."""
-        self.member.learn(num_samples)
-        self._averager.notify()
+    async def learn(self, num_samples: int) -> None:
+        self._active.member.learn(num_samples)
+        self._active.averager.notify()
 
     async def finish(self) -> dict[str, Any]:
         """Wait until the member has applied the result, or has downloaded it from another member."""
-        await self.member.finished.wait()
-        reply: dict[str, Any] = {"seconds": self.member.finished_at - self._started_at}
-        if (result := self.member.last) is not None:
+        member = self._active.member
+        await member.finished.wait()
+        reply: dict[str, Any] = {"seconds": member.finished_at - self._started_at}
+        if (result := member.last) is not None:
             reply |= {
-                "num_members": len(result.members), "attempts": result.attempts, "bytes_sent": result.cost.bytes_sent,
-                "bytes_received": result.cost.bytes_received, "exchange_seconds": result.cost.exchange_seconds,
+                "num_members": len(result.members), "attempts": result.attempts,
+                "exchange_seconds": result.cost.exchange_seconds,
             }  # fmt: skip
         return reply
 
+    async def rest(self) -> None:
+        self._active.running.cancel()
+        await asyncio.wait([self._active.running])
 
-async def main(folder: Path, number: int, num_peers: int, num_parameters: int, codecs: list[str]) -> None:
+    def held(self) -> list[torch.Tensor]:
+        return list(self._active.member.held.values())
+
+
+async def main(folder: Path, number: int, num_peers: int, num_parameters: int, *codecs: str) -> None:
     compute_like_peers()
-    own = as_tensors(values(number, num_parameters))
-    contribution = {f"layer-{index:04d}": tensor for index, tensor in enumerate(own)}
-    identity, channels = generate(), ChannelPool()
-    peers = {codec: CodecPeer(codec, num_peers, identity, contribution) for codec in codecs}
-    contact = {codec: peer.place.record.model_dump(mode="json") for codec, peer in peers.items()}
-    write_json(folder / READY_FILE, contact)
-    orders, active = Orders(folder), peers[codecs[0]]
-    async with asyncio.TaskGroup() as tasks:
-        while True:
-            if (order := orders.poll()) is None:
-                await asyncio.sleep(POLL_SECONDS)
-                continue
-            reply: dict[str, Any] = {}
-            match order["name"]:
-                case "meet":
-                    for codec, peer in peers.items():
-                        await peer.meet(
-                            [PeerRecord.model_validate(contact[codec]) for contact in order["contacts"]], channels
-                        )
-                case "prepare":
-                    active = peers[order["codec"]]
-                    active.run(tasks)
-                case "start":
-                    await active.start(order["at"])
-                case "learn":
-                    active.learn(order["num_samples"])
-                case "finish":
-                    reply = await active.finish()
-                case "compare":
-                    await active.rest()
-                    reply = compare(list(active.member.held.values()), order["means"], num_parameters)
-            orders.answer(reply)
-
-
-if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:]))
+    peer = SwarmPeer(number, num_peers, num_parameters, codecs)
+    write_json(folder / READY_FILE, peer.contact)
+    await obey(folder, peer, num_parameters)

@@ -6,7 +6,6 @@ connection and write to it at once.
 
 import socket
 import ssl
-import sys
 import threading
 from pathlib import Path
 from queue import Queue
@@ -65,7 +64,7 @@ def _fill(sock: ssl.SSLSocket, buffer: bytearray) -> bool:
     return True
 
 
-def serve(ready_file: Path, num_bytes: int) -> None:
+def main(ready_file: Path, num_bytes: int) -> None:
     own = identity.generate()
     key_file = ready_file.with_name("own.pem")
     key_file.write_text(own.key_pem + own.certificate_pem)
@@ -88,7 +87,3 @@ def serve(ready_file: Path, num_bytes: int) -> None:
     while (buffer := whole.get()) is not None:
         back.sendall(buffer)
         free.put(buffer)
-
-
-if __name__ == "__main__":
-    serve(Path(sys.argv[1]), int(sys.argv[2]))

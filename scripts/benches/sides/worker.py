@@ -118,7 +118,6 @@ class Worker:
         self._tasks = tasks
 
     def start(self) -> None:
-        """Take part in rounds from now on."""
         works = self.averager.run(), self.stage.endings.report_changes(self.averager.notify)
         self._background = [self._tasks.create_task(work) for work in works]
 

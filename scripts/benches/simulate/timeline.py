@@ -17,7 +17,6 @@ class Timeline:
         return self._now
 
     def time(self) -> float:
-        """The same as `monotonic`: the clocks of all simulated machines agree."""
         return self._now
 
     async def sleep(self, seconds: float) -> None:
@@ -28,7 +27,6 @@ class Timeline:
         heapq.heappush(self._events, (max(when, self._now), next(self._numbers), action))
 
     def after(self, seconds: float, action: Callable[[], object]) -> None:
-        """Plan an action for `seconds` from now."""
         self.at(self._now + seconds, action)
 
     def run(self, until: float) -> None:

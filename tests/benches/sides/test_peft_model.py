@@ -18,10 +18,8 @@ from tests.support.wire_chain import WireChain
 
 # peft asks transformers by this name.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_peft_s_layers_learn_what_the_stages_learn(tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"{number} bottles\n" for number in range(3000)))
-    config = _config(Options(dataset=str(text)))
+def test_peft_s_layers_learn_what_the_stages_learn(tmp_path: Path, text: str) -> None:
+    config = _config(Options(dataset=text))
     config = dataclasses.replace(
         config, data=dataclasses.replace(config.data, held_out_fraction=0.05),
         rounds=RoundsConfig(setting="synchronous", round_samples=config.data.microbatch_size), lora=LoraConfig(rank=4),

@@ -3,29 +3,75 @@
 import math
 import random
 
-from scripts.benches.simulate.fluid.rules import NoRule
 from scripts.benches.simulate.fluid.swarm import FluidSwarm
 from swarm.rebalancing.decision import next_check_seconds
 from swarm.rebalancing.judgement import SETTLE_SECONDS, Judgement
 from swarm.rebalancing.layout import Layout, layout_of
 from swarm.types import ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState
 
+
+class NoRule:
+    """Newcomers take any stage, and no peer moves."""
+
+    def __init__(self, swarm: FluidSwarm, rng: random.Random) -> None:
+        self._swarm = swarm
+        self._rng = rng
+
+    def began(self, peer: int) -> None:
+        """Called for a peer that is there from the start, and serves."""
+
+    def came(self, peer: int) -> None:
+        """Called for a newcomer, which has to `join` a stage."""
+        self._swarm.join(peer, self._rng.randrange(self._swarm.num_stages))
+
+    def left(self, peer: int) -> None:
+        """Called when a peer has gone."""
+
+
+class SwarmRule(NoRule):
+    """The SWARM paper's rule (arXiv 2301.11913, appendix, Algorithm 2).
+
+    Every T seconds the idlest peer of the stage with the least waiting work goes to the stage with the most. In a full
+    pipeline nearly all work waits before the weakest stage, so stages are ordered by their throughput.
+    """
+
+    def __init__(self, swarm: FluidSwarm, rng: random.Random, *, period_seconds: float) -> None:
+        super().__init__(swarm, rng)
+        self._period_seconds = period_seconds
+        swarm.timeline.after(period_seconds, self._tick)
+
+    def came(self, peer: int) -> None:
+        self._swarm.join(peer, self._by_load()[-1])
+
+    def _tick(self) -> None:
+        idlest, *_, busiest = self._by_load()
+        peers = list(self._swarm.peers[idlest])
+        if idlest != busiest and len(peers) > 1:
+            # All machines are alike, so the idlest is chosen at random.
+            self._swarm.move(self._rng.choice(peers), busiest)
+        # The next look is planned after the move, so that the peer arrives before it even if a download takes a whole
+        # period.
+        self._swarm.timeline.after(self._period_seconds, self._tick)
+
+    def _by_load(self) -> list[int]:
+        """The stages, from the one with the least waiting work, which has most peers, to the one with the most."""
+        counts = self._swarm.num_serving
+        return sorted(range(len(counts)), key=lambda stage: (-counts[stage], self._rng.random()))
+
+
 LISTED_SECONDS = (15.0, 20.0)
 """How long dead peers are listed: announcements last for 20 seconds and are renewed every 5."""
 FIGURES_SECONDS = 600.0  # How often new errors are drawn for the announced figures
 FIGURES_OFF = 0.03  # Standard deviation of a peer's announced throughput, as a share of its real one
+ROUND_SECONDS = 60.0  # The same for all peers; a peer that moves serves on until the end of the round
 LOOK_SECONDS = 60.0  # Mean time between two looks of a peer whether to move
 SAMPLES_PER_SECOND = 10.0  # The throughput of every peer; only ratios count
 
 
 class OwnRule(NoRule):
-    """Our rule, with the peers of one swarm."""
-
-    def __init__(self, swarm: FluidSwarm, rng: random.Random, *, round_seconds: float = 60.0) -> None:
-        """A peer that moves serves on until the end of the round, which is the same for all."""
+    def __init__(self, swarm: FluidSwarm, rng: random.Random) -> None:
         super().__init__(swarm, rng)
         self._timeline = swarm.timeline
-        self._round_seconds = round_seconds
         self._costs = (1.0,) * swarm.num_stages
         self._judgements: dict[int, Judgement] = {}
         self._records: dict[int, PeerRecord] = {}
@@ -152,7 +198,7 @@ class OwnRule(NoRule):
             self._will_look(peer)
             return
         self._confirm(peer, target)
-        ends = math.ceil(self._timeline.monotonic() / self._round_seconds) * self._round_seconds
+        ends = math.ceil(self._timeline.monotonic() / ROUND_SECONDS) * ROUND_SECONDS
         self._timeline.at(ends, lambda: self._go(peer, target))
 
     def _go(self, peer: int, target: int) -> None:

@@ -19,7 +19,6 @@ class Kept:
 
     @property
     def percent(self) -> float:
-        """The throughput in per cent of the optimum."""
         return 100.0 * self.done / self.best if self.best else 100.0
 
     @property

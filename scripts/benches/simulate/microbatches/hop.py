@@ -8,8 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 from scripts.benches.simulate.microbatches.choosers import Answer
-from scripts.benches.simulate.microbatches.machine import SimulatedPeer
-from scripts.benches.simulate.microbatches.pipeline import SimulatedPipeline, View
+from scripts.benches.simulate.microbatches.pipeline import SimulatedPeer, SimulatedPipeline, View
 from swarm.errors import Overloaded
 from swarm.hop.retries import PAUSE_SECONDS, SHORTEST_WAIT_SECONDS, HopLimits, most_sent_on
 from swarm.pipeline.window import MOST_IN_FLIGHT, Window

@@ -8,34 +8,115 @@ hand a microbatch on is measured before; the simulation gets no other figure of 
 import asyncio
 import random
 import statistics
-import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
-from peers.local.supervisor import Supervisor
+import grpc
+
 from peers.shared import option_checks
-from scripts.benches.shared.common import BenchOptions, say, with_corpus
-from scripts.benches.shared.probe import LEAST_SECONDS, Watched, rate_between_commits, watch
-from scripts.benches.shared.swarm import NEVER, Lines, SwarmProcesses, serve
-from scripts.benches.shared.throttle import Throttle
+from scripts.benches.shared.common import START_SECONDS, BenchOptions, fail_on_exit, run_of, say, with_corpus, workplace
+from scripts.benches.shared.swarm import NEVER, ServingPeer, SwarmProcesses
+from scripts.benches.shared.throttle import Lines
 from scripts.benches.sides.paced_stage import PACE
 from scripts.benches.simulate.microbatches.choosers import Answer, Ours
 from scripts.benches.simulate.microbatches.hop import SimulatedTrainer
-from scripts.benches.simulate.microbatches.machine import Machine
-from scripts.benches.simulate.microbatches.pipeline import SimulatedPipeline, View
+from scripts.benches.simulate.microbatches.pipeline import Machine, SimulatedPipeline, View
 from scripts.benches.simulate.timeline import Timeline
-from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.averaging.agreement.rules import Timing
+from swarm.config import RunConfig
+from swarm.errors import DeadlineExceeded, SwarmError
 from swarm.pipeline.window import MOST_IN_FLIGHT
+from swarm.rpc import tls
+from swarm.rpc.ask import describe
+from swarm.rpc.tls import CLIENT_OPTIONS, through
+from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.slots import LARGEST_NUM_SLOTS
 from swarm.types import PeerId
+
+POLL_SECONDS = 0.2
+ANSWER_SECONDS = Timing().report_seconds
+
+
+@dataclass
+class Watched:
+    """What one peer said: the times of its answers, and the microbatches that were committed until then."""
+
+    stage: int
+    committed: list[tuple[float, int]] = field(default_factory=list)
+
+    @property
+    def num_committed(self) -> int:
+        return self.committed[-1][1] - self.committed[0][1]
+
+
+def rate_between_commits(watched: Sequence[Watched]) -> float:
+    """Microbatches per second of these peers together, from the first commit that was seen to the last. Pauses before
+    the first commit and after the last one do not count, since one microbatch more or less between two polls would
+    matter. Raises DeadlineExceeded."""
+    commits = sorted(
+        (now, after - before)
+        for one in watched
+        for (_, before), (now, after) in pairwise(one.committed)
+        if after > before
+    )
+    if not commits or commits[-1][0] == commits[0][0]:
+        raise DeadlineExceeded("hardly a microbatch was committed: measure for longer; is the machine busy?")
+    return sum(number for _, number in commits[1:]) / (commits[-1][0] - commits[0][0])
+
+
+async def watch(swarm: SwarmProcesses, *, warm_up_seconds: float, seconds: float) -> list[Watched]:
+    """Wait until microbatches are committed, wait for the warm-up, and then watch all peers. Raises PeerUnavailable and
+    DeadlineExceeded."""
+    channels = [_channel(peer, swarm) for peer in swarm.peers]
+    watched = [Watched(stage=peer.record.stage) for peer in swarm.peers]
+    request = pb.DescribeRequest(run_id=swarm.config.run_id)
+    now = asyncio.get_running_loop().time
+
+    async def poll(channel: grpc.aio.Channel, one: Watched) -> None:
+        with suppress(SwarmError):  # On a full line or a busy machine, a call may be lost.
+            reply = await describe(channel, request, seconds=ANSWER_SECONDS)
+            one.committed.append((now(), reply.counters.committed))
+
+    async def until(there_at: float) -> None:
+        while now() < there_at:
+            fail_on_exit(swarm.children)
+            await asyncio.gather(*map(poll, channels, watched))
+            await asyncio.sleep(POLL_SECONDS)
+
+    try:
+        deadline = now() + START_SECONDS
+        while not any(one.committed and one.num_committed for one in watched):
+            if now() > deadline:
+                raise DeadlineExceeded(f"no microbatch in {START_SECONDS:.0f} s: is the machine busy with other work?")
+            await until(now() + POLL_SECONDS)
+        await until(now() + warm_up_seconds)
+        for one in watched:
+            one.committed.clear()
+        await until(now() + seconds)
+    finally:
+        await asyncio.gather(*(channel.close() for channel in channels))
+    for peer, one in zip(swarm.peers, watched, strict=True):
+        if len(one.committed) < 2:
+            raise DeadlineExceeded(f"{peer.child.name} hardly answered in {seconds:.0f} s: is the machine busy?")
+    return watched
+
+
+def _channel(peer: ServingPeer, swarm: SwarmProcesses) -> grpc.aio.Channel:
+    proxy = through(swarm.children.own.proxy) if isinstance(swarm.children, Lines) else ()
+    credentials = tls.pinned_credentials(peer.record.certificate_pem)
+    return grpc.aio.secure_channel(
+        peer.record.endpoint, credentials, options=(*proxy, *CLIENT_OPTIONS, *tls.PINNED_OPTIONS)
+    )
+
 
 MICROBATCH_SIZE = 4
 DIRECTORY_SECONDS = 2.0
 SIMULATED_SECONDS = 400.0
+WARM_UP_SECONDS, SEED = 15.0, 0  # Training before each measurement; the seed of the simulated swarm
 GOAL_PERCENT = 10.0
 
 SettingName = Literal["unequal", "equal", "slow-peer", "unequal-few", "equal-long-line", "slow-peer-long-line"]
@@ -45,8 +126,6 @@ Work = tuple[tuple[float, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A swarm to compare."""
-
     paces: tuple[tuple[float, ...], ...]  # Seconds of computing for a sample, forward and backward, by stage and peer
     max_in_flight: int = MOST_IN_FLIGHT  # The most microbatches in flight of the trainer
     round_trip_seconds: float = 0.0
@@ -54,7 +133,6 @@ class Setting:
 
     @property
     def limit(self) -> float:
-        """Microbatches per second that the peers can compute."""
         return min(sum(1 / (pace * MICROBATCH_SIZE) for pace in stage) for stage in self.paces)
 
 
@@ -77,19 +155,13 @@ class Options(BenchOptions):
 
     settings: tuple[SettingName, ...] = tuple(SETTINGS)
     """Swarms to compare."""
-    warm_up_seconds: float = 15.0
-    """Training before each measurement."""
     seconds: float = 30.0
     """Length of each measurement."""
     repetitions: int = 3
     """Times that each real swarm is measured; medians are compared."""
-    seed: int = 0
-    """Seed of the simulated swarm."""
 
     def __post_init__(self) -> None:
-        option_checks.require_positive(self, ("warm_up_seconds", "repetitions"))
-        if self.seconds < LEAST_SECONDS:
-            raise ValueError(f"--seconds must be at least {LEAST_SECONDS:g}, not {self.seconds}")
+        super().__post_init__()
         option_checks.require_distinct(self, ["settings"])
 
 
@@ -101,7 +173,7 @@ def run(options: Options) -> dict[str, Any]:
         setting = SETTINGS[name]
         rates, work = _real(options, name, setting)
         simulated, simulated_work = simulate(
-            setting, options.seed, link_seconds=link_seconds, warm_up_seconds=options.warm_up_seconds,
+            setting, SEED, link_seconds=link_seconds, warm_up_seconds=WARM_UP_SECONDS,
             seconds=SIMULATED_SECONDS,
         )  # fmt: skip
         median = statistics.median(rates)
@@ -117,10 +189,6 @@ def run(options: Options) -> dict[str, Any]:
         "largest_work_difference_points": max(setting["work_difference_points"] for setting in settings.values()),
         "passed": largest <= GOAL_PERCENT, "link_seconds": link_seconds, "settings": settings,
     }  # fmt: skip
-
-
-def exit_code(figures: Mapping[str, Any]) -> int:
-    return int(not figures["passed"])
 
 
 def handing_on_seconds(rates: Sequence[float]) -> float:
@@ -141,8 +209,6 @@ def largest_difference_points(one: Work, other: Work) -> float:
 
 
 class Counting(Ours):
-    """Counts the answers of each peer."""
-
     def __init__(self, timeline: Timeline, rng: random.Random, num_answers: Counter[PeerId]) -> None:
         super().__init__(timeline, rng)
         self.num_answers = num_answers
@@ -203,7 +269,6 @@ def machines(setting: Setting, link_seconds: float) -> list[Machine]:
 
 
 def shares(counts: Sequence[Sequence[int]]) -> Work:
-    """The share of each peer in the work of its stage."""
     return tuple(tuple(count / max(1, sum(stage)) for count in stage) for stage in counts)
 
 
@@ -211,43 +276,28 @@ def shares(counts: Sequence[Sequence[int]]) -> Work:
 
 
 def _config(options: Options, num_stages: int) -> RunConfig:
-    return RunConfig(
-        run="validate",
-        model=ModelConfig(
-            num_layers=num_stages, d_model=32, num_heads=2, custom_class="scripts.benches.sides.paced_stage:Paced"
-        ),
-        stages=StagesConfig(num_stages=num_stages),
-        data=DataConfig(
-            dataset=options.dataset, sequence_length=32, microbatch_size=MICROBATCH_SIZE, max_tokens=1_000_000
-        ),
-        rounds=RoundsConfig(
-            setting="diloco",
-            inner_batch_samples=64 * MICROBATCH_SIZE,
-            round_samples=NEVER * MICROBATCH_SIZE,
-            # The simulator's peers take no steps, so they wait for none.
-            max_staleness=1,
-        ),
-    )
+    # The simulator's peers take no steps, so the real ones wait for none.
+    return run_of(
+        "validate", width=32, layers=num_stages, head_width=16, stages=num_stages, setting="diloco", length=32,
+        microbatch=MICROBATCH_SIZE, round_samples=NEVER * MICROBATCH_SIZE, dataset=options.dataset,
+        model={"custom_class": "scripts.benches.sides.paced_stage:Paced"}, data={"max_tokens": 1_000_000},
+        rounds={"inner_batch_samples": 64 * MICROBATCH_SIZE, "max_staleness": 1},
+    )  # fmt: skip
 
 
 def _real(options: Options, name: str, setting: Setting) -> tuple[list[float], Work]:
     """Microbatches per second of a real swarm, each time that it was measured, and each peer's share in all of them."""
     config, _ = with_corpus(_config(options, len(setting.paces)))
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="validate-")))
-        children = stack.enter_context(_children(setting, folder / "logs", stack))
+    with workplace("validate", line_seconds=setting.round_trip_seconds or None) as (folder, children):
         swarm = SwarmProcesses(config, children, folder / "run")
         say(f"{name}: peers start")
         stages = [stage for stage, peers in enumerate(setting.paces) for _ in peers]
         swarm.start_peers(stages, [{PACE: str(pace)} for peers in setting.paces for pace in peers])
-        serve(swarm, swarm.peers)
-        trainer = swarm.launch_trainer("trainer", NEVER, max_in_flight=setting.max_in_flight)
+        swarm.launch_trainer("trainer", NEVER, max_in_flight=setting.max_in_flight)
         runs: list[list[Watched]] = []
         for _ in range(options.repetitions):
-            warm_up_seconds = 0.0 if runs else options.warm_up_seconds
+            warm_up_seconds = 0.0 if runs else WARM_UP_SECONDS
             runs.append(asyncio.run(watch(swarm, warm_up_seconds=warm_up_seconds, seconds=options.seconds)))
-        children.kill9(trainer)
-        swarm.stop()
     rates = [rate_between_commits([one for one in watched if one.stage == 0]) for watched in runs]
     by_peer = list(zip(*runs, strict=True))
     counts = [
@@ -255,10 +305,3 @@ def _real(options: Options, name: str, setting: Setting) -> tuple[list[float], W
         for stage in range(len(setting.paces))
     ]
     return rates, shares(counts)
-
-
-def _children(setting: Setting, log_folder: Path, stack: ExitStack) -> Supervisor:
-    """The supervisor of child processes. They get lines of their own if the setting has long lines."""
-    if not setting.round_trip_seconds:
-        return Supervisor(log_folder)
-    return Lines(log_folder, stack.enter_context(Throttle(setting.round_trip_seconds)))

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from scripts.benches.simulate.microbatches.choosers import UNKNOWN_SECONDS, Answer, ByChance, Chooser, SwarmQueue
+from scripts.benches.simulate.microbatches.choosers import Answer, ByChance, Chooser, SwarmQueue
 from scripts.benches.simulate.timeline import Timeline
 from swarm.types import PeerId, PeerRecord, PeerState
 
@@ -21,11 +21,10 @@ def announce(chooser: Chooser, *peers: PeerId) -> None:
     chooser.update(0, records)
 
 
-def answer(call_seconds: float, *, busy_seconds: float = 1.0, queue_length: int = 0) -> Answer:
+def answer(call_seconds: float) -> Answer:
     return Answer(
-        num_samples=NUM_SAMPLES, busy_seconds=busy_seconds, link_seconds=0.0, queue_length=queue_length,
-        call_seconds=call_seconds,
-    )  # fmt: skip
+        num_samples=NUM_SAMPLES, busy_seconds=1.0, link_seconds=0.0, queue_length=0, call_seconds=call_seconds
+    )
 
 
 def shares(chooser: Chooser, num_choices: int) -> Counter[PeerId | None]:
@@ -38,35 +37,9 @@ def test_swarm_s_queue_gives_shares_in_inverse_proportion_to_the_seconds_of_a_ca
     chooser.succeeded(ONE, answer(1.0))
     chooser.succeeded(TWO, answer(3.0))
     assert shares(chooser, 400)[ONE] == pytest.approx(300, abs=2)
-
-
-def test_swarm_s_average_is_corrected_for_its_start() -> None:
-    """After 10 s and then 1 s it is (0.9 * 10 + 1) / 1.9, and not still nearly 10."""
-    chooser = SwarmQueue(Timeline(), random.Random(0))
-    announce(chooser, ONE, TWO)
-    for seconds in (10.0, 1.0):
-        chooser.succeeded(ONE, answer(seconds))
-    expected = (0.9 * 10.0 + 1.0) / 1.9
-    chooser.succeeded(TWO, answer(expected))
-    assert shares(chooser, 400)[ONE] == pytest.approx(200, abs=2)
-
-
-def test_whom_swarm_s_queue_does_not_know_is_taken_to_need_a_second_a_sample() -> None:
-    chooser = SwarmQueue(Timeline(), random.Random(0))
-    announce(chooser, ONE, TWO)
-    chooser.succeeded(ONE, answer(NUM_SAMPLES * UNKNOWN_SECONDS / 3))
-    assert shares(chooser, 400)[ONE] == pytest.approx(300, abs=2)
-
-
-def test_a_newcomer_joins_swarm_s_queue_at_its_head() -> None:
-    chooser = SwarmQueue(Timeline(), random.Random(0))
-    announce(chooser, ONE, TWO)
-    for peer in (ONE, TWO):
-        chooser.succeeded(peer, answer(1.0))
-    shares(chooser, 100)
     announce(chooser, ONE, TWO, THREE)
     chooser.succeeded(THREE, answer(1.0))
-    assert shares(chooser, 300)[THREE] == pytest.approx(100, abs=2), "it owes nothing for the past, and has no credit"
+    assert shares(chooser, 700)[THREE] == pytest.approx(300, abs=2), "a newcomer owes nothing, and has no credit"
 
 
 def test_chance_is_even_and_never_takes_who_is_excluded_busy_or_has_failed() -> None:
