@@ -7,6 +7,7 @@ import pytest
 
 from peers.local.supervisor import Supervisor
 from scripts.benches.shared.internet import Internet
+from tests.support.nat_swarm import NatSwarm
 
 
 @pytest.fixture
@@ -21,3 +22,9 @@ def internet() -> Iterator[Internet]:
     """An internet of network namespaces, for tests that need root."""
     with Internet() as internet:
         yield internet
+
+
+@pytest.fixture
+def swarm(tmp_path: Path, children: Supervisor) -> NatSwarm:
+    """A swarm of two stages on that internet, without peers yet."""
+    return NatSwarm(tmp_path, children, num_stages=2)

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from peers.local.supervisor import Supervisor
 from scripts.benches.shared.common import with_corpus
 from scripts.benches.sides.reference import Reference
 from swarm import config as configs
-from tests.support.swarm import RealSwarm
+from tests.support.swarm import real_swarm
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -16,8 +15,7 @@ STEPS, SECONDS = 3, 900.0
 
 
 def test_a_swarm_with_compiled_layers_follows_one_process(tmp_path: Path) -> None:
-    with Supervisor(tmp_path / "logs", grace_seconds=0.0) as children:
-        swarm = RealSwarm(tmp_path, children, setting="synchronous")
+    with real_swarm(tmp_path, setting="synchronous") as swarm:
         swarm.start_seconds = SECONDS
         # With this limit some forwards are computed again.
         swarm.start_peers([0, 1], "--compile", "on", "--graph-memory-mib", "1")

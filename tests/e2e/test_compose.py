@@ -31,6 +31,7 @@ class _Services:
         self._internet = internet
         self._services: dict[str, Any] = yaml.safe_load(COMPOSE.read_text(encoding="utf-8"))["services"]
         self._running: dict[str, Child] = {}
+        self.names = tuple(self._services)
 
     def start(self, name: str) -> Child:
         """Start a service once those that it depends on are there, and healthy where it asks for that."""
@@ -48,11 +49,6 @@ class _Services:
             host = self._internet.public_host()
             self._running[name] = self._children.start(name, host.command(command), environment=environment)
         return self._running[name]
-
-    def start_all(self) -> None:
-        """Start all services."""
-        for name in self._services:
-            self.start(name)
 
     def _in_folders(self, name: str, text: str) -> str:
         for volume in self._services[name].get("volumes", []):
@@ -81,21 +77,21 @@ def test_a_peer_that_is_told_to_stop_has_the_time_that_its_round_may_take() -> N
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(bool(missing()), reason=missing())
-def test_the_services_train_together(tmp_path: Path) -> None:
-    with Internet() as internet, Supervisor(tmp_path / "logs") as children:
-        services = _Services(tmp_path, children, internet)
-        services.start_all()
-        trainer = services.start("trainer")
-        ended: dict[str, int] = {}
+def test_the_services_train_together(internet: Internet, children: Supervisor, tmp_path: Path) -> None:
+    services = _Services(tmp_path, children, internet)
+    for name in services.names:
+        services.start(name)
+    trainer = services.start("trainer")
+    ended: dict[str, int] = {}
 
-        def trainer_has_ended() -> bool:
-            ended.update({e.name: e.returncode for e in children.exits()})
-            return bool(ended)
+    def trainer_has_ended() -> bool:
+        ended.update({e.name: e.returncode for e in children.exits()})
+        return bool(ended)
 
-        wait_until(trainer_has_ended, 250.0, f"the trainer's end; see {trainer.log}")
-        assert ended == {"trainer": 0}, trainer.log.read_text()
-        rows = (tmp_path / "trainer" / "swarm-output" / "metrics.jsonl").read_text().splitlines()
-        assert any('"step": 5' in row for row in rows)
+    wait_until(trainer_has_ended, 250.0, f"the trainer's end; see {trainer.log}")
+    assert ended == {"trainer": 0}, trainer.log.read_text()
+    rows = (tmp_path / "trainer" / "swarm-output" / "metrics.jsonl").read_text().splitlines()
+    assert any('"step": 5' in row for row in rows)
 
 
 def test_the_image_has_every_extra_that_its_programs_need_and_copies_what_is_there() -> None:

@@ -7,17 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from peers.local.supervisor import Child, Supervisor
-from tests.support.swarm import RealPeer, RealSwarm, wait_until
+from peers.local.supervisor import Child
+from tests.support.swarm import RealPeer, RealSwarm, real_swarm, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealSwarm]:
-    folder = tmp_path_factory.mktemp("copied")
-    with Supervisor(folder / "logs", grace_seconds=0.0) as children:
-        swarm = RealSwarm(folder, children)
+    with real_swarm(tmp_path_factory.mktemp("copied")) as swarm:
         swarm.start_peers([0])
         swarm.start_peers([1])
         yield swarm
@@ -32,25 +30,17 @@ def _start_copy(swarm: RealSwarm, of: RealPeer, folder: Path) -> tuple[Child, Pa
     return swarm.launch(of.stage, "--identity", str(identity))
 
 
-def _end(swarm: RealSwarm, child: Child, seconds: float) -> int:
-    def ended() -> list[int]:
-        return [exit_.returncode for exit_ in swarm.children.exits() if exit_.name == child.name]
-
-    codes: list[int] = wait_until(ended, seconds, f"{child.name} to end; see {child.log}")
-    return codes[0]
-
-
 def test_a_copy_is_refused_by_name_and_the_original_goes_on(swarm: RealSwarm, tmp_path: Path) -> None:
     original = swarm.peers[1]
     trainer = swarm.start_trainer("beside-a-copy", steps=1000)
     swarm.wait_for_steps("beside-a-copy", 2)
     copy, ready = _start_copy(swarm, original, tmp_path / "elsewhere")
-    assert _end(swarm, copy, 60.0) != 0
+    assert swarm.wait_for_end(copy, 60.0) != 0
     lines = copy.log.read_text().splitlines()
     assert f"another process serves under this identity at {original.ready['endpoint']} since " in lines[-1]
     assert "start-over" not in copy.log.read_text()
     assert not ready.exists()
-    swarm.wait_for_steps("beside-a-copy", len(swarm.steps("beside-a-copy")) + 3)
+    swarm.wait_for_more("beside-a-copy", 3)
     swarm.children.kill9(trainer)
     view = swarm.status()
     assert [peer["peer_id"] for peer in view["stages"][1]["peers"]] == [original.ready["peer_id"]]
@@ -59,7 +49,7 @@ def test_a_copy_is_refused_by_name_and_the_original_goes_on(swarm: RealSwarm, tm
 def test_so_is_one_that_enters_by_the_address_that_it_has_itself(swarm: RealSwarm, tmp_path: Path) -> None:
     original = swarm.peers[0]
     copy, _ = _start_copy(swarm, original, tmp_path / "elsewhere")
-    assert _end(swarm, copy, 60.0) != 0
+    assert swarm.wait_for_end(copy, 60.0) != 0
     *_, line = copy.log.read_text().splitlines()
     assert f"another process serves under this identity at {original.ready['endpoint']} since " in line
 

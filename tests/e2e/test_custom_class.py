@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from peers.commands import command_line
-from peers.local.supervisor import Supervisor
-from tests.support.swarm import RealSwarm, run_all, wait_until, whole_lines
+from tests.support.swarm import RealSwarm, real_swarm, run_all, wait_until, whole_lines
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -35,10 +34,7 @@ def swarm(tmp_path: Path, imported: Path, monkeypatch: pytest.MonkeyPatch) -> It
     (tmp_path / "own_model.py").write_text(OWN_MODEL, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("IMPORTED", str(imported))
-    with Supervisor(tmp_path / "logs", grace_seconds=0.0) as children:
-        swarm = RealSwarm(tmp_path, children)
-        text = swarm.config.read_text(encoding="utf-8")
-        swarm.config.write_text(text.replace("[model]", '[model]\ncustom_class = "own_model:Model"'), encoding="utf-8")
+    with real_swarm(tmp_path, changes={"[model]": '[model]\ncustom_class = "own_model:Model"'}) as swarm:
         swarm.start_peers([0])
         yield swarm
 

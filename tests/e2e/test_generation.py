@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from peers.commands import command_line
 from peers.generate.options import GenerateOptions
 from peers.generate.swarm_model import open_swarm
-from peers.local.supervisor import Supervisor
 from peers.model import program
 from swarm import config as configs
 from swarm.config import OptimizerConfig, RoundsConfig
@@ -36,7 +35,7 @@ from swarm.rpc.ask import describe
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import PeerRecord, PeerState
-from tests.support.swarm import RealPeer, RealSwarm, run_all, write_text
+from tests.support.swarm import RealPeer, RealSwarm, real_swarm, run_all, write_text
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -71,9 +70,8 @@ def _import(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealSwarm]:
     """Three peers that have the model, and two more of the middle stage; every round leaves checkpoints."""
-    folder = tmp_path_factory.mktemp("texts")
-    with Supervisor(folder / "logs", grace_seconds=0.0) as children:
-        swarm = RealSwarm(folder, children)
+    with real_swarm(tmp_path_factory.mktemp("texts")) as swarm:
+        folder = swarm.folder
         _import(folder)
         swarm.model = folder / "run"
         options = ("--checkpoint", str(folder / "checkpoints"), "--checkpoint-every", "1", "--keep-checkpoints", "999")

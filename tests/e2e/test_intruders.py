@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from peers.commands import command_line
-from peers.local.supervisor import Child, Supervisor
+from peers.local.supervisor import Child
 from swarm.config import load as load_config
 from swarm.credentials.certificates import Role
 from swarm.credentials.identity import generate
@@ -27,16 +27,14 @@ from swarm.rpc.v1.lease_pb2_grpc import LeaseServiceStub
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.types import PROTOCOL_VERSION, PeerRecord, PeerState, TrainerRecord
 from tests.support import locked
-from tests.support.swarm import RealPeer, RealSwarm
+from tests.support.swarm import RealPeer, RealSwarm, real_swarm
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealSwarm]:
-    folder = tmp_path_factory.mktemp("intruders")
-    with Supervisor(folder / "logs", grace_seconds=0.0) as children:
-        swarm = RealSwarm(folder, children, setting="synchronous")
+    with real_swarm(tmp_path_factory.mktemp("intruders"), setting="synchronous") as swarm:
         swarm.start_peers([0], "--token", str(locked.PEER_TOKEN))
         swarm.start_peers([1], "--token", str(locked.PEER_TOKEN))
         yield swarm

@@ -11,9 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from peers.local.supervisor import Supervisor
 from tests.support.liar import ROUND
-from tests.support.swarm import RealPeer, RealSwarm, wait_until
+from tests.support.swarm import RealPeer, RealSwarm, real_swarm, wait_until
 
 # A minute and a half; tests/averaging/test_liars.py has all that liars do, in one process.
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(180)]
@@ -24,12 +23,10 @@ STAGE = 1
 
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealSwarm]:
-    folder = tmp_path_factory.mktemp("liars")
-    with Supervisor(folder / "logs", grace_seconds=0.0) as children:
-        swarm = RealSwarm(folder, children)
+    with real_swarm(tmp_path_factory.mktemp("liars")) as swarm:
         swarm.start_peers([0])
         swarm.start_peers([STAGE] * 2)
-        swarm.start_peers([STAGE], "--checkpoint", str(folder / "checkpoints"), "--checkpoint-every", "1")
+        swarm.start_peers([STAGE], "--checkpoint", str(swarm.folder / "checkpoints"), "--checkpoint-every", "1")
         swarm.start_trainer("trainer", steps=100_000)
         swarm.wait_for_steps("trainer", 2)
         yield swarm

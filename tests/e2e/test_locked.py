@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from peers.commands import command_line
-from peers.local.supervisor import Supervisor
 from tests.support import locked
-from tests.support.swarm import RealSwarm, run_all, wait_until, whole_lines
+from tests.support.swarm import RealSwarm, real_swarm, run_all, wait_until, whole_lines
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -26,9 +25,7 @@ def _printed(swarm: RealSwarm, which: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealSwarm]:
-    folder = tmp_path_factory.mktemp("locked")
-    with Supervisor(folder / "logs", grace_seconds=0.0) as children:
-        swarm = RealSwarm(folder, children)
+    with real_swarm(tmp_path_factory.mktemp("locked")) as swarm:
         swarm.start_peers([0], "--token", PEER_TOKEN)
         yield swarm
 

@@ -7,17 +7,13 @@ from typing import Any
 
 import pytest
 
-from peers.local.supervisor import Supervisor
 from tests.support.reproducible import ANOTHER_PROCESSOR
-from tests.support.swarm import CONFIG, RealPeer, RealSwarm, wait_until, whole_lines
+from tests.support.swarm import RealPeer, RealSwarm, real_swarm, wait_until, whole_lines
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
-
-ONE_STAGE = (
-    CONFIG.replace("num_stages = 2", "num_stages = 1")
-    .replace("momentum = 0.0", "momentum = 0.9")
-    .replace("round_samples = 64", "round_samples = 16")
-)
+ONE_STAGE = {
+    "num_stages = 2": "num_stages = 1", "momentum = 0.0": "momentum = 0.9", "round_samples = 64": "round_samples = 16",
+}  # fmt: skip
 NUM_ROUNDS = 10
 
 
@@ -38,10 +34,7 @@ def test_members_with_different_processors_have_equal_states(tmp_path: Path) -> 
 
 
 def _live_through_a_kill_and_a_join(folder: Path) -> None:
-    folder.mkdir()
-    with Supervisor(folder / "logs", grace_seconds=0.0) as children:
-        swarm = RealSwarm(folder, children)
-        swarm.config.write_text(ONE_STAGE.format(dataset=swarm.text, setting=folder.name), encoding="utf-8")
+    with real_swarm(folder, setting=folder.name, changes=ONE_STAGE) as swarm:
         [first] = swarm.start_peers([0])
         [second] = swarm.start_peers([0], environment=ANOTHER_PROCESSOR)
         swarm.start_trainer("trainer", steps=10_000)

@@ -12,7 +12,6 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from peers.local.supervisor import Supervisor
 from peers.model import program
 from swarm import config as configs
 from swarm.config import AveragingConfig, DataConfig, OptimizerConfig, RoundsConfig
@@ -21,7 +20,7 @@ from swarm.data.microbatches import Microbatches
 from swarm.interchange.run_folder import to_toml
 from swarm.training.samples import DOCUMENTS, TARGETS, TOKENS
 from tests.interchange.small_models import save
-from tests.support.swarm import RealSwarm, run, wait_until, write_text
+from tests.support.swarm import RealSwarm, real_swarm, run, wait_until, write_text
 from tests.support.tokenizers import write_chat_tokenizer, write_tokenizer
 
 pytestmark = [
@@ -36,16 +35,12 @@ EVALUATED = 16
 
 @pytest.fixture
 def swarm(tmp_path: Path) -> Iterator[RealSwarm]:
-    with Supervisor(tmp_path / "logs", grace_seconds=0.0) as children:
-        yield RealSwarm(tmp_path, children)
+    with real_swarm(tmp_path) as swarm:
+        yield swarm
 
 
 def _import(folder: Path, num_stages: int, *, words: bool = False, learning_rate: float = 1e-3) -> None:
-    """Import a model to train it on a text.
-
-    Args:
-        words: whether it has a tokenizer, of words; otherwise the run is on bytes.
-    """
+    """Import a model to train it on a text, with a tokenizer of `words` or on bytes."""
     save("llama-3", folder / "model")
     text = write_text(folder / "text.txt")
     if words:
@@ -76,20 +71,15 @@ def _make_run(
     options = ("--stages", str(num_stages), *dataset)
     assert program.main(["import", str(folder / "model"), "--output", str(folder / "run"), *options]) == 0
     config = configs.load(folder / "run" / "run.toml")
+    data = dataclasses.replace(config.data, sequence_length=sequence_length, microbatch_size=4, held_out_fraction=0.1)
     config = dataclasses.replace(
-        config,
-        data=dataclasses.replace(
-            config.data, sequence_length=sequence_length, microbatch_size=4, held_out_fraction=0.1
-        ),
-        rounds=RoundsConfig(setting="synchronous", round_samples=16),
-        optimizer=OptimizerConfig(learning_rate=learning_rate),
-        averaging=AveragingConfig(codec="fp32"),
-    )
+        config, data=data, rounds=RoundsConfig(setting="synchronous", round_samples=16),
+        optimizer=OptimizerConfig(learning_rate=learning_rate), averaging=AveragingConfig(codec="fp32"),
+    )  # fmt: skip
     (folder / "run" / "run.toml").write_text(to_toml(config), encoding="utf-8")
 
 
 def _loss_in_transformers(folder: Path, data: DataConfig, cache: Path) -> float:
-    """The loss that transformers computes with an exported model."""
     return _loss_of(AutoModelForCausalLM.from_pretrained(folder), data, cache)
 
 
@@ -120,11 +110,8 @@ def _other_machine(folder: Path, name: str) -> dict[str, str]:
 def _train(
     swarm: RealSwarm, num_stages: int, peers_a_stage: int, steps: int, *, kills: bool, options: Sequence[str] = ()
 ) -> None:
-    """Train with a first peer that has the model, and others that have nothing, as if they were on other machines.
-
-    Args:
-        options: options of the first peer.
-    """
+    """Train with a first peer that has the model, and these options, and others that have nothing, as if they were on
+    other machines."""
     folder = swarm.folder
     swarm.model = folder / "run"
     checkpoints = ("--checkpoint", str(folder / "checkpoints"), "--checkpoint-every", "1")
@@ -186,18 +173,30 @@ def test_a_model_comes_in_is_trained_and_goes_out(swarm: RealSwarm) -> None:
 
 
 @pytest.mark.slow
-def test_likewise_with_conversations(swarm: RealSwarm) -> None:
+@pytest.mark.parametrize("kills", [False, True])
+def test_likewise_with_conversations(swarm: RealSwarm, kills: bool) -> None:
     """Only what the assistant says is learnt, and evaluated."""
-    _import_to_chat(swarm.folder, 2)
-    _train(swarm, 2, 1, 6, kills=False)
-    _export(swarm, 2, 6)
+    num_stages, peers_a_stage, steps = (3, 2, 20) if kills else (2, 1, 6)
+    _import_to_chat(swarm.folder, num_stages)
+    _train(swarm, num_stages, peers_a_stage, steps, kills=kills)
+    _export(swarm, num_stages, steps)
     before, after = (AutoTokenizer.from_pretrained(swarm.folder / name) for name in ("model", "out"))
     talk = _conversation(1)
     assert after.apply_chat_template(talk, tokenize=False) == before.apply_chat_template(talk, tokenize=False)
 
 
-def _learn_adapters(swarm: RealSwarm, num_stages: int, peers_a_stage: int, steps: int, *, kills: bool) -> None:
+@pytest.mark.slow
+def test_likewise_where_a_peer_is_killed(swarm: RealSwarm) -> None:
+    _import(swarm.folder, 3)
+    _train(swarm, 3, 2, 20, kills=True)
+    tokenizer = AutoTokenizer.from_pretrained(_export(swarm, 3, 20))
+    assert tokenizer("def é")["input_ids"] == list("def é".encode())
+
+
+@pytest.mark.parametrize("kills", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_adapters_learn_beside_a_model_and_go_home(swarm: RealSwarm, kills: bool) -> None:
     """Peers that have no copy of the model are given its frozen weights by those that have."""
+    num_stages, peers_a_stage, steps = (3, 2, 20) if kills else (2, 1, 6)
     _import(swarm.folder, num_stages, learning_rate=1e-2)
     _train(swarm, num_stages, peers_a_stage, steps, kills=kills, options=("--lora-rank", "8", "--lora-alpha", "32"))
     folder = swarm.folder
@@ -213,30 +212,6 @@ def _learn_adapters(swarm: RealSwarm, num_stages: int, peers_a_stage: int, steps
     assert expected < _loss_in_transformers(folder / "model", data, folder / "cache") - 0.3
 
 
-def test_adapters_learn_beside_a_model_and_go_home(swarm: RealSwarm) -> None:
-    _learn_adapters(swarm, 2, 1, 6, kills=False)
-
-
-@pytest.mark.slow
-def test_adapters_learn_where_a_peer_is_killed(swarm: RealSwarm) -> None:
-    _learn_adapters(swarm, 3, 2, 20, kills=True)
-
-
-@pytest.mark.slow
-def test_likewise_where_a_peer_is_killed(swarm: RealSwarm) -> None:
-    _import(swarm.folder, 3)
-    _train(swarm, 3, 2, 20, kills=True)
-    tokenizer = AutoTokenizer.from_pretrained(_export(swarm, 3, 20))
-    assert tokenizer("def é")["input_ids"] == list("def é".encode())
-
-
-@pytest.mark.slow
-def test_conversations_are_learnt_where_a_peer_is_killed(swarm: RealSwarm) -> None:
-    _import_to_chat(swarm.folder, 3)
-    _train(swarm, 3, 2, 20, kills=True)
-    _export(swarm, 3, 20)
-
-
 @pytest.mark.slow
 def test_a_stage_without_its_model_is_named(swarm: RealSwarm) -> None:
     _import(swarm.folder, 2)
@@ -245,7 +220,6 @@ def test_a_stage_without_its_model_is_named(swarm: RealSwarm) -> None:
     for layer in (swarm.folder / "run" / "weights").glob("layers.*"):
         layer.unlink()
     child, _ = swarm.launch(1, environment=_other_machine(swarm.folder, "peer"))
-    exits = wait_until(lambda: [end for end in swarm.children.exits() if end.name == child.name], 60.0, "its end")
-    assert exits[0].returncode == 1
+    assert swarm.wait_for_end(child, 60.0) == 1
     assert "no peer that answers has the weights with which stage 1 begins" in child.log.read_text()
     assert "Traceback" not in child.log.read_text()

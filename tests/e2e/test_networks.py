@@ -1,32 +1,18 @@
 """Peers in networks of their own: ports that a cloud maps, several interfaces, IPv6 alone. Each joins by an invite."""
 
 import subprocess
-from pathlib import Path
 
 import pytest
 
-from peers.local.supervisor import Supervisor
-from scripts.benches.shared.internet import Host, Internet, missing
-from tests.support.nat_swarm import NatSwarm
+from scripts.benches.shared.internet import Host, Internet
+from tests.support.nat_swarm import INTERNET, NatSwarm
 
-pytestmark = [
-    pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600),
-    pytest.mark.skipif(bool(missing()), reason=missing() or "everything is there"),
-]  # fmt: skip
-
-
-@pytest.fixture
-def swarm(tmp_path: Path, children: Supervisor) -> NatSwarm:
-    return NatSwarm(tmp_path, children, num_stages=2)
+pytestmark = [*INTERNET, pytest.mark.slow]
 
 
 def _on(host: Host, *commands: str) -> None:
     for command in commands:
         subprocess.run(host.command(command.split()), check=True, timeout=30)
-
-
-def _require_training(swarm: NatSwarm, host: Host) -> None:
-    assert swarm.wait_for_end(swarm.start_trainer_on(host, "trainer", steps=1)) == 0
 
 
 def test_a_cloud_that_maps_ports(internet: Internet, swarm: NatSwarm) -> None:
@@ -43,7 +29,7 @@ def test_a_cloud_that_maps_ports(internet: Internet, swarm: NatSwarm) -> None:
     assert ready["endpoint"] == f"{router.address}:41001"
     assert ready["dht_addresses"][0].startswith(f"/ip4/{router.address}/tcp/41002/p2p/")
     swarm.start_peer_on(home, 1)
-    _require_training(swarm, home)
+    swarm.train_on(home, 1)
 
 
 def test_of_several_interfaces_the_one_on_the_way_to_the_others_is_announced(
@@ -61,7 +47,7 @@ def test_of_several_interfaces_the_one_on_the_way_to_the_others_is_announced(
     assert ready["endpoint"].startswith(f"{several.address}:")
     assert ready["dht_addresses"][0].startswith(f"/ip4/{several.address}/")
     assert not any("172.17.0.1" in address for address in ready["dht_addresses"])
-    _require_training(swarm, first)
+    swarm.train_on(first, 1)
 
 
 def test_ipv6_alone(internet: Internet, swarm: NatSwarm) -> None:
@@ -70,4 +56,4 @@ def test_ipv6_alone(internet: Internet, swarm: NatSwarm) -> None:
     for stage, host in enumerate(hosts):
         _on(host, f"ip addr del {host.address}/26 dev eth0")
         assert swarm.start_peer_on(host, stage).ready["endpoint"].startswith(f"[{host.address6}]:")
-    _require_training(swarm, hosts[1])
+    swarm.train_on(hosts[1], 1)

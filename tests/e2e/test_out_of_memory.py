@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from peers.commands import command_line
-from peers.local.supervisor import Supervisor
-from tests.support.swarm import RealSwarm, wait_until
+from tests.support.swarm import RealSwarm, real_swarm, wait_until
 
 pytestmark = [
     pytest.mark.e2e,
@@ -24,12 +23,12 @@ MIB = 1 << 20
 
 @pytest.fixture
 def swarm(tmp_path: Path) -> Iterator[RealSwarm]:
-    with Supervisor(tmp_path / "logs", grace_seconds=0.0) as children:
-        swarm = RealSwarm(tmp_path, children)
-        # Activations that do not fit into what a process happens to have free.
-        text = swarm.config.read_text(encoding="utf-8")
-        text = text.replace("d_model = 32", "d_model = 128").replace("sequence_length = 32", "sequence_length = 512")
-        swarm.config.write_text(text.replace("microbatch_size = 4", "microbatch_size = 8"), encoding="utf-8")
+    """Activations that do not fit into what a process happens to have free."""
+    changes = {
+        "d_model = 32": "d_model = 128", "sequence_length = 32": "sequence_length = 512",
+        "microbatch_size = 4": "microbatch_size = 8",
+    }  # fmt: skip
+    with real_swarm(tmp_path, changes=changes) as swarm:
         yield swarm
 
 

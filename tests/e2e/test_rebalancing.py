@@ -3,8 +3,6 @@
 import asyncio
 import json
 import logging
-import os
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +19,7 @@ from swarm.dht import node as dht_node
 from swarm.dht.directory import Directory
 from swarm.machine.clock import SystemClock
 from swarm.types import PeerState
-from tests.support.swarm import CONFIG, RealPeer, RealSwarm, wait_until
+from tests.support.swarm import RealPeer, RealSwarm, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(1500)]
 
@@ -47,11 +45,7 @@ class Swarm(RealSwarm):
     start_seconds = 300.0
 
     def __init__(self, folder: Path, children: Supervisor, setting: str) -> None:
-        super().__init__(folder, children)
-        paced = CONFIG
-        for old, new in CHANGES.items():
-            paced = paced.replace(old, new)
-        self.config.write_text(paced.format(dataset=self.text, setting=setting), encoding="utf-8")
+        super().__init__(folder, children, setting=setting, changes=CHANGES)
 
     def rate(self, trainer: str, seconds: float) -> float:
         """Samples per second of the whole swarm, over the steps that a trainer logs in so many seconds."""
@@ -161,9 +155,7 @@ def test_a_peer_moves_to_the_stage_that_lost_two(swarm: Swarm) -> None:
     assert least >= 1, "no stage was ever empty"
     moves: list[dict[str, Any]] = [peer for row in swarm.status()["stages"] for peer in row["peers"] if peer["moves"]]
     assert [peer["moves"] for peer in moves] == [1]
-    os.kill(trainer.pid, signal.SIGINT)
-    assert swarm.wait_for_end(trainer) == 130
+    swarm.interrupt(trainer)
     report = swarm.audit()
     assert report["violations"] == [], "a move makes nothing count twice"
-    for log in (swarm.folder / "logs").iterdir():
-        assert "Traceback" not in log.read_text(), log
+    swarm.assert_no_tracebacks()

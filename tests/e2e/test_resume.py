@@ -15,7 +15,7 @@ import torch
 
 from peers.local.supervisor import Supervisor
 from swarm.checkpoint import file
-from tests.support.swarm import CONFIG, RealSwarm, wait_until, write_text
+from tests.support.swarm import RealSwarm, wait_until, write_text
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(6000)]
 
@@ -34,12 +34,10 @@ class Swarm(RealSwarm):
         resume: bool = False,
     ) -> None:  # fmt: skip
         folder.mkdir(exist_ok=True)
-        super().__init__(folder, children)
         # One text, for its digest and its path are part of the configuration.
-        text = write_text(folder.parent / "text.txt")
-        longer = CONFIG.replace("num_layers = 2", "num_layers = 4")
-        written = longer.replace("num_stages = 2", f"num_stages = {num_stages}")
-        self.config.write_text(written.format(dataset=text, setting=setting), encoding="utf-8")
+        text = str(write_text(folder.parent / "text.txt"))
+        changes = {"num_layers = 2": "num_layers = 4", "num_stages = 2": f"num_stages = {num_stages}"}
+        super().__init__(folder, children, setting=setting, changes={**changes, str(folder / "text.txt"): text})
         self.checkpoints = folder / "checkpoints"
         self.options = ["--checkpoint", str(self.checkpoints), "--checkpoint-every", str(every)]
         self.options += ["--keep-checkpoints", "9", *(["--resume", str(self.checkpoints)] if resume else [])]
@@ -169,7 +167,7 @@ def test_a_checkpoint_of_another_round_does_not_go_on(folder: Path, children: Su
     (victim,) = [peer for peer in swarm.peers if peer.stage == 2]
     swarm.kill(victim)
     child, _ = swarm.launch(2, *swarm.options)
-    wait_until(lambda: [end for end in children.exits() if end.name == child.name], SECONDS, "the joiner to end")
+    swarm.wait_for_end(child, SECONDS)
     message = child.log.read_text().splitlines()[-1]
     assert "the other stages stand at round 8, and stage 2 in" in message
     assert "start all with --resume and --resume-round 5" in message

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +10,14 @@ import pytest
 
 from peers.local.supervisor import Child, Supervisor
 from scripts.benches.nat import Hosted, invite_of, wait_for
-from scripts.benches.shared.common import fail_on_exit, write_config
-from scripts.benches.shared.internet import Internet, missing
+from scripts.benches.shared.common import fail_on_exit, run_of, write_config
+from scripts.benches.shared.internet import Internet
 from scripts.benches.sides.paced_stage import PACE, Paced
-from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig, WireConfig
+from swarm.config import RunConfig
 from swarm.metrics import log as metrics_log
+from tests.support.nat_swarm import INTERNET
 
-pytestmark = [
-    pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900),
-    pytest.mark.skipif(bool(missing()), reason=missing() or "everything is there"),
-]  # fmt: skip
+pytestmark = [*INTERNET, pytest.mark.slow, pytest.mark.timeout(900)]
 BEFORE_SECONDS = 20.0
 """How long training is measured before anybody joins."""
 LIMIT_SECONDS = 300.0
@@ -33,25 +31,18 @@ def own_stages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def hosted(tmp_path: Path) -> Iterator[Hosted]:
-    with Supervisor(tmp_path / "logs", grace_seconds=0.0) as children:
-        yield Hosted(children, tmp_path, {PACE: str(SECONDS_PER_SAMPLE)})
+def hosted(internet: Internet, children: Supervisor, tmp_path: Path) -> Hosted:
+    return Hosted(children, tmp_path, {PACE: str(SECONDS_PER_SAMPLE)})
 
 
 def _config(*, stage_parameters: int, round_samples: int) -> RunConfig:
     """A run whose stages have one layer each, and compute next to nothing."""
     custom_class = f"{Paced.__module__}:{Paced.__name__}"
-    return RunConfig(
-        run="slow-lines",
-        model=ModelConfig(
-            num_layers=2, d_model=256, num_heads=4, d_ff=stage_parameters // 256, custom_class=custom_class
-        ),
-        stages=StagesConfig(num_stages=2),
-        data=DataConfig(dataset="stdlib", sequence_length=128, microbatch_size=8, max_tokens=1_000_000),
-        rounds=RoundsConfig(setting="synchronous", round_samples=round_samples),
-        optimizer=OptimizerConfig(learning_rate=3e-4),
-        wire=WireConfig(dtype="bf16"),
-    )
+    return run_of(
+        "slow-lines", width=256, layers=2, stages=2, length=128, microbatch=8, round_samples=round_samples,
+        model={"d_ff": stage_parameters // 256, "custom_class": custom_class}, data={"max_tokens": 1_000_000},
+        optimizer={"learning_rate": 3e-4}, wire={"dtype": "bf16"},
+    )  # fmt: skip
 
 
 class _Run:
@@ -110,16 +101,17 @@ class _Run:
         return report
 
 
-def test_four_that_join_at_once_through_a_slow_line_all_serve_and_training_goes_on(hosted: Hosted) -> None:
-    with Internet() as internet:
-        run = _Run(hosted, internet, _config(stage_parameters=2_000_000, round_samples=256), donor_megabits=20.0)
-        before = run.step_seconds(BEFORE_SECONDS)
-        looks = hosted.start(run.home, "status", "status", [run.invite, "--watch", "--json"])
-        joiners = [run.join(number, megabits=1000.0) for number in range(4)]
-        joining = run.joining_step_seconds(joiners)
-        assert all(map(run.serves, joiners))
-        assert joining / before < 3.0
-        report = run.audit()
+def test_four_that_join_at_once_through_a_slow_line_all_serve_and_training_goes_on(
+    hosted: Hosted, internet: Internet
+) -> None:
+    run = _Run(hosted, internet, _config(stage_parameters=2_000_000, round_samples=256), donor_megabits=20.0)
+    before = run.step_seconds(BEFORE_SECONDS)
+    looks = hosted.start(run.home, "status", "status", [run.invite, "--watch", "--json"])
+    joiners = [run.join(number, megabits=1000.0) for number in range(4)]
+    joining = run.joining_step_seconds(joiners)
+    assert all(map(run.serves, joiners))
+    assert joining / before < 3.0
+    report = run.audit()
     assert report["proven"], report
     views = [json.loads(line) for line in looks.log.read_text().splitlines()[:-1] if line.startswith("{")]
     peers = [{peer["name"]: peer for stage in view["stages"] for peer in stage["peers"]} for view in views]
@@ -127,16 +119,15 @@ def test_four_that_join_at_once_through_a_slow_line_all_serve_and_training_goes_
     assert all(names["donor"]["state"] != "unreachable" for names in peers)
 
 
-def test_a_joiner_whose_line_is_too_slow_says_so_and_slows_nobody(hosted: Hosted) -> None:
+def test_a_joiner_whose_line_is_too_slow_says_so_and_slows_nobody(hosted: Hosted, internet: Internet) -> None:
     """Replaying a round takes it longer than the group takes to commit one."""
-    with Internet() as internet:
-        run = _Run(hosted, internet, _config(stage_parameters=200_000, round_samples=32), donor_megabits=1000.0)
-        before = run.step_seconds(BEFORE_SECONDS)
-        joiner = run.join(0, megabits=1.0)
-        joining = run.joining_step_seconds([joiner])
-        said = joiner.log.read_text().splitlines()
-        assert any("falling back" in line and "never arrive" in line for line in said), said
-        assert sum("installed the snapshot" in line for line in said) >= 2, said
-        assert joining / before < 2.0
-        report = run.audit()
+    run = _Run(hosted, internet, _config(stage_parameters=200_000, round_samples=32), donor_megabits=1000.0)
+    before = run.step_seconds(BEFORE_SECONDS)
+    joiner = run.join(0, megabits=1.0)
+    joining = run.joining_step_seconds([joiner])
+    said = joiner.log.read_text().splitlines()
+    assert any("falling back" in line and "never arrive" in line for line in said), said
+    assert sum("installed the snapshot" in line for line in said) >= 2, said
+    assert joining / before < 2.0
+    report = run.audit()
     assert report["proven"], report

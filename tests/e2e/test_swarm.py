@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from peers.local.supervisor import Supervisor
-from tests.support.swarm import RealSwarm, run_all, wait_until, whole_lines
+from tests.support.swarm import RealSwarm, real_swarm, run_all, wait_until, whole_lines
 
 pytestmark = [pytest.mark.e2e, pytest.mark.alone, pytest.mark.timeout(180)]
 
@@ -30,9 +29,7 @@ TRAINER_STALL_SECONDS = 10.0
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealSwarm]:
     """Peers of both stages; the tests below leave at least one at each."""
-    folder = tmp_path_factory.mktemp("swarm")
-    with Supervisor(folder / "logs", grace_seconds=0.0) as children:
-        swarm = RealSwarm(folder, children)
+    with real_swarm(tmp_path_factory.mktemp("swarm")) as swarm:
         swarm.start_peers([0], "--metrics-port", "0")
         swarm.start_peers([1, 0, 1])
         yield swarm
@@ -183,5 +180,4 @@ def test_through_all_of_this_no_microbatch_counted_twice(swarm: RealSwarm) -> No
 
 
 def test_nothing_was_said_in_tracebacks(swarm: RealSwarm) -> None:
-    for log in (swarm.folder / "logs").iterdir():
-        assert "Traceback" not in log.read_text(), log
+    swarm.assert_no_tracebacks()

@@ -14,7 +14,6 @@ import pytest
 
 @asynccontextmanager
 async def chromium() -> AsyncIterator[Any]:
-    """A playwright Browser."""
     path = shutil.which("chromium") or shutil.which("chromium-browser")
     if path is None:
         pytest.skip("there is no Chromium: apt install chromium")

@@ -159,8 +159,6 @@ async def held(runtime: Runtime) -> AsyncIterator[None]:
 
 
 class Peer:
-    """One stage peer."""
-
     def __init__(
         self, *, config: RunConfig, number: int, stage: int, clock: Clock, tasks: asyncio.TaskGroup,
         hop_clock: Clock, stage_limits: StageLimits, hop_limits: HopLimits, graph_bytes: int, device: str,
@@ -231,7 +229,6 @@ class Chain:
     router: Router
 
     def at(self, stage: int) -> list[Peer]:
-        """The peers of a stage."""
         return [peer for peer in self.peers if peer.backend.stage == stage]
 
     def update(self, records: Sequence[PeerRecord]) -> None:
@@ -286,7 +283,6 @@ class Chain:
         return total
 
     def num_samples(self) -> list[int]:
-        """Samples accumulated, by stage."""
         return [
             sum(peer.weights.buckets.open().num_samples for peer in self.at(stage))
             for stage in range(self.config.stages.num_stages)
@@ -297,7 +293,6 @@ class Chain:
         return [peer.stage.counters[name] for peer in self.peers]
 
     def states(self, microbatch: int) -> list[EntryState | None]:
-        """The state of a microbatch in each peer's ledger."""
         entries = [peer.stage.ledger.find(microbatch) for peer in self.peers]
         return [None if entry is None else entry.state for entry in entries]
 
@@ -311,7 +306,6 @@ class Chain:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no peer has anything under way."""
         return all(peer.num_idle == (0, 0, 0, 0) for peer in self.peers)
 
     def assert_idle(self) -> None:
@@ -320,7 +314,6 @@ class Chain:
 
     @asynccontextmanager
     async def another_trainer(self) -> AsyncIterator[Hop]:
-        """A second trainer's hop."""
         router, channels, hop = _hop(self.config, TRAINER_STAGE, SystemClock(), HopLimits())
         router.update(0, [peer.record for peer in self.at(0)])
         yield hop

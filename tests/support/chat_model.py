@@ -21,7 +21,6 @@ NUM_WORDS = 120
 
 
 def save_chat_model(folder: Path, *, template: str | None = TEMPLATE) -> Path:
-    """Make the folder, and return it."""
     torch.manual_seed(0)
     words = ["[UNK]", END_OF_TURN, *_ROLES, *(f"word{number}" for number in range(NUM_WORDS))]
     model = LlamaForCausalLM(

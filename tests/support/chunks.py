@@ -11,7 +11,6 @@ from swarm.rpc.wire import Piece
 
 
 def chunks(name: str, tensor: torch.Tensor) -> Iterator[TensorChunk]:
-    """The chunks of a tensor, in their order."""
     for frame in frames(TrainRequest(), {name: tensor}):
         yield from TrainRequest.FromString(serialized(frame)).chunks
 

@@ -1,7 +1,6 @@
 """A node of the DHT that misbehaves in ways in which our own nodes never do."""
 
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, Self
 
 from hivemind.dht.routing import DHTID
@@ -41,9 +40,7 @@ class Stranger:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._thread.run(self.dht.stop())
         self._thread.close()
 
@@ -82,7 +79,6 @@ class Stranger:
         self._thread.run(self.dht.node.protocol.call_ping(_peer_id(address)))
 
     def store(self, key: str, subkey: str, value: bytes, expiration: float) -> bool:
-        """Store a record wherever it belongs."""
         return self._thread.run(self.dht.store(key, subkey, value, expiration))
 
     def store_bare(self, key: str, value: bytes, expiration: float) -> bool:

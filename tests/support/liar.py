@@ -15,7 +15,6 @@ ROUND = 1000
 
 
 def main() -> None:
-    """Run it."""
     value = float(sys.argv.pop(1))
     process.prepare_environment()
     _patch(value)

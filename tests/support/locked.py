@@ -19,7 +19,6 @@ def issue(role: Role = Role.PEER, *, by: OwnerKey = OWNER, days: float = 30.0, m
 
 
 def expired(role: Role = Role.PEER) -> Token:
-    """A token that expired an hour ago."""
     return issue(role, days=29 + 23 / 24, made=NOW - datetime.timedelta(days=30))
 
 

@@ -31,8 +31,6 @@ CLOCK = SystemClock()
 
 @dataclass(frozen=True)
 class Host:
-    """A peer with a meeting point."""
-
     entry: Entry
     point: MeetingPoint
     server: grpc.aio.Server
@@ -69,7 +67,6 @@ class Hidden:
 
     @property
     def record(self) -> PeerRecord:
-        """The record as the peer announces it now."""
         first, *others = self.waiting.endpoints
         return PeerRecord(
             peer_id=self.own.peer_id, announced_at=CLOCK.time(), stage=0, endpoint=first, other_endpoints=tuple(others),

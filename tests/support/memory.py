@@ -5,5 +5,4 @@ from pathlib import Path
 
 
 def resident_bytes() -> int:
-    """Memory that this process has now."""
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -13,7 +13,6 @@ SHARES = (1.0, 0.02, 0.0, 0.3)
 
 
 def partial_config(*, num_stages: int = 2, packing: bool = True, **sections: Any) -> RunConfig:
-    """A run on conversations."""
     config = RunConfig(
         model=ModelConfig(num_layers=3, d_model=32, num_heads=2, vocab_size=64),
         stages=StagesConfig(num_stages=num_stages),
@@ -45,5 +44,4 @@ class PartialData:
         self._config = config
 
     def samples(self, index: int) -> dict[str, torch.Tensor]:
-        """Microbatch `index`."""
         return partial_samples(self._config, index)

@@ -8,15 +8,12 @@ import socket
 import struct
 from dataclasses import dataclass, field
 from enum import StrEnum
-from types import TracebackType
 from typing import Self
 
 _CHUNK_BYTES = 64 * 1024
 
 
 class Direction(StrEnum):
-    """Which way bytes travel."""
-
     TO_SERVER = "to server"
     TO_CLIENT = "to client"
 
@@ -51,9 +48,7 @@ class Proxy:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=_CHUNK_BYTES)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         assert self._server is not None
         self._server.close()
         connections = list(self._connections)
@@ -63,19 +58,16 @@ class Proxy:
 
     @property
     def port(self) -> int:
-        """Where clients connect."""
         assert self._server is not None, "enter the proxy first"
         port: int = self._server.sockets[0].getsockname()[1]
         return port
 
     @property
     def address(self) -> str:
-        """host:port for clients."""
         return f"127.0.0.1:{self.port}"
 
     @property
     def num_connections(self) -> int:
-        """Connections open now."""
         return len(self._connections)
 
     def stall(self) -> None:
@@ -84,7 +76,6 @@ class Proxy:
             link.open.clear()
 
     def resume(self) -> None:
-        """End a stall."""
         for link in self.links.values():
             link.open.set()
 

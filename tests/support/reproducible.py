@@ -127,7 +127,6 @@ def write_encoded(folder: Path) -> None:
 
 
 def of_everything(folder: Path) -> dict[str, str]:
-    """The digests of all functions above. The folder has the files of `write_encoded`."""
     return of_arithmetic() | of_states() | of_codecs(folder)
 
 

@@ -66,7 +66,6 @@ class RoundingModel(torch.nn.Module):
         return torch.nn.functional.cross_entropy(hidden.flatten(0, 1), targets_BT.flatten())
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """The gradients accumulated so far, by parameter."""
         parameters = [pair for stage in self._stages for pair in stage.named_parameters()]
         return {name: p.grad for name, p in parameters if p.grad is not None}
 

@@ -16,7 +16,6 @@ from peers.shared.process import prepare_environment
 
 
 def main(number: int, cases: list[list[tuple[int, int, int, list[str]]]]) -> None:
-    """Run all cases of which this worker is a part."""
     prepare_environment()
     from peers.static import program
     from peers.static.options import PROG

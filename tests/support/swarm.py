@@ -3,10 +3,12 @@
 import inspect
 import json
 import os
+import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,17 +114,22 @@ class RealSwarm:
     end_seconds = 90.0
     """Longest wait for a trainer's end."""
 
-    def __init__(self, folder: Path, children: Supervisor, *, setting: str = "diloco") -> None:
+    def __init__(
+        self, folder: Path, children: Supervisor, *, setting: str = "diloco", changes: Mapping[str, str] | None = None
+    ) -> None:
+        """`changes` replace what stands in CONFIG."""
         self.folder = folder
         self.children = children
-        self.events = folder / "events"
-        """One log for each process ever started."""
+        self.events = folder / "events"  # One log for each process ever started
         self.peers: list[RealPeer] = []
         self.text = write_text(folder / "text.txt")
         self.config = folder / "run.toml"
-        self.config.write_text(CONFIG.format(dataset=self.text, setting=setting), encoding="utf-8")
-        self.model: Path | None = None
-        """The model with which the first peer begins, instead of `config`."""
+        config = CONFIG.format(dataset=self.text, setting=setting)
+        for old, new in (changes or {}).items():
+            assert old in config
+            config = config.replace(old, new)
+        self.config.write_text(config, encoding="utf-8")
+        self.model: Path | None = None  # With which the first peer begins, instead of with `config`
         self._num_started = 0
 
     @property
@@ -138,7 +145,6 @@ class RealSwarm:
         return [self.arrived(child, ready_file) for child, ready_file in started]
 
     def arrived(self, child: Child, ready_file: Path) -> RealPeer:
-        """Wait until a peer that was launched serves."""
         wait_until(ready_file.exists, self.start_seconds, f"{child.name} to serve; see {child.log}")
         ready = json.loads(ready_file.read_text())
         self.peers.append(RealPeer(child=child, stage=ready["stage"], ready=ready))
@@ -152,18 +158,12 @@ class RealSwarm:
         name = f"peer-{self._num_started}"
         ready_file = self.folder / f"{name}.json"
         own = PeerOptions(
-            stage="auto" if stage == "auto" else int(stage),
-            name=name,
-            host="127.0.0.1",
-            device="cpu",
-            threads=1,
+            stage="auto" if stage == "auto" else int(stage), name=name, host="127.0.0.1", device="cpu", threads=1,
             initial_peers=(self.address,) if self.peers else (),
             config=None if self.peers or self.model else self.config,
             model=None if self.peers or self.model is None else str(self.model),
-            identity=self.folder / f"{name}.pem",
-            ready_file=ready_file,
-            events=self.events / f"{name}.jsonl",
-        )
+            identity=self.folder / f"{name}.pem", ready_file=ready_file, events=self.events / f"{name}.jsonl",
+        )  # fmt: skip
         command = command_line("peer", [*cli.arguments(own), *options])
         return self.children.start(name, command, environment=environment), ready_file
 
@@ -173,39 +173,40 @@ class RealSwarm:
         self.children.kill9(peer.child)
 
     def start_trainer(self, name: str, *, steps: int, environment: Mapping[str, str] | None = None) -> Child:
-        """Start a trainer; its figures go to `folder/name`."""
         options = TrainerOptions(
-            initial_peers=(self.address,),
-            steps=steps,
-            output=self.folder / name,
-            name=name,
-            evaluate_every=0,
-            evaluation_samples=16,
-            events=self.events / f"{name}.jsonl",
-        )
+            initial_peers=(self.address,), steps=steps, output=self.folder / name, name=name, evaluate_every=0,
+            evaluation_samples=16, events=self.events / f"{name}.jsonl",
+        )  # fmt: skip
         return self.children.start(name, command_line("trainer", cli.arguments(options)), environment=environment)
 
     def steps(self, trainer: str) -> list[dict[str, Any]]:
-        """The steps that a trainer has logged."""
         path = self.folder / trainer / "metrics.jsonl"
         rows = [json.loads(line) for line in whole_lines(path)] if path.exists() else []
         return [row for row in rows if "train/loss" in row]
 
     def wait_for_steps(self, trainer: str, count: int, timeout_seconds: float = 60.0) -> list[dict[str, Any]]:
-        """Wait until a trainer has logged this many steps."""
         log = self.folder / "logs" / f"{trainer}.log"
         wait_until(lambda: len(self.steps(trainer)) >= count, timeout_seconds, f"step {count} of {trainer}: {log}")
         return self.steps(trainer)
 
-    def wait_for_end(self, trainer: Child, timeout_seconds: float | None = None) -> int:
-        """Wait until a trainer has ended, for `end_seconds` unless another time is given. Return its exit code."""
+    def wait_for_more(self, trainer: str, count: int, timeout_seconds: float = 60.0) -> None:
+        """Wait until a trainer has logged this many steps more."""
+        self.wait_for_steps(trainer, len(self.steps(trainer)) + count, timeout_seconds)
+
+    def wait_for_end(self, child: Child, timeout_seconds: float | None = None) -> int:
+        """Wait until a process has ended, for `end_seconds` unless another time is given. Return its exit code."""
 
         def ended() -> list[int]:
-            return [exit_.returncode for exit_ in self.children.exits() if exit_.name == trainer.name]
+            return [exit_.returncode for exit_ in self.children.exits() if exit_.name == child.name]
 
         seconds = self.end_seconds if timeout_seconds is None else timeout_seconds
-        codes: list[int] = wait_until(ended, seconds, f"{trainer.name} to end")
+        codes: list[int] = wait_until(ended, seconds, f"{child.name} to end; see {child.log}")
         return codes[0]
+
+    def interrupt(self, trainer: Child) -> None:
+        """Ctrl-C."""
+        trainer.process.send_signal(signal.SIGINT)
+        assert self.wait_for_end(trainer) == 130
 
     def audit(self) -> dict[str, Any]:
         """The result of swarm-status --audit for the logs of all processes."""
@@ -216,6 +217,14 @@ class RealSwarm:
         assert result.returncode == (0 if report["proven"] else 1)
         return report
 
+    def assert_proven(self) -> None:
+        report = self.audit()
+        assert report["proven"], report
+
+    def assert_no_tracebacks(self) -> None:
+        for log in (self.folder / "logs").iterdir():
+            assert "Traceback" not in log.read_text(), log
+
     def status(self, *, through_dht: bool = False) -> dict[str, Any]:
         """The object that swarm-status --json prints."""
         where = ["--initial-peers", self.address] if through_dht else ["--peer", self.peers[0].entry]
@@ -223,3 +232,13 @@ class RealSwarm:
         assert result.returncode == 0, result.stderr
         view: dict[str, Any] = json.loads(result.stdout)
         return view
+
+
+@contextmanager
+def real_swarm(
+    folder: Path, *, setting: str = "diloco", changes: Mapping[str, str] | None = None
+) -> Iterator[RealSwarm]:
+    """A swarm without peers yet, whose processes end with the block."""
+    folder.mkdir(exist_ok=True)
+    with Supervisor(folder / "logs", grace_seconds=0.0) as children:
+        yield RealSwarm(folder, children, setting=setting, changes=changes)

@@ -43,7 +43,6 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all results."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self.made)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -60,7 +59,6 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         return result
 
     def replay(self) -> None:
-        """Call all operators again."""
         self.num_replays += 1
         with torch._C._AutoDispatchBelowAutograd():
             for func, args, kwargs, own in self._operators:
@@ -69,7 +67,6 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
                         tensor.data.copy_(new)
 
     def spoil(self, *, but_results: bool) -> None:
-        """Write NaN to what was made."""
         for tensor in self.made:
             if tensor.is_floating_point() and not (but_results and _address(tensor) in self.results):
                 tensor.data.fill_(float("nan"))
@@ -87,7 +84,6 @@ class TapeRecorder(Recorder):
 
     @property
     def num_replays(self) -> int:
-        """The replays so far."""
         return sum(tape.num_replays for tape in self.tapes)
 
     def pool(self) -> object:

@@ -1,7 +1,5 @@
 import asyncio
 
-import pytest
-
 from tests.support.manual_clock import ManualClock
 
 
@@ -26,14 +24,3 @@ async def test_manual_clock_wakes_sleepers_whose_time_has_come() -> None:
         clock.advance(1.0)
     assert sorted(woken) == [1.0, 2.0, 3.0]
     assert clock.monotonic() == clock.time() == 103.0
-
-
-async def test_manual_clock_forgets_a_cancelled_sleeper() -> None:
-    clock = ManualClock()
-    sleeper = asyncio.create_task(clock.sleep(1))
-    await asyncio.sleep(0)
-    sleeper.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await sleeper
-    clock.advance(2)
-    assert clock.monotonic() == 2.0

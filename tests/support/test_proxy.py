@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from tests.support.proxy import Direction, Proxy
+from tests.support.proxy import Proxy
 
 
 async def _echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -28,20 +28,12 @@ async def _connect(proxy: Proxy) -> tuple[asyncio.StreamReader, asyncio.StreamWr
     return await asyncio.open_connection("127.0.0.1", proxy.port)
 
 
-async def _round_trip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, message: bytes = b"x") -> float:
+async def _round_trip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> float:
     started = time.monotonic()
-    writer.write(message)
+    writer.write(b"x")
     async with asyncio.timeout(10):
-        assert await reader.readexactly(len(message)) == message
+        assert await reader.readexactly(1) == b"x"
     return time.monotonic() - started
-
-
-async def test_bandwidth() -> None:
-    async with _proxy_to_echo() as proxy:
-        reader, writer = await _connect(proxy)
-        proxy.links[Direction.TO_SERVER].bytes_per_second = 1e6
-        assert await _round_trip(reader, writer, bytes(300_000)) > 0.2
-        writer.close()
 
 
 async def test_stall_loses_nothing() -> None:
@@ -54,16 +46,6 @@ async def test_stall_loses_nothing() -> None:
         proxy.resume()
         assert await trip >= 0.1
         writer.close()
-
-
-async def test_leaving_ends_stalled_connections() -> None:
-    async with asyncio.timeout(10), _proxy_to_echo() as proxy:
-        _, writer = await _connect(proxy)
-        proxy.stall()
-        writer.write(b"x")
-        await asyncio.sleep(0.05)
-    writer.close()
-    assert proxy.num_connections == 0
 
 
 async def test_cut_resets_both_sides_and_new_connections_work() -> None:

@@ -24,16 +24,6 @@ def test_an_hour_of_waiting_takes_no_time_and_keeps_its_order() -> None:
     assert time.monotonic() - started_at < 10.0
 
 
-def test_deadlines_expire_in_virtual_time() -> None:
-    async def main() -> float:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(30.0):
-                await asyncio.Event().wait()
-        return LoopClock().time()
-
-    assert run(main()) == pytest.approx(30.0)
-
-
 def test_work_for_threads_takes_a_moment_in_which_others_run() -> None:
     async def main() -> list[str]:
         seen: list[str] = []
@@ -45,14 +35,6 @@ def test_work_for_threads_takes_a_moment_in_which_others_run() -> None:
         return seen
 
     assert run(main()) == ["loop", "thread"]
-
-
-def test_what_a_thread_raises_reaches_its_caller() -> None:
-    async def main() -> None:
-        with pytest.raises(ValueError, match="invalid literal"):
-            await asyncio.to_thread(int, "one")
-
-    run(main())
 
 
 def test_a_deadlock_is_an_error() -> None:

@@ -8,7 +8,6 @@ from peers.status.view import StageRow, SwarmView, TrainerRow
 
 
 def peer_id(name: str) -> str:
-    """The id of a peer with this name."""
     return name.encode().hex().ljust(40, "0")[:40]
 
 

@@ -30,8 +30,6 @@ PROCESS: ContextVar[object] = ContextVar("PROCESS", default=None)
 
 @dataclass(eq=False)
 class _Callback:
-    """A callback that belongs to a simulated process."""
-
     process: object
     run: Callable[[], object]
     context: Context
@@ -102,8 +100,6 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 class _Selector(selectors.DefaultSelector):
-    """A selector that never waits."""
-
     def __init__(self, loop: VirtualTimeLoop) -> None:
         super().__init__()
         self._loop = loop
@@ -128,7 +124,6 @@ class LoopClock(SystemClock):
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine as asyncio.run does, in virtual time."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(work)
 
@@ -144,7 +139,6 @@ def in_virtual_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P,
 
 
 def virtual_loop() -> VirtualTimeLoop:
-    """The running loop."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualTimeLoop)
     return loop

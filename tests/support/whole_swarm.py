@@ -46,8 +46,6 @@ CLOCK = SystemClock()
 
 @dataclass(eq=False)
 class WholePeer:
-    """One stage peer, running in a task."""
-
     stage: int
     peer_id: str
     log: EventLog

@@ -12,35 +12,23 @@ from scripts.benches.shared.common import cpu_backend
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.model.stages import build_stage
-from swarm.rpc.frames import frames, parsed, serialized
-from swarm.rpc.v1.stage_pb2 import TrainRequest
 from swarm.rpc.wire import TensorReader, TensorSpec
 from swarm.stage.backend import Forward, StageBackend
 from swarm.stage.boundary import GRADIENT, HIDDEN, TOKENS, request_specs
-from swarm.stage.buckets import Accumulated
 from swarm.training import optim
+from tests.support.chunks import pieces
 
 KEPT_BYTES = 1 << 40
 """A budget for graphs that is large enough to keep all of them."""
 
 
 class WireChain:
-    """All stages, from their initial weights.
-
-    Args:
-        given: the weights with which the run begins, by name; None draws them from the seed.
-    """
+    """All stages, from their initial weights, or from `given` ones by name."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        data: Microbatches,
-        *,
-        given: Mapping[str, torch.Tensor] | None = None,
+        self, config: RunConfig, data: Microbatches, *, given: Mapping[str, torch.Tensor] | None = None
     ) -> None:
-        self._config = config
-        self._given = given
-        self._data = data
+        self._config, self._given, self._data = config, given, data
         self.stages = [self._stage(stage) for stage in range(config.stages.num_stages)]
 
     def _stage(self, stage: int) -> StageBackend:
@@ -48,49 +36,40 @@ class WireChain:
         return cpu_backend(self._config, stage, graph_bytes=KEPT_BYTES, module=module)
 
     def step(self, number: int) -> float:
-        """Train round `number`, and return its loss."""
         inputs = {TOKENS: torch.from_numpy(self._data.tokens(number))}
         forwards: list[Forward] = []
         for stage in self.stages[:-1]:
             forwards.append(stage.forward(number, number, inputs))
             hidden = forwards[-1].wire_hidden
             assert hidden is not None
-            inputs = self._travel({TOKENS: inputs[TOKENS], HIDDEN: hidden.wait()}, self._specs(stage.stage + 1))
+            specs = request_specs(self._config, stage.stage + 1)
+            inputs = self._travel({TOKENS: inputs[TOKENS], HIDDEN: hidden.wait()}, specs)
         last = self.stages[-1]
         loss, gradient, accumulated = last.forward_loss(number, number, inputs, accumulate=True)
-        self._settle(last, accumulated)
+        assert accumulated is not None
+        last.settle(accumulated)
         for stage, forward in zip(reversed(self.stages[:-1]), reversed(forwards), strict=True):
             assert gradient is not None
-            specs = {GRADIENT: self._specs(stage.stage + 1)[HIDDEN]}
+            specs = {GRADIENT: request_specs(self._config, stage.stage + 1)[HIDDEN]}
             received = self._travel({GRADIENT: gradient.wait()}, specs)[GRADIENT]
             gradient, accumulated = stage.backward(forward, received, accumulate=True)
-            self._settle(stage, accumulated)
+            assert accumulated is not None
+            stage.settle(accumulated)
         self._commit()
         return loss
-
-    def _specs(self, stage: int) -> dict[str, TensorSpec]:
-        return request_specs(self._config, stage)
 
     def _travel(self, tensors: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
         reader = TensorReader(specs)
         for name, tensor in tensors.items():
-            for frame in frames(TrainRequest(), {name: tensor}):
-                for piece in parsed(TrainRequest, serialized(frame))[1]:
-                    reader.feed(piece)
+            for piece in pieces(name, tensor):
+                reader.feed(piece)
         return reader.tensors
-
-    def _settle(self, stage: StageBackend, accumulated: Accumulated | None) -> None:
-        assert accumulated is not None
-        stage.settle(accumulated)
 
     def _commit(self) -> None:
         closings = [stage.weights.close() for stage in self.stages]
         squared_norm = sum(optim.squared_norm(closing.tensors.values()) for closing in closings)
         for stage, closing in zip(self.stages, closings, strict=True):
             stage.weights.commit(
-                closing.tensors,
-                total_squared_norm=squared_norm,
-                num_samples=closing.num_samples,
-                num_members=1,
+                closing.tensors, total_squared_norm=squared_norm, num_samples=closing.num_samples, num_members=1,
                 lineage="",
-            )
+            )  # fmt: skip
