@@ -3,8 +3,6 @@
 import inspect
 import re
 
-import pytest
-
 from swarm import errors
 
 
@@ -34,21 +32,5 @@ def test_the_drawing_is_the_code() -> None:
     assert _drawn_parents() == classes
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        errors.Overloaded("full", retry_after_seconds=0.5),
-        errors.PeerUnavailable("gone", is_gone=True),
-    ],
-)
-def test_errors_with_facts_keep_their_message(error: errors.SwarmError) -> None:
-    assert str(error) in ("full", "gone")
-
-
 def test_a_caller_does_one_of_three_things() -> None:
     assert errors.SwarmError.__subclasses__() == [errors.TryAnotherPeer, errors.TryLater, errors.Fatal]
-
-
-def test_extra_facts_are_kept() -> None:
-    assert errors.Overloaded("full", retry_after_seconds=0.5).retry_after_seconds == 0.5
-    assert errors.PeerUnavailable("gone", is_gone=True).is_gone

@@ -85,12 +85,6 @@ def test_a_missing_field_is_refused() -> None:
         PeerRecord.model_validate({name: value for name, value in RECORD.items() if name != "endpoint"})
 
 
-def test_records_do_not_change() -> None:
-    record = PeerRecord(**RECORD)
-    with pytest.raises(ValidationError):
-        record.stage = 3
-
-
 def test_a_trainer_may_have_no_loss_yet_but_not_a_nan() -> None:
     assert TrainerRecord(peer_id="ab" * 20, announced_at=1.0).loss is None
     with pytest.raises(ValidationError, match="loss"):
