@@ -108,8 +108,8 @@ def run_case(config: RunConfig, graphs: str, malloc: str, num_in_flight: int) ->
 
 def loss_config(options: Options) -> RunConfig:
     return run_of(
-        "memory", width=options.d_model, layers=2 * options.layers, stages=2, length=1024, microbatch=4,
-        round_samples=4, model={"vocab_size": options.vocabulary},
+        "memory", width=options.d_model, layers=2 * options.layers, stages=2, setting="diloco", length=1024,
+        microbatch=4, round_samples=4, model={"vocab_size": options.vocabulary},
     )  # fmt: skip
 
 

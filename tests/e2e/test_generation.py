@@ -22,6 +22,7 @@ from peers.commands import command_line
 from peers.generate.options import GenerateOptions
 from peers.generate.swarm_model import open_swarm
 from peers.model import program
+from scripts.benches.shared.theirs import writer
 from swarm import config as configs
 from swarm.config import OptimizerConfig, RoundsConfig
 from swarm.credentials.identity import generate
@@ -34,7 +35,6 @@ from swarm.pipeline.swarm_engine import SwarmEngine
 from swarm.rpc.ask import describe
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.types import PeerRecord, PeerState
 from tests.support.swarm import RealPeer, RealSwarm, real_swarm, run_all, write_text
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -90,11 +90,7 @@ def theirs(swarm: RealSwarm) -> list[int]:
 
 
 def _theirs(folder: Path) -> list[int]:
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    prompt = torch.tensor([PROMPT])
-    tokens = model.generate(prompt, max_new_tokens=COUNT, do_sample=False, eos_token_id=None, pad_token_id=0)
-    found: list[int] = tokens[0, len(PROMPT) :].tolist()
-    return found
+    return writer(AutoModelForCausalLM.from_pretrained(folder).eval(), PROMPT, COUNT)()
 
 
 @torch.no_grad()
@@ -109,11 +105,7 @@ def _their_logprobs(folder: Path, tokens: list[int], first: int = 1) -> tuple[li
 
 async def _counters(channels: ChannelPool, peer: RealPeer) -> pb.GenerationCounters:
     """A peer's counters: the sessions that it has now, and the tokens that have passed by."""
-    record = PeerRecord(
-        peer_id=peer.ready["peer_id"], announced_at=0.0, stage=peer.stage, endpoint=peer.ready["endpoint"],
-        certificate_pem=peer.ready["certificate_pem"], state=PeerState.SERVING,
-    )  # fmt: skip
-    return (await describe(channels.channel(record), pb.DescribeRequest(), seconds=10.0)).generation
+    return (await describe(channels.channel(peer.record), pb.DescribeRequest(), seconds=10.0)).generation
 
 
 async def _kill_in_mid_text(swarm: RealSwarm, engine: Engine) -> list[int]:

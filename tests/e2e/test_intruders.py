@@ -25,7 +25,7 @@ from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import lease_pb2 as pb
 from swarm.rpc.v1.lease_pb2_grpc import LeaseServiceStub
 from swarm.rpc.v1.stage_pb2 import Address
-from swarm.types import PROTOCOL_VERSION, PeerRecord, PeerState, TrainerRecord
+from swarm.types import PROTOCOL_VERSION, TrainerRecord
 from tests.support import locked
 from tests.support.swarm import RealPeer, RealSwarm, real_swarm
 
@@ -62,13 +62,6 @@ def beside(lies: Coroutine[Any, Any, None]) -> Iterator[None]:
         lying.result()
 
 
-def _record(peer: RealPeer) -> PeerRecord:
-    return PeerRecord(
-        peer_id=peer.ready["peer_id"], announced_at=0.0, stage=peer.stage, endpoint=peer.ready["endpoint"],
-        certificate_pem=peer.ready["certificate_pem"], state=PeerState.SERVING,
-    )  # fmt: skip
-
-
 async def _claim_all(swarm: RealSwarm, run_id: str, num_names: int, wanted: int) -> None:
     """Say again and again, under many names, that every microbatch of the round is held here, and run none."""
     token, size = locked.issue(Role.TRAINER), load_config(swarm.config).microbatches_per_round
@@ -77,7 +70,7 @@ async def _claim_all(swarm: RealSwarm, run_id: str, num_names: int, wanted: int)
     async def lie(peer: RealPeer) -> None:
         nonlocal newest
         identity = token.admit(generate())
-        stub: Any = LeaseServiceStub(ChannelPool(identity=identity).channel(_record(peer)))
+        stub: Any = LeaseServiceStub(ChannelPool(identity=identity).channel(peer.record))
         address = Address(run_id=run_id, protocol_version=PROTOCOL_VERSION, stage=peer.stage)
         while True:
             ids = range(newest * size, newest * size + MAX_NAMED)

@@ -58,17 +58,10 @@ from swarm.training.samples import Microbatch
 from swarm.types import TRAINER_STAGE, PeerId, PeerRecord, PeerState
 from tests.support.partial import partial_samples
 
-PATIENCE_SECONDS = 20.0
-"""How long a test waits for something before it fails."""
-
-SUM_TOLERANCE = 2e-4
-"""The tolerance for a sum over all targets."""
-
-GRAPH_BYTES = 1 << 30
-"""The bytes that a peer's autograd graphs may take. They never take so many."""
-
-ORPHAN_SECONDS = 10.0
-"""How long an answer waits for a retry, by the stages' clock."""
+PATIENCE_SECONDS = 20.0  # How long a test waits for something before it fails
+SUM_TOLERANCE = 2e-4  # The tolerance for a sum over all targets
+GRAPH_BYTES = 1 << 30  # What a peer's autograd graphs may take. They never take so much.
+ORPHAN_SECONDS = 10.0  # How long an answer waits for a retry, by the stages' clock
 
 SYNCHRONOUS = RunConfig(
     model=ModelConfig(num_layers=3, d_model=32, num_heads=2, vocab_size=64),
@@ -176,14 +169,9 @@ class Peer:
         self.router, self.channels, self.hop = _hop(config, stage, hop_clock, hop_limits, staging.host_bytes)
         last = stage == config.stages.num_stages - 1
         context = StageContext(
-            config=config,
-            backend=self.backend,
-            runtime=self.runtime,
-            hop=None if last else self.hop,
-            clock=clock,
-            tasks=tasks,
-            limits=stage_limits,
-        )
+            config=config, backend=self.backend, runtime=self.runtime, hop=None if last else self.hop, clock=clock,
+            tasks=tasks, limits=stage_limits,
+        )  # fmt: skip
         self.stage = Stage(context)
         self.stage.admission.open()
         self.callers = Callers()

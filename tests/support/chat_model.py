@@ -23,18 +23,11 @@ NUM_WORDS = 120
 def save_chat_model(folder: Path, *, template: str | None = TEMPLATE) -> Path:
     torch.manual_seed(0)
     words = ["[UNK]", END_OF_TURN, *_ROLES, *(f"word{number}" for number in range(NUM_WORDS))]
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(words),
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=LONGEST,
-            eos_token_id=1,
-        )
-    )
+    sizes = LlamaConfig(
+        vocab_size=len(words), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=LONGEST, eos_token_id=1,
+    )  # fmt: skip
+    model = LlamaForCausalLM(sizes)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape) * 0.3 + float(parameter.ndim == 1))

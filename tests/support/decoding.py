@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swarm.config import DataConfig, LoraConfig, ModelConfig, RunConfig, StagesConfig
+from scripts.benches.shared.common import run_of
+from swarm.config import RunConfig
 from swarm.generation.decoding import Decoding, NextPositions
 from swarm.machine.recording import Recorder
 from swarm.model.cache import KeyValueCache
@@ -19,10 +20,9 @@ TOKENS = torch.randint(VOCABULARY, (5, LONGEST), generator=torch.Generator().man
 
 
 def make_config(lora_rank: int = 0, **model: Any) -> RunConfig:
-    return RunConfig(
-        model=ModelConfig(num_layers=4, d_model=32, num_heads=4, vocab_size=VOCABULARY, init_std=0.2, **model),
-        stages=StagesConfig(num_stages=NUM_STAGES), data=DataConfig(sequence_length=LONGEST),
-        lora=LoraConfig(rank=lora_rank),
+    return run_of(
+        "decoding", width=32, layers=4, head_width=8, stages=NUM_STAGES, length=LONGEST, microbatch=8,
+        model={"vocab_size": VOCABULARY, "init_std": 0.2, **model}, lora={"rank": lora_rank},
     )  # fmt: skip
 
 

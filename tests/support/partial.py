@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
+from scripts.benches.shared.common import run_of
+from swarm.config import RunConfig
 from swarm.training.samples import DOCUMENTS, TARGETS, TOKENS
 
 SHARES = (1.0, 0.02, 0.0, 0.3)
@@ -13,14 +14,12 @@ SHARES = (1.0, 0.02, 0.0, 0.3)
 
 
 def partial_config(*, num_stages: int = 2, packing: bool = True, **sections: Any) -> RunConfig:
-    config = RunConfig(
-        model=ModelConfig(num_layers=3, d_model=32, num_heads=2, vocab_size=64),
-        stages=StagesConfig(num_stages=num_stages),
-        data=DataConfig(dataset="x.jsonl", format="chat", packing=packing, sequence_length=16, microbatch_size=2),
-        rounds=RoundsConfig(setting="synchronous", round_samples=8),
-        # Otherwise AdamW would make whole steps of gradients that are nothing but rounding.
-        optimizer=OptimizerConfig(learning_rate=1e-2, epsilon=1e-3),
-    )
+    # With a smaller epsilon AdamW would make whole steps of gradients that are nothing but rounding.
+    config = run_of(
+        "partial", width=32, layers=3, head_width=16, stages=num_stages, length=16, microbatch=2, round_samples=8,
+        dataset="x.jsonl", model={"vocab_size": 64}, data={"format": "chat", "packing": packing},
+        optimizer={"learning_rate": 1e-2, "epsilon": 1e-3},
+    )  # fmt: skip
     return dataclasses.replace(config, **sections)
 
 

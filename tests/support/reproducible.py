@@ -13,18 +13,10 @@ from typing import Literal
 
 import torch
 
+from scripts.benches.shared.common import run_of
 from swarm.compression.dct import inverse_dct
 from swarm.compression.layout import TILE
-from swarm.config import (
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    OuterConfig,
-    RoundsConfig,
-    RunConfig,
-    Setting,
-    StagesConfig,
-)
+from swarm.config import OptimizerConfig, OuterConfig, RoundsConfig, Setting
 from swarm.model.layers import seeded_generator
 from swarm.model.stages import build_stage
 from swarm.stage.buckets import moved
@@ -38,14 +30,13 @@ CPU = torch.device("cpu")
 NUM_ELEMENTS = 3 * 4096 + 77
 """The length of an encoded vector. Its last tile and its last block are incomplete, and so is its last group of numbers
 that a processor computes with one instruction."""
-CONFIG = RunConfig(
-    model=ModelConfig(d_model=72, num_heads=2, num_layers=2),
-    stages=StagesConfig(num_stages=1),
-    data=DataConfig(microbatch_size=2),
-    optimizer=OptimizerConfig(
-        learning_rate=0.03, clip_norm=1.0, weight_decay=0.1, schedule="cosine", warmup_samples=20, total_samples=400
-    ),
-)
+CONFIG = run_of(
+    "reproducible", width=72, layers=2, head_width=36, setting="diloco", length=128, microbatch=2,
+    optimizer={
+        "learning_rate": 0.03, "clip_norm": 1.0, "weight_decay": 0.1, "schedule": "cosine", "warmup_samples": 20,
+        "total_samples": 400,
+    },
+)  # fmt: skip
 ANOTHER_PROCESSOR = {
     "ATEN_CPU_CAPABILITY": "default",
     "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",

@@ -69,12 +69,9 @@ class ScriptedEngine:
 def scripted_model(engine: ScriptedEngine, *, template: str | None = TEMPLATE) -> TextModel:
     """The engine with a tokenizer of bytes, of which 0 ends a text."""
     return TextModel(
-        run=RUN,
-        engine=engine,
-        tokenizer=ByteTokenizer(),
-        end_tokens=frozenset({END}),
+        run=RUN, engine=engine, tokenizer=ByteTokenizer(), end_tokens=frozenset({END}),
         template=None if template is None else _template(template),
-    )
+    )  # fmt: skip
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from peers.local.supervisor import Child, Supervisor
 from peers.shared import cli
 from peers.stage_peer.options import PeerOptions
 from peers.trainer.options import TrainerOptions
+from swarm.types import PeerRecord, PeerState
 
 CONFIG = """
 run = "test"
@@ -104,6 +105,13 @@ class RealPeer:
     def entry(self) -> str:
         """The address at which swarm-status asks the peer."""
         return f"{self.ready['peer_id']}@{self.ready['endpoint']}"
+
+    @property
+    def record(self) -> PeerRecord:
+        return PeerRecord(
+            peer_id=self.ready["peer_id"], announced_at=0.0, stage=self.stage, endpoint=self.ready["endpoint"],
+            certificate_pem=self.ready["certificate_pem"], state=PeerState.SERVING,
+        )  # fmt: skip
 
 
 class RealSwarm:

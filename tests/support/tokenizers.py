@@ -40,10 +40,8 @@ def write_chat_tokenizer(folder: Path, template: str = CHAT_TEMPLATE) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "<|im_end|>",
-        "chat_template": template,
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": template,
         "clean_up_tokenization_spaces": False,
-    }
+    }  # fmt: skip
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     return str(folder / "tokenizer.json")
