@@ -20,6 +20,7 @@ from peers.shared.token_option import VARIABLE
 from scripts.benches.shared import proc
 from scripts.benches.shared.common import (
     BenchOptions,
+    fail_on_exit,
     run_of,
     say,
     side,
@@ -80,11 +81,11 @@ def run(options: Options) -> dict[str, Any]:
                 outcomes: Counter[str] = Counter()
                 for _ in range(options.repetitions):
                     write_json(file, target)
-                    with _beside(children, kind, file) as intruder:
-                        before = wait_for_json(intruder.tally, children)
+                    with _beside(children, kind, file) as (tally, used):
+                        before = wait_for_json(tally, children)
                         rate = runner.run(_rate(honest, options.seconds))
-                        shares.append(min(1.0, intruder.used() / (options.seconds + WARM_UP_SECONDS)))
-                        after = wait_for_json(intruder.tally, children)
+                        shares.append(min(1.0, used() / (options.seconds + WARM_UP_SECONDS)))
+                        after = wait_for_json(tally, children)
                     rates.append((after["calls"] - before["calls"]) / (after["at"] - before["at"]))
                     outcomes.update(after["outcomes"])
                     require_let_in(kind, after["calls"], after["outcomes"])
@@ -115,26 +116,19 @@ def require_let_in(kind: str, num_calls: int, outcomes: Mapping[str, int]) -> No
         raise IntegrityError(f"the {kind} intruder does no harm: of its {num_calls} calls ended {dict(outcomes)}")
 
 
-@dataclass(frozen=True)
-class Beside:
-    tally: Path  # The file in which an intruder counts its calls
-    used: Callable[[], float]  # Returns the processor seconds that the process has used
-
-
 @contextmanager
-def _beside(children: Supervisor, kind: str, file: Path) -> Iterator[Beside]:
+def _beside(children: Supervisor, kind: str, file: Path) -> Iterator[tuple[Path, Callable[[], float]]]:
+    """The other process beside the honest traffic: the file in which an intruder counts its calls, and a function that
+    gives the processor seconds that the process has used."""
     name = f"{kind}-{time.monotonic_ns()}"
     tally = file.with_name(f"{name}.json")
     child = children.start(name, side("intruder", kind, file, tally))
     # The imports of the process do not belong to the measurement.
     time.sleep(4.0)
     began = proc.cpu_seconds(child.pid)
-    try:
-        yield Beside(tally, lambda: proc.cpu_seconds(child.pid) - began)
-        if proc.is_zombie(child.pid):
-            raise RuntimeError(f"the {kind} process ended by itself; see {child.log}")
-    finally:
-        children.kill9(child)
+    yield tally, lambda: proc.cpu_seconds(child.pid) - began
+    fail_on_exit(children)
+    children.kill9(child)
 
 
 async def _rate(honest: StageBefore, seconds: float) -> float:

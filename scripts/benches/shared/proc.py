@@ -11,8 +11,6 @@ from scripts.benches.shared.common import say
 
 PROC = Path("/proc")
 
-# -- a process ---------------------------------------------------------------------------------------------------------
-
 
 def cpu_seconds(pid: int) -> float:
     """The CPU seconds that a process has used so far, without its children's."""
@@ -22,10 +20,6 @@ def cpu_seconds(pid: int) -> float:
 def cpu_seconds_of_all(pid: int) -> float:
     """The CPU seconds that a process and its children, ended ones included, have used so far."""
     return sum(_ticks(pid)) / os.sysconf("SC_CLK_TCK") + sum(map(cpu_seconds_of_all, children(pid)))
-
-
-def is_zombie(pid: int) -> bool:
-    return _stat(pid)[0] == "Z"
 
 
 def children(pid: int) -> dict[int, str]:
@@ -48,19 +42,23 @@ def status(pid: int | str = "self") -> dict[str, str]:
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
+def held_bytes(field: str, pid: int | str = "self") -> int:
+    """The bytes in a field of `status` like "12 kB"."""
+    return int(status(pid)[field].split()[0]) << 10
+
+
 def num_descriptors(pid: int) -> int:
     return len(os.listdir(PROC / str(pid) / "fd"))
 
 
 def resident_bytes(pid: int | str = "self") -> int:
     """The bytes that a process has in memory now, without those of mapped files."""
-    return _bytes(status(pid)["RssAnon"])
+    return held_bytes("RssAnon", pid)
 
 
 def peak_bytes() -> int:
     """The most bytes that this process had in memory, since its start or since the last `forget_peak`."""
-    found = status()
-    return _bytes(found["VmHWM"]) - _bytes(found["RssFile"])
+    return held_bytes("VmHWM") - held_bytes("RssFile")
 
 
 def forget_peak() -> None:
@@ -71,9 +69,6 @@ def written_bytes(pid: int) -> int:
     """The bytes that a process has ever written, to sockets and to files."""
     (line,) = (line for line in (PROC / str(pid) / "io").read_text().splitlines() if line.startswith("wchar:"))
     return int(line.split()[1])
-
-
-# -- the machine -------------------------------------------------------------------------------------------------------
 
 
 def loopback_bytes() -> int:
@@ -89,23 +84,12 @@ def idle_and_all_ticks() -> tuple[float, float]:
     return ticks[3] + ticks[4], sum(ticks)
 
 
-def _stat(pid: int) -> list[str]:
-    """The fields that follow the process's name (the name may contain any character). The first one is the state, which
-    is number 3 in proc(5)."""
-    return (PROC / str(pid) / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-
-
 def _ticks(pid: int) -> list[int]:
-    """Fields 14 to 17: user and system time of the process, and of its children that were waited for."""
-    return [int(field) for field in _stat(pid)[11:15]]
+    """Fields 14 to 17 of `stat`: user and system time of the process, and of its children that were waited for. The
+    process's name, which comes before them, may contain any character."""
+    fields = (PROC / str(pid) / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return [int(field) for field in fields[11:15]]
 
-
-def _bytes(value: str) -> int:
-    """The bytes in a value like "12 kB"."""
-    return int(value.split()[0]) << 10
-
-
-# -- other work --------------------------------------------------------------------------------------------------------
 
 SAY_ABOVE = 0.1  # If other processes use more than this share of the cores' time, a line says so
 
