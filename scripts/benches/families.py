@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
+from scripts.benches.shared import theirs
 from scripts.benches.shared.common import OutputOptions, say
-from scripts.benches.shared.theirs import transformers
 from swarm.config import RunConfig
 from swarm.errors import IntegrityError
 from swarm.interchange import origin, run_folder
@@ -31,6 +32,7 @@ class Options(OutputOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
+    theirs.be_quiet()
     found = {}
     for name, make in _models().items():
         say(name)

@@ -66,7 +66,7 @@ def test_who_holds_something_else_or_no_numbers_has_not_averaged(errors: tuple[f
         assert _round(_Answering(tmp_path, children, finished), arm).error == 0.0
         with pytest.raises(IntegrityError, match="ours_fp16 has not averaged"):
             _round(_Answering(tmp_path, children, finished, errors), arm)
-        failed = [finished[0], {"seconds": 60.0, "error": "TimeoutError: no group"}]
+        failed: list[dict[str, Any]] = [finished[0], {"seconds": 60.0, "error": "TimeoutError: no group"}]
         with pytest.raises(IntegrityError, match=r"not averaged.*TimeoutError: no group"):
             _round(_Answering(tmp_path, children, failed), arm)
 

@@ -7,8 +7,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-transformers.logging.set_verbosity_error()
-transformers.logging.disable_progress_bar()
+
+def be_quiet() -> None:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
 
 
 def llama(*, width: int, layers: int, vocabulary: int, longest: int, d_ff: int = 0, head_width: int = 64) -> Any:
@@ -17,6 +19,7 @@ def llama(*, width: int, layers: int, vocabulary: int, longest: int, d_ff: int =
         vocab_size=vocabulary, hidden_size=width, intermediate_size=d_ff or 4 * width, num_hidden_layers=layers,
         num_attention_heads=width // head_width, max_position_embeddings=longest, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
+    be_quiet()
     torch.manual_seed(0)
     return transformers.LlamaForCausalLM(config)
 

@@ -234,13 +234,14 @@ def run_config(arm: Arm, *, seed: int, rounds_at_200: int, dataset: str) -> RunC
         "learning_rate": arm.learning_rate or LEARNING_RATES[arm.kind], "schedule": "cosine", "total_samples": samples,
         "warmup_samples": samples // 50,
     }  # fmt: skip
-    more = {"outer": OUTER, "averaging": {"overlap_steps": 0}}
+    more: dict[str, Mapping[str, Any]] = {"outer": OUTER, "averaging": {"overlap_steps": 0}}
     more |= {section: {**more[section], **changes} for section, changes in arm.changes.items()}
     return run_of(
         "diloco", width=32, layers=2, head_width=16, setting="diloco" if arm.kind == "diloco" else "synchronous",
         length=32, microbatch=arm.batch_samples, round_samples=arm.num_workers * arm.inner_steps * arm.batch_samples,
         dataset=dataset, data={"seed": seed, "held_out_fraction": 0.02},
-        rounds={"inner_batch_samples": arm.batch_samples}, optimizer=optimizer, **more,
+        rounds={"inner_batch_samples": arm.batch_samples}, optimizer=optimizer, outer=more["outer"],
+        averaging=more["averaging"],
     )  # fmt: skip
 
 
