@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import pytest
 
 from peers.dashboard.options import DashboardOptions
+from peers.doctor.options import DoctorOptions
 from peers.generate.options import GenerateOptions
 from peers.keys import IssueOptions
 from peers.local.options import LocalOptions
@@ -36,6 +37,7 @@ OPTIONS: dict[str, type] = {
     "swarm-trainer": TrainerOptions,
     "swarm-static": StaticOptions,
     "swarm-status": StatusOptions,
+    "swarm-doctor": DoctorOptions,
     "swarm-dashboard": DashboardOptions,
     "swarm-keys issue": IssueOptions,
     "swarm-generate": GenerateOptions,
