@@ -1,18 +1,19 @@
 """The options of swarm-generate."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import tyro
+
 from peers.shared import option_checks
-from peers.shared.run_options import RunOptions, renamed
+from peers.shared.run_options import RunOptions
 from swarm.generation.sampling import Sampling
 
 PROG = "swarm-generate"
 DEFAULT_ADDRESS = "127.0.0.1"
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@]+")
-SAMPLING_OPTIONS = {"temperature": "--temperature", "top_p": "--top-p", "top_k": "--top-k"}
 MOST_CACHE_GIB = 1 << 20
 """The largest value of --cache-gib: more than any machine has memory."""
 
@@ -54,15 +55,8 @@ class GenerateOptions(RunOptions):
     max_tokens: int | None = None
     """Tokens to write at most: left out, 200 for a prompt, and 1,024 for an answer. A request may ask for another
     number."""
-    temperature: float = 0.8
-    """Divides the logits; 0 takes the likeliest token each time. This and the next three are not for --serve, where
-    requests bring their own."""
-    top_p: float = 1.0
-    """Choose among the likeliest tokens that have this probability together."""
-    top_k: int = 0
-    """Choose among this many of the likeliest tokens; 0 among all."""
-    seed: int = 0
-    """The same seed gives the same text."""
+    sampling: tyro.conf.OmitArgPrefixes[Sampling] = field(default_factory=lambda: Sampling(temperature=0.8))
+    """How tokens are chosen. Not for --serve, where requests bring their own."""
     stop: tuple[str, ...] = ()
     """Strings before which the text ends."""
     max_sequences: int = 16
@@ -115,18 +109,8 @@ class GenerateOptions(RunOptions):
         if "" in self.stop:
             raise ValueError("--stop must not be empty")
         option_checks.require_text(self, ["prompt", "system", "stop"])
-        # Sampling and `address` check their own values.
-        try:
-            _ = self.sampling
-        except ValueError as error:
-            raise ValueError(renamed(str(error), SAMPLING_OPTIONS)) from None
         if self.serve is not None:
-            _ = self.address
-
-    @property
-    def sampling(self) -> Sampling:
-        """How tokens are chosen."""
-        return Sampling(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, seed=self.seed)
+            _ = self.address  # which checks it
 
     @property
     def most_tokens(self) -> int:

@@ -42,6 +42,8 @@ _PARSED = re.compile(r"Error parsing (\S+):")
 _NO_TYPE = re.compile(r"Error parsing (\S+): no type matching (\S+) could be instantiated from \['(.*?)'\]")
 _NO_NUMBER = re.compile(r"Error parsing (\S+): (invalid literal for int|could not convert string to float).*: '(.*)'")
 _NO_CHOICE = re.compile(r"invalid choice '(.*)' for argument '(\S+)'\. Expected one of \((.*)\)\.?", re.IGNORECASE)
+_OF_SECTION = re.compile(r"Error parsing \w+: ([a-z]\w*) must ")
+"""The ValueError of a dataclass within the options, which begins with a field's name."""
 _SIMILAR = ("Perhaps you meant", "Arguments similar to")
 _EMPTY_PATH = "an empty path"
 _FOLDERS_OR_NAMES = ("model", "base", "tokenizer", "dataset", "validation", "source")
@@ -221,6 +223,8 @@ def _one_line(box: str, options: type[object]) -> str:
         value, option, quoted = found.groups()
         choices = sorted(set(re.findall(r"'([^']*)'", quoted)) - {"None"})
         return f"{option} takes {', '.join(choices[:-1])} or {choices[-1]}, not {value!r}"
+    if found := _OF_SECTION.match(message):
+        return f"--{found[1].replace('_', '-')} must {message[found.end() :]}"
     if message.startswith("Unrecognized options: ") and not message.split()[2].startswith("-"):
         return f"takes no such word: {message.partition(': ')[2]}"
     if message.startswith("Unrecognized options: ") and (similar := sorted(_explained(text, *_SIMILAR))):

@@ -1,7 +1,8 @@
 """`[model]`: the transformer."""
 
-from dataclasses import dataclass
-from typing import Literal, assert_never, cast, get_args
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, assert_never, cast, get_args
 
 from swarm.config.checks import (
     STRICT,
@@ -17,7 +18,18 @@ MOST_LAYERS = 100_000
 """The most layers of a model: it would take minutes to count more, and no machine could hold them."""
 MOST_END_TOKENS = 64
 """The most end tokens of one model."""
+_DECIDES = "decides"
 BlockType = Literal["tp", "spd", "parallel"]
+
+
+def _decides(default: Any, when: Callable[["ModelConfig"], bool]) -> Any:
+    """A field that decides which function the model computes only where `when` holds."""
+    return field(default=default, metadata={_DECIDES: when})
+
+
+def _inert(default: Any) -> Any:
+    """A field that never decides which function the model computes."""
+    return _decides(default, lambda model: False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,48 +72,48 @@ class ModelConfig:
     learned positions."""
     vocab_size: int = 256
     """Number of tokens that the embedding has; at least the tokenizer's."""
-    bos_token_id: int = -1
+    bos_token_id: int = _inert(-1)
     """Token with which a text begins, for an export to name; -1 for none. swarm-model import takes this and the next
     two over from the model."""
-    eos_token_ids: tuple[int, ...] = ()
+    eos_token_ids: tuple[int, ...] = _inert(())
     """Tokens with which a text ends, unless a generation_config.json beside the run's tokenizer names others."""
-    pad_token_id: int = -1
+    pad_token_id: int = _inert(-1)
     """Token that fills up short texts of a batch, for an export to name; -1 for none."""
-    rope_theta: float = 10_000.0
+    rope_theta: float = _decides(10_000.0, lambda model: model.is_rotary)
     """Base of the rotary position frequencies."""
     rope_scaling: Literal["none", "linear", "llama3"] = "none"
     """How rotary frequencies are lowered for sequences longer than a model was first trained with: all of them by
     rope_factor, or as Llama 3.1 does, slow ones by rope_factor, fast ones not at all, with a ramp in between."""
-    rope_factor: float = 1.0
+    rope_factor: float = _decides(1.0, lambda model: model.rope_scaling != "none")
     """The factor by which rope_scaling lowers frequencies."""
-    rope_low_frequency_factor: float = 1.0
+    rope_low_frequency_factor: float = _decides(1.0, lambda model: model.rope_scaling == "llama3")
     """llama3: waves longer than rope_original_positions over this are slow."""
-    rope_high_frequency_factor: float = 4.0
+    rope_high_frequency_factor: float = _decides(4.0, lambda model: model.rope_scaling == "llama3")
     """llama3: waves shorter than rope_original_positions over this are fast."""
-    rope_original_positions: int = 8192
+    rope_original_positions: int = _decides(8192, lambda model: model.rope_scaling == "llama3")
     """llama3: the longest sequence that the model was first trained with."""
     norm_epsilon: float = 1e-5
     """Added to the mean square, or the variance, by the norm."""
-    init_std: float = 0.02
+    init_std: float = _inert(0.02)
     """Standard deviation of the initial weights; projections into the residual stream get it / sqrt(2 * num_layers)."""
     tied_embeddings: bool = False
     """Use the embedding matrix as the output head as well."""
-    dropout: float = 0.0
+    dropout: float = _inert(0.0)
     """Probability of zeroing, after the embedding and after each attention and feed-forward block."""
-    block_types: str | tuple[str, ...] = ""
+    block_types: str | tuple[str, ...] = _decides("", lambda model: bool({*model.types_of_blocks} - {"tp"}))
     """`tp`, `spd` or `parallel` for all layers, or a list with one of them for each: how the shards of a layer work
     together (docs/block-types.md). Of these, `tp` computes what the model computes without this field, and the others
     do not."""
-    num_shards: int = 1
+    num_shards: int = _decides(1, lambda model: bool({*model.types_of_blocks} - {"tp"}))
     """With block_types: into how many shards the heads and the feed-forward columns of each layer are divided."""
-    autocast: Literal["off", "bf16", "fp16", "auto"] = "off"
+    autocast: Literal["off", "bf16", "fp16", "auto"] = _inert("off")
     """Run matrix products in bfloat16 or float16, with float32 weights and gradients. fp16 is for GPUs that would only
     emulate bfloat16; in the backward each stage scales its gradients by a power of two, so that small ones survive.
     `auto`: bf16 on a GPU that computes in it, fp16 on an older one, `off` elsewhere. A peer may choose another type for
     itself (--dtype)."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = _inert(False)
     """Keep only each layer's input for the backward and compute the layer again."""
-    weights: str = ""
+    weights: str = _inert("")
     """Digest of the weights that the run begins with, which swarm-model import shows; empty: they are drawn from
     data.seed."""
     custom_class: str = ""
@@ -174,8 +186,8 @@ class ModelConfig:
                 number % self.num_shards == 0,
                 f"{what} ({number}) must be a multiple of model.num_shards ({self.num_shards})",
             )
-        for field, is_set in (("bottleneck_dim", self.bottleneck_dim), ("custom_class", self.custom_class)):
-            require(not is_set, f"model.block_types is not for a model with a model.{field}")
+        for name, is_set in (("bottleneck_dim", self.bottleneck_dim), ("custom_class", self.custom_class)):
+            require(not is_set, f"model.block_types is not for a model with a model.{name}")
 
     def _check_positions(self) -> None:
         require_at_least_one("model", self, "rope_original_positions")
@@ -201,6 +213,19 @@ class ModelConfig:
                 least <= token < self.vocab_size,
                 f"model.{name} must be at least {least} and below model.vocab_size ({self.vocab_size}), not {token}",
             )
+
+    @property
+    def function(self) -> dict[str, object]:
+        """What decides which function the model computes: all fields that are not marked as inert here, with defaults
+        resolved."""
+        resolved = {
+            "num_kv_heads": self.kv_heads, "head_width": self.width_of_heads, "d_ff": self.feed_forward_width
+        }  # fmt: skip
+        return {
+            each.name: resolved.get(each.name, getattr(self, each.name))
+            for each in fields(self)
+            if _DECIDES not in each.metadata or each.metadata[_DECIDES](self)
+        }
 
     @property
     def types_of_blocks(self) -> tuple[BlockType, ...]:

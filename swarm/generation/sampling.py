@@ -6,10 +6,9 @@ generation/choice chooses and scores them; this file needs no torch.
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
-MOST_TOP_K = 2**31
-"""More than any vocabulary has."""
 MOST_TOP = 20
 """The most of the likeliest tokens that are told for a position."""
 MOST_SCORES = 1 << 18
@@ -18,29 +17,43 @@ BYTES_OF_SCORE = 12
 """The most bytes that are kept of a score: of a token, and of one of the likeliest with its own."""
 
 
+def _parameter(default: Any, least: float = -math.inf, most: float = math.inf) -> Any:
+    """A number of Sampling, of its default's type, between two limits."""
+    return field(default=default, metadata={"least": least, "most": most})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How tokens are chosen.
 
-    Attributes:
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_p: choose only among the likeliest tokens that together have this probability; 0 takes the likeliest, 1 all.
-        top_k: choose only among this many of the likeliest tokens; 0 takes all.
-        seed: seed of the random numbers.
+    All that takes, sends or checks a parameter goes by these fields: the options of swarm-generate, the fields of
+    requests, and messages, in which a parameter has the same name.
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0
+    temperature: float = _parameter(1.0, 0)
+    """Divides the logits; 0 takes the likeliest token each time."""
+    top_p: float = _parameter(1.0, 0, 1)
+    """Choose among the likeliest tokens that have this probability together; 0 takes the likeliest, 1 all."""
+    top_k: int = _parameter(0, 0, 2**31 - 1)
+    """Choose among this many of the likeliest tokens; 0 among all."""
+    seed: int = _parameter(0)
+    """The same seed gives the same text."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature must be 0 or positive, not {self.temperature}")
-        if not 0 <= self.top_p <= 1:
-            raise ValueError(f"top_p must be from 0 to 1, not {self.top_p}")
-        if not 0 <= self.top_k < MOST_TOP_K:
-            raise ValueError(f"top_k must be at least 0 and below {MOST_TOP_K}, not {self.top_k}")
+        for parameter in fields(self):
+            value, least, most = getattr(self, parameter.name), *parameter.metadata.values()
+            require_number(parameter.name, value, type(parameter.default), least, most)
+
+
+def require_number(name: str, value: object, kind: type, least: float, most: float) -> None:
+    """Raise ValueError, which begins with the name and leaves the value out, unless this is a number of that kind,
+    finite, and between two limits. A whole number is good for a float."""
+    if type(value) in (int, kind):
+        assert isinstance(value, int | float)
+        if least <= value <= most and (isinstance(value, int) or math.isfinite(value)):
+            return
+    limits = f" from {least} to {most}" if most < math.inf else f", {least} or more" if least > -math.inf else ""
+    raise ValueError(f"{name} must be a {'whole ' if kind is int else ''}number{limits}")
 
 
 @dataclass(frozen=True, kw_only=True)

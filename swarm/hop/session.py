@@ -73,9 +73,10 @@ def pieces_of(prompt: Sequence[int]) -> list[Piece]:
 
 def pack_sampling(sampling: Sampling) -> pb.Sampling:
     """The sampling in its wire form."""
-    return pb.Sampling(
-        temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, seed=str(sampling.seed)
-    )
+    packed = pb.Sampling()
+    for name, value in vars(sampling).items():
+        setattr(packed, name, type(getattr(packed, name))(value))  # a seed of any size travels as text
+    return packed
 
 
 def unpack_order(opening: pb.SessionOpen, *, vocab_size: int) -> Order:
@@ -84,9 +85,8 @@ def unpack_order(opening: pb.SessionOpen, *, vocab_size: int) -> Order:
     try:
         if len(packed.seed) > LONGEST_SEED:
             raise ValueError(f"the seed has more than {LONGEST_SEED} digits")
-        sampling = Sampling(
-            temperature=packed.temperature, top_p=packed.top_p, top_k=packed.top_k, seed=int(packed.seed)
-        )
+        values = {name: type(default)(getattr(packed, name)) for name, default in vars(Sampling()).items()}
+        sampling = Sampling(**values)
         scoring = None
         if opening.HasField("scoring"):
             scoring = Scoring(first=opening.scoring.first, num_top=opening.scoring.num_top)

@@ -1,6 +1,7 @@
 """What a peer may send as a session's scores, and how many may be ordered."""
 
 import math
+from dataclasses import fields
 
 import pytest
 
@@ -48,6 +49,20 @@ def test_scores_that_nobody_ordered_are_refused() -> None:
     assert unpack_token(pb.Sampled(position=4, token=1), order) == Token(4, 1)
     with pytest.raises(PeerUnavailable, match="others are wanted"):
         unpack_token(pb.Sampled(position=4, token=1, logprobs=[-1.0]), order)
+
+
+def test_every_sampling_parameter_travels_by_its_name() -> None:
+    assert [field.name for field in pb.Sampling.DESCRIPTOR.fields] == [field.name for field in fields(Sampling)]
+    sampling = Sampling(temperature=0.5, top_p=0.25, top_k=3, seed=-(10**30))
+    assert all(getattr(sampling, field.name) != field.default for field in fields(Sampling))
+    opening = pb.SessionOpen(num_positions=9, sampling=pack_sampling(sampling))
+    assert unpack_order(opening, vocab_size=8).sampling == sampling
+
+
+@pytest.mark.parametrize("seed", ["", "x", "1" * 41])
+def test_a_seed_is_a_number_of_bounded_length(seed: str) -> None:
+    with pytest.raises(MalformedMessage, match="sampling: "):
+        unpack_order(pb.SessionOpen(num_positions=9, sampling=pb.Sampling(seed=seed)), vocab_size=8)
 
 
 @pytest.mark.parametrize(

@@ -192,3 +192,15 @@ def test_a_run_of_ours_has_a_family(fields: dict[str, Any], architecture: str) -
 def test_what_no_architecture_computes_is_said(fields: dict[str, Any], fault: str) -> None:
     with pytest.raises(ValueError, match=fault):
         family_of(ModelConfig(max_positions=128, **fields))
+
+
+def test_a_field_that_no_family_knows_is_never_lost_in_silence() -> None:
+    """A new field that is forgotten here stops the export of models that use it."""
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Later(ModelConfig):
+        rope_share: float = 1.0
+
+    assert family_of(Later(max_positions=128)).architecture == "LlamaForCausalLM"
+    with pytest.raises(ValueError, match="no architecture of transformers"):
+        family_of(Later(max_positions=128, rope_share=0.5))

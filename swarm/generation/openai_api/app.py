@@ -8,6 +8,7 @@ neither logged nor kept.
 """
 
 import asyncio
+import dataclasses
 import functools
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -131,7 +132,7 @@ class Api:
         return JSONResponse(answer.whole(choices, _usage(num_prompt_tokens, texts)))
 
     def _texts(self, wanted: Request, prompts: list[list[int]]) -> list[Text]:
-        seed = self._numbers.getrandbits(63) if wanted.seed is None else wanted.seed
+        sampling = wanted.sampling(seed=self._numbers.getrandbits(63))
         num_each, texts, num_scores = wanted.num_each, list[Text](), 0
         for index in range(len(prompts) * num_each):
             prompt = prompts[index // num_each]
@@ -139,7 +140,7 @@ class Api:
                 index=index,
                 prompt=prompt,
                 # The first text of each prompt is that of a request for one.
-                sampling=wanted.sampling(seed + index % num_each),
+                sampling=dataclasses.replace(sampling, seed=sampling.seed + index % num_each),
                 max_tokens=self._num_tokens(wanted, prompt),
                 echoes=wanted.echoes,
                 scores=self._scores(wanted, prompt),

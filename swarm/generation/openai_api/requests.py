@@ -6,17 +6,22 @@ is null, false or empty.
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from swarm.generation.openai_api.refusals import Refusal
-from swarm.generation.sampling import MOST_TOP, MOST_TOP_K, Sampling
+from swarm.generation.sampling import MOST_TOP, Sampling, require_number
 
 MOST_STOPS = 16
 MOST_CHOICES = 128
 """The most texts of one request."""
-_SEEDS = 2**63
+_SAMPLING = {parameter.name: type(parameter.default) for parameter in fields(Sampling)}
+_NARROWER = {"temperature": (0, 2), "seed": (-(2**63), 2**63 - 1)}
+"""OpenAI's limits of sampling parameters that are narrower than ours."""
+_ALL_TOKENS = ("top_k", -1)
+"""What some clients say where ours say 0."""
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (False,),
@@ -109,16 +114,12 @@ class StreamOptions(_Strict):
 
 
 class Request(_Strict):
-    """The fields that all kinds of request have."""
+    """The fields that all kinds of request have, besides Sampling's, which stand in `model_extra`."""
 
     prompt_field: ClassVar[str]
     """The name of the field that has the prompt."""
 
     model: str
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, ge=0, le=1)
-    top_k: int | None = Field(None, ge=-1, lt=MOST_TOP_K)
-    seed: int | None = Field(None, ge=-_SEEDS, lt=_SEEDS)
     stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None
@@ -150,18 +151,24 @@ class Request(_Strict):
         """How many of the likeliest tokens are told at each position; None if no scores are wanted."""
         return None
 
-    def sampling(self, seed: int) -> Sampling:
-        """How tokens are chosen.
+    def sampling(self, *, seed: int = 0) -> Sampling:
+        """How tokens are chosen. The seed is for a client that gives none.
 
-        Args:
-            seed: the seed of this text.
+        Raises:
+            Refusal: for the first parameter that cannot be.
         """
-        return Sampling(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=max(self.top_k or 0, 0),
-            seed=seed,
-        )
+        given: dict[str, Any] = {"seed": seed}
+        for name, value in (self.model_extra or {}).items():
+            if name not in _SAMPLING or value is None:
+                continue
+            try:
+                if name in _NARROWER:
+                    require_number(name, value, _SAMPLING[name], *_NARROWER[name])
+                given[name] = 0 if (name, value) == _ALL_TOKENS else value
+                Sampling(**{name: given[name]})
+            except ValueError as error:
+                raise Refusal(400, str(error), param=name) from None
+        return Sampling(**given)
 
     @property
     def most_tokens(self) -> tuple[str, int | None]:
@@ -170,7 +177,8 @@ class Request(_Strict):
         raise NotImplementedError
 
     def check(self) -> None:
-        """Raise Refusal for fields that do not go together."""
+        """Raise Refusal for sampling parameters that cannot be, and for fields that do not go together."""
+        self.sampling()
         if self.stream_options is not None and not self.stream:
             raise Refusal(400, "stream_options needs stream: true", param="stream_options")
 
@@ -288,7 +296,7 @@ def parse(kind: type[Kind], body: bytes) -> Kind:
     except ValidationError as error:
         raise _refusal(error) from None
     for name, value in (request.model_extra or {}).items():
-        if name in _INERT or value is None:
+        if name in _INERT or name in _SAMPLING or value is None:
             continue
         if name in _NEUTRAL and not _is_neutral(name, value):
             raise Refusal(400, f"{name} is not supported here, but for {_neutral_values(name)}", param=name)

@@ -62,12 +62,13 @@ class ResponseAnswer:
             digits: make the answer's ids.
         """
         self._message_id = f"msg_{digits}"
+        sampling = wanted.sampling()
         self._about: dict[str, Any] = {
             "id": f"resp_{digits}", "object": "response", "created_at": created, "model": model, "error": None,
             "instructions": wanted.instructions, "max_output_tokens": wanted.max_output_tokens,
             "metadata": wanted.metadata or {}, "parallel_tool_calls": False, "previous_response_id": None,
-            "store": False, "temperature": wanted.sampling(0).temperature, "text": {"format": {"type": "text"}},
-            "tool_choice": "none", "tools": [], "top_logprobs": wanted.num_top or 0, "top_p": wanted.sampling(0).top_p,
+            "store": False, "temperature": sampling.temperature, "text": {"format": {"type": "text"}},
+            "tool_choice": "none", "tools": [], "top_logprobs": wanted.num_top or 0, "top_p": sampling.top_p,
             "truncation": "disabled",
         }  # fmt: skip
         self._num_events = 0

@@ -15,12 +15,6 @@ from swarm.machine import json_file
 logger = logging.getLogger(__name__)
 
 FAMILIES = (llama.LLAMA, llama.MISTRAL, llama.QWEN2, llama.QWEN3, llama.PHI3, gpt2.GPT2)
-_INERT = {"bos_token_id", "eos_token_ids", "pad_token_id", "init_std", "dropout", "autocast", "gradient_checkpointing"}
-_INERT |= {"weights", "block_types", "num_shards"}
-"""Our fields that do not decide which function a model computes. (Of block types only `tp` comes so far.)"""
-_ROPE = {field.name for field in dataclasses.fields(ModelConfig) if field.name.startswith("rope_")}
-_ROPE_OF = {"none": {"rope_theta", "rope_scaling"}, "linear": {"rope_theta", "rope_scaling", "rope_factor"}}
-"""Our fields that a way of scaling reads; one that is not named here may read any of them."""
 
 
 def read_config(path: Path) -> tuple[Family, ModelConfig]:
@@ -81,19 +75,9 @@ def family_of(model: ModelConfig) -> Family:
         for family in FAMILIES:
             # Write the configuration as this family's, and read it again: a switch that the family lacks is lost.
             try:
-                again = ModelConfig(**family.read(Keys(family.write(model))))
+                again = type(model)(**family.read(Keys(family.write(model))))
             except ValueError:
                 continue
-            if _function(again) == _function(family.with_biases(model) if may_have_zeros else model):
+            if again.function == (family.with_biases(model) if may_have_zeros else model).function:
                 return family
     raise ValueError("no architecture of transformers has this combination of switches in [model]")
-
-
-def _function(model: ModelConfig) -> dict[str, object]:
-    """All fields that decide what a model computes, with defaults resolved."""
-    inert = _INERT | (_ROPE - _ROPE_OF.get(model.rope_scaling, _ROPE) if model.is_rotary else _ROPE)
-    resolved = {
-        "num_kv_heads": model.kv_heads, "head_width": model.width_of_heads, "d_ff": model.feed_forward_width
-    }  # fmt: skip
-    fields = dataclasses.asdict(model) | resolved
-    return {name: value for name, value in fields.items() if name not in inert}

@@ -224,8 +224,8 @@ def test_a_run_on_bytes_ends_its_texts_where_the_model_does(tmp_path: Path, caps
         (["--model", "m", "--serve", "1", "--cache-gib", "nan"], "--cache-gib must be positive"),
         (["--model", "m", "--serve", "1", "--cache-gib", "1e308"], "--cache-gib must be at most 1048576"),
         (["--prompt", "", "--model", "m"], "--prompt must not be empty"),
-        (["--prompt", "a", "--model", "m", "--top-p", "2"], "--top-p must be from 0 to 1"),
-        (["--prompt", "a", "--model", "m", "--temperature", "-1"], "--temperature must be 0 or positive"),
+        (["--prompt", "a", "--model", "m", "--top-p", "2"], "--top-p must be a number from 0 to 1"),
+        (["--prompt", "a", "--model", "m", "--temperature", "-1"], "--temperature must be a number, 0 or more"),
         (["--prompt", "a", "--model", "m", "--max-tokens", "0"], "--max-tokens must be at least 1"),
         (
             ["--prompt", "a\udcff", "--model", "m"],
@@ -236,7 +236,10 @@ def test_a_run_on_bytes_ends_its_texts_where_the_model_does(tmp_path: Path, caps
             "--stop must be UTF-8 text, and has the byte 0x80 after",
         ),
         (["--chat", "--model", "m", "--system", "\udcff"], "--system must be UTF-8 text"),
-        (["--prompt", "a", "--model", "m", "--top-k", str(2**31)], "--top-k must be at least 0 and below"),
+        (
+            ["--prompt", "a", "--model", "m", "--top-k", str(2**31)],
+            "--top-k must be a whole number from 0 to 2147483647",
+        ),
         (["swarm://x", "--prompt", "a", "--dtype", "bf16"], "--device and --dtype need --checkpoint DIR or --model"),
         (["swarm://x", "--prompt", "a", "--device", "cpu"], "--device and --dtype need --checkpoint DIR or --model"),
         (["--prompt", "a", "--model", "m", "--base", "m"], "--base needs --checkpoint DIR"),
