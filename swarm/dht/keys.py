@@ -7,7 +7,6 @@ import re
 
 RUNS = "swarm.runs"
 """The key under which a joiner that has only an address finds the run."""
-_TRAINERS = ".trainers"
 _OF_A_RUN = re.compile(r"[^\x00-\x1f]{1,200}\.(stage\.\d{1,4}|trainers|claims)")
 
 
@@ -16,8 +15,7 @@ def of_stage(run_id: str, stage: int) -> str:
 
 
 def of_trainers(run_id: str) -> str:
-    """The key for trainers. In a locked run, a trainer's token is valid only for this key."""
-    return f"{run_id}{_TRAINERS}"
+    return f"{run_id}.trainers"
 
 
 def of_claims(run_id: str) -> str:
@@ -27,10 +25,6 @@ def of_claims(run_id: str) -> str:
 def is_of_a_run(key: str) -> bool:
     """Whether a key is one of `of_run`, of whichever run."""
     return key == RUNS or _OF_A_RUN.fullmatch(key) is not None
-
-
-def is_for_trainers(key: str) -> bool:
-    return key.endswith(_TRAINERS)
 
 
 def of_run(run_id: str, num_stages: int) -> list[str]:

@@ -14,9 +14,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from swarm.credentials import certificates, identity
 from swarm.credentials.authority import Authority
-from swarm.credentials.certificates import Role
-from swarm.dht import keys
-from swarm.errors import IntegrityError, MalformedMessage, NotAllowed
+from swarm.credentials.rights import require_announcement
+from swarm.errors import IntegrityError, MalformedMessage
 
 MAX_LIFETIME_SECONDS = 120.0
 """A record that expires later than this from now is refused. Of one subkey's records the DHT keeps the one that expires
@@ -79,9 +78,7 @@ def verify(subkey: str, record: bytes, expiration: float, now: float, authority:
         raise IntegrityError(f"a record of {subkey} expires more than {MAX_LIFETIME_SECONDS:.0f} s from now")
     envelope = _verify_signature(subkey, record, expiration)
     if authority is not None:
-        member = authority.member(envelope.certificate_pem, now)
-        if member.role is Role.TRAINER and not keys.is_for_trainers(envelope.key):
-            raise NotAllowed(f"{subkey} has a trainer's token, and announces itself under {envelope.key}")
+        require_announcement(authority.member(envelope.certificate_pem, now).role, envelope.key)
     return envelope
 
 

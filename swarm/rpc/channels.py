@@ -12,8 +12,8 @@ from typing import Any
 
 import grpc
 
-from swarm.credentials.certificates import Role
 from swarm.credentials.identity import Identity
+from swarm.credentials.rights import require_serving
 from swarm.errors import NotAllowed, PeerUnavailable
 from swarm.machine.clock import Clock, SystemClock
 from swarm.rpc import tls
@@ -148,10 +148,9 @@ class ChannelPool:
             return
         try:
             member = self._authority.member(record.certificate_pem, self._clock.time())
+            require_serving(member.role)
         except NotAllowed as error:
             raise PeerUnavailable(f"{record.endpoint} is no peer of this run: {error}") from None
-        if member.role is not Role.PEER:
-            raise PeerUnavailable(f"{record.endpoint} is no peer of this run: it has a trainer's token")
         if member.peer_id != record.peer_id:
             raise PeerUnavailable(f"{record.endpoint} shows the certificate of {member.peer_id}")
 

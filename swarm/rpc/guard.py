@@ -16,37 +16,14 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from swarm.credentials.authority import Authority
-from swarm.credentials.certificates import Role
+from swarm.credentials.rights import CALLS, require_call
 from swarm.errors import DeadlineExceeded, MalformedMessage, NotAllowed, Overloaded, SwarmError
 from swarm.machine.clock import Clock
 from swarm.rpc.bounds import num_entries, require_bounds
 from swarm.rpc.callers import MAX_CALLS, RETRY_SECONDS, Caller, Callers, Shares, caller_of, chain_of
 from swarm.rpc.failures import abort
 from swarm.rpc.serving import send
-from swarm.rpc.v1 import averaging_pb2, lease_pb2, stage_pb2
 
-FOR_TRAINERS = frozenset(
-    {
-        "/swarm.rpc.v1.StageService/Describe",
-        "/swarm.rpc.v1.DirectoryService/Read",
-        "/swarm.rpc.v1.ProbeService/Probe",
-        "/swarm.rpc.v1.ContentService/Tokenizer",
-        "/swarm.rpc.v1.LeaseService/Acquire",
-        "/swarm.rpc.v1.MeetingService/Check",
-        "/swarm.rpc.v1.MeetingService/Connect",
-        "/swarm.rpc.v1.MeetingService/Meet",
-        "/grpc.health.v1.Health/Check",
-    }
-)
-FOR_TRAINERS_AT_STAGE_0 = frozenset(
-    {
-        "/swarm.rpc.v1.StageService/Train",
-        "/swarm.rpc.v1.StageService/Evaluate",
-        "/swarm.rpc.v1.StageService/Hold",
-        "/swarm.rpc.v1.GenerationService/Generate",
-    }
-)
-"""Calls that trainers may make at stage 0 alone: later stages take activations only from peers."""
 SMALL_BYTES = 64 << 10
 """Requests and answers up to this size are not counted, because all that can be under way take little memory."""
 PIECE_SECONDS = 120.0
@@ -90,7 +67,7 @@ class Guard(grpc.aio.ServerInterceptor):
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
         """Wrap the handler of a call, which gRPC asks for when the call comes in."""
         handler = await continuation(handler_call_details)
-        if handler is None:
+        if handler is None or handler_call_details.method not in CALLS:
             return None
         behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
         if not handler.response_streaming:
@@ -135,7 +112,7 @@ class Guard(grpc.aio.ServerInterceptor):
         async def guarded(request: Any, context: Context) -> None:
             async with self._admitted(method, request, context) as caller:
                 if hasattr(request, "__aiter__"):
-                    request = self._own_words(request, caller)
+                    request = self._own_words(method, request, caller)
                 try:
                     async with aclosing(behaviour(request, context)) as replies:
                         is_begun = False
@@ -173,7 +150,7 @@ class Guard(grpc.aio.ServerInterceptor):
                     self._require_right(method, self.authority, context)
                 if isinstance(request, Message):
                     require_bounds(request, finite=True)
-                self._require_own_words(request, caller)
+                self._require_own_words(method, request, caller)
             except SwarmError as error:
                 await abort(context, error)
             yield caller
@@ -200,24 +177,20 @@ class Guard(grpc.aio.ServerInterceptor):
 
     def _require_right(self, method: str, authority: Authority, context: Context) -> None:
         member = authority.member(chain_of(context), self.clock.time())
-        if member.role is Role.PEER or method in FOR_TRAINERS:
-            return
-        if method not in FOR_TRAINERS_AT_STAGE_0 or self.stage() != 0:
-            name = method.rpartition("/")[2]
-            raise NotAllowed(f"a trainer's token does not give the right to call {name} at stage {self.stage()}")
+        require_call(member.role, method, self.stage())
 
-    def _require_own_words(self, request: Any, caller: Caller) -> None:
+    def _require_own_words(self, method: str, request: Any, caller: Caller) -> None:
         if isinstance(request, Unreadable):
             raise MalformedMessage(request.reason)
         if self.authority is None:
             return
-        claimed = _claimed_id(request)
+        claimed = _claimed_id(method, request)
         if claimed is not None and claimed != caller:
             raise NotAllowed(f"{caller[:8]} speaks for {claimed[:40]!r}")
 
-    async def _own_words(self, requests: AsyncIterator[Any], caller: Caller) -> AsyncIterator[Any]:
+    async def _own_words(self, method: str, requests: AsyncIterator[Any], caller: Caller) -> AsyncIterator[Any]:
         async for request in requests:
-            self._require_own_words(request, caller)
+            self._require_own_words(method, request, caller)
             yield request
 
 
@@ -234,16 +207,15 @@ def _read(deserialize: Callable[[bytes], Any], is_streamed: bool, data: bytes) -
     return message
 
 
-def _claimed_id(request: Any) -> str | None:
-    """The id that the sender of a request gives as its own; None if it gives none."""
-    match request:
-        case averaging_pb2.ReportRequest():
-            return request.sender.peer_id
-        case averaging_pb2.ExchangeRequest():
-            return request.open.peer_id if request.HasField("open") else None
-        case lease_pb2.AcquireRequest():
-            return request.trainer_id
-        case stage_pb2.DescribeRequest():
-            return request.caller.peer_id if request.HasField("caller") else None
-    claimed = getattr(request, "peer_id", None)
-    return claimed if isinstance(claimed, str) else None
+def _claimed_id(method: str, request: Any) -> str | None:
+    """The id that the sender of a request gives as its own; None if it gives none. A stream has no id of its own."""
+    call = CALLS[method]
+    if not call.sender or not isinstance(request, Message):
+        return None
+    *around, name = call.sender.split(".")
+    for message in around:
+        if not call.is_required and not request.HasField(message):
+            return None
+        request = getattr(request, message)
+    claimed: str = getattr(request, name)
+    return claimed

@@ -177,7 +177,9 @@ def calls_of(channel: Any, identity: Identity) -> dict[str, Any]:
         "/swarm.rpc.v1.StageService/Train": lambda: stage.Train(**seconds),
         "/swarm.rpc.v1.StageService/Evaluate": lambda: stage.Evaluate(**seconds),
         "/swarm.rpc.v1.StageService/Hold": lambda: stage.Hold(stage_pb2.HoldRequest(), **seconds),
-        "/swarm.rpc.v1.StageService/Describe": lambda: stage.Describe(stage_pb2.DescribeRequest(), **seconds),
+        "/swarm.rpc.v1.StageService/Describe": lambda: stage.Describe(
+            stage_pb2.DescribeRequest(caller=stage_pb2.Incarnation(peer_id=own)), **seconds
+        ),
         "/swarm.rpc.v1.DirectoryService/Read": lambda: directory.Read(directory_pb2.ReadRequest(), **seconds),
         "/swarm.rpc.v1.LeaseService/Acquire": lambda: lease.Acquire(
             lease_pb2.AcquireRequest(trainer_id=own), **seconds

@@ -1,6 +1,8 @@
 """Which caller may call what: real servers with real TLS, and all the services of a stage peer."""
 
 import asyncio
+import importlib
+import pkgutil
 import ssl
 from contextlib import suppress
 from dataclasses import replace
@@ -12,18 +14,10 @@ import pytest
 
 from swarm.credentials import certificates
 from swarm.credentials.identity import Identity
+from swarm.credentials.rights import CALLS, Who
+from swarm.rpc import v1
 from swarm.rpc.channels import ChannelPool
-from swarm.rpc.guard import FOR_TRAINERS, FOR_TRAINERS_AT_STAGE_0
-from swarm.rpc.v1 import (
-    averaging_pb2,
-    content_pb2,
-    directory_pb2,
-    generation_pb2,
-    lease_pb2,
-    meeting_pb2,
-    probe_pb2,
-    stage_pb2,
-)
+from swarm.rpc.v1 import stage_pb2
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
 from tests.rpc.guarded import (
     DENIED,
@@ -42,16 +36,39 @@ from tests.support.chain import eventually
 from tests.support.locked import OTHER_PEER, PEER, TRAINER
 
 
-async def test_every_call_is_tried_here() -> None:
-    files: tuple[Any, ...] = (
-        stage_pb2, lease_pb2, averaging_pb2, directory_pb2, content_pb2, generation_pb2, probe_pb2, meeting_pb2
-    )  # fmt: skip
-    services = [service for file in files for service in file.DESCRIPTOR.services_by_name.values()]
-    ours = {f"/{service.full_name}/{method.name}" for service in services for method in service.methods}
-    health = {"/grpc.health.v1.Health/Check"}
+def _methods() -> dict[str, Any]:
+    """The descriptor of every method of every service that is described in proto/."""
+    pages = [importlib.import_module(f"swarm.rpc.v1.{page.name}") for page in pkgutil.iter_modules(v1.__path__)]
+    files = [page.DESCRIPTOR for page in pages if page.__name__.endswith("_pb2")]
+    services = [service for file in files for service in file.services_by_name.values()]
+    return {f"/{service.full_name}/{method.name}": method for service in services for method in service.methods}
+
+
+async def test_the_table_of_rights_has_every_call_and_each_is_tried_here() -> None:
+    ours = _methods()
+    assert len({name.split("/")[1] for name in ours}) == 8
+    assert set(CALLS) == {*ours, "/grpc.health.v1.Health/Check"}
     async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
-        assert set(calls_of(channel, PEER)) == ours | health
-    assert not (FOR_TRAINERS | FOR_TRAINERS_AT_STAGE_0) - ours - health
+        assert set(calls_of(channel, PEER)) == set(CALLS)
+
+
+def test_whoever_gives_an_id_of_its_own_is_checked() -> None:
+    for name, method in _methods().items():
+        field = method.input_type
+        for part in CALLS[name].sender.split(".") if CALLS[name].sender else ():
+            assert part in field.fields_by_name, name
+            field = field.fields_by_name[part].message_type
+        if "peer_id" in method.input_type.fields_by_name:
+            assert CALLS[name].sender == "peer_id", name
+
+
+async def test_a_call_that_the_table_does_not_have_is_not_served(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = await start(locked.OPEN)
+    name = "/swarm.rpc.v1.DirectoryService/Read"
+    async with server.called_by(locked.OPEN) as channel:
+        assert await code_of(calls_of(channel, locked.OPEN)[name]()) is grpc.StatusCode.OK
+        monkeypatch.delitem(CALLS, name)
+        assert await code_of(calls_of(channel, locked.OPEN)[name]()) is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def _answers(server: Server, identity: Identity) -> dict[str, grpc.StatusCode]:
@@ -69,7 +86,9 @@ async def test_peers_may_call_everything_in_their_own_name(start: Any) -> None:
 async def test_trainers_may_call_what_trainers_need(start: Any, stage: int) -> None:
     server = await start()
     server.stage = stage
-    allowed = FOR_TRAINERS | (FOR_TRAINERS_AT_STAGE_0 if stage == 0 else frozenset())
+    allowed = {
+        name for name, call in CALLS.items() if call.who is Who.MEMBERS or (call.who is Who.FEEDERS and not stage)
+    }
     for name, code in (await _answers(server, TRAINER)).items():
         # A caller that is still writing when its call ends may get an error of gRPC itself.
         refused = (DENIED, grpc.StatusCode.INTERNAL) if name.endswith("Exchange") else (DENIED,)
@@ -121,16 +140,10 @@ async def test_nobody_speaks_for_another_member(start: Any) -> None:
     server = await start()
     async with server.called_by(OTHER_PEER) as channel:
         answers = {name: await code_of(call()) for name, call in calls_of(channel, PEER).items()}
-    silent = {
-        *("StageService/Train", "StageService/Evaluate", "StageService/Describe", "GenerationService/Generate"),
-        *("DirectoryService/Read", "ProbeService/Probe"),
-        *("MeetingService/Wait", "MeetingService/Connect", "MeetingService/Take", "MeetingService/Meet"),
-        *("StageService/Hold", "Health/Check"),
-    }
     for name, code in answers.items():
-        method = name.rpartition(".")[2]
-        assert is_served(code) if method in silent else code is not grpc.StatusCode.OK, name
-        assert method in {*silent, "AveragingService/Exchange"} or code is DENIED, name
+        is_silent = not CALLS[name].sender
+        assert is_served(code) if is_silent else code is not grpc.StatusCode.OK, name
+        assert is_silent or name.endswith("/Exchange") or code is DENIED, name
 
 
 async def test_in_an_open_run_nothing_is_asked(start: Any) -> None:
