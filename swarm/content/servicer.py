@@ -14,7 +14,7 @@ from typing import Any
 
 from swarm.errors import NotReady, Overloaded, SwarmError, WrongRun
 from swarm.machine.clock import Clock
-from swarm.rpc.callers import Shares, bearer_of, caller_of
+from swarm.rpc.callers import Quota, bearer_of, caller_of
 from swarm.rpc.failures import abort
 from swarm.rpc.turns import Turns, yield_to_exchange
 from swarm.rpc.v1 import content_pb2 as pb
@@ -57,8 +57,8 @@ class ContentServicer(ContentServiceServicer):
     clock: Clock
     turns: Turns
     """Decide which peer may fetch weights now."""
-    _calls: Shares = field(
-        default_factory=lambda: Shares("calls", MOST_CALLS, each=MOST_CALLS_OF_ONE, retry_seconds=RETRY_SECONDS),
+    _calls: Quota = field(
+        default_factory=lambda: Quota("calls", MOST_CALLS, each=MOST_CALLS_OF_ONE, retry_seconds=RETRY_SECONDS),
         init=False,
     )
 

@@ -15,6 +15,7 @@ from swarm.dht.record_store import RecordStore
 from swarm.dht.records import open_record, signed_by
 from swarm.errors import IntegrityError, MalformedMessage, NotAllowed
 from swarm.machine.clock import Clock, SteadyTime
+from swarm.rpc.callers import Caller, Quota
 from swarm.types import ClaimRecord, PeerRecord, RunRecord, TrainerRecord
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ MAX_OWNER_RECORDS, MAX_OWNER_BYTES = 256, 1 << 20
 
 @dataclass(frozen=True)
 class _Kept:
-    owner: str | None
+    owner: Caller
     num_bytes: int
     expiration: float
 
@@ -37,11 +38,16 @@ class KeyQuota:
 
     def __init__(self) -> None:
         self._kept: dict[str, _Kept] = {}
-        self.num_bytes = 0
-        """The size of all counted records. Expired ones count until they are dropped."""
+        self._records = Quota("records", MAX_KEY_RECORDS, each=MAX_OWNER_RECORDS)
+        self._bytes = Quota("bytes of records", MAX_KEY_BYTES, each=MAX_OWNER_BYTES)
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of all counted records. Expired ones count until they are dropped."""
+        return int(self._bytes.total)
 
     def take(self, subkey: str, owner: str | None, num_bytes: int, expiration: float, now: float) -> bool:
         """Count a record, in place of the same subkey's former record, if there is one.
@@ -51,31 +57,26 @@ class KeyQuota:
             expiration, now: seconds since the epoch.
 
         Returns:
-            False if there is no room for the record. Then nothing has changed.
+            False if there is no room for the record. Then the former one stays.
         """
-        if not self._fits(subkey, owner, num_bytes):
-            self.drop_expired(now)
-            if not self._fits(subkey, owner, num_bytes):
-                return False
+        former, whose = self._kept.get(subkey), Caller(subkey if owner is None else owner)
         self.drop(subkey)
-        self._kept[subkey] = _Kept(owner, num_bytes, expiration)
-        self.num_bytes += num_bytes
-        return True
+        if not self._fits(whose, num_bytes):
+            self.drop_expired(now)
+        fits = self._fits(whose, num_bytes)
+        if (kept := _Kept(whose, num_bytes, expiration) if fits else former) is not None:
+            self._kept[subkey] = kept
+            self._records.take(kept.owner)
+            self._bytes.take(kept.owner, kept.num_bytes)
+        return fits
 
     def drop(self, subkey: str) -> None:
         if (kept := self._kept.pop(subkey, None)) is not None:
-            self.num_bytes -= kept.num_bytes
+            self._records.give_back(kept.owner)
+            self._bytes.give_back(kept.owner, kept.num_bytes)
 
-    def _fits(self, subkey: str, owner: str | None, num_bytes: int) -> bool:
-        former = self._kept.get(subkey)
-        num_records = len(self._kept) + (former is None)
-        all_bytes = self.num_bytes + num_bytes - (former.num_bytes if former is not None else 0)
-        if num_records > MAX_KEY_RECORDS or all_bytes > MAX_KEY_BYTES:
-            return False
-        if owner is None:
-            return True
-        others = [kept.num_bytes for name, kept in self._kept.items() if kept.owner == owner and name != subkey]
-        return len(others) < MAX_OWNER_RECORDS and sum(others) + num_bytes <= MAX_OWNER_BYTES
+    def _fits(self, owner: Caller, num_bytes: int) -> bool:
+        return self._records.fits(owner) and self._bytes.fits(owner, num_bytes)
 
     def drop_expired(self, now: float) -> None:
         for subkey in [subkey for subkey, kept in self._kept.items() if kept.expiration <= now]:

@@ -20,7 +20,7 @@ from swarm.pipeline.leases import Grant, LeaseTable, RoundView
 from swarm.pipeline.trainers import Trainer
 from swarm.routing.peer_queue import LeftAlone
 from swarm.rpc.ask import ask
-from swarm.rpc.callers import Shares, bearer_of, caller_of
+from swarm.rpc.callers import Quota, bearer_of, caller_of
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.failures import abort
 from swarm.rpc.serving import check_address
@@ -71,7 +71,7 @@ class LeaseServicer(LeaseServiceServicer):
     """Waits until the result of `lead` may have changed, but no longer than the given seconds."""
     events: Events = field(default_factory=Events)
     _table: LeaseTable | None = field(default=None, init=False)
-    _waiting: Shares = field(default_factory=lambda: Shares("requests", each=MAX_WAITING), init=False)
+    _waiting: Quota = field(default_factory=lambda: Quota("requests", each=MAX_WAITING), init=False)
 
     async def Acquire(self, request: pb.AcquireRequest, context: Any) -> pb.AcquireReply:
         try:

@@ -1,6 +1,6 @@
 """Callers: identifies the caller of each call, and limits how much of this peer one caller may use.
 
-Whatever there is only so much of is given out by Shares, so that no caller has all of it.
+Whatever there is only so much of is given out by a Quota, so that no caller has all of it.
 
 In a locked run a caller is a member's id. In an open one it is an IP address, so that all processes on one machine are
 one caller; of an IPv6 address only the first 64 bits count, since a provider gives a customer all addresses that begin
@@ -12,7 +12,6 @@ import hashlib
 import ipaddress
 import math
 import socket
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NewType
@@ -45,6 +44,10 @@ NETWORK_BITS = 64
 LONGEST_SECONDS = 10.0
 """The longest that a call waits for its turn. So a caller that keeps beginning and breaking off calls cannot delay an
 honest one at the same address by more than this."""
+MOST_BEGUN = BURST_CALLS + LONGEST_SECONDS * CALLS_PER_SECOND
+"""The most of a caller's calls that count at one time."""
+MOST_REMEMBERED = 4096
+"""The most callers that a Quota remembers for what comes back by itself; those that took nothing for longest go."""
 
 Caller = NewType("Caller", str)
 
@@ -58,12 +61,16 @@ _TUNNELLED = "127.77."
 own."""
 
 
-class Shares:
-    """What callers have now of something of which there is only so much. Each may have a share of it, and no more."""
+class Quota:
+    """What callers have of something of which there is only so much. Each may have a share of it, and no more.
+
+    It is a caller's until `give_back`; or, where a rate is given, until it has come back by itself.
+    """
 
     def __init__(
-        self, what: str, most: float = math.inf, *, each: float | None = None, retry_seconds: float = RETRY_SECONDS
-    ) -> None:
+        self, what: str, most: float = math.inf, *, each: float | None = None, retry_seconds: float = RETRY_SECONDS,
+        per_second: float = 0.0, clock: Clock | None = None,
+    ) -> None:  # fmt: skip
         """
         Args:
             what: names it in refusals, in the plural.
@@ -71,48 +78,81 @@ class Shares:
             each: what one caller may have; half of `most` if left out. A caller that has nothing may always take what
                 it needs at once, if it is there.
             retry_seconds: how long a caller that was refused waits before it tries again.
+            per_second: how much comes back to each caller by itself, by `clock`.
         """
-        self.total = 0
-        self.held: Counter[Caller] = Counter()
-        """What each caller has; those that have nothing are left out."""
-        self._what = what
         self.most = most
         self.each = most / 2 if each is None else each
+        self._what = what
         self._retry_seconds = retry_seconds
+        self._per_second = per_second
+        self._clock = clock or SystemClock()
+        self._given = 0.0
+        self._taken: dict[Caller, tuple[float, float]] = {}
+        """What each caller had when it last took something, and when that was; the caller that took last is last."""
 
-    def fits(self, caller: Caller, amount: int = 1) -> bool:
+    @property
+    def total(self) -> float:
+        """What all callers have together."""
+        return sum(map(self.held, self._taken)) if self._per_second else self._given
+
+    @property
+    def callers(self) -> list[Caller]:
+        """Those that have something."""
+        return [caller for caller in self._taken if self.held(caller)]
+
+    def held(self, caller: Caller) -> float:
+        """What a caller has."""
+        amount, at = self._taken.get(caller, (0.0, 0.0))
+        return max(0.0, amount - (self._clock.monotonic() - at) * self._per_second) if self._per_second else amount
+
+    def fits(self, caller: Caller, amount: float = 1) -> bool:
         """Whether a caller may take this much more."""
-        held = self.held[caller]
+        held = self.held(caller)
         return self.total + amount <= self.most and (not held or held + amount <= self.each)
 
-    def take(self, caller: Caller, amount: int = 1) -> None:
-        """Count something as the caller's, until `give_back`. Raises Overloaded if it does not fit."""
+    def take(self, caller: Caller, amount: float = 1) -> None:
+        """Count something as the caller's. Raises Overloaded if it does not fit."""
         if not self.fits(caller, amount):
-            whose = f"this caller's {self.held[caller]}" if self.total + amount <= self.most else f"{self.total}"
+            is_own = self.total + amount <= self.most
+            whose = f"this caller's {self.held(caller):.0f}" if is_own else f"{self.total:.0f}"
             fault = f"no room for more {self._what} beside {whose}" if self.most else f"this peer takes no {self._what}"
             raise Overloaded(fault, retry_after_seconds=self._retry_seconds)
-        self.held[caller] += amount
-        self.total += amount
+        self._count(caller, amount)
 
-    def give_back(self, caller: Caller, amount: int = 1) -> None:
+    def wait_seconds(self, caller: Caller, amount: float, *, longest: float = math.inf) -> float:
+        """Count something as the caller's though it may not fit, and return the seconds until it does.
+
+        These are no more than `longest`; what would have to wait for longer is not counted.
+        """
+        most = self.each + longest * self._per_second
+        self._count(caller, min(amount, most - self.held(caller)))
+        return max(0.0, self.held(caller) - self.each) / self._per_second
+
+    def give_back(self, caller: Caller, amount: float = 1) -> None:
         """Count something as no longer the caller's."""
-        self.total -= amount
-        self.held[caller] -= amount
-        if self.held[caller] <= 0:
-            del self.held[caller]
-
-    def clear(self) -> None:
-        self.held.clear()
-        self.total = 0
+        self._count(caller, -amount)
 
     @contextmanager
-    def taken(self, caller: Caller, amount: int = 1) -> Iterator[None]:
+    def taken(self, caller: Caller, amount: float = 1) -> Iterator[None]:
         """Have something inside the block. Raises Overloaded if it does not fit."""
         self.take(caller, amount)
         try:
             yield
         finally:
             self.give_back(caller, amount)
+
+    def _count(self, caller: Caller, amount: float) -> None:
+        self._given += amount
+        held = self.held(caller) + amount
+        self._taken.pop(caller, None)
+        if held > 0.0:
+            self._taken[caller] = (held, self._clock.monotonic())
+        while (
+            self._per_second
+            and self._taken
+            and (not self.held(first := next(iter(self._taken))) or len(self._taken) > MOST_REMEMBERED)
+        ):
+            del self._taken[first]
 
 
 class Callers:
@@ -131,17 +171,15 @@ class Callers:
             max_bytes: the most bytes kept for the calls of one caller, those for its microbatches left out.
             max_training_bytes: the most bytes kept for the microbatches of one caller.
         """
-        self._clock = clock or SystemClock()
         self.num_begun = 0
         """How many calls have begun, of all callers."""
-        self.calls = Shares("calls", each=max_calls)
+        self.calls = Quota("calls", each=max_calls)
         self.kept = {
-            is_training: Shares("bytes", each=most, retry_seconds=KEPT_RETRY_SECONDS)
+            is_training: Quota("bytes", each=most, retry_seconds=KEPT_RETRY_SECONDS)
             for is_training, most in ((True, max_training_bytes), (False, max_bytes))
         }
         """Bytes kept for each caller: for its microbatches (True), and for its other calls (False)."""
-        self._due: dict[Caller, float] = {}
-        """When the next call of each recent caller would be due if its calls came evenly."""
+        self._begun = Quota("calls in a second", each=BURST_CALLS, per_second=CALLS_PER_SECOND, clock=clock)
 
     def enter(self, caller: Caller, num_entries: int = 0) -> float:
         """Count a call that begins, until `leave`.
@@ -158,14 +196,13 @@ class Callers:
                 earlier calls already wait so long that these entries cannot all be counted.
         """
         num_more = num_entries // ENTRIES_PER_CALL
+        if num_more and self._begun.held(caller) + 1 + num_more > MOST_BEGUN:
+            raise Overloaded(
+                f"calls of this caller wait {LONGEST_SECONDS:.0f} s already", retry_after_seconds=RETRY_SECONDS
+            )
         self.calls.take(caller)
-        try:
-            seconds = self._count(caller, 1 + num_more, in_full=num_more > 0)
-        except Overloaded:
-            self.calls.give_back(caller)
-            raise
         self.num_begun += 1
-        return seconds
+        return self._count(caller, 1 + num_more)
 
     def leave(self, caller: Caller, *, wasted: bool = False) -> None:
         """Count the end of a call.
@@ -177,20 +214,10 @@ class Callers:
         if wasted:
             self._count(caller, WASTED_CALLS - 1)
 
-    def _count(self, caller: Caller, num_calls: int, *, in_full: bool = False) -> float:
+    def _count(self, caller: Caller, num_calls: int) -> float:
         if caller.startswith(_THIS_MACHINE) and not caller.startswith(f"ipv4:{_TUNNELLED}"):
             return 0.0
-        now, gap_seconds = self._clock.monotonic(), 1.0 / CALLS_PER_SECOND
-        earliest = now - BURST_CALLS * gap_seconds
-        if len(self._due) > len(self.calls.held) + 64:
-            self._due = {other: due for other, due in self._due.items() if due > earliest}
-        due = max(self._due.get(caller, earliest), earliest) + num_calls * gap_seconds
-        if in_full and due > now + LONGEST_SECONDS:
-            raise Overloaded(
-                f"calls of this caller wait {LONGEST_SECONDS:.0f} s already", retry_after_seconds=RETRY_SECONDS
-            )
-        self._due[caller] = min(due, now + LONGEST_SECONDS)
-        return max(0.0, self._due[caller] - now)
+        return self._begun.wait_seconds(caller, num_calls, longest=LONGEST_SECONDS)
 
     def keep(self, caller: Caller, num_bytes: int, *, training: bool = False) -> None:
         """Count bytes as kept for a call, until `release`.
@@ -205,16 +232,12 @@ class Callers:
         self.kept[training].give_back(caller, num_bytes)
 
     @property
-    def num_remembered(self) -> int:
-        return len(self._due.keys() | self.calls.held.keys())
-
-    @property
     def num_calls(self) -> int:
-        return self.calls.total
+        return int(self.calls.total)
 
     @property
     def num_bytes(self) -> int:
-        return sum(kept.total for kept in self.kept.values())
+        return int(sum(kept.total for kept in self.kept.values()))
 
 
 def caller_of(context: Any) -> Caller:

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from swarm.errors import Overloaded
-from swarm.rpc.callers import Caller, Shares, handed_on
+from swarm.rpc.callers import Caller, Quota, handed_on
 from swarm.rpc.endpoint import LOOPBACK
 from swarm.rpc.meeting.carrying import BUFFER_BYTES, Accepted, Kind, TcpLine, TcpStream
 
@@ -37,7 +37,7 @@ class Front:
 
     def __init__(self, grpc_port: int, dht_port: int) -> None:
         self._ports = {TLS: grpc_port, PLAIN: grpc_port, LIBP2P: dht_port}
-        self._open = Shares("connections", MAX_CONNECTIONS, each=MAX_CONNECTIONS / 8)
+        self._open = Quota("connections", MAX_CONNECTIONS, each=MAX_CONNECTIONS / 8)
 
     @asynccontextmanager
     async def listening(self, host: str, port: int) -> AsyncIterator[None]:

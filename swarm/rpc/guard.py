@@ -20,7 +20,7 @@ from swarm.credentials.rights import CALLS, require_call
 from swarm.errors import DeadlineExceeded, MalformedMessage, NotAllowed, Overloaded, SwarmError
 from swarm.machine.clock import Clock
 from swarm.rpc.bounds import num_entries, require_bounds
-from swarm.rpc.callers import MAX_CALLS, RETRY_SECONDS, Caller, Callers, Shares, caller_of, chain_of
+from swarm.rpc.callers import MAX_CALLS, RETRY_SECONDS, Caller, Callers, Quota, caller_of, chain_of
 from swarm.rpc.failures import abort
 from swarm.rpc.serving import send
 
@@ -62,7 +62,7 @@ class Guard(grpc.aio.ServerInterceptor):
     clock: Clock
     stage: Callable[[], int]
     """Gives the stage that this peer serves now."""
-    _refused: Shares = field(default_factory=lambda: Shares("refusals", each=MAX_CALLS), init=False)
+    _refused: Quota = field(default_factory=lambda: Quota("refusals", each=MAX_CALLS), init=False)
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
         """Wrap the handler of a call, which gRPC asks for when the call comes in."""

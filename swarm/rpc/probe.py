@@ -13,7 +13,7 @@ import grpc
 
 from swarm.errors import DeadlineExceeded, MalformedMessage, Overloaded, PeerUnavailable, SwarmError
 from swarm.machine.clock import Clock
-from swarm.rpc.callers import Caller, Shares, bearer_of
+from swarm.rpc.callers import Caller, Quota, bearer_of
 from swarm.rpc.endpoint import host_and_port
 from swarm.rpc.entry import shown_certificate
 from swarm.rpc.failures import abort
@@ -61,9 +61,11 @@ class ProbeServicer(ProbeServiceServicer):
     def __init__(self, *, is_exchanging: Callable[[], bool], clock: Clock) -> None:
         self._is_exchanging = is_exchanging
         self._clock = clock
-        self._calls = Shares("probes", MOST_CALLS)
-        self._bytes = Shares("bytes of probes", BUDGET_BYTES, retry_seconds=LINE_SECONDS)
-        self._counted_since = clock.monotonic()
+        self._calls = Quota("probes", MOST_CALLS)
+        self._bytes = Quota(
+            "bytes of probes", BUDGET_BYTES, retry_seconds=LINE_SECONDS,
+            per_second=BUDGET_BYTES / 2 / BUDGET_SECONDS, clock=clock,
+        )  # fmt: skip
 
     async def Probe(self, request_iterator: object, context: Context) -> None:  # type: ignore[override]
         caller = bearer_of(context)
@@ -102,10 +104,6 @@ class ProbeServicer(ProbeServiceServicer):
         """Count a call's bytes. Raises MalformedMessage if they are too many, Overloaded if the line is in use."""
         if num_bytes > MAX_CALL_BYTES:
             raise MalformedMessage(f"a probe moves at most {MAX_CALL_BYTES} bytes in all")
-        now = self._clock.monotonic()
-        if now - self._counted_since >= BUDGET_SECONDS:
-            self._bytes.clear()
-            self._counted_since = now
         if num_bytes > 2 * LONG_BYTES and self._is_exchanging():
             raise Overloaded("the line is in use", retry_after_seconds=LINE_SECONDS)
         self._bytes.take(caller, num_bytes)

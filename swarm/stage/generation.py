@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from swarm.errors import MalformedMessage, NotReady
 from swarm.generation.choice import NO_SCORING, Scorer
 from swarm.hop.session import Order, unpack_order
-from swarm.rpc.callers import RETRY_SECONDS, Caller, Shares, caller_of
+from swarm.rpc.callers import RETRY_SECONDS, Caller, Quota, caller_of
 from swarm.rpc.serving import check_address
 from swarm.rpc.v1 import generation_pb2 as pb
 from swarm.rpc.v1 import stage_pb2
@@ -52,14 +52,14 @@ class GenerationServicer(GenerationServiceServicer):
         self._boundary = boundary_of(self._config)
         self._limits = limits
         retry_seconds = RETRY_SECONDS if limits.max_sessions else NEVER_SECONDS
-        self._sessions = Shares("sessions", limits.max_sessions, retry_seconds=retry_seconds)
-        self._bytes = Shares("bytes of sessions", limits.max_bytes)
+        self._sessions = Quota("sessions", limits.max_sessions, retry_seconds=retry_seconds)
+        self._bytes = Quota("bytes of sessions", limits.max_bytes)
         self._num_tokens = 0
 
     def counters(self) -> stage_pb2.GenerationCounters:
         """The numbers of sessions and held rounds now, and of tokens since the peer started."""
         return stage_pb2.GenerationCounters(
-            sessions=self._sessions.total, tokens=self._num_tokens, rounds=len(self._stage.held_rounds)
+            sessions=int(self._sessions.total), tokens=self._num_tokens, rounds=len(self._stage.held_rounds)
         )
 
     # The generated type knows only iterators, but grpc also takes a coroutine that uses the context to read and write.

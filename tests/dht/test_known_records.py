@@ -38,7 +38,7 @@ def test_a_record_is_counted_in_the_place_of_the_one_before() -> None:
     kept = KeyQuota()
     for number in range(10):
         assert kept.take("a1", "a", 40 + number, 5.0, 0.0)
-    assert not kept.take("a1", "a", 51, 5.0, 0.0)
+    assert not kept.take("a1", "a", 101, 5.0, 0.0)
     assert kept.num_bytes == 49
 
 

@@ -8,10 +8,11 @@ from swarm.rpc.callers import (
     CALLS_PER_SECOND,
     ENTRIES_PER_CALL,
     LONGEST_SECONDS,
+    MOST_REMEMBERED,
     WASTED_CALLS,
     Caller,
     Callers,
-    Shares,
+    Quota,
     bearer_of,
     caller_of,
 )
@@ -22,26 +23,26 @@ ONE, OTHER = Caller("one"), Caller("other")
 
 
 def test_no_caller_has_more_than_its_share_and_all_together_no_more_than_there_is() -> None:
-    shares = Shares("sessions", 4)
-    with shares.taken(ONE), shares.taken(ONE):
+    quota = Quota("sessions", 4)
+    with quota.taken(ONE), quota.taken(ONE):
         with pytest.raises(Overloaded, match="no room for more sessions beside this caller's 2"):
-            shares.take(ONE)
-        with shares.taken(OTHER), shares.taken(Caller("third")):
-            assert shares.total == 4
+            quota.take(ONE)
+        with quota.taken(OTHER), quota.taken(Caller("third")):
+            assert quota.total == 4
             with pytest.raises(Overloaded, match="no room for more sessions beside 4"):
-                shares.take(Caller("fourth"))
-            assert shares.total == 4
-    assert shares.total == 0
-    assert not shares.held
+                quota.take(Caller("fourth"))
+            assert quota.total == 4
+    assert quota.total == 0
+    assert not quota.callers
 
 
 def test_who_has_nothing_may_take_all_at_once_and_no_more() -> None:
-    shares = Shares("bytes", 100, each=10)
-    assert shares.fits(ONE, 100)
-    assert not shares.fits(ONE, 101)
-    with shares.taken(ONE, 100):
-        assert not shares.fits(OTHER)
-    assert not Shares("sessions", 0).fits(ONE), "there may be none"
+    quota = Quota("bytes", 100, each=10)
+    assert quota.fits(ONE, 100)
+    assert not quota.fits(ONE, 101)
+    with quota.taken(ONE, 100):
+        assert not quota.fits(OTHER)
+    assert not Quota("sessions", 0).fits(ONE), "there may be none"
 
 
 def test_calls_of_one_caller_are_limited_and_those_of_others_are_not_affected() -> None:
@@ -97,7 +98,7 @@ def test_long_lists_are_refused_rather_than_not_counted_in_full() -> None:
     for _ in range(3):
         with pytest.raises(Overloaded, match="wait 10 s already"):
             callers.enter(ONE, num_entries)
-        assert callers.enter(ONE) == LONGEST_SECONDS, "of ordinary calls no more is counted"
+        assert callers.enter(ONE) == pytest.approx(LONGEST_SECONDS), "of ordinary calls no more is counted"
     assert callers.num_calls == in_time // num_calls + 3
     clock.advance(num_calls / CALLS_PER_SECOND)
     callers.enter(ONE, num_entries)
@@ -111,15 +112,38 @@ def test_processes_beside_this_one_do_not_wait() -> None:
         assert {callers.enter(Caller(here)) for _ in range(3 * BURST_CALLS)} == {0.0}
 
 
-def test_callers_are_forgotten() -> None:
+def test_what_comes_back_by_itself() -> None:
     clock = ManualClock()
-    callers = Callers(clock)
-    for number in range(1000):
-        caller = Caller(str(number))
-        callers.enter(caller)
-        callers.leave(caller)
-        clock.advance(1.0)
-    assert callers.num_remembered < 100
+    quota = Quota("bytes", 100, per_second=10.0, clock=clock)
+    quota.take(ONE, 25)
+    quota.take(ONE, 25)
+    assert not quota.fits(ONE)
+    quota.take(OTHER, 50)
+    assert not quota.fits(Caller("third")), "the others have all there is"
+    clock.advance(2.5)
+    assert (quota.held(ONE), quota.total, set(quota.callers)) == (25.0, 50.0, {ONE, OTHER})
+    quota.take(ONE, 25)
+    with pytest.raises(Overloaded, match="no room for more bytes beside this caller's 50"):
+        quota.take(ONE)
+    clock.advance(5.0)
+    assert not quota.callers
+
+
+def test_what_does_not_fit_may_wait() -> None:
+    quota = Quota("bytes", each=10, per_second=5.0, clock=ManualClock())
+    waits = [quota.wait_seconds(ONE, 10, longest=3.0) for _ in range(4)]
+    assert waits == [0.0, 2.0, 3.0, 3.0]
+    assert quota.held(ONE) == 25.0, "what would wait for longer is not counted"
+
+
+def test_no_number_of_callers_fills_the_memory() -> None:
+    clock = ManualClock()
+    quota = Quota("calls", each=1, per_second=1.0, clock=clock)
+    for number in range(2 * MOST_REMEMBERED):
+        quota.take(Caller(str(number)))
+        quota.wait_seconds(ONE, 1)
+    assert len(quota.callers) == MOST_REMEMBERED
+    assert quota.held(ONE) == 2 * MOST_REMEMBERED, "one that keeps taking is remembered"
 
 
 def test_what_is_kept_for_one_caller_is_limited() -> None:

@@ -5,12 +5,12 @@ refused. Carried bytes are counted. A caller is the bearer of a token, or an add
 peer ids.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from swarm.machine.clock import Clock
-from swarm.rpc.callers import Caller, Shares
+from swarm.rpc.callers import Caller, Quota
 
 BURST_SECONDS = 0.25
 """A caller may send at once the part of its share that it did not use within this time."""
@@ -44,35 +44,25 @@ class Budget:
         self._limits = limits
         self._clock = clock
         self._is_exchanging = is_exchanging
-        self._connections = Shares("connections", limits.max_connections, retry_seconds=RETRY_SECONDS)
-        self._due: dict[Caller, float] = {}
-        """When each caller's next piece is due if its bytes are to go at an even rate. While that is no longer ago than
-        BURST_SECONDS, the caller counts as sending."""
+        self._connections = Quota("connections", limits.max_connections, retry_seconds=RETRY_SECONDS)
+        self._sent = Quota("seconds of the line", each=BURST_SECONDS, per_second=1.0, clock=clock)
+        """A caller that has some of it counts as sending."""
         self.num_bytes = 0
         """How many bytes were carried since this peer began to serve its stage."""
 
     @property
     def num_connections(self) -> int:
-        return self._connections.total
+        return int(self._connections.total)
 
-    @contextmanager
-    def connection(self, caller: Caller) -> Iterator[None]:
-        """Count a connection while the block runs. Raises Overloaded if there are too many."""
-        with self._connections.taken(caller):
-            try:
-                yield
-            finally:
-                if self._connections.held[caller] == 1:
-                    self._due.pop(caller, None)
+    def connection(self, caller: Caller) -> AbstractContextManager[None]:
+        """Counts a connection while the block runs. Raises Overloaded if there are too many."""
+        return self._connections.taken(caller)
 
     async def spend(self, caller: Caller, num_bytes: int) -> None:
         """Wait until `num_bytes` of a caller may be passed on. Cancelling ends the wait."""
-        now = self._clock.monotonic()
-        earliest = now - BURST_SECONDS
-        senders = {caller, *(other for other, due in self._due.items() if due > earliest)}
+        senders = {caller, *self._sent.callers}
         share = self._limits.share_while_exchanging if self._is_exchanging() else 1.0
         rate = self._limits.bytes_per_second * share / len(senders)
-        due = self._due[caller] = max(self._due.get(caller, earliest), earliest) + num_bytes / rate
         self.num_bytes += num_bytes
-        if due > now:
-            await self._clock.sleep(due - now)
+        if seconds := self._sent.wait_seconds(caller, num_bytes / rate):
+            await self._clock.sleep(seconds)

@@ -19,10 +19,10 @@ from typing import Any
 
 import grpc
 
-from swarm.errors import MalformedMessage, Overloaded
+from swarm.errors import MalformedMessage
 from swarm.machine.clock import Clock
 from swarm.rpc.ask import ask
-from swarm.rpc.callers import Caller, Shares, bearer_of, caller_of, is_tunnelled, peer_of
+from swarm.rpc.callers import Quota, bearer_of, caller_of, is_tunnelled, peer_of
 from swarm.rpc.endpoint import endpoint_of, host_and_port, may_be_dialled, own_versions, plain_ip_of
 from swarm.rpc.entry import id_of, shown_certificate
 from swarm.rpc.v1 import meeting_pb2 as pb
@@ -85,11 +85,17 @@ class DialBack:
     insecure: bool
     """Whether the run does without TLS; then anything that accepts a connection passes for the caller."""
     _dialling: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE), init=False)
-    _asking: Shares = field(default_factory=lambda: Shares("questions", MOST_ASKING, each=AT_ONCE // 2), init=False)
+    _asking: Quota = field(default_factory=lambda: Quota("questions", MOST_ASKING, each=AT_ONCE // 2), init=False)
     """The callers in it are bearers of tokens, or addresses: of AT_ONCE one of these has half."""
     _resolving: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(MOST_NAMES, "names"), init=False)
     """Names that take long hold up other callers' names, and nothing else of this process."""
-    _asked_at: dict[Caller, float] = field(default_factory=dict, init=False)
+    _asked: Quota = field(init=False)
+    """The members or addresses that were answered a moment ago."""
+
+    def __post_init__(self) -> None:
+        self._asked = Quota(
+            "questions so soon", each=1, retry_seconds=GAP_SECONDS, per_second=1.0 / GAP_SECONDS, clock=self.clock
+        )
 
     async def answer(self, request: pb.CheckRequest, context: Any) -> pb.CheckReply:
         """Dial the caller's endpoints.
@@ -101,7 +107,7 @@ class DialBack:
         caller, observed = caller_of(context), peer_address(context)[0]
         if is_tunnelled(observed):
             return pb.CheckReply()
-        self._require_pause(caller)
+        self._asked.take(caller)
         named = [[_named(endpoint) for endpoint in _few(ends)] for ends in (request.endpoints, request.dht_endpoints)]
         with self._asking.taken(bearer_of(context)):
             async with self._dialling:
@@ -126,13 +132,6 @@ class DialBack:
             dht_endpoints=[target.endpoint for target in nodes],
             untried=[target.endpoint for target in (*grpc_targets, *dht_targets) if not target.has_way],
         )
-
-    def _require_pause(self, caller: Caller) -> None:
-        now = self.clock.monotonic()
-        self._asked_at = {other: at for other, at in self._asked_at.items() if at > now - GAP_SECONDS}
-        if caller in self._asked_at:
-            raise Overloaded("this caller has just been dialled back", retry_after_seconds=GAP_SECONDS)
-        self._asked_at[caller] = now
 
     async def _target(self, host: str, port: int, observed: str) -> _Target:
         host = host or observed

@@ -15,7 +15,7 @@ from typing import Any
 from swarm.credentials import certificates, identity
 from swarm.errors import DeadlineExceeded, IntegrityError, MalformedMessage, NotAllowed, NotReady, SwarmError
 from swarm.machine.clock import Clock
-from swarm.rpc.callers import Caller, Shares, bearer_of
+from swarm.rpc.callers import Caller, Quota, bearer_of
 from swarm.rpc.endpoint import endpoint_of
 from swarm.rpc.failures import abort
 from swarm.rpc.meeting.budget import RETRY_SECONDS, Budget, MeetingLimits
@@ -109,7 +109,7 @@ class MeetingPoint(MeetingServiceServicer):
         self._own_id = own_id
         self._dial_back = DialBack(clock, insecure=insecure)
         self.budget = Budget(limits, clock, is_exchanging)
-        self._places = Shares("waiting peers", limits.max_waiting, retry_seconds=RETRY_SECONDS)
+        self._places = Quota("waiting peers", limits.max_waiting, retry_seconds=RETRY_SECONDS)
         self._waiting: dict[PeerId, _Waiter] = {}
         self._expected: dict[str, asyncio.Future[_Answer]] = {}
 

@@ -16,7 +16,7 @@ import grpc
 from swarm.credentials.identity import Identity
 from swarm.errors import SwarmError
 from swarm.machine.clock import Clock
-from swarm.rpc.callers import Caller, Shares, tunnel_source
+from swarm.rpc.callers import Caller, Quota, tunnel_source
 from swarm.rpc.endpoint import own_host
 from swarm.rpc.entry import Entry, tunnel_through
 from swarm.rpc.meeting.carrying import BUFFER_BYTES, CallLine, Kind, Line, TcpStream
@@ -62,9 +62,9 @@ class Waiting:
     """Meeting points that have accepted this peer, in the order in which they did."""
     _trying: set[Entry] = field(default_factory=set, init=False)
     _avoided_until: dict[Entry, float] = field(default_factory=dict, init=False)
-    _called: Shares = field(default_factory=lambda: Shares("connections", MAX_LINES), init=False)
+    _called: Quota = field(default_factory=lambda: Quota("connections", MAX_LINES), init=False)
     """The connections of each meeting point."""
-    _called_by: Shares = field(default_factory=lambda: Shares("connections", each=MAX_LINES / 4), init=False)
+    _called_by: Quota = field(default_factory=lambda: Quota("connections", each=MAX_LINES / 4), init=False)
     """The connections of each caller at each meeting point."""
     _lines: Counter[Kind] = field(default_factory=Counter, init=False)
 
