@@ -84,6 +84,7 @@ async def from_outside(
         peer_id=own.peer_id,
         endpoints=_named(ports.outside, port),
         dht_endpoints=_named(ports.outside_dht, dht_port),
+        run_id=channels.points.run_id,
     )
     fault = "no peer that is reached directly is there to dial it back"
 

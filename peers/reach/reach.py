@@ -84,7 +84,9 @@ class Reach:
         self._announced: tuple[str, ...] = ("",)
         self._inquiry = Inquiry(membership, random.Random(membership.peer_id), insecure=insecure)
         self._waiting = Waiting(
-            membership.identity, Points(membership.identity, insecure=insecure), membership.clock,
+            membership.identity,
+            Points(membership.identity, insecure=insecure, run_id=membership.config.run_id),
+            membership.clock,
             server=("127.0.0.1" if listen.server[0] in _EVERYWHERE else listen.server[0], self.port),
             candidates=self._points,
         )  # fmt: skip
@@ -269,6 +271,7 @@ class Reach:
                 peer_id=self._membership.peer_id,
                 endpoints=[*self._candidates, f":{self._forwarded(self.open_port) or self.open_port}"],
                 dht_endpoints=dht_endpoints,
+                run_id=self._membership.config.run_id,
             )
             return await self._inquiry.verdict(others, request)
 

@@ -57,7 +57,7 @@ class Services:
         self._generation = GenerationServicer(stage, options.sessions)
         self._meeting_point = MeetingPoint(
             membership.identity.peer_id, options.meeting, membership.clock, insecure=options.insecure,
-            is_exchanging=self._is_exchanging,
+            is_exchanging=self._is_exchanging, run_id=membership.config.run_id,
         )  # fmt: skip
         membership.channels.points.serve_here(self._meeting_point.line_to)
 

@@ -64,7 +64,7 @@ class ChannelPool:
 
     def __init__(
         self, *, insecure: bool = False, identity: Identity | None = None, clock: Clock | None = None,
-        points: Points | None = None,
+        points: Points | None = None, run_id: str = "",
     ) -> None:  # fmt: skip
         """
         Args:
@@ -72,6 +72,7 @@ class ChannelPool:
             identity: this peer's own. A member of a locked run shows it, and calls only peers of the run.
             clock: the time by which certificates are valid or not.
             points: the meeting points of another pool of this process, to share them; left out, they are its own.
+            run_id: the run, which meeting points of its own are told.
         """
         self.is_insecure = insecure
         self._identity = identity
@@ -81,7 +82,7 @@ class ChannelPool:
         self._used_at: dict[_Key, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._dialler = Dialler()
-        self.points = points or Points(identity, insecure=insecure)
+        self.points = points or Points(identity, insecure=insecure, run_id=run_id)
         """The meeting points through which hidden peers are reached."""
         self._ways: dict[str, Ways] = {}
         """The ways to each peer that gRPC cannot simply dial, by the peer's place."""

@@ -38,13 +38,16 @@ class Host:
 
 @asynccontextmanager
 async def meeting_point(
-    own: Identity | None = None, *, limits: MeetingLimits | None = None, authority: Authority | None = None
-) -> AsyncIterator[Host]:
+    own: Identity | None = None, *, limits: MeetingLimits | None = None, authority: Authority | None = None,
+    run_id: str = "",
+) -> AsyncIterator[Host]:  # fmt: skip
     """Run a meeting point on a free port inside the block."""
     own = own or generate()
     guard = Guard(authority=authority, callers=Callers(CLOCK), clock=CLOCK, stage=lambda: 0)
     server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[guard])
-    point = MeetingPoint(own.peer_id, limits or MeetingLimits(), CLOCK, insecure=False, is_exchanging=lambda: False)
+    point = MeetingPoint(
+        own.peer_id, limits or MeetingLimits(), CLOCK, insecure=False, is_exchanging=lambda: False, run_id=run_id
+    )
     add_MeetingServiceServicer_to_server(point, server)
     add_ProbeServiceServicer_to_server(ProbeServicer(is_exchanging=lambda: False, clock=CLOCK), server)
     port = bind_server(server, "127.0.0.1", 0, tls.server_credentials(own))
@@ -76,7 +79,7 @@ class Hidden:
 
 @asynccontextmanager
 async def hidden_peer(
-    points: Sequence[Entry], own: Identity | None = None, clock: Clock = CLOCK
+    points: Sequence[Entry], own: Identity | None = None, clock: Clock = CLOCK, run_id: str = ""
 ) -> AsyncIterator[Hidden]:
     """A peer that waits at these meeting points, once one of them has accepted it."""
     own = own or generate()
@@ -91,7 +94,8 @@ async def hidden_peer(
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", handlers),))
     port = bind_server(server, "127.0.0.1", 0, tls.server_credentials(own))
     await server.start()
-    waiting = Waiting(own, Points(own, insecure=False), clock, server=("127.0.0.1", port), candidates=lambda: points)
+    known = Points(own, insecure=False, run_id=run_id)
+    waiting = Waiting(own, known, clock, server=("127.0.0.1", port), candidates=lambda: points)
     task = asyncio.create_task(waiting.run())
     try:
         await eventually(lambda: len(waiting.endpoints) == min(3, len(points)) or task.done())

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swarm.credentials import certificates, identity
-from swarm.errors import DeadlineExceeded, IntegrityError, MalformedMessage, NotAllowed, NotReady, SwarmError
+from swarm.errors import DeadlineExceeded, IntegrityError, MalformedMessage, NotAllowed, NotReady, SwarmError, WrongRun
 from swarm.machine.clock import Clock
 from swarm.rpc.callers import Caller, Quota, bearer_of
 from swarm.rpc.endpoint import endpoint_of
@@ -45,6 +45,7 @@ class _Waiter:
     """A peer that waits here."""
 
     context: Any
+    run_id: str
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def say(self, reply: pb.WaitReply) -> None:
@@ -104,9 +105,15 @@ class MeetingPoint(MeetingServiceServicer):
     """The meeting point at one peer."""
 
     def __init__(
-        self, own_id: PeerId, limits: MeetingLimits, clock: Clock, *, insecure: bool, is_exchanging: Callable[[], bool]
-    ) -> None:
+        self, own_id: PeerId, limits: MeetingLimits, clock: Clock, *, insecure: bool,
+        is_exchanging: Callable[[], bool], run_id: str = "",
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            run_id: the run whose peers are served; left out, those of all runs are, each with the peers of its own.
+        """
         self._own_id = own_id
+        self._run_id = run_id
         self._dial_back = DialBack(clock, insecure=insecure)
         self.budget = Budget(limits, clock, is_exchanging)
         self._places = Quota("waiting peers", limits.max_waiting, retry_seconds=RETRY_SECONDS)
@@ -121,6 +128,7 @@ class MeetingPoint(MeetingServiceServicer):
 
     async def Check(self, request: pb.CheckRequest, context: Any) -> pb.CheckReply:
         try:
+            _require_same_run(request.run_id, self._run_id)
             return await self._dial_back.answer(request, context)
         except SwarmError as error:
             await abort(context, error)
@@ -134,7 +142,7 @@ class MeetingPoint(MeetingServiceServicer):
     async def Connect(self, _: Any, context: Any) -> None:  # type: ignore[override]
         try:
             first = await _read(context, "to", FIRST_SECONDS)
-            await self._connect(PeerId(first.to), bearer_of(context), context)
+            await self._connect(first, bearer_of(context), context)
         except SwarmError as error:
             await abort(context, error)
 
@@ -161,7 +169,7 @@ class MeetingPoint(MeetingServiceServicer):
             NotReady: the peer does not wait here.
             DeadlineExceeded: it does not answer.
         """
-        answer = await self._called(peer_id, Caller(self._own_id), is_meeting=False)
+        answer = await self._called(peer_id, self._run_id, Caller(self._own_id), is_meeting=False)
         try:
             await send(answer.context, pb.Carried(data=b""), FIRST_SECONDS)
         except BaseException:
@@ -176,7 +184,8 @@ class MeetingPoint(MeetingServiceServicer):
             challenge = secrets.token_bytes(32)
             await send(context, pb.WaitReply(challenge=challenge), FIRST_SECONDS)
             proof = (await _read(context, "proof", FIRST_SECONDS)).proof
-            peer_id, waiter = self._proved(proof, challenge), _Waiter(context)
+            _require_same_run(proof.run_id, self._run_id)
+            peer_id, waiter = self._proved(proof, challenge), _Waiter(context, proof.run_id)
             # The peer has proved its key, so a waiter under its id is this peer too, over a connection that it has
             # lost.
             self._waiting[peer_id] = waiter
@@ -199,11 +208,18 @@ class MeetingPoint(MeetingServiceServicer):
             raise NotAllowed("no proof of who waits: the certificate is another peer's")
         return peer_id
 
-    async def _called(self, peer_id: PeerId, caller: Caller, *, is_meeting: bool) -> _Answer:
-        """Call a peer that waits. Raises NotReady if it does not wait here, DeadlineExceeded if it does not answer."""
-        waiter = self._waiting.get(peer_id)
+    async def _called(self, peer_id: str, run_id: str, caller: Caller, *, is_meeting: bool) -> _Answer:
+        """Call a peer that waits.
+
+        Raises:
+            NotReady: it does not wait here.
+            WrongRun: it waits for callers of another run.
+            DeadlineExceeded: it does not answer.
+        """
+        waiter = self._waiting.get(PeerId(peer_id))
         if waiter is None:
             raise NotReady(f"{peer_id[:8]} does not wait here")
+        _require_same_run(run_id, waiter.run_id)
         token, answer = secrets.token_hex(16), asyncio.get_running_loop().create_future()
         self._expected[token] = answer
         try:
@@ -234,9 +250,10 @@ class MeetingPoint(MeetingServiceServicer):
 
     # -- connecting --------------------------------------------------------------------------------------------------
 
-    async def _connect(self, peer_id: PeerId, caller: Caller, context: Any) -> None:
+    async def _connect(self, first: pb.Carried, caller: Caller, context: Any) -> None:
+        _require_same_run(first.run_id, self._run_id)
         with self.budget.connection(caller):
-            answer = await self._called(peer_id, caller, is_meeting=False)
+            answer = await self._called(first.to, first.run_id, caller, is_meeting=False)
             try:
                 for end in (answer.context, context):
                     await send(end, pb.Carried(data=b""), FIRST_SECONDS)
@@ -256,8 +273,9 @@ class MeetingPoint(MeetingServiceServicer):
             await send(target, piece, STALL_SECONDS)
 
     async def _meet(self, request: pb.MeetRequest, caller: Caller, context: Any) -> None:
+        _require_same_run(request.run_id, self._run_id)
         with self.budget.connection(caller):
-            answer = await self._called(PeerId(request.to), caller, is_meeting=True)
+            answer = await self._called(request.to, request.run_id, caller, is_meeting=True)
             try:
                 here, there, secret = peer_address(context), peer_address(answer.context), secrets.token_bytes(32)
                 is_near = here[0] == there[0]
@@ -274,6 +292,12 @@ def signed_bytes(meeting_point: PeerId, peer_id: PeerId, challenge: bytes) -> by
     """The bytes that a peer signs in order to wait. They name the meeting point, so the signature is not valid at
     another one."""
     return json.dumps(["swarm wait", meeting_point, peer_id, challenge.hex()]).encode()
+
+
+def _require_same_run(named: str, served: str) -> None:
+    """Raise WrongRun if a message names another run than the one that is served; either may be empty, for any run."""
+    if named and served and named != served:
+        raise WrongRun(f"run {named[:80]!r} is not {served!r}, which is served here")
 
 
 async def _ended(answer: _Answer) -> None:

@@ -20,7 +20,12 @@ from swarm.types import PeerId
 class Points:
     """The meeting points that one process has been connected to."""
 
-    def __init__(self, own: Identity | None, *, insecure: bool) -> None:
+    def __init__(self, own: Identity | None, *, insecure: bool, run_id: str = "") -> None:
+        """
+        Args:
+            run_id: the run of this process, which meeting points are told; empty while that is not known.
+        """
+        self.run_id = run_id
         self._own = own
         self._insecure = insecure
         self._certificates: dict[Entry, str] = {}

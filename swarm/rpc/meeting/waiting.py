@@ -130,8 +130,9 @@ class Waiting:
             challenge = (await call.read(CONNECT_SECONDS)).challenge
             signature = self.own.sign(signed_bytes(point.peer_id, self.own.peer_id, challenge))
             proof = pb.WaitProof(
-                peer_id=self.own.peer_id, certificate_pem=self.own.certificate_pem, signature=signature
-            )
+                peer_id=self.own.peer_id, certificate_pem=self.own.certificate_pem, signature=signature,
+                run_id=self.points.run_id,
+            )  # fmt: skip
             await call.write(pb.WaitRequest(proof=proof), CONNECT_SECONDS)
             await call.read(CONNECT_SECONDS)
             logger.info("waits at the meeting point %s", point.endpoint)

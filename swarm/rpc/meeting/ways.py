@@ -89,7 +89,9 @@ class Ways:
             except (OSError, TimeoutError, ValueError):
                 continue
             # One try is enough: another meeting point would make no difference to the routers.
-            return await punch(self._points, self._dialler, point, pb.MeetRequest(to=self._peer_id))
+            return await punch(
+                self._points, self._dialler, point, pb.MeetRequest(to=self._peer_id, run_id=self._points.run_id)
+            )
         return None
 
     async def _dialled(self, endpoint: str) -> Line:
@@ -119,7 +121,8 @@ class Ways:
             return await open_here(self._peer_id)
         channel = await self._points.connect(point)
         stub: Any = MeetingServiceStub(channel)
-        return await CallLine.opened(stub.Connect(), channel, pb.Carried(to=self._peer_id), TUNNEL_SECONDS)
+        opening = pb.Carried(to=self._peer_id, run_id=self._points.run_id)
+        return await CallLine.opened(stub.Connect(), channel, opening, TUNNEL_SECONDS)
 
 
 class Road:

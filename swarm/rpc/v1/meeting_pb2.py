@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aswarm/rpc/v1/meeting.proto\x12\x0cswarm.rpc.v1\"I\n\x0c\x43heckRequest\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\x11\n\tendpoints\x18\x02 \x03(\t\x12\x15\n\rdht_endpoints\x18\x03 \x03(\t\"^\n\nCheckReply\x12\x15\n\robserved_host\x18\x01 \x01(\t\x12\x11\n\tendpoints\x18\x02 \x03(\t\x12\x15\n\rdht_endpoints\x18\x03 \x03(\t\x12\x0f\n\x07untried\x18\x04 \x03(\t\"f\n\x0bWaitRequest\x12(\n\x05proof\x18\x01 \x01(\x0b\x32\x17.swarm.rpc.v1.WaitProofH\x00\x12\"\n\x04\x62\x65\x61t\x18\x02 \x01(\x0b\x32\x12.swarm.rpc.v1.BeatH\x00\x42\t\n\x07message\"H\n\tWaitProof\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\x17\n\x0f\x63\x65rtificate_pem\x18\x02 \x01(\t\x12\x11\n\tsignature\x18\x03 \x01(\x0c\"\x06\n\x04\x42\x65\x61t\"u\n\tWaitReply\x12\x13\n\tchallenge\x18\x01 \x01(\x0cH\x00\x12\"\n\x04\x62\x65\x61t\x18\x02 \x01(\x0b\x32\x12.swarm.rpc.v1.BeatH\x00\x12$\n\x04\x63\x61ll\x18\x03 \x01(\x0b\x32\x14.swarm.rpc.v1.CalledH\x00\x42\t\n\x07message\";\n\x06\x43\x61lled\x12\r\n\x05token\x18\x01 \x01(\t\x12\x12\n\nis_meeting\x18\x02 \x01(\x08\x12\x0e\n\x06\x63\x61ller\x18\x03 \x01(\t\"C\n\x07\x43\x61rried\x12\x0c\n\x02to\x18\x01 \x01(\tH\x00\x12\x0f\n\x05token\x18\x02 \x01(\tH\x00\x12\x0e\n\x04\x64\x61ta\x18\x03 \x01(\x0cH\x00\x42\t\n\x07message\"F\n\x0bMeetRequest\x12\x0c\n\x02to\x18\x01 \x01(\tH\x00\x12\x0f\n\x05token\x18\x02 \x01(\tH\x00\x12\r\n\x05local\x18\x03 \x01(\tB\t\n\x07message\"<\n\tMeetReply\x12\x10\n\x08observed\x18\x01 \x01(\t\x12\r\n\x05local\x18\x02 \x01(\t\x12\x0e\n\x06secret\x18\x03 \x01(\x0c\x32\xc4\x02\n\x0eMeetingService\x12=\n\x05\x43heck\x12\x1a.swarm.rpc.v1.CheckRequest\x1a\x18.swarm.rpc.v1.CheckReply\x12>\n\x04Wait\x12\x19.swarm.rpc.v1.WaitRequest\x1a\x17.swarm.rpc.v1.WaitReply(\x01\x30\x01\x12;\n\x07\x43onnect\x12\x15.swarm.rpc.v1.Carried\x1a\x15.swarm.rpc.v1.Carried(\x01\x30\x01\x12\x38\n\x04Take\x12\x15.swarm.rpc.v1.Carried\x1a\x15.swarm.rpc.v1.Carried(\x01\x30\x01\x12<\n\x04Meet\x12\x19.swarm.rpc.v1.MeetRequest\x1a\x17.swarm.rpc.v1.MeetReply0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aswarm/rpc/v1/meeting.proto\x12\x0cswarm.rpc.v1\"Y\n\x0c\x43heckRequest\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\x11\n\tendpoints\x18\x02 \x03(\t\x12\x15\n\rdht_endpoints\x18\x03 \x03(\t\x12\x0e\n\x06run_id\x18\x04 \x01(\t\"^\n\nCheckReply\x12\x15\n\robserved_host\x18\x01 \x01(\t\x12\x11\n\tendpoints\x18\x02 \x03(\t\x12\x15\n\rdht_endpoints\x18\x03 \x03(\t\x12\x0f\n\x07untried\x18\x04 \x03(\t\"f\n\x0bWaitRequest\x12(\n\x05proof\x18\x01 \x01(\x0b\x32\x17.swarm.rpc.v1.WaitProofH\x00\x12\"\n\x04\x62\x65\x61t\x18\x02 \x01(\x0b\x32\x12.swarm.rpc.v1.BeatH\x00\x42\t\n\x07message\"X\n\tWaitProof\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\x17\n\x0f\x63\x65rtificate_pem\x18\x02 \x01(\t\x12\x11\n\tsignature\x18\x03 \x01(\x0c\x12\x0e\n\x06run_id\x18\x04 \x01(\t\"\x06\n\x04\x42\x65\x61t\"u\n\tWaitReply\x12\x13\n\tchallenge\x18\x01 \x01(\x0cH\x00\x12\"\n\x04\x62\x65\x61t\x18\x02 \x01(\x0b\x32\x12.swarm.rpc.v1.BeatH\x00\x12$\n\x04\x63\x61ll\x18\x03 \x01(\x0b\x32\x14.swarm.rpc.v1.CalledH\x00\x42\t\n\x07message\";\n\x06\x43\x61lled\x12\r\n\x05token\x18\x01 \x01(\t\x12\x12\n\nis_meeting\x18\x02 \x01(\x08\x12\x0e\n\x06\x63\x61ller\x18\x03 \x01(\t\"S\n\x07\x43\x61rried\x12\x0c\n\x02to\x18\x01 \x01(\tH\x00\x12\x0f\n\x05token\x18\x02 \x01(\tH\x00\x12\x0e\n\x04\x64\x61ta\x18\x03 \x01(\x0cH\x00\x12\x0e\n\x06run_id\x18\x04 \x01(\tB\t\n\x07message\"V\n\x0bMeetRequest\x12\x0c\n\x02to\x18\x01 \x01(\tH\x00\x12\x0f\n\x05token\x18\x02 \x01(\tH\x00\x12\r\n\x05local\x18\x03 \x01(\t\x12\x0e\n\x06run_id\x18\x04 \x01(\tB\t\n\x07message\"<\n\tMeetReply\x12\x10\n\x08observed\x18\x01 \x01(\t\x12\r\n\x05local\x18\x02 \x01(\t\x12\x0e\n\x06secret\x18\x03 \x01(\x0c\x32\xc4\x02\n\x0eMeetingService\x12=\n\x05\x43heck\x12\x1a.swarm.rpc.v1.CheckRequest\x1a\x18.swarm.rpc.v1.CheckReply\x12>\n\x04Wait\x12\x19.swarm.rpc.v1.WaitRequest\x1a\x17.swarm.rpc.v1.WaitReply(\x01\x30\x01\x12;\n\x07\x43onnect\x12\x15.swarm.rpc.v1.Carried\x1a\x15.swarm.rpc.v1.Carried(\x01\x30\x01\x12\x38\n\x04Take\x12\x15.swarm.rpc.v1.Carried\x1a\x15.swarm.rpc.v1.Carried(\x01\x30\x01\x12<\n\x04Meet\x12\x19.swarm.rpc.v1.MeetRequest\x1a\x17.swarm.rpc.v1.MeetReply0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,25 +32,25 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'swarm.rpc.v1.meeting_pb2', 
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_CHECKREQUEST']._serialized_start=44
-  _globals['_CHECKREQUEST']._serialized_end=117
-  _globals['_CHECKREPLY']._serialized_start=119
-  _globals['_CHECKREPLY']._serialized_end=213
-  _globals['_WAITREQUEST']._serialized_start=215
-  _globals['_WAITREQUEST']._serialized_end=317
-  _globals['_WAITPROOF']._serialized_start=319
-  _globals['_WAITPROOF']._serialized_end=391
-  _globals['_BEAT']._serialized_start=393
-  _globals['_BEAT']._serialized_end=399
-  _globals['_WAITREPLY']._serialized_start=401
-  _globals['_WAITREPLY']._serialized_end=518
-  _globals['_CALLED']._serialized_start=520
-  _globals['_CALLED']._serialized_end=579
-  _globals['_CARRIED']._serialized_start=581
-  _globals['_CARRIED']._serialized_end=648
-  _globals['_MEETREQUEST']._serialized_start=650
-  _globals['_MEETREQUEST']._serialized_end=720
-  _globals['_MEETREPLY']._serialized_start=722
-  _globals['_MEETREPLY']._serialized_end=782
-  _globals['_MEETINGSERVICE']._serialized_start=785
-  _globals['_MEETINGSERVICE']._serialized_end=1109
+  _globals['_CHECKREQUEST']._serialized_end=133
+  _globals['_CHECKREPLY']._serialized_start=135
+  _globals['_CHECKREPLY']._serialized_end=229
+  _globals['_WAITREQUEST']._serialized_start=231
+  _globals['_WAITREQUEST']._serialized_end=333
+  _globals['_WAITPROOF']._serialized_start=335
+  _globals['_WAITPROOF']._serialized_end=423
+  _globals['_BEAT']._serialized_start=425
+  _globals['_BEAT']._serialized_end=431
+  _globals['_WAITREPLY']._serialized_start=433
+  _globals['_WAITREPLY']._serialized_end=550
+  _globals['_CALLED']._serialized_start=552
+  _globals['_CALLED']._serialized_end=611
+  _globals['_CARRIED']._serialized_start=613
+  _globals['_CARRIED']._serialized_end=696
+  _globals['_MEETREQUEST']._serialized_start=698
+  _globals['_MEETREQUEST']._serialized_end=784
+  _globals['_MEETREPLY']._serialized_start=786
+  _globals['_MEETREPLY']._serialized_end=846
+  _globals['_MEETINGSERVICE']._serialized_start=849
+  _globals['_MEETINGSERVICE']._serialized_end=1173
 # @@protoc_insertion_point(module_scope)

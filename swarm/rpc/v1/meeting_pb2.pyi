@@ -27,8 +27,13 @@ class CheckRequest(_message.Message):
     PEER_ID_FIELD_NUMBER: _builtins.int
     ENDPOINTS_FIELD_NUMBER: _builtins.int
     DHT_ENDPOINTS_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
     peer_id: _builtins.str
     """The caller's own id. The process that answers at an endpoint has to prove this id."""
+    run_id: _builtins.str
+    """The caller's run, here and in the messages below. A peer does this for its own run alone, and a swarm-meet connects
+    peers of one run alone. Empty if the caller does not know its run yet.
+    """
     @_builtins.property
     def endpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Up to four host:port of the caller's gRPC server. Without a host (":5001") the address from which the call came is
@@ -45,10 +50,11 @@ class CheckRequest(_message.Message):
         peer_id: _builtins.str = ...,
         endpoints: _abc.Iterable[_builtins.str] | None = ...,
         dht_endpoints: _abc.Iterable[_builtins.str] | None = ...,
+        run_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dht_endpoints", b"dht_endpoints", "endpoints", b"endpoints", "peer_id", b"peer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dht_endpoints", b"dht_endpoints", "endpoints", b"endpoints", "peer_id", b"peer_id", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -127,21 +133,24 @@ class WaitProof(_message.Message):
     PEER_ID_FIELD_NUMBER: _builtins.int
     CERTIFICATE_PEM_FIELD_NUMBER: _builtins.int
     SIGNATURE_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
     peer_id: _builtins.str
     certificate_pem: _builtins.str
     """The peer's own certificate, followed in a locked run by the token's."""
     signature: _builtins.bytes
     """The signature over the challenge, the id of the meeting point and the peer's own id."""
+    run_id: _builtins.str
     def __init__(
         self,
         *,
         peer_id: _builtins.str = ...,
         certificate_pem: _builtins.str = ...,
         signature: _builtins.bytes = ...,
+        run_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate_pem", b"certificate_pem", "peer_id", b"peer_id", "signature", b"signature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate_pem", b"certificate_pem", "peer_id", b"peer_id", "run_id", b"run_id", "signature", b"signature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -231,22 +240,26 @@ class Carried(_message.Message):
     TO_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
     to: _builtins.str
     """The first message of Connect: the peer to connect to."""
     token: _builtins.str
     """The first message of Take."""
     data: _builtins.bytes
     """Up to 256 KiB of the connection. The first answer has empty data, which means that both ends are connected."""
+    run_id: _builtins.str
+    """In the first message of Connect."""
     def __init__(
         self,
         *,
         to: _builtins.str = ...,
         token: _builtins.str = ...,
         data: _builtins.bytes = ...,
+        run_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "message", b"message", "to", b"to", "token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "message", b"message", "to", b"to", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "message", b"message", "run_id", b"run_id", "to", b"to", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["to", "token", "data"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
@@ -261,22 +274,25 @@ class MeetRequest(_message.Message):
     TO_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
     LOCAL_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
     to: _builtins.str
     """The peer to meet."""
     token: _builtins.str
     """The token, from the peer that was called."""
     local: _builtins.str
     """host:port of the caller in its own network, in case the other peer is in the same network."""
+    run_id: _builtins.str
     def __init__(
         self,
         *,
         to: _builtins.str = ...,
         token: _builtins.str = ...,
         local: _builtins.str = ...,
+        run_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "to", b"to", "token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["local", b"local", "message", b"message", "to", b"to", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["local", b"local", "message", b"message", "run_id", b"run_id", "to", b"to", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["to", "token"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015

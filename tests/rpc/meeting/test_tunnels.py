@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from swarm.credentials.identity import Identity, generate
-from swarm.errors import DeadlineExceeded, NotAllowed, NotReady, Overloaded, SwarmError
+from swarm.errors import DeadlineExceeded, NotAllowed, NotReady, Overloaded, SwarmError, WrongRun
 from swarm.machine.clock import SystemClock
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.entry import Entry
@@ -213,6 +213,41 @@ async def test_a_peer_that_does_not_wait_is_not_connected() -> None:
     async with meeting_point() as host:
         error = await _refusal(host, "Connect", pb.Carried(to=generate().peer_id))
         assert isinstance(error, NotReady)
+
+
+@pytest.mark.usefixtures("no_punching")
+async def test_a_meeting_point_of_several_runs_connects_peers_of_one_run_alone() -> None:
+    async with meeting_point() as host, hidden_peer([host.entry], run_id="run.one") as hidden:
+        for run_id in ("run.one", ""):  # A joiner does not know its run yet.
+            pool = ChannelPool(run_id=run_id)
+            assert await echo(pool.channel(hidden.record), b"a") == b"a"
+            await pool.close()
+        assert isinstance(
+            await _refusal(host, "Connect", pb.Carried(to=hidden.own.peer_id, run_id="run.two")), WrongRun
+        )
+        async with await Points(None, insecure=False).connect(host.entry) as channel:
+            stub: Any = MeetingServiceStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError, match=r"run 'run\.two' is not 'run\.one'"):
+                await stub.Meet(pb.MeetRequest(to=hidden.own.peer_id, run_id="run.two")).read()
+
+
+async def test_a_peer_does_for_its_own_run_alone_what_a_meeting_point_does() -> None:
+    async with meeting_point(run_id="run.one") as host:
+        channel = await Points(None, insecure=False).connect(host.entry)
+        stub: Any = MeetingServiceStub(channel)
+        waiting = stub.Wait()
+        await waiting.read()
+        await waiting.write(pb.WaitRequest(proof=pb.WaitProof(run_id="run.two")))
+        for call in (
+            waiting.read(),
+            stub.Meet(pb.MeetRequest(to="a", run_id="run.two")).read(),
+            stub.Check(pb.CheckRequest(run_id="run.two")),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            assert isinstance(translate(caught.value), WrongRun)
+        assert isinstance(await _refusal(host, "Connect", pb.Carried(to="a", run_id="run.two")), WrongRun)
+        await channel.close()
 
 
 async def test_nobody_waits_under_anothers_id() -> None:
