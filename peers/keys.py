@@ -19,7 +19,7 @@ from peers.shared import cli
 from peers.shared.cli import Command
 from peers.shared.token_option import read_token
 from swarm.credentials.certificates import Role
-from swarm.credentials.token import OwnerKey, new_owner
+from swarm.credentials.identity import OwnerKey, new_owner
 
 PROG = "swarm-keys"
 _UNITS = {"d": "days", "h": "hours", "m": "minutes"}

@@ -32,12 +32,11 @@ from swarm.rpc import tls
 from swarm.rpc.callers import Callers
 from swarm.rpc.endpoint import LOOPBACK
 from swarm.rpc.entry import Entry
-from swarm.rpc.front import Front
 from swarm.rpc.guard import Guard
-from swarm.rpc.meeting.budget import MeetingLimits
+from swarm.rpc.meeting.carrying import MeetingLimits
 from swarm.rpc.meeting.meeting_point import MeetingPoint
 from swarm.rpc.probe import ProbeServicer
-from swarm.rpc.serving import SERVER_OPTIONS, bind_server, start_server
+from swarm.rpc.serving import SERVER_OPTIONS, Front, bind_server, start_server
 from swarm.rpc.v1.directory_pb2_grpc import add_DirectoryServiceServicer_to_server
 from swarm.rpc.v1.meeting_pb2_grpc import add_MeetingServiceServicer_to_server
 from swarm.rpc.v1.probe_pb2_grpc import add_ProbeServiceServicer_to_server

@@ -20,8 +20,8 @@ from swarm.machine.words import counted
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.endpoint import LOOPBACK, endpoint_of
 from swarm.rpc.entry import direct
-from swarm.rpc.front import Front
 from swarm.rpc.meeting.check import ANSWER_SECONDS, MAX_ENDPOINTS, check
+from swarm.rpc.serving import Front
 from swarm.rpc.v1 import meeting_pb2 as pb
 from swarm.types import PeerRecord
 

@@ -13,10 +13,9 @@ from contextlib import AbstractAsyncContextManager
 from hashlib import sha256
 from typing import Never
 
-from peers.reach.dht_reach import DhtReach
 from peers.reach.inquiry import BUSY, Inquiry, Verdict
 from peers.reach.listen import Announced, Listen, Outside, loopback_advice, private_advice
-from peers.reach.own_port import OwnPort
+from peers.reach.own_port import DhtReach, OwnPort
 from peers.reach.router_ports import RouterPorts
 from peers.shared.network import Membership
 from swarm.dht.node import DhtNode
@@ -25,7 +24,7 @@ from swarm.rpc.endpoint import endpoint_of
 from swarm.rpc.entry import Entry, direct, points_of, versions
 from swarm.rpc.meeting.carrying import Kind
 from swarm.rpc.meeting.check import GAP_SECONDS, MAX_ENDPOINTS
-from swarm.rpc.meeting.points import Points
+from swarm.rpc.meeting.dialler import Points
 from swarm.rpc.meeting.waiting import Waiting
 from swarm.rpc.v1 import meeting_pb2 as pb
 from swarm.types import PeerId

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from peers.shared.cli import spelled_out
 from swarm.credentials.certificates import Role
-from swarm.credentials.identity import Identity
-from swarm.credentials.token import Token
+from swarm.credentials.identity import Identity, Token
 from swarm.machine.clock import Clock
 
 logger = logging.getLogger(__name__)

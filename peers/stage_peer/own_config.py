@@ -12,7 +12,7 @@ from peers.stage_peer.own_model import OwnModel, text_size, with_text
 from peers.stage_peer.resume import with_sizes_of
 from swarm import config as configs
 from swarm.config import RunConfig
-from swarm.credentials.token import Token
+from swarm.credentials.identity import Token
 from swarm.data.microbatches import Microbatches
 from swarm.machine.words import counted
 

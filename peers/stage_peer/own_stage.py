@@ -37,7 +37,7 @@ from swarm.model.functions import fuses
 from swarm.model.loss import loss_bytes
 from swarm.model.stage_module import StageModule
 from swarm.model.stages import build_stage, parameter_shapes
-from swarm.rpc.meeting.budget import MeetingLimits
+from swarm.rpc.meeting.carrying import MeetingLimits
 from swarm.stage.backend import StageBackend
 from swarm.stage.generation import SessionLimits
 from swarm.stage.graphs import GraphBudget

@@ -70,8 +70,8 @@ from swarm.machine.recording import Recorder, recorder_of
 from swarm.model import compiled
 from swarm.rpc.endpoint import LOOPBACK
 from swarm.rpc.entry import Entry
-from swarm.rpc.front import Front
-from swarm.rpc.meeting.budget import MeetingLimits
+from swarm.rpc.meeting.carrying import MeetingLimits
+from swarm.rpc.serving import Front
 from swarm.stage.generation import SessionLimits
 
 logger = logging.getLogger(__name__)

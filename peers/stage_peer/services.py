@@ -18,7 +18,6 @@ from swarm.pipeline.lease_service import GroupLead, LeaseServicer
 from swarm.pipeline.leases import RoundView
 from swarm.rpc.callers import Callers
 from swarm.rpc.entry import direct
-from swarm.rpc.frames import add_stage_servicer
 from swarm.rpc.meeting.meeting_point import MeetingPoint
 from swarm.rpc.probe import ProbeServicer
 from swarm.rpc.turns import Turns
@@ -30,6 +29,7 @@ from swarm.rpc.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_se
 from swarm.rpc.v1.lease_pb2_grpc import add_LeaseServiceServicer_to_server
 from swarm.rpc.v1.meeting_pb2_grpc import add_MeetingServiceServicer_to_server
 from swarm.rpc.v1.probe_pb2_grpc import add_ProbeServiceServicer_to_server
+from swarm.rpc.wire import add_stage_servicer
 from swarm.stage.generation import GenerationServicer
 from swarm.stage.servicer import StageServicer
 from swarm.stage.stage import Stage

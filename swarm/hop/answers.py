@@ -10,7 +10,7 @@ import torch
 
 from swarm.errors import MalformedMessage, PeerUnavailable
 from swarm.hop.obstacle import Obstacle
-from swarm.rpc.stream import Stream
+from swarm.rpc.ask import Stream
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import PeerId
 

@@ -15,11 +15,10 @@ from swarm.hop.route import pack_route, unpack_route
 from swarm.machine.clock import Clock
 from swarm.routing.router import Router
 from swarm.routing.throughput import Observation
+from swarm.rpc.ask import Stream
 from swarm.rpc.bounds import require_bounds
-from swarm.rpc.frames import frames, parsed
-from swarm.rpc.stream import Stream
 from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.rpc.wire import CHUNK_BYTES, NewBytes, Piece, TensorReader, TensorSpec, require_in_range
+from swarm.rpc.wire import CHUNK_BYTES, NewBytes, Piece, TensorReader, TensorSpec, frames, parsed, require_in_range
 from swarm.training import samples
 from swarm.training.samples import Microbatch
 from swarm.types import PeerId, PeerRecord

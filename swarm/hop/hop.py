@@ -27,10 +27,9 @@ from swarm.machine.clock import Clock
 from swarm.machine.words import Repeats
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
-from swarm.rpc.frames import stage_stub
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.generation_pb2_grpc import GenerationServiceStub
-from swarm.rpc.wire import NewBytes, TensorSpec, new_bytes
+from swarm.rpc.wire import NewBytes, TensorSpec, new_bytes, stage_stub
 from swarm.training.samples import Microbatch
 from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord
 

@@ -13,7 +13,7 @@ from swarm.errors import MalformedMessage, PeerUnavailable, SwarmError
 from swarm.generation.sampling import Sampling, Scores, Scoring, require_few
 from swarm.hop.calls import OpenStub
 from swarm.hop.retries import HopLimits
-from swarm.rpc.stream import Stream
+from swarm.rpc.ask import Stream
 from swarm.rpc.v1 import generation_pb2 as pb
 from swarm.rpc.v1 import stage_pb2
 from swarm.types import PeerId, PeerRecord

@@ -1,22 +1,25 @@
-"""The caller's side of a call with one message each way: one deadline, and errors of swarm.errors.
+"""The caller's side of calls: a deadline for every message, and errors of swarm.errors. Never asks again.
 
-In an answer only the bounds of numbers and lists are checked. The caller has to judge what they mean. Never asks again.
-`describe` is the call that asks a stage peer to describe itself.
+`ask` has one message each way, in a `Stream` both sides send, and a `download` has many messages as its answer.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 import grpc
 
-from swarm.errors import DeadlineExceeded, MalformedMessage, PeerUnavailable, WrongRun
+from swarm.errors import DeadlineExceeded, MalformedMessage, PeerUnavailable, SwarmError, WrongRun
 from swarm.rpc.bounds import require_bounds
 from swarm.rpc.failures import translate
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
 
 Reply = TypeVar("Reply")
+SLOWEST_BYTES_PER_SECOND = 32 << 10
+"""A download that is slower than this on average is given up, since another peer may be faster. One longest silence is
+not counted."""
 
 
 async def ask(call: Callable[[Any], Awaitable[Reply]], request: Any, *, seconds: float, finite: bool = True) -> Reply:
@@ -64,3 +67,123 @@ async def describe(channel: grpc.aio.Channel, request: pb.DescribeRequest, *, se
     if request.run_id and reply.run_id != request.run_id:
         raise WrongRun("it is of another run by now")
     return reply
+
+
+class Stream:
+    """One call, in an `async with` block.
+
+    A block that ends normally leaves the call as it is: it may go on elsewhere. If the block raises, the call is
+    cancelled, and gRPC's error becomes the one of swarm.errors that says the same.
+    """
+
+    def __init__(self, call: Any) -> None:
+        """
+        Args:
+            call: a grpc.aio.StreamStreamCall.
+        """
+        self._call = call
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            return
+        if isinstance(error, grpc.aio.BaseError | asyncio.InvalidStateError):
+            # The stream ended while we wrote to it; its status says why.
+            raise await self._status() from None
+        self._call.cancel()
+        if isinstance(error, grpc.aio.AioRpcError):
+            raise translate(error) from None
+
+    async def write(self, message: Any, seconds: float) -> None:
+        """Send a message. Raises PeerUnavailable if the peer does not take it in this time."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._call.write(message)
+        except TimeoutError:
+            raise PeerUnavailable(f"took nothing for {seconds:.0f} s", is_unreachable=True) from None
+
+    async def read(self, seconds: float) -> Any:
+        """The next message. Raises PeerUnavailable if none comes in time, and the error of the status at the end."""
+        try:
+            async with asyncio.timeout(seconds):
+                message = await self._call.read()
+        except TimeoutError:
+            raise PeerUnavailable(f"no sign of life for {seconds:.0f} s", is_unreachable=True) from None
+        if message is grpc.aio.EOF:
+            raise await self._status()
+        return message
+
+    async def done_writing(self) -> None:
+        await self._call.done_writing()
+
+    async def finish(self, message: Any, seconds: float) -> None:
+        """Send the last message, and wait until the peer has ended the call. Raises PeerUnavailable."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._call.write(message)
+                await self._call.done_writing()
+                await self._call.code()
+        except (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError, TimeoutError) as error:
+            raise PeerUnavailable(f"not finished: {error}") from None
+
+    def cancel(self) -> None:
+        """End the call; nothing happens if it has ended."""
+        self._call.cancel()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether either side has ended the call, or its connection broke."""
+        return bool(self._call.done())
+
+    async def _status(self) -> SwarmError:
+        """The error that says why the call ended."""
+        call = self._call
+        if await call.code() is grpc.StatusCode.OK:
+            return PeerUnavailable("the peer ended the stream early")
+        error = grpc.aio.AioRpcError(
+            await call.code(),
+            await call.initial_metadata(),
+            await call.trailing_metadata(),
+            details=await call.details(),
+        )
+        return translate(error)
+
+
+async def download(call: Any, peer_id: str, *, silence_seconds: float) -> AsyncGenerator[Any, None]:
+    """Yield the messages of a grpc.aio.UnaryStreamCall. Closing this generator cancels the call.
+
+    Args:
+        silence_seconds: the longest wait for the next message.
+
+    Raises:
+        DeadlineExceeded: the peer was silent, or too slow.
+        PeerUnavailable: the call ended early.
+        SwarmError: the error with which the peer ended the call.
+    """
+    time = asyncio.get_running_loop().time
+    waited_seconds = num_bytes = 0.0
+    try:
+        while True:
+            asked_at = time()
+            async with asyncio.timeout(silence_seconds):
+                reply = await call.read()
+            if reply is grpc.aio.EOF:
+                # A bad status is known only at the end of the stream.
+                if await call.code() is not grpc.StatusCode.OK:
+                    raise PeerUnavailable(f"the download from {peer_id} ended early")
+                return
+            waited_seconds += time() - asked_at
+            num_bytes += reply.ByteSize()
+            if waited_seconds > silence_seconds + num_bytes / SLOWEST_BYTES_PER_SECOND:
+                raise DeadlineExceeded(f"only {num_bytes:.0f} bytes came from {peer_id} in {waited_seconds:.0f} s")
+            yield reply
+    except TimeoutError:
+        raise DeadlineExceeded(f"nothing came from {peer_id} for {silence_seconds} s") from None
+    except grpc.aio.AioRpcError as error:
+        raise translate(error) from None
+    finally:
+        call.cancel()

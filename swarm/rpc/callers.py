@@ -55,7 +55,7 @@ _THIS_MACHINE = ("ipv4:127.", "ipv6:[::1]", "unix:")
 """How the addresses of this machine begin. In an open run all of its processes are one caller, and must not wait for
 each other."""
 _handed_on: dict[str, str] = {}
-"""For each loopback address from which a connection of somebody else is handed on (front.py), who that is."""
+"""For each loopback address from which a connection of somebody else is handed on (serving.py), who that is."""
 _TUNNELLED = "127.77."
 """Callers that come through a meeting point have loopback addresses that begin like this. Each has an address of its
 own."""

@@ -18,8 +18,7 @@ from swarm.errors import NotAllowed, PeerUnavailable
 from swarm.machine.clock import Clock, SystemClock
 from swarm.rpc import tls
 from swarm.rpc.meeting.carrying import Line
-from swarm.rpc.meeting.dialler import Dialler
-from swarm.rpc.meeting.points import Points
+from swarm.rpc.meeting.dialler import Dialler, Points
 from swarm.rpc.meeting.ways import Road, Ways
 from swarm.rpc.tls import BULK_OPTIONS, CLIENT_OPTIONS
 from swarm.types import TUNNEL, PeerRecord

@@ -79,7 +79,7 @@ class Guard(grpc.aio.ServerInterceptor):
         make = grpc.stream_stream_rpc_method_handler if is_streamed else grpc.unary_stream_rpc_method_handler
         return make(
             guarded(handler_call_details.method, behaviour),
-            # Calls with tensors get bytes, and read them by themselves (frames.py).
+            # Calls with tensors get bytes, and read them by themselves (wire.py).
             request_deserializer=handler.request_deserializer
             and partial(_read, handler.request_deserializer, is_streamed),
             response_serializer=handler.response_serializer,

@@ -13,12 +13,12 @@ import grpc
 
 from swarm.errors import DeadlineExceeded, MalformedMessage, Overloaded, PeerUnavailable, SwarmError
 from swarm.machine.clock import Clock
+from swarm.rpc.ask import Stream
 from swarm.rpc.callers import Caller, Quota, bearer_of
 from swarm.rpc.endpoint import host_and_port
 from swarm.rpc.entry import shown_certificate
 from swarm.rpc.failures import abort
 from swarm.rpc.serving import receive, send
-from swarm.rpc.stream import Stream
 from swarm.rpc.v1 import probe_pb2 as pb
 from swarm.rpc.v1.probe_pb2_grpc import ProbeServiceServicer, ProbeServiceStub
 

@@ -12,9 +12,8 @@ from google.protobuf.message import Message
 
 from swarm.errors import DeadlineExceeded, MalformedMessage
 from swarm.rpc.callers import MAX_KEPT_BYTES, Caller, Callers
-from swarm.rpc.frames import parsed
 from swarm.rpc.serving import MESSAGE_SECONDS, receive
-from swarm.rpc.wire import NewBytes, Piece, TensorReader, TensorSpec, new_bytes
+from swarm.rpc.wire import NewBytes, Piece, TensorReader, TensorSpec, new_bytes, parsed
 from swarm.stage.slots import LARGEST_NUM_SLOTS
 
 FIRST_SECONDS = 10.0

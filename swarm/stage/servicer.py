@@ -18,10 +18,10 @@ from swarm.hop.obstacle import pack_obstacle
 from swarm.hop.route import pack_route, unpack_route
 from swarm.machine.out_of_memory import is_out_of_memory, what_was_asked
 from swarm.rpc.callers import Callers, caller_of
-from swarm.rpc.frames import Frame, frames
 from swarm.rpc.serving import check_address, send
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceServicer
+from swarm.rpc.wire import Frame, frames
 from swarm.stage.boundary import GRADIENT, request_specs
 from swarm.stage.computation import Computation
 from swarm.stage.evaluation import Evaluation

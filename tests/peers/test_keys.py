@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from peers import keys
-from swarm.credentials.token import Token
+from swarm.credentials.identity import Token
 from tests.support import locked
 
 

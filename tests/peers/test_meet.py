@@ -18,8 +18,7 @@ from peers.reach.listen import Outside
 from peers.shared import cli, option_checks
 from peers.shared.entrance import Entrance
 from scripts.benches.shared.ports import free_ports
-from swarm.credentials.identity import Identity
-from swarm.credentials.token import Token
+from swarm.credentials.identity import Identity, Token
 from swarm.dht import keys
 from swarm.dht.lookup import PeerStore
 from swarm.dht.node import DhtNode
@@ -28,7 +27,7 @@ from swarm.machine.clock import SystemClock
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.entry import Entry
 from swarm.rpc.meeting.check import is_node
-from swarm.rpc.meeting.points import Points
+from swarm.rpc.meeting.dialler import Points
 from swarm.rpc.meeting.waiting import Waiting
 from swarm.types import PeerId
 from tests.support import locked

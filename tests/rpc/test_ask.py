@@ -1,13 +1,16 @@
-"""One peer is asked to describe itself: every way in which that fails is one of the library's errors."""
+"""Every way in which a call fails is one of the library's errors."""
 
 import math
 import socket
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
+import grpc
 import pytest
 
 from swarm.errors import DeadlineExceeded, PeerUnavailable, SwarmError, WrongRun
-from swarm.rpc.ask import describe
+from swarm.rpc.ask import Stream, describe
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import PeerRecord, PeerState
@@ -57,3 +60,16 @@ async def test_a_peer_that_says_nothing_is_late() -> None:
         with pytest.raises(DeadlineExceeded, match="no answer"):
             await describe(channels.channel(record), REQUEST, seconds=0.2)
         await channels.close()
+
+
+async def test_a_call_that_breaks_while_its_end_is_written_is_a_failed_peer() -> None:
+    """gRPC's core may notice the break first, and then raises another error, which would end this process."""
+
+    async def taken(*_: Any) -> None:
+        return None
+
+    async def broken() -> None:
+        raise grpc.aio.InternalError("Failed execute_batch")
+
+    with pytest.raises(PeerUnavailable, match="not finished"):
+        await Stream(SimpleNamespace(write=taken, done_writing=broken, code=taken)).finish(b"", 5.0)

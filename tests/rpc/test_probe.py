@@ -9,9 +9,9 @@ import pytest
 from swarm.errors import DeadlineExceeded, MalformedMessage, Overloaded, SwarmError
 from swarm.machine.clock import SystemClock
 from swarm.rpc import probe
+from swarm.rpc.ask import Stream
 from swarm.rpc.probe import ProbeServicer, measure_distance, measure_rates, passes_long
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server
-from swarm.rpc.stream import Stream
 from swarm.rpc.tls import CLIENT_OPTIONS
 from swarm.rpc.v1 import probe_pb2 as pb
 from swarm.rpc.v1.probe_pb2_grpc import ProbeServiceStub, add_ProbeServiceServicer_to_server

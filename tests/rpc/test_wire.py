@@ -1,19 +1,49 @@
-"""Tensors arrive bit for bit as they were sent, and nothing else is let in."""
+"""Tensors arrive bit for bit as they were sent, in protobuf's own bytes, and nothing else is let in."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
 
 from swarm.errors import MalformedMessage
-from swarm.rpc.frames import frames, parsed, serialized
-from swarm.rpc.v1.stage_pb2 import Ack, TrainRequest
+from swarm.rpc.v1.stage_pb2 import (
+    Ack,
+    Done,
+    EvaluateOpen,
+    EvaluateReply,
+    EvaluateRequest,
+    Open,
+    TrainReply,
+    TrainRequest,
+)
 from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
-from swarm.rpc.wire import CHUNK_BYTES, ENCODINGS, Piece, TensorReader, TensorSpec, require_in_range
+from swarm.rpc.wire import (
+    CHUNK_BYTES,
+    ENCODINGS,
+    MOST_FIELDS,
+    Piece,
+    TensorReader,
+    TensorSpec,
+    frames,
+    parsed,
+    require_in_range,
+    serialized,
+)
+from swarm.types import LARGEST_COUNT
 from tests.support.chunks import chunks
 
 _SPEC = TensorSpec(shape=(2, 3), encoding="fp32")
 _HEADER = TensorHeader(name="hidden", encoding="fp32", shape=(2, 3), num_bytes=24)
+_FRAMED = TensorHeader(name="hidden", encoding="int32", shape=(300,), num_bytes=1200)
+_FRAME_DATA = torch.arange(300, dtype=torch.int32)
+_CHUNK = TensorChunk(header=_FRAMED, data=_FRAME_DATA.numpy().tobytes())
+_MESSAGES = [
+    TrainRequest(open=Open(microbatch=7, eager=True), chunks=[_CHUNK]),
+    EvaluateRequest(open=EvaluateOpen(round=3), chunks=[_CHUNK]),
+    TrainReply(done=Done(loss=2.5), chunks=[_CHUNK]),
+]
+_WHOLE = TrainRequest(chunks=[_CHUNK]).SerializeToString()
 
 
 def _feed(reader: TensorReader, messages: Iterable[TensorChunk]) -> None:
@@ -187,3 +217,66 @@ def test_empty_chunks_are_refused() -> None:
     header = _piece(TensorChunk(header=first.header))
     with pytest.raises(MalformedMessage, match="an empty chunk of tensor 'x'"):
         reader.feed(header)
+
+
+
+
+def _without_chunks(
+    message: Any,
+) -> Any:
+    rest = type(message).FromString(message.SerializeToString())
+    rest.ClearField("chunks")
+    return rest
+
+
+@pytest.mark.parametrize("message", _MESSAGES)
+def test_a_frame_is_what_protobuf_would_write(message: Any) -> None:
+    [frame] = frames(_without_chunks(message), {"hidden": _FRAME_DATA})
+    assert type(message).FromString(serialized(frame)) == message
+
+
+@pytest.mark.parametrize("message", _MESSAGES)
+def test_what_protobuf_writes_is_read_without_copies(message: Any) -> None:
+    data = message.SerializeToString()
+    rest, [(header, piece)] = parsed(type(message), data)
+    assert rest == _without_chunks(message)
+    assert header == _FRAMED
+    assert piece == _CHUNK.data
+    assert piece.obj is data
+
+
+def test_fields_may_be_added_to_the_last_frame_of_a_tensor() -> None:
+    [frame] = frames(TrainReply(), {"hidden": _FRAME_DATA})
+    frame.add(TrainReply(done=Done(loss=2.5)))
+    assert TrainReply.FromString(serialized(frame)) == _MESSAGES[2]
+
+
+def test_a_message_without_chunks_is_only_read() -> None:
+    assert parsed(EvaluateReply, b"") == (EvaluateReply(), [])
+    assert parsed(TrainRequest, b"") == (TrainRequest(), [])
+
+
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        *(_WHOLE[:length] for length in (1, 2, 3, 4, 20, len(_WHOLE) - 1)),
+        b"\x12\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01",
+        b"\x12\x80\x80\x80\x80\x80",
+        b"\x10\x01",
+        b"\x13\x14",
+        b"\x12\x04\x12\x09ab",
+        b"\x12\x03\x10\x01\x01",
+        b"\x12\x04\x0a\x02\xff\xff",
+        b"\x0a\x02\xff\xff",
+        b"\x1a\x00" * (MOST_FIELDS + 1),
+        b"\x12\x00" * (MOST_FIELDS + 1),
+        b"\x12\x82\x01" + b"\x12\x00" * (MOST_FIELDS + 1),
+        TrainRequest(chunks=[TensorChunk(header=TensorHeader(num_bytes=LARGEST_COUNT + 1))]).SerializeToString(),
+        TrainRequest(open=Open(way_seconds=float("nan"))).SerializeToString(),
+    ],
+)
+def test_malformed_messages_are_refused(data: bytes) -> None:
+    with pytest.raises(MalformedMessage):
+        parsed(TrainRequest, data)

@@ -5,9 +5,8 @@ from typing import Any
 import torch
 
 from swarm.rpc.callers import Caller, Callers
-from swarm.rpc.frames import frames, serialized
 from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.rpc.wire import CHUNK_BYTES, TensorSpec
+from swarm.rpc.wire import CHUNK_BYTES, TensorSpec, frames, serialized
 from swarm.stage.incoming import Incoming
 from tests.support.memory import resident_bytes
 

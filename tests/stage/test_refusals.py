@@ -24,12 +24,11 @@ from swarm.errors import (
 )
 from swarm.hop.retries import HopLimits
 from swarm.rpc.failures import translate
-from swarm.rpc.frames import Frame
 from swarm.rpc.tls import CLIENT_OPTIONS, MAX_MESSAGE_BYTES
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
 from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
-from swarm.rpc.wire import CHUNK_BYTES, TensorReader
+from swarm.rpc.wire import CHUNK_BYTES, Frame, TensorReader
 from swarm.stage import incoming
 from swarm.stage.boundary import HIDDEN, TOKENS, request_specs
 from swarm.types import PROTOCOL_VERSION

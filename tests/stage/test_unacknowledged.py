@@ -9,7 +9,7 @@ import pytest
 
 from swarm.config import RunConfig
 from swarm.errors import PeerUnavailable
-from swarm.rpc.stream import Stream
+from swarm.rpc.ask import Stream
 from swarm.stage import servicer
 from swarm.stage.ledger import EntryState
 from tests.support.chain import BOTH, DILOCO, ORPHAN_SECONDS, SYNCHRONOUS, Chain, eventually, running_chain

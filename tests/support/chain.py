@@ -37,11 +37,10 @@ from swarm.model.transformer import build_transformer
 from swarm.routing.router import Router
 from swarm.rpc.callers import Callers
 from swarm.rpc.channels import ChannelPool
-from swarm.rpc.frames import add_stage_servicer
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
-from swarm.rpc.wire import NewBytes, new_bytes
+from swarm.rpc.wire import NewBytes, add_stage_servicer, new_bytes
 from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import TOKENS, reply_specs
 from swarm.stage.context import StageContext, StageLimits

@@ -4,10 +4,9 @@ from collections.abc import Iterator
 
 import torch
 
-from swarm.rpc.frames import frames, parsed, serialized
 from swarm.rpc.v1.stage_pb2 import TrainRequest
 from swarm.rpc.v1.tensor_pb2 import TensorChunk
-from swarm.rpc.wire import Piece
+from swarm.rpc.wire import Piece, frames, parsed, serialized
 
 
 def chunks(name: str, tensor: torch.Tensor) -> Iterator[TensorChunk]:

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 from swarm.credentials import certificates
 from swarm.credentials.certificates import Role
-from swarm.credentials.identity import Identity, generate
-from swarm.credentials.token import OwnerKey, Token, new_owner
+from swarm.credentials.identity import Identity, OwnerKey, Token, generate, new_owner
 
 NOW = datetime.datetime.now(datetime.UTC)
 OWNER, STRANGER = (new_owner(NOW - datetime.timedelta(days=60)) for _ in range(2))

@@ -15,9 +15,9 @@ from swarm.rpc import tls
 from swarm.rpc.callers import Callers
 from swarm.rpc.entry import Entry
 from swarm.rpc.guard import Guard
-from swarm.rpc.meeting.budget import MeetingLimits
+from swarm.rpc.meeting.carrying import MeetingLimits
+from swarm.rpc.meeting.dialler import Points
 from swarm.rpc.meeting.meeting_point import MeetingPoint
-from swarm.rpc.meeting.points import Points
 from swarm.rpc.meeting.waiting import Waiting
 from swarm.rpc.probe import ProbeServicer
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server

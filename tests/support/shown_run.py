@@ -15,7 +15,7 @@ from swarm.dht.lookup import DirectoryServicer
 from swarm.machine.clock import Clock, SystemClock
 from swarm.rpc import tls
 from swarm.rpc.entry import Entry
-from swarm.rpc.meeting.budget import MeetingLimits
+from swarm.rpc.meeting.carrying import MeetingLimits
 from swarm.rpc.meeting.meeting_point import MeetingPoint
 from swarm.rpc.probe import ProbeServicer
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server

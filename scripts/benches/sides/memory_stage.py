@@ -21,8 +21,8 @@ from swarm.config import RunConfig
 from swarm.credentials.identity import generate
 from swarm.hop.answers import HopListener, HopReply, Tensors
 from swarm.hop.hop import Hop
+from swarm.rpc.ask import Stream
 from swarm.rpc.channels import ChannelPool
-from swarm.rpc.stream import Stream
 from swarm.stage.boundary import GRADIENT, HIDDEN, TOKENS, request_specs
 from swarm.stage.runtime import Runtime
 from swarm.training.samples import Microbatch

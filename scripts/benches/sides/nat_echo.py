@@ -18,10 +18,9 @@ from swarm.rpc import tls
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.endpoint import endpoint_of
 from swarm.rpc.entry import Entry
-from swarm.rpc.meeting.budget import MeetingLimits
-from swarm.rpc.meeting.carrying import Kind
+from swarm.rpc.meeting.carrying import Kind, MeetingLimits
+from swarm.rpc.meeting.dialler import Points
 from swarm.rpc.meeting.meeting_point import MeetingPoint
-from swarm.rpc.meeting.points import Points
 from swarm.rpc.meeting.waiting import Waiting
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1.meeting_pb2_grpc import add_MeetingServiceServicer_to_server

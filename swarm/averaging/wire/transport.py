@@ -17,10 +17,9 @@ from swarm.compression.buffers import Received
 from swarm.compression.codec import Buffer
 from swarm.credentials.certificates import peer_id_of
 from swarm.errors import DeadlineExceeded, IntegrityError, MalformedMessage, PeerUnavailable, SwarmError
-from swarm.rpc.ask import ask
+from swarm.rpc.ask import ask, download
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.failures import translate
-from swarm.rpc.stream import download
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.averaging_pb2_grpc import AveragingServiceStub
 from swarm.rpc.wire import CHUNK_BYTES

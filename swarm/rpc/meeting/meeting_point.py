@@ -18,8 +18,16 @@ from swarm.machine.clock import Clock
 from swarm.rpc.callers import Caller, Quota, bearer_of
 from swarm.rpc.endpoint import endpoint_of
 from swarm.rpc.failures import abort
-from swarm.rpc.meeting.budget import RETRY_SECONDS, Budget, MeetingLimits
-from swarm.rpc.meeting.carrying import PIECE_BYTES, Kind, Line, TcpStream, first_of
+from swarm.rpc.meeting.carrying import (
+    PIECE_BYTES,
+    RETRY_SECONDS,
+    Budget,
+    Kind,
+    Line,
+    MeetingLimits,
+    TcpStream,
+    first_of,
+)
 from swarm.rpc.meeting.check import DialBack, peer_address
 from swarm.rpc.serving import receive, send
 from swarm.rpc.v1 import meeting_pb2 as pb

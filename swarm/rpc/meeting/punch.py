@@ -19,12 +19,11 @@ from typing import Any
 import grpc
 
 from swarm.errors import SwarmError
+from swarm.rpc.ask import Stream
 from swarm.rpc.endpoint import endpoint_of, host_and_port, may_be_dialled, own_host
 from swarm.rpc.entry import Entry
 from swarm.rpc.meeting.carrying import BUFFER_BYTES, Kind, Line, TcpLine, TcpStream
-from swarm.rpc.meeting.dialler import Dialler
-from swarm.rpc.meeting.points import Points
-from swarm.rpc.stream import Stream
+from swarm.rpc.meeting.dialler import Dialler, Points
 from swarm.rpc.tls import BULK_OPTIONS
 from swarm.rpc.v1 import meeting_pb2 as pb
 from swarm.rpc.v1.meeting_pb2_grpc import MeetingServiceStub

@@ -16,15 +16,14 @@ import grpc
 from swarm.credentials.identity import Identity
 from swarm.errors import SwarmError
 from swarm.machine.clock import Clock
+from swarm.rpc.ask import Stream
 from swarm.rpc.callers import Caller, Quota, tunnel_source
 from swarm.rpc.endpoint import own_host
 from swarm.rpc.entry import Entry, tunnel_through
 from swarm.rpc.meeting.carrying import BUFFER_BYTES, CallLine, Kind, Line, TcpStream
-from swarm.rpc.meeting.dialler import Dialler
+from swarm.rpc.meeting.dialler import Dialler, Points
 from swarm.rpc.meeting.meeting_point import BEAT_SECONDS, SILENCE_SECONDS, signed_bytes
-from swarm.rpc.meeting.points import Points
 from swarm.rpc.meeting.punch import punch, resolved
-from swarm.rpc.stream import Stream
 from swarm.rpc.tls import CLIENT_OPTIONS
 from swarm.rpc.v1 import meeting_pb2 as pb
 from swarm.rpc.v1.meeting_pb2_grpc import MeetingServiceStub

@@ -15,8 +15,7 @@ from swarm.machine.clock import Clock
 from swarm.rpc.endpoint import host_and_port
 from swarm.rpc.entry import Entry, meeting_point_of
 from swarm.rpc.meeting.carrying import BUFFER_BYTES, CallLine, Kind, Line, TcpLine
-from swarm.rpc.meeting.dialler import Dialler
-from swarm.rpc.meeting.points import Points
+from swarm.rpc.meeting.dialler import Dialler, Points
 from swarm.rpc.meeting.punch import punch
 from swarm.rpc.v1 import meeting_pb2 as pb
 from swarm.rpc.v1.meeting_pb2_grpc import MeetingServiceStub

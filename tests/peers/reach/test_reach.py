@@ -25,10 +25,9 @@ from swarm.errors import Overloaded
 from swarm.machine.clock import SystemClock
 from swarm.rpc import probe, tls
 from swarm.rpc.endpoint import LOOPBACK
-from swarm.rpc.front import Front
 from swarm.rpc.meeting import check as checks
-from swarm.rpc.meeting.budget import MeetingLimits
-from swarm.rpc.serving import SERVER_OPTIONS, bind_server
+from swarm.rpc.meeting.carrying import MeetingLimits
+from swarm.rpc.serving import SERVER_OPTIONS, Front, bind_server
 from swarm.rpc.v1 import meeting_pb2 as pb
 from swarm.types import PeerRecord, PeerState
 from tests.support.chain import eventually

@@ -14,7 +14,7 @@ from swarm.machine.clock import SystemClock
 from swarm.rpc import tls
 from swarm.rpc.meeting import check as checks
 from swarm.rpc.meeting.check import DialBack, check
-from swarm.rpc.meeting.points import Points
+from swarm.rpc.meeting.dialler import Points
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1 import meeting_pb2 as pb
 from tests.support import locked

@@ -10,8 +10,7 @@ from swarm.credentials.identity import generate
 from swarm.rpc import tls
 from swarm.rpc.endpoint import may_be_dialled
 from swarm.rpc.entry import Entry
-from swarm.rpc.meeting.dialler import Dialler
-from swarm.rpc.meeting.points import Points
+from swarm.rpc.meeting.dialler import Dialler, Points
 from swarm.rpc.meeting.punch import GREETING, candidates, punch
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1 import meeting_pb2 as pb

@@ -16,10 +16,9 @@ from swarm.rpc.failures import translate
 from swarm.rpc.meeting import meeting_point as meeting_points
 from swarm.rpc.meeting import waiting as waitings
 from swarm.rpc.meeting import ways
-from swarm.rpc.meeting.budget import MeetingLimits
-from swarm.rpc.meeting.carrying import Kind, TcpStream
+from swarm.rpc.meeting.carrying import Kind, MeetingLimits, TcpStream
+from swarm.rpc.meeting.dialler import Points
 from swarm.rpc.meeting.meeting_point import signed_bytes
-from swarm.rpc.meeting.points import Points
 from swarm.rpc.v1 import meeting_pb2 as pb
 from swarm.rpc.v1.meeting_pb2_grpc import MeetingServiceStub
 from swarm.types import PeerId

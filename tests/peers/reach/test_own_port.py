@@ -5,8 +5,8 @@ import socket
 from dataclasses import dataclass, field
 from typing import cast
 
-from peers.reach.dht_reach import DhtReach
 from peers.reach.listen import Listen, Outside
+from peers.reach.own_port import DhtReach
 from scripts.benches.shared.ports import free_ports
 from swarm.dht.node import DhtNode
 from swarm.rpc.meeting.check import MULTISTREAM

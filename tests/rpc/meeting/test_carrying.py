@@ -6,7 +6,7 @@ import pytest
 
 from swarm.errors import Overloaded
 from swarm.rpc.callers import Caller
-from swarm.rpc.meeting.budget import Budget, MeetingLimits
+from swarm.rpc.meeting.carrying import Budget, MeetingLimits
 from tests.support.manual_clock import ManualClock
 
 ONE, TWO = Caller("one"), Caller("two")
