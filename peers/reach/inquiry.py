@@ -116,12 +116,9 @@ class Inquiry:
         self._insecure = insecure
 
     async def verdict(self, others: Sequence[PeerRecord] | Sequence[Entry], request: pb.CheckRequest) -> Verdict | None:
-        """Sum up what some of the other peers reached; None if none of them has dialled back.
-
-        Args:
-            others: the other peers, each with a direct endpoint; or meeting points that are no peers of the run.
-
-        Cancellation ends all questions.
+        """Sum up what some of the other peers reached; None if none of them has dialled back. `others` are the other
+        peers, each with a direct endpoint; or meeting points that are no peers of the run. Cancellation ends all
+        questions.
         """
         self.hindrance = ""
         asked = self._rng.sample(list[PeerRecord | Entry](others), min(NUM_ASKED, len(others)))

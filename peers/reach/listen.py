@@ -49,11 +49,8 @@ class Outside:
 
     @classmethod
     def parse(cls, text: str, *, option: str) -> Self:
-        """Read HOST or HOST:PORT; an IPv6 address with a port stands in brackets.
-
-        Raises:
-            ValueError: the text is neither; the error names the option.
-        """
+        """Read HOST or HOST:PORT; an IPv6 address with a port stands in brackets. Raises ValueError if the text is
+        neither; the error names the option."""
         match = _HOST_AND_PORT.fullmatch(text.lower())
         host = match and (match["ip"] or match["host"] or match["bare"])
         port = int(match["port"] or 0) if match else 0
@@ -255,12 +252,9 @@ def candidates(
 
 
 def own_outside(host: str, initial_peers: Sequence[str], *, is_named: bool) -> tuple[Outside, ...]:
-    """This machine's own addresses, the best first, for a peer that listens at `host`.
-
-    Args:
-        initial_peers: the addresses at which the peer enters the DHT.
-        is_named: whether the user named the addresses at which others reach it. Otherwise a warning tells if it is not
-            known which of these is the best.
+    """This machine's own addresses, the best first, for a peer that listens at `host`. `initial_peers` are the addresses
+    at which the peer enters the DHT. `is_named` says whether the user named the addresses at which others reach it.
+    Otherwise a warning tells if it is not known which of these is the best.
     """
     own = own_candidates(host, initial_peers)
     if not is_named:

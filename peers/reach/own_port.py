@@ -35,13 +35,8 @@ class OwnPort:
     """The gRPC port of one peer. Whenever no server of the peer has it, one without services answers there."""
 
     def __init__(self, host: str, port: int, own: Identity, *, insecure: bool) -> None:
-        """
-        Args:
-            port: a number; if it is 0, a free port is taken and kept for this process.
-
-        Raises:
-            ValueError: the host is no address of this machine.
-        """
+        """`port` is a number; if it is 0, a free port is taken and kept for this process. Raises ValueError if the host
+        is no address of this machine."""
         self._reserved = None if port else reserved(host)
         self.number: int = port if self._reserved is None else self._reserved.getsockname()[1]
         self.is_answered = asyncio.Event()
@@ -87,11 +82,8 @@ def reserved(host: str) -> socket.socket:
 
 @asynccontextmanager
 async def answering(host: str, port: int, own: Identity, *, insecure: bool) -> AsyncIterator[None]:
-    """Run a server without services at a port inside the block, with this process's certificate.
-
-    Raises:
-        ValueError: the port is in use, or the host is no address of this machine.
-    """
+    """Run a server without services at a port inside the block, with this process's certificate. Raises ValueError if
+    the port is in use, or the host is no address of this machine."""
     server = grpc.aio.server(options=SERVER_OPTIONS)
     bind_server(server, host, port, None if insecure else tls.server_credentials(own))
     try:
@@ -112,11 +104,8 @@ async def _until_free(host: str, port: int) -> None:
 
 @asynccontextmanager
 async def answering_as_node(host: str, port: int) -> AsyncIterator[None]:
-    """Answer at a port inside the block with the first line of a DHT node's protocol, and nothing else.
-
-    Raises:
-        OSError: the port is in use.
-    """
+    """Answer at a port inside the block with the first line of a DHT node's protocol, and nothing else. Raises OSError
+    if the port is in use."""
 
     async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
@@ -190,10 +179,8 @@ class DhtReach:
     @asynccontextmanager
     async def answering(self, forwarded_port: int | None) -> AsyncIterator[Sequence[str]]:
         """Make sure that the node's port answers inside the block. Yields the endpoints that others are to dial; none
-        if the port cannot answer.
-
-        Args:
-            forwarded_port: the router's port that leads to the node's; None if the router forwards none.
+        if the port cannot answer. `forwarded_port` is the router's port that leads to the node's; None if the router
+        forwards none.
         """
         places = [addresses.place(address) for address in self.addresses or self._named][: MAX_ENDPOINTS - 1]
         # Others also try the address from which they see this peer call.
@@ -215,11 +202,8 @@ class DhtReach:
             self.addresses = (f"{addresses.at(host, port)}/p2p/{libp2p_id}", *self.addresses)
 
     async def conclude(self, reached: Sequence[str]) -> None:
-        """Announce the node at these endpoints. If there are none, make the node a client, which nobody asks.
-
-        Args:
-            reached: the endpoints at which others reached the node's port, the best first.
-        """
+        """Announce the node at these endpoints. If there are none, make the node a client, which nobody asks. `reached`
+        are the endpoints at which others reached the node's port, the best first."""
         if not reached and self.addresses:
             self.addresses = ()
             logger.info(

@@ -143,11 +143,8 @@ class Reach:
                 await clock.sleep(0.05)
 
     async def keep(self) -> Never:
-        """Find out how others reach this peer, again and again, until cancelled.
-
-        Raises:
-            ValueError: the port is in use.
-        """
+        """Find out how others reach this peer, again and again, until cancelled. Raises ValueError if the port is in
+        use."""
         waiting: asyncio.Task[Never] | None = None
         former: Verdict | None = None
         may_ask_router = self._router_ports is not None and 4 in versions(self._listen.endpoints(1))

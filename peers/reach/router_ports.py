@@ -201,10 +201,7 @@ class RouterPorts:
     """The forwarded ports of one peer."""
 
     def __init__(self, clock: Clock, routers: Sequence[Router]) -> None:
-        """
-        Args:
-            routers: asked in this order until one forwards all ports.
-        """
+        """`routers` are asked in this order until one forwards all ports."""
         self._clock = clock
         self._routers = routers
         self._router: Router | None = None

@@ -89,11 +89,8 @@ class Fetcher:
     def __init__(
         self, line: Line, kind: Kind, donors: Callable[[], Sequence[PeerRecord]], clock: Clock, rng: random.Random
     ) -> None:
-        """
-        Args:
-            donors: gives the peers that may be asked now.
-            rng: orders the peers. Each process has its own, so that not all processes ask the same peer first.
-        """
+        """`donors` gives the peers that may be asked now. `rng` orders the peers; each process has its own, so that
+        not all ask the same peer first."""
         self._line = line
         self._kind = kind
         self._donors = donors
@@ -106,13 +103,8 @@ class Fetcher:
 
     async def fetch(self, pieces: Sequence[Piece], arriving: Arriving | None = None) -> None:
         """Fetch all pieces, in any order. After a failure or cancellation, the pieces that came have been passed to
-        `keep`.
-
-        Args:
-            arriving: notified of each piece that has come.
-
-        Raises:
-            PeerUnavailable: there is a piece that no peer sends.
+        `keep`. `arriving` is notified of each piece that has come. Raises PeerUnavailable if there is a piece that no
+        peer sends.
         """
         missing, donors = Segments(range(len(pieces))), self._ranked()
         async with asyncio.TaskGroup() as workers:

@@ -64,9 +64,8 @@ class WeightsCache:
 
         After a cancellation, whole parts are kept, and the next call goes on with them.
 
-        Raises:
-            PeerUnavailable: no peer that answers has them all.
-            Fatal: they cannot be written to disk, or are not those of this model.
+        Raises PeerUnavailable if no peer that answers has them all. Raises Fatal if they cannot be written to disk, or
+        are not those of this model.
         """
         async with self._lock:
             try:

@@ -45,13 +45,9 @@ class Authority:
         return _fingerprint(self.certificate_pem)
 
     def member(self, chain_pem: str, now: float) -> Member:
-        """Return the member to which a chain of certificates (its own, then the token's) belongs.
-
-        Args:
-            now: seconds since the epoch.
-
-        Raises:
-            NotAllowed: the text is no such chain, or another owner's, or one that is not valid now.
+        """Return the member to which a chain of certificates (its own, then the token's) belongs. `now` is seconds
+        since the epoch. Raises NotAllowed if the text is no such chain, or another owner's, or one that is not valid
+        now.
         """
         member = _verified(self.certificate_pem, chain_pem)
         # The comparison is written with "not", so that it refuses NaN too.

@@ -57,12 +57,8 @@ def generate() -> Identity:
 
 
 def load_or_create(path: Path) -> Identity:
-    """Read the identity file, or make one that only its owner can read.
-
-    Raises:
-        IntegrityError: the file holds no identity; one line says what to do.
-        OSError: the file cannot be read or written.
-    """
+    """Read the identity file, or make one that only its owner can read. Raises IntegrityError if the file holds no
+    identity; one line says what to do. Raises OSError if the file cannot be read or written."""
     if path.exists():
         try:
             return _identity(*certificates.load_pair(path.read_text()))
@@ -128,11 +124,8 @@ class Token:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The inverse of `str`.
-
-        Raises:
-            ValueError: the text is no token. The message is one line that does not repeat the text.
-        """
+        """The inverse of `str`. Raises ValueError if the text is no token. The message is one line that does not repeat
+        the text."""
         try:
             return cls._parse(text.strip())
         except (*certificates.FAULTS, InvalidSignature, IntegrityError, NotAllowed):
@@ -173,11 +166,8 @@ class OwnerKey:
         return Authority(certificates.to_pem(self.certificate))
 
     def issue(self, role: Role, *, name: str, now: datetime.datetime, lifetime: datetime.timedelta) -> Token:
-        """Make a token.
-
-        Raises:
-            ValueError: the token would be valid for longer than the owner's certificate, or the name is not allowed.
-        """
+        """Make a token. Raises ValueError if the token would be valid for longer than the owner's certificate, or the
+        name is not allowed."""
         if not 0 < len(name) <= 64 or name == certificates.OWNER_NAME:
             raise ValueError(f"a token's name has 1 to 64 characters and is not {certificates.OWNER_NAME!r}")
         expires = (now + lifetime).replace(microsecond=0)

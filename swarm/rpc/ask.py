@@ -77,10 +77,7 @@ class Stream:
     """
 
     def __init__(self, call: Any) -> None:
-        """
-        Args:
-            call: a grpc.aio.StreamStreamCall.
-        """
+        """`call` is a grpc.aio.StreamStreamCall."""
         self._call = call
 
     async def __aenter__(self) -> Self:

@@ -26,11 +26,8 @@ _Fields = tuple[tuple[str, str, bool, Any], ...]
 
 
 def require_bounds(message: Any, *, finite: bool) -> None:
-    """Raise MalformedMessage if a number or a list is too large, in a message or in one inside it.
-
-    Args:
-        finite: whether NaN, infinity and numbers beyond LARGEST_NUMBER are refused as well.
-    """
+    """Raise MalformedMessage if a number or a list is too large, in a message or in one inside it. `finite` says
+    whether NaN, infinity and numbers beyond LARGEST_NUMBER are refused as well."""
     _look(message, looked_at(message.DESCRIPTOR), finite)
 
 

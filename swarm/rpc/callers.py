@@ -166,11 +166,8 @@ class Callers:
         max_bytes: int = MAX_KEPT_BYTES,
         max_training_bytes: int = MAX_KEPT_BYTES,
     ) -> None:
-        """
-        Args:
-            max_bytes: the most bytes kept for the calls of one caller, those for its microbatches left out.
-            max_training_bytes: the most bytes kept for the microbatches of one caller.
-        """
+        """`max_bytes` is the most bytes kept for the calls of one caller, those for its microbatches left out.
+        `max_training_bytes` is the most bytes kept for the microbatches of one caller."""
         self.num_begun = 0
         """How many calls have begun, of all callers."""
         self.calls = Quota("calls", each=max_calls)
@@ -205,11 +202,7 @@ class Callers:
         return self._count(caller, 1 + num_more)
 
     def leave(self, caller: Caller, *, wasted: bool = False) -> None:
-        """Count the end of a call.
-
-        Args:
-            wasted: whether the call was refused or broken off.
-        """
+        """Count the end of a call. `wasted` says whether the call was refused or broken off."""
         self.calls.give_back(caller)
         if wasted:
             self._count(caller, WASTED_CALLS - 1)
@@ -220,11 +213,8 @@ class Callers:
         return self._begun.wait_seconds(caller, num_calls, longest=LONGEST_SECONDS)
 
     def keep(self, caller: Caller, num_bytes: int, *, training: bool = False) -> None:
-        """Count bytes as kept for a call, until `release`.
-
-        Raises:
-            Overloaded: that would be too much for one caller. Not raised if nothing is kept for this caller yet.
-        """
+        """Count bytes as kept for a call, until `release`. Raises Overloaded if that would be too much for one caller.
+        Not raised if nothing is kept for this caller yet."""
         self.kept[training].take(caller, num_bytes)
 
     def release(self, caller: Caller, num_bytes: int, *, training: bool = False) -> None:
@@ -260,10 +250,7 @@ def bearer_of(context: Any) -> Caller:
 @contextmanager
 def handed_on(peer: str) -> Iterator[socket.socket]:
     """A socket from which a connection of somebody else is handed on to a server of this process, inside the block.
-
-    Args:
-        peer: who is at the other end, as `peer_of` is to give it.
-    """
+    `peer` is who is at the other end, as `peer_of` is to give it."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
         sock.setblocking(False)
         sock.bind(("127.0.0.1", 0))
@@ -306,10 +293,7 @@ def chain_of(context: Any) -> str:
 
 def tunnel_source(caller: str) -> str:
     """The loopback address from which a caller that came through a tunnel is connected to this peer's own server.
-
-    Args:
-        caller: the caller's identification, from the meeting point.
-    """
+    `caller` is the caller's identification, from the meeting point."""
     first, second = hashlib.sha256(caller.encode()).digest()[:2]
     return f"{_TUNNELLED}{first}.{second}"
 

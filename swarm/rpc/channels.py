@@ -87,14 +87,9 @@ class ChannelPool:
         """The ways to each peer that gRPC cannot simply dial, by the peer's place."""
 
     def channel(self, record: PeerRecord, *, bulk: bool = False) -> grpc.aio.Channel:
-        """The channel to a peer, opened on first use.
-
-        Args:
-            bulk: whether it is the one for transfers of megabytes.
-
-        Raises:
-            PeerUnavailable: the peer announces TLS and this one does without, or the other way round; or, in a
-                locked run, it is no peer of the run.
+        """The channel to a peer, opened on first use. `bulk` says whether it is the one for transfers of megabytes.
+        Raises PeerUnavailable if the peer announces TLS and this one does without, or the other way round; or, in a
+        locked run, it is no peer of the run.
         """
         if self.is_insecure == bool(record.certificate_pem):
             secure, insecure = (record.endpoint, "this peer") if self.is_insecure else ("this peer", record.endpoint)

@@ -41,11 +41,9 @@ def plain_ip_of(host: str) -> Ip | None:
 
 
 def may_be_dialled(host: str, named_by: str) -> bool:
-    """Whether this machine may open a connection because somebody else asks for it.
-
-    Args:
-        host: where to. A name may not be dialled, because it may stand for any address.
-        named_by: the IP address of whoever asks. It may itself be dialled; and if it is of this machine, so may any.
+    """Whether this machine may open a connection because somebody else asks for it. `host` is where to. A name may not
+    be dialled, because it may stand for any address. `named_by` is the IP address of whoever asks. It may itself be
+    dialled; and if it is of this machine, so may any.
     """
     ip, asking = plain_ip_of(host), plain_ip_of(named_by)
     if ip is None or asking is None:

@@ -57,8 +57,7 @@ class Invite:
 
         Entries whose host has a name of more than 126 characters are left out.
 
-        Raises:
-            ValueError: no entry is left.
+        Raises ValueError if no entry is left.
         """
         writable = [entry for entry in dict.fromkeys(entries) if len(entry.host) <= _LONGEST_NAME]
         if not writable:
@@ -80,11 +79,8 @@ class Invite:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The inverse of `str`.
-
-        Raises:
-            ValueError: one line says whether the text is no invite, one of another version, or one that is not whole.
-        """
+        """The inverse of `str`. Raises ValueError, which says whether the text is no invite, one of another version,
+        or one that is not whole."""
         if not text.startswith(SCHEME):
             raise ValueError(
                 f"{text[:40]!r} is no invite, which begins with {SCHEME}: copy one from the screen of a swarm-peer; "

@@ -131,11 +131,8 @@ class Rates:
 
 
 async def measure_distance(channel: grpc.aio.Channel, clock: Clock) -> Distance:
-    """Ask a peer for the time, several times. Cancellation ends the call.
-
-    Raises:
-        SwarmError: the peer's refusal, or PeerUnavailable if it does not answer.
-    """
+    """Ask a peer for the time, several times. Cancellation ends the call. Raises the SwarmError with which it
+    refuses, or PeerUnavailable if it does not answer."""
     found: list[Distance] = []
     async with Stream(_open(channel)) as call:
         for _ in range(NUM_ROUND_TRIPS):

@@ -95,11 +95,8 @@ async def start_server(server: grpc.aio.Server) -> None:
 
 
 async def send(context: Any, message: Any, seconds: float = MESSAGE_SECONDS) -> None:
-    """Send a message to the caller over the stream whose ServicerContext is `context`.
-
-    Raises:
-        DeadlineExceeded: the caller takes nothing.
-    """
+    """Send a message to the caller over the stream whose ServicerContext is `context`. Raises DeadlineExceeded if the
+    caller takes nothing."""
     try:
         async with asyncio.timeout(seconds):
             await context.write(message)
@@ -108,11 +105,8 @@ async def send(context: Any, message: Any, seconds: float = MESSAGE_SECONDS) -> 
 
 
 async def receive(context: Any, seconds: float = MESSAGE_SECONDS) -> Any:
-    """Wait for the next message of the stream whose ServicerContext is `context`; None at its end.
-
-    Raises:
-        DeadlineExceeded: the caller sends nothing.
-    """
+    """Wait for the next message of the stream whose ServicerContext is `context`; None at its end. Raises
+    DeadlineExceeded if the caller sends nothing."""
     try:
         async with asyncio.timeout(seconds):
             message = await context.read()
@@ -136,14 +130,8 @@ class Front:
 
     @asynccontextmanager
     async def listening(self, host: str, port: int) -> AsyncIterator[None]:
-        """Listen inside the block; at its end close all connections.
-
-        Args:
-            host: an IP address; empty for all of this machine's.
-
-        Raises:
-            ValueError: nothing can listen there; one line says why.
-        """
+        """Listen inside the block; at its end close all connections. `host` is an IP address; empty for all of this
+        machine's. Raises ValueError if nothing can listen there; one line says why."""
         accepted = Accepted(self._serve, MAX_CONNECTIONS)
         try:
             server = await asyncio.start_server(accepted.take, host or None, port, limit=BUFFER_BYTES, backlog=256)

@@ -71,11 +71,8 @@ def server_credentials(identity: Identity) -> grpc.ServerCredentials:
 
 
 def pinned_credentials(certificate_pem: str, own: Identity | None = None) -> grpc.ChannelCredentials:
-    """Credentials with which a client talks to the one server that has the key to this certificate.
-
-    Args:
-        own: the caller's identity; servers of a locked run are shown its certificates.
-    """
+    """Credentials with which a client talks to the one server that has the key to this certificate. `own` is the
+    caller's identity; servers of a locked run are shown its certificates."""
     # Of a chain only the server's own certificate is pinned. With the token's too, any peer with that token would pass.
     root = first_pem(certificate_pem).encode()
     if own is None or own.authority is None:

@@ -82,10 +82,7 @@ class TensorReader:
     """Assembles the expected tensors from the chunks of one stream."""
 
     def __init__(self, expected: Mapping[str, TensorSpec], memory: NewBytes = new_bytes) -> None:
-        """
-        Args:
-            memory: makes the memory of each tensor.
-        """
+        """`memory` makes the memory of each tensor."""
         self._missing = dict(expected)
         self._memory = memory
         self._bytes = new_bytes(0)
@@ -107,12 +104,8 @@ class TensorReader:
         self._bytes, self._buffer, self.tensors = new_bytes(0), memoryview(b""), {}
 
     def feed(self, piece: Piece) -> None:
-        """Take the next piece, which is copied.
-
-        Raises:
-            MalformedMessage: the piece is empty, or has an unexpected or repeated name, or another shape, encoding or
-                size than expected.
-        """
+        """Take the next piece, which is copied. Raises MalformedMessage if the piece is empty, or has an unexpected or
+        repeated name, or another shape, encoding or size than expected."""
         header, data = piece
         if header is not None:
             self._begin(header)
@@ -184,11 +177,8 @@ class Frame:
         self.parts.append(message.SerializeToString())
 
     def add_piece(self, chunks: int, header: TensorHeader | None, data: memoryview) -> None:
-        """Add a chunk. Its bytes may not change until the message is sent.
-
-        Args:
-            chunks: the number of the message's field with the chunks.
-        """
+        """Add a chunk. Its bytes may not change until the message is sent. `chunks` is the number of the message's
+        field with the chunks."""
         start = TensorChunk(header=header).SerializeToString() + _key(_DATA, len(data))
         self.parts += _key(chunks, len(start) + len(data)), start, data
         self.num_tensor_bytes += len(data)
@@ -217,11 +207,8 @@ def serialized(message: Frame | Message) -> bytes:
 
 
 def parsed(kind: type[_Message], data: bytes) -> tuple[_Message, list[Piece]]:
-    """Read a message without its chunks, and its chunks.
-
-    Raises:
-        MalformedMessage: it is no message of this kind, or its numbers or lists are out of bounds.
-    """
+    """Read a message without its chunks, and its chunks. Raises MalformedMessage if it is no message of this kind, or
+    its numbers or lists are out of bounds."""
     chunks, others, pieces = _chunks(kind.DESCRIPTOR), list[memoryview](), list[Piece]()
     for number, whole, content in _fields(memoryview(data)):
         if number == chunks:

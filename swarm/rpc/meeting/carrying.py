@@ -36,10 +36,7 @@ class Accepted:
     """The connections that a listening socket has accepted, a task for each."""
 
     def __init__(self, serve: Callable[[TcpStream], Coroutine[Any, Any, None]], max_connections: int) -> None:
-        """
-        Args:
-            serve: serves one connection.
-        """
+        """`serve` serves one connection."""
         self._serve = serve
         self._max_connections = max_connections
         self._tasks = set[asyncio.Task[None]]()

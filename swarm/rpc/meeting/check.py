@@ -98,12 +98,8 @@ class DialBack:
         )
 
     async def answer(self, request: pb.CheckRequest, context: Any) -> pb.CheckReply:
-        """Dial the caller's endpoints.
-
-        Raises:
-            Overloaded: the caller has just asked, or too many questions are under way, in all or for its bearer.
-            MalformedMessage: there are too many endpoints, or one has no port.
-        """
+        """Dial the caller's endpoints. Raises Overloaded if the caller has just asked, or too many questions are under
+        way, in all or for its bearer. Raises MalformedMessage if there are too many endpoints, or one has no port."""
         caller, observed = caller_of(context), peer_address(context)[0]
         if is_tunnelled(observed):
             return pb.CheckReply()

@@ -98,10 +98,7 @@ class Points:
     """
 
     def __init__(self, own: Identity | None, *, insecure: bool, run_id: str = "") -> None:
-        """
-        Args:
-            run_id: the run of this process, which meeting points are told; empty while that is not known.
-        """
+        """`run_id` is the run of this process, which meeting points are told; empty while that is not known."""
         self.run_id = run_id
         self._own = own
         self._insecure = insecure

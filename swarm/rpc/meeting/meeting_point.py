@@ -116,9 +116,7 @@ class MeetingPoint(MeetingServiceServicer):
         self, own_id: PeerId, limits: MeetingLimits, clock: Clock, *, insecure: bool,
         is_exchanging: Callable[[], bool], run_id: str = "",
     ) -> None:  # fmt: skip
-        """
-        Args:
-            run_id: the run whose peers are served; left out, those of all runs are, each with the peers of its own.
+        """`run_id` is the run whose peers are served; left out, those of all runs are, each with the peers of its own.
         """
         self._own_id = own_id
         self._run_id = run_id
@@ -171,12 +169,8 @@ class MeetingPoint(MeetingServiceServicer):
             await abort(context, error)
 
     async def line_to(self, peer_id: PeerId) -> Line:
-        """Connect this process itself to a peer that waits here.
-
-        Raises:
-            NotReady: the peer does not wait here.
-            DeadlineExceeded: it does not answer.
-        """
+        """Connect this process itself to a peer that waits here. Raises NotReady if the peer does not wait here. Raises
+        DeadlineExceeded if it does not answer."""
         answer = await self._called(peer_id, self._run_id, Caller(self._own_id), is_meeting=False)
         try:
             await send(answer.context, pb.Carried(data=b""), FIRST_SECONDS)

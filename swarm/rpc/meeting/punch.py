@@ -44,12 +44,8 @@ _NUM_BYTES = 32
 
 
 async def punch(points: Points, dialler: Dialler, point: Entry, request: pb.MeetRequest) -> Line | None:
-    """Open a connection to the other peer; None if that fails. Cancelling leaves nothing behind.
-
-    Args:
-        point: the meeting point that both peers ask.
-        request: names the peer to meet, or holds the token with which this peer was called.
-    """
+    """Open a connection to the other peer; None if that fails. Cancelling leaves nothing behind. `point` is the meeting
+    point that both peers ask. `request` names the peer to meet, or holds the token with which this peer was called."""
     is_caller = request.WhichOneof("message") == "to"
     try:
         family, address = await resolved(point)
@@ -103,11 +99,8 @@ async def _met(channel: grpc.aio.Channel, request: pb.MeetRequest) -> pb.MeetRep
 
 
 def candidates(reply: pb.MeetReply, meeting_point: str) -> list[tuple[str, int]]:
-    """Those addresses in a meeting point's reply that are dialled. Raises ValueError.
-
-    Args:
-        meeting_point: its IP address.
-    """
+    """Those addresses in a meeting point's reply that are dialled. Raises ValueError. `meeting_point` is its IP
+    address."""
     ends = [host_and_port(endpoint) for endpoint in (reply.observed, reply.local) if endpoint]
     return [(host, port) for host, port in ends if may_be_dialled(host, meeting_point)]
 

@@ -53,11 +53,7 @@ class Ways:
             self._failed_until = {end: until for end, until in self._failed_until.items() if end in self._endpoints}
 
     async def open(self) -> Line:
-        """Open a connection by the first way that works.
-
-        Raises:
-            PeerUnavailable: no way works.
-        """
+        """Open a connection by the first way that works. Raises PeerUnavailable if no way works."""
         faults: list[str] = []
         now = self._clock.monotonic()
         # Sorting keeps the order of those that did not fail.
@@ -128,10 +124,7 @@ class Road:
     """Opens the connections of one channel."""
 
     def __init__(self, ways: Ways, dialler: Dialler, clock: Clock, *, first: Line | None = None) -> None:
-        """
-        Args:
-            first: a line that is open already, for the first connection.
-        """
+        """`first` is a line that is open already, for the first connection."""
         self._ways = ways
         self._dialler = dialler
         self._clock = clock
