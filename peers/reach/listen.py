@@ -1,7 +1,4 @@
-"""Where a process listens: the addresses that its machine has, and those that it announces.
-
-That others reach them is found out by `reach.py`.
-"""
+"""Where a process listens: the addresses that its machine has, and those that it announces."""
 
 import ipaddress
 import logging

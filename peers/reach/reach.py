@@ -1,8 +1,7 @@
 """Finds out how others reach this peer: it asks them to dial back, and waits at meeting points if they get no answer.
 
-The peer announces direct endpoints that at least one other peer reached, and tunnels if at least one did not reach it.
-A peer with neither is not announced, and its log says why. The same holds if only short messages from this peer reach
-the others. What meeting points do is in swarm/rpc/meeting.
+It announces direct endpoints that at least one peer reached, and tunnels if at least one did not. A peer with neither,
+or from which only short messages reach others, is not announced, and its log says why.
 """
 
 import asyncio

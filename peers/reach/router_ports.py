@@ -1,9 +1,7 @@
-"""Asks this machine's router to forward TCP ports to it: by PCP, by NAT-PMP, or else by UPnP.
+"""Asks this machine's router to forward TCP ports to it: by PCP (RFC 6887), NAT-PMP (RFC 6886), or else by UPnP.
 
-A forwarding has a lease, which is renewed, and is ended when the peer leaves. A router's answer is a claim like any
-other: the peer announces an endpoint only once others have reached it there. Its address is the one from which others
-see this peer call. Only the first peer of a run, whom nobody can dial back yet, takes the router's word for both. PCP
-(RFC 6887) and NAT-PMP (RFC 6886), which it succeeds, take two datagrams each; UPnP needs miniupnpc.
+A forwarding has a lease, which is renewed. A router's answer is a claim like any other: an endpoint is announced only
+once others have reached it, but for the first peer of a run, whom nobody can dial back yet.
 """
 
 import asyncio

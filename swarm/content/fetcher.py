@@ -1,7 +1,6 @@
 """Fetches content by its digests, from several peers at once.
 
-If one peer fails to send a piece, another peer is asked for it. No piece is fetched twice. Every answer is checked, and
-a peer that sent wrong bytes is not asked again.
+Every answer is checked. What one peer fails to send, another is asked for, and one that sent wrong bytes no more.
 """
 
 import asyncio

@@ -1,8 +1,7 @@
 """Serves content to other processes of the run, by digest: the server side of ContentService.
 
-Runs at every stage peer. Training comes first: pieces wait while the peer exchanges, weights are sent to one peer after
-the other, and only a few calls are served at a time. Worker threads read the content from disk. Nothing is checked
-here, because the process that asks checks it.
+Training comes first: pieces wait while the peer exchanges, and weights are sent to one peer after the other. Nothing is
+checked here, because the process that asks checks it.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """One peer's copy of the weights that a run begins with: in a model's folder, or fetched from others into a cache.
 
-Used by swarm-peer. Fetched weights are written part by part into a folder, in the form that an import writes. So they
-are there when this peer starts again, and when other peers ask for them. Every byte is checked before it is written.
+Fetched weights are written part by part, in the form that an import writes, so they are there when this peer starts
+again, and when others ask for them. Every byte is checked before it is written.
 """
 
 import asyncio

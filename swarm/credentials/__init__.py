@@ -1,7 +1,6 @@
-"""Which peer is which, and which may join.
+"""Which peer is which, which may join, and what they may do.
 
-A peer makes a key, and its id is the key's digest (identity). In an open run it signs its certificate itself. In a
-locked run an owner's key issues tokens, and a peer issues itself a certificate with its token (token). The members have
-the owner's root certificate, with which they check who is a member (authority), and a table of who may do what
-(rights). All are X.509 (certificates).
+A peer makes a key, and its id is the key's digest (identity). In a locked run an owner's key issues tokens, with which
+peers issue themselves certificates. Members check others by the owner's root certificate (authority), and a table says
+who may do what (rights). All are X.509 (certificates).
 """

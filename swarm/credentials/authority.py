@@ -1,7 +1,6 @@
 """The owner of a locked run, as a root certificate with which members check who else is a member.
 
-A member is a peer or trainer whose certificate was issued with one of the owner's tokens. Only certificates decide:
-there is no list of members, and no other machine is asked.
+Only certificates decide: there is no list of members, and no other machine is asked.
 """
 
 import datetime

@@ -1,8 +1,7 @@
-"""X.509: makes keys and the four kinds of certificates, and reads from them.
+"""X.509: makes keys and the four kinds of certificates, and reads from them. Never decides which peer is trusted.
 
 A peer of an open run has a certificate that it signed itself. In a locked run the owner's key issues tokens and a token
-issues a certificate to every peer that holds it, so a peer shows a chain of two certificates: its own, then the
-token's. Never decides which peer is trusted.
+issues a certificate to every peer that holds it, so a peer shows a chain of two: its own, then the token's.
 """
 
 import datetime

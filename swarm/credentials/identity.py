@@ -1,7 +1,6 @@
-"""A peer's key: it gives the peer its id, signs what the peer announces, and belongs to its TLS certificate.
+"""A peer's key, of which its id is the digest: it signs what the peer announces, and belongs to its TLS certificate.
 
-Each peer has one ECDSA P-256 key; the peer's id is the digest of its public key, so no peer can announce under
-another's id. In a locked run a Token, which an OwnerKey issued, admits the peer.
+No peer can announce under another's id. In a locked run a Token, which an OwnerKey issued, admits the peer.
 """
 
 import base64

@@ -1,7 +1,4 @@
-"""The caller's side of calls: a deadline for every message, and errors of swarm.errors. Never asks again.
-
-`ask` has one message each way, in a `Stream` both sides send, and a `download` has many messages as its answer.
-"""
+"""The caller's side of calls: a deadline for every message, and errors of swarm.errors. Never asks again."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable

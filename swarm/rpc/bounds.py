@@ -1,6 +1,5 @@
 """Bounds on the numbers and lists in a message; those of an honest peer are always within them.
 
-Numbers within the bounds can be added up and sent on without overflow, and lists within them cost the reader little.
 Every message of every stream is checked here. So texts and bytes, of which many messages consist, are not looked at.
 """
 

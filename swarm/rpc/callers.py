@@ -1,11 +1,7 @@
-"""Callers: identifies the caller of each call, and limits how much of this peer one caller may use.
+"""Identifies the caller of each call, and limits how much of this peer one caller may use.
 
-Whatever there is only so much of is given out by a Quota, so that no caller has all of it.
-
-In a locked run a caller is a member's id. In an open one it is an IP address, so that all processes on one machine are
-one caller; of an IPv6 address only the first 64 bits count, since a provider gives a customer all addresses that begin
-with these. Each caller that comes through a tunnel has a loopback address of its own. A caller without calls is soon
-forgotten.
+In a locked run a caller is a member's id. In an open one it is an IP address, of IPv6 the first 64 bits, since a
+provider gives a customer all addresses that begin with these; one that comes through a tunnel has a loopback address.
 """
 
 import hashlib

@@ -1,7 +1,6 @@
-"""Channels to peers.
+"""Channels to peers: one for short calls and one for bulk transfers.
 
-A peer has one channel for short calls and one for bulk transfers; pings show within seconds that a neighbour is frozen
-or out of reach. Never retries.
+Pings show within seconds that a neighbour is frozen or out of reach. Never retries.
 """
 
 import asyncio

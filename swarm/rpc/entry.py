@@ -1,7 +1,6 @@
 """A peer and where its gRPC server is: PEER_ID@HOST:PORT, of which an invite holds one or several.
 
-The id makes it safe to copy: a peer that answers has to show that id's certificate before anything is sent to it. Never
-looks up a peer's address.
+The id makes it safe to copy: a peer that answers has to show that id's certificate before anything is sent to it.
 """
 
 import asyncio

@@ -1,8 +1,7 @@
-"""Decides which caller may make which call, before any servicer sees the call.
+"""Decides which caller may make which call (credentials/rights.py), before any servicer of a peer sees the call.
 
-Given to every peer's gRPC server. In a locked run a caller needs a certificate that is valid now, a trainer may make
-only the calls that trainers need, and no member may send in another one's name. In both kinds of run the calls of each
-caller are counted. The contents of a call are not looked at.
+In a locked run no member may send in another one's name either. In both kinds of run the calls of each caller are
+counted.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable

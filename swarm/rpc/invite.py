@@ -1,10 +1,7 @@
-"""An invite: one word that names a run, and the peers through which a joiner enters it.
+"""An invite, swarm://1...: one word that names a run, and the peers through which a joiner enters it.
 
-    swarm://1...    "1" is the version of the form; after it come base58 digits, which have no 0, O, I or l
-
-A swarm-peer prints one; every program that joins or looks at a run takes it (peers/shared/entrance). It names peers by
-id and gRPC endpoint, as an Entry does. A joiner gets everything else from these peers. It holds no secret: the token of
-a locked run is written behind it, INVITE#TOKEN. docs/protocol.md has the bytes. Pure.
+"1" is the version of the form; base58 digits follow, which have no 0, O, I or l (docs/protocol.md has the bytes). It
+holds no secret: the token of a locked run is written behind it, INVITE#TOKEN. Pure.
 """
 
 import hashlib

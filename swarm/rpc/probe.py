@@ -1,7 +1,6 @@
 """Measures the distance to a peer, the rate of the line and the offset of its clock: both ends of ProbeService.
 
-The servicer runs at every stage peer. swarm-doctor and whatever joins ask it. Bytes without a meaning go there and
-back, few enough to be no burden, and next to none while the asked peer exchanges: its own training comes first.
+Bytes without a meaning go there and back, next to none while the asked peer exchanges: its own training comes first.
 """
 
 import asyncio

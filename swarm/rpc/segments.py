@@ -1,7 +1,4 @@
-"""Numbered segments that come from several sources at once, and how much of a download has arrived.
-
-A segment that one source fails to send comes back for the others.
-"""
+"""Numbered segments that come from several sources at once, and how much of a download has arrived."""
 
 import asyncio
 import math

@@ -1,9 +1,7 @@
 """How a connection between peers is made: TLS, how large a message may be, and how soon a silent peer is noticed.
 
-Every server shows its own certificate, and every client pins the one that was announced. In an open run a certificate
-is right if it is the one in the peer's signed record, and callers show none. In a locked run both sides also show that
-a token of the owner has issued their certificates, or the handshake fails. Which peer may call what is decided by
-guard.
+Every server shows its own certificate, and every client pins the one in the peer's signed record. In a locked run both
+sides also show that a token of the owner has issued their certificates, or the handshake fails.
 """
 
 import os

@@ -1,9 +1,7 @@
-"""Gives turns to the peers that download from this one: one at a time, and with only a part of the line while this peer
-trains.
+"""Gives turns to the peers that download from this one: one at a time, and while it trains with a part of the line.
 
 If downloads share a line, each takes as long as all together. One after the other, all but the last end sooner, and a
-peer that has its state is a donor for the others. Training and heartbeats share the line with one download at most.
-Never sees what is downloaded.
+peer that has its state is a donor for the others.
 """
 
 from collections import Counter

@@ -1,8 +1,7 @@
 """Tensors on the wire: the messages that carry them, what a receiver expects, and how it puts them together again.
 
-A tensor travels as its own bytes, cut into chunks; the receiver knows which shapes it wants and allocates nothing else.
-Messages with tensors are read and written without protobuf's copies, of which there would be three each way: the bytes
-are the same (docs/protocol.md), a piece is copied once into the message, and the reader gets a view into what has come.
+The bytes are protobuf's (docs/protocol.md), read and written without its three copies each way: a piece of a tensor is
+copied once into its message, and the reader gets a view into what has come.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -1,5 +1,4 @@
-"""Lines to a peer, and how much a meeting point carries. A line carries the bytes of a connection in both directions,
-until one end closes.
+"""Lines to a peer, which carry the bytes of a connection in both directions, and how much of it a meeting point does.
 
 A line is a TCP connection, or a call that carries one: to a meeting point, or from the peer to this process if that is
 the meeting point. The bytes are TLS between others; nothing here looks at them.

@@ -1,10 +1,6 @@
 """Finds out whether others reach a peer: the caller's side and the servicer's side.
 
-A peer that joins asks two or three others, which dial it back and answer which endpoints they reached. `DialBack` is
-their side, and must not serve as a port scanner. About an address other than the caller's own, it answers only whether
-the asking peer itself is there, which TLS proves, or that this machine has no way to such an address. A "no" always
-takes the same time. A node of the DHT is dialled only where its peer has proved itself, or at the caller's own address.
-A few callers are answered at a time, and nothing is done for a caller before it is one of these.
+A peer that joins asks two or three others, which dial it back and answer which endpoints they reached.
 """
 
 import asyncio
@@ -79,7 +75,12 @@ class _Target:
 
 @dataclass(eq=False)
 class DialBack:
-    """Dials callers back and answers them, AT_ONCE at a time."""
+    """Dials callers back and answers them, AT_ONCE at a time. It must not serve as a port scanner.
+
+    About an address other than the caller's own, it answers only whether the asking peer itself is there, which TLS
+    proves, or that this machine has no way there. A "no" always takes the same time. A node of the DHT is dialled only
+    where its peer has proved itself, or at the caller's own address.
+    """
 
     clock: Clock
     insecure: bool

@@ -1,9 +1,4 @@
-"""Opens connections: those that gRPC cannot open by itself, and those to meeting points.
-
-gRPC for Python takes no connection that is open already. But for a channel with the option grpc.http_proxy a proxy
-opens the connections, by HTTP CONNECT, and the Dialler is such a proxy, inside this process. It gives each channel a
-secret name. By this name it finds the function that opens the channel's connections.
-"""
+"""Opens connections: those that gRPC cannot open by itself, and those to meeting points."""
 
 import asyncio
 import contextlib
@@ -32,7 +27,12 @@ _MAX_CONNECTIONS = 1024
 
 
 class Dialler:
-    """The proxy that opens connections for a channel pool, or for a peer that waits at meeting points."""
+    """The proxy that opens connections for a channel pool, or for a peer that waits at meeting points.
+
+    gRPC for Python takes no connection that is open already. But for a channel with the option grpc.http_proxy a proxy
+    opens the connections, by HTTP CONNECT, and this is one, inside the process. It gives each channel a secret name, by
+    which it finds the function that opens the channel's connections.
+    """
 
     def __init__(self) -> None:
         self._openers: dict[str, Opener] = {}

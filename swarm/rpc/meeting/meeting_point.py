@@ -1,8 +1,7 @@
 """The servicer of a meeting point: peers that others do not reach wait here, and are connected to their callers.
 
-Runs at every stage peer, as one more service of its gRPC server, so that it needs no further port and has the guard's
-rights and limits. A connection is carried by two calls, Connect and Take, piece by piece. What is in the pieces is TLS
-between the two ends. Never stores anything, and knows only which peers wait and which callers ask.
+It is one more service of a peer's gRPC server, and so needs no further port and has the guard's rights and limits. Two
+calls, Connect and Take, carry a connection piece by piece: TLS between the two ends.
 """
 
 import asyncio

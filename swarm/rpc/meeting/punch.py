@@ -1,10 +1,9 @@
 """Punches a connection between two peers behind routers: both dial each other at one moment, from known ports.
 
-Each of them asks a meeting point for the other's address, from the port from which it will dial. Then both dial, and
-two SYN packets that cross open both routers (TCP simultaneous open, RFC 9293, 3.5). If only one of the two is behind a
-router, that one simply reaches the other. The meeting point gives a secret to both, by which each end proves to the
-other that it is no stranger. TLS between the two comes after that. Whatever a meeting point says, it cannot have this
-machine dialled from within, nor bytes of the meeting point's choice sent to anybody.
+Each asks a meeting point for the other's address, from the port from which it will dial; two SYN packets that cross
+open both routers (TCP simultaneous open, RFC 9293, 3.5). If only one is behind a router, it reaches the other. By the
+meeting point's secret each end proves that it is no stranger. Whatever a meeting point says, it cannot have this
+machine dialled from within, nor bytes of its choice sent to anybody.
 """
 
 import asyncio

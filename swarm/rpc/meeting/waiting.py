@@ -1,7 +1,6 @@
 """Runs at a peer that others do not reach: the peer waits at meeting points, and takes connections of callers there.
 
-Bytes of callers are passed on to the peer's server over the loopback; there TLS ends, and the guard checks these
-callers like all others. A meeting point that falls silent is left within seconds, and another one is found.
+Bytes of callers go to the peer's server over the loopback; there TLS ends, and the guard checks them like all others.
 """
 
 import asyncio

@@ -1,9 +1,7 @@
-"""The ways to one peer. Its endpoints are tried in turn, and one that failed is tried last for a while. While a way is
-in use, a better one is looked for.
+"""The ways to one peer. Its endpoints are tried in turn, and one that failed is tried last for a while.
 
-The bytes of a connection that is opened here are copied once on their way to gRPC. To avoid that for later calls, gRPC
-itself then dials a direct endpoint that works. A connection that a meeting point carries is there at once. Meanwhile
-one is punched, and later calls use the punched one.
+While a way is in use, a better one is looked for: a direct endpoint, which gRPC dials by itself without a copy of the
+bytes here, or, beside a connection that a meeting point carries, a punched one.
 """
 
 import asyncio
