@@ -79,8 +79,6 @@ class Pcp:
         self._outer_host = ""
 
     def forward(self, port: int, outer_port: int, lease_seconds: int) -> int:
-        """Forward a port, as Router says."""
-
         def request(own_host: str) -> bytes:
             header = struct.pack("!BBHI", _PCP, _PCP_MAP, 0, lease_seconds) + _mapped(own_host)
             return header + self._nonce + struct.pack("!BxxxHH", _PCP_TCP, port, outer_port) + _mapped("0.0.0.0")
@@ -95,7 +93,7 @@ class Pcp:
         return int(granted)
 
     def outer_host(self) -> str:
-        """The address outside, as Router says: that of the newest forwarding."""
+        """The address outside, by the newest forwarding."""
         return self._outer_host
 
     def end(self, port: int, outer_port: int) -> None:
@@ -118,7 +116,6 @@ class NatPmp:
         return _granted(_exchange(self._address, lambda _: request), port)
 
     def outer_host(self) -> str:
-        """The address outside, as Router says."""
         reply = _exchange(self._address, lambda _: struct.pack("!BB", 0, _OUTER_HOST))
         if len(reply) < 12 or reply[:4] != struct.pack("!BBH", 0, _ANSWER + _OUTER_HOST, 0):
             raise OSError("the router does not tell its address by NAT-PMP")
@@ -146,38 +143,28 @@ class Upnp:
         self._gateway: Any = None
 
     def forward(self, port: int, outer_port: int, lease_seconds: int) -> int:
-        """Forward a port, as Router says."""
-        try:
-            gateway = self._found()
-            gateway.addportmapping(outer_port, "TCP", gateway.lanaddr, port, "swarm", "", lease_seconds)
-        except Exception as error:  # noqa: BLE001 - miniupnpc raises nothing more exact.
-            raise OSError(f"the router refuses by UPnP: {error}") from None
+        self._ask(lambda by: by.addportmapping(outer_port, "TCP", by.lanaddr, port, "swarm", "", lease_seconds))
         return outer_port
 
     def end(self, port: int, outer_port: int) -> None:
-        """End a forwarding, as Router says."""
-        try:
-            self._found().deleteportmapping(outer_port, "TCP")
-        except Exception as error:  # noqa: BLE001 - as above.
-            raise OSError(f"the router refuses by UPnP: {error}") from None
+        self._ask(lambda by: by.deleteportmapping(outer_port, "TCP"))
 
     def outer_host(self) -> str:
-        """The address outside, as Router says."""
+        return str(self._ask(lambda by: by.externalipaddress()))
+
+    def _ask(self, call: Callable[[Any], Any]) -> Any:
         try:
-            return str(self._found().externalipaddress())
-        except Exception as error:  # noqa: BLE001 - as above.
-            raise OSError(f"the router does not tell its address by UPnP: {error}") from None
+            if self._gateway is None:
+                import miniupnpc
 
-    def _found(self) -> Any:
-        if self._gateway is None:
-            import miniupnpc
-
-            gateway = miniupnpc.UPnP()
-            gateway.discoverdelay = _UPNP_MILLISECONDS
-            gateway.discover()
-            gateway.selectigd()
-            self._gateway = gateway
-        return self._gateway
+                gateway = miniupnpc.UPnP()
+                gateway.discoverdelay = _UPNP_MILLISECONDS
+                gateway.discover()
+                gateway.selectigd()
+                self._gateway = gateway
+            return call(self._gateway)
+        except Exception as error:  # noqa: BLE001 - miniupnpc raises nothing more exact.
+            raise OSError(f"the router refuses by UPnP: {error}") from None
 
 
 def own_routers() -> list[Router]:

@@ -6,6 +6,8 @@ issues a certificate to every peer that holds it, so a peer shows a chain of two
 
 import datetime
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from functools import lru_cache
 
@@ -54,6 +56,14 @@ _USAGES = {
 }
 
 
+@contextmanager
+def _reading(fault: str) -> Iterator[None]:
+    try:
+        yield
+    except FAULTS:
+        raise IntegrityError(fault) from None
+
+
 def new_key() -> ec.EllipticCurvePrivateKey:
     return ec.generate_private_key(ec.SECP256R1())
 
@@ -75,11 +85,9 @@ def load_key(pem: str) -> ec.EllipticCurvePrivateKey:
 
 def load_pair(pem: str) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
     """Read a private key and, after it, the key's certificate. Raises IntegrityError for anything else."""
-    try:
+    with _reading("not a key and a certificate"):
         key = load_key(pem)
         certificate = load(pem[pem.index("-----BEGIN CERTIFICATE-----") :])
-    except FAULTS:
-        raise IntegrityError("not a key and a certificate") from None
     if public_key(certificate) != key.public_key():
         raise IntegrityError("another key's certificate")
     return key, certificate
@@ -176,18 +184,14 @@ def to_pem(certificate: x509.Certificate) -> str:
 
 def load(pem: str) -> x509.Certificate:
     """Read the first certificate of a chain. Raises IntegrityError if the text begins with none."""
-    try:
+    with _reading("not an X.509 certificate"):
         return x509.load_pem_x509_certificate(pem.encode())
-    except FAULTS:
-        raise IntegrityError("not an X.509 certificate") from None
 
 
 def load_all(pem: str) -> list[x509.Certificate]:
     """Read all certificates of a chain, the peer's own first. Raises IntegrityError for none, or a broken one."""
-    try:
+    with _reading("not X.509 certificates"):
         return x509.load_pem_x509_certificates(pem.encode())
-    except FAULTS:
-        raise IntegrityError("not X.509 certificates") from None
 
 
 def first_pem(chain_pem: str) -> str:
@@ -197,10 +201,8 @@ def first_pem(chain_pem: str) -> str:
 
 def public_key(certificate: x509.Certificate) -> ec.EllipticCurvePublicKey:
     """A certificate's key. Raises IntegrityError if it is not an elliptic-curve key."""
-    try:
+    with _reading("a certificate's key cannot be read"):
         key = certificate.public_key()
-    except FAULTS:
-        raise IntegrityError("a certificate's key cannot be read") from None
     if not isinstance(key, ec.EllipticCurvePublicKey):
         raise IntegrityError("not an elliptic-curve certificate")
     return key
@@ -243,10 +245,8 @@ def common_name(certificate: x509.Certificate) -> str:
 
 def role_of(token_certificate: x509.Certificate) -> Role:
     """The role that a token's certificate gives its holder. Raises IntegrityError if it names none."""
-    try:
+    with _reading("a token's certificate names no role"):
         usages = list(token_certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value)
-    except FAULTS:
-        raise IntegrityError("a token's certificate names no role") from None
     for role, named in _USAGES.items():
         if usages == named:
             return role

@@ -9,13 +9,14 @@ import ipaddress
 import math
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NewType
 from urllib.parse import unquote
 
 from swarm.credentials import certificates
 from swarm.errors import IntegrityError, Overloaded
 from swarm.machine.clock import Clock, SystemClock
+from swarm.rpc.endpoint import plain_ip_of
 
 MAX_CALLS = 1024
 """The most calls of one caller under way at one time. An honest trainer has many, which mostly wait for answers."""
@@ -228,12 +229,9 @@ class Callers:
 
 def caller_of(context: Any) -> Caller:
     """The caller of the call whose ServicerContext this is."""
-    shown = chain_of(context)
-    if shown:
-        try:
+    with suppress(IntegrityError):
+        if shown := chain_of(context):
             return Caller(certificates.peer_id_of(shown))
-        except IntegrityError:
-            pass
     return _address_of(context)
 
 
@@ -269,14 +267,11 @@ def _address_of(context: Any) -> Caller:
     """The caller's address without its port: ipv4:192.0.2.1 or ipv6:[2001:db8:0:1::/64]."""
     address = peer_of(context).rpartition(":")[0]
     family, _, host = address.partition(":")
-    try:
-        ip = ipaddress.IPv6Address(host.strip("[]")) if family == "ipv6" else None
-    except ValueError:
-        ip = None
+    ip = plain_ip_of(host.strip("[]")) if family == "ipv6" else None
     if ip is None or ip.is_loopback:
         return Caller(address)
-    if ip.ipv4_mapped is not None:
-        return Caller(f"ipv4:{ip.ipv4_mapped}")
+    if ip.version == 4:
+        return Caller(f"ipv4:{ip}")
     return Caller(f"ipv6:[{ipaddress.IPv6Network((int(ip), NETWORK_BITS), strict=False)}]")
 
 

@@ -15,15 +15,9 @@ from swarm.rpc.callers import MAX_KEPT_BYTES, Callers
 from swarm.rpc.guard import Guard
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_server
-from swarm.rpc.v1.content_pb2_grpc import ContentServiceServicer, add_ContentServiceServicer_to_server
 from swarm.rpc.v1.directory_pb2_grpc import add_DirectoryServiceServicer_to_server
-from swarm.rpc.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
-from swarm.rpc.v1.lease_pb2_grpc import LeaseServiceServicer, add_LeaseServiceServicer_to_server
-from swarm.rpc.v1.meeting_pb2_grpc import add_MeetingServiceServicer_to_server
-from swarm.rpc.v1.probe_pb2_grpc import add_ProbeServiceServicer_to_server
-from swarm.rpc.v1.stage_pb2_grpc import add_StageServiceServicer_to_server
 from swarm.types import PeerRecord, PeerState
-from tests.rpc.guarded import Averaging, Clock, Directory, Generation, Meeting, Probe, Server, Stage
+from tests.rpc.guarded import Averaging, Clock, Directory, Server, handlers
 from tests.support.locked import PEER
 from tests.support.manual_clock import ManualClock
 
@@ -39,18 +33,13 @@ async def start() -> AsyncIterator[Callable[..., Any]]:
             clock, callers = Clock(), Callers(ManualClock(), max_calls=max_calls, max_bytes=max_bytes)
             guarding = Guard(authority=identity.authority, callers=callers, clock=clock, stage=lambda: running.stage)
             server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[guarding])
-            # Abstract for the type checker only.
-            add_StageServiceServicer_to_server(Stage(), server)  # type: ignore[abstract]
             directory = Directory()
             add_DirectoryServiceServicer_to_server(directory, server)
-            add_LeaseServiceServicer_to_server(LeaseServiceServicer(), server)  # type: ignore[abstract]
             averaging = Averaging()  # type: ignore[abstract]
             add_AveragingServiceServicer_to_server(averaging, server)
-            add_ContentServiceServicer_to_server(ContentServiceServicer(), server)  # type: ignore[abstract]
-            add_GenerationServiceServicer_to_server(Generation(), server)
-            add_ProbeServiceServicer_to_server(Probe(), server)
-            add_MeetingServiceServicer_to_server(Meeting(), server)
             add_HealthServicer_to_server(HealthServicer(), server)
+            # Of two handlers of one call gRPC takes the first.
+            server.add_generic_rpc_handlers(tuple(handlers()))
             port = bind_server(server, "127.0.0.1", 0, tls.server_credentials(identity))
             record = PeerRecord(
                 peer_id=identity.peer_id, stage=0, announced_at=0.0, state=PeerState.SERVING,

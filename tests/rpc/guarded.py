@@ -1,32 +1,30 @@
 """A guarded server with every service of a peer, and callers of all its calls. The services do nothing."""
 
 import asyncio
+import importlib
+import pkgutil
 import ssl
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 from google.protobuf.message import Message
-from grpc_health.v1 import health_pb2
+from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from swarm.credentials.identity import Identity
+from swarm.credentials.rights import CALLS
 from swarm.machine.clock import SystemClock
-from swarm.rpc import tls
+from swarm.rpc import tls, v1
 from swarm.rpc.callers import Callers
-from swarm.rpc.v1 import averaging_pb2, content_pb2, directory_pb2, generation_pb2, lease_pb2, meeting_pb2, stage_pb2
-from swarm.rpc.v1.averaging_pb2_grpc import AveragingServiceServicer, AveragingServiceStub
-from swarm.rpc.v1.content_pb2_grpc import ContentServiceStub
-from swarm.rpc.v1.directory_pb2_grpc import DirectoryServiceServicer, DirectoryServiceStub
-from swarm.rpc.v1.generation_pb2_grpc import GenerationServiceServicer, GenerationServiceStub
-from swarm.rpc.v1.lease_pb2_grpc import LeaseServiceStub
-from swarm.rpc.v1.meeting_pb2_grpc import MeetingServiceServicer, MeetingServiceStub
-from swarm.rpc.v1.probe_pb2_grpc import ProbeServiceServicer, ProbeServiceStub
-from swarm.rpc.v1.stage_pb2_grpc import StageServiceServicer, StageServiceStub
+from swarm.rpc.v1 import averaging_pb2, directory_pb2
+from swarm.rpc.v1.averaging_pb2_grpc import AveragingServiceServicer
+from swarm.rpc.v1.directory_pb2_grpc import DirectoryServiceServicer
 from swarm.types import PeerRecord
 from tests.support import locked
 
@@ -68,49 +66,6 @@ class Server:
             credentials = tls.pinned_credentials(self.record.certificate_pem)
         async with grpc.aio.secure_channel(self.record.endpoint, credentials, options=tls.PINNED_OPTIONS) as channel:
             yield channel
-
-
-class Stage(StageServiceServicer):
-    """Has the real service's calls and streams, but waits for nothing."""
-
-    async def Train(self, request_iterator: Any, context: Any) -> AsyncIterator[stage_pb2.TrainReply]:
-        await context.abort(SERVED)
-        yield stage_pb2.TrainReply()
-
-    async def Evaluate(self, request_iterator: Any, context: Any) -> AsyncIterator[stage_pb2.EvaluateReply]:
-        await context.abort(SERVED)
-        yield stage_pb2.EvaluateReply()
-
-    async def Hold(self, request: Any, context: Any) -> AsyncIterator[stage_pb2.HoldReply]:
-        await context.abort(SERVED)
-        yield stage_pb2.HoldReply()
-
-
-class Generation(GenerationServiceServicer):
-    """Has the real service's calls, but waits for nothing."""
-
-    async def Generate(self, request_iterator: Any, context: Any) -> AsyncIterator[generation_pb2.GenerateReply]:
-        await context.abort(SERVED)
-        yield generation_pb2.GenerateReply()
-
-
-class Meeting(MeetingServiceServicer):
-    """Has the real service's calls, but waits for nothing."""
-
-    async def Check(self, request: Any, context: Any) -> meeting_pb2.CheckReply:
-        return meeting_pb2.CheckReply()
-
-    async def Wait(self, _: Any, context: Any) -> None:  # type: ignore[override]
-        await context.abort(SERVED)
-
-    Connect = Take = Meet = Wait  # type: ignore[assignment]
-
-
-class Probe(ProbeServiceServicer):
-    """Answers nothing."""
-
-    async def Probe(self, request_iterator: object, context: Any) -> None:  # type: ignore[override]
-        await context.abort(SERVED)
 
 
 class Directory(DirectoryServiceServicer):
@@ -158,58 +113,55 @@ async def code_of(call: Any) -> grpc.StatusCode:
     return grpc.StatusCode.OK
 
 
+def methods() -> dict[str, Any]:
+    """The descriptor of every method of every service that is described in proto/."""
+    pages = [importlib.import_module(f"swarm.rpc.v1.{page.name}") for page in pkgutil.iter_modules(v1.__path__)]
+    files = [page.DESCRIPTOR for page in pages if page.__name__.endswith("_pb2")]
+    services = [service for file in files for service in file.services_by_name.values()]
+    return {f"/{service.full_name}/{method.name}": method for service in services for method in service.methods}
+
+
+def handlers() -> list[Any]:
+    """A handler for each call of each service, which answers SERVED."""
+
+    async def single(_: Any, context: Any) -> None:
+        await context.abort(SERVED)
+
+    async def pieces(_: Any, context: Any) -> AsyncIterator[bytes]:
+        await context.abort(SERVED)
+        yield b""
+
+    found: dict[str, dict[str, Any]] = {}
+    for name, method in methods().items():
+        _, service, call = name.split("/")
+        kinds = ["stream" if streams else "unary" for streams in (method.client_streaming, method.server_streaming)]
+        make = getattr(grpc, f"{'_'.join(kinds)}_rpc_method_handler")
+        # Services have coroutines and generators for calls that stream.
+        serve: Any = pieces if kinds == ["unary", "stream"] else single
+        found.setdefault(service, {})[call] = make(serve, method.input_type._concrete_class.FromString)
+    return [grpc.method_handlers_generic_handler(service, calls) for service, calls in found.items()]
+
+
 def calls_of(channel: Any, identity: Identity) -> dict[str, Any]:
     """Every call of every service, made under the caller's own id."""
-    stage: Any = StageServiceStub(channel)
-    lease: Any = LeaseServiceStub(channel)
-    directory: Any = DirectoryServiceStub(channel)
-    averaging: Any = AveragingServiceStub(channel)
-    content: Any = ContentServiceStub(channel)
-    generation: Any = GenerationServiceStub(channel)
-    probe: Any = ProbeServiceStub(channel)
-    meeting: Any = MeetingServiceStub(channel)
     health: Any = HealthStub(channel)
-    pb, own = averaging_pb2, identity.peer_id
-    seconds = {"timeout": 10.0}
-    # A caller that is still writing when its call ends may get an error of gRPC itself; calls without a claim write
-    # nothing.
     calls: dict[str, Any] = {
-        "/swarm.rpc.v1.StageService/Train": lambda: stage.Train(**seconds),
-        "/swarm.rpc.v1.StageService/Evaluate": lambda: stage.Evaluate(**seconds),
-        "/swarm.rpc.v1.StageService/Hold": lambda: stage.Hold(stage_pb2.HoldRequest(), **seconds),
-        "/swarm.rpc.v1.StageService/Describe": lambda: stage.Describe(
-            stage_pb2.DescribeRequest(caller=stage_pb2.Incarnation(peer_id=own)), **seconds
-        ),
-        "/swarm.rpc.v1.DirectoryService/Read": lambda: directory.Read(directory_pb2.ReadRequest(), **seconds),
-        "/swarm.rpc.v1.LeaseService/Acquire": lambda: lease.Acquire(
-            lease_pb2.AcquireRequest(trainer_id=own), **seconds
-        ),
-        "/swarm.rpc.v1.AveragingService/Report": lambda: averaging.Report(
-            pb.ReportRequest(sender=pb.Contact(peer_id=own)), **seconds
-        ),
-        "/swarm.rpc.v1.AveragingService/Exchange": lambda: averaging.Exchange(
-            iter([pb.ExchangeRequest(open=pb.ExchangeOpen(peer_id=own)), pb.ExchangeRequest(data=b"x")]), **seconds
-        ),
-        "/swarm.rpc.v1.ProbeService/Probe": lambda: probe.Probe(**seconds),
-        "/swarm.rpc.v1.MeetingService/Check": lambda: meeting.Check(meeting_pb2.CheckRequest(peer_id=own), **seconds),
-        "/swarm.rpc.v1.MeetingService/Wait": lambda: meeting.Wait(**seconds),
-        "/swarm.rpc.v1.MeetingService/Connect": lambda: meeting.Connect(**seconds),
-        "/swarm.rpc.v1.MeetingService/Take": lambda: meeting.Take(**seconds),
-        "/swarm.rpc.v1.MeetingService/Meet": lambda: meeting.Meet(meeting_pb2.MeetRequest(), **seconds),
-        "/swarm.rpc.v1.GenerationService/Generate": lambda: generation.Generate(**seconds),
-        "/swarm.rpc.v1.ContentService/Weights": lambda: content.Weights(
-            content_pb2.ContentRequest(peer_id=own), **seconds
-        ),
-        "/swarm.rpc.v1.ContentService/Tokenizer": lambda: content.Tokenizer(
-            content_pb2.ContentRequest(peer_id=own), **seconds
-        ),
-        "/grpc.health.v1.Health/Check": lambda: health.Check(health_pb2.HealthCheckRequest(service="none"), **seconds),
+        "/grpc.health.v1.Health/Check": lambda: health.Check(HealthCheckRequest(service="none"), timeout=10.0)
     }
-    for name in ("Begin", "Average", "Commit", "Abort", "Barrier", "Shared", "Download"):
-        request = getattr(pb, f"{name}Request")(peer_id=own)
-        calls[f"/swarm.rpc.v1.AveragingService/{name}"] = lambda name=name, request=request: getattr(averaging, name)(
-            request, **seconds
-        )
+    for name, method in methods().items():
+        *around, field = CALLS[name].sender.split(".")
+        request = claim = method.input_type._concrete_class()
+        for part in around:
+            claim = getattr(claim, part)
+        if field:
+            setattr(claim, field, identity.peer_id)
+        kinds = ["stream" if streams else "unary" for streams in (method.client_streaming, method.server_streaming)]
+        call = getattr(channel, "_".join(kinds))(name)
+        sent = request.SerializeToString()
+        # A caller that is still writing when its call ends may get an error of gRPC itself; streams without a claim
+        # write nothing.
+        streamed = [sent, averaging_pb2.ExchangeRequest(data=b"x").SerializeToString()] if field else None
+        calls[name] = partial(call, streamed and iter(streamed) if method.client_streaming else sent, timeout=10.0)
     return calls
 
 

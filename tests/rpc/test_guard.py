@@ -1,8 +1,6 @@
 """Which caller may call what: real servers with real TLS, and all the services of a stage peer."""
 
 import asyncio
-import importlib
-import pkgutil
 import ssl
 from contextlib import suppress
 from dataclasses import replace
@@ -15,7 +13,6 @@ import pytest
 from swarm.credentials import certificates
 from swarm.credentials.identity import Identity
 from swarm.credentials.rights import CALLS, Who
-from swarm.rpc import v1
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import stage_pb2
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
@@ -30,30 +27,21 @@ from tests.rpc.guarded import (
     calls_of,
     code_of,
     is_served,
+    methods,
 )
 from tests.support import locked
 from tests.support.chain import eventually
 from tests.support.locked import OTHER_PEER, PEER, TRAINER
 
 
-def _methods() -> dict[str, Any]:
-    """The descriptor of every method of every service that is described in proto/."""
-    pages = [importlib.import_module(f"swarm.rpc.v1.{page.name}") for page in pkgutil.iter_modules(v1.__path__)]
-    files = [page.DESCRIPTOR for page in pages if page.__name__.endswith("_pb2")]
-    services = [service for file in files for service in file.services_by_name.values()]
-    return {f"/{service.full_name}/{method.name}": method for service in services for method in service.methods}
-
-
-async def test_the_table_of_rights_has_every_call_and_each_is_tried_here() -> None:
-    ours = _methods()
+def test_the_table_of_rights_has_every_call() -> None:
+    ours = methods()
     assert len({name.split("/")[1] for name in ours}) == 8
     assert set(CALLS) == {*ours, "/grpc.health.v1.Health/Check"}
-    async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
-        assert set(calls_of(channel, PEER)) == set(CALLS)
 
 
 def test_whoever_gives_an_id_of_its_own_is_checked() -> None:
-    for name, method in _methods().items():
+    for name, method in methods().items():
         field = method.input_type
         for part in CALLS[name].sender.split(".") if CALLS[name].sender else ():
             assert part in field.fields_by_name, name
@@ -66,9 +54,10 @@ async def test_a_call_that_the_table_does_not_have_is_not_served(start: Any, mon
     server = await start(locked.OPEN)
     name = "/swarm.rpc.v1.DirectoryService/Read"
     async with server.called_by(locked.OPEN) as channel:
-        assert await code_of(calls_of(channel, locked.OPEN)[name]()) is grpc.StatusCode.OK
+        read = calls_of(channel, locked.OPEN)[name]
+        assert await code_of(read()) is grpc.StatusCode.OK
         monkeypatch.delitem(CALLS, name)
-        assert await code_of(calls_of(channel, locked.OPEN)[name]()) is grpc.StatusCode.UNIMPLEMENTED
+        assert await code_of(read()) is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def _answers(server: Server, identity: Identity) -> dict[str, grpc.StatusCode]:
@@ -76,8 +65,9 @@ async def _answers(server: Server, identity: Identity) -> dict[str, grpc.StatusC
         return {name: await code_of(call()) for name, call in calls_of(channel, identity).items()}
 
 
-async def test_peers_may_call_everything_in_their_own_name(start: Any) -> None:
-    answers = await _answers(await start(), OTHER_PEER)
+@pytest.mark.parametrize(("server", "caller"), [(PEER, OTHER_PEER), (locked.OPEN, locked.OPEN)], ids=["locked", "open"])
+async def test_peers_may_call_everything_in_their_own_name(start: Any, server: Identity, caller: Identity) -> None:
+    answers = await _answers(await start(server), caller)
     assert all(map(is_served, answers.values())), answers
     assert answers["/swarm.rpc.v1.AveragingService/Exchange"] is grpc.StatusCode.OK
 
@@ -86,9 +76,8 @@ async def test_peers_may_call_everything_in_their_own_name(start: Any) -> None:
 async def test_trainers_may_call_what_trainers_need(start: Any, stage: int) -> None:
     server = await start()
     server.stage = stage
-    allowed = {
-        name for name, call in CALLS.items() if call.who is Who.MEMBERS or (call.who is Who.FEEDERS and not stage)
-    }
+    allowing = {Who.MEMBERS, Who.FEEDERS} if stage == 0 else {Who.MEMBERS}
+    allowed = {name for name, call in CALLS.items() if call.who in allowing}
     for name, code in (await _answers(server, TRAINER)).items():
         # A caller that is still writing when its call ends may get an error of gRPC itself.
         refused = (DENIED, grpc.StatusCode.INTERNAL) if name.endswith("Exchange") else (DENIED,)
@@ -96,19 +85,16 @@ async def test_trainers_may_call_what_trainers_need(start: Any, stage: int) -> N
     assert server.callers.num_bytes == 0
 
 
+THIEF = replace(OTHER_PEER, key_pem=locked.OPEN.key_pem)
+
+
 @pytest.mark.parametrize(
     "intruder",
-    [locked.OPEN, locked.EXPIRED, locked.FOREIGN, locked.passed_on()],
-    ids=["no token", "expired", "another run", "passed on"],
+    [locked.OPEN, locked.EXPIRED, locked.FOREIGN, locked.passed_on(), THIEF],
+    ids=["no token", "expired", "another run", "passed on", "a stolen certificate without its key"],
 )
 async def test_strangers_are_not_even_heard(start: Any, intruder: Identity) -> None:
-    answers = await _answers(await start(), intruder)
-    assert set(answers.values()) == {UNREACHABLE}
-
-
-async def test_a_stolen_certificate_is_of_no_use_without_its_key(start: Any) -> None:
-    thief = replace(OTHER_PEER, key_pem=locked.OPEN.key_pem)
-    assert set((await _answers(await start(), thief)).values()) == {UNREACHABLE}
+    assert set((await _answers(await start(), intruder)).values()) == {UNREACHABLE}
 
 
 async def test_a_tokens_own_certificate_is_nobody(start: Any, tmp_path: Path) -> None:
@@ -144,12 +130,6 @@ async def test_nobody_speaks_for_another_member(start: Any) -> None:
         is_silent = not CALLS[name].sender
         assert is_served(code) if is_silent else code is not grpc.StatusCode.OK, name
         assert is_silent or name.endswith("/Exchange") or code is DENIED, name
-
-
-async def test_in_an_open_run_nothing_is_asked(start: Any) -> None:
-    server = await start(locked.OPEN)
-    answers = await _answers(server, locked.OPEN)
-    assert all(map(is_served, answers.values())), answers
 
 
 # -- the other side --------------------------------------------------------------------------------------------------

@@ -219,8 +219,6 @@ def test_empty_chunks_are_refused() -> None:
         reader.feed(header)
 
 
-
-
 def _without_chunks(
     message: Any,
 ) -> Any:
@@ -254,8 +252,6 @@ def test_fields_may_be_added_to_the_last_frame_of_a_tensor() -> None:
 def test_a_message_without_chunks_is_only_read() -> None:
     assert parsed(EvaluateReply, b"") == (EvaluateReply(), [])
     assert parsed(TrainRequest, b"") == (TrainRequest(), [])
-
-
 
 
 @pytest.mark.parametrize(
