@@ -22,6 +22,29 @@ from tests.support.locked import PEER
 from tests.support.manual_clock import ManualClock
 
 
+async def _echo(request: bytes, context: Any) -> bytes:
+    return request
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Callable[..., Any]]:
+    """Starts servers on loopback, which end with their test. It returns the port."""
+    async with AsyncExitStack() as stack:
+
+        async def serve_one(
+            handler: Any = _echo, *, credentials: grpc.ServerCredentials | None = None, port: int = 0
+        ) -> int:
+            server = grpc.aio.server(options=SERVER_OPTIONS)
+            handlers: Any = {"Echo": grpc.unary_unary_rpc_method_handler(handler)}
+            server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", handlers),))
+            bound = bind_server(server, "127.0.0.1", port, credentials)
+            await server.start()
+            stack.push_async_callback(server.stop, None)
+            return bound
+
+        yield serve_one
+
+
 @pytest.fixture
 async def start() -> AsyncIterator[Callable[..., Any]]:
     async with AsyncExitStack() as stack:

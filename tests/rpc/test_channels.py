@@ -16,36 +16,18 @@ from swarm.credentials import identity
 from swarm.rpc import channels, tls
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.failures import abort, abort_code, translate
-from swarm.rpc.serving import SERVER_OPTIONS, bind_server
+from swarm.rpc.serving import bind_server
 from swarm.rpc.tls import MAX_MESSAGE_BYTES, client_options
 from swarm.types import PeerRecord, PeerState
 from tests.support.chain import eventually
 from tests.support.manual_clock import ManualClock
+from tests.support.meeting import echo
 from tests.support.proxy import Direction, Proxy
 
 SERVER, OTHER = identity.generate(), identity.generate()
 
 Handler = Callable[[bytes, Any], Awaitable[bytes]]
 Serve = Callable[..., Awaitable[int]]
-
-
-@pytest.fixture
-async def serve() -> AsyncIterator[Serve]:
-    """Starts servers on loopback and returns their ports."""
-    servers: list[grpc.aio.Server] = []
-
-    async def start(handler: Handler, *, credentials: grpc.ServerCredentials | None = None, port: int = 0) -> int:
-        server = grpc.aio.server(options=SERVER_OPTIONS)
-        handlers: Any = {"Call": grpc.unary_unary_rpc_method_handler(handler)}
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", handlers),))
-        bound = bind_server(server, "127.0.0.1", port, credentials)
-        await server.start()
-        servers.append(server)
-        return bound
-
-    yield start
-    for server in servers:
-        await server.stop(None)
 
 
 @pytest.fixture
@@ -70,19 +52,14 @@ def _record(port: int, certificate_pem: str = "") -> PeerRecord:
 
 
 async def _call(channel: grpc.aio.Channel, request: bytes = b"hello", *, seconds: float = 10.0) -> Any:
-    call: Any = channel.unary_unary("/test/Call")
-    return await call(request, timeout=seconds)
-
-
-async def _echo(request: bytes, context: Any) -> bytes:
-    return request
+    return await echo(channel, request, seconds=seconds, waits=False)
 
 
 # -- channels --------------------------------------------------------------------------------------------------------
 
 
 async def test_a_channel_is_pinned_to_the_record(serve: Serve, pool: ChannelPool) -> None:
-    port = await serve(_echo, credentials=tls.server_credentials(SERVER))
+    port = await serve(credentials=tls.server_credentials(SERVER))
     assert await _call(pool.channel(_record(port, SERVER.certificate_pem))) == b"hello"
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await _call(pool.channel(_record(port, OTHER.certificate_pem)))
@@ -98,7 +75,7 @@ async def test_a_channel_is_reused(pool: ChannelPool) -> None:
 
 
 async def test_no_record_of_another_peer_changes_where_a_peer_is_called(serve: Serve, pool: ChannelPool) -> None:
-    dead, own_end = "127.0.0.1:1", f"127.0.0.1:{await serve(_echo, credentials=tls.server_credentials(SERVER))}"
+    dead, own_end = "127.0.0.1:1", f"127.0.0.1:{await serve(credentials=tls.server_credentials(SERVER))}"
     hidden = f"tunnel:{OTHER.peer_id}@{dead}"
     for endpoints in ((dead, own_end), (hidden, own_end)):
         first, *others = endpoints
@@ -147,7 +124,7 @@ async def test_who_accepts_a_connection_and_says_nothing_is_out_of_reach_and_not
 async def test_a_channel_is_connected_from_the_first_call_until_the_peer_goes(
     serve: Serve, insecure_pool: ChannelPool
 ) -> None:
-    async with Proxy("127.0.0.1", await serve(_echo)) as proxy:
+    async with Proxy("127.0.0.1", await serve()) as proxy:
         record = _record(proxy.port)
         assert not insecure_pool.is_connected(record)
         await _call(insecure_pool.channel(record))
@@ -170,7 +147,7 @@ async def test_bulk_transfers_have_a_connection_of_their_own(serve: Serve, insec
 
 
 async def test_a_short_call_does_not_wait_behind_a_bulk_transfer(serve: Serve, insecure_pool: ChannelPool) -> None:
-    async with Proxy("127.0.0.1", await serve(_echo)) as proxy:
+    async with Proxy("127.0.0.1", await serve()) as proxy:
         record = _record(proxy.port)
         short, bulk = insecure_pool.channel(record), insecure_pool.channel(record, bulk=True)
         proxy.links[Direction.TO_SERVER].bytes_per_second = 3e5
@@ -192,7 +169,7 @@ async def test_channels_that_nobody_uses_are_closed_once_their_calls_are_done(se
 
     clock = ManualClock()
     pool = ChannelPool(insecure=True, clock=clock)
-    vanishing, staying = _record(await serve(slow)), _record(await serve(_echo))
+    vanishing, staying = _record(await serve(slow)), _record(await serve())
     old, kept = pool.channel(vanishing), pool.channel(staying)
     call = asyncio.create_task(_call(old))
     await begun.wait()
@@ -208,7 +185,7 @@ async def test_channels_that_nobody_uses_are_closed_once_their_calls_are_done(se
 
 
 async def test_messages_may_be_large(serve: Serve, insecure_pool: ChannelPool) -> None:
-    channel = insecure_pool.channel(_record(await serve(_echo)))
+    channel = insecure_pool.channel(_record(await serve()))
     large = bytes(MAX_MESSAGE_BYTES - 1024)
     assert await _call(channel, large) == large
     with pytest.raises(grpc.aio.AioRpcError):
@@ -224,7 +201,7 @@ async def sleep(request, context):
 
 async def main():
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    handlers = {"Call": grpc.unary_unary_rpc_method_handler(sleep)}
+    handlers = {"Echo": grpc.unary_unary_rpc_method_handler(sleep)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", handlers),))
     print(bind_server(server, "127.0.0.1", 0, None), flush=True)
     await server.start()
@@ -257,13 +234,10 @@ async def test_a_frozen_server_is_noticed_and_a_slow_one_left_alone(insecure_poo
 # -- servers ---------------------------------------------------------------------------------------------------------
 
 
-async def test_a_port_in_use_is_one_line(serve: Serve) -> None:
-    port = await serve(_echo)
+async def test_a_port_that_cannot_be_had_is_one_line(serve: Serve) -> None:
+    port = await serve()
     with pytest.raises(ValueError, match=rf"^cannot listen on 127.0.0.1:{port}: the port is in use, .*$"):
-        await serve(_echo, port=port)
-
-
-async def test_an_address_of_another_machine_is_one_line() -> None:
+        await serve(port=port)
     with pytest.raises(ValueError, match=r"^cannot listen on \[2001:db8::1\]:0: "):
         bind_server(grpc.aio.server(), "2001:db8::1", 0, None)
 
@@ -315,25 +289,18 @@ def test_every_error_can_travel() -> None:
     assert {type(error) for error in ERRORS} == leaves(errors.SwarmError)
 
 
-async def test_a_missed_deadline_is_slowness(serve: Serve, insecure_pool: ChannelPool) -> None:
+async def test_a_missed_deadline_is_slowness_and_a_bug_makes_its_peer_unavailable(
+    serve: Serve, insecure_pool: ChannelPool
+) -> None:
     async def slow(request: bytes, context: Any) -> bytes:
         await asyncio.sleep(5)
         return request
 
-    assert isinstance(await _received(serve, insecure_pool, slow, seconds=0.1), errors.DeadlineExceeded)
-
-
-async def test_a_bug_in_a_servicer_makes_its_peer_unavailable(serve: Serve, insecure_pool: ChannelPool) -> None:
     async def broken(request: bytes, context: Any) -> bytes:
         raise KeyError("bug")
 
+    assert isinstance(await _received(serve, insecure_pool, slow, seconds=0.1), errors.DeadlineExceeded)
     assert isinstance(await _received(serve, insecure_pool, broken), errors.PeerUnavailable)
-
-
-async def test_nobody_there(insecure_pool: ChannelPool) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await _call(insecure_pool.channel(_record(1)))
-    assert isinstance(translate(caught.value), errors.PeerUnavailable)
 
 
 @pytest.mark.parametrize(("name", "argument"), [("Overloaded", "soon"), ("SystemExit", "0")])

@@ -106,8 +106,8 @@ async def hidden_peer(
         await server.stop(None)
 
 
-async def echo(channel: grpc.aio.Channel, data: bytes, *, seconds: float = 5.0) -> bytes:
-    """Send data to a hidden peer, and return the data that it sends back."""
+async def echo(channel: grpc.aio.Channel, data: bytes = b"a", *, seconds: float = 5.0, waits: bool = True) -> bytes:
+    """Send data to a server of tests, and return the data that it sends back; `waits` for it to be there."""
     call: Any = channel.unary_unary("/test/Echo")
-    reply: bytes = await call(data, timeout=seconds, wait_for_ready=True)
+    reply: bytes = await call(data, timeout=seconds, wait_for_ready=waits)
     return reply

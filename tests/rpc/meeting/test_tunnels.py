@@ -1,6 +1,7 @@
 """A peer that others do not reach, reached through meeting points: carried, punched, and when a meeting point dies."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
@@ -28,6 +29,13 @@ from tests.support.meeting import Host, echo, hidden_peer, meeting_point
 from tests.support.proxy import Proxy
 
 MEGABYTE = bytes(range(256)) * (4 << 10)
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[ChannelPool]:
+    pool = ChannelPool()
+    yield pool
+    await pool.close()
 
 
 @pytest.fixture
@@ -59,38 +67,34 @@ async def test_what_is_called_through_a_meeting_point_arrives_whole_and_from_an_
         await eventually(lambda: hidden.waiting.num_lines(Kind.RELAYED) == 0)
 
 
-async def test_a_carried_connection_is_followed_by_a_punched_one_and_no_call_fails() -> None:
+async def test_a_carried_connection_is_followed_by_a_punched_one_and_no_call_fails(pool: ChannelPool) -> None:
     async with meeting_point() as host, hidden_peer([host.entry]) as hidden:
-        pool = ChannelPool()
         record = hidden.record
         first = pool.channel(record)
         while pool.channel(record) is first:
-            assert await echo(pool.channel(record), b"a") == b"a"
+            assert await echo(pool.channel(record)) == b"a"
         assert hidden.waiting.num_lines(Kind.PUNCHED) == 1
         carried = host.point.budget.num_bytes
         assert await echo(pool.channel(record), MEGABYTE) == MEGABYTE
         assert host.point.budget.num_bytes - carried < len(MEGABYTE)
         assert pool.is_connected(record)
-        await pool.close()
 
 
 @pytest.mark.parametrize("variable", ["http_proxy", "https_proxy"])
 async def test_no_call_of_the_swarm_goes_through_the_proxy_for_downloads(
-    variable: str, monkeypatch: pytest.MonkeyPatch
+    pool: ChannelPool, variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Nothing listens there, and a true proxy would not know the way to a neighbour either.
     monkeypatch.setenv(variable, "http://127.0.0.1:1")
     monkeypatch.setenv("no_proxy", "*,example.com,10.0.0.0/8")
     async with meeting_point() as host, hidden_peer([host.entry]) as hidden:
-        pool = ChannelPool()
         direct = hidden.record.model_copy(update={"endpoint": hidden.endpoint, "other_endpoints": ()})
         for record in (direct, hidden.record):
-            assert await echo(pool.channel(record, bulk=True), b"a") == b"a"
-            assert await echo(pool.channel(record), b"a") == b"a"
+            assert await echo(pool.channel(record, bulk=True)) == b"a"
+            assert await echo(pool.channel(record)) == b"a"
         watching = await Entry(hidden.own.peer_id, hidden.endpoint).connect(hidden.own, insecure=False)
-        assert await echo(watching, b"a") == b"a"
+        assert await echo(watching) == b"a"
         await watching.close()
-        await pool.close()
 
 
 async def test_a_line_that_is_found_while_its_pool_closes_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,15 +126,14 @@ async def test_a_line_that_is_found_while_its_pool_closes_is_closed(monkeypatch:
         assert not lines[0].is_open
 
 
-async def test_another_meeting_point_takes_over_from_one_that_dies() -> None:
+async def test_another_meeting_point_takes_over_from_one_that_dies(pool: ChannelPool) -> None:
     async with (
         meeting_point() as first,
         meeting_point() as second,
         hidden_peer([first.entry, second.entry]) as hidden,
     ):
-        pool = ChannelPool()
         record = hidden.record
-        assert await echo(pool.channel(record), b"a") == b"a"
+        assert await echo(pool.channel(record)) == b"a"
         dying = first if record.endpoint.endswith(str(first.entry)) else second
         await dying.server.stop(None)
         # Calls under way break with the connection, so their callers try again.
@@ -141,7 +144,6 @@ async def test_another_meeting_point_takes_over_from_one_that_dies() -> None:
                     break
         await eventually(lambda: len(hidden.waiting.endpoints) == 1)
         assert str(dying.entry) not in hidden.waiting.endpoints[0]
-        await pool.close()
 
 
 async def test_a_peer_that_slept_waits_at_once_where_it_waited_before() -> None:
@@ -174,38 +176,32 @@ async def test_a_meeting_point_is_waited_at_where_it_answers_and_announced_at_al
 
 
 @pytest.mark.usefixtures("no_punching")
-async def test_a_direct_endpoint_that_is_dead_does_not_hide_the_tunnel() -> None:
+async def test_a_direct_endpoint_that_is_dead_does_not_hide_the_tunnel(pool: ChannelPool) -> None:
     async with meeting_point() as host, hidden_peer([host.entry]) as hidden:
-        pool = ChannelPool()
         dead = hidden.record.model_copy(update={"endpoint": "127.0.0.1:1", "other_endpoints": hidden.record.endpoints})
-        assert await echo(pool.channel(dead), b"a") == b"a"
+        assert await echo(pool.channel(dead)) == b"a"
         assert host.point.budget.num_connections == 1
-        await pool.close()
 
 
-async def test_of_several_endpoints_the_one_that_works_is_dialled_by_grpc_itself() -> None:
+async def test_of_several_endpoints_the_one_that_works_is_dialled_by_grpc_itself(pool: ChannelPool) -> None:
     async with meeting_point() as host, hidden_peer([host.entry]) as hidden:
-        pool = ChannelPool()
         others = (hidden.endpoint, *hidden.record.endpoints)
         record = hidden.record.model_copy(update={"endpoint": "127.0.0.1:1", "other_endpoints": others})
         first = pool.channel(record)
-        assert await echo(first, b"a") == b"a"
+        assert await echo(first) == b"a"
         await eventually(lambda: pool.channel(record) is not first)
         assert pool.is_connected(record)
-        assert await echo(pool.channel(record), b"a") == b"a"
+        assert await echo(pool.channel(record)) == b"a"
         assert host.point.budget.num_connections == 0
-        await pool.close()
 
 
-async def test_whoever_answers_in_the_place_of_a_peer_fails_the_handshake() -> None:
+async def test_whoever_answers_in_the_place_of_a_peer_fails_the_handshake(pool: ChannelPool) -> None:
     stranger = generate()
     async with meeting_point() as host, hidden_peer([host.entry]) as hidden:
-        pool = ChannelPool()
         forged = hidden.record.model_copy(update={"certificate_pem": stranger.certificate_pem})
         with pytest.raises(grpc.aio.AioRpcError):
             await echo(pool.channel(forged), b"a", seconds=1.0)
         assert hidden.callers == []
-        await pool.close()
 
 
 async def test_a_peer_that_does_not_wait_is_not_connected() -> None:
@@ -219,7 +215,7 @@ async def test_a_meeting_point_of_several_runs_connects_peers_of_one_run_alone()
     async with meeting_point() as host, hidden_peer([host.entry], run_id="run.one") as hidden:
         for run_id in ("run.one", ""):  # A joiner does not know its run yet.
             pool = ChannelPool(run_id=run_id)
-            assert await echo(pool.channel(hidden.record), b"a") == b"a"
+            assert await echo(pool.channel(hidden.record)) == b"a"
             await pool.close()
         assert isinstance(
             await _refusal(host, "Connect", pb.Carried(to=hidden.own.peer_id, run_id="run.two")), WrongRun
@@ -280,7 +276,7 @@ async def test_in_a_locked_run_its_members_wait_and_connect() -> None:
     ):
         for caller in (own, locked.TRAINER):
             pool = ChannelPool(identity=caller)
-            assert await echo(pool.channel(hidden.record), b"a") == b"a"
+            assert await echo(pool.channel(hidden.record)) == b"a"
             await pool.close()
         # A trainer serves nothing, so it may not wait at a meeting point.
         assert isinstance(await _refusal(host, "Wait", own=locked.TRAINER), NotAllowed)
@@ -298,11 +294,11 @@ async def test_a_meeting_point_takes_no_more_than_it_says_and_of_one_token_no_mo
         async with hidden_peer([host.entry], other):
             assert host.point.num_waiting == 2
         pool = ChannelPool(identity=locked.OTHER_PEER)
-        assert await echo(pool.channel(hidden.record), b"a") == b"a"
+        assert await echo(pool.channel(hidden.record)) == b"a"
         connecting = pb.Carried(to=hidden.own.peer_id)
         assert isinstance(await _refusal(host, "Connect", connecting, own=locked.PEER), Overloaded)
         others = ChannelPool(identity=other)
-        assert await echo(others.channel(hidden.record), b"a") == b"a"
+        assert await echo(others.channel(hidden.record)) == b"a"
         for each in (pool, others):
             await each.close()
 
