@@ -216,15 +216,11 @@ class Candidates:
 def candidates(
     host: str, interfaces: Mapping[str, Sequence[str]], *, towards_peers: Sequence[str], by_default: Sequence[str]
 ) -> Candidates:
-    """What to announce for a peer that listens at `host`.
+    """What to announce for a peer that listens at `host`, or if that is empty on all of IPv4 and IPv6.
 
-    Args:
-        host: IP address to listen on, or empty for all of IPv4 and IPv6. A single address is the only one that can be
-            announced.
-        interfaces: the addresses of each network interface, by its name.
-        towards_peers: this machine's address on the route to each peer that it joins.
-        by_default: this machine's addresses on the default routes. An interface with one of these addresses is not a
-            bridge to containers, whatever its name is.
+    `interfaces` are the addresses of each network interface, by its name. `towards_peers` and `by_default` are this
+    machine's addresses on the routes to the peers that it joins, and on the default routes: an interface with one of
+    the latter is no bridge to containers, whatever its name is.
     """
     versions = {4, 6}
     if host:
@@ -249,10 +245,9 @@ def candidates(
 
 
 def own_outside(host: str, initial_peers: Sequence[str], *, is_named: bool) -> tuple[Outside, ...]:
-    """This machine's own addresses, the best first, for a peer that listens at `host`. `initial_peers` are the addresses
-    at which the peer enters the DHT. `is_named` says whether the user named the addresses at which others reach it.
-    Otherwise a warning tells if it is not known which of these is the best.
-    """
+    """This machine's own addresses, the best first, for a peer that listens at `host` and enters the DHT at
+    `initial_peers`. Unless the user named the addresses at which others reach it, a warning tells if it is not known
+    which is the best."""
     own = own_candidates(host, initial_peers)
     if not is_named:
         own.say_if_undecided()
@@ -260,11 +255,8 @@ def own_outside(host: str, initial_peers: Sequence[str], *, is_named: bool) -> t
 
 
 def own_candidates(host: str, initial_peers: Sequence[str]) -> Candidates:
-    """The candidates of this machine, for a peer that joins at these DHT addresses.
-
-    If `host` is no IP address, there are no candidates. Initial peers that are no addresses are ignored. The DHT node,
-    which starts next, raises an error in both cases.
-    """
+    """The candidates of this machine, for a peer that joins at these DHT addresses; none if `host` is no IP address. Of
+    these faults, and of initial peers that are no addresses, the DHT node tells, which starts next."""
     try:
         versions = [ipaddress.ip_address(host).version] if host else [4, 6]
     except ValueError:

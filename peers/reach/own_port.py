@@ -120,7 +120,6 @@ async def answering_as_node(host: str, port: int) -> AsyncIterator[None]:
 
 
 def is_listened_on(host: str, port: int) -> bool:
-    """Whether a server listens on the port."""
     try:
         with _bound(host, port) as sock:
             sock.listen()

@@ -51,8 +51,6 @@ _EVERYWHERE = ("", "0.0.0.0", "::")
 
 
 class Reach:
-    """Finds out, and keeps up, the ways in which others reach one peer."""
-
     def __init__(
         self, membership: Membership, node: DhtNode, listen: Listen, *, insecure: bool,
         router_ports: RouterPorts | None = None, meet: Sequence[Entry] = (),

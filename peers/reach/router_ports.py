@@ -47,9 +47,7 @@ class Router(Protocol):
         """Forward a router's port to `port` of this machine. Return the router's port: `outer_port` if that is free."""
         ...
 
-    def end(self, port: int, outer_port: int) -> None:
-        """End the forwarding of `outer_port` to `port`."""
-        ...
+    def end(self, port: int, outer_port: int) -> None: ...
 
     def outer_host(self) -> str:
         """The router's IPv4 address outside, as it says."""
@@ -70,8 +68,6 @@ def _exchange(address: tuple[str, int], request: Callable[[str], bytes]) -> byte
 
 
 class Pcp:
-    """A router that speaks PCP."""
-
     def __init__(self, address: tuple[str, int]) -> None:
         self._address = address
         self._nonce = os.urandom(12)
@@ -106,8 +102,6 @@ def _mapped(host: str) -> bytes:
 
 
 class NatPmp:
-    """A router that speaks NAT-PMP."""
-
     def __init__(self, address: tuple[str, int]) -> None:
         self._address = address
 
@@ -137,8 +131,6 @@ def _granted(reply: bytes, port: int) -> int:
 
 
 class Upnp:
-    """A router that speaks UPnP, by miniupnpc."""
-
     def __init__(self) -> None:
         self._gateway: Any = None
 
@@ -183,8 +175,6 @@ def default_gateway(routes: str) -> str | None:
 
 
 class RouterPorts:
-    """The forwarded ports of one peer."""
-
     def __init__(self, clock: Clock, routers: Sequence[Router]) -> None:
         """`routers` are asked in this order until one forwards all ports."""
         self._clock = clock
@@ -212,14 +202,12 @@ class RouterPorts:
         return host if ip is not None and ip.is_global else None
 
     async def keep(self) -> Never:
-        """Renew the forwardings until cancelled."""
         while True:
             await self._clock.sleep(RENEW_SECONDS)
             if not await self._forward(list(self.outer)):
                 logger.warning("the router does not renew the forwarding of this peer's ports")
 
     async def release(self) -> None:
-        """End all forwardings."""
         outer, self.outer = self.outer, {}
         for port, outer_port in outer.items():
             assert self._router is not None

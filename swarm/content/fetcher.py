@@ -30,8 +30,6 @@ SILENCE_SECONDS = 20.0
 
 
 class Kind(StrEnum):
-    """The kind of content: the method of ContentService."""
-
     WEIGHTS = "Weights"
     TOKENIZER = "Tokenizer"
 
@@ -45,14 +43,9 @@ class Line:
         self._channels = channels
 
     async def ask(self, peer: PeerRecord, kind: Kind, sha256: str, *, max_bytes: int) -> bytes:
-        """Get the content that has this digest.
-
-        Raises:
-            NotReady: the peer does not have it.
-            Overloaded: the peer serves others first.
-            IntegrityError, MalformedMessage: the peer sent something else.
-            PeerUnavailable, DeadlineExceeded: the peer is gone, or was silent.
-        """
+        """Get the content that has this digest. Raises NotReady if the peer does not have it, Overloaded if it serves
+        others first, IntegrityError or MalformedMessage if it sends something else, PeerUnavailable or DeadlineExceeded
+        if it is gone or silent."""
         stub = ContentServiceStub(self._channels.channel(peer, bulk=True))
         request = pb.ContentRequest(run_id=self._run_id, sha256=bytes.fromhex(sha256), peer_id=self._own_id)
         call: Any = getattr(stub, kind.value)(request)

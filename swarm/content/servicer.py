@@ -34,7 +34,6 @@ RETRY_SECONDS = 0.5
 
 
 def nothing(sha256: str) -> bytes | None:
-    """The empty shelf."""
     return None
 
 
@@ -48,8 +47,6 @@ class Shelves:
 
 @dataclass(eq=False)
 class ContentServicer(ContentServiceServicer):
-    """The servicer of one stage peer."""
-
     run_id: str
     shelves: Shelves
     is_exchanging: Callable[[], bool]

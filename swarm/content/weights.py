@@ -60,12 +60,11 @@ class WeightsCache:
         return next((place for place in self._places if place.has(shapes)), None)
 
     async def of(self, shapes: Mapping[str, Size]) -> Weights:
-        """Return weights that hold these parameters. Those that are not on this machine are fetched first.
+        """Return weights that hold these parameters; those that are not on this machine are fetched first. After a
+        cancellation, whole parts are kept, and the next call goes on with them.
 
-        After a cancellation, whole parts are kept, and the next call goes on with them.
-
-        Raises PeerUnavailable if no peer that answers has them all. Raises Fatal if they cannot be written to disk, or
-        are not those of this model.
+        Raises PeerUnavailable if no peer that answers has them all, Fatal if they cannot be written to disk, or are not
+        those of this model.
         """
         async with self._lock:
             try:

@@ -18,8 +18,6 @@ from swarm.types import PeerId
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """The facts about a member that its certificates state."""
-
     peer_id: PeerId
     role: Role
     begins_at: float

@@ -97,13 +97,11 @@ def load_pair(pem: str) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
 
 
 def self_signed(key: ec.EllipticCurvePrivateKey, now: datetime.datetime) -> x509.Certificate:
-    """Make a certificate for a peer of an open run, signed with the peer's own key."""
     builder = _builder(PEER_NAME, key.public_key(), PEER_NAME, now - _EARLIER, now + _LONG)
     return builder.add_extension(_PEER_NAMES, critical=False).sign(key, hashes.SHA256())
 
 
 def owner(key: ec.EllipticCurvePrivateKey, now: datetime.datetime) -> x509.Certificate:
-    """Make a certificate for the owner of a run, which can issue tokens."""
     builder = _builder(OWNER_NAME, key.public_key(), OWNER_NAME, now - _EARLIER, now + _LONG)
     return _authority(builder, key, key, path_length=1).sign(key, hashes.SHA256())
 

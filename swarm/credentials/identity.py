@@ -155,8 +155,6 @@ class Token:
 
 @dataclass(frozen=True)
 class OwnerKey:
-    """The key that makes its holder the owner of a run."""
-
     key: ec.EllipticCurvePrivateKey = field(repr=False)
     certificate: x509.Certificate
 

@@ -12,8 +12,6 @@ from swarm.errors import NotAllowed
 
 
 class Who(Enum):
-    """Whose right something is."""
-
     MEMBERS = "whoever has a token"
     FEEDERS = "peers, and at stage 0 trainers too: later stages take activations from peers alone"
     PEERS = "whoever has a peer's token"
@@ -75,13 +73,11 @@ def require_call(role: Role, method: str, stage: int) -> None:
 
 
 def require_announcement(role: Role, key: str) -> None:
-    """Raise NotAllowed unless a member with this role may announce itself under this key."""
     if not _is_one(role, ANNOUNCEMENTS.get(key.rpartition(".")[2], Who.PEERS)):
         raise NotAllowed(f"a {role}'s token does not give the right to announce oneself under {key}")
 
 
 def require_serving(role: Role) -> None:
-    """Raise NotAllowed unless a member with this role may serve others."""
     if not _is_one(role, SERVING):
         raise NotAllowed(f"it has a {role}'s token")
 

@@ -20,17 +20,11 @@ not counted."""
 
 
 async def ask(call: Callable[[Any], Awaitable[Reply]], request: Any, *, seconds: float, finite: bool = True) -> Reply:
-    """Ask a peer, and return its answer. Cancelling ends the call.
+    """Make a grpc.aio.UnaryUnaryMultiCallable's call, and return the answer; with `finite`, one that holds NaN or
+    infinity is refused. Cancelling ends the call.
 
-    Args:
-        call: a grpc.aio.UnaryUnaryMultiCallable.
-        seconds: longest wait for the answer, the time to connect included.
-        finite: whether an answer that holds NaN or infinity is refused.
-
-    Raises:
-        DeadlineExceeded: no answer came within `seconds`.
-        PeerUnavailable: the peer cannot be reached, or the answer has a number or a list that is out of bounds.
-        SwarmError: the error with which the peer refused.
+    Raises DeadlineExceeded if no answer comes within `seconds`, the time to connect included, PeerUnavailable if the
+    peer cannot be reached or its answer is out of bounds, and the error with which the peer refuses.
     """
     try:
         # Not wait_for: in Python 3.11 it loses a cancellation that comes together with the answer.
@@ -48,16 +42,11 @@ async def ask(call: Callable[[Any], Awaitable[Reply]], request: Any, *, seconds:
 
 
 async def describe(channel: grpc.aio.Channel, request: pb.DescribeRequest, *, seconds: float) -> pb.DescribeReply:
-    """Ask one peer; every number in its answer is finite. Cancelling ends the call.
+    """Ask one peer; every number in its answer is finite. Cancelling ends the call. The seconds include the time for
+    which the request makes the peer wait for its next round.
 
-    Args:
-        seconds: longest wait for the answer. It includes the time to connect, and the time for which the request makes
-            the peer wait for its next round.
-
-    Raises:
-        WrongRun: the request names a run, and the peer is of another one by now: it may have been started again at the
-            same port.
-        SwarmError: what `ask` raises.
+    Raises what `ask` does, and WrongRun if the peer is of another run than the request by now: it may have been started
+    again at the same port.
     """
     stub: Any = StageServiceStub(channel)
     reply: pb.DescribeReply = await ask(stub.Describe, request, seconds=seconds)
@@ -74,7 +63,6 @@ class Stream:
     """
 
     def __init__(self, call: Any) -> None:
-        """`call` is a grpc.aio.StreamStreamCall."""
         self._call = call
 
     async def __aenter__(self) -> Self:
@@ -148,15 +136,11 @@ class Stream:
 
 
 async def download(call: Any, peer_id: str, *, silence_seconds: float) -> AsyncGenerator[Any, None]:
-    """Yield the messages of a grpc.aio.UnaryStreamCall. Closing this generator cancels the call.
+    """Yield the messages of a grpc.aio.UnaryStreamCall, of which each may take `silence_seconds`. Closing this
+    generator cancels the call.
 
-    Args:
-        silence_seconds: the longest wait for the next message.
-
-    Raises:
-        DeadlineExceeded: the peer was silent, or too slow.
-        PeerUnavailable: the call ended early.
-        SwarmError: the error with which the peer ended the call.
+    Raises DeadlineExceeded if the peer is silent or too slow, PeerUnavailable if the call ends early, and the error
+    with which the peer ends it.
     """
     time = asyncio.get_running_loop().time
     waited_seconds = num_bytes = 0.0

@@ -89,21 +89,17 @@ class Quota:
 
     @property
     def total(self) -> float:
-        """What all callers have together."""
         return sum(map(self.held, self._taken)) if self._per_second else self._given
 
     @property
     def callers(self) -> list[Caller]:
-        """Those that have something."""
         return [caller for caller in self._taken if self.held(caller)]
 
     def held(self, caller: Caller) -> float:
-        """What a caller has."""
         amount, at = self._taken.get(caller, (0.0, 0.0))
         return max(0.0, amount - (self._clock.monotonic() - at) * self._per_second) if self._per_second else amount
 
     def fits(self, caller: Caller, amount: float = 1) -> bool:
-        """Whether a caller may take this much more."""
         held = self.held(caller)
         return self.total + amount <= self.most and (not held or held + amount <= self.each)
 
@@ -126,7 +122,6 @@ class Quota:
         return max(0.0, self.held(caller) - self.each) / self._per_second
 
     def give_back(self, caller: Caller, amount: float = 1) -> None:
-        """Count something as no longer the caller's."""
         self._count(caller, -amount)
 
     @contextmanager
@@ -176,18 +171,11 @@ class Callers:
         self._begun = Quota("calls in a second", each=BURST_CALLS, per_second=CALLS_PER_SECOND, clock=clock)
 
     def enter(self, caller: Caller, num_entries: int = 0) -> float:
-        """Count a call that begins, until `leave`.
+        """Count a call that begins, until `leave`, and return the seconds that it has to wait because of the caller's
+        earlier ones. Every ENTRIES_PER_CALL entries of the lists in its request count as one more call.
 
-        Args:
-            num_entries: the number of entries of the lists in its request. Every ENTRIES_PER_CALL of them count as one
-                more call.
-
-        Returns:
-            The seconds that the call has to wait before it is served, because of the caller's earlier calls.
-
-        Raises:
-            Overloaded: too many calls of the caller are under way. Or the request has many entries, and the caller's
-                earlier calls already wait so long that these entries cannot all be counted.
+        Raises Overloaded if too many calls of the caller are under way, or if its earlier calls already wait so long
+        that these entries cannot all be counted.
         """
         num_more = num_entries // ENTRIES_PER_CALL
         if num_more and self._begun.held(caller) + 1 + num_more > MOST_BEGUN:
@@ -215,7 +203,6 @@ class Callers:
         self.kept[training].take(caller, num_bytes)
 
     def release(self, caller: Caller, num_bytes: int, *, training: bool = False) -> None:
-        """Count bytes as no longer kept."""
         self.kept[training].give_back(caller, num_bytes)
 
     @property

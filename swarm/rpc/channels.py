@@ -115,7 +115,6 @@ class ChannelPool:
         return opened is not None and opened.channel.get_state() is grpc.ChannelConnectivity.READY
 
     async def close(self) -> None:
-        """Close all channels, and cancel their calls."""
         channels = [opened.let_go() for opened in self._channels.values()]
         self._channels.clear()
         self._used_at.clear()

@@ -29,8 +29,6 @@ _ENTRY = re.compile(rf"(?P<peer_id>[0-9a-f]{{40}})@(?P<host>{HOST_PATTERN}):(?P<
 
 @dataclass(frozen=True)
 class Entry:
-    """A peer, and the host:port of its gRPC server."""
-
     peer_id: PeerId
     endpoint: str
 
@@ -62,16 +60,11 @@ class Entry:
         return host_and_port(self.endpoint)[1]
 
     async def connect(self, own: Identity, *, insecure: bool) -> grpc.aio.Channel:
-        """Open a channel to this very peer. Cancellation leaves nothing behind.
+        """Open a channel to this very peer; with `insecure`, without TLS, the id is not checked. Cancellation leaves
+        nothing behind.
 
-        Args:
-            own: the caller's identity.
-            insecure: whether the run does without TLS; then the id is not checked.
-
-        Raises:
-            PeerUnavailable: no peer answers there, or another one, or one that uses TLS and should not, or the other
-                way round.
-            ValueError: the run is locked, and there is no token.
+        Raises PeerUnavailable if no peer answers there, or another one, or one that uses TLS and should not, or the
+        other way round; ValueError if the run is locked, and there is no token.
         """
         if insecure:
             await self._require_no_tls()

@@ -43,18 +43,14 @@ class Unreadable:
     reason: str
 
     def WhichOneof(self, _: str) -> str:
-        """The name of the field that is set, like the method of protobuf messages."""
         return "nothing that can be read"
 
     def HasField(self, _: str) -> bool:
-        """Whether a field is set, like the method of protobuf messages."""
         return False
 
 
 @dataclass(eq=False)
 class Guard(grpc.aio.ServerInterceptor):
-    """Stands between gRPC and all services of one server."""
-
     authority: Authority | None
     """Checks who is a member of a locked run; None in an open run, where every caller has all rights."""
     callers: Callers

@@ -55,8 +55,6 @@ Context = Any
 
 
 class ProbeServicer(ProbeServiceServicer):
-    """The servicer of one stage peer."""
-
     def __init__(self, *, is_exchanging: Callable[[], bool], clock: Clock) -> None:
         self._is_exchanging = is_exchanging
         self._clock = clock
@@ -78,7 +76,6 @@ class ProbeServicer(ProbeServiceServicer):
             await abort(context, error)
 
     async def _answer(self, caller: Caller, context: Context) -> None:
-        """Answer until the caller ends. Raises SwarmError."""
         left: int | None = None
         while (request := await self._read(context)) is not None:
             if left is None:
@@ -148,16 +145,12 @@ async def measure_distance(channel: grpc.aio.Channel, clock: Clock) -> Distance:
 async def passes_long(channel: grpc.aio.Channel, endpoint: str = "") -> bool:
     """Whether a message of several packets reaches a peer, and another one comes back.
 
-    Some paths lose all packets of full size, without a word to either end. Then only short messages get through, and
-    with TLS gRPC does not even connect, because the key that it offers fills a packet.
+    Some paths lose all packets of full size, without a word to either end; after a long message the channel is broken
+    then. Only short messages get through, and with TLS gRPC does not even connect, because the key that it offers fills
+    a packet. So with TLS the peer's certificate, a short message, is asked for at `endpoint`.
 
-    Args:
-        channel: may be broken after this call, because on such a path no message arrives after a long one.
-        endpoint: HOST:PORT of the peer's server, whose certificate is a short message; empty without TLS.
-
-    Raises:
-        SwarmError: not even a short message was answered, or the peer answers another probe now.
-    Cancellation ends the call.
+    Raises SwarmError if not even a short message was answered, or the peer answers another probe now. Cancellation ends
+    the call.
     """
     is_heard = False
     try:

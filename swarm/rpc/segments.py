@@ -18,8 +18,6 @@ LONGEST_RETRY_SECONDS = 5.0
 
 @dataclass(eq=False)
 class Arriving:
-    """The progress of one download."""
-
     what: str
     """Names the download, for people."""
     num_bytes: int
@@ -103,7 +101,6 @@ class Segments:
         return index
 
     def finish(self, index: int) -> None:
-        """Note that a segment is here."""
         self._flying.discard(index)
         self.num_missing -= 1
         self._changed.set()
@@ -124,16 +121,10 @@ class Segments:
         *,
         gives_way: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Fetch from one source until all segments are here.
+        """Fetch from one source, which is named for people, until all segments are here. `fetch` fetches and keeps one
+        segment; `gives_way` tells whether a source that serves others first is to be left.
 
-        Args:
-            source: its name, for people.
-            fetch: fetches and keeps one segment.
-            gives_way: tells whether a source that serves others first is to be left.
-
-        Raises:
-            Overloaded: the source served others first, and was left for that.
-            SwarmError: the source failed.
+        Raises Overloaded if the source served others first, and was left for that; another SwarmError if it failed.
         """
         given_at = clock.monotonic()
         while (index := await self.take()) is not None:

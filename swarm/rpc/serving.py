@@ -60,17 +60,10 @@ def check_address(address: Address, *, run_id: str, stage: int) -> None:
 
 
 def bind_server(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:
-    """Let a server, made with SERVER_OPTIONS, listen on a port. Port 0 takes a free port. Without credentials there is
-    no TLS.
+    """Let a server, made with SERVER_OPTIONS, listen on a port, and return the port; 0 takes a free one. Without
+    credentials there is no TLS. An empty host stands for all addresses of this machine, IPv4 and IPv6.
 
-    Args:
-        host: an IP address; empty for all addresses of this machine, IPv4 and IPv6.
-
-    Returns:
-        The port.
-
-    Raises:
-        ValueError: the port is in use, or the host is no address of this machine.
+    Raises ValueError if the port is in use, or the host is no address of this machine.
     """
     address = endpoint_of(host or "::", port)
     try:

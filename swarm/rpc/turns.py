@@ -47,8 +47,6 @@ _Peer = tuple[Caller, str]
 
 @dataclass(eq=False)
 class Turns:
-    """The turns of the peers that download from one peer."""
-
     clock: Clock
     is_training: Callable[[], bool]
     """Whether this peer has work under way, which needs the line first."""

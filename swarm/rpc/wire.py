@@ -58,7 +58,6 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensor on the wire."""
         num_bytes = ENCODINGS[self.encoding].itemsize
         for extent in self.shape:
             num_bytes *= extent
@@ -96,10 +95,8 @@ class TensorReader:
         return not self._missing and self._current is None
 
     def clear(self) -> None:
-        """Let go of all bytes: the traceback of an error that `feed` raised may keep this reader alive for long.
-
-        Callers that have taken `tensors` keep them.
-        """
+        """Let go of all bytes that nobody has taken: the traceback of an error that `feed` raised may keep this reader
+        alive."""
         self._bytes, self._buffer, self.tensors = new_bytes(0), memoryview(b""), {}
 
     def feed(self, piece: Piece) -> None:

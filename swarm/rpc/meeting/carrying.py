@@ -35,7 +35,6 @@ class Accepted:
     """The connections that a listening socket has accepted, a task for each."""
 
     def __init__(self, serve: Callable[[TcpStream], Coroutine[Any, Any, None]], max_connections: int) -> None:
-        """`serve` serves one connection."""
         self._serve = serve
         self._max_connections = max_connections
         self._tasks = set[asyncio.Task[None]]()
@@ -54,7 +53,6 @@ class Accepted:
         task.add_done_callback(lambda _: writer.close())
 
     async def close(self) -> None:
-        """End all connections, and take no more."""
         self._is_closed = True
         for task in (tasks := list(self._tasks)):
             task.cancel()
@@ -62,16 +60,12 @@ class Accepted:
 
 
 class Kind(StrEnum):
-    """How a line reaches the peer."""
-
     DIRECT = "direct"
     PUNCHED = "punched"
     RELAYED = "relayed"
 
 
 class TcpLine:
-    """A TCP connection to a peer."""
-
     def __init__(self, stream: TcpStream, kind: Kind) -> None:
         self.kind = kind
         self._stream = stream
@@ -100,15 +94,9 @@ class CallLine:
 
     @classmethod
     async def opened(cls, call: Any, channel: grpc.aio.Channel, opening: pb.Carried, seconds: float) -> Self:
-        """Wait until the meeting point has connected both ends, and return the line; if it fails, close the channel.
-
-        Args:
-            opening: the first message of the call.
-            seconds: longest wait for the answer.
-
-        Raises:
-            SwarmError: the meeting point's refusal, or PeerUnavailable if it does not answer.
-        """
+        """Send the call's first message, and return the line once the meeting point has connected both ends, within so
+        many seconds; if that fails, close the channel. Raises the meeting point's refusal, or PeerUnavailable if it
+        does not answer."""
         try:
             async with Stream(call) as stream:
                 await stream.write(opening, seconds)
@@ -119,7 +107,6 @@ class CallLine:
         return cls(call, channel)
 
     async def carry(self, stream: TcpStream) -> None:
-        """Do as TcpLine.carry does."""
         try:
             await first_of(self._send(stream[0]), self._receive(stream[1]))
         finally:
@@ -127,7 +114,6 @@ class CallLine:
             await self.close()
 
     async def close(self) -> None:
-        """End the call; nothing happens if it has ended already."""
         self._call.cancel()
         await self._channel.close()
 
@@ -142,17 +128,11 @@ class CallLine:
 
 
 class Line(Protocol):
-    """What all kinds of lines have in common."""
-
     @property
     def kind(self) -> Kind: ...
-    async def carry(self, stream: TcpStream) -> None:
-        """Do as TcpLine.carry does."""
-        ...
+    async def carry(self, stream: TcpStream) -> None: ...
 
-    async def close(self) -> None:
-        """Do as TcpLine.close does."""
-        ...
+    async def close(self) -> None: ...
 
 
 async def first_of(*work: Coroutine[Any, Any, None]) -> None:

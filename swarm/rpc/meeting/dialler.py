@@ -54,7 +54,6 @@ class Dialler:
         self._openers.pop(target.partition(":")[0], None)
 
     async def close(self) -> None:
-        """End all connections."""
         if self._serving is not None:
             self._serving.cancel()
             await asyncio.gather(self._serving, return_exceptions=True)
@@ -114,15 +113,11 @@ class Points:
         return self._open_here if self._own is not None and point.peer_id == self._own.peer_id else None
 
     async def connect(self, point: Entry, options: Options = BULK_OPTIONS, *, target: str = "") -> grpc.aio.Channel:
-        """Open a new channel to a meeting point.
+        """Open a new channel to a meeting point, or to `target` instead of its endpoint. With the options for bulk
+        transfers it shares no connection with other channels.
 
-        Args:
-            options: of the channel. With those for bulk transfers it shares no connection with other channels.
-            target: what to connect to instead of the meeting point's endpoint.
-
-        Raises:
-            PeerUnavailable: the meeting point does not answer, or another peer does.
-            ValueError: the run is locked, and there is no token.
+        Raises PeerUnavailable if the meeting point does not answer, or another peer does; ValueError if the run is
+        locked, and there is no token.
         """
         target = target or point.endpoint
         if self._insecure:

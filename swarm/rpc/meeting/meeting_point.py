@@ -49,8 +49,6 @@ MEET_SECONDS = 4.0
 
 @dataclass(eq=False)
 class _Waiter:
-    """A peer that waits here."""
-
     context: Any
     run_id: str
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -86,7 +84,6 @@ class _OwnLine:
         self._answer = answer
 
     async def carry(self, stream: TcpStream) -> None:
-        """Do as TcpLine.carry does."""
         reader, writer = stream
         try:
             await first_of(self._send(reader), self._receive(writer), _ended(self._answer))
@@ -95,7 +92,6 @@ class _OwnLine:
             await self.close()
 
     async def close(self) -> None:
-        """End the peer's call; nothing happens if it has ended already."""
         self._answer.released.set()
 
     async def _send(self, reader: asyncio.StreamReader) -> None:
@@ -109,14 +105,11 @@ class _OwnLine:
 
 
 class MeetingPoint(MeetingServiceServicer):
-    """The meeting point at one peer."""
-
     def __init__(
         self, own_id: PeerId, limits: MeetingLimits, clock: Clock, *, insecure: bool,
         is_exchanging: Callable[[], bool], run_id: str = "",
     ) -> None:  # fmt: skip
-        """`run_id` is the run whose peers are served; left out, those of all runs are, each with the peers of its own.
-        """
+        """`run_id` is the run whose peers are served; left out, those of all runs are, each with the peers of its own."""
         self._own_id = own_id
         self._run_id = run_id
         self._dial_back = DialBack(clock, insecure=insecure)
@@ -210,13 +203,8 @@ class MeetingPoint(MeetingServiceServicer):
         return peer_id
 
     async def _called(self, peer_id: str, run_id: str, caller: Caller, *, is_meeting: bool) -> _Answer:
-        """Call a peer that waits.
-
-        Raises:
-            NotReady: it does not wait here.
-            WrongRun: it waits for callers of another run.
-            DeadlineExceeded: it does not answer.
-        """
+        """Call a peer that waits. Raises NotReady if it does not wait here, WrongRun if it waits for callers of another
+        run, and DeadlineExceeded if it does not answer."""
         waiter = self._waiting.get(PeerId(peer_id))
         if waiter is None:
             raise NotReady(f"{peer_id[:8]} does not wait here")

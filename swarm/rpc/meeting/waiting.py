@@ -46,8 +46,6 @@ _WAIT_OPTIONS = (*CLIENT_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
 
 @dataclass(eq=False)
 class Waiting:
-    """Keeps one peer waiting at meeting points."""
-
     own: Identity
     points: Points
     clock: Clock

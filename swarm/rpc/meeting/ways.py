@@ -32,8 +32,6 @@ BETTER_AGAIN_SECONDS = 600.0
 
 
 class Ways:
-    """The ways to one peer."""
-
     def __init__(self, record: PeerRecord, points: Points, dialler: Dialler, clock: Clock) -> None:
         self._peer_id = PeerId(record.peer_id)
         self._points = points
@@ -119,8 +117,6 @@ class Ways:
 
 
 class Road:
-    """Opens the connections of one channel."""
-
     def __init__(self, ways: Ways, dialler: Dialler, clock: Clock, *, first: Line | None = None) -> None:
         """`first` is a line that is open already, for the first connection."""
         self._ways = ways
