@@ -32,20 +32,16 @@ BUSY = "those that are to dial it back have no time now, and are asked again"
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What the peers that dialled back reached.
-
-    Attributes:
-        endpoints: direct endpoints that were reached, the best first. If there are any, the endpoints that no peer
-            could try follow.
-        dht_endpoints: the endpoints of the DHT's node that were reached, in the same order.
-        num_asked: how many peers dialled back.
-        num_reached: how many of them reached an endpoint.
-    """
+    """What the peers that dialled back reached."""
 
     endpoints: tuple[str, ...]
+    """Direct endpoints that were reached, the best first. If there are any, the endpoints that no peer could try
+    follow."""
     dht_endpoints: tuple[str, ...]
+    """The endpoints of the DHT's node that were reached, in the same order."""
     num_asked: int
     num_reached: int
+    """How many peers dialled back, and how many of them reached an endpoint."""
 
     @classmethod
     def unchecked(cls, endpoints: tuple[str, ...]) -> Self:
@@ -103,14 +99,11 @@ def _reached(
 
 
 class Inquiry:
-    """The questions of one peer.
-
-    Attributes:
-        hindrance: why the last inquiry came to nothing although other peers answered something; otherwise empty.
-    """
+    """The questions of one peer."""
 
     def __init__(self, membership: Membership, rng: random.Random, *, insecure: bool) -> None:
         self.hindrance = ""
+        """Why the last inquiry came to nothing although other peers answered something; otherwise empty."""
         self._membership = membership
         self._rng = rng
         self._insecure = insecure

@@ -34,15 +34,11 @@ _HOST = re.compile(r"/(?:ip4|ip6|dns[46]?)/([^/]+)/tcp/(\d+)")
 
 @dataclass(frozen=True)
 class Outside:
-    """An address at which others reach one of this machine's ports.
-
-    Attributes:
-        host: a name or an IP address.
-        port: the port there; 0 for the same port as the server's own.
-    """
+    """An address at which others reach one of this machine's ports."""
 
     host: str
     port: int = 0
+    """The port there; 0 for the same port as the server's own."""
 
     @classmethod
     def parse(cls, text: str, *, option: str) -> Self:
@@ -100,19 +96,16 @@ def private_advice(endpoints: Iterable[str]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Announced:
-    """What others are told of a peer's addresses.
-
-    Attributes:
-        endpoints: how they reach its gRPC server, the best first.
-        dht_addresses: where they enter the DHT at this peer, the best first; none if they cannot.
-        num_punched: present connections from callers that were punched with a meeting point's help.
-        num_relayed: present connections from callers that a meeting point carries.
-    """
+    """What others are told of a peer's addresses."""
 
     endpoints: tuple[str, ...] = ("",)
+    """How they reach its gRPC server, the best first."""
     dht_addresses: tuple[str, ...] = ()
+    """Where they enter the DHT at this peer, the best first; none if they cannot."""
     num_punched: int = 0
+    """Present connections from callers that were punched with a meeting point's help."""
     num_relayed: int = 0
+    """Present connections from callers that a meeting point carries."""
 
 
 class Listening(Protocol):
@@ -134,26 +127,22 @@ class Listening(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Listen:
-    """Where one peer listens.
-
-    Attributes:
-        host: IP address to listen on; empty for all of this machine's.
-        port: TCP port for gRPC; 0 takes a free one.
-        outside: where others reach that port, the best first.
-        own: this machine's own addresses, where processes on it and in its network reach the port in any case.
-        dht_addresses: where others enter the DHT, the best first.
-        dht_port: TCP port at which the DHT's node listens; 0 if there is none that others can ask.
-        behind_front: where gRPC and the DHT share a port, which a Front has: the loopback's ports at which the server
-            and the node listen.
-    """
+    """Where one peer listens."""
 
     host: str
+    """IP address to listen on; empty for all of this machine's."""
     port: int
+    """TCP port for gRPC; 0 takes a free one."""
     outside: tuple[Outside, ...]
     own: tuple[Outside, ...] = ()
+    """This machine's own addresses, where processes on it and in its network reach the port in any case."""
     dht_addresses: tuple[str, ...]
+    """Where others enter the DHT, the best first."""
     dht_port: int = 0
+    """TCP port at which the DHT's node listens; 0 if there is none that others can ask."""
     behind_front: tuple[int, int] | None = None
+    """Where gRPC and the DHT share a port, which a Front has: the loopback's ports at which the server and the node
+    listen."""
 
     @property
     def server(self) -> tuple[str, int]:
@@ -187,17 +176,14 @@ class Listen:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Addresses that a machine could announce.
-
-    Attributes:
-        outside: the addresses that lead beyond this machine, the best first.
-        loopback: the addresses that do not.
-        is_decided: whether the first address is known to be on a route to others, or is the only one.
-    """
+    """Addresses that a machine could announce."""
 
     outside: tuple[str, ...]
+    """The addresses that lead beyond this machine, the best first."""
     loopback: tuple[str, ...]
+    """The addresses that do not."""
     is_decided: bool
+    """Whether the first address is known to be on a route to others, or is the only one."""
 
     @property
     def hosts(self) -> tuple[str, ...]:

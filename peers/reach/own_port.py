@@ -148,15 +148,13 @@ class DhtReach:
 
     While others dial a client back, `answering_as_node` listens at the node's port in its place. If they reach it, the
     node becomes a full node again, which others ask.
-
-    Attributes:
-        addresses: where others are told to enter the DHT, the best first; none while the node is a client.
-        port: the TCP port of this machine at which others reach the node; 0 if it has never been asked.
     """
 
     def __init__(self, node: DhtNode, listen: Listen) -> None:
         self.addresses = listen.dht_addresses
+        """Where others are told to enter the DHT, the best first; none while the node is a client."""
         self.port = listen.dht_port if listen.dht_addresses else 0
+        """The TCP port of this machine at which others reach the node; 0 if it has never been asked."""
         self._node = node
         self._place = listen.node
         self._named = listen.dht_addresses

@@ -63,15 +63,12 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """One thing to fetch.
-
-    Attributes:
-        keep: called with the bytes once they have come and are checked.
-    """
+    """One thing to fetch."""
 
     sha256: str
     max_bytes: int
     keep: Callable[[bytes], object]
+    """Called with the bytes once they have come and are checked."""
 
 
 class Fetcher:

@@ -25,11 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class WeightsCache:
-    """The initial weights of one run that are on this machine.
-
-    Attributes:
-        num_fetched: segments that other peers have sent.
-    """
+    """The initial weights of one run that are on this machine."""
 
     def __init__(
         self, folder: Path, digest: str, fetcher: Fetcher, waits: Waits, *, own: Weights | None = None,
@@ -44,6 +40,7 @@ class WeightsCache:
             source: the model's folder that the user named, if any.
         """
         self.num_fetched = 0
+        """Segments that other peers have sent."""
         self._folder = folder
         self._digest = digest
         self._own = own

@@ -28,13 +28,10 @@ class Member:
 
 @dataclass(frozen=True)
 class Authority:
-    """The owner of a locked run, as its members know it.
-
-    Attributes:
-        certificate_pem: the owner's certificate, the root of every chain.
-    """
+    """The owner of a locked run, as its members know it."""
 
     certificate_pem: str
+    """The owner's certificate, the root of every chain."""
 
     @property
     def fingerprint(self) -> str:

@@ -93,9 +93,6 @@ def load_pair(pem: str) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
     return key, certificate
 
 
-# -- making certificates -----------------------------------------------------------------------------------------------
-
-
 def self_signed(key: ec.EllipticCurvePrivateKey, now: datetime.datetime) -> x509.Certificate:
     builder = _builder(PEER_NAME, key.public_key(), PEER_NAME, now - _EARLIER, now + _LONG)
     return builder.add_extension(_PEER_NAMES, critical=False).sign(key, hashes.SHA256())
@@ -171,9 +168,6 @@ def _authority(
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()), critical=False)
     )
-
-
-# -- reading certificates ----------------------------------------------------------------------------------------------
 
 
 def to_pem(certificate: x509.Certificate) -> str:

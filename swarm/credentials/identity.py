@@ -30,20 +30,17 @@ _LENGTH_BYTES = 2
 
 @dataclass(frozen=True)
 class Identity:
-    """A private key with the certificate made from it.
-
-    Attributes:
-        peer_id: 40 hexadecimal digits, from the public key.
-        certificate_pem: the certificate that others pin: self-signed, or in a locked run issued by a token, whose
-            certificate follows it.
-        key_pem: the private key, for this peer's own server only.
-        authority: the owner of the locked run that this peer is a member of; None in an open one.
-    """
+    """A private key with the certificate made from it."""
 
     peer_id: PeerId
+    """40 hexadecimal digits, from the public key."""
     certificate_pem: str
+    """The certificate that others pin: self-signed, or in a locked run issued by a token, whose certificate follows
+    it."""
     key_pem: str = field(repr=False)
+    """The private key, for this peer's own server only."""
     authority: Authority | None = None
+    """The owner of the locked run that this peer is a member of; None in an open one."""
 
     def sign(self, message: bytes) -> bytes:
         """The ECDSA-SHA256 signature of a message, in DER."""

@@ -36,17 +36,13 @@ _MOST_DIGITS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Invite:
-    """An invite to one run.
-
-    Attributes:
-        run: the last 16 hexadecimal digits of its id, which are a digest of its configuration.
-        is_locked: whether a token is needed.
-        entries: peers through which to enter, the best first. A peer with several addresses has several entries.
-    """
+    """An invite to one run."""
 
     run: str
+    """The last 16 hexadecimal digits of its id, which are a digest of its configuration."""
     is_locked: bool
     entries: tuple[Entry, ...]
+    """Peers through which to enter, the best first. A peer with several addresses has several entries."""
 
     @classmethod
     def fitting(cls, run_id: str, entries: Sequence[Entry], *, is_locked: bool) -> Self:
@@ -116,9 +112,6 @@ def _digest(run_id: str) -> str:
 
 def _check(body: bytes) -> bytes:
     return hashlib.sha256(_VERSION.encode() + body).digest()[:_CHECK_BYTES]
-
-
-# -- bytes -------------------------------------------------------------------------------------------------------------
 
 
 def _packed(entries: Iterable[Entry]) -> bytes:

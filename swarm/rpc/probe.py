@@ -107,15 +107,12 @@ class ProbeServicer(ProbeServiceServicer):
 
 @dataclass(frozen=True, kw_only=True)
 class Distance:
-    """How far away one peer is.
-
-    Attributes:
-        round_trip_seconds: the shortest of several.
-        clock_offset_seconds: by how much its wall clock is ahead of this machine's, give or take half a round trip.
-    """
+    """How far away one peer is."""
 
     round_trip_seconds: float
+    """The shortest of several."""
     clock_offset_seconds: float
+    """By how much its wall clock is ahead of this machine's, give or take half a round trip."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,15 +74,12 @@ class Arriving:
 
 
 class Segments:
-    """The segments that are missing.
-
-    Attributes:
-        num_missing: how many are missing, including those that are being fetched.
-    """
+    """The segments that are missing."""
 
     def __init__(self, numbers: Iterable[int]) -> None:
         self._queue = deque(numbers)
         self.num_missing = len(self._queue)
+        """How many are missing, including those that are being fetched."""
         self._flying: set[int] = set()
         self._changed = asyncio.Event()
 

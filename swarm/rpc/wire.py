@@ -274,9 +274,6 @@ def _chunks(kind: Descriptor) -> int:
     return 0 if found is None else found.number
 
 
-# -- the two ends of a call --------------------------------------------------------------------------------------------
-
-
 def stage_stub(channel: grpc.aio.Channel) -> Any:
     """A StageServiceStub whose Train and Evaluate take Frames as well, and whose Train gives bytes."""
     stub: Any = StageServiceStub(channel)

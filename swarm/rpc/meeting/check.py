@@ -53,19 +53,16 @@ async def check(channel: grpc.aio.Channel, request: pb.CheckRequest, *, seconds:
 
 @dataclass(frozen=True)
 class _Target:
-    """An endpoint to dial.
-
-    Attributes:
-        addresses: the one address of its host to dial; empty if none may be dialled.
-        is_observed: whether the call came from the address to dial, or from this machine.
-        has_way: whether this machine has any address of the same version of IP.
-    """
+    """An endpoint to dial."""
 
     endpoint: str
     port: int
     addresses: tuple[str, ...]
+    """The one address of its host to dial; empty if none may be dialled."""
     is_observed: bool
+    """Whether the call came from the address to dial, or from this machine."""
     has_way: bool
+    """Whether this machine has any address of the same version of IP."""
 
     @property
     def is_strange(self) -> bool:

@@ -61,18 +61,15 @@ class _Waiter:
 
 @dataclass(eq=False)
 class _Answer:
-    """The call, Take or Meet, with which a peer that was called answers.
-
-    Attributes:
-        local: for Meet, the endpoint that the peer has in its own network.
-        released: set when the call is needed no longer.
-        gone: set when the call has ended.
-    """
+    """The call, Take or Meet, with which a peer that was called answers."""
 
     context: Any
     local: str = ""
+    """For Meet, the endpoint that the peer has in its own network."""
     released: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the call is needed no longer."""
     gone: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the call has ended."""
 
 
 class _OwnLine:
@@ -109,7 +106,7 @@ class MeetingPoint(MeetingServiceServicer):
         self, own_id: PeerId, limits: MeetingLimits, clock: Clock, *, insecure: bool,
         is_exchanging: Callable[[], bool], run_id: str = "",
     ) -> None:  # fmt: skip
-        """`run_id` is the run whose peers are served; left out, those of all runs are, each with the peers of its own."""
+        """`run_id` is the run whose peers are served; left out, those of all runs are, each with its own."""
         self._own_id = own_id
         self._run_id = run_id
         self._dial_back = DialBack(clock, insecure=insecure)
@@ -121,8 +118,6 @@ class MeetingPoint(MeetingServiceServicer):
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
-
-    # -- the calls ---------------------------------------------------------------------------------------------------
 
     async def Check(self, request: pb.CheckRequest, context: Any) -> pb.CheckReply:
         try:
@@ -170,8 +165,6 @@ class MeetingPoint(MeetingServiceServicer):
             answer.released.set()
             raise
         return _OwnLine(answer)
-
-    # -- waiting -----------------------------------------------------------------------------------------------------
 
     async def _wait(self, context: Any) -> None:
         with self._places.taken(bearer_of(context)):
@@ -236,8 +229,6 @@ class MeetingPoint(MeetingServiceServicer):
             await answer.released.wait()
         finally:
             answer.gone.set()
-
-    # -- connecting --------------------------------------------------------------------------------------------------
 
     async def _connect(self, first: pb.Carried, caller: Caller, context: Any) -> None:
         _require_same_run(first.run_id, self._run_id)
