@@ -61,13 +61,3 @@ def test_nobody_else_is_a_member(chain_pem: str) -> None:
 
 def test_a_trainer_cannot_make_itself_a_peer() -> None:
     assert OWNER.authority.member(locked.promoted().certificate_pem, NOW).role is Role.TRAINER
-
-
-def test_an_expired_token_is_that_of_a_member_who_was() -> None:
-    with pytest.raises(NotAllowed, match="expired"):
-        OWNER.authority.member(locked.EXPIRED.certificate_pem, NOW)
-
-
-def test_owners_have_different_fingerprints() -> None:
-    assert len(OWNER.authority.fingerprint) == 64
-    assert OWNER.authority.fingerprint != locked.STRANGER.authority.fingerprint

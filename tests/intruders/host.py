@@ -31,7 +31,7 @@ from swarm.stage.boundary import HIDDEN, TOKENS, reply_specs
 from swarm.training.samples import Microbatch
 from swarm.types import PROTOCOL_VERSION, PeerRecord
 from tests.support import locked
-from tests.support.chain import cancelled_tasks
+from tests.support.chain import cancelled_tasks, eventually
 from tests.support.here import HERE
 from tests.support.memory_store import MemoryStore
 
@@ -86,10 +86,13 @@ class Host:
         return reply.loss
 
     @property
-    def num_idle(self) -> tuple[int, int, int]:
-        """What must be (0, 0, 0) when nothing is under way: slots, calls, bytes kept for calls."""
+    def is_idle(self) -> bool:
+        """Whether no slot is taken, no call is under way, and no byte is kept for one."""
         callers = self.server.callers
-        return self.server.stage.admission.num_admitted, callers.num_calls, callers.num_bytes
+        return (self.server.stage.admission.num_admitted, callers.num_calls, callers.num_bytes) == (0, 0, 0)
+
+    async def idles(self) -> None:
+        await eventually(lambda: self.is_idle)
 
 
 @asynccontextmanager
@@ -117,5 +120,7 @@ async def running(
             record = server.presence.record()
             assert record.endpoints == announced.endpoints
             router.update(STAGE, [record])
-            yield Host(config, record, server, hop)
+            host = Host(config, record, server, hop)
+            yield host
+            await host.idles()
             await channels.close()

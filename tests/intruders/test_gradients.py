@@ -13,7 +13,6 @@ from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
 from swarm.stage.boundary import HIDDEN, TOKENS
 from tests.intruders.host import Host, running
 from tests.support import locked
-from tests.support.chain import eventually
 from tests.support.chunks import chunks
 
 INTRUDER = locked.PEER_TOKEN.admit(locked.OPEN)
@@ -63,5 +62,5 @@ async def test_what_comes_forward(tensors: dict[str, torch.Tensor], reason: str)
         assert code is grpc.StatusCode.INVALID_ARGUMENT
         assert re.search(reason, details), details
         assert all(torch.equal(value, before[name]) for name, value in bucket.sums.items())
-        await eventually(lambda: host.num_idle == (0, 0, 0))
+        await host.idles()
         assert await host.train() > 0

@@ -66,8 +66,10 @@ def _validator(authority: Any) -> RecordValidator:
     return validator
 
 
-async def _tried(num_records: int) -> None:
-    """Offer each record to a node of a locked run, to a node of an open run, and to a reader."""
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("num_records", [500, pytest.param(50_000, marks=pytest.mark.slow)])
+async def test_no_changed_record_is_believed(num_records: int) -> None:
+    """Each is offered to a node of a locked run, to a node of an open run, and to a reader."""
     chance, clock = random.Random(0), ManualClock(NOW)
     strict, lenient = _validator(locked.OWNER.authority), _validator(None)
     expiration = NOW + 60
@@ -114,13 +116,3 @@ def _says_the_same(value: bytes, original: bytes) -> bool:
     except ValueError:
         return False
     return (ours.key, ours.payload) == (theirs.key, theirs.payload)
-
-
-async def test_a_few_hundred_records() -> None:
-    await _tried(500)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-async def test_50_000_records() -> None:
-    await _tried(50_000)
