@@ -92,7 +92,7 @@ class DialBack:
 
     def __post_init__(self) -> None:
         self._asked = Quota(
-            "questions so soon", each=1, retry_seconds=GAP_SECONDS, per_second=1.0 / GAP_SECONDS, clock=self.clock
+            "questions so soon", each=GAP_SECONDS, retry_seconds=GAP_SECONDS, per_second=1.0, clock=self.clock
         )
 
     async def answer(self, request: pb.CheckRequest, context: Any) -> pb.CheckReply:
@@ -101,7 +101,7 @@ class DialBack:
         caller, observed = caller_of(context), peer_address(context)[0]
         if is_tunnelled(observed):
             return pb.CheckReply()
-        self._asked.take(caller)
+        self._asked.take(caller, GAP_SECONDS)
         named = [[_named(endpoint) for endpoint in _few(ends)] for ends in (request.endpoints, request.dht_endpoints)]
         with self._asking.taken(bearer_of(context)):
             async with self._dialling:
