@@ -5,7 +5,7 @@ import logging
 import re
 import socket
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
@@ -109,8 +109,7 @@ class Announced:
 
 
 class Listening(Protocol):
-    """Where a server listens, and which addresses it announces: a Listen, or a Reach, which asks others what they
-    reach."""
+    """Where a server listens, and which addresses it announces: a Reach, which asks others what they reach."""
 
     @property
     def host(self) -> str: ...
@@ -165,13 +164,6 @@ class Listen:
         its own. A router seldom leads from within to its own outer address."""
         own = tuple(endpoint_of(one.host, own_port) for one in self.own)
         return () if set(own) & set(reached) else own[:MOST_OWN]
-
-    def announced(self, own_port: int) -> Announced:
-        return Announced(endpoints=self.endpoints(own_port), dht_addresses=self.dht_addresses)
-
-    def held(self) -> AbstractAsyncContextManager[None]:
-        """Nothing else of this process is at the port."""
-        return nullcontext()
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,20 @@
 """Where servers of tests listen: on loopback, at any free port, without a DHT."""
 
-from peers.reach.listen import Listen, Outside
+from contextlib import AbstractAsyncContextManager, nullcontext
 
-HERE = Listen(host="127.0.0.1", port=0, outside=(Outside("127.0.0.1"),), dht_addresses=())
+from peers.reach.listen import Announced
+
+
+class Here:
+    """Does as Reach does, and asks nobody."""
+
+    host, port = "127.0.0.1", 0
+
+    def announced(self, own_port: int) -> Announced:
+        return Announced(endpoints=(f"127.0.0.1:{own_port}",))
+
+    def held(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
+
+
+HERE = Here()
