@@ -162,10 +162,9 @@ class ChannelPool:
         road = None if ways is None else Road(ways, self._dialler, self._clock, first=first)
         if road is not None:
             endpoint, options = road.target, (*road.options, *options)
-        if self.is_insecure:
-            return _Opened(grpc.aio.insecure_channel(endpoint, options=options), road)
-        credentials = tls.pinned_credentials(certificate_pem, self._identity)
-        return _Opened(grpc.aio.secure_channel(endpoint, credentials, options=(*options, *tls.PINNED_OPTIONS)), road)
+        return _Opened(
+            tls.open_channel(endpoint, None if self.is_insecure else certificate_pem, self._identity, options), road
+        )
 
     async def _improve(self, key: _Key, ways: Ways) -> None:
         """Replace a channel whose connections are copied here or carried by a meeting point once a better way works."""

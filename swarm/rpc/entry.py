@@ -68,9 +68,8 @@ class Entry:
         """
         if insecure:
             await self._require_no_tls()
-            return grpc.aio.insecure_channel(self.endpoint, options=CLIENT_OPTIONS)
-        credentials = tls.pinned_credentials(await self.certificate(own), own)
-        return grpc.aio.secure_channel(self.endpoint, credentials, options=(*CLIENT_OPTIONS, *tls.PINNED_OPTIONS))
+        certificate_pem = None if insecure else await self.certificate(own)
+        return tls.open_channel(self.endpoint, certificate_pem, own, CLIENT_OPTIONS)
 
     async def _require_no_tls(self) -> None:
         """Raise PeerUnavailable if the peer uses TLS: gRPC would only say that the connection was closed."""

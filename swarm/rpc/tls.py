@@ -78,3 +78,13 @@ def pinned_credentials(certificate_pem: str, own: Identity | None = None) -> grp
     return grpc.ssl_channel_credentials(
         root_certificates=root, private_key=own.key_pem.encode(), certificate_chain=own.certificate_pem.encode()
     )
+
+
+def open_channel(
+    endpoint: str, certificate_pem: str | None, own: Identity | None, options: Options
+) -> grpc.aio.Channel:
+    """A channel to the one server that has this certificate; if it is None, a channel without TLS."""
+    if certificate_pem is None:
+        return grpc.aio.insecure_channel(endpoint, options=options)
+    credentials = pinned_credentials(certificate_pem, own)
+    return grpc.aio.secure_channel(endpoint, credentials, options=(*options, *PINNED_OPTIONS))

@@ -119,14 +119,10 @@ class Points:
         Raises PeerUnavailable if the meeting point does not answer, or another peer does; ValueError if the run is
         locked, and there is no token.
         """
-        target = target or point.endpoint
-        if self._insecure:
-            return grpc.aio.insecure_channel(target, options=options)
-        certificate_pem = self._certificates.get(point)
-        if certificate_pem is None:
-            certificate_pem = self._certificates[point] = await point.certificate(self._own)
-        credentials = tls.pinned_credentials(certificate_pem, self._own)
-        return grpc.aio.secure_channel(target, credentials, options=(*options, *tls.PINNED_OPTIONS))
+        if not self._insecure and point not in self._certificates:
+            self._certificates[point] = await point.certificate(self._own)
+        certificate_pem = None if self._insecure else self._certificates[point]
+        return tls.open_channel(target or point.endpoint, certificate_pem, self._own, options)
 
     def forget(self, point: Entry) -> None:
         """Drop a meeting point's certificate, so that the next connection asks for it: it may have changed."""
