@@ -4,22 +4,11 @@ import asyncio
 
 import pytest
 
-from swarm.errors import Overloaded
 from swarm.rpc.callers import Caller
 from swarm.rpc.meeting.carrying import Budget, MeetingLimits
 from tests.support.manual_clock import ManualClock
 
 ONE, TWO = Caller("one"), Caller("two")
-
-
-def test_connections_are_counted_for_each_caller_and_in_all() -> None:
-    budget = Budget(MeetingLimits(max_connections=4), ManualClock(), lambda: False)
-    with budget.connection(ONE), budget.connection(ONE):
-        with pytest.raises(Overloaded), budget.connection(ONE):
-            pass
-        with budget.connection(TWO), budget.connection(TWO):
-            assert budget.num_connections == 4
-    assert budget.num_connections == 0
 
 
 async def _seconds(budget: Budget, clock: ManualClock, caller: Caller, num_bytes: int) -> float:

@@ -2,20 +2,19 @@
 
 import asyncio
 import socket
+from collections.abc import Awaitable, Callable
 from threading import Event
 from typing import Any
 
-import grpc
 import pytest
 
-from swarm.credentials.identity import Identity, generate
+from swarm.credentials.identity import generate
 from swarm.errors import MalformedMessage, NotAllowed, Overloaded
 from swarm.machine.clock import SystemClock
 from swarm.rpc import tls
 from swarm.rpc.meeting import check as checks
 from swarm.rpc.meeting.check import DialBack, check
 from swarm.rpc.meeting.dialler import Points
-from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1 import meeting_pb2 as pb
 from tests.support import locked
 from tests.support.chain import eventually
@@ -23,6 +22,7 @@ from tests.support.meeting import meeting_point
 from tests.support.virtual_time import LoopClock, in_virtual_time
 
 OWN, OTHER = generate(), generate()
+Serve = Callable[..., Awaitable[int]]
 
 
 class From:
@@ -40,13 +40,6 @@ class From:
         return {}
 
 
-async def _serve(own: Identity) -> tuple[grpc.aio.Server, int]:
-    server = grpc.aio.server(options=SERVER_OPTIONS)
-    port = bind_server(server, "127.0.0.1", 0, tls.server_credentials(own))
-    await server.start()
-    return server, port
-
-
 async def _node(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Answer with the bytes with which libp2p begins."""
     writer.write(b"\x13/multistream/1.0.0\n")
@@ -54,9 +47,8 @@ async def _node(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     writer.close()
 
 
-async def test_the_ports_that_answer_as_the_caller_are_reached_and_no_others() -> None:
-    server, port = await _serve(OWN)
-    others_server, others_port = await _serve(OTHER)
+async def test_the_ports_that_answer_as_the_caller_are_reached_and_no_others(serve: Serve) -> None:
+    port, others_port = [await serve(credentials=tls.server_credentials(own)) for own in (OWN, OTHER)]
     node = await asyncio.start_server(_node, "127.0.0.1", 0)
     node_port = node.sockets[0].getsockname()[1]
     async with meeting_point() as host:
@@ -74,8 +66,6 @@ async def test_the_ports_that_answer_as_the_caller_are_reached_and_no_others() -
             await check(channel, request, seconds=5.0)
         await channel.close()
     node.close()
-    await server.stop(None)
-    await others_server.stop(None)
 
 
 @in_virtual_time
@@ -121,9 +111,9 @@ async def test_a_stranger_cannot_have_this_machine_or_its_network_dialled(monkey
     assert not reply.dht_endpoints
 
 
-async def test_with_a_trainers_token_one_may_ask_about_oneself() -> None:
+async def test_with_a_trainers_token_one_may_ask_about_oneself(serve: Serve) -> None:
     """swarm-doctor asks like this, for a machine that may serve one day."""
-    server, port = await _serve(locked.TRAINER)
+    port = await serve(credentials=tls.server_credentials(locked.TRAINER))
     async with meeting_point(locked.PEER, authority=locked.PEER.authority) as host:
         channel = await Points(locked.TRAINER, insecure=False).connect(host.entry)
         request = pb.CheckRequest(peer_id=locked.TRAINER.peer_id, endpoints=[f":{port}"])
@@ -131,7 +121,6 @@ async def test_with_a_trainers_token_one_may_ask_about_oneself() -> None:
         with pytest.raises(NotAllowed):
             await check(channel, pb.CheckRequest(peer_id=OWN.peer_id, endpoints=[f":{port}"]), seconds=5.0)
         await channel.close()
-    await server.stop(None)
 
 
 async def test_an_address_of_a_version_of_ip_that_is_not_here_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
