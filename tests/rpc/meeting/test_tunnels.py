@@ -97,7 +97,9 @@ async def test_no_call_of_the_swarm_goes_through_the_proxy_for_downloads(
         await watching.close()
 
 
-async def test_a_line_that_is_found_while_its_pool_closes_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_line_that_is_found_while_its_pool_closes_is_closed(
+    pool: ChannelPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Found:
         kind = Kind.PUNCHED
         is_open = True
@@ -118,7 +120,6 @@ async def test_a_line_that_is_found_while_its_pool_closes_is_closed(monkeypatch:
 
     monkeypatch.setattr(ways, "punch", punch)
     async with meeting_point() as host, hidden_peer([host.entry]) as hidden:
-        pool = ChannelPool()
         with suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
             await echo(pool.channel(hidden.record), b"a")
         await eventually(lambda: bool(closing))
