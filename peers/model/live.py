@@ -19,7 +19,6 @@ from peers.shared.environment import cache_folder
 from peers.shared.lan import with_invite
 from peers.shared.network import Membership
 from peers.shared.tokenizer import have_tokenizer
-from peers.stage_peer.others import answers
 from peers.stage_peer.own_model import kept_weights
 from swarm.averaging.agreement.rules import Timing
 from swarm.averaging.downloads import Downloads
@@ -84,8 +83,7 @@ class StageReader:
 
     async def rounds(self) -> list[int]:
         """The rounds of the stage's peers that answer. Raises PeerUnavailable if none does."""
-        member = self._member
-        replies = await answers(member.config, member.known.others(self.stage), member.channels)
+        replies = await self._member.poll().replies(self._member.known.others(self.stage))
         if not replies:
             raise PeerUnavailable(f"no peer of stage {self.stage} answers")
         return [reply.round for reply in replies]

@@ -25,6 +25,7 @@ from swarm.dht.record_store import RecordStore
 from swarm.errors import PeerUnavailable
 from swarm.machine.clock import Clock
 from swarm.machine.waits import Waits, patiently
+from swarm.routing.poll import Poll
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.entry import Entry, direct
@@ -226,6 +227,10 @@ class Membership:
         """Make a fetcher of content (what the run's configuration names by digest) from the run's peers."""
         line, rng = Line(self.config.run_id, self.channels, own_id=self.peer_id), random.Random(self.peer_id)
         return Fetcher(line, kind, self.known.everyone, self.clock, rng)
+
+    def poll(self) -> Poll:
+        """Make a poll, which asks peers of the run to describe themselves."""
+        return Poll(self.config.run_id, self.channels)
 
     @property
     def stages(self) -> range:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from peers.shared.network import LOOK_SECONDS, Membership
 from peers.shared.tokenizer import have_tokenizer
-from peers.stage_peer.others import answers
 from peers.stage_peer.own_model import OwnModel, kept_weights
 from swarm.content.fetcher import Kind
 from swarm.content.servicer import Shelves, nothing
@@ -123,6 +122,5 @@ class Contents:
 
     async def _has_gone_on(self, stage: int) -> bool:
         """Whether most of the peers that answer hold a later state of the stage."""
-        member = self._member
-        replies = await answers(member.config, member.known.others(stage), member.channels)
+        replies = await self._member.poll().replies(self._member.known.others(stage))
         return RunRounds.of({stage: [reply.round for reply in replies]}).middle > 0

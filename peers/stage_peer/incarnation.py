@@ -18,7 +18,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from peers.shared.network import Membership, agree_on_config
-from peers.stage_peer.others import answers
 from swarm.credentials.identity import Identity, verify
 from swarm.dht.node import DhtNode
 from swarm.errors import Fatal, IntegrityError, PeerUnavailable
@@ -76,6 +75,7 @@ class Rivals:
         self._membership = membership
         self._identity = membership.identity
         self._known = membership.known
+        self._poll = membership.poll()
         self._own = own
         self._endpoint = endpoint
         self._asked: dict[str, tuple[float, str, pb.Incarnation | None]] = {}
@@ -167,7 +167,7 @@ class Rivals:
         """The caller's rival, as one of these peers names it. The signature is checked only if this peer is the caller,
         because checking needs the caller's key."""
         with suppress(PeerUnavailable):
-            for reply in await answers(self._membership.config, records, self._membership.channels, caller=caller):
+            for reply in await self._poll.replies(records, caller=caller):
                 is_own = caller.peer_id == self._identity.peer_id
                 if reply.HasField("rival") and (not is_own or self._is_signed(reply.rival)):
                     rival: pb.Incarnation = reply.rival

@@ -16,19 +16,16 @@ from dataclasses import dataclass, field
 
 from peers.shared.network import LOOK_SECONDS, KnownPeers, Membership
 from swarm.config import RunConfig
-from swarm.errors import Fatal, PeerUnavailable, SwarmError
+from swarm.errors import Fatal, PeerUnavailable
 from swarm.machine.clock import Clock
 from swarm.model.stages import shared_parameters
-from swarm.rpc.ask import describe
-from swarm.rpc.channels import ChannelPool
+from swarm.routing.poll import Poll
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.training.run_rounds import RunRounds
 from swarm.types import PeerRecord
 
 logger = logging.getLogger(__name__)
 
-ANSWER_SECONDS = 3.0
-"""Longest wait for an announced peer to answer."""
 ASKED_PER_STAGE = 8
 """How many peers of each other stage are asked for its round."""
 SETTLE_SECONDS = 30.0
@@ -112,11 +109,11 @@ async def find_others(
     began_at = clock.monotonic()
     deadline = began_at + (SETTLE_SECONDS if patient else 0.0)
     warned = set[str]()
-    holders, rng = _Holders(known, stage), random.Random(membership.peer_id)
+    holders, rng, poll = _Holders(known, stage), random.Random(membership.peer_id), membership.poll()
     while True:
         holders.look()
         is_patient = clock.monotonic() < began_at + SILENT_SECONDS
-        found = await _ask_all(config, stage, known, membership.channels, rng, is_patient=is_patient)
+        found = await _ask_all(config, stage, known, poll, rng, is_patient=is_patient)
         if isinstance(found, Others):
             together = {found.rounds[number] for number in partners(config, stage) if number in found.rounds}
             is_settled = found.held_at is not None or (bool(found.rounds) and len(together) <= 1)
@@ -181,39 +178,6 @@ def named(peers: Collection[PeerRecord]) -> str:
     return f"{names}{more}, silent since {since}"
 
 
-async def answers(
-    config: RunConfig, records: Sequence[PeerRecord], channels: ChannelPool, *, caller: pb.Incarnation | None = None
-) -> list[pb.DescribeReply]:
-    """The replies of the peers that answer and serve the stage at which they are announced.
-
-    Args:
-        caller: the peer that asks; the replies then tell whether another process serves under its identity.
-
-    Raises:
-        PeerUnavailable: none of them could even be asked, say because one side has TLS and the other has not.
-    """
-    request = pb.DescribeRequest(run_id=config.run_id, caller=caller)
-    faults: list[PeerUnavailable] = []
-
-    async def ask(record: PeerRecord) -> pb.DescribeReply | None:
-        try:
-            channel = channels.channel(record)
-        except PeerUnavailable as error:
-            faults.append(error)
-            return None
-        try:
-            reply = await describe(channel, request, seconds=ANSWER_SECONDS)
-        except SwarmError as error:
-            logger.debug("%s does not tell where it is: %s", record.peer_id, error)
-            return None
-        return reply if reply.stage == record.stage else None
-
-    replies = [reply for reply in await asyncio.gather(*map(ask, records)) if reply is not None]
-    if faults and len(faults) == len(records):
-        raise faults[0]
-    return replies
-
-
 def partners(config: RunConfig, stage: int) -> Collection[int]:
     """The other stages that have to be at the same round as this one."""
     if config.rounds.synchronous:
@@ -223,16 +187,16 @@ def partners(config: RunConfig, stage: int) -> Collection[int]:
 
 
 async def _ask_all(
-    config: RunConfig, stage: int, known: KnownPeers, channels: ChannelPool, rng: random.Random, *, is_patient: bool
+    config: RunConfig, stage: int, known: KnownPeers, poll: Poll, rng: random.Random, *, is_patient: bool
 ) -> Others | _Awaited:
     announced, leaving = known.others(stage), known.leaving(stage)
-    holders = await answers(config, announced, channels)
+    holders = await poll.replies(announced)
     if len({reply.round > 0 for reply in holders}) == 1:
         return Others(held_at=_rounds({stage: holders}).stages[stage], has_begun=_has_begun(holders))
     if is_patient and announced and not holders:
         fault = "those who hold it do not answer"
         return _Awaited(peers=announced, what=f"stage {stage} is held by", why=_SILENT, fault=fault)
-    if is_patient and not holders and await answers(config, leaving, channels):
+    if is_patient and not holders and await poll.replies(leaving):
         fault = "those who hold it are leaving it"
         return _Awaited(peers=leaving, what=f"stage {stage} is being left by", why=_LEAVING, fault=fault)
     asked = {
@@ -240,7 +204,7 @@ async def _ask_all(
         for number in range(config.stages.num_stages)
         if number != stage and (records := known.others(number))
     }
-    rows = await asyncio.gather(*(answers(config, records, channels) for records in asked.values()))
+    rows = await asyncio.gather(*map(poll.replies, asked.values()))
     replies = {number: row for number, row in zip(asked, rows, strict=True) if row}
     if holders:
         # They do not agree whether the run has gone on. The other stages' peers decide that.

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from peers.shared.network import Membership
-from peers.stage_peer.others import answers
 from swarm.averaging.agreement.rules import has_quorum
 from swarm.checkpoint import file
 from swarm.errors import Fatal, PeerUnavailable, SwarmError
@@ -106,6 +105,7 @@ class Rebalancer:
         self._every_seconds = every_seconds
         self._checkpoints = checkpoints
         self._costs = stage_costs(membership.config)
+        self._poll = membership.poll()
         self._judgement = Judgement(own_id=self._own_id, costs=self._costs)
 
     # -- joining -----------------------------------------------------------------------------------------------------
@@ -234,8 +234,7 @@ class Rebalancer:
     async def _ask(self, records: Sequence[PeerRecord], *, num_asked: int = ASKED) -> list[pb.DescribeReply]:
         """Ask some of these peers. Return the replies of those that serve and are not about to leave."""
         asked = self._rng.sample(records, min(num_asked, len(records)))
-        replies = await answers(self._membership.config, asked, self._membership.channels)
-        return [reply for reply in replies if reply.state == PeerState.SERVING]
+        return [reply for reply in await self._poll.replies(asked) if reply.state == PeerState.SERVING]
 
     # -- claims ------------------------------------------------------------------------------------------------------
 

@@ -27,10 +27,10 @@ from swarm.dht import node as dht_node
 from swarm.dht.directory import Directory
 from swarm.dht.discovery import discover_runs
 from swarm.dht.node import DhtNode
-from swarm.errors import MalformedMessage, PeerUnavailable, SwarmError
+from swarm.errors import SwarmError
 from swarm.machine.clock import SystemClock, run_loop
 from swarm.machine.waits import patiently
-from swarm.rpc.ask import describe
+from swarm.routing.poll import Poll
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import ClaimRecord, ClaimState, PeerRecord, PeerState, TrainerRecord
@@ -53,7 +53,8 @@ async def observe(
         run_id: the peers' run; empty if it is not known, so that answers of peers of any run are taken.
     """
     numbers = sorted(stages)
-    replies = await asyncio.gather(*(_replies(run_id, stages[number], channels) for number in numbers))
+    poll = Poll(run_id, channels, seconds=ANSWER_SECONDS)
+    replies = await asyncio.gather(*(_replies(poll, stages[number]) for number in numbers))
     rows = [_stage_row(number, stages[number], row) for number, row in zip(numbers, replies, strict=True)]
     told = [Answer.of(reply).last_peers for row in replies for reply in row if reply is not None]
     return SwarmView(
@@ -132,8 +133,13 @@ def _as_told(told: Sequence[LastPeer]) -> LastPeer | None:
     return sorted(told, key=lambda last: last.last_at)[(len(told) - 1) // 2] if told else None
 
 
-async def _replies(run_id: str, records: Sequence[PeerRecord], channels: ChannelPool) -> list[pb.DescribeReply | None]:
-    return await asyncio.gather(*(_answer(run_id, record, channels) for record in records))
+async def _replies(poll: Poll, records: Sequence[PeerRecord]) -> list[pb.DescribeReply | None]:
+    heard = await poll.ask(records)
+    for one in heard:
+        if not one.was_asked:
+            warn_once(str(one.fault))
+    known = list(PeerState)
+    return [one.reply if one.reply is not None and one.reply.state in known else None for one in heard]
 
 
 def _stage_row(stage: int, records: Sequence[PeerRecord], replies: Sequence[pb.DescribeReply | None]) -> StageRow:
@@ -145,23 +151,6 @@ def _stage_row(stage: int, records: Sequence[PeerRecord], replies: Sequence[pb.D
 def warn_once(text: str) -> None:
     """Log a warning, but only once: each view would log it again."""
     logger.warning("%s", text)
-
-
-async def _answer(run_id: str, record: PeerRecord, channels: ChannelPool) -> pb.DescribeReply | None:
-    try:
-        channel = channels.channel(record)
-    except PeerUnavailable as error:
-        # The peer cannot even be asked: one side has TLS and the other has not, or its certificate is broken.
-        warn_once(str(error))
-        return None
-    try:
-        reply = await describe(channel, pb.DescribeRequest(run_id=run_id), seconds=ANSWER_SECONDS)
-        if reply.state not in list(PeerState):
-            raise MalformedMessage(f"state is {reply.state!r}")
-    except SwarmError as error:
-        logger.debug("%s does not tell what it does: %s", record.peer_id, error)
-        return None
-    return reply
 
 
 Outcome = TypeVar("Outcome")

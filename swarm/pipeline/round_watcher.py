@@ -7,23 +7,18 @@ one step, whose figures are collected from the stages.
 
 import asyncio
 import dataclasses
-import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from swarm.errors import SwarmError
 from swarm.hop.obstacle import Obstacle, left_alone
-from swarm.routing.peer_queue import LeftAlone
-from swarm.rpc.ask import describe
+from swarm.routing.poll import Poll
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.training.inner_steps import InnerSteps
 from swarm.training.round_member import RoundCost
 from swarm.training.run_rounds import MOST_APART, RunRounds
 from swarm.types import PeerRecord, PeerState
-
-logger = logging.getLogger(__name__)
 
 _KEPT_REPORTS = 64
 _ANSWER_SECONDS = 2.0
@@ -68,10 +63,9 @@ class RoundWatcher:
         self, *, run_id: str, num_stages: int, synchronous: bool, peers: Callable[[int], Sequence[PeerRecord]],
         channels: ChannelPool,
     ) -> None:  # fmt: skip
-        self._run_id = run_id
         self._synchronous = synchronous
         self._peers = peers
-        self._channels = channels
+        self._poll = Poll(run_id, channels, seconds=_ANSWER_SECONDS)
         self._reports: list[dict[int, pb.RoundReport]] = [{} for _ in range(num_stages)]
         self._num_stages = num_stages
         self._rounds: dict[int, int] = {}
@@ -80,8 +74,6 @@ class RoundWatcher:
         """The present round of each stage. It may be lower than in `_rounds`: a lost stage may have come back at an
         earlier round."""
         self._latest = self._num_polls = 0
-        self._silent = set[str]()
-        """The peers that did not answer when they were last asked."""
         self._obstacles: dict[int, Obstacle] = {}
         """By stage: why none of its peers answered."""
         self._device_bytes = 0
@@ -159,41 +151,17 @@ class RoundWatcher:
 
     async def _describe(self, stage: int, wait_seconds: float) -> list[pb.DescribeReply]:
         """The answers of some peers. Does not wait for more once most of these peers are at a new round."""
-        request = pb.DescribeRequest(
-            run_id=self._run_id, after_round=self._present.get(stage), wait_seconds=wait_seconds
-        )
         serving = [record for record in self._peers(stage) if record.state is PeerState.SERVING]
         serving.sort(key=lambda record: record.peer_id)
         first = self._num_polls % max(1, len(serving))
         asked = (serving[first:] + serving[:first])[:_NUM_ASKED]
-        num_likely = sum(record.peer_id not in self._silent for record in asked)
-        failed, replies = list[LeftAlone](), list[pb.DescribeReply]()
-
-        async def ask(record: PeerRecord) -> None:
-            try:
-                seconds = wait_seconds + _ANSWER_SECONDS
-                replies.append(await describe(self._channels.channel(record), request, seconds=seconds))
-                self._silent.discard(record.peer_id)
-            except SwarmError as error:
-                logger.debug("stage %d: %s does not tell where it is: %s", stage, record.peer_id, error)
-                failed.append(left_alone(record, error, 0.0))
-                self._silent.add(record.peer_id)
-
-        before = self._present.get(stage, math.inf)
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(ask(record)) for record in asked]
-            for answered in asyncio.as_completed(tasks):
-                await answered
-                if 2 * sum(reply.round > before for reply in replies) > num_likely:
-                    for task in tasks:
-                        task.cancel()
-                    break
-        if replies:
+        heard = await self._poll.ask(asked, after_round=self._present.get(stage), wait_seconds=wait_seconds)
+        if replies := [one.reply for one in heard if one.reply is not None]:
             self._obstacles.pop(stage, None)
             return replies
+        failed = [left_alone(one.record, one.fault, 0.0) for one in heard if one.fault is not None]
         # Peers that were not asked count as busy: nothing is known to be wrong with them.
-        num_others = len(serving) - len(failed)
         self._obstacles[stage] = dataclasses.replace(
-            Obstacle.of(failed, 0.0), num_peers=len(serving), num_busy=num_others
+            Obstacle.of(failed, 0.0), num_peers=len(serving), num_busy=len(serving) - len(failed)
         )
         return []

@@ -85,6 +85,28 @@ async def test_a_step_has_the_figures_of_all_stages(synchronous: bool) -> None:
     assert watcher.report(2) is None
 
 
+async def test_a_peer_that_calls_itself_by_another_name_at_each_answer_counts_once() -> None:
+    async with running_chain(DILOCO) as chain:
+        for stage in range(3):
+            _tell(chain, stage)
+        honest, names = chain.peers[0].servicer._describe, iter("abc")
+        aborted = pb.DescribeReply(averaging=pb.AveragingCounters(aborted={"slow": 2}))
+
+        def liar() -> pb.DescribeReply:
+            reply = honest()
+            reply.MergeFrom(aborted)
+            reply.peer_id = next(names)
+            return reply
+
+        chain.peers[0].servicer._describe = liar
+        watcher = _watcher(chain)
+        for _ in range(3):
+            await watcher.poll()
+        report = watcher.report(0)
+        assert report is not None
+        assert report.num_aborted == 2
+
+
 @pytest.mark.parametrize(
     "figure", [{"gradient_norm": math.nan}, {"contribution_norm": math.inf}, {"num_samples": 1 << 60}]
 )

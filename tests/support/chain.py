@@ -174,7 +174,7 @@ class Peer:
         self.stage = Stage(context)
         self.stage.admission.open()
         self.callers = Callers()
-        describe = partial(pb.DescribeReply, run_id=config.run_id)
+        describe = partial(pb.DescribeReply, run_id=config.run_id, stage=stage)
         self.servicer = StageServicer(self.stage, describe=describe, callers=self.callers)
         self.server = grpc.aio.server(options=SERVER_OPTIONS)
         add_stage_servicer(self.servicer, self.server)

@@ -10,8 +10,7 @@ from typing import cast
 import pytest
 import torch
 
-from peers.model import live
-from peers.model.live import LiveModel
+from peers.model.live import QUIET_SECONDS, LiveModel
 from peers.shared.network import KnownPeers, Membership
 from swarm.averaging.wire.transport import Transport
 from swarm.checkpoint import file
@@ -22,8 +21,8 @@ from swarm.errors import Fatal, IntegrityError, PeerUnavailable
 from swarm.interchange import origin
 from swarm.machine.clock import Clock
 from swarm.model.stages import parameter_shapes
+from swarm.routing.poll import Poll
 from swarm.routing.router import Router
-from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1 import stage_pb2
 from swarm.training.round_member import Snapshot
@@ -80,11 +79,9 @@ class World:
         for stage in range(len(self.stages)):
             for _ in range(rounds):
                 self.commit(stage)
-        monkeypatch.setattr(live, "answers", self._answers)
+        monkeypatch.setattr(Poll, "replies", lambda _, records: self.replies(records))
 
-    async def _answers(
-        self, config: RunConfig, records: Sequence[PeerRecord], channels: ChannelPool
-    ) -> list[stage_pb2.DescribeReply]:
+    async def replies(self, records: Sequence[PeerRecord]) -> list[stage_pb2.DescribeReply]:
         alive = [record for record in records if record.peer_id not in self.line.broken]
         return [stage_pb2.DescribeReply(round=self.line.holders[r.peer_id].standing.round) for r in alive]
 
@@ -139,15 +136,12 @@ async def test_a_model_that_transformers_lacks_is_refused_before_the_download(mo
 @in_virtual_time
 async def test_a_round_that_one_peer_says_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, 2, 3)
-    honest = world._answers
 
-    async def answers(
-        config: RunConfig, records: Sequence[PeerRecord], channels: ChannelPool
-    ) -> list[stage_pb2.DescribeReply]:
-        replies = await honest(config, records, channels)
+    async def answers(_: Poll, records: Sequence[PeerRecord]) -> list[stage_pb2.DescribeReply]:
+        replies = await world.replies(records)
         return [*replies[:-1], stage_pb2.DescribeReply(round=1 << 47)] if len(replies) == 3 else replies
 
-    monkeypatch.setattr(live, "answers", answers)
+    monkeypatch.setattr(Poll, "replies", answers)
     assert await world.model().write_checkpoints(tmp_path) == 3
     _is_exact(world, tmp_path, 3)
 
@@ -241,7 +235,7 @@ async def test_what_cannot_come_is_said(
     with pytest.raises(PeerUnavailable, match="stays at round 3: nobody trains"):
         await world.model().write_checkpoints(tmp_path, 4)
     assert "the swarm is at round 3: waiting until it is at 4" in caplog.text
-    assert world.clock.monotonic() - began < 1.1 * live.QUIET_SECONDS
+    assert world.clock.monotonic() - began < 1.1 * QUIET_SECONDS
     world.line.broken.add(peer_id(1))
     with pytest.raises(PeerUnavailable, match="no peer of stage 1 answers"):
         await world.model().write_checkpoints(tmp_path)

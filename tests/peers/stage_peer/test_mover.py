@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from peers.stage_peer import mover, others, rebalancer
+from peers.stage_peer import mover
 from swarm.averaging.averager import Averager
 from swarm.checkpoint import file
 from swarm.config import RunConfig
 from swarm.errors import NotReady
 from swarm.events.kinds import Install, Join, Leave, Move
-from swarm.rpc.channels import ChannelPool
+from swarm.routing.poll import Poll
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import ClaimState, PeerRecord, PeerState
 from tests.peers.stage_peer.movers import ROUND, LocalPeer, trainer
@@ -238,15 +238,15 @@ async def test_it_stays_if_the_others_of_its_stage_hold_another_state(
     config: RunConfig, store: MemoryStore, trained: Path, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    async def began_anew(
-        config: RunConfig, records: Sequence[PeerRecord], channels: ChannelPool
-    ) -> list[pb.DescribeReply]:
-        replies = await others.answers(config, records, channels)
+    honest = Poll.replies
+
+    async def began_anew(poll: Poll, records: Sequence[PeerRecord]) -> list[pb.DescribeReply]:
+        replies = await honest(poll, records)
         for reply in replies:
             reply.lineage = "anew"
         return replies
 
-    monkeypatch.setattr(rebalancer, "answers", began_anew)
+    monkeypatch.setattr(Poll, "replies", began_anew)
     async with (
         LocalPeer(config, store, resume=trained).running(0),
         LocalPeer(config, store, resume=trained).running(1),

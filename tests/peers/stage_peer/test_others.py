@@ -11,7 +11,7 @@ import pytest
 
 from peers.shared.network import KnownPeers, Membership
 from peers.stage_peer import others as others_module
-from peers.stage_peer.others import Others, answers, find_others
+from peers.stage_peer.others import Others, find_others
 from swarm.config import ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.credentials.identity import generate
 from swarm.dht.directory import Directory
@@ -120,22 +120,6 @@ async def test_a_joiner_learns_whether_anybody_was_given_a_microbatch_yet(number
     for num_forwards in (0, 1):
         others, _ = await _find({number: [0]}, num_forwards=num_forwards)
         assert others.has_begun == bool(num_forwards)
-
-
-@pytest.mark.parametrize(
-    ("said", "counts"),
-    [
-        (_reply(SYNCHRONOUS, STAGE, 6), True),
-        (_reply(SYNCHRONOUS, STAGE + 1, 6), False),
-        (_reply(dataclasses.replace(SYNCHRONOUS, run="other"), STAGE, 6), False),
-        (_reply(SYNCHRONOUS, STAGE, 1 << 58), False),
-    ],
-    ids=["it is there", "another stage by now", "another run by now", "a round that nobody counts to"],
-)
-async def test_only_a_peer_of_this_stage_that_makes_sense_answers(said: pb.DescribeReply, counts: bool) -> None:
-    async with describing(STAGE, lambda _: said) as record:
-        replies = await answers(SYNCHRONOUS, [record], ChannelPool(insecure=True))
-    assert [reply.round for reply in replies] == [6] * counts
 
 
 async def test_only_peers_that_answer_count() -> None:

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from peers.shared.network import Membership
-from peers.stage_peer import rebalancer
 from peers.stage_peer.rebalancer import Claim, Rebalancer
 from swarm.checkpoint import file
 from swarm.config import AveragingConfig, ModelConfig, RunConfig, StagesConfig
 from swarm.credentials.identity import generate
 from swarm.errors import Fatal, PeerUnavailable
 from swarm.machine.clock import Clock
+from swarm.routing.poll import Poll
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import ClaimState, PeerId, PeerRecord, PeerState
 from tests.support.memory_store import MemoryStore
@@ -141,7 +141,7 @@ class World:
 
 
 def _answers(monkeypatch: pytest.MonkeyPatch, world: World, silent: Callable[[Peer], bool] = lambda _: False) -> None:
-    async def answers(config: Any, records: Sequence[PeerRecord], channels: Any) -> list[pb.DescribeReply]:
+    async def replies(_: Poll, records: Sequence[PeerRecord]) -> list[pb.DescribeReply]:
         await world.clock.sleep(0.01)
         living = {p.peer_id: p for p in world.peers if p.stage is not None and not silent(p)}
         asked = [living[PeerId(r.peer_id)] for r in records if r.peer_id in living]
@@ -150,7 +150,7 @@ def _answers(monkeypatch: pytest.MonkeyPatch, world: World, silent: Callable[[Pe
             for peer in asked
         ]
 
-    monkeypatch.setattr(rebalancer, "answers", answers)
+    monkeypatch.setattr(Poll, "replies", replies)
 
 
 async def _live(world: World, stages: Sequence[int | None], then: Callable[[], Any]) -> None:

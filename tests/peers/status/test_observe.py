@@ -100,7 +100,7 @@ async def _rows(replies: Sequence[pb.DescribeReply], *others: PeerRecord) -> lis
         stack.push_async_callback(channels.close)
         records: dict[int, list[PeerRecord]] = {9: list(others)}
         for stage, reply in enumerate(replies):
-            reply.run_id = RUN
+            reply.run_id, reply.stage = RUN, stage
             records[stage] = [await stack.enter_async_context(describing(stage, lambda _, reply=reply: reply))]  # type: ignore[misc]
         seen = await observe(RUN, records, (), channels)
     rows: list[dict[str, Any]] = json.loads(seen.to_json())["stages"]

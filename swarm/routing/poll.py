@@ -1,0 +1,112 @@
+"""Asks peers of a run to describe themselves, many at the same time.
+
+Any peer may say anything about itself. So what counts follows from several answers (see training/run_rounds.py), which
+are the caller's to compare. A poll asks each peer once, and keeps no answer.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from swarm.errors import PeerUnavailable, SwarmError, WrongStage
+from swarm.rpc.ask import describe
+from swarm.rpc.channels import ChannelPool
+from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.types import PeerRecord
+
+logger = logging.getLogger(__name__)
+
+ANSWER_SECONDS = 3.0
+"""Longest wait for an announced peer to answer."""
+
+
+class Heard(NamedTuple):
+    """What came of asking one peer.
+
+    Attributes:
+        reply: None if there is none.
+        fault: why there is none.
+        was_asked: False if the peer cannot even be asked, say because one side has TLS and the other has not.
+    """
+
+    record: PeerRecord
+    reply: pb.DescribeReply | None = None
+    fault: SwarmError | None = None
+    was_asked: bool = True
+
+
+class Poll:
+    """One process's questions to the peers of its run."""
+
+    def __init__(self, run_id: str, channels: ChannelPool, *, seconds: float = ANSWER_SECONDS) -> None:
+        """
+        Args:
+            run_id: empty if it is not known, so that answers of peers of any run are taken.
+            seconds: longest wait for an answer, beyond the wait that is asked for.
+        """
+        self._run_id = run_id
+        self._channels = channels
+        self._seconds = seconds
+        self._silent = set[str]()
+        """The peers that did not answer when they were last asked."""
+
+    async def ask(
+        self, records: Sequence[PeerRecord], *, caller: pb.Incarnation | None = None, after_round: int | None = None,
+        wait_seconds: float = 0.0,
+    ) -> list[Heard]:  # fmt: skip
+        """Ask all of these peers at once. Returns what came of it, in the order of the records.
+
+        Args:
+            caller: the peer that asks; the replies then tell whether another process serves under its identity.
+            after_round: peers may wait with their answers until they are at a later round. Once most of the peers that
+                are likely to answer are, no other answer is awaited, and those peers are left out.
+            wait_seconds: how long peers may wait for that.
+        """
+        request = pb.DescribeRequest(
+            run_id=self._run_id, caller=caller, after_round=after_round, wait_seconds=wait_seconds
+        )
+        num_likely, num_later = sum(record.peer_id not in self._silent for record in records), 0
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._ask(record, request)) for record in records]
+            for answered in asyncio.as_completed(tasks):
+                reply = (await answered).reply
+                num_later += reply is not None and after_round is not None and reply.round > after_round
+                if 2 * num_later > num_likely:
+                    for task in tasks:
+                        task.cancel()
+                    break
+        return [task.result() for task in tasks if not task.cancelled()]
+
+    async def replies(
+        self, records: Sequence[PeerRecord], *, caller: pb.Incarnation | None = None
+    ) -> list[pb.DescribeReply]:
+        """The replies of those of these peers that answer; `caller` is as in `ask`.
+
+        Raises:
+            PeerUnavailable: none of them can even be asked.
+        """
+        heard = await self.ask(records, caller=caller)
+        for one in heard:
+            if one.fault is not None and not any(other.was_asked for other in heard):
+                raise one.fault
+        return [one.reply for one in heard if one.reply is not None]
+
+    async def _ask(self, record: PeerRecord, request: pb.DescribeRequest) -> Heard:
+        try:
+            channel = self._channels.channel(record)
+        except PeerUnavailable as error:
+            self._silent.add(record.peer_id)
+            return Heard(record, fault=error, was_asked=False)
+        try:
+            reply = await describe(channel, request, seconds=request.wait_seconds + self._seconds)
+            if reply.stage != record.stage:
+                raise WrongStage(f"it is at stage {reply.stage} by now")
+        except SwarmError as error:
+            logger.debug("%s does not describe itself: %s", record.peer_id, error)
+            self._silent.add(record.peer_id)
+            return Heard(record, fault=error)
+        self._silent.discard(record.peer_id)
+        # The connection proves who answers. What the answer says of that could name somebody else.
+        reply.peer_id = record.peer_id
+        return Heard(record, reply)
