@@ -17,6 +17,7 @@ from peers.shared.network import Membership
 from peers.stage_peer.news import Around, StageNews
 from peers.stage_peer.own_stage import ServerOptions
 from swarm.averaging.averager import Averager
+from swarm.dht.directory import Announcement
 from swarm.errors import PeerUnavailable
 from swarm.machine.clock import Clock
 from swarm.rpc.callers import Callers
@@ -61,9 +62,8 @@ class LoopLag:
 
 MOST_LINKS = 16
 """The most links to peers of the next stage that a peer reports."""
-ANNOUNCE_SECONDS = 5.0
-RECORD_SECONDS = 20.0
-"""Lifetime of an announcement. A peer that has died is listed for at most this long."""
+LOOK_SECONDS = 5.0
+"""Time between two looks at what others say about this peer."""
 
 
 class Health(HealthServicer):
@@ -94,8 +94,10 @@ class Presence:
         self._trainers: Sequence[TrainerRecord] = ()
         """The trainers' records that were last read from the DHT."""
         self._will_leave = False
-        self._is_refused = False
-        """Whether the last announcement failed."""
+        self._announcement = Announcement(
+            membership.directory, "this peer", self.record, membership.clock, occasion=lambda: self._occasion,
+            level=logging.WARNING,
+        )  # fmt: skip
 
     def listens(self, announced: Callable[[], Announced]) -> None:
         self._announced = announced
@@ -153,16 +155,8 @@ class Presence:
         )
 
     async def announce(self) -> None:
-        """Announce the record once. The first of several failures is logged."""
-        try:
-            await self._membership.directory.announce_peer(self.record(), RECORD_SECONDS)
-            if self._is_refused:
-                logger.info("this peer is announced again")
-            self._is_refused = False
-        except PeerUnavailable as error:
-            if not self._is_refused:
-                logger.warning("this peer is not announced: %s", error)
-            self._is_refused = True
+        """Announce the record once."""
+        await self._announcement.now()
 
     def works(self, news: StageNews) -> Sequence[Coroutine[Any, Any, None]]:
         """The tasks of a serving peer. Each runs until it is cancelled."""
@@ -171,19 +165,13 @@ class Presence:
     async def keep_announced(self) -> None:
         """Announce the record at intervals; at once after a commit, with new endpoints, and when the DHT is back."""
         unheard = "a node of the DHT that takes this peer's record, without which others do not find it"
-        with self._membership.waits.on(lambda _: unheard if self._is_refused else ""):
-            while True:
-                announced = self._occasion
-                await self.announce()
-                for _ in range(int(ANNOUNCE_SECONDS / 0.5)):
-                    await self._membership.clock.sleep(0.5)
-                    if self._occasion != announced:
-                        break
+        with self._membership.waits.on(lambda _: unheard if self._announcement.is_refused else ""):
+            await self._announcement.keep()
 
     async def _look_around(self, news: StageNews) -> None:
         """At intervals, log what others say about this peer."""
         while True:
-            await self._membership.clock.sleep(ANNOUNCE_SECONDS)
+            await self._membership.clock.sleep(LOOK_SECONDS)
             around = await self._around()
             news.look(self._stage.counters["forwards"] + self._stage.counters["backwards"], around)
             news.look_at(self._time_shares(), around)

@@ -60,12 +60,12 @@ from swarm.credentials.certificates import Role
 from swarm.credentials.identity import Identity
 from swarm.dht import node as dht_node
 from swarm.dht.addresses import OwnAddress
-from swarm.dht.directory import Directory
+from swarm.dht.directory import Announcement, Directory
 from swarm.dht.node import DhtNode
-from swarm.errors import Fatal, PeerUnavailable, SwarmError
+from swarm.errors import Fatal, PeerUnavailable
 from swarm.events.kinds import Events
 from swarm.interchange.weights import Weights
-from swarm.machine.clock import SystemClock, run_loop
+from swarm.machine.clock import Clock, SystemClock, run_loop
 from swarm.machine.recording import Recorder, recorder_of
 from swarm.model import compiled
 from swarm.rpc.endpoint import LOOPBACK
@@ -73,10 +73,13 @@ from swarm.rpc.entry import Entry
 from swarm.rpc.meeting.carrying import MeetingLimits
 from swarm.rpc.serving import Front
 from swarm.stage.generation import SessionLimits
+from swarm.types import RunRecord
 
 logger = logging.getLogger(__name__)
 
 PROG = "swarm-peer"
+CONFIG_SECONDS = 20.0
+"""Time between two announcements of the configuration."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -287,7 +290,7 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
 
     async with asyncio.TaskGroup() as tasks:
         # This task starts before anything that waits, because joiners may already look for the run.
-        background = [tasks.create_task(republish(member.directory, member.config))]
+        background = [tasks.create_task(published(member.directory, member.peer_id, member.config, clock).keep())]
         background.append(tasks.create_task(member.waits.run(clock)))
         await member.known.look_first(member.directory, member.stages, clock, returns=start.returns)
         await say_what_is_wrong(options, member, start.device)
@@ -330,11 +333,7 @@ async def first_stage(options: PeerOptions, rebalancer: Rebalancer) -> int:
     return stage
 
 
-async def republish(directory: Directory, config: RunConfig) -> None:
-    """Keep the configuration in the DHT, as every peer does."""
-    while True:
-        try:
-            await directory.publish_config(configs.to_json(config), lifetime_seconds=60.0)
-        except SwarmError as error:
-            logger.debug("the configuration was not published: %s", error)
-        await asyncio.sleep(20.0)
+def published(directory: Directory, peer_id: str, config: RunConfig, clock: Clock) -> Announcement:
+    """The configuration in the DHT, where every peer keeps it."""
+    record = RunRecord(peer_id=peer_id, config_json=configs.to_json(config))
+    return Announcement(directory, "the configuration", lambda: record, clock, every_seconds=CONFIG_SECONDS)

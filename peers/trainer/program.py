@@ -40,7 +40,7 @@ from swarm.config import RunConfig
 from swarm.credentials.certificates import Role
 from swarm.data import corpora, tokenizers
 from swarm.data.microbatches import Microbatches
-from swarm.errors import PeerUnavailable
+from swarm.dht.directory import Announcement
 from swarm.events.kinds import Events, Leave
 from swarm.hop.hop import Hop, watch_connections
 from swarm.hop.retries import HopLimits
@@ -56,8 +56,6 @@ from swarm.types import TRAINER_STAGE, TrainerRecord
 logger = logging.getLogger(__name__)
 
 PROG = "swarm-trainer"
-RECORD_SECONDS = 20.0
-"""Lifetime of a trainer's announcement."""
 
 
 def cure_of(stage: int, member: Membership, *, insecure: bool) -> str:
@@ -155,10 +153,11 @@ async def carry_out(member: Membership, session: Session, name: str) -> int:
     """Train, or only evaluate, until it is done or told to stop, and return the exit code, 0 if it is done."""
     known, directory, clock = member.known, member.directory, member.clock
     stop = stopping.stop_event()
+    announcement = Announcement(directory, "this trainer", lambda: record_of(member, session, name), clock)
     async with asyncio.TaskGroup() as tasks:
         background = [
             tasks.create_task(directory.watch(member.stages, known.update, REFRESH_SECONDS)),
-            tasks.create_task(keep_announced(member, session, name)),
+            tasks.create_task(announcement.keep()),
             tasks.create_task(watch_connections(stage=0, router=known.router, channels=member.channels, clock=clock)),
         ]
         work = session.only_evaluate() if session.options.evaluate_only else session.train()
@@ -182,16 +181,6 @@ def record_of(member: Membership, session: Session, name: str) -> TrainerRecord:
         in_flight=session.loop.num_in_flight,
         bans=member.known.bans(0, member.clock),
     )
-
-
-async def keep_announced(member: Membership, session: Session, name: str) -> None:
-    """Announce this trainer at intervals, until cancelled, so that swarm-status sees it."""
-    while True:
-        try:
-            await member.directory.announce_trainer(record_of(member, session, name), RECORD_SECONDS)
-        except PeerUnavailable as error:
-            logger.debug("not announced: %s", error)
-        await member.clock.sleep(5.0)
 
 
 async def finish(

@@ -8,8 +8,6 @@ about them.
 import logging
 from collections.abc import Callable, Sequence
 
-from pydantic import BaseModel
-
 from swarm.credentials.identity import Identity
 from swarm.dht import keys
 from swarm.dht.known_records import MAX_OWNER_RECORDS, KnownRecords, Record
@@ -21,6 +19,12 @@ from swarm.types import PROTOCOL_VERSION, ClaimRecord, PeerRecord, PeerState, Ru
 
 logger = logging.getLogger(__name__)
 
+Announced = PeerRecord | TrainerRecord | ClaimRecord | RunRecord
+
+RENEW_SECONDS, NUM_RENEWALS = 5.0, 4
+"""Time between two renewals of a record, and how many of them its lifetime has."""
+LOOK_SECONDS = 0.5
+"""Time between two looks whether there is an occasion to announce a record at once."""
 LEAVING_SECONDS = 5.0
 """A peer that left is listed as leaving for at least this long."""
 NUM_OFTEN, MAX_STRETCH = 32, 3.0
@@ -49,27 +53,43 @@ class Directory:
         self._has_incompatible: set[str] = set()
         """Keys with records of another protocol version, which are left out."""
 
-    async def announce_peer(self, record: PeerRecord, lifetime_seconds: float) -> None:
-        """List this peer under its stage, for at most `records.MAX_LIFETIME_SECONDS`.
+    async def announce(self, record: Announced, lifetime_seconds: float) -> None:
+        """List this process, for at most `records.MAX_LIFETIME_SECONDS`: a peer under its stage, and others under the
+        key of their kind.
 
         Raises:
             PeerUnavailable: the DHT cannot be reached, or refused the record.
         """
-        await self._announce(keys.of_stage(self._run_id, record.stage), record, lifetime_seconds)
-        self._announced = record
+        key, now = self._key_of(record), self._clock.time()
+        # Of two records the DHT keeps the one that expires later. So a new record must expire after the last one, which
+        # may still be on its way.
+        later = self._expirations.get(key, 0.0) + 0.001
+        if later > now + MAX_LIFETIME_SECONDS:
+            # The last record was announced while the clock was ahead. No node accepted it, and none would accept a
+            # later expiration.
+            later = 0.0
+        expiration = max(now + lifetime_seconds, later)
+        value = seal(self._identity, key, record, expiration)
+        self._expirations[key] = expiration
+        stored = await self.store.store(key, self._identity.peer_id, value, expiration)
+        if not stored:
+            raise PeerUnavailable(
+                "no other node of the DHT took this peer's record. If that goes on: is this machine's clock right, "
+                f"does its token hold, and do at most {MAX_OWNER_RECORDS} processes use that token?"
+            )
+        if isinstance(record, PeerRecord):
+            self._announced = record
 
-    async def announce_trainer(self, record: TrainerRecord, lifetime_seconds: float) -> None:
-        """List this trainer. Raises PeerUnavailable as `announce_peer` does."""
-        await self._announce(self._trainers.key, record, lifetime_seconds)
-
-    async def announce_claim(self, record: ClaimRecord, lifetime_seconds: float) -> None:
-        """Announce the stage that this peer is about to serve. Raises PeerUnavailable as `announce_peer` does."""
-        await self._announce(self._claims.key, record, lifetime_seconds)
-
-    async def publish_config(self, config_json: str, lifetime_seconds: float) -> None:
-        """Announce the run's configuration, for `discover_config`. Raises PeerUnavailable as `announce_peer` does."""
-        record = RunRecord(peer_id=self._identity.peer_id, config_json=config_json)
-        await self._announce(keys.RUNS, record, lifetime_seconds)
+    def _key_of(self, record: Announced) -> str:
+        match record:
+            case PeerRecord():
+                return keys.of_stage(self._run_id, record.stage)
+            case TrainerRecord():
+                return self._trainers.key
+            case ClaimRecord():
+                return self._claims.key
+            case RunRecord():
+                return keys.RUNS
 
     async def withdraw(self) -> None:
         """List this peer as leaving the stage it last announced, for as long as its last record would have lasted.
@@ -81,7 +101,7 @@ class Directory:
             leaving = self._announced.model_copy(
                 update={"state": PeerState.LEAVING, "announced_at": self._clock.time()}
             )
-            await self.announce_peer(leaving, LEAVING_SECONDS)
+            await self.announce(leaving, LEAVING_SECONDS)
             self._announced = None
 
     async def peers(self, stage: int, *, partly: bool = False) -> list[PeerRecord]:
@@ -155,24 +175,66 @@ class Directory:
             logger.warning("left out, since they run another release of swarm: %d under %s", num_others, known.key)
         return compatible
 
-    async def _announce(self, key: str, record: BaseModel, lifetime_seconds: float) -> None:
-        now = self._clock.time()
-        # Of two records the DHT keeps the one that expires later. So a new record must expire after the last one, which
-        # may still be on its way.
-        later = self._expirations.get(key, 0.0) + 0.001
-        if later > now + MAX_LIFETIME_SECONDS:
-            # The last record was announced while the clock was ahead. No node accepted it, and none would accept a
-            # later expiration.
-            later = 0.0
-        expiration = max(now + lifetime_seconds, later)
-        value = seal(self._identity, key, record, expiration)
-        self._expirations[key] = expiration
-        stored = await self.store.store(key, self._identity.peer_id, value, expiration)
-        if not stored:
-            raise PeerUnavailable(
-                "no other node of the DHT took this peer's record. If that goes on: is this machine's clock right, "
-                f"does its token hold, and do at most {MAX_OWNER_RECORDS} processes use that token?"
-            )
+
+class Announcement:
+    """A record that this process keeps in the DHT, where it expires if it is not renewed: so whatever has died is
+    listed for no longer than a record's lifetime.
+
+    Attributes:
+        is_refused: whether the record was not taken when it was last announced.
+    """
+
+    def __init__(
+        self, directory: Directory, what: str, record: Callable[[], Announced | None], clock: Clock, *,
+        every_seconds: float = RENEW_SECONDS, occasion: Callable[[], object] | None = None, level: int = logging.DEBUG,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            what: the announcement's name in the log.
+            record: gives the record as it is now; None while there is nothing to announce.
+            every_seconds: time between two renewals.
+            occasion: gives a value whose change means that the record is to be announced at once.
+            level: how loudly the log tells that the record is not taken.
+        """
+        self.is_refused = False
+        self._directory = directory
+        self._what = what
+        self._record = record
+        self._clock = clock
+        self._every_seconds = every_seconds
+        self._occasion = occasion
+        self._level = level
+
+    async def now(self, last: Announced | None = None) -> None:
+        """Announce the record once. The first of several failures is logged.
+
+        Args:
+            last: announced in its place, and not renewed.
+        """
+        record = last or self._record()
+        if record is None:
+            return
+        lifetime_seconds = self._every_seconds if last else NUM_RENEWALS * self._every_seconds
+        try:
+            await self._directory.announce(record, lifetime_seconds)
+            if self.is_refused:
+                logger.log(min(self._level, logging.INFO), "%s is announced again", self._what)
+            self.is_refused = False
+        except PeerUnavailable as error:
+            if not self.is_refused:
+                logger.log(self._level, "%s is not announced: %s", self._what, error)
+            self.is_refused = True
+
+    async def keep(self) -> None:
+        """Renew the record until cancelled."""
+        look_seconds = LOOK_SECONDS if self._occasion else self._every_seconds
+        while True:
+            announced = self._occasion and self._occasion()
+            await self.now()
+            for _ in range(round(self._every_seconds / look_seconds)):
+                await self._clock.sleep(look_seconds)
+                if self._occasion and self._occasion() != announced:
+                    break
 
 
 def stretch(num_peers: int) -> float:

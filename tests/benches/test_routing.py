@@ -42,7 +42,7 @@ def test_the_busiest_peer_sends_more_with_the_square() -> None:
 
 @pytest.mark.slow
 def test_real_nodes_are_counted_and_gone_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("ANNOUNCE_SECONDS", 0.5), ("REFRESH_SECONDS", 0.2), ("SETTLE_SECONDS", 3.0)):
+    for name, seconds in (("RENEW_SECONDS", 0.5), ("REFRESH_SECONDS", 0.2), ("SETTLE_SECONDS", 3.0)):
         monkeypatch.setattr(routing_dht, name, seconds)
     monkeypatch.setattr(routing_dht, "REPLICAS", 0)
     before = proc.children(os.getpid())

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from swarm.credentials import identity
-from swarm.dht.directory import Directory
+from swarm.dht.directory import NUM_RENEWALS, RENEW_SECONDS, Announcement, Directory
 from swarm.dht.records import MAX_LIFETIME_SECONDS, seal
 from swarm.errors import PeerUnavailable
 from swarm.machine.clock import DOUBT_SECONDS
@@ -19,6 +19,7 @@ from tests.support import locked
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
 from tests.support.set_clock import SetClock
+from tests.support.virtual_time import LoopClock, in_virtual_time
 
 OURS, THEIRS = identity.generate(), identity.generate()
 RUN = "run.0123"
@@ -63,9 +64,9 @@ def _record(who: identity.Identity, **fields: Any) -> PeerRecord:
 
 async def test_peers_find_each_other(store: Store, clock: ManualClock) -> None:
     ours, theirs = Directory(store, OURS, RUN, clock), Directory(store, THEIRS, RUN, clock)
-    await ours.announce_peer(_record(OURS), 30)
+    await ours.announce(_record(OURS), 30)
     addresses = ("/ip4/192.0.2.2/tcp/1/p2p/X", "/ip6/2001:db8::2/tcp/1/p2p/X")
-    await theirs.announce_peer(_record(THEIRS, dht_address=addresses[0], other_dht_addresses=addresses[1:]), 60)
+    await theirs.announce(_record(THEIRS, dht_address=addresses[0], other_dht_addresses=addresses[1:]), 60)
     assert {record.peer_id for record in await ours.peers(1)} == {OURS.peer_id, THEIRS.peer_id}
     assert await ours.peers(0) == []
     assert store.remembered == list(addresses)
@@ -75,14 +76,14 @@ async def test_peers_find_each_other(store: Store, clock: ManualClock) -> None:
 
 async def test_who_says_that_it_announced_itself_in_the_future_is_left_out(store: Store, clock: ManualClock) -> None:
     ours, theirs = Directory(store, OURS, RUN, clock), Directory(store, THEIRS, RUN, clock)
-    await ours.announce_peer(_record(OURS), 30)
-    await theirs.announce_peer(_record(THEIRS, announced_at=1000.0 + MAX_LIFETIME_SECONDS + 1), MAX_LIFETIME_SECONDS)
+    await ours.announce(_record(OURS), 30)
+    await theirs.announce(_record(THEIRS, announced_at=1000.0 + MAX_LIFETIME_SECONDS + 1), MAX_LIFETIME_SECONDS)
     assert [record.peer_id for record in await ours.peers(1)] == [OURS.peer_id]
 
 
 async def test_of_two_records_on_their_way_the_newer_one_stays(store: Store, clock: ManualClock) -> None:
     ours = Directory(store, OURS, RUN, clock)
-    await ours.announce_peer(_record(OURS), 10)
+    await ours.announce(_record(OURS), 10)
     first_may_go = asyncio.Event()
     store_at_once = store.store
 
@@ -91,7 +92,7 @@ async def test_of_two_records_on_their_way_the_newer_one_stays(store: Store, clo
         return await store_at_once(key, subkey, value, expiration)
 
     store.store = slow_store  # type: ignore[method-assign]
-    late = asyncio.create_task(ours.announce_peer(_record(OURS), 60))
+    late = asyncio.create_task(ours.announce(_record(OURS), 60))
     await asyncio.sleep(0)
     store.store = store_at_once  # type: ignore[method-assign]
     await ours.withdraw()
@@ -102,40 +103,40 @@ async def test_of_two_records_on_their_way_the_newer_one_stays(store: Store, clo
 
 
 async def test_runs_are_apart(store: Store, clock: ManualClock) -> None:
-    await Directory(store, OURS, RUN, clock).announce_peer(_record(OURS), 30)
+    await Directory(store, OURS, RUN, clock).announce(_record(OURS), 30)
     assert await Directory(store, OURS, "another.run", clock).peers(1) == []
 
 
 async def test_trainers_are_listed(store: Store, clock: ManualClock) -> None:
     directory = Directory(store, OURS, RUN, clock)
     record = TrainerRecord(peer_id=OURS.peer_id, announced_at=1000.0, step=3)
-    await directory.announce_trainer(record, 30)
+    await directory.announce(record, 30)
     assert await directory.trainers() == [record]
 
 
 async def test_a_shorter_life_replaces_a_longer_one(store: Store, clock: ManualClock) -> None:
     """The new record counts although the DHT keeps the one that expires last."""
     directory = Directory(store, OURS, RUN, clock)
-    await directory.announce_peer(_record(OURS, queue_length=1), 60)
-    await directory.announce_peer(_record(OURS, queue_length=2), 10)
+    await directory.announce(_record(OURS, queue_length=1), 60)
+    await directory.announce(_record(OURS, queue_length=2), 10)
     assert [record.queue_length for record in await directory.peers(1)] == [2]
 
 
 async def test_who_withdraws_is_leaving(store: Store, clock: ManualClock) -> None:
     directory, reader = Directory(store, OURS, RUN, clock), Directory(store, THEIRS, RUN, clock)
     await directory.withdraw()
-    await directory.announce_peer(_record(OURS), 60)
+    await directory.announce(_record(OURS), 60)
     assert [record.state for record in await reader.peers(1)] == [PeerState.SERVING]
     await directory.withdraw()
     assert [record.state for record in await reader.peers(1)] == [PeerState.LEAVING]
-    await directory.announce_peer(_record(OURS, stage=2), 60)
+    await directory.announce(_record(OURS, stage=2), 60)
     assert [record.state for record in await reader.peers(2)] == [PeerState.SERVING]
 
 
 async def test_a_refused_record_is_an_error(store: Store, clock: ManualClock) -> None:
-    await Directory(store, OURS, RUN, clock).announce_peer(_record(OURS), 60)
+    await Directory(store, OURS, RUN, clock).announce(_record(OURS), 60)
     with pytest.raises(PeerUnavailable, match="clock"):
-        await Directory(store, OURS, RUN, clock).announce_peer(_record(OURS), 30)
+        await Directory(store, OURS, RUN, clock).announce(_record(OURS), 30)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +153,7 @@ async def test_what_a_signer_may_not_say_is_left_out(store: Store, clock: Manual
     key = f"{RUN}.stage.1"
     await store.store(key, THEIRS.peer_id, seal(THEIRS, key, _record(THEIRS, **lie), 1060.0), 1060.0)
     directory = Directory(store, OURS, RUN, clock)
-    await directory.announce_peer(_record(OURS), 30)
+    await directory.announce(_record(OURS), 30)
     assert [record.peer_id for record in await directory.peers(1)] == [OURS.peer_id]
 
 
@@ -167,14 +168,14 @@ async def test_other_versions_are_left_out_and_said_once(
     store: Store, clock: ManualClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     ours, theirs = Directory(store, OURS, RUN, clock), Directory(store, THEIRS, RUN, clock)
-    await theirs.announce_peer(_record(THEIRS, protocol_version=PROTOCOL_VERSION + 1), 30)
+    await theirs.announce(_record(THEIRS, protocol_version=PROTOCOL_VERSION + 1), 30)
     for _ in range(3):
         assert await ours.peers(1) == []
     said = [f"left out, since they run another release of swarm: 1 under {RUN}.stage.1"]
     assert caplog.messages == said
     clock.advance(31)
     assert await ours.peers(1) == []
-    await theirs.announce_peer(_record(THEIRS, protocol_version=PROTOCOL_VERSION + 1), 30)
+    await theirs.announce(_record(THEIRS, protocol_version=PROTOCOL_VERSION + 1), 30)
     assert await ours.peers(1) == []
     assert caplog.messages == 2 * said
 
@@ -182,7 +183,7 @@ async def test_other_versions_are_left_out_and_said_once(
 async def test_a_record_holds_until_it_expires(store: Store, clock: ManualClock) -> None:
     """A reading that misses some records, as after a neighbour's death, loses none."""
     directory = Directory(store, OURS, RUN, clock)
-    await directory.announce_peer(_record(OURS), 30)
+    await directory.announce(_record(OURS), 30)
     assert len(await directory.peers(1)) == 1
     store.records.clear()
     assert len(await directory.peers(1)) == 1
@@ -197,7 +198,7 @@ async def test_a_clock_that_is_set_for_a_while_makes_nobody_vanish(
     """Peers stay, though records last for less time than the clock is in doubt, and new ones cannot be read then."""
     ours = SetClock(1000.0)
     directory = Directory(store, OURS, RUN, ours)
-    await Directory(store, THEIRS, RUN, clock).announce_peer(_record(THEIRS), 20)
+    await Directory(store, THEIRS, RUN, clock).announce(_record(THEIRS), 20)
     assert len(await directory.peers(1)) == 1
     ours.ahead = ahead
     assert len(await directory.peers(1)) == 1
@@ -206,7 +207,7 @@ async def test_a_clock_that_is_set_for_a_while_makes_nobody_vanish(
     assert len(await directory.peers(1)) == 1, "for all that is known, the clock is wrong"
     ours.ahead = 0.0
     assert len(await directory.peers(1)) == 1, "it was, and is not believed at once either"
-    await Directory(store, THEIRS, RUN, clock).announce_peer(_record(THEIRS), 40)
+    await Directory(store, THEIRS, RUN, clock).announce(_record(THEIRS), 40)
     for own in (clock, ours):
         own.advance(DOUBT_SECONDS)
     assert len(await directory.peers(1)) == 1
@@ -218,7 +219,7 @@ async def test_a_clock_that_is_set_for_a_while_makes_nobody_vanish(
 async def test_a_clock_that_stays_where_it_was_set_is_believed_in_the_end(store: Store, clock: ManualClock) -> None:
     ours = SetClock(1000.0)
     directory = Directory(store, OURS, RUN, ours)
-    await Directory(store, THEIRS, RUN, clock).announce_peer(_record(THEIRS), 90)
+    await Directory(store, THEIRS, RUN, clock).announce(_record(THEIRS), 90)
     assert len(await directory.peers(1)) == 1
     ours.ahead = 100.0
     assert len(await directory.peers(1)) == 1
@@ -240,11 +241,11 @@ async def test_a_clock_that_was_ahead_leaves_a_peer_that_can_announce_itself(clo
     directory = Directory(store, OURS, RUN, ours)
     ours.ahead = ahead
     with contextlib.suppress(PeerUnavailable):
-        await directory.announce_peer(_record(OURS, queue_length=1), 20)
+        await directory.announce(_record(OURS, queue_length=1), 20)
     ours.ahead = 0.0
     for own in (clock, ours):
         own.advance(1.0)
-    await directory.announce_peer(_record(OURS, queue_length=2), 20)
+    await directory.announce(_record(OURS, queue_length=2), 20)
     reader = Directory(store, THEIRS, RUN, clock)
     assert [record.queue_length for record in await reader.peers(1)] == [2]
 
@@ -267,7 +268,7 @@ async def test_watching_survives_the_loss_of_the_dht(
         seen.append((stage, len(records)))
 
     directory = Directory(store, OURS, RUN, clock)
-    await directory.announce_peer(_record(OURS), 60)
+    await directory.announce(_record(OURS), 60)
     watching = asyncio.create_task(directory.watch([0, 1], on_update, 2.0))
     await _advance(clock, 0)
     assert seen == [(0, 0), (1, 1)]
@@ -296,7 +297,7 @@ async def test_many_peers_are_read_less_often(
     watching = asyncio.create_task(directory.watch([1], lambda *_: read_at.append(clock.time()), 2.0))
     for who in (OURS, THEIRS, *(identity.generate() for _ in range(4))):
         await _advance(clock, 0)
-        await Directory(store, who, RUN, clock).announce_peer(_record(who), 60)
+        await Directory(store, who, RUN, clock).announce(_record(who), 60)
         for _ in range(12):
             await _advance(clock, 0.5)
     gaps = [round(later - earlier, 6) for earlier, later in itertools.pairwise(read_at)]
@@ -316,9 +317,48 @@ async def test_members_see_members_alone() -> None:
     store = Store(now)
     for who in (locked.PEER, locked.OPEN, locked.EXPIRED, locked.FOREIGN, locked.TRAINER):
         directory = Directory(store, who, RUN, now)
-        await directory.announce_peer(_record(who, announced_at=now.time()), 30)
-        await directory.announce_trainer(TrainerRecord(peer_id=who.peer_id, announced_at=now.time()), 30)
+        await directory.announce(_record(who, announced_at=now.time()), 30)
+        await directory.announce(TrainerRecord(peer_id=who.peer_id, announced_at=now.time()), 30)
     reader = Directory(store, locked.OTHER_PEER, RUN, now)
     assert [record.peer_id for record in await reader.peers(1)] == [locked.PEER.peer_id]
     assert {record.peer_id for record in await reader.trainers()} == {locked.PEER.peer_id, locked.TRAINER.peer_id}
     assert len(await Directory(store, locked.OPEN, RUN, now).peers(1)) == 5
+
+
+@in_virtual_time
+async def test_an_announcement_is_renewed_at_once_on_an_occasion_and_tells_its_first_failure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    stored = list[tuple[float, float]]()
+    occasion, refuses, present = 0, False, _record(OURS)
+
+    class Refusing(MemoryStore):
+        async def store(self, key: str, subkey: str, value: bytes, expiration: float) -> bool:
+            stored.append((clock.monotonic(), expiration - clock.time()))
+            return not refuses
+
+    clock = LoopClock()
+    announcement = Announcement(
+        Directory(Refusing(clock), OURS, RUN, clock), "this peer", lambda: present, clock, occasion=lambda: occasion,
+        level=logging.WARNING,
+    )  # fmt: skip
+    keeping = asyncio.create_task(announcement.keep())
+    await clock.sleep(12.2)
+    occasion = 1
+    await clock.sleep(1.0)
+    assert [at for at, _ in stored] == pytest.approx([0.0, 5.0, 10.0, 12.5])
+    assert [seconds for _, seconds in stored] == pytest.approx([NUM_RENEWALS * RENEW_SECONDS] * 4)
+    assert (caplog.messages, announcement.is_refused) == ([], False)
+    refuses = True
+    await clock.sleep(15.0)
+    assert announcement.is_refused
+    refuses = False
+    await clock.sleep(15.0)
+    first, second = caplog.messages
+    assert first.startswith("this peer is not announced: no other node of the DHT took")
+    assert (second, announcement.is_refused) == ("this peer is announced again", False)
+    present, num_stored = None, len(stored)
+    await clock.sleep(15.0)
+    assert len(stored) == num_stored, "there is nothing to announce"
+    keeping.cancel()

@@ -6,6 +6,7 @@ import pytest
 
 from swarm.config import DataConfig, ModelConfig, RunConfig, to_json
 from swarm.credentials import identity
+from swarm.credentials.identity import Identity
 from swarm.dht import keys
 from swarm.dht.directory import Directory
 from swarm.dht.discovery import discover_config, discover_runs
@@ -33,16 +34,21 @@ def store(clock: ManualClock) -> MemoryStore:
 CONFIG = RunConfig()
 
 
+async def _publish(store: MemoryStore, who: Identity, run_id: str, clock: ManualClock, config_json: str) -> None:
+    record = RunRecord(peer_id=who.peer_id, config_json=config_json)
+    await Directory(store, who, run_id, clock).announce(record, 60)
+
+
 async def test_a_joiner_finds_the_run(store: MemoryStore, clock: ManualClock) -> None:
     for who in (OURS, THEIRS):
-        await Directory(store, who, CONFIG.run_id, clock).publish_config(to_json(CONFIG), 60)
+        await _publish(store, who, CONFIG.run_id, clock, to_json(CONFIG))
     assert await discover_config(store, clock, address="/x") == CONFIG
 
 
 async def test_a_run_without_sizes_is_refused(store: MemoryStore, clock: ManualClock) -> None:
     """Nobody could divide it into microbatches."""
     config = dataclasses.replace(CONFIG, data=DataConfig(microbatch_size=0))
-    await Directory(store, OURS, config.run_id, clock).publish_config(to_json(config), 60)
+    await _publish(store, OURS, config.run_id, clock, to_json(config))
     with pytest.raises(ValueError, match="leaves out sizes"):
         await discover_config(store, clock, address="/x")
 
@@ -56,8 +62,8 @@ async def test_no_run(store: MemoryStore, clock: ManualClock) -> None:
 
 async def test_several_runs_are_listed(store: MemoryStore, clock: ManualClock) -> None:
     other = dataclasses.replace(CONFIG, model=ModelConfig(num_layers=8))
-    await Directory(store, OURS, CONFIG.run_id, clock).publish_config(to_json(CONFIG), 60)
-    await Directory(store, THEIRS, other.run_id, clock).publish_config(to_json(other), 60)
+    await _publish(store, OURS, CONFIG.run_id, clock, to_json(CONFIG))
+    await _publish(store, THEIRS, other.run_id, clock, to_json(other))
     first, second = sorted([CONFIG.run_id, other.run_id])
     with pytest.raises(ValueError, match=f"^several runs share the DHT at /x: {first}, {second};"):
         await discover_config(store, clock, address="/x")
@@ -68,7 +74,7 @@ async def test_all_runs_are_found_if_that_is_asked_and_the_named_one_comes_first
 ) -> None:
     others = [dataclasses.replace(CONFIG, run=f"run-{number}") for number in range(5)]
     for config in (*others, CONFIG):
-        await Directory(store, identity.generate(), config.run_id, clock).publish_config(to_json(config), 60)
+        await _publish(store, identity.generate(), config.run_id, clock, to_json(config))
     runs = [config.run_id for config in await discover_runs(store, clock, address="/x")]
     assert runs == sorted([CONFIG.run_id, *(config.run_id for config in others)])
     for named in (CONFIG, others[3]):
@@ -79,10 +85,10 @@ async def test_all_runs_are_found_if_that_is_asked_and_the_named_one_comes_first
 
 
 async def test_nonsense_hides_no_run(store: MemoryStore, clock: ManualClock) -> None:
-    await Directory(store, THEIRS, RUN, clock).publish_config('{"model": {"num_heads": 0}}', 60)
+    await _publish(store, THEIRS, RUN, clock, '{"model": {"num_heads": 0}}')
     with pytest.raises(ValueError, match=r"^the configuration of the run at /x: model"):
         await discover_config(store, clock, address="/x")
-    await Directory(store, OURS, CONFIG.run_id, clock).publish_config(to_json(CONFIG), 60)
+    await _publish(store, OURS, CONFIG.run_id, clock, to_json(CONFIG))
     assert await discover_config(store, clock, address="/x") == CONFIG
 
 
@@ -107,7 +113,7 @@ def now() -> ManualClock:
 async def _published(now: ManualClock, *statements: tuple[identity.Identity, RunConfig]) -> MemoryStore:
     store = MemoryStore(now)
     for who, config in statements:
-        await Directory(store, who, config.run_id, now).publish_config(to_json(config), 60)
+        await _publish(store, who, config.run_id, now, to_json(config))
     return store
 
 

@@ -25,7 +25,7 @@ from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1 import directory_pb2 as pb
 from swarm.rpc.v1.directory_pb2_grpc import add_DirectoryServiceServicer_to_server
 from swarm.rpc.v1.probe_pb2_grpc import add_ProbeServiceServicer_to_server
-from swarm.types import ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState, TrainerRecord
+from swarm.types import ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState, RunRecord, TrainerRecord
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
 from tests.support.proxy import Direction, Proxy
@@ -114,13 +114,13 @@ async def swarm() -> AsyncIterator[Swarm]:
 async def test_a_directory_reads_the_same_through_a_peer(swarm: Swarm) -> None:
     record = await swarm.serve(OURS)
     within = Directory(swarm.dht, OURS, RUN, swarm.clock)
-    await within.publish_config(configs.to_json(CONFIG), 60.0)
-    await within.announce_peer(record, 20.0)
-    await within.announce_trainer(TrainerRecord(peer_id=OURS.peer_id, announced_at=1000.0, step=3), 20.0)
+    await within.announce(RunRecord(peer_id=OURS.peer_id, config_json=configs.to_json(CONFIG)), 60.0)
+    await within.announce(record, 20.0)
+    await within.announce(TrainerRecord(peer_id=OURS.peer_id, announced_at=1000.0, step=3), 20.0)
     claim = ClaimRecord(
         peer_id=OURS.peer_id, announced_at=1000.0, stage=1, state=ClaimState.CONFIRMED, claimed_at=1000.0
     )
-    await within.announce_claim(claim, 20.0)
+    await within.announce(claim, 20.0)
     store = swarm.reader(record)
     assert (await discover_config(store, swarm.clock, address="")).run_id == RUN
     without = Directory(store, generate(), RUN, swarm.clock)
@@ -169,11 +169,11 @@ async def test_a_peer_whose_dht_has_lost_all_others_still_shows_itself(swarm: Sw
     """It is passed over if another peer answers that knows of more nodes."""
     alone = Alone(swarm.clock)
     left, other = await swarm.serve(OURS, store=alone), await swarm.serve(THEIRS)
-    await Directory(alone, OURS, RUN, swarm.clock).announce_peer(left, 20.0)
+    await Directory(alone, OURS, RUN, swarm.clock).announce(left, 20.0)
     with pytest.raises(PeerUnavailable, match="no other node"):
         await Directory(alone, OURS, RUN, swarm.clock).peers(0)
     assert await Directory(swarm.reader(left), generate(), RUN, swarm.clock).peers(0) == [left]
-    await Directory(swarm.dht, THEIRS, RUN, swarm.clock).announce_peer(other, 20.0)
+    await Directory(swarm.dht, THEIRS, RUN, swarm.clock).announce(other, 20.0)
     assert await Directory(swarm.reader(left, other), generate(), RUN, swarm.clock).peers(0) == [other]
 
 

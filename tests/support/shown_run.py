@@ -22,7 +22,7 @@ from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1.directory_pb2_grpc import add_DirectoryServiceServicer_to_server
 from swarm.rpc.v1.meeting_pb2_grpc import add_MeetingServiceServicer_to_server
 from swarm.rpc.v1.probe_pb2_grpc import add_ProbeServiceServicer_to_server
-from swarm.types import PeerId, PeerRecord, PeerState
+from swarm.types import PeerId, PeerRecord, PeerState, RunRecord
 from tests.support.memory_store import MemoryStore
 
 
@@ -55,13 +55,13 @@ async def shown_run(
     endpoint = f"127.0.0.1:{bind_server(server, '127.0.0.1', port, credentials)}"
     await server.start()
     directory = Directory(dht, own, config.run_id, clock)
-    await directory.publish_config(configs.to_json(config), 100.0)
+    await directory.announce(RunRecord(peer_id=own.peer_id, config_json=configs.to_json(config)), 100.0)
     record = PeerRecord(
         peer_id=own.peer_id, name="first", announced_at=clock.time(), stage=0, endpoint=endpoint,
         certificate_pem="" if insecure else own.certificate_pem, state=PeerState.SERVING, dht_address=dht_address,
         software_version=software_version,
     )  # fmt: skip
-    await directory.announce_peer(record, 100.0)
+    await directory.announce(record, 100.0)
     try:
         yield ShownRun(config, Entry(PeerId(own.peer_id), endpoint), server)
     finally:

@@ -17,24 +17,23 @@ from typing import Any
 
 import swarm
 from peers.shared.network import REFRESH_SECONDS, KnownPeers
-from peers.stage_peer.presence import ANNOUNCE_SECONDS, RECORD_SECONDS
-from peers.stage_peer.program import republish
+from peers.stage_peer.program import published
 from scripts.benches.shared import proc
 from scripts.benches.shared.common import say
 from swarm.config import RunConfig, StagesConfig
 from swarm.credentials import identity
 from swarm.dht import keys
 from swarm.dht import node as dht_node
-from swarm.dht.directory import Directory, stretch
+from swarm.dht.directory import NUM_RENEWALS, RENEW_SECONDS, Announcement, Directory, stretch
 from swarm.dht.node import DhtNode
-from swarm.errors import IntegrityError, PeerUnavailable
+from swarm.errors import IntegrityError
 from swarm.machine.clock import SystemClock
 from swarm.routing.router import Router
 from swarm.types import PeerRecord, PeerState
 
 logger = logging.getLogger(__name__)
 
-SETTLE_SECONDS = RECORD_SECONDS + 2 * ANNOUNCE_SECONDS
+SETTLE_SECONDS = (NUM_RENEWALS + 2) * RENEW_SECONDS
 """After this time all peers have announced themselves, and records at nodes that are no longer among the nearest to
 their key have expired. (Copies of the configuration last longer, but there are few.)"""
 REPLICAS = 5  # The number of nodes that keep a key: hivemind's default, which we use, too
@@ -78,25 +77,23 @@ class Peer:
         return sum(map(len, self._known.records.values()))
 
     async def serve(self) -> None:
+        announcement = Announcement(
+            self._directory, "a peer", self._present, self._clock, every_seconds=RENEW_SECONDS, level=logging.WARNING
+        )
+        configuration = published(self._directory, self._who.peer_id, self._config, self._clock)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._later(self._keep_announced()))
+            tasks.create_task(self._later(announcement.keep()))
             tasks.create_task(self._later(self._directory.watch([0], self._known.update, REFRESH_SECONDS)))
-            tasks.create_task(self._later(republish(self._directory, self._config)))
+            tasks.create_task(self._later(configuration.keep()))
 
     async def _later(self, work: Coroutine[Any, Any, None]) -> None:
         # Peers begin at random moments. Otherwise all of them would ask the same nodes at the same time.
         with contextlib.closing(work):
-            await asyncio.sleep(self._rng.uniform(0.0, ANNOUNCE_SECONDS))
+            await asyncio.sleep(self._rng.uniform(0.0, RENEW_SECONDS))
             await work
 
-    async def _keep_announced(self) -> None:
-        while True:
-            try:
-                record = self._record.model_copy(update={"announced_at": self._clock.time()})
-                await self._directory.announce_peer(record, RECORD_SECONDS)
-            except PeerUnavailable as error:
-                logger.warning("not announced: %s", error)
-            await asyncio.sleep(ANNOUNCE_SECONDS)
+    def _present(self) -> PeerRecord:
+        return self._record.model_copy(update={"announced_at": self._clock.time()})
 
 
 def full_record(who: identity.Identity, *, dht_address: str) -> PeerRecord:

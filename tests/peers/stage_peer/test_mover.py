@@ -144,7 +144,7 @@ async def test_holders_that_are_announced_and_silent_send_it_back(
             assert record is not None
         # The record is as if the peer had died without a word.
         dead = record.model_copy(update={"state": PeerState.SERVING})
-        await holder.directory.announce_peer(dead, 60.0)
+        await holder.directory.announce(dead, 60.0)
         peer.rebalancer.orders.put_nowait(1)
         assert await peer.next_served() == 0
     assert "cannot begin at stage 1: those who hold it do not answer" in caplog.text

@@ -109,7 +109,7 @@ class Peer:
                 state=self.state, samples_per_second=10.0, movable=True, round=self.round,
             )  # fmt: skip
             with suppress(PeerUnavailable):
-                await self.directory.announce_peer(record, 20.0)
+                await self.directory.announce(record, 20.0)
 
 
 class World:

@@ -23,7 +23,7 @@ from swarm.errors import PeerUnavailable
 from swarm.machine.clock import SystemClock, run_loop
 from swarm.rpc.entry import Entry
 from swarm.rpc.invite import Invite
-from swarm.types import PeerId, PeerRecord, PeerState
+from swarm.types import PeerId, PeerRecord, PeerState, RunRecord
 from tests.support.shown_run import ShownRun, shown_run
 
 CONFIG = configs.load_preset("tiny")
@@ -96,12 +96,12 @@ async def _announce(node: DhtNode, config: RunConfig) -> None:
     """Announce a run, and a peer of its stage 0."""
     own, clock = generate(), SystemClock()
     directory = Directory(node, own, config.run_id, clock)
-    await directory.publish_config(configs.to_json(config), 60.0)
+    await directory.announce(RunRecord(peer_id=own.peer_id, config_json=configs.to_json(config)), 60.0)
     record = PeerRecord(
         peer_id=own.peer_id, name=f"of {config.run}", announced_at=time.time(), stage=0, endpoint="127.0.0.1:1",
         certificate_pem=own.certificate_pem, state=PeerState.SERVING,
     )  # fmt: skip
-    await directory.announce_peer(record, 60.0)
+    await directory.announce(record, 60.0)
 
 
 def _found(entrance: Entrance) -> Sequence[tuple[str, str]]:

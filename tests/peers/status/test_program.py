@@ -29,7 +29,7 @@ from swarm.rpc import tls
 from swarm.rpc.entry import Entry
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1.directory_pb2_grpc import add_DirectoryServiceServicer_to_server
-from swarm.types import PeerRecord, PeerState, TrainerRecord
+from swarm.types import PeerRecord, PeerState, RunRecord, TrainerRecord
 from tests.audit.honest import HonestRun, edit
 from tests.support.memory_store import MemoryStore
 
@@ -54,14 +54,14 @@ async def entry() -> AsyncIterator[Entry]:
     port = bind_server(server, "127.0.0.1", 0, tls.server_credentials(own))
     await server.start()
     directory = Directory(dht, own, CONFIG.run_id, clock)
-    await directory.publish_config(configs.to_json(CONFIG), 100.0)
+    await directory.announce(RunRecord(peer_id=own.peer_id, config_json=configs.to_json(CONFIG)), 100.0)
     peer = PeerRecord(
         peer_id=own.peer_id, name="first", announced_at=clock.time(), stage=0, endpoint=f"127.0.0.1:{port}",
         certificate_pem=own.certificate_pem, state=PeerState.SERVING, round=7,
     )  # fmt: skip
-    await directory.announce_peer(peer, 100.0)
+    await directory.announce(peer, 100.0)
     trainer = TrainerRecord(peer_id=own.peer_id, name="reader", announced_at=clock.time(), step=5)
-    await directory.announce_trainer(trainer, 100.0)
+    await directory.announce(trainer, 100.0)
     yield Entry(own.peer_id, peer.endpoint)
     await server.stop(None)
 
