@@ -17,8 +17,7 @@ from swarm.credentials.certificates import Role
 from swarm.credentials.identity import Identity, Token, generate
 from swarm.dht import keys
 from swarm.dht import node as dht_node
-from swarm.dht.directory import Directory
-from swarm.dht.discovery import discover_config
+from swarm.dht.directory import Directory, discover_config
 from swarm.dht.lookup import PeerStore
 from swarm.errors import PeerUnavailable
 from swarm.machine import json_file

@@ -18,10 +18,9 @@ from swarm.content.fetcher import Fetcher, Kind, Line
 from swarm.credentials.authority import Authority
 from swarm.credentials.identity import Identity
 from swarm.dht import keys
-from swarm.dht.directory import Directory
-from swarm.dht.discovery import discover_config
+from swarm.dht.directory import Directory, discover_config
+from swarm.dht.known_records import RecordStore
 from swarm.dht.node import DhtNode
-from swarm.dht.record_store import RecordStore
 from swarm.errors import PeerUnavailable
 from swarm.machine.clock import Clock
 from swarm.machine.waits import Waits, patiently

@@ -37,16 +37,15 @@ from peers.shared.run_options import naming_options
 from peers.shared.sole_writer import claim_identity
 from peers.shared.token_option import admitted, stop_or_expiry
 from peers.stage_peer import incarnation as incarnations
-from peers.stage_peer.arrival import Arrival, require_ready_file, say_what_is_wrong
-from peers.stage_peer.checkpoints import open_checkpoints
 from peers.stage_peer.contents import Contents
 from peers.stage_peer.incarnation import Incarnation, Rivals
 from peers.stage_peer.mover import Mover
+from peers.stage_peer.news import Arrival, require_ready_file, say_what_is_wrong
 from peers.stage_peer.options import PeerOptions
-from peers.stage_peer.own_config import own_config, require_allowed_class, require_stage
 from peers.stage_peer.own_dashboard import OwnDashboard, require_page
-from peers.stage_peer.own_model import OwnModel, open_model
+from peers.stage_peer.own_model import OwnModel, open_model, own_config, require_allowed_class, require_stage
 from peers.stage_peer.own_stage import ServerOptions
+from peers.stage_peer.own_state import open_checkpoints
 from peers.stage_peer.rebalancer import Claim, Rebalancer
 from peers.stage_peer.resume import ResumeOptions
 from peers.stage_peer.server import StageServer

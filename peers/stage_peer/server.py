@@ -15,9 +15,9 @@ import grpc
 
 from peers.reach.listen import Announced, Listening
 from peers.shared.network import Membership
-from peers.stage_peer.checkpoints import Checkpoints
 from peers.stage_peer.news import StageNews
-from peers.stage_peer.own_stage import OwnState, ServerOptions, own_backend, warm_up
+from peers.stage_peer.own_stage import ServerOptions, own_backend, warm_up
+from peers.stage_peer.own_state import Checkpoints, OwnState
 from peers.stage_peer.presence import Presence
 from peers.stage_peer.resume import require_weights
 from peers.stage_peer.services import Services

@@ -24,7 +24,7 @@ from peers.trainer.figures import Figure, Figures
 from swarm.config import RunConfig
 from swarm.data.corpora import Corpus
 from swarm.data.microbatches import HeldOutLoss
-from swarm.hop.obstacle import Obstacle
+from swarm.hop.answers import Obstacle
 from swarm.machine import json_file
 from swarm.machine.clock import Clock
 from swarm.machine.words import Repeats

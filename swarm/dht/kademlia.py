@@ -26,11 +26,11 @@ from hivemind.utils import MSGPackSerializer
 from hivemind.utils.logging import use_hivemind_log_handler
 from hivemind.utils.multiaddr import Multiaddr
 
-from swarm.dht import addresses, daemon
+from swarm.dht import addresses
 from swarm.dht.keepers import Keepers
-from swarm.dht.record_store import Found
+from swarm.dht.known_records import Found, RecordValidator
+from swarm.dht.launcher import Daemon, launch_daemon
 from swarm.dht.records import MAX_LIFETIME_SECONDS
-from swarm.dht.validator import RecordValidator
 from swarm.errors import PeerUnavailable
 from swarm.machine.clock import Clock
 from swarm.machine.disk import put_in_place
@@ -59,7 +59,7 @@ class Kademlia:
     """
 
     def __init__(
-        self, process: daemon.Daemon, p2p: Any, node: Any, addresses: Sequence[str], clock: Clock, *, client_mode: bool
+        self, process: Daemon, p2p: Any, node: Any, addresses: Sequence[str], clock: Clock, *, client_mode: bool
     ) -> None:
         self.ended = process.ended
         self.addresses = list(addresses)
@@ -183,7 +183,7 @@ async def launch(
         OSError: p2pd cannot be started.
     """
     async with contextlib.AsyncExitStack() as undo:
-        process = await daemon.launch(_P2PD, options)
+        process = await launch_daemon(_P2PD, options)
         undo.push_async_callback(process.stop)
         p2p = await P2P.replicate(Multiaddr(process.control_address))
         undo.push_async_callback(p2p.shutdown)

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from swarm.dht.record_store import Found
+from swarm.dht.known_records import Found
 from swarm.machine.clock import Clock
 
 SEARCH_SECONDS = 30.0

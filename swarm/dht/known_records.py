@@ -1,4 +1,4 @@
-"""The records under one key of the DHT, as far as one process has read them, and how many may be one owner's.
+"""The records under the keys of the DHT: which of them a node stores, and which a process believes that has read them.
 
 Every record is verified before it counts. It stays until it expires, even if a later reading misses it. If there is no
 room, new records are refused. All peer ids that use one token count as one owner, because the token's bearer can make
@@ -6,14 +6,15 @@ any number of ids. In an open run owners cannot be distinguished, and only the l
 """
 
 import logging
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from swarm.credentials.authority import Authority
 from swarm.credentials.certificates import bearer_of, peer_id_of
-from swarm.dht.record_store import RecordStore
-from swarm.dht.records import open_record, signed_by
-from swarm.errors import IntegrityError, MalformedMessage, NotAllowed
+from swarm.dht import keys
+from swarm.dht.records import Envelope, open_record, signed_by, verify
+from swarm.errors import IntegrityError, MalformedMessage, NotAllowed, PeerUnavailable
 from swarm.machine.clock import Clock, SteadyTime
 from swarm.rpc.callers import Caller, Quota
 from swarm.types import ClaimRecord, PeerRecord, RunRecord, TrainerRecord
@@ -24,6 +25,58 @@ MAX_KEY_RECORDS, MAX_KEY_BYTES = 1024, 3 << 20
 """Limits for one key. A node answers with all its records of a key in one message, which may have 4 MiB."""
 MAX_OWNER_RECORDS, MAX_OWNER_BYTES = 256, 1 << 20
 """Limits for one owner's records under one key."""
+MAX_STORED_BYTES = 64 << 20
+"""Size of all records that a node stores."""
+
+Found = dict[str, tuple[bytes, float]]
+"""The records under a key: subkey -> (sealed record, expiration in seconds since the epoch)."""
+
+
+class NoOtherNode(PeerUnavailable):
+    """This process's own node is the only one of the DHT that answers.
+
+    Attributes:
+        found: the records that this node stores itself.
+    """
+
+    def __init__(self, found: Found) -> None:
+        super().__init__("no other node of the DHT answers")
+        self.found = found
+
+
+class RecordStore(Protocol):
+    """A store of announcements: a DhtNode, or a PeerStore, which reads the DHT through a peer.
+
+    It keeps sealed records. Of two records under one subkey it keeps the one that expires later.
+    """
+
+    async def store(self, key: str, subkey: str, value: bytes, expiration: float) -> bool:
+        """Store a sealed record until `expiration`, in seconds since the epoch.
+
+        Returns:
+            False if the record was refused: its signature is wrong, or another record of this subkey expires no
+            earlier.
+
+        Raises:
+            PeerUnavailable: no node or peer answers.
+        """
+        ...
+
+    async def get(self, key: str, *, partly: bool = False) -> Found:
+        """All unexpired records under a key.
+
+        Args:
+            partly: whether a cheap answer is enough, even if it lacks a record.
+
+        Raises:
+            PeerUnavailable: no node or peer answers.
+            NoOtherNode: only this process's own node answers now, though others did a short time ago.
+        """
+        ...
+
+    def remember(self, addresses: Sequence[str]) -> None:
+        """Remember the addresses of another node, to be tried when the known ones are gone."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -151,3 +204,86 @@ def _require_own(record: PeerRecord | TrainerRecord | ClaimRecord | RunRecord, s
         raise IntegrityError(f"{subkey} announces {record.peer_id}")
     if isinstance(record, PeerRecord) and record.certificate_pem and peer_id_of(record.certificate_pem) != subkey:
         raise IntegrityError(f"{subkey} announces another peer's certificate")
+
+
+class RecordValidator:
+    """Accepts only sealed records of one run that are under the key and the owner's subkey for which they were signed.
+
+    Until `belong_to` is called, it accepts only announcements of runs, so that a joiner can find its run.
+    """
+
+    def __init__(self, clock: Clock, *, hash_key: Callable[[str], bytes], pack: Callable[[object], bytes]) -> None:
+        """
+        Args:
+            hash_key: gives hivemind's hash of a key, because hivemind passes only the hash to a validator.
+            pack: hivemind's msgpack, in which hivemind passes subkeys and values to a validator.
+        """
+        self._clock = clock
+        self._hash_key = hash_key
+        self._pack = pack
+        self._authority: Authority | None = None
+        self._keys: set[bytes] | None = {hash_key(keys.RUNS)}
+        self._quotas: dict[bytes, KeyQuota] = {}
+        """The quota of each key with stored records, by hivemind's hash of the key."""
+
+    def belong_to(self, run_keys: Collection[str] | None, authority: Authority | None) -> None:
+        """From now on accept only records under these keys.
+
+        Args:
+            run_keys: None for those of all runs.
+            authority: the owner of a locked run, in which only members' records are accepted; None for an open run.
+        """
+        self._keys = None if run_keys is None else set(map(self._hash_key, run_keys))
+        self._quotas = {key: quota for key, quota in self._quotas.items() if self._keys is None or key in self._keys}
+        self._authority = authority
+
+    def validate(self, record: Any) -> bool:
+        return self._opened(record) is not None
+
+    def has_room(self, record: Any) -> bool:
+        """Whether hivemind may store a DHTRecord, because it is valid and fits. If so, the record is counted."""
+        envelope = self._opened(record)
+        if envelope is None:
+            return False
+        key, subkey = bytes(record.key), record.subkey[2:].decode()
+        owner = bearer_of(envelope.certificate_pem) if self._authority is not None else None
+        now, num_bytes = self._clock.time(), len(record.value)
+        if self._num_bytes + num_bytes > MAX_STORED_BYTES:
+            for quota in self._quotas.values():
+                quota.drop_expired(now)
+            if self._num_bytes + num_bytes > MAX_STORED_BYTES:
+                return False
+        return self._quotas.setdefault(key, KeyQuota()).take(subkey, owner, num_bytes, record.expiration_time, now)
+
+    @property
+    def _num_bytes(self) -> int:
+        return sum(quota.num_bytes for quota in self._quotas.values())
+
+    def forget(self, key: bytes) -> None:
+        self._quotas.pop(key, None)
+
+    def _opened(self, record: Any) -> Envelope | None:
+        key = bytes(record.key)
+        if self._keys is not None and key not in self._keys:
+            return None
+        # msgpack puts two bytes before our subkeys and three before our values; the comparison refuses anything else.
+        subkey = record.subkey[2:].decode(errors="replace")
+        value = record.value[3:]
+        if self._pack(subkey) != record.subkey or self._pack(value) != record.value:
+            return None
+        try:
+            envelope = verify(subkey, value, record.expiration_time, self._clock.time(), self._authority)
+        except (IntegrityError, MalformedMessage, NotAllowed) as error:
+            logger.debug("refused for the DHT: %s", error)
+            return None
+        if self._keys is None and not keys.is_of_a_run(envelope.key):
+            return None
+        return envelope if self._hash_key(envelope.key) == key else None
+
+    def sign_value(self, record: Any) -> bytes:
+        """The value itself, because it is sealed already."""
+        return bytes(record.value)
+
+    def strip_value(self, record: Any) -> bytes:
+        """The value itself, because readers need the seal."""
+        return bytes(record.value)

@@ -18,7 +18,7 @@ import grpc
 from swarm.credentials.identity import Identity
 from swarm.dht.addresses import is_node
 from swarm.dht.keys import is_of_a_run
-from swarm.dht.record_store import NoOtherNode, RecordStore
+from swarm.dht.known_records import NoOtherNode, RecordStore
 from swarm.errors import DeadlineExceeded, Fatal, NotServed, PeerUnavailable, SwarmError, WrongRun
 from swarm.machine.clock import Clock
 from swarm.rpc.ask import ask

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from swarm.credentials.authority import Authority
 from swarm.dht import addresses
 from swarm.dht.addresses import Node
+from swarm.dht.known_records import Found, NoOtherNode
 from swarm.dht.launcher import Launcher, LoopThread, new_launcher
-from swarm.dht.record_store import Found, NoOtherNode
 from swarm.errors import PeerUnavailable
 from swarm.machine.clock import Clock
 

@@ -1,18 +1,23 @@
-"""A hop's messages to its caller: the listener for a microbatch under way, and the final reply. Also rejects malformed
-replies."""
+"""What a hop tells its caller of a microbatch: which peers work on it, why none takes it now, and the final reply.
+
+A later stage's report about its neighbours is only its claim. It is shown, and nothing is decided by it.
+"""
 
 import logging
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 
-from swarm.errors import MalformedMessage, PeerUnavailable
-from swarm.hop.obstacle import Obstacle
+from swarm.errors import DeadlineExceeded, MalformedMessage, Overloaded, PeerUnavailable, SwarmError, in_one_line
+from swarm.routing.peer_queue import LeftAlone
 from swarm.rpc.ask import Stream
+from swarm.rpc.entry import where
 from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.types import PeerId
+from swarm.types import LONGEST_REASON, PeerId, PeerRecord
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +25,176 @@ Tensors = Mapping[str, torch.Tensor]
 
 ACK_SECONDS = 5.0
 """Longest wait until the peer has taken an acknowledgement."""
+MOST_CAUSES, MOST_NAMES = 3, 3
+"""How many causes are shown, and how many peers for each."""
+LONGEST_CAUSES = 600
+"""The most characters of another peer's causes that are shown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Obstacle:
+    """Why a stage cannot be given work.
+
+    Attributes:
+        num_peers: how many peers are announced at the stage.
+        num_busy: how many of them are in order, but take nothing.
+        num_silent: how many of them do not answer.
+        causes: names of these peers, and why each takes nothing; empty if the stage has no peer.
+        seconds: the time until one of these peers is tried again.
+    """
+
+    num_peers: int
+    num_busy: int = 0
+    num_silent: int = 0
+    causes: str = ""
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, peers: Collection[LeftAlone], now: float) -> Self:
+        """The obstacle at a stage all of whose peers are left alone, or that has no peer."""
+        return cls(
+            num_peers=len(peers),
+            num_busy=sum(each.is_busy for each in peers),
+            num_silent=sum(each.is_silent for each in peers),
+            causes=_causes(peers),
+            seconds=max(0.0, min((each.until for each in peers), default=now) - now),
+        )
+
+    @classmethod
+    def read(cls, message: pb.Obstacle) -> Self:
+        """The obstacle that another peer reports."""
+        seconds = message.retry_seconds if math.isfinite(message.retry_seconds) else 0.0
+        return cls(
+            num_peers=message.num_peers, num_busy=message.num_busy, num_silent=message.num_silent,
+            causes=message.causes[:LONGEST_CAUSES], seconds=max(0.0, seconds),
+        )  # fmt: skip
+
+    @property
+    def is_empty_stage(self) -> bool:
+        return self.num_peers == 0
+
+    @property
+    def is_business(self) -> bool:
+        """Whether all peers of the stage are merely busy, and none has failed."""
+        return 0 < self.num_peers == self.num_busy
+
+    def in_words(self, stage: int) -> str:
+        """One line that says what is wrong, and what happens next or what the user has to do."""
+        if self.is_empty_stage:
+            return f"stage {stage} has no peer"
+        seconds = math.ceil(self.seconds)
+        again = f"tried again in {seconds} s" if seconds else "tried again at once"
+        who = {1: "the peer", 2: "both peers"}.get(self.num_peers, f"all {self.num_peers} peers")
+        if self.is_business:
+            verb = "takes" if self.num_peers == 1 else "take"
+            return f"{who} of stage {stage} {verb} no work now ({self.causes})"
+        if self.num_busy:
+            return f"no peer of stage {stage} takes work now ({self.causes}), {again}"
+        line = f"{who} of stage {stage} failed just now ({self.causes}), {again}"
+        if self.num_silent < self.num_peers:
+            return line
+        its = ("it runs", "its") if self.num_peers == 1 else ("they run", "their")
+        return f"{line}; if {its[0]}, see that {its[1]} --port can be reached, and that {its[1]} --announce is right"
+
+
+OnWaiting = Callable[[int, Obstacle], None]
+"""Called with the stage that is waited for, and the reason."""
+
+
+def pack_obstacle(obstacle: Obstacle | None) -> pb.Obstacle | None:
+    """The obstacle in its wire form."""
+    if obstacle is None:
+        return None
+    return pb.Obstacle(
+        num_peers=obstacle.num_peers, num_busy=obstacle.num_busy, num_silent=obstacle.num_silent,
+        causes=obstacle.causes, retry_seconds=obstacle.seconds,
+    )  # fmt: skip
+
+
+def left_alone(record: PeerRecord, error: SwarmError, until: float) -> LeftAlone:
+    """Why a peer that has just failed, or had no room, is left alone until a time."""
+    is_silent = isinstance(error, PeerUnavailable) and error.is_unreachable
+    return LeftAlone(record, reason_of(error), until, isinstance(error, Overloaded), is_silent)
+
+
+def reason_of(error: SwarmError) -> str:
+    """Why a peer failed, in a few words that stay the same while the fault does."""
+    if isinstance(error, PeerUnavailable) and error.is_gone:
+        return "nothing listens there"
+    if isinstance(error, PeerUnavailable) and error.is_unreachable:
+        return "no answer"
+    if isinstance(error, DeadlineExceeded):
+        return "too slow"
+    line = in_one_line(error)[:LONGEST_REASON]
+    return "".join(character if character.isprintable() else " " for character in line)
+
+
+def _causes(peers: Collection[LeftAlone]) -> str:
+    by_reason: dict[str, list[str]] = {}
+    for each in sorted(peers, key=lambda each: (each.record.name, each.record.peer_id)):
+        name = each.record.name or each.record.peer_id[:8]
+        place = f"{name} {where(each.record.endpoint)}" if each.is_silent else name
+        by_reason.setdefault(each.reason or "it failed", []).append(place)
+    told = [f"{_some(names, MOST_NAMES, ', ')}: {reason}" for reason, names in by_reason.items()]
+    return _some(told, MOST_CAUSES, "; ")
+
+
+def _some(texts: list[str], most: int, separator: str) -> str:
+    more = len(texts) - most
+    return separator.join(texts[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def obstacle_of(progress: pb.Progress) -> Obstacle | None:
+    return Obstacle.read(progress.obstacle) if progress.HasField("obstacle") else None
+
+
+class Route:
+    """The peers that work on one microbatch, or worked on it before, from a hop's own stage on.
+
+    Attributes:
+        peers: these peers, by stage.
+        forward_passed: whether a peer has passed the forward on to the stage after it.
+    """
+
+    def __init__(self, stage: int, hints: Mapping[int, PeerId]) -> None:
+        """
+        Args:
+            stage: the hop's own stage.
+            hints: peers that worked on the microbatch before, by stage.
+        """
+        self.peers = dict(hints)
+        self.forward_passed = False
+        self._stage = stage
+
+    @property
+    def own(self) -> PeerId | None:
+        """The peer at the hop's own stage that is known to have worked on the microbatch, and may need no tensors."""
+        return self.peers.get(self._stage)
+
+    def handed_over(self, peer_id: PeerId) -> None:
+        """Note that a peer has all tensors of the microbatch."""
+        self.peers = {**self.peers, self._stage: peer_id}
+
+    def progressed(self, peer_id: PeerId, stage: int, downstream: Mapping[int, PeerId]) -> bool:
+        """Note which stage a peer says it waits for, and the peers downstream. Returns whether the route changed."""
+        self.forward_passed |= stage != self._stage or bool(downstream)
+        peers = {**downstream, self._stage: peer_id}
+        if not downstream or self.peers == peers:
+            return False
+        self.peers = peers
+        return True
+
+    def failed(self) -> None:
+        """Note that the peer at the hop's own stage is not to be asked first any more."""
+        self.peers.pop(self._stage, None)
+
+
+def pack_route(route: Mapping[int, PeerId]) -> list[pb.RouteEntry]:
+    return [pb.RouteEntry(stage=stage, peer_id=peer) for stage, peer in sorted(route.items())]
+
+
+def unpack_route(entries: Iterable[pb.RouteEntry]) -> dict[int, PeerId]:
+    return {entry.stage: PeerId(entry.peer_id) for entry in entries}
 
 
 class HopListener:

@@ -8,10 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from swarm.errors import Overloaded, PeerUnavailable
-from swarm.hop.answers import HopListener, HopReply, Tensors, well_formed
-from swarm.hop.obstacle import obstacle_of
+from swarm.hop.answers import HopListener, HopReply, Tensors, obstacle_of, pack_route, unpack_route, well_formed
 from swarm.hop.retries import HopLimits, Retries
-from swarm.hop.route import pack_route, unpack_route
 from swarm.machine.clock import Clock
 from swarm.routing.router import Router
 from swarm.routing.throughput import Observation

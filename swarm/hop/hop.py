@@ -17,10 +17,9 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from swarm.errors import MalformedMessage, PeerUnavailable, TryAnotherPeer, TryLater
 from swarm.events.kinds import Events
 from swarm.events.kinds import Hop as HopEvent
-from swarm.hop.answers import HopListener, HopReply, Tensors
+from swarm.hop.answers import HopListener, HopReply, Obstacle, Tensors
 from swarm.hop.calls import EvaluateCalls, Hold, HoldCalls, Line, TrainCalls
 from swarm.hop.continuation import Continuation
-from swarm.hop.obstacle import Obstacle
 from swarm.hop.retries import HopLimits, Retries
 from swarm.hop.session import Order, SessionCalls
 from swarm.machine.clock import Clock

@@ -23,8 +23,7 @@ from swarm.errors import (
     WrongRun,
     WrongStage,
 )
-from swarm.hop.obstacle import Obstacle, left_alone, reason_of
-from swarm.hop.route import Route
+from swarm.hop.answers import Obstacle, Route, left_alone, reason_of
 from swarm.machine.clock import Clock
 from swarm.machine.words import Repeats, counted
 from swarm.routing.peer_queue import LeftAlone

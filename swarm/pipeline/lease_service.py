@@ -14,7 +14,7 @@ from swarm.config import RunConfig
 from swarm.errors import IncompatibleVersion, MalformedMessage, NotAllowed, SwarmError, TryAnotherPeer, TryLater
 from swarm.events.kinds import Events
 from swarm.events.kinds import Grant as GrantEvent
-from swarm.hop.obstacle import Obstacle, left_alone
+from swarm.hop.answers import Obstacle, left_alone
 from swarm.machine.clock import Clock
 from swarm.pipeline.leases import Grant, LeaseTable, RoundView
 from swarm.pipeline.trainers import Trainer

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from swarm.config import RunConfig
-from swarm.hop.obstacle import OnWaiting
+from swarm.hop.answers import OnWaiting
 from swarm.machine.clock import Clock, wait
 from swarm.machine.words import counted
 from swarm.pipeline.lease_service import MAX_NAMED, LeaseClient

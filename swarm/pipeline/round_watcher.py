@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from swarm.hop.obstacle import Obstacle, left_alone
+from swarm.hop.answers import Obstacle, left_alone
 from swarm.routing.poll import Poll
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import stage_pb2 as pb

@@ -17,9 +17,8 @@ from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.errors import Fatal, RetriesExhausted, StaleMicrobatch
 from swarm.events.kinds import Ack, Events
-from swarm.hop.answers import HopListener, HopReply
+from swarm.hop.answers import HopListener, HopReply, Obstacle, OnWaiting
 from swarm.hop.hop import Hop
-from swarm.hop.obstacle import Obstacle, OnWaiting
 from swarm.machine.clock import Clock
 from swarm.machine.words import Repeats, counted
 from swarm.pipeline.leased_work import LeasedWork, Work

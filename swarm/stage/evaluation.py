@@ -12,9 +12,8 @@ from weakref import WeakValueDictionary
 import torch
 
 from swarm.errors import MalformedMessage, NotReady
-from swarm.hop.answers import HopListener
+from swarm.hop.answers import HopListener, Obstacle, pack_obstacle
 from swarm.hop.hop import Hop
-from swarm.hop.obstacle import Obstacle, pack_obstacle
 from swarm.rpc.callers import Caller, caller_of
 from swarm.rpc.serving import check_address, send
 from swarm.rpc.v1 import stage_pb2 as pb

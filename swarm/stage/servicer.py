@@ -14,8 +14,7 @@ import torch
 from google.protobuf.message import Message
 
 from swarm.errors import DeadlineExceeded, MalformedMessage, NotReady, Overloaded, StaleMicrobatch
-from swarm.hop.obstacle import pack_obstacle
-from swarm.hop.route import pack_route, unpack_route
+from swarm.hop.answers import pack_obstacle, pack_route, unpack_route
 from swarm.machine.out_of_memory import is_out_of_memory, what_was_asked
 from swarm.rpc.callers import Callers, caller_of
 from swarm.rpc.serving import check_address, send

@@ -6,8 +6,7 @@ The base of stage/computation. A call only subscribes: if it ends, a retry can u
 import asyncio
 from collections.abc import Mapping
 
-from swarm.hop.answers import HopListener
-from swarm.hop.obstacle import Obstacle
+from swarm.hop.answers import HopListener, Obstacle
 from swarm.machine.clock import wait
 from swarm.types import PeerId
 

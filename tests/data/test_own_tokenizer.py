@@ -13,7 +13,7 @@ from peers.model import program as model
 from peers.shared import faults
 from peers.shared.tokenizer import have_tokenizer
 from peers.stage_peer.options import PeerOptions
-from peers.stage_peer.own_config import own_config
+from peers.stage_peer.own_model import own_config
 from peers.status.joining import Joining
 from peers.trainer.program import open_corpus
 from swarm.config import DataConfig, RunConfig

@@ -8,8 +8,7 @@ from swarm.config import DataConfig, ModelConfig, RunConfig, to_json
 from swarm.credentials import identity
 from swarm.credentials.identity import Identity
 from swarm.dht import keys
-from swarm.dht.directory import Directory
-from swarm.dht.discovery import discover_config, discover_runs
+from swarm.dht.directory import Directory, discover_config, discover_runs
 from swarm.dht.records import seal
 from swarm.errors import IncompatibleVersion, PeerUnavailable
 from swarm.types import PROTOCOL_VERSION, RunRecord

@@ -10,10 +10,9 @@ import pytest
 from swarm import config as configs
 from swarm.credentials.identity import Identity, generate
 from swarm.dht import keys, lookup
-from swarm.dht.directory import Directory
-from swarm.dht.discovery import discover_config
+from swarm.dht.directory import Directory, discover_config
+from swarm.dht.known_records import NoOtherNode
 from swarm.dht.lookup import FRESH_SECONDS, MAX_REPLY_BYTES, DirectoryServicer, PeerStore
-from swarm.dht.record_store import NoOtherNode
 from swarm.dht.records import seal
 from swarm.errors import PeerUnavailable, WrongRun
 from swarm.rpc import probe, tls

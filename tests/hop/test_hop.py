@@ -18,8 +18,8 @@ from scripts.benches.shared.ports import free_ports
 from swarm.hop import hop
 from swarm.hop.hop import GAP_SECONDS, watch_connections
 from swarm.machine.clock import SystemClock
-from swarm.routing.bans import BASE_BAN_SECONDS, LEAST_BAN_SHARE
 from swarm.routing.router import Router
+from swarm.routing.throughput import BASE_BAN_SECONDS, LEAST_BAN_SHARE
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.types import PeerId, PeerRecord, PeerState

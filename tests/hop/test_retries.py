@@ -20,7 +20,7 @@ from swarm.errors import (
     WrongRun,
     WrongStage,
 )
-from swarm.hop.obstacle import LONGEST_CAUSES, Obstacle, pack_obstacle
+from swarm.hop.answers import LONGEST_CAUSES, Obstacle, pack_obstacle
 from swarm.hop.retries import PAUSE_SECONDS, SHORTEST_WAIT_SECONDS, HopLimits, Retries, most_sent_on
 from swarm.machine.words import Repeats
 from swarm.routing.peer_queue import LeftAlone

@@ -12,8 +12,8 @@ import pytest
 
 from swarm.credentials.identity import Identity
 from swarm.dht.directory import Directory
+from swarm.dht.known_records import RecordValidator
 from swarm.dht.records import Envelope, seal
-from swarm.dht.validator import RecordValidator
 from swarm.types import PeerRecord, PeerState
 from tests.intruders.mutations import changed_bytes
 from tests.support import locked

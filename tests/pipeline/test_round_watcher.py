@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from swarm.hop.obstacle import Obstacle
+from swarm.hop.answers import Obstacle
 from swarm.pipeline.round_watcher import RoundWatcher, StepReport
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import stage_pb2 as pb

@@ -13,9 +13,8 @@ import torch
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.data.prepared import Prepared
-from swarm.hop.answers import HopListener
+from swarm.hop.answers import HopListener, Obstacle
 from swarm.hop.hop import Hop
-from swarm.hop.obstacle import Obstacle
 from swarm.pipeline.lease_service import LeaseClient
 from swarm.pipeline.leased_work import HOLD_SECONDS, LeasedWork
 from swarm.pipeline.leases import LEASE_SECONDS

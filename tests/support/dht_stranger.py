@@ -10,8 +10,8 @@ from hivemind.proto.dht_pb2 import NodeInfo
 
 from swarm.dht import kademlia
 from swarm.dht.kademlia import Kademlia
+from swarm.dht.known_records import Found
 from swarm.dht.launcher import CLIENT_OPTIONS, LoopThread
-from swarm.dht.record_store import Found
 from swarm.machine.clock import SystemClock
 
 Sealed = tuple[str, bytes]

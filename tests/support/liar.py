@@ -24,7 +24,7 @@ def main() -> None:
 def _patch(value: float) -> None:
     import torch
 
-    from peers.stage_peer import own_stage, resume
+    from peers.stage_peer import own_state, resume
     from peers.stage_peer.others import Others
     from swarm.averaging.agreement.branches import Branches
     from swarm.checkpoint.folder import Restored
@@ -44,7 +44,7 @@ def _patch(value: float) -> None:
             highest_microbatch=-1,
         )  # fmt: skip
 
-    own_stage.find_others, resume.choose = find_nobody, choose  # type: ignore[assignment, attr-defined]
+    own_state.find_others, resume.choose = find_nobody, choose  # type: ignore[assignment, attr-defined]
     StageWeights.check = lambda self, *arguments, **options: None  # type: ignore[method-assign]
     Branches.choose = lambda self, **options: None  # type: ignore[method-assign]
 

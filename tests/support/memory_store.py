@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from swarm.dht.record_store import Found
+from swarm.dht.known_records import Found
 from swarm.machine.clock import Clock
 
 

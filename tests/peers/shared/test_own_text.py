@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from peers.stage_peer.options import PeerOptions
-from peers.stage_peer.own_config import own_config
-from peers.stage_peer.own_model import open_model
+from peers.stage_peer.own_model import open_model, own_config
 from swarm.config import RunConfig
 from tests.interchange.small_models import save
 from tests.support.chat_model import save_chat_model

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from peers.stage_peer import checkpoints, mover
+from peers.stage_peer import own_state, mover
 from peers.stage_peer import server as stage_server
 from swarm.checkpoint import file
 from swarm.config import RunConfig
@@ -167,7 +167,7 @@ async def test_a_peer_whose_disk_hangs_ends_all_the_same(
     caplog: pytest.LogCaptureFixture, *, regular: bool,
 ) -> None:  # fmt: skip
     """This holds while its last checkpoint is being written, and while a regular one is."""
-    monkeypatch.setattr(checkpoints, "LAST_CHECKPOINT_SECONDS", 1.0)
+    monkeypatch.setattr(own_state, "LAST_CHECKPOINT_SECONDS", 1.0)
     disk, folder = threading.Event(), tmp_path / "written"
     monkeypatch.setattr(file, "write", lambda *_, **__: disk.wait())
     peer = LocalPeer(config, store, resume=trained, checkpoints=folder)

@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from peers.stage_peer.options import PeerOptions
-from peers.stage_peer.own_config import own_config
-from peers.stage_peer.own_model import open_model
+from peers.stage_peer.own_model import open_model, own_config
 from swarm.config import RunConfig
 from swarm.data import hub
 from swarm.errors import Fatal, IntegrityError, PeerUnavailable

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import pytest
 
-from peers.stage_peer import own_stage
+from peers.stage_peer import own_state
 from peers.stage_peer.others import Others
-from peers.stage_peer.own_stage import OwnState
+from peers.stage_peer.own_state import OwnState
 from peers.stage_peer.resume import ResumeOptions
 from swarm.averaging.donor import snapshot_id
 from swarm.averaging.wire.transport import REPORT
@@ -28,7 +28,7 @@ SILENT_SECONDS = 6.0
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_stage, "SILENT_SECONDS", SILENT_SECONDS)
+    monkeypatch.setattr(own_state, "SILENT_SECONDS", SILENT_SECONDS)
     monkeypatch.setattr("swarm.averaging.donor.SEGMENT_BYTES", 16)
 
 
@@ -39,7 +39,7 @@ async def _arrive(network: Network, newcomer: Peer, *, monkeypatch: pytest.Monke
     async def find_others(*_: object, **__: object) -> Others:
         return Others(held_at=1)
 
-    monkeypatch.setattr(own_stage, "find_others", find_others)
+    monkeypatch.setattr(own_state, "find_others", find_others)
     others = [peer.record for peer in network.peers.values() if peer is not newcomer]
     membership = SimpleNamespace(
         config=network.config, clock=clock, waits=waits, known=SimpleNamespace(others=lambda number: others)

@@ -7,10 +7,10 @@ import pytest
 
 from peers.shared import logs
 from peers.stage_peer import program as stage_peer
-from peers.stage_peer.arrival import require_ready_file
-from peers.stage_peer.checkpoints import open_checkpoints
+from peers.stage_peer.news import require_ready_file
 from peers.stage_peer.options import PeerOptions
-from peers.stage_peer.own_config import own_config, require_allowed_class
+from peers.stage_peer.own_model import own_config, require_allowed_class
+from peers.stage_peer.own_state import open_checkpoints
 from swarm.config import LoraConfig, ModelConfig, RunConfig
 from tests.support.swarm import write_text
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from peers.shared.reporting import Reporting, WandbRun
 from peers.stage_peer.options import PeerOptions
-from peers.stage_peer.own_config import own_config
+from peers.stage_peer.own_model import own_config
 from peers.trainer import program
 from peers.trainer.program import finish, open_corpus
 from peers.trainer.report import Report

@@ -13,7 +13,7 @@ from rich.console import Console
 from peers.trainer.report import EMPTY_SECONDS, GAP_SECONDS, Report
 from swarm.config import RunConfig
 from swarm.data.microbatches import HeldOutLoss
-from swarm.hop.obstacle import Obstacle
+from swarm.hop.answers import Obstacle
 from swarm.machine.clock import Clock
 from swarm.metrics.log import MetricsLog, StepMetrics
 from swarm.pipeline.round_watcher import StepReport

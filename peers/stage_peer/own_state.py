@@ -1,0 +1,218 @@
+"""The state of one stage of this peer: where it comes from when the peer begins, and the checkpoints of it.
+
+It comes from a checkpoint, or from the peers that hold the stage. Checkpoints are written when they are due, while
+training goes on, and once more when the peer leaves.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from peers.shared import option_checks
+from peers.shared.network import Membership
+from peers.stage_peer import resume
+from peers.stage_peer.options import PeerOptions
+from peers.stage_peer.others import RETURN_SECONDS, SILENT_SECONDS, find_others, named
+from peers.stage_peer.own_stage import ServerOptions
+from swarm.averaging.averager import Averager
+from swarm.averaging.downloads import name_of
+from swarm.checkpoint.file import Header
+from swarm.checkpoint.folder import CheckpointFolder
+from swarm.checkpoint.writer import DEFAULT_EVERY, CheckpointWriter
+from swarm.config import RunConfig
+from swarm.errors import NotReady
+from swarm.machine.out_of_memory import is_out_of_memory
+from swarm.stage.member import StageMember
+from swarm.stage.stage import Stage
+from swarm.types import PeerRecord
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.5
+LAST_CHECKPOINT_SECONDS = 120.0
+"""How long a peer that leaves waits for its checkpoint. Large ones take a while; a disk that hangs takes for ever."""
+
+
+class OwnState:
+    """Gets the state of one stage."""
+
+    def __init__(self, membership: Membership, stage: Stage, member: StageMember, options: ServerOptions) -> None:
+        self._membership = membership
+        self._stage = stage
+        self._member = member
+        self._options = options
+        self._held_at = 0
+        """The round of the peers that held the stage when this peer began."""
+        self._holders: Sequence[PeerRecord] = ()
+        """The records of these peers, as last read from the DHT."""
+
+    async def begin(self) -> None:
+        """Take the state of a checkpoint, if there is one and no peer holds this stage; see resume.begin.
+
+        Raises:
+            ValueError, Fatal, PeerUnavailable: as of find_others and resume.choose.
+        """
+        options = self._options.resume
+        folder = options.folder
+        resumes = folder is not None and not CheckpointFolder(folder, self._membership.config).is_empty
+        with self._membership.waits.on(f"word of the other peers, before stage {self._stage.number} begins"):
+            others = await find_others(
+                self._membership, self._stage.number, patient=options.joins and resumes, gives_up=options.moves,
+                needs_holder=not (resumes or options.starts_over or options.moves),
+            )  # fmt: skip
+        self._held_at = others.held_at or 0
+        self._holders = self._membership.known.others(self._stage.number)
+        shapes = {name: master.shape for name, master in self._stage.context.backend.weights.masters.items()}
+        await resume.begin(
+            self._membership.config, self._stage.number, self._member, shapes, others, options,
+            checkpoints=self._options.checkpoints,
+        )  # fmt: skip
+
+    async def arrive(self, averager: Averager) -> None:
+        """Join the group, and wait for the state that others hold: the averager goes on asking them for it.
+
+        If all holders fall silent, wait up to RETURN_SECONDS: they may be frozen, or cut off for a moment. If holders
+        are announced and nothing of use comes from them for SILENT_SECONDS, wait no longer: those that have the state
+        give it sooner. A peer that moves waits for nobody, because it can go back.
+
+        Raises:
+            NotReady: this peer has only initial weights, though the holders have gone on, or a wrong state.
+        """
+
+        def awaited(_: float) -> str:
+            return f"the state of stage {self._stage.number}" + (f" ({averager.obstacle})" if averager.obstacle else "")
+
+        with self._membership.waits.on(awaited), suppress(TimeoutError):
+            async with asyncio.timeout(None) as waiting:
+                watching = asyncio.create_task(self._end_in_vain(averager, waiting))
+                try:
+                    await averager.join()
+                    if not self._options.resume.moves:
+                        await self._until_here(averager)
+                finally:
+                    watching.cancel()
+        if self._lacks_state(averager):
+            raise NotReady(self._missing(averager))
+
+    async def _until_here(self, averager: Averager) -> None:
+        clock, silent_since = self._membership.clock, None
+        while self._lacks_state(averager):
+            if others := self._membership.known.others(self._stage.number):
+                self._holders, silent_since = others, None
+            elif not self._holders:
+                return
+            elif silent_since is None:
+                silent_since = clock.monotonic()
+                logger.warning(
+                    "the state of stage %d is with %s: waiting for %.0f s in case they are back",
+                    self._stage.number, named(self._holders), RETURN_SECONDS,
+                )  # fmt: skip
+            elif clock.monotonic() - silent_since >= RETURN_SECONDS:
+                return
+            await clock.sleep(LOOK_SECONDS)
+
+    async def _end_in_vain(self, averager: Averager, waiting: asyncio.Timeout) -> None:
+        while averager.vain_seconds < SILENT_SECONDS or not self._lacks_state(averager):
+            await self._membership.clock.sleep(LOOK_SECONDS)
+        waiting.reschedule(0.0)
+
+    def _missing(self, averager: Averager) -> str:
+        what = f"the state of stage {self._stage.number} could not be downloaded"
+        if others := self._membership.known.others(self._stage.number):
+            names = ", ".join(map(name_of, others[:3]))
+            why = averager.obstacle or "announced, and silent when asked for it"
+            return (
+                f"{what} from {names}: {why}. Start this peer again when another peer holds the stage, or when {names} "
+                "has been started again"
+            )
+        source = f" from {named(self._holders)}" if self._holders else ""
+        return f"{what}{source}: start this peer again when it is back, or when another peer holds the stage"
+
+    def _lacks_state(self, averager: Averager) -> bool:
+        """Whether this peer has a wrong state, or only initial weights though the stage's holders have gone on."""
+        return not averager.is_sound or self._stage.round == 0 < self._held_at
+
+
+def open_checkpoints(options: PeerOptions, owner: str) -> CheckpointWriter | None:
+    """Make the writer of checkpoints, if they are wanted. Raises ValueError if --resume names no folder."""
+    writer = None
+    if options.checkpoint is not None:
+        writer = CheckpointWriter(
+            options.checkpoint, every=options.checkpoint_every or DEFAULT_EVERY, keep=options.keep_checkpoints or 3,
+            owner=owner,
+        )  # fmt: skip
+    if options.resume is not None:
+        option_checks.require_folder("--resume", options.resume)
+    return writer
+
+
+class Checkpoints:
+    """The checkpoints of one stage while the peer serves it. Without a writer nothing is written."""
+
+    def __init__(
+        self, writer: CheckpointWriter | None, config: RunConfig, stage: int, member: StageMember,
+        tasks: asyncio.TaskGroup, highest_microbatch: Callable[[], int],
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            highest_microbatch: gives the largest id that was granted so far, as the averager knows it.
+        """
+        self._writer = writer
+        self._config = config
+        self._stage = stage
+        self._member = member
+        self._tasks = tasks
+        self._highest_microbatch = highest_microbatch
+        self._writing: set[asyncio.Task[None]] = set()
+        """The checkpoints that are being written."""
+
+    def committed(self) -> None:
+        if self._writer is not None and self._writer.is_due(self._member.progress().round):
+            self.begin()
+
+    def begin(self) -> None:
+        """Begin to write a checkpoint, and do not wait for it."""
+        if self._writer is not None:
+            writing = self._tasks.create_task(self._write(self._writer))
+            self._writing.add(writing)
+            writing.add_done_callback(self._writing.discard)
+
+    async def last(self) -> None:
+        """Write a last checkpoint if the newest one is older. Give up after a while if the disk hangs."""
+        writer = self._writer
+        if writer is None:
+            return
+        try:
+            async with asyncio.timeout(LAST_CHECKPOINT_SECONDS):
+                if self._writing:
+                    await asyncio.wait(self._writing)
+                if self._member.progress().round > writer.newest_round(self._stage):
+                    await self._write(writer)
+        except TimeoutError:
+            writer.failed(
+                f"no checkpoint of round {self._member.progress().round} in {writer.folder}: not written within "
+                f"{LAST_CHECKPOINT_SECONDS:.0f} s; does the disk hang?"
+            )
+        for writing in self._writing:
+            writing.cancel()
+
+    async def _write(self, writer: CheckpointWriter) -> None:
+        """Write the state at the beginning of the present round, which no inner step changes."""
+        try:
+            snapshot = await self._member.snapshot()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            writer.failed(f"no checkpoint of round {self._member.progress().round}, for want of memory: {error}")
+            return
+        header = Header(
+            config=self._config,
+            stage=self._stage,
+            round=snapshot.round,
+            run_samples=snapshot.run_samples,
+            lineage=snapshot.lineage,
+            highest_microbatch=self._highest_microbatch(),
+            state_digest=snapshot.digest,
+        )
+        await writer.write(header, snapshot.tensors)
