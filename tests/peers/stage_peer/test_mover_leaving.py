@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from peers.stage_peer import own_state, mover
+from peers.stage_peer import mover, own_state
 from peers.stage_peer import server as stage_server
 from swarm.checkpoint import file
 from swarm.config import RunConfig
