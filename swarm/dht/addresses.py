@@ -36,11 +36,7 @@ class OwnAddress(Unjoinable):
 
 
 def cannot_join(tried: Sequence[Node], faults: Sequence[str]) -> PeerUnavailable:
-    """Make the error to raise if none of these nodes can be joined.
-
-    Args:
-        faults: the error of libp2p or hivemind for each.
-    """
+    """The error to raise if none of these nodes can be joined, by libp2p's or hivemind's fault for each."""
     explained = [text for fault in faults for needle, text in _EXPLANATIONS.items() if needle in fault]
     where = f"cannot join the DHT at {', '.join(address for node in tried for address in node)}"
     if len(explained) < len(faults):
@@ -50,7 +46,6 @@ def cannot_join(tried: Sequence[Node], faults: Sequence[str]) -> PeerUnavailable
 
 
 def is_node(address: str) -> bool:
-    """Whether this is the address of a node."""
     try:
         split(address)
     except ValueError:
@@ -59,11 +54,8 @@ def is_node(address: str) -> bool:
 
 
 def split(address: str) -> tuple[str, str]:
-    """Split a node's address into its endpoint and its libp2p id.
-
-    Raises:
-        ValueError: this is no node's address; the message is one line that shows what one looks like.
-    """
+    """Split a node's address into its endpoint and its libp2p id. Raises ValueError, whose one line shows what an
+    address looks like."""
     match = _NODE.fullmatch(address)
     if match is None or not 0 < int(match["port"]) < 65536 or (match["ip"] and match["family"] != _family(match["ip"])):
         raise ValueError(
@@ -120,11 +112,8 @@ def hosts(host: str) -> list[str]:
 
 
 def free_port(host: str, port: int) -> int:
-    """Check that a port of this machine is free, and return it; for port 0 choose a free one.
-
-    Raises:
-        ValueError: one line says why the port cannot be used.
-    """
+    """Check that a port of this machine is free, and return it; for port 0 choose a free one. Raises ValueError, whose
+    one line says why the port cannot be used."""
     family = socket.AF_INET6 if _family(host) == "ip6" else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:

@@ -55,12 +55,8 @@ class Directory:
         """Keys with records of another protocol version, which are left out."""
 
     async def announce(self, record: Announced, lifetime_seconds: float) -> None:
-        """List this process, for at most `records.MAX_LIFETIME_SECONDS`: a peer under its stage, and others under the
-        key of their kind.
-
-        Raises:
-            PeerUnavailable: the DHT cannot be reached, or refused the record.
-        """
+        """List this process: a peer under its stage, and others under the key of their kind. Raises PeerUnavailable if
+        the DHT cannot be reached, or refused the record."""
         key, now = self._key_of(record), self._clock.time()
         # Of two records the DHT keeps the one that expires later. So a new record must expire after the last one, which
         # may still be on its way.
@@ -94,10 +90,7 @@ class Directory:
 
     async def withdraw(self) -> None:
         """List this peer as leaving the stage it last announced, for as long as its last record would have lasted.
-
-        Raises:
-            PeerUnavailable: the DHT cannot be reached; the record expires by itself.
-        """
+        Raises PeerUnavailable if the DHT cannot be reached; the record then expires by itself."""
         if self._announced is not None:
             leaving = self._announced.model_copy(
                 update={"state": PeerState.LEAVING, "announced_at": self._clock.time()}
@@ -108,9 +101,8 @@ class Directory:
     async def peers(self, stage: int, *, partly: bool = False) -> list[PeerRecord]:
         """The peers of a stage, in any state. Raises PeerUnavailable.
 
-        Args:
-            partly: whether to ask only one of the DHT's nodes. For callers that ask again and again: unexpired records
-                of earlier answers stay, and a later answer has the records that this one lacks.
+        `partly` asks only one of the DHT's nodes, for callers that ask again and again: unexpired records of earlier
+        answers stay, and a later answer has the records that this one lacks.
         """
         known = self._stage(stage)
         records = self._compatible(known, await known.read(partly=partly))
@@ -120,11 +112,7 @@ class Directory:
         return [record for record in records if record.stage == stage]
 
     async def trainers(self, *, partly: bool = False) -> list[TrainerRecord]:
-        """The trainers of the run. Raises PeerUnavailable.
-
-        Args:
-            partly: as in `peers`.
-        """
+        """The trainers of the run; `partly` is as in `peers`. Raises PeerUnavailable."""
         return self._compatible(self._trainers, await self._trainers.read(partly=partly))
 
     async def claims(self) -> list[ClaimRecord]:
@@ -189,14 +177,8 @@ class Announcement:
         self, directory: Directory, what: str, record: Callable[[], Announced | None], clock: Clock, *,
         every_seconds: float = RENEW_SECONDS, occasion: Callable[[], object] | None = None, level: int = logging.DEBUG,
     ) -> None:  # fmt: skip
-        """
-        Args:
-            what: the announcement's name in the log.
-            record: gives the record as it is now; None while there is nothing to announce.
-            every_seconds: time between two renewals.
-            occasion: gives a value whose change means that the record is to be announced at once.
-            level: how loudly the log tells that the record is not taken.
-        """
+        """`occasion` gives a value whose change means that the record is to be announced at once, `record` None while
+        there is nothing to announce, and `what` the announcement's name in the log."""
         self.is_refused = False
         self._directory = directory
         self._what = what
@@ -207,11 +189,8 @@ class Announcement:
         self._level = level
 
     async def now(self, last: Announced | None = None) -> None:
-        """Announce the record once. The first of several failures is logged.
-
-        Args:
-            last: announced in its place, and not renewed.
-        """
+        """Announce the record once, or in its place a `last` one, which is not renewed. The first of several failures
+        is logged."""
         record = last or self._record()
         if record is None:
             return
@@ -227,7 +206,6 @@ class Announcement:
             self.is_refused = True
 
     async def keep(self) -> None:
-        """Renew the record until cancelled."""
         look_seconds = LOOK_SECONDS if self._occasion else self._every_seconds
         while True:
             announced = self._occasion and self._occasion()
@@ -248,15 +226,12 @@ async def discover_config(
 ) -> config.RunConfig:
     """Find the configuration of the run that the peers at `address` train; errors name this address.
 
-    Args:
-        authority: the owner of the wanted run, as the token names it; None for an open run.
-        run: the digest at the end of the wanted run's id. If it is empty, only one run may be announced.
+    `authority` is the owner of the wanted run, as the token names it, and `run` the digest at the end of its id:
+    without it only one run may be announced.
 
-    Raises:
-        PeerUnavailable: the DHT cannot be reached, or no run is announced in it.
-        ValueError: there are several runs, or another one than the wanted one; or this version cannot read the run's
-            configuration; or the run is locked and there is no token, or the token is for another run.
-        IncompatibleVersion: the run speaks another protocol version.
+    Raises PeerUnavailable if the DHT cannot be reached, or no run is announced in it, IncompatibleVersion, and
+    ValueError if there are several runs, or another one than the wanted one, if this version cannot read the run's
+    configuration, or if the token is missing or another run's.
     """
     runs, faults = await _announced_runs(store, clock, address, authority)
     if authority is not None:
@@ -296,13 +271,8 @@ async def discover_runs(
 ) -> list[config.RunConfig]:
     """The configurations of all runs at `address` that this process may read, with its token or without one.
 
-    The run that the caller names comes first, because any node of the DHT can announce made-up runs.
-
-    Args:
-        run: the digest at the end of the named run's id.
-
-    Raises:
-        As discover_config does, if there is no such run.
+    The run whose id ends with the digest `run` comes first, because any node of the DHT can announce made-up runs.
+    Raises what discover_config does, if there is no such run.
     """
     runs, _ = await _announced_runs(store, clock, address, authority)
     owner = "" if authority is None else authority.fingerprint

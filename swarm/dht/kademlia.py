@@ -113,7 +113,6 @@ class Kademlia:
             blacklist.register_success(peer_id)
 
     async def stop(self) -> None:
-        """End p2pd."""
         try:
             await self.p2p.shutdown()
         finally:
@@ -171,16 +170,11 @@ async def launch(
 ) -> Kademlia:
     """Start p2pd and a node over it, and join the known nodes that answer. Cancellation leaves nothing behind.
 
-    Args:
-        known: nodes, each by all of its addresses.
-        options: options of p2pd.
-        client_mode: ask others, but be asked by none and store nothing.
-        must_join: whether one of the known nodes, if there are any, has to answer. The call waits for an answer for a
-            while, because these nodes may be starting at the same moment.
+    With `must_join` one of the known nodes, if there are any, has to answer. The call waits for an answer for a while,
+    because these nodes may be starting at the same moment.
 
-    Raises:
-        PeerUnavailable: with must_join, none of the known nodes answers, or none that does can be joined.
-        OSError: p2pd cannot be started.
+    Raises PeerUnavailable if, with must_join, none of the known nodes answers, or none that does can be joined, and
+    OSError if p2pd cannot be started.
     """
     async with contextlib.AsyncExitStack() as undo:
         process = await launch_daemon(_P2PD, options)
@@ -220,7 +214,7 @@ async def _node_over(p2p: Any, client_mode: bool, validator: RecordValidator) ->
 
 
 async def _enter(p2p: Any, node: Any, known: Sequence[addresses.Node]) -> None:
-    """Make a node join the known nodes that answer. Raises PeerUnavailable if none does."""
+    """Join the known nodes that answer. Raises PeerUnavailable if none does."""
     faults = await asyncio.gather(*(_meet(p2p, node, other) for other in known))
     if None not in faults:
         raise addresses.cannot_join(known, [fault for fault in faults if fault is not None])
@@ -307,7 +301,6 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no 
         return subkey is not None and self.store_subkey(key, subkey, value, expiration_time)
 
     def store_subkey(self, key: Any, subkey: str, value: bytes, expiration_time: float) -> bool:
-        """Keep a record, unless the validator has no room for it, or the stored one expires later."""
         kept = self.get(key)
         former = kept.value.get(subkey) if kept is not None else None
         # hivemind would refuse a record that expires sooner, but would drop the kept record when the refused one

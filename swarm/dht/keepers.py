@@ -23,11 +23,7 @@ class Keepers:
     """The nodes that keep one key, as far as this node knows."""
 
     def __init__(self, node: Any, key: str, clock: Clock, *, client_mode: bool) -> None:
-        """
-        Args:
-            node: hivemind's DHTNode.
-            client_mode: whether this node keeps nothing itself.
-        """
+        """`node` is hivemind's DHTNode; a client keeps nothing itself."""
         self._node = node
         self._protocol = node.protocol
         self._id_type = type(node.node_id)
@@ -44,8 +40,7 @@ class Keepers:
     async def read(self) -> Found | None:
         """Read the key from one of the other keepers, a different one each time, and add what this node has itself.
 
-        None if there are no other keepers, or if the one that is asked does not answer. In that case it is removed from
-        the keepers.
+        None if there are no other keepers, or if the one that is asked does not answer, and so is a keeper no longer.
         """
         await self._update()
         others = self._others()
@@ -66,12 +61,8 @@ class Keepers:
         return found
 
     async def store(self, subkey: str, value: bytes, expiration: float) -> tuple[bool, bool]:
-        """Send a sealed record to all keepers.
-
-        Returns:
-            Two values. The first: whether another keeper accepted the record, or, if no other answers, this node did.
-            The second: whether all nodes that should have the record were asked and answered.
-        """
+        """Send a sealed record to all keepers. Returns whether another keeper accepted it (if no other answers, whether
+        this node did), and whether all nodes that should have the record were asked and answered."""
         await self._update()
         others = self._others()
         is_keeper = len(others) < len(self._nearest)

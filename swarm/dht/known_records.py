@@ -33,11 +33,8 @@ Found = dict[str, tuple[bytes, float]]
 
 
 class NoOtherNode(PeerUnavailable):
-    """This process's own node is the only one of the DHT that answers.
-
-    Attributes:
-        found: the records that this node stores itself.
-    """
+    """This process's own node is the only one of the DHT that answers; it has `found` the records that it stores
+    itself."""
 
     def __init__(self, found: Found) -> None:
         super().__init__("no other node of the DHT answers")
@@ -51,26 +48,15 @@ class RecordStore(Protocol):
     """
 
     async def store(self, key: str, subkey: str, value: bytes, expiration: float) -> bool:
-        """Store a sealed record until `expiration`, in seconds since the epoch.
-
-        Returns:
-            False if the record was refused: its signature is wrong, or another record of this subkey expires no
-            earlier.
-
-        Raises:
-            PeerUnavailable: no node or peer answers.
-        """
+        """Store a sealed record until `expiration`, in seconds since the epoch; False if it was refused, because its
+        signature is wrong or another record of this subkey expires no earlier. Raises PeerUnavailable."""
         ...
 
     async def get(self, key: str, *, partly: bool = False) -> Found:
-        """All unexpired records under a key.
+        """All unexpired records under a key. With `partly` a cheap answer is enough, even if it lacks a record.
 
-        Args:
-            partly: whether a cheap answer is enough, even if it lacks a record.
-
-        Raises:
-            PeerUnavailable: no node or peer answers.
-            NoOtherNode: only this process's own node answers now, though others did a short time ago.
+        Raises PeerUnavailable if no node or peer answers, and NoOtherNode if only this process's own node answers now,
+        though others did a short time ago.
         """
         ...
 
@@ -87,8 +73,6 @@ class _Kept:
 
 
 class KeyQuota:
-    """Counts the records of one key."""
-
     def __init__(self) -> None:
         self._kept: dict[str, _Kept] = {}
         self._records = Quota("records", MAX_KEY_RECORDS, each=MAX_OWNER_RECORDS)
@@ -103,14 +87,10 @@ class KeyQuota:
         return int(self._bytes.total)
 
     def take(self, subkey: str, owner: str | None, num_bytes: int, expiration: float, now: float) -> bool:
-        """Count a record, in place of the same subkey's former record, if there is one.
+        """Count a record, in place of the same subkey's former record, if there is one; False, and no change, if there
+        is no room.
 
-        Args:
-            owner: the owner whose limits apply in addition to the key's; None if there is none.
-            expiration, now: seconds since the epoch.
-
-        Returns:
-            False if there is no room for the record. Then the former one stays.
+        The limits of its `owner`, if it is not None, apply in addition to the key's. Times are seconds since the epoch.
         """
         former, whose = self._kept.get(subkey), Caller(subkey if owner is None else owner)
         self.drop(subkey)
@@ -149,11 +129,7 @@ class KnownRecords(Generic[Record]):
     def __init__(
         self, store: RecordStore, key: str, model: type[Record], authority: Authority | None, clock: Clock
     ) -> None:
-        """
-        Args:
-            model: the type of the payload in the key's records.
-            authority: the owner of a locked run, in which only members' records count; None in an open run.
-        """
+        """`model` is the type of the payload in the key's records; with an `authority` only members' records count."""
         self.key = key
         self._store = store
         self._model: type[Record] = model
@@ -169,14 +145,8 @@ class KnownRecords(Generic[Record]):
         return len(self._known)
 
     async def read(self, *, partly: bool = False) -> list[Record]:
-        """Read the key again.
-
-        Returns:
-            All records that are valid now, of any protocol version.
-
-        Raises:
-            PeerUnavailable: the DHT cannot be reached.
-        """
+        """Read the key again. Returns all records that are valid now, of any protocol version. Raises
+        PeerUnavailable."""
         found = await self._store.get(self.key, partly=partly)
         now = self._clock.time()
         for subkey, (value, expiration) in found.items():
@@ -213,11 +183,8 @@ class RecordValidator:
     """
 
     def __init__(self, clock: Clock, *, hash_key: Callable[[str], bytes], pack: Callable[[object], bytes]) -> None:
-        """
-        Args:
-            hash_key: gives hivemind's hash of a key, because hivemind passes only the hash to a validator.
-            pack: hivemind's msgpack, in which hivemind passes subkeys and values to a validator.
-        """
+        """`hash_key` is hivemind's hash, because hivemind passes only hashes of keys to a validator, and `pack` its
+        msgpack, in which it passes subkeys and values."""
         self._clock = clock
         self._hash_key = hash_key
         self._pack = pack
@@ -227,12 +194,8 @@ class RecordValidator:
         """The quota of each key with stored records, by hivemind's hash of the key."""
 
     def belong_to(self, run_keys: Collection[str] | None, authority: Authority | None) -> None:
-        """From now on accept only records under these keys.
-
-        Args:
-            run_keys: None for those of all runs.
-            authority: the owner of a locked run, in which only members' records are accepted; None for an open run.
-        """
+        """From now on accept only records under these keys, or those of all runs if they are None; with an `authority`
+        only its members' records."""
         self._keys = None if run_keys is None else set(map(self._hash_key, run_keys))
         self._quotas = {key: quota for key, quota in self._quotas.items() if self._keys is None or key in self._keys}
         self._authority = authority

@@ -84,7 +84,6 @@ class Daemon:
         await self._process.wait()
 
     async def stop(self) -> None:
-        """End the process, by force if necessary, and remove its socket."""
         try:
             self._signal(signal.SIGTERM)
             await asyncio.wait({self.ended}, timeout=_STOP_SECONDS)
@@ -102,10 +101,8 @@ class Daemon:
 async def launch_daemon(program: Path, options: Sequence[str]) -> Daemon:
     """Start p2pd and wait until its control socket answers. Cancellation leaves nothing behind.
 
-    When the thread that calls this ends, the kernel ends p2pd.
-
-    Raises:
-        OSError: p2pd ended at once; the message is its last line.
+    When the thread that calls this ends, the kernel ends p2pd. Raises OSError, with p2pd's last line, if it ended at
+    once.
     """
     remove_leftovers(_PLACE)
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_PLACE))
@@ -156,14 +153,9 @@ async def _await_ready(process: asyncio.subprocess.Process) -> None:
 def bare_package(name: str, *parts: str) -> Iterator[None]:
     """Let the block import parts of a package without the package's own __init__.
 
-    Args:
-        parts: modules of the package whose names the block imports from the package itself.
-
-    A later import of the package itself imports all of it. If the package was imported before, the block changes
-    nothing.
-
-    Raises:
-        ModuleNotFoundError: the package is not installed.
+    `parts` are modules of the package whose names the block imports from the package itself. A later import of the
+    package imports all of it. If the package was imported before, the block changes nothing. Raises
+    ModuleNotFoundError.
     """
     if name in sys.modules:
         yield
@@ -203,7 +195,6 @@ class Launcher:
     kademlia: Any
 
     async def launch(self, known: Sequence[Node], *, client_mode: bool, must_join: bool = False) -> "Kademlia":
-        """Start p2pd and hivemind's node, and join those known nodes that answer; see kademlia.launch."""
         launched: Kademlia = await self.kademlia.launch(
             known,
             options=CLIENT_OPTIONS if client_mode else self.options,
@@ -224,11 +215,7 @@ def new_launcher(
     identity_path: Path | None,
     client_mode: bool,
 ) -> Launcher:
-    """Make the launcher of a node with these options, which node.start explains.
-
-    Raises:
-        ValueError: the port is in use.
-    """
+    """Make the launcher of a node with the options of node.start. Raises ValueError if the port is in use."""
     port = 0 if client_mode else addresses.require_free_port(host, port)
     options = [] if client_mode else _server_options(host, port, announce)
     kademlia = _import_kademlia()
@@ -252,7 +239,6 @@ def _import_kademlia() -> Any:
 
 
 def _server_options(host: str, port: int, announce: Sequence[tuple[str, int]]) -> list[str]:
-    """Options of p2pd for a node that others can ask."""
     options = ["-dhtServer=1", f"-hostAddrs={','.join(addresses.at(one, port) for one in addresses.hosts(host))}"]
     if announce:
         outside = (addresses.at(name, outer_port or port) for name, outer_port in announce)

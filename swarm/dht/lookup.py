@@ -66,11 +66,7 @@ class DirectoryServicer(DirectoryServiceServicer):
         self, *, store: RecordStore, keys: Collection[str] | None, clock: Clock,
         dht_addresses: Callable[[], Sequence[str]] = tuple,
     ) -> None:  # fmt: skip
-        """
-        Args:
-            keys: the keys of this peer's run; others are not looked up. None for the keys of all runs.
-            dht_addresses: gives the addresses at which callers enter the DHT here.
-        """
+        """`keys` are those of this peer's run, and no others are looked up; None for the keys of all runs."""
         self._store = store
         self._clock = clock
         self._keys = keys
@@ -150,14 +146,11 @@ class PeerStore:
         self._others = list(records)[:MAX_OTHERS]
 
     async def get(self, key: str, *, partly: bool = False) -> dict[str, tuple[bytes, float]]:
-        """All unexpired records under a key: subkey -> (value, expiration). Cancellation ends the request.
+        """All unexpired records under a key; `partly` makes no difference here. Cancellation ends the request.
 
-        `partly` makes no difference here.
-
-        Raises:
-            PeerUnavailable: no peer answers; the message says why the first one that was asked did not.
-            ValueError: the run is locked, and there is no token.
-            NotServed, Fatal: the peer that was asked refused, for example with WrongRun or NotAllowed.
+        Raises: PeerUnavailable if no peer answers, with the reason of the first one that was asked; ValueError if the
+        run is locked, and there is no token; NotServed or Fatal if the peer that was asked refused, for example with
+        WrongRun or NotAllowed.
         """
         sources = list(dict.fromkeys([*self._last, *self._entries, *self._others]))
         faults: dict[Source, SwarmError] = {}
@@ -196,17 +189,15 @@ class PeerStore:
         return False
 
     def remember(self, addresses: Sequence[str]) -> None:
-        """Do nothing: there is no DHT to enter again."""
+        """There is no DHT to enter again."""
 
     async def close(self) -> None:
-        """Close the connections to the named peers."""
         for channel in self._opened.values():
             await channel.close()
         self._opened.clear()
 
     async def _reply(self, source: Source, key: str) -> pb.ReadReply | SwarmError:
-        """Return the peer's answer, or the reason why none came. Raises Fatal, NotServed and ValueError as `get`
-        does."""
+        """The peer's answer, or the reason why none came. Raises Fatal, NotServed and ValueError as `get` does."""
         is_connected = False
         try:
             async with asyncio.timeout(ANSWER_SECONDS):

@@ -50,13 +50,7 @@ class DhtNode:
     """A running node. Made by `start`; its coroutines may be awaited in any event loop."""
 
     def __init__(self, thread: LoopThread, kademlia: "Kademlia", launcher: Launcher, known: Sequence[Node]) -> None:
-        """Must run in `thread`.
-
-        Args:
-            kademlia: the node as it was launched first.
-            launcher: launches it once more.
-            known: other nodes.
-        """
+        """Must run in `thread`. `known` are other nodes."""
         self.port = launcher.port
         """The TCP port at which this node is asked; 0 if it began as a client."""
         self._thread = thread
@@ -72,38 +66,20 @@ class DhtNode:
         return list(self._kademlia.addresses)
 
     def belong_to(self, run_keys: Collection[str] | None, authority: Authority | None) -> None:
-        """From now on store, pass on and believe only records under the keys of one run; None for those of all runs.
+        """From now on store, pass on and believe only records under the keys of one run, or of all runs if they are
+        None, and with an `authority` only its members' records.
 
         Until this is called, the node accepts only announcements of runs.
-
-        Args:
-            authority: the owner of a locked run, in which only members' records count; None for an open run.
         """
         self._launcher.validator.belong_to(run_keys, authority)
 
     async def store(self, key: str, subkey: str, value: bytes, expiration: float) -> bool:
-        """Store a sealed record until `expiration` (seconds since the epoch).
-
-        Returns:
-            False if all nodes that answered refused the record: its signature is wrong, or a record that they have
-            expires no earlier.
-
-        Raises:
-            PeerUnavailable: the DHT cannot be reached, or did not answer in time.
-        """
+        """As RecordStore.store does; False only if all nodes that answered refused the record."""
         return await self._call(lambda dht: dht.store(key, subkey, value, expiration), CALL_SECONDS)
 
     async def get(self, key: str, *, partly: bool = False, timeout_seconds: float = CALL_SECONDS) -> Found:
-        """All unexpired records under a key.
-
-        Args:
-            partly: ask only one of the nodes that keep the key, a different one each time. Its answer may lack a
-                record.
-
-        Raises:
-            PeerUnavailable: the DHT cannot be reached, or did not answer in time.
-            NoOtherNode: no other node answers now, though some did a short time ago.
-        """
+        """As RecordStore.get does. With `partly` only one of the nodes that keep the key is asked, a different one each
+        time."""
         found, is_doubtful = await self._call(partial(self._read, key, partly), timeout_seconds)
         if is_doubtful:
             raise NoOtherNode(found)
@@ -142,9 +118,8 @@ class DhtNode:
         """Change between node and client. As a client it cannot be asked, which is right when others do not reach its
         port. When they reach it later, it becomes the former node again, at its old address.
 
-        Raises:
-            PeerUnavailable: this peer has left the DHT.
-            OSError: p2pd cannot be started; the node goes on as it was.
+        Raises PeerUnavailable if this peer has left the DHT, and OSError if p2pd cannot be started; then the node goes
+        on as it was.
         """
         if not self._thread.is_open:
             raise PeerUnavailable("this peer has left the DHT")

@@ -26,8 +26,6 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 class Envelope(BaseModel):
-    """A record's bytes, as JSON."""
-
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     key: str
@@ -40,14 +38,8 @@ class Envelope(BaseModel):
 
 
 def seal(signer: identity.Identity, key: str, payload: BaseModel, expiration: float) -> bytes:
-    """Make the record that `signer` stores under `key` and its own peer id.
-
-    Args:
-        expiration: seconds since the epoch.
-
-    Raises:
-        ValueError: the payload is too large.
-    """
+    """Make the record that `signer` stores under `key` and its own peer id until `expiration`, in seconds since the
+    epoch. Raises ValueError if the payload is too large."""
     text = payload.model_dump_json()
     signature = signer.sign(_signed_bytes(key, signer.peer_id, text, expiration))
     envelope = Envelope(
@@ -98,10 +90,8 @@ def open_record(
 ) -> Model:
     """Verify a record found under `key` and `subkey`, and read its payload.
 
-    Raises:
-        MalformedMessage: the bytes are no envelope, or too many, or the payload breaks the schema.
-        IntegrityError: the record is forged, stolen or from another key, or expires too far in the future.
-        NotAllowed: as in `verify`.
+    Raises what `verify` does, MalformedMessage if the payload breaks the schema, and IntegrityError if it is from
+    another key.
     """
     envelope = verify(subkey, record, expiration, now, authority)
     if envelope.key != key:

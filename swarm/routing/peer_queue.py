@@ -89,7 +89,6 @@ class PeerQueue:
         return len(self._members)
 
     def record(self, peer_id: PeerId) -> PeerRecord | None:
-        """A member's newest announcement."""
         member = self._members.get(peer_id)
         return None if member is None else member.record
 
@@ -100,7 +99,6 @@ class PeerQueue:
         return num_samples * self._expected(member)
 
     def records(self) -> list[PeerRecord]:
-        """The newest announcements of all members. O(peers)."""
         return [member.record for member in self._members.values()]
 
     def update(self, records: Sequence[PeerRecord], now: float) -> list[PeerId]:
@@ -208,7 +206,7 @@ class PeerQueue:
     # -- what came of a choice ---------------------------------------------------------------------------------------
 
     def succeeded(self, peer_id: PeerId, now: float, reply: Observation) -> None:
-        """Learn from a peer's reply, which also ends its ban; its next ban is short again."""
+        """Learn from a peer's reply, which also ends its ban."""
         member = self._members[peer_id]
         member.link.observe(reply)
         self._learn_typical(member.seconds_per_sample.observe(reply, at_most=self._longest))
@@ -225,7 +223,6 @@ class PeerQueue:
     def failed(
         self, peer_id: PeerId, now: float, *, is_gone: bool = False, is_unreachable: bool = False, reason: str = ""
     ) -> None:
-        """Ban a peer, for twice as long each time in a row."""
         member = self._members[peer_id]
         announced_at = member.record.announced_at
         if self._bans.failed(
@@ -234,25 +231,20 @@ class PeerQueue:
             self._set_aside(member, now)
 
     def unreachable(self, now: float) -> list[PeerRecord]:
-        """The members that are banned because they did not answer. O(bans)."""
         return [self._members[peer_id].record for peer_id in self._bans.unreachable(now) if peer_id in self._members]
 
     def answered(self, peer_id: PeerId, now: float) -> None:
-        """End the ban of an unreachable peer that answers again, as Bans.answered does."""
         if self._bans.answered(peer_id, now):
             self._set_aside(self._members[peer_id], now)
 
     def unanswered(self, peer_id: PeerId, now: float, seconds: float) -> None:
-        """Prolong the ban of an unreachable peer that still does not answer, as Bans.unanswered does."""
         if self._bans.unanswered(peer_id, now, seconds):
             self._set_aside(self._members[peer_id], now)
 
     def links(self) -> dict[PeerId, Link]:
-        """Measurements of the line to each member. O(peers)."""
         return {peer_id: member.link for peer_id, member in self._members.items()}
 
     def left_alone(self, now: float) -> list[LeftAlone]:
-        """The members that are banned or busy, and why. O(peers)."""
         silent, found = set(self._bans.unreachable(now)), list[LeftAlone]()
         for peer_id, member in self._members.items():
             banned_until = self._bans.until(peer_id)
@@ -264,7 +256,6 @@ class PeerQueue:
         return found
 
     def banned(self, now: float) -> set[PeerId]:
-        """The members that are banned. O(peers)."""
         return {peer_id for peer_id in self._members if self._bans.until(peer_id) > now}
 
     @property

@@ -40,11 +40,8 @@ class Poll:
     """One process's questions to the peers of its run."""
 
     def __init__(self, run_id: str, channels: ChannelPool, *, seconds: float = ANSWER_SECONDS) -> None:
-        """
-        Args:
-            run_id: empty if it is not known, so that answers of peers of any run are taken.
-            seconds: longest wait for an answer, beyond the wait that is asked for.
-        """
+        """Without a `run_id` answers of peers of any run are taken. An answer may take `seconds`, beyond the wait that
+        is asked for."""
         self._run_id = run_id
         self._channels = channels
         self._seconds = seconds
@@ -57,11 +54,9 @@ class Poll:
     ) -> list[Heard]:  # fmt: skip
         """Ask all of these peers at once. Returns what came of it, in the order of the records.
 
-        Args:
-            caller: the peer that asks; the replies then tell whether another process serves under its identity.
-            after_round: peers may wait with their answers until they are at a later round. Once most of the peers that
-                are likely to answer are, no other answer is awaited, and those peers are left out.
-            wait_seconds: how long peers may wait for that.
+        With `after_round` peers may wait up to `wait_seconds` until they are at a later round. Once most of the peers
+        that are likely to answer are, no other answer is awaited, and those peers are left out. If the `caller` is
+        named, the replies tell whether another process serves under its identity.
         """
         request = pb.DescribeRequest(
             run_id=self._run_id, caller=caller, after_round=after_round, wait_seconds=wait_seconds
@@ -81,11 +76,7 @@ class Poll:
     async def replies(
         self, records: Sequence[PeerRecord], *, caller: pb.Incarnation | None = None
     ) -> list[pb.DescribeReply]:
-        """The replies of those of these peers that answer; `caller` is as in `ask`.
-
-        Raises:
-            PeerUnavailable: none of them can even be asked.
-        """
+        """The replies of those of these peers that answer. Raises PeerUnavailable if none of them can even be asked."""
         heard = await self.ask(records, caller=caller)
         for one in heard:
             if one.fault is not None and not any(other.was_asked for other in heard):

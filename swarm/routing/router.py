@@ -21,13 +21,8 @@ longer."""
 
 @dataclass(frozen=True)
 class Gone:
-    """The last peer of a stage that has none now.
-
-    Attributes:
-        name: the peer's name, for people.
-        last_at: when it last announced itself, in monotonic seconds.
-        has_left: whether it announced that it leaves; otherwise it fell silent.
-    """
+    """The last peer of a stage that has none now, and when it last announced itself, in monotonic seconds. If it
+    `has_left` it said so; otherwise it fell silent."""
 
     name: str
     last_at: float
@@ -51,8 +46,8 @@ class Router:
     def update(self, stage: int, records: Sequence[PeerRecord]) -> None:
         """Take over the directory's records of one stage. O(peers): for the background, not for every choice.
 
-        Peers that are not in `records`, or do not serve, can no longer be chosen. A peer that is announced at
-        two stages is at the one that it announced later.
+        Only those that serve can be chosen. A peer that is announced at two stages is at the one that it announced
+        later.
         """
         queue = self._queues[stage]
         serving = [
@@ -74,9 +69,7 @@ class Router:
     ) -> PeerRecord | None:
         """Choose the peer that is to compute `num_samples` samples next; None if no peer can be asked now.
 
-        Args:
-            exclude: peers not to choose this time.
-            prefer: peers of which the first that serves and is not banned is chosen; it is charged as usual.
+        Of those in `prefer` the first that serves and is not banned is chosen, and charged as usual.
         """
         return self._queues[stage].choose(num_samples, self._clock.monotonic(), exclude=exclude, prefer=prefer)
 
@@ -93,11 +86,8 @@ class Router:
         return None if self.num_peers(stage) else self._gone.get(stage)
 
     def expected_seconds(self, peer_id: PeerId, num_samples: int) -> float | None:
-        """How long a serving peer, with its queue and the link to it, probably takes for `num_samples`.
-
-        This follows from its last replies or its announcement, bounded by what is typical of its stage; None if nothing
-        is known.
-        """
+        """How long a serving peer, with its queue and the link to it, probably takes, bounded by what is typical of its
+        stage; None if nothing is known."""
         queue = self._queue_of(peer_id)
         return None if queue is None else queue.expected_seconds(peer_id, num_samples)
 
@@ -113,7 +103,6 @@ class Router:
         return self._queues[stage].banned(self._clock.monotonic())
 
     def links(self, stage: int) -> dict[PeerId, Link]:
-        """Measurements of the line to each serving peer of a stage. O(peers)."""
         return self._queues[stage].links()
 
     def left_alone(self, stage: int) -> list[LeftAlone]:
@@ -138,27 +127,18 @@ class Router:
         """Ban a peer, for 5 s at first and for up to 5 min if it goes on failing.
 
         A success ends the ban at once; a later announcement ends it once its first 5 s have passed, unless the peer is
-        unreachable.
-
-        Args:
-            is_gone: whether no process listened at its address. A later announcement then comes from a new process,
-                and ends the ban at once; if nothing listens there after all, the next call shows that without delay.
-            is_unreachable: whether it did not answer at all. `answered` ends the ban, and `unanswered` prolongs it.
-            reason: why, in words for people.
+        unreachable: then `answered` ends it, and `unanswered` prolongs it. If the peer is gone, because nothing
+        listened at its address, a later announcement comes from a new process, and ends the ban at once.
         """
         if (queue := self._queue_of(peer_id)) is not None:
             now = self._clock.monotonic()
             queue.failed(peer_id, now, is_gone=is_gone, is_unreachable=is_unreachable, reason=reason)
 
     def unreachable(self, stage: int) -> list[PeerRecord]:
-        """The serving peers of a stage that are banned because they did not answer."""
         return self._queues[stage].unreachable(self._clock.monotonic())
 
     def answered(self, peer_id: PeerId) -> None:
-        """End the ban of an unreachable peer that answers again, but not before a fifth of its time has passed.
-
-        If the peer fails again before it succeeds, its next ban is twice as long all the same.
-        """
+        """End the ban of an unreachable peer that answers again, as Bans.answered does."""
         if (queue := self._queue_of(peer_id)) is not None:
             queue.answered(peer_id, self._clock.monotonic())
 
@@ -173,16 +153,12 @@ class Router:
 
     def next_available_seconds(self, stage: int) -> float | None:
         """The seconds until some peer of the stage can be chosen: 0 if one can be now, None if no peer serves it.
-
-        Banned and busy peers count as serving.
-        """
+        Banned and busy peers serve it."""
         return self._queues[stage].next_available_seconds(self._clock.monotonic())
 
     def _last_of(self, former: Sequence[PeerRecord], records: Sequence[PeerRecord]) -> Gone:
-        """Of a stage's former peers, the one that was announced last.
-
-        Its clock may be wrong, so the time since its announcement is taken as 0 to MOST_SILENT_SECONDS.
-        """
+        """Of a stage's former peers, the one that was announced last. Its clock may be wrong, so the time since then is
+        taken as 0 to MOST_SILENT_SECONDS."""
         last = max(former, key=lambda record: record.announced_at)
         ago = min(max(0.0, self._clock.time() - last.announced_at), MOST_SILENT_SECONDS)
         has_left = any(record.peer_id == last.peer_id for record in records)

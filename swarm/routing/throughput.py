@@ -27,8 +27,6 @@ _LONGEST_QUEUE = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """The figures about a peer in its reply."""
-
     num_samples: int
     busy_seconds: float | None
     """How long the peer itself computed for these samples, forward and backward, as it reports. (The whole call also
@@ -54,7 +52,7 @@ class MovingAverage:
 
     @property
     def value(self) -> float | None:
-        """The average; None before the first observation."""
+        """None before the first observation."""
         return self._total / self._weight if self._weight else None
 
     def observe(self, value: float) -> None:
@@ -71,16 +69,14 @@ class Link:
 
     @property
     def round_trip_seconds(self) -> float | None:
-        """The recent mean of round-trip times; None before the first."""
         return self._round_trip.value
 
     @property
     def bytes_per_second(self) -> float | None:
-        """The recent mean rate of tensors to the peer, their round trip included; None before the first."""
+        """The rate of tensors to the peer, their round trip included."""
         return self._rate.value
 
     def observe(self, reply: Observation) -> None:
-        """Learn from a reply."""
         if reply.round_trip_seconds is not None:
             self._round_trip.observe(_bounded(reply.round_trip_seconds))
         if reply.link_seconds is not None and reply.num_bytes:
@@ -112,22 +108,16 @@ class SecondsPerSample:
         return None if at_peer is None else at_peer + (self._link.value or 0.0)
 
     def announced(self, record: PeerRecord, *, at_most: float) -> None:
-        """Count a new announcement as one observation, unless there were replies since the last one.
-
-        Args:
-            at_most: the most seconds per sample that count, so that no single value has an effect for long.
-        """
+        """Count a new announcement as one observation, unless there were replies since the last one. At most so many
+        seconds count, so that no single value has an effect for long."""
         if record.samples_per_second > 0 and not self._observed_lately:
             queue_length = min(record.queue_length, _LONGEST_QUEUE)
             self._at_peer.observe(min(at_most, _bounded((1 + queue_length) / record.samples_per_second)))
         self._observed_lately = False
 
     def observe(self, reply: Observation, *, at_most: float) -> float | None:
-        """Count a reply. Returns the seconds per sample that were counted; None if the reply is not typical.
-
-        Args:
-            at_most: as in `announced`.
-        """
+        """Count a reply, bounded like announcements. Returns the seconds per sample that were counted; None if the
+        reply is not typical."""
         if reply.busy_seconds is None:
             return None
         queue_length = min(reply.queue_length, _LONGEST_QUEUE)
@@ -170,17 +160,15 @@ class Bans:
         self._bans: dict[PeerId, _Ban] = {}
 
     def until(self, peer_id: PeerId) -> float:
-        """When a peer's ban ends or ended; minus infinity if it has none."""
+        """Minus infinity for a peer that was not banned."""
         ban = self._bans.get(peer_id)
         return -math.inf if ban is None else ban.until
 
     def reason(self, peer_id: PeerId) -> str:
-        """Why a peer was last banned; empty if it was not."""
         ban = self._bans.get(peer_id)
         return "" if ban is None else ban.reason
 
     def unreachable(self, now: float) -> list[PeerId]:
-        """The peers that are banned because they did not answer. O(bans)."""
         return [peer_id for peer_id, ban in self._bans.items() if ban.is_unreachable and ban.until > now]
 
     def failed(
@@ -198,7 +186,6 @@ class Bans:
         return True
 
     def succeeded(self, peer_id: PeerId, now: float) -> bool:
-        """End a peer's ban; its next ban is short again."""
         ban = self._bans.pop(peer_id, None)
         return ban is not None and ban.until > now
 
