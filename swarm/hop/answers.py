@@ -62,7 +62,6 @@ class Obstacle:
 
     @classmethod
     def read(cls, message: pb.Obstacle) -> Self:
-        """The obstacle that another peer reports."""
         seconds = message.retry_seconds if math.isfinite(message.retry_seconds) else 0.0
         return cls(
             num_peers=message.num_peers, num_busy=message.num_busy, num_silent=message.num_silent,
@@ -75,7 +74,6 @@ class Obstacle:
 
     @property
     def is_business(self) -> bool:
-        """Whether all peers of the stage are merely busy, and none has failed."""
         return 0 < self.num_peers == self.num_busy
 
     def in_words(self, stage: int) -> str:
@@ -102,7 +100,6 @@ OnWaiting = Callable[[int, Obstacle], None]
 
 
 def pack_obstacle(obstacle: Obstacle | None) -> pb.Obstacle | None:
-    """The obstacle in its wire form."""
     if obstacle is None:
         return None
     return pb.Obstacle(
@@ -157,22 +154,16 @@ class Route:
     """
 
     def __init__(self, stage: int, hints: Mapping[int, PeerId]) -> None:
-        """
-        Args:
-            stage: the hop's own stage.
-            hints: peers that worked on the microbatch before, by stage.
-        """
         self.peers = dict(hints)
         self.forward_passed = False
         self._stage = stage
 
     @property
     def own(self) -> PeerId | None:
-        """The peer at the hop's own stage that is known to have worked on the microbatch, and may need no tensors."""
+        """The peer of the hop's own stage that has worked on the microbatch, and may need no tensors."""
         return self.peers.get(self._stage)
 
     def handed_over(self, peer_id: PeerId) -> None:
-        """Note that a peer has all tensors of the microbatch."""
         self.peers = {**self.peers, self._stage: peer_id}
 
     def progressed(self, peer_id: PeerId, stage: int, downstream: Mapping[int, PeerId]) -> bool:
@@ -185,7 +176,6 @@ class Route:
         return True
 
     def failed(self) -> None:
-        """Note that the peer at the hop's own stage is not to be asked first any more."""
         self.peers.pop(self._stage, None)
 
 

@@ -74,7 +74,6 @@ class _Way:
         self.num_bytes = sum(tensor.nbytes for tensor in tensors.values())
 
     def heard(self) -> None:
-        """Note that a message of the peer has come."""
         if self._sent_at is not None and self.seconds is None:
             self.seconds = self._clock.monotonic() - self._sent_at
 
@@ -86,10 +85,7 @@ class TrainCalls:
         self, *, address: pb.Address, reply_specs: Mapping[str, TensorSpec], stub: OpenStub, router: Router,
         clock: Clock, limits: HopLimits, line: Line, memory: NewBytes,
     ) -> None:  # fmt: skip
-        """
-        Args:
-            memory: makes the memory of the tensors that are answered.
-        """
+        """`memory` makes the memory of the tensors that are answered."""
         self._address = address
         self._stage = address.stage
         self._reply_specs = reply_specs
@@ -106,9 +102,7 @@ class TrainCalls:
         self, record: PeerRecord, microbatch: Microbatch, tensors: Tensors, listener: HopListener, retries: Retries
     ) -> HopReply:
         """Let a peer, and all stages after it, compute one microbatch. Raises any SwarmError that `translate` gives.
-
-        Cancellation closes the stream, which makes the peer roll back.
-        """
+        Cancellation closes the stream, which makes the peer roll back."""
         peer_id, way = PeerId(record.peer_id), _Way(self._clock)
         specs = self._reply_specs if microbatch.answers_gradient(self._stage) else {}
         reader = TensorReader(specs, self._memory)
@@ -161,7 +155,6 @@ class TrainCalls:
         self, call: Stream, peer_id: PeerId, microbatch: Microbatch, reader: TensorReader, way: _Way,
         listener: HopListener, retries: Retries,
     ) -> pb.Done:  # fmt: skip
-        """Read the peer's messages until the answer is there."""
         stalled_since = self._clock.monotonic()
         while True:
             reply, pieces = _reply(await call.read(self._limits.silence_seconds))
@@ -204,8 +197,6 @@ class TrainCalls:
 
 
 class EvaluateCalls:
-    """Asks peers of one stage for the loss that the last stage computes."""
-
     def __init__(self, *, address: pb.Address, stub: OpenStub, limits: HopLimits, line: Line) -> None:
         self._address = address
         self._stub = stub
@@ -263,11 +254,7 @@ async def _require_complete(reader: TensorReader) -> None:
 
 
 class Hold:
-    """A round that peers hold until `close`.
-
-    Attributes:
-        held: which peer holds which round, from this stage to the last one.
-    """
+    """A round that peers hold until `close`, and which peer holds it, from this stage to the last one."""
 
     def __init__(self, stream: Stream, held: Sequence[pb.HeldRound]) -> None:
         self.held = tuple(held)
@@ -278,15 +265,14 @@ class Hold:
 
 
 class HoldCalls:
-    """Asks peers of one stage to hold a round. Each of them asks a peer of the next stage, and so on to the last."""
-
     def __init__(self, *, address: pb.Address, stub: OpenStub, limits: HopLimits) -> None:
         self._address = address
         self._stub = stub
         self._limits = limits
 
     async def open(self, record: PeerRecord, newest_round: int, listener: HopListener) -> Hold:
-        """Open a hold, as Hop.hold does, at one peer. Raises what `translate` gives. Cancellation ends the stream."""
+        """Open a hold, as Hop.hold does, at one peer, which asks one of the next stage, and so on to the last. Raises
+        what `translate` gives. Cancellation ends the stream."""
         request = pb.HoldRequest(address=self._address, newest_round=newest_round)
         async with Stream(self._stub(record).Hold(request)) as stream:
             # The peer gives signs of life while it asks the later stages.

@@ -40,11 +40,8 @@ class Transcript:
     """The positions that one session has handed on."""
 
     def __init__(self, *, vocab_size: int, writes_itself: bool) -> None:
-        """
-        Args:
-            writes_itself: whether the peer goes on from its own tokens. Peers of stage 0 do; later stages wait for the
-                hidden states of each token.
-        """
+        """A peer of stage 0 writes itself, from its own tokens; later stages wait for the hidden states of each
+        token."""
         self._vocab_size = vocab_size
         self._writes_itself = writes_itself
         self._pieces: list[Piece] = []
@@ -55,11 +52,7 @@ class Transcript:
         self._awaits_token = False
 
     def add(self, piece: Piece, *, sample: bool) -> None:
-        """Add the next positions.
-
-        Args:
-            sample: whether the token after these positions is wanted.
-        """
+        """Add the next positions; `sample` says whether the token after them is wanted."""
         self._append(piece)
         self._awaits_token = sample
 
@@ -86,7 +79,6 @@ class Transcript:
         return taken, self.is_sent and self._awaits_token
 
     def begin_again(self) -> None:
-        """Note that another peer computes from now on, which has been sent nothing."""
         self._num_sent = 0
 
     def answered(self, token: Token) -> None:
@@ -105,23 +97,14 @@ OnToken = Callable[[Token], Awaitable[None]]
 
 
 class Continuation:
-    """One session's later stages.
-
-    Attributes:
-        rounds: the round whose weights each later stage uses; empty until `begun` is set, unless the session began
-            elsewhere.
-        begun: set once all later stages have taken the session.
-    """
+    """One session's later stages, and the rounds whose weights these use; none until all have taken the session, unless
+    it began elsewhere."""
 
     def __init__(
         self, order: Order, *, stage: int, calls: SessionCalls, router: Router, clock: Clock, limits: HopLimits,
         rounds: tuple[int, ...] = (), newest_round: int | None = None,
     ) -> None:  # fmt: skip
-        """
-        Args:
-            stage: the next stage.
-            rounds, newest_round: see SessionCalls.open.
-        """
+        """Its rounds and `newest_round` are those of SessionCalls.open, for the next stage."""
         self.rounds = rounds
         self.begun = asyncio.Event()
         self._newest_round = newest_round
@@ -140,13 +123,11 @@ class Continuation:
         self._sending = asyncio.Lock()
 
     async def run(self, on_token: OnToken) -> None:
-        """Pass tokens to `on_token` until the last one, asking other peers where one fails.
+        """Pass tokens to `on_token` until the last one, asking other peers where one fails. Cancellation ends the
+        session downstream.
 
-        Cancellation ends the session downstream.
-
-        Raises:
-            RoundGone: no peer of a later stage has the round's weights any more.
-            SwarmError: no peer has room, too many failed, or one refused the session itself; or `on_token` raised it.
+        Raises RoundGone if no peer of a later stage has the round's weights any more, and SwarmError if no peer has
+        room, too many failed, or one refused the session itself; or what `on_token` raises.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -165,11 +146,7 @@ class Continuation:
                     call.close()
 
     async def push(self, piece: Piece, *, sample: bool) -> None:
-        """Hand on the next positions. If that fails, `run` notices and asks another peer.
-
-        Args:
-            sample: whether the token after these positions is wanted.
-        """
+        """Hand on the next positions. If that fails, `run` notices and asks another peer."""
         self._transcript.add(piece, sample=sample)
         if self._call is not None:
             with suppress(SwarmError):
@@ -210,11 +187,8 @@ class Continuation:
                 why = error
 
     async def _choose(self, retries: Retries, since: float, why: SwarmError) -> PeerRecord:
-        """Wait for the next peer that can be asked.
-
-        Raises:
-            SwarmError: none came within PATIENCE_SECONDS of `since`. The class is that of `why`.
-        """
+        """Wait for the next peer that can be asked. If none comes within PATIENCE_SECONDS of `since`, raise `why`, or
+        one of its class."""
         while self._clock.monotonic() <= since + PATIENCE_SECONDS:
             if (record := retries.choose(1)) is not None:
                 return record
@@ -238,7 +212,6 @@ class Continuation:
         return call
 
     def _drop(self) -> None:
-        """Leave the peer that computes, which has failed; one that stands by takes its place, if there is one."""
         if self._call is not None:
             self._call.close()
         self._call = None

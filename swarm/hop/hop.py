@@ -52,10 +52,7 @@ class Hop:
         channels: ChannelPool, clock: Clock, limits: HopLimits | None = None, events: Events | None = None,
         memory: NewBytes = new_bytes,
     ) -> None:  # fmt: skip
-        """
-        Args:
-            memory: makes the memory of the tensors that the stage answers.
-        """
+        """`memory` makes the memory of the tensors that the stage answers."""
         self.stage = stage
         self._router = router
         self._clock = clock
@@ -95,14 +92,11 @@ class Hop:
     async def train(
         self, microbatch: Microbatch, tensors: Tensors, listener: HopListener, hints: Mapping[int, PeerId]
     ) -> HopReply:
-        """Let the stage, and all stages after it, compute one microbatch.
+        """Let the stage, and all stages after it, compute one microbatch. The `hints` are peers that worked on it
+        before, by stage.
 
-        Args:
-            hints: peers that worked on the microbatch before, by stage.
-
-        Raises:
-            Fatal: a peer refused the request itself, or too many peers failed.
-        Cancellation closes the stream, which makes the peer roll back.
+        Raises Fatal if a peer refused the request itself, or too many peers failed. Cancellation closes the stream,
+        which makes the peer roll back.
         """
         retries = self._retries(hints)
 
@@ -119,15 +113,10 @@ class Hop:
 
     async def hold(self, newest_round: int, listener: HopListener | None = None) -> Hold:
         """Ask a peer of the stage, and one of each later stage, to keep a round's weights until the hold is closed.
+        With DiLoCo a stage holds this round or the newest one before it.
 
-        Args:
-            newest_round: the round to hold. With DiLoCo a stage holds this round or the newest one before it.
-
-        Raises:
-            RoundGone: the swarm has moved on, and no peer of a stage has that round's weights any more.
-            Overloaded: peers hold as many other rounds as they can.
-            Fatal: a peer refused the request itself, or too many peers failed.
-        Cancellation ends the hold at all of these peers.
+        Raises RoundGone if no peer of a stage has that round's weights any more, Overloaded if peers hold as many other
+        rounds as they can, and what `train` does. Cancellation ends the hold at all of these peers.
         """
         heard_by = listener or HopListener()
         return await self._until_answered(
@@ -141,18 +130,12 @@ class Hop:
     async def evaluate(
         self, tensors: Tensors, held: Sequence[pb.HeldRound], listener: HopListener | None = None
     ) -> float:
-        """Compute the mean loss in nats per target, by a forward through all stages.
+        """Compute the mean loss in nats per target, by a forward through all stages with the weights with which a round
+        began.
 
-        Each stage computes with the weights with which a round began (the round's anchor), as peers hold them for this
-        caller. Cancellation closes the stream.
-
-        Args:
-            tensors: `tokens` (B, T + 1), the last column being only a target, and the stage's other inputs.
-            held: the rounds of this and all later stages, and the peers that hold them, which are asked first.
-
-        Raises:
-            RoundGone: no peer of a stage has its round's weights any more.
-            Fatal: a peer refused the request itself, or too many peers failed.
+        `tokens` are (B, T + 1), the last column being only a target. `held` says for this and all later stages which
+        round peers hold for this caller, and which peers, which are asked first. Raises RoundGone if no peer of a stage
+        has its round's weights any more, and what `train` does. Cancellation closes the stream.
         """
         heard_by, retries = listener or HopListener(), self._retries({self.stage: PeerId(held[0].peer_id)})
         return await self._until_answered(
@@ -165,12 +148,7 @@ class Hop:
     def continuation(
         self, order: Order, *, rounds: tuple[int, ...] = (), newest_round: int | None = None
     ) -> Continuation:
-        """The continuation of a session at this stage and all after it.
-
-        Args:
-            rounds: the rounds whose weights these stages are to use, if the session began elsewhere; otherwise empty.
-            newest_round: the round of the stage before, if the session begins here.
-        """
+        """The continuation of a session at this stage and all after it; see SessionCalls.open."""
         return Continuation(
             order, stage=self.stage, calls=self._session_calls, router=self._router, clock=self._clock,
             limits=self._limits, rounds=rounds, newest_round=newest_round,
@@ -190,11 +168,8 @@ class Hop:
         retries: Retries,
         busy_seconds: float = math.inf,
     ) -> _Answer:
-        """Ask peer after peer with `once` until one answers.
-
-        Args:
-            busy_seconds: how long peers may say that they have no room before that error is raised.
-        """
+        """Ask peer after peer with `once` until one answers. If peers say for longer than `busy_seconds` that they have
+        no room, raise that error."""
         num_cancels, since = _num_cancels(), self._clock.monotonic()
         self._under_way.add(retries)
         try:

@@ -64,10 +64,6 @@ class Candidates:
     """The peers of one stage, as one microbatch sees them."""
 
     def __init__(self, stage: int, router: Router, clock: Clock, *, retry_seconds: float) -> None:
-        """
-        Args:
-            retry_seconds: the longest wait before asking again when no peer can be asked.
-        """
         self._stage = stage
         self._router = router
         self._clock = clock
@@ -100,12 +96,10 @@ class Candidates:
         self._stuck_since = None
 
     def leave_alone(self, record: PeerRecord, error: SwarmError, seconds: float) -> None:
-        """Do not choose a peer for a while, because of an error."""
         until = self._clock.monotonic() + seconds
         self._left_alone[PeerId(record.peer_id)] = left_alone(record, error, until)
 
     def has_other(self, peer_id: PeerId) -> bool:
-        """Whether another peer can be asked soon."""
         soon = self._clock.monotonic() + PAUSE_SECONDS
         later = {other for other, each in self._left_alone.items() if each.until > soon}
         return any(other not in later for other in self._router.others(peer_id))
@@ -169,12 +163,8 @@ class Retries:
         self, *, stage: int, router: Router, clock: Clock, limits: HopLimits, repeats: Repeats,
         hints: Mapping[int, PeerId] | None = None, without: set[PeerId] | None = None,
     ) -> None:  # fmt: skip
-        """
-        Args:
-            repeats: knows which failures, of any microbatch, the log has named a moment ago.
-            hints: peers that worked on the microbatch before, by stage.
-            without: peers that are known to lack the weights of its round; this adds those that say so.
-        """
+        """`repeats` knows which failures, of any microbatch, the log has named a moment ago. Peers that say that they
+        lack the weights of the round are added to those in `without`."""
         self.candidates = Candidates(stage, router, clock, retry_seconds=limits.retry_seconds)
         self.route = Route(stage, hints or {})
         self._stage = stage
@@ -216,13 +206,10 @@ class Retries:
         self.candidates.accepted()
 
     def require_no_stall(self, peer_id: PeerId, num_samples: int, seconds: float) -> None:
-        """Check that the microbatch has not waited too long for this peer's own work.
+        """Raise DeadlineExceeded if the microbatch has waited too long for this peer's own work.
 
         A slow peer with a full queue is not stalled. After each stall of the microbatch twice as long is allowed, since
         the next peer may never have answered, and then nothing is known of its speed.
-
-        Raises:
-            DeadlineExceeded: `seconds` is too long.
         """
         expected = self._router.expected_seconds(peer_id, num_samples) or 0.0
         patience = max(self._limits.stall_seconds, STALL_FACTOR * expected)
@@ -235,10 +222,8 @@ class Retries:
     def note(self, record: PeerRecord, error: SwarmError) -> None:
         """Take note of why a peer did not answer, so that another one is asked, or the same one later.
 
-        Raises:
-            MalformedMessage: a second peer calls the message malformed as well, or there is no second peer.
-            RoundGone: peer after peer lacks the round's weights.
-            RetriesExhausted: too many peers have failed.
+        Raises MalformedMessage if a second peer calls the message malformed as well, or there is no second peer,
+        RoundGone if peer after peer lacks the round's weights, and RetriesExhausted if too many peers have failed.
         """
         peer_id = PeerId(record.peer_id)
         if isinstance(error, RoundMismatch):
@@ -301,5 +286,4 @@ class Retries:
 
 
 def most_sent_on(num_peers: int) -> int:
-    """How many peers of a stage may leave a microbatch to the others."""
     return min(MOST_SENT_ON, num_peers // PEERS_TO_SEND_ON)

@@ -30,14 +30,10 @@ LONGEST_SEED = 40
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """The text that a session has to write: its length, how its tokens are sampled, and which are scored.
+    """The text that a session has to write.
 
-    Attributes:
-        sampling: how tokens are chosen.
-        num_positions: how many tokens the prompt and the text after it have. If the prompt has all of them, the session
-            ends with the token after it.
-        vocab_size: the number of tokens in the vocabulary; every token is below it.
-        scoring: None if no token is scored.
+    The prompt and the text after it have `num_positions` tokens. If the prompt has all of them, the session ends with
+    the token after it. Every token is below `vocab_size`. Without `scoring` no token is scored.
     """
 
     sampling: Sampling
@@ -72,7 +68,6 @@ def pieces_of(prompt: Sequence[int]) -> list[Piece]:
 
 
 def pack_sampling(sampling: Sampling) -> pb.Sampling:
-    """The sampling in its wire form."""
     packed = pb.Sampling()
     for name, value in vars(sampling).items():
         setattr(packed, name, type(getattr(packed, name))(value))  # a seed of any size travels as text
@@ -96,7 +91,6 @@ def unpack_order(opening: pb.SessionOpen, *, vocab_size: int) -> Order:
 
 
 def pack_token(token: Token) -> pb.Sampled:
-    """The token in its wire form."""
     sampled = pb.Sampled(position=token.position, token=token.token)
     if token.scores is not None:
         sampled.logprobs.extend(token.scores.logprobs)
@@ -133,12 +127,8 @@ def unpack_pieces(packed: Iterable[pb.Piece]) -> list[Piece]:
 
 
 class SessionCall:
-    """A stream to one peer. Its errors are those of swarm.errors, and end the stream.
-
-    Attributes:
-        peer: the peer at the other end.
-        rounds: the rounds whose weights are used at this peer's stage and at all later ones.
-    """
+    """A stream to one peer, and the rounds whose weights are used there and at all later stages. Its errors are those
+    of swarm.errors, and end the stream."""
 
     def __init__(
         self, stream: Stream, peer: PeerRecord, order: Order, rounds: Sequence[int], silence_seconds: float
@@ -156,7 +146,6 @@ class SessionCall:
 
     @property
     def is_open(self) -> bool:
-        """Whether the stream is open, as far as is known."""
         return not self._stream.has_ended
 
     async def send(self, pieces: Sequence[Piece] = (), *, sample: bool = False) -> None:
@@ -188,8 +177,6 @@ class SessionCall:
 
 
 class SessionCalls:
-    """Opens sessions at peers of one stage."""
-
     def __init__(self, *, address: stage_pb2.Address, stub: OpenStub, limits: HopLimits) -> None:
         self._address = address
         self._stub = stub
@@ -198,17 +185,12 @@ class SessionCalls:
     async def open(
         self, record: PeerRecord, order: Order, *, rounds: Sequence[int], newest_round: int | None, standby: bool
     ) -> SessionCall:
-        """Ask a peer, and through it the later stages, to take a session, or only to hold the round's weights.
+        """Ask a peer, and through it the later stages, to take a session, or, with `standby`, only to hold the round's
+        weights for now.
 
-        Args:
-            rounds: the rounds of the stage and all later ones, if the session has begun with them; otherwise empty.
-            newest_round: the round of the stage before, if the session has not begun; None for stage 0.
-            standby: whether the peer is only to hold the weights for now.
-
-        Raises:
-            Overloaded: the peer has no room for one more.
-            RoundMismatch: the peer no longer has that round's weights.
-            SwarmError: whatever else `translate` gives.
+        `rounds` are those of the stage and all later ones, if the session has begun with them. Otherwise `newest_round`
+        is that of the stage before; None for stage 0. Raises Overloaded if the peer has no room for one more,
+        RoundMismatch if it no longer has that round's weights, and whatever else `translate` gives.
         """
         opening = pb.SessionOpen(
             address=self._address, rounds=rounds, newest_round=newest_round, num_positions=order.num_positions,

@@ -60,8 +60,6 @@ class GroupLead:
 
 @dataclass(eq=False)
 class LeaseServicer(LeaseServiceServicer):
-    """Answers trainers at one stage peer."""
-
     config: RunConfig
     stage: int
     clock: Clock
@@ -147,14 +145,10 @@ class LeaseClient:
     ) -> pb.AcquireReply | None:  # fmt: skip
         """Ask the leader of a stage for microbatches, and renew those in `holding`; None if no leader was reached.
 
-        Args:
-            acknowledged: microbatches that this trainer has lately acknowledged to stage 0, or is about to.
-            newest: stage 0's last answer, if a later stage is asked, which then grants nothing of a round that stage 0
-                has not begun.
+        `acknowledged` are microbatches that this trainer has lately acknowledged to stage 0, or is about to. A later
+        stage that gets stage 0's `newest` answer grants nothing of a round that stage 0 has not begun.
 
-        Raises:
-            NotAllowed, IncompatibleVersion: every peer of the stage refused with this error.
-            MalformedMessage: a peer finds the request itself wrong.
+        Raises NotAllowed or IncompatibleVersion if every peer of the stage refused so, and MalformedMessage.
         """
         request = pb.AcquireRequest(
             address=Address(run_id=self.config.run_id, protocol_version=PROTOCOL_VERSION, stage=stage),
@@ -192,7 +186,6 @@ class LeaseClient:
         return None
 
     def obstacle(self, stage: int) -> Obstacle:
-        """Why the last request to a stage's leader failed."""
         failed = Obstacle.of(self._failed.get(stage, ()), self.clock.monotonic())
         num_serving = sum(record.state is PeerState.SERVING for record in self.peers(stage))
         if not num_serving:

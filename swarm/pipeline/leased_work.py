@@ -55,10 +55,7 @@ class LeasedWork:
     def __init__(
         self, *, config: RunConfig, leases: LeaseClient, clock: Clock, max_in_flight: int, on_waiting: OnWaiting
     ) -> None:
-        """
-        Args:
-            on_waiting: called if no leader of stage 0 answers while this trainer has nothing to do.
-        """
+        """`on_waiting` is called if no leader of stage 0 answers while this trainer has nothing to do."""
         self._config = config
         self._leases = leases
         self._clock = clock
@@ -81,16 +78,13 @@ class LeasedWork:
 
     @property
     def num_in_flight(self) -> int:
-        """The number of microbatches that wait for an answer.
-
-        A microbatch that was answered, and only waits for its ack to arrive, does not count: over a long line an ack
-        takes a whole round trip.
-        """
+        """How many microbatches wait for an answer, and not only for their ack to arrive: over a long line an ack takes
+        a whole round trip."""
         return sum(not work.answered for work, _ in self._in_flight.values())
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
-        """The tasks that run microbatches, including those that only send an ack now."""
+        """All tasks, those included that only send an ack now."""
         return [task for _, task in self._in_flight.values()]
 
     @property
@@ -100,11 +94,8 @@ class LeasedWork:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Let no microbatch begin inside the block; those in flight go on.
-
-        In the synchronous setting, leased microbatches that have not begun are given back. Otherwise other trainers
-        would wait for them.
-        """
+        """Let no microbatch begin inside the block; those in flight go on. In the synchronous setting the others are
+        given back, because other trainers would wait for them."""
         self._num_pauses += 1
         if self._config.rounds.synchronous:
             self._give_up_queue()
@@ -123,8 +114,7 @@ class LeasedWork:
     def next(self) -> Work | None:
         """Take out and return the work that begins now; None if none may.
 
-        A microbatch that two stages have lost is run for one stage, then for the other. In the second run most peers
-        know it already.
+        What two stages have lost is run for one, then for the other. In the second run most peers know it already.
         """
         if self._is_paused:
             return None
@@ -137,37 +127,32 @@ class LeasedWork:
         return work
 
     def _has_room(self, round_number: int) -> bool:
-        """Whether one more microbatch of that round may be under way.
-
-        Microbatches of later rounds do not count, because they may be waiting for this one.
-        """
+        """Whether one more microbatch of that round may be under way. Those of later rounds may wait for it, and do not
+        count."""
         under_way = (work for work, _ in self._in_flight.values() if not work.answered)
         return sum(work.microbatch.round <= round_number for work in under_way) < self._window.size
 
     def begun(self, work: Work, task: asyncio.Task[None]) -> None:
-        """Note that a task now runs this work."""
         self._in_flight[work.microbatch.index] = (work, task)
 
     def answered(self, work: Work, *, num_busy: int) -> None:
-        """Note that the answer has come and is about to be acknowledged: another microbatch may begin."""
+        """Note that the answer has come and is about to be acknowledged."""
         self._window.finished(num_busy=num_busy, in_flight=self.num_in_flight)
         work.answered = True
         self._changed.set()
         self.note_acknowledged(work.microbatch)
 
     def note_acknowledged(self, microbatch: Microbatch) -> None:
-        """Note that stage 0 counts a microbatch, or soon will. The next requests report it to the leaders of later
-        stages."""
+        """Note that stage 0 counts a microbatch, or soon will, which the leaders of later stages are told."""
         # With DiLoCo leaders do not need this, because each microbatch is granted once.
         if self._config.rounds.synchronous and not microbatch.is_replay:
             self._acknowledged.append((self._clock.monotonic(), microbatch.index))
 
     def release(self, work: Work) -> None:
-        """Give back a microbatch that was not run. The next request reports it to the leader that granted it."""
+        """Give back a microbatch that was not run, with the next request to the leader that granted it."""
         self._released[work.granted_by].append(work.microbatch.index)
 
     def ended(self, work: Work) -> None:
-        """Note that the task which ran this work has ended."""
         self._in_flight.pop(work.microbatch.index, None)
         self._changed.set()
 
@@ -227,7 +212,6 @@ class LeasedWork:
             task.cancel()
 
     async def _acquire(self, last_round: int) -> bool:
-        """Renew leases at stage 0, and ask it for more. Returns whether it answered."""
         room = self._room()
         leased = await self._ask(0, room, wait_seconds=GRANT_WAIT_SECONDS if room else 0.0)
         if leased is None:
@@ -270,7 +254,6 @@ class LeasedWork:
         return [*self._queue, *(work for work, _ in self._in_flight.values())]
 
     def _take(self, stage: int, leased: pb.AcquireReply, last_round: int) -> None:
-        """Take in what the leader of a stage has granted, and drop what need not be run any more."""
         self._drop_needless(stage, leased)
         # Microbatches that were granted for a request from before a pause are given back. Otherwise others would wait
         # for them.
@@ -291,10 +274,8 @@ class LeasedWork:
         self._changed.set()
 
     def _drop_needless(self, stage: int, leased: pb.AcquireReply) -> None:
-        """Drop the work whose round is over, or that the stage which granted it counts by now.
-
-        In the second case another trainer has run it, or a peer has come back with it.
-        """
+        """Drop the work whose round is over, or that the stage which granted it counts by now: another trainer has run
+        it, or a peer has come back with it."""
         counted = frozenset(leased.counted)
 
         def is_needless(work: Work) -> bool:

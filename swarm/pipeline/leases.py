@@ -68,8 +68,6 @@ class RoundView:
 
 @dataclass(frozen=True, kw_only=True)
 class Grant:
-    """The microbatches that a trainer is granted at one request."""
-
     microbatches: Sequence[int]
     accumulate_only_at: int | None = None
     all_granted: bool = False
@@ -100,14 +98,9 @@ class LeaseTable:
     ) -> Grant:  # fmt: skip
         """Renew a trainer's leases, take back what it released, and grant it up to `count` microbatches.
 
-        Args:
-            holding: microbatches of the current round on which the trainer still works, by its own account.
-            released: microbatches that it gives back without running them.
-            acknowledged: microbatches that it has acknowledged to stage 0, or is about to.
-            all_granted: at a later stage, whether stage 0 has granted the whole round. If not, trainers have better to
-                do than to replay microbatches with which a member may come back.
-            all_committed: at a later stage, whether stage 0 has committed the whole round. If not, microbatches that
-                are missing here may still be on their way.
+        What it is `holding` is by its own account; it has `acknowledged` to stage 0, or is about to. A later stage is
+        told whether stage 0 has granted all of the round (if not, trainers have better to do than to replay what a
+        member may come back with), and committed all of it (if not, what is missing here may still be on its way).
         """
         self._note_lead()
         if not self._config.rounds.synchronous:
@@ -192,11 +185,8 @@ class LeaseTable:
         return self._lease_replays(trainer, missing, count, all_granted=True)
 
     def _lost(self, view: RoundView, wanted: Sequence[int], *, may_be_elsewhere: bool) -> list[int]:
-        """The wanted microbatches whose member has died, or that no member counts LOST_SECONDS after their ack.
-
-        Args:
-            may_be_elsewhere: whether a member that does not answer may have some of the latter; these are left out.
-        """
+        """The wanted microbatches whose member has died, or that no member counts LOST_SECONDS after their ack. If they
+        may be elsewhere, at a member that does not answer, the latter are left out."""
         found = []
         for microbatch in wanted:
             seconds = self._seconds_since(microbatch)
@@ -233,12 +223,8 @@ class LeaseTable:
         return Grant(microbatches=microbatches, accumulate_only_at=accumulate_only_at, all_granted=all_granted)
 
     def _grant_endless(self, view: RoundView, count: int, told: Collection[int]) -> Grant:
-        """Grant new ids. No id is granted twice, even if a trainer gives it back, because another leader may have
-        granted it too.
-
-        Args:
-            told: ids that the trainer claims to hold, from any leader.
-        """
+        """Grant new ids, above those that the trainer claims to hold from any leader. No id is granted twice, even if a
+        trainer gives it back, because another leader may have granted it too."""
         known = max(view.highest_microbatch, max(told, default=-1))
         if known < 0 and view.awaits_reports and self._clock.monotonic() - self._leads_since < LONGEST_GATHER_SECONDS:
             # The peer that led before may be about to report the highest id that it has seen.

@@ -55,10 +55,6 @@ class RoundLeases:
     """The leases of a round, while this peer leads its stage."""
 
     def __init__(self, number: int, size: int, trainers: Trainers, clock: Clock) -> None:
-        """
-        Args:
-            size: microbatches of a round.
-        """
         self.number = number
         self.ids = range(number * size, (number + 1) * size)
         self.leases: dict[int, Lease] = {}
@@ -75,18 +71,16 @@ class RoundLeases:
         self._claims: dict[Trainer, _Claim] = {}
 
     def room(self, trainer: Trainer) -> int:
-        """How many more microbatches a trainer may hold."""
         return self._trainers.room(trainer, len(self.ids), Counter(lease.trainer for lease in self.leases.values()))
 
     def give(self, trainer: Trainer, microbatch: int, *, is_replay: bool, has_arrived: bool) -> None:
-        """Begin a lease."""
         now = self._clock.monotonic()
         lease = Lease(trainer, granted_at=now, is_replay=is_replay, has_arrived=has_arrived)
         self.leases[microbatch] = self._granted[microbatch] = lease
         self._times[microbatch, trainer.bearer] += 1
 
     def was_given(self, trainer: Trainer, microbatch: int) -> bool:
-        """Whether the microbatch was last granted to this trainer."""
+        """Whether it was the last to get the microbatch."""
         granted = self._granted.get(microbatch)
         return granted is not None and granted.trainer == trainer
 
@@ -114,10 +108,8 @@ class RoundLeases:
     # -- what an earlier leader has granted --------------------------------------------------------------------------
 
     def note_claim(self, trainer: Trainer, holding: Collection[int], acknowledged: Collection[int]) -> None:
-        """Replace a trainer's earlier claim by its present one.
-
-        All trainers of one bearer together can claim no more than the round: a claim that exceeds this is dropped.
-        """
+        """Replace a trainer's earlier claim. All trainers of one bearer together can claim no more than the round: a
+        claim that exceeds this is dropped."""
         claim = _Claim(*(frozenset(m for m in told if m in self.ids) for told in (holding, acknowledged)))
         others = sum(c.size for other, c in self._claims.items() if other.bearer == trainer.bearer and other != trainer)
         if claim.size and others + claim.size <= len(self.ids):
@@ -126,13 +118,8 @@ class RoundLeases:
             self._claims.pop(trainer, None)
 
     def believe_claims(self, committed: Set[int], *, is_replay: bool, at: float) -> None:
-        """Begin the leases that trainers claim to hold, and note the microbatches that they claim to have acknowledged,
-        up to each bearer's share.
-
-        Args:
-            committed: committed microbatches, for which no claim is needed.
-            at: the time that counts for their acks.
-        """
+        """Begin the leases that trainers claim to hold, and note the microbatches that they claim to have acknowledged
+        (at the time `at`), up to each bearer's share. What is committed needs no claim."""
         by_bearer = Counter[str]()
         for trainer, claim in self._claims.items():
             by_bearer[trainer.bearer] += claim.size
@@ -200,9 +187,8 @@ class RoundLeases:
     def allowed(self, trainer: Trainer, microbatches: Sequence[int]) -> list[int]:
         """The microbatches that this trainer may have, because no other trainer that wants work comes first.
 
-        A replay first goes to the trainer that ran the microbatch, because that one knows the peers that need not
-        compute it again. If that fails, the other trainers follow. Bearers that have had the microbatch less often come
-        first.
+        A replay first goes to the trainer that ran the microbatch, which knows the peers that need not compute it
+        again. If that fails, the others follow, first the bearers that have had it less often.
         """
         rivals = self._trainers.rivals(trainer)
 

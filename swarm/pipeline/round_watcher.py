@@ -28,8 +28,6 @@ _NUM_ASKED = 3
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """One committed round of the whole swarm."""
-
     run_samples: int
     """How many samples the run has committed, this round included."""
     gradient_norm: float
@@ -81,7 +79,6 @@ class RoundWatcher:
 
     @property
     def round(self) -> int:
-        """The round that every stage has reached."""
         return min(self._rounds.values()) if len(self._rounds) == self._num_stages else 0
 
     @property
@@ -91,18 +88,15 @@ class RoundWatcher:
 
     @property
     def latest_round(self) -> int:
-        """The round that the foremost stage has reached."""
         return self._latest
 
     def obstacle(self, stage: int) -> Obstacle | None:
-        """Why no peer of a stage answered when the stage was last asked; None if one did."""
+        """None if a peer of the stage answered when the stage was last asked."""
         return self._obstacles.get(stage)
 
     async def poll(self, wait_seconds: float = 0.0) -> None:
-        """Ask every stage once. If a stage does not answer, its earlier answer is kept.
-
-        A peer whose stage is still at the same round may wait with its answer for `wait_seconds`.
-        """
+        """Ask every stage once. If a stage does not answer, its earlier answer is kept. A peer whose stage is still at
+        the same round may wait for `wait_seconds`."""
         rows = await asyncio.gather(*(self._describe(stage, wait_seconds) for stage in range(self._num_stages)))
         self._num_polls += 1
         found = RunRounds.of({stage: [reply.round for reply in row] for stage, row in enumerate(rows)})
@@ -150,7 +144,7 @@ class RoundWatcher:
         )
 
     async def _describe(self, stage: int, wait_seconds: float) -> list[pb.DescribeReply]:
-        """The answers of some peers. Does not wait for more once most of these peers are at a new round."""
+        """The answers of some peers; no more are awaited once most of these are at a new round."""
         serving = [record for record in self._peers(stage) if record.state is PeerState.SERVING]
         serving.sort(key=lambda record: record.peer_id)
         first = self._num_polls % max(1, len(serving))

@@ -27,14 +27,7 @@ class SwarmEngine:
     """
 
     def __init__(self, hop: Hop, config: RunConfig, *, round_number: int | None = None) -> None:
-        """
-        Args:
-            hop: the hop to stage 0.
-            round_number: the round at which the run is, if that is known.
-
-        Raises:
-            ValueError: the run's model cannot generate text.
-        """
+        """`hop` leads to stage 0. Raises ValueError if the run's model cannot generate text."""
         if config.model.custom_class:
             raise ValueError(
                 f"no text from a run with model.custom_class {config.model.custom_class!r}: it has no cache"
@@ -49,13 +42,9 @@ class SwarmEngine:
     ) -> AsyncGenerator[int, None]:
         """Write text as Engine.generate does, with the weights of one round, while training goes on.
 
-        If no peer holds these any more, the text goes on with the newest ones, and the log says so.
-
-        Raises:
-            ValueError: the prompt is empty, too long, or has a token that is not in the vocabulary; or too
-                many scores are wanted.
-            Overloaded: the swarm has no room for one more session.
-            SwarmError: a stage has no peer, or too many failed.
+        If no peer holds these any more, the text goes on with the newest ones, and the log says so. Raises what
+        Engine.generate does, also for a token that is not in the vocabulary, Overloaded if the swarm has no room for
+        one more session, and SwarmError if a stage has no peer, or too many failed.
         """
         require_room(self, prompt, max_tokens)
         if not all(0 <= token < self._vocab_size for token in prompt):

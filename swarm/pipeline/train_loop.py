@@ -47,7 +47,7 @@ class StepTotals:
 
     @property
     def loss(self) -> float | None:
-        """The mean loss over the targets; None if there are none."""
+        """The mean over the targets; None if there are none."""
         num_targets = sum(count for _, count in self.losses)
         if not num_targets:
             return None
@@ -56,8 +56,6 @@ class StepTotals:
 
 
 class Tally:
-    """The totals of the step that is under way."""
-
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._totals = StepTotals()
@@ -66,10 +64,7 @@ class Tally:
         self._counted_until = clock.monotonic()
 
     def time_passed(self, *, is_busy: bool) -> None:
-        """Count the time since the last call; `is_busy` says whether microbatches were under way in it.
-
-        It has to be called before a microbatch begins or ends.
-        """
+        """Count the time since the last call. Has to be called before a microbatch begins or ends."""
         now = self._clock.monotonic()
         if is_busy:
             self._totals.busy_seconds += now - self._counted_until
@@ -87,14 +82,11 @@ class Tally:
 
     @property
     def num_microbatches(self) -> int:
-        """The microbatches that were counted since the last step."""
         return self._totals.num_microbatches
 
     def take(self, round_number: int) -> StepTotals:
-        """Return the totals of the step that ends with this round, and begin those of the next step.
-
-        Losses are divided by round, not by time, since the next round may be under way already.
-        """
+        """Return the totals of the step that ends with this round. Losses are divided by round, not by time, since the
+        next round may be under way already."""
         totals, self._totals = self._totals, StepTotals()
         for known in [known for known in self._losses if known <= round_number]:
             totals.losses += self._losses.pop(known).values()
@@ -113,8 +105,6 @@ MAX_FAILURES = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step of the swarm, as this trainer saw it."""
-
     number: int
     """How many steps the run has taken: the committed round plus one."""
     seconds: float
@@ -129,10 +119,6 @@ class TrainLoop(HopListener):
         self, *, config: RunConfig, data: Microbatches, hop: Hop, work: LeasedWork, watcher: RoundWatcher,
         clock: Clock, on_waiting: OnWaiting, events: Events | None = None,
     ) -> None:  # fmt: skip
-        """
-        Args:
-            on_waiting: called with a stage that is waited for because none of its peers takes work.
-        """
         self._config = config
         self._data = data
         self._hop = hop
@@ -149,12 +135,10 @@ class TrainLoop(HopListener):
 
     @property
     def num_in_flight(self) -> int:
-        """The number of microbatches that wait for an answer."""
         return self._work.num_in_flight
 
     @property
     def num_counted(self) -> int:
-        """The microbatches that count for the present step so far."""
         return self._tally.num_microbatches
 
     def paused(self) -> AbstractContextManager[None]:
@@ -166,10 +150,9 @@ class TrainLoop(HopListener):
             self._on_waiting(stage, obstacle)
 
     async def run(self, first: int, count: int, on_step: Callable[[Step], Awaitable[None]]) -> None:
-        """Train until the swarm has committed rounds `first` to `first + count - 1`. `on_step` is called for each.
+        """Train until the swarm has committed rounds `first` to `first + count - 1`.
 
-        Raises:
-            ExceptionGroup of SwarmErrors: microbatch after microbatch failed, or no leader serves this trainer.
+        Raises SwarmErrors in a group if microbatch after microbatch failed, or no leader serves this trainer.
         Cancellation stops at once: peers roll back what was in flight, and leases are given back.
         """
         last_round = first + count - 1
@@ -253,10 +236,10 @@ class TrainLoop(HopListener):
             self._failed(work, error)
 
     def _data_number(self, microbatch: Microbatch) -> int:
-        """Which of the data's microbatches this one is.
+        """Which of the data's microbatches this one is: in the synchronous setting that of its index.
 
         With DiLoCo a new leader leaves many indices out. What streams cannot be left out, because it would have to be
-        read, so there the round says where in the data a microbatch is. In the synchronous setting that is its index.
+        read, so there the round says where in the data a microbatch is.
         """
         num = self._config.microbatches_per_round
         return microbatch.round * num + microbatch.index % num if self._config.data.part_rows else microbatch.index

@@ -62,26 +62,21 @@ class Trainers:
         self._times = deque[float](maxlen=64)
 
     def hear(self, trainer: Trainer) -> None:
-        """Note that a trainer has asked, which shows that it is alive."""
         self._heard_at[trainer] = self._clock.monotonic()
 
     def note_wish(self, trainer: Trainer, *, wants: bool) -> None:
-        """Note whether a trainer wants work and may be given some."""
         now = self._clock.monotonic()
         self._wanted_at = {other: at for other, at in self._wanted_at.items() if now - at <= KNOWN_SECONDS}
         if wants:
             self._wanted_at[trainer] = now
 
     def forget_silent(self, seconds: float, *, but: Collection[Trainer]) -> None:
-        """Forget trainers that have been silent for `seconds`, except those in `but`."""
         self._heard_at = {t: at for t, at in self._heard_at.items() if t in but or not self.is_silent(t, seconds)}
 
     def is_silent(self, trainer: Trainer, seconds: float) -> bool:
-        """Whether a trainer has been silent for `seconds`."""
         return self._clock.monotonic() - self._heard_at.get(trainer, -math.inf) >= seconds
 
     def wants(self, trainer: Trainer) -> bool:
-        """Whether a trainer has just asked for work and may be given some."""
         return trainer in self._wanted_at
 
     def rivals(self, trainer: Trainer) -> set[str]:
@@ -93,14 +88,10 @@ class Trainers:
         return _num_parts(trainer, self._wanted_at.keys() | {trainer})
 
     def room(self, trainer: Trainer, size: int, held: Counter[Trainer]) -> int:
-        """How many more microbatches a trainer may hold.
+        """How many more of a round's `size` microbatches a trainer may hold.
 
         A round is shared equally between the bearers that have live trainers which hold or want microbatches, and each
         bearer's share between its trainers, whatever any of them asks for.
-
-        Args:
-            size: how many microbatches a round has.
-            held: how many microbatches each trainer holds.
         """
         if self.is_banned(trainer.bearer):
             return 0
@@ -114,7 +105,6 @@ class Trainers:
     # -- which trainers make progress --------------------------------------------------------------------------------
 
     def took(self, seconds: float) -> None:
-        """Note that a microbatch was counted `seconds` after it was granted."""
         self._times.append(seconds)
 
     @property
