@@ -22,8 +22,6 @@ MOST_ADDRESSES = 4
 
 @dataclass(eq=False)
 class LocalPeer:
-    """A peer that we started."""
-
     child: Child
     stage: int
     ready_file: Path
@@ -55,11 +53,8 @@ class LocalPeers:
     def __init__(
         self, options: LocalOptions, config: RunConfig, children: Supervisor, folder: Path, places: Sequence[Device]
     ) -> None:
-        """
-        Args:
-            folder: for the peers' keys and ready files.
-            places: the device of each peer, in the order in which they start.
-        """
+        """`places` are the devices of the peers, in the order in which they start; `folder` has their keys and ready
+        files."""
         self.num_stages = options.stages or config.stages.num_stages
         self.running: list[LocalPeer] = []
         self._options = options
@@ -138,7 +133,6 @@ class LocalPeers:
         self._children.kill9(peer.child)
 
     def ended(self, name: str) -> LocalPeer:
-        """Forget a peer that has ended by itself, and return it."""
         gone = next(peer for peer in self.running if peer.child.name == name)
         self.running.remove(gone)
         return gone

@@ -36,7 +36,6 @@ CHECKPOINT_GRACE_SECONDS = 120.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the program and return its exit code."""
     options = cli.parse(LocalOptions, prog=PROG, argv=argv)
     setup_logging("local", "warning")
     require_reporters(options)

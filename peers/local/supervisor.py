@@ -40,8 +40,6 @@ class Child:
 
 @dataclass(frozen=True, kw_only=True)
 class Exit:
-    """How a child ended."""
-
     name: str
     returncode: int
     """The exit code as subprocess has it: minus the signal's number when a signal ended the child."""
@@ -56,10 +54,7 @@ class Supervisor:
     """
 
     def __init__(self, log_folder: Path, *, grace_seconds: float = GRACE_SECONDS) -> None:
-        """
-        Args:
-            grace_seconds: how long after SIGTERM children get SIGKILL when the block ends.
-        """
+        """When the block ends, children get SIGKILL so many seconds after SIGTERM."""
         self._log_folder = log_folder
         self._grace_seconds = grace_seconds
         self._running: list[Child] = []
@@ -76,11 +71,8 @@ class Supervisor:
         return list(self._running)
 
     def start(self, name: str, command: Sequence[str | Path], *, environment: Mapping[str, str] | None = None) -> Child:
-        """Start a child that appends to `log_folder/name.log`; `environment` is added to the launcher's own.
-
-        Raises:
-            OSError: the program or the log cannot be opened.
-        """
+        """Start a child that appends to `log_folder/name.log`; `environment` is added to the launcher's own. Raises
+        OSError if the program or the log cannot be opened."""
         self._log_folder.mkdir(parents=True, exist_ok=True)
         log = self._log_folder / f"{name}.log"
         # Only this user may read the log: the lines with which others join a locked run have the token in them.

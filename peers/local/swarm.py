@@ -40,13 +40,8 @@ MOST_WARNINGS = 20
 
 
 class Output:
-    """The folder of one run."""
-
     def __init__(self, folder: Path, *, goes_on: bool) -> None:
-        """
-        Args:
-            goes_on: whether metrics.jsonl is kept, because the run goes on from a checkpoint.
-        """
+        """If the run goes on from a checkpoint, metrics.jsonl is kept."""
         self.folder = folder
         self.logs = folder / "logs"
         self.metrics = folder / "metrics.jsonl"
@@ -68,7 +63,6 @@ class Output:
 
     @property
     def has_begun(self) -> bool:
-        """Whether this run has made a step."""
         return bool(self.trainer_rows())
 
     def trainer_rows(self) -> tuple[TrainerRow, ...]:
@@ -111,7 +105,7 @@ class Drama:
         self._newcomer: LocalPeer | None = None
 
     def act(self, num_steps: int) -> list[str]:
-        """Do what is due after this number of steps of this run; gives what happened."""
+        """Do what is due after this number of steps of this run. Returns what happened."""
         happened = []
         if self._kill_at is not None and num_steps >= self._kill_at and not self.num_killed:
             happened += self._kill()
@@ -143,15 +137,10 @@ class Drama:
 
 
 class LocalSwarm:
-    """The swarm on this machine."""
-
     def __init__(
         self, options: LocalOptions, run_name: str, peers: LocalPeers, children: Supervisor, identity: Identity
     ) -> None:
-        """
-        Args:
-            identity: the identity with which this process asks the peers for their status.
-        """
+        """This process asks the peers for their status with the identity."""
         self.peers = peers
         self.output = Output(options.output, goes_on=options.resume is not None)
         self._options = options
@@ -167,7 +156,6 @@ class LocalSwarm:
         self._awaited_since = self._tell_at = 0.0
 
     async def run(self) -> int:
-        """Start, train, show, and return the exit code."""
         per_stage, num_stages = self._options.peers_per_stage, self.peers.num_stages
         with LiveTable() as table:
             self._events.append(
@@ -187,11 +175,8 @@ class LocalSwarm:
         return 0
 
     async def start_first_peer(self, table: LiveTable) -> None:
-        """Start the first peer and wait until it serves: the others join through it.
-
-        Raises:
-            PeerUnavailable: it ended instead.
-        """
+        """Start the first peer and wait until it serves, because the others join through it. Raises PeerUnavailable if
+        it ended instead."""
         # If the peer fails, the last line of its log is shown as the reason. Children append to their logs, so the log
         # of an earlier run is deleted first.
         (self.output.logs / "peer-1.log").unlink(missing_ok=True)
@@ -215,7 +200,6 @@ class LocalSwarm:
             await asyncio.sleep(0.1)
 
     def start_trainer(self) -> Child:
-        """Start the trainer, and do not wait for it."""
         options = self._options
         own = TrainerOptions(
             initial_peers=self.peers.addresses,
@@ -233,11 +217,8 @@ class LocalSwarm:
         return self._children.start("trainer", command_line("trainer", cli.arguments(own)))
 
     async def watch(self, trainer: Child, table: LiveTable, metrics: MetricsLog) -> None:
-        """Show the swarm until the trainer has trained, and meanwhile kill and start peers as the options say.
-
-        Raises:
-            PeerUnavailable: the trainer failed, or a stage has lost its last peer.
-        """
+        """Show the swarm until the trainer has trained, and meanwhile kill and start peers as the options say. Raises
+        PeerUnavailable if the trainer failed, or a stage has lost its last peer."""
         while True:
             if not self.output.has_begun:
                 self._follow("the first step", trainer)
@@ -262,7 +243,6 @@ class LocalSwarm:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _show(self, table: LiveTable) -> int:
-        """Update the table and return the trainer's step."""
         view = await self._view()
         table.show(view)
         return view.trainers[0].step if view.trainers else self.output.first_step

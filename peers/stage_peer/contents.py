@@ -29,16 +29,9 @@ may be starting again after it died."""
 
 
 class Contents:
-    """The content that one peer needs, and gives to others."""
-
     def __init__(self, member: Membership, model: OwnModel | None, cache: Path, *, checkpoints: Path | None) -> None:
-        """Raises IntegrityError if the weights in the model's run folder are not the run's.
-
-        Args:
-            model: the model that the user named with --model; None if there is none.
-            cache: this user's folder for what is kept from one start to the next.
-            checkpoints: the folder to which this peer writes checkpoints; the tokenizer is put there, too.
-        """
+        """The tokenizer is put beside the `checkpoints`, too. Raises IntegrityError if the weights in the model's run
+        folder are not the run's."""
         self._member = member
         self._cache = cache
         self._checkpoints = checkpoints
@@ -57,10 +50,8 @@ class Contents:
         return Shelves(weights=weights, tokenizer=self._tokenizer_content)
 
     async def keep_tokenizer(self) -> None:
-        """Fetch the run's tokenizer, so that others can get it when the peers that had it have left.
-
-        This goes on trying until the tokenizer is here. The peer itself does not need it.
-        """
+        """Fetch the run's tokenizer, and go on trying until it is here, so that others can get it when the peers that
+        had it have left. The peer itself does not need it."""
         has_said = False
         while self._member.config.data.tokenizer_files:
             try:
@@ -81,19 +72,12 @@ class Contents:
         return None if self._tokenizer is None else self._tokenizer.content(sha256)
 
     async def initial_weights(self, stage: int, *, resumes: bool) -> Weights | None:
-        """The weights with which a stage begins: the ones on this machine, or else weights fetched from peers.
+        """The weights with which a stage begins: the ones on this machine, or else weights fetched from peers. None if
+        they are drawn from the seed, if no peer that answers has them, or if they are not needed, because the stage
+        `resumes` from checkpoints here.
 
         With LoRA they are always needed, because the state that is downloaded from a stage's peers has no frozen
-        weights.
-
-        Args:
-            resumes: whether there are checkpoints here, with which the stage goes on if no peer holds it.
-
-        Returns:
-            None if they are drawn from the seed, if they are not needed, or if no peer that answers has them.
-
-        Raises:
-            Fatal: they cannot be written to this machine, or the user's model is another one.
+        weights. Raises Fatal if they cannot be written to this machine, or the user's model is another one.
         """
         if self._weights is None:
             return None

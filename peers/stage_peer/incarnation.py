@@ -67,11 +67,6 @@ class Rivals:
     """Finds other processes that run under the identity of this peer, or under that of a peer that asks this one."""
 
     def __init__(self, membership: Membership, *, own: Incarnation, endpoint: Callable[[], str] = str) -> None:
-        """
-        Args:
-            own: this process's start.
-            endpoint: gives the endpoint at which this process serves.
-        """
         self._membership = membership
         self._identity = membership.identity
         self._known = membership.known
@@ -82,11 +77,8 @@ class Rivals:
         """The latest check for each peer that asked: its time, the asker's nonce, and the result."""
 
     async def require_alone(self, *, begins: bool = True) -> None:
-        """Raise Fatal if another process under this identity answers that it stays. The error names its endpoint.
-
-        Args:
-            begins: whether this process is not announced yet. Then any other one stays.
-        """
+        """Raise Fatal, which names the other's endpoint, if another process under this identity answers that it stays.
+        If this one only begins, and is not announced yet, any other one stays."""
         own = self._identity.peer_id
         if not (records := self._announced_by_others(own, self._own.nonce)):
             return
@@ -106,10 +98,7 @@ class Rivals:
 
     async def watch(self) -> None:
         """Check again at intervals, until cancelled, because the other process may not have been visible at first.
-
-        Raises:
-            Fatal: the other process was there first.
-        """
+        Raises Fatal if the other process was there first."""
         clock, directory, own = self._membership.clock, self._membership.directory, self._own
         has_warned, looked_at, num_returns = False, clock.monotonic(), directory.num_returns
         while True:
@@ -132,10 +121,8 @@ class Rivals:
                 has_warned = True
 
     async def of(self, caller: pb.Incarnation) -> pb.Incarnation | None:
-        """The process that serves under the asking peer's identity and stays beside it; None if there is none.
-
-        It may be this process itself. Otherwise this process asks the processes that have announced that identity.
-        """
+        """The process that serves under the asking peer's identity and stays beside it, perhaps this one; None if there
+        is none. Others are asked that have announced that identity."""
         if caller.peer_id == self._identity.peer_id:
             stays = caller.begins or self._own.stays(caller.nonce, self._membership.clock.monotonic())
             return self._signed(caller.nonce) if stays and caller.nonce != self._own.nonce else None
@@ -153,7 +140,6 @@ class Rivals:
 
     @property
     def _is_announced(self) -> bool:
-        """Whether the DHT shows a record of this very process."""
         announced = (record for stage in self._known.records for record in self._known.peers(stage))
         own = (self._identity.peer_id, self._own.nonce)
         return any((record.peer_id, record.nonce) == own for record in announced)
@@ -202,15 +188,10 @@ def _signed_bytes(said: pb.Incarnation, nonce: str) -> bytes:
 async def require_alone_at(
     node: DhtNode, addresses: Sequence[str], identity: Identity, *, insecure: bool, clock: Clock
 ) -> None:
-    """Look for a rival of a peer that cannot enter the DHT, because the addresses that the user gave are the peer's
-    own.
+    """Raise Fatal if a rival answers of a peer that cannot enter the DHT, because the addresses that the user gave are
+    the peer's own.
 
-    Args:
-        node: a node that has entered the DHT at these addresses under another id.
-
-    Raises:
-        Fatal: a process that serves under this identity answers.
-        What agree_on_config raises.
+    `node` has entered the DHT at these addresses under another id. Raises what agree_on_config raises.
     """
     config = await agree_on_config(node, None, addresses, clock, identity.authority)
     member = Membership.enter(config, node, identity, clock, insecure=insecure)

@@ -56,17 +56,12 @@ until now, whether the peer comes from another stage, and the task group of the 
 
 
 class Mover:
-    """Has one peer serve its stage, and move to other stages."""
-
     def __init__(
         self, *, make_server: ServerFactory, rebalancer: Rebalancer, listen: Listening, clock: Clock, event_log: Events,
         stop: asyncio.Event, on_serving: Callable[[int, Announced], None],
     ) -> None:  # fmt: skip
-        """
-        Args:
-            stop: set when the peer is to leave the run.
-            on_serving: called with the stage and its announced addresses whenever the peer begins to serve a stage.
-        """
+        """`on_serving` is called whenever the peer begins to serve a stage, and `stop` is set when it is to leave the
+        run."""
         self._make_server = make_server
         self._rebalancer = rebalancer
         self._listen = listen
@@ -77,12 +72,8 @@ class Mover:
         self._num_moves = 0
 
     async def run(self, stage: int) -> None:
-        """Serve a stage, and then the stages to which the peer moves, until `stop` is set. `stop` also ends the attempt
-        to enter a stage.
-
-        Raises:
-            ExceptionGroup: what the server at the first stage raised, or any server once it served.
-        """
+        """Serve a stage, and then the stages to which the peer moves, until `stop` is set, which also ends the attempt
+        to enter a stage. Raises in a group what the server at the first stage raised, or any server once it served."""
         move: Move | None = None
         retry_seconds = RETRY_SECONDS
         while True:
@@ -162,11 +153,7 @@ class Mover:
 
     async def _stay(self, server: StageServer, stage: int) -> Move | None:
         """Stay at the stage until the peer has left it. Return the move to the next stage; None if the peer leaves the
-        run.
-
-        Raises:
-            Fatal: the peer has left because it cannot go on.
-        """
+        run. Raises Fatal if it has left because it cannot go on."""
         while True:
             target = await stopping.before(
                 stopping.before(self._stop.wait(), server.gives_up()),
@@ -209,10 +196,7 @@ class Mover:
 
     async def _hand_over(self, server: StageServer, stage: int, deadline: float) -> None:
         """Go on serving, until the deadline, while a peer on its way here can get the stage's state only from this
-        peer.
-
-        At round 0 this does not wait, because every peer can make the initial state itself.
-        """
+        peer. At round 0 every peer can make the initial state itself."""
         has_said = False
         while server.round > 0 and self._clock.monotonic() < deadline:
             try:

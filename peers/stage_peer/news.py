@@ -67,12 +67,8 @@ class Arrival:
     def __init__(
         self, options: PeerOptions, membership: Membership, device: str, *, is_new: bool, announcer: Announcer | None
     ) -> None:
-        """
-        Args:
-            is_new: whether this peer begins the run. All runs of the same configuration and text have the same id, so
-                nothing but the words "new run" tells a user who forgot the INVITE.
-            announcer: announces the invite in the local network; None if that is not wanted.
-        """
+        """Without an `announcer` the local network is told nothing. All runs of the same configuration and text have
+        the same id, so nothing but the words "new run" tells a user who forgot the INVITE that this peer begins one."""
         self._options = options
         self._membership = membership
         self._device = device
@@ -81,11 +77,8 @@ class Arrival:
         self._has_said = False
 
     def serves(self, stage: int, announced: Announced) -> None:
-        """Tell that the peer now serves a stage, and at which addresses.
-
-        Raises:
-            OSError: the ready file cannot be written the first time; later on that is a warning.
-        """
+        """Tell that the peer now serves a stage, and at which addresses. Raises OSError if the ready file cannot be
+        written the first time; later on that is a warning."""
         is_first, self._has_said = not self._has_said, True
         if is_first:
             say_who_may_join(self._membership.identity.authority)
@@ -102,7 +95,7 @@ class Arrival:
             logger.warning("%s still names the former stage: %s", self._options.ready_file, error.strerror)
 
     def _entries(self, announced: Announced) -> list[Entry]:
-        """The peers that an invite names: this one, up to four others, and the meeting points of this one."""
+        """This peer, up to four others, and the meeting points of this one."""
         own_id = PeerId(self._membership.peer_id)
         own = [Entry(own_id, endpoint) for endpoint in direct(announced.endpoints)[:2]]
         points = [*map(Entry.parse, self._options.meet), *points_of(announced.endpoints)]
@@ -112,7 +105,6 @@ class Arrival:
         return Invite.fitting(self._membership.config.run_id, entries, is_locked=bool(self._membership.config.owner))
 
     def _say_how_to_join(self, stage: int, announced: Announced) -> None:
-        """Print the command lines with which others join."""
         config, known, entries = self._membership.config, self._membership.known, self._entries(announced)
         joining = Joining.at(config, entries, insecure=self._options.insecure)
         last = config.stages.num_stages - 1
@@ -151,10 +143,8 @@ class Arrival:
 
 
 def require_ready_file(path: Path | None) -> None:
-    """Make the folder of --ready-file, and raise ValueError if the file cannot be written.
-
-    Otherwise that would show only once the peer serves.
-    """
+    """Make the folder of --ready-file, and raise ValueError if the file cannot be written, which otherwise would show
+    only once the peer serves."""
     if path is None:
         return
     try:
@@ -228,11 +218,8 @@ class StageNews:
         """How many looks in a row have found little to do."""
 
     def committed(self, report: pb.RoundReport, *, samples_per_second: float, is_behind: bool) -> None:
-        """Log that a round was committed here, unless this peer only applies it to catch up with its group.
-
-        Args:
-            is_behind: whether this peer is catching up; averaging logs how far it has come.
-        """
+        """Log that a round was committed here, unless this peer `is_behind` and only catches up with its group:
+        averaging logs that."""
         fault = InnerSteps.read(report.inner_steps).fault
         if fault and not self._has_warned:
             self._has_warned = True
@@ -247,11 +234,7 @@ class StageNews:
         )  # fmt: skip
 
     def look(self, num_tasks: int, around: Around) -> None:
-        """Log once if nothing has come for a while, and once if senders have banned this peer.
-
-        Args:
-            num_tasks: forwards and backwards until now.
-        """
+        """Log once if nothing has come for a while, and once if senders have banned this peer."""
         self._look_for_accusers(around)
         now = self._clock.monotonic()
         if num_tasks != self._num_tasks:

@@ -223,12 +223,10 @@ class PeerOptions:
 
     @property
     def seeks(self) -> bool:
-        """Whether the run to join has to be found in the local network."""
         return self.lan and not self.names_a_run and not self.joins
 
     @property
     def first_stage(self) -> int | Literal["auto"]:
-        """The stage to begin with."""
         if self.stage is not None:
             return self.stage
         return "auto" if self.invite is not None or self.seeks else 0
@@ -243,7 +241,6 @@ class PeerOptions:
 
     @property
     def outside_dht(self) -> tuple[Outside, ...]:
-        """Where others enter the DHT, if --announce-dht or --announce says so."""
         if not self.announce_dht:
             return self.outside if self.shares_port else tuple(Outside(outside.host) for outside in self.outside)
         return tuple(Outside.parse(text, option="--announce-dht") for text in self.announce_dht)

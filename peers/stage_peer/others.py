@@ -69,13 +69,8 @@ class Others:
 
 @dataclass(frozen=True, kw_only=True)
 class _Awaited:
-    """Peers whose answer has to be waited for.
-
-    Attributes:
-        what: the beginning of the log line that names them.
-        why: the end of that line.
-        fault: why a peer that gives up waiting for them cannot begin.
-    """
+    """Peers whose answer has to be waited for: the log line that names them begins with `what` and ends with `why`.
+    `fault` is why a peer that gives up waiting for them cannot begin."""
 
     peers: Sequence[PeerRecord]
     what: str
@@ -95,15 +90,11 @@ async def find_others(
     peer that died is no longer announced after some seconds. Those that are still announced after SILENT_SECONDS do not
     count any more, because anybody can announce a peer that does not exist.
 
-    Args:
-        patient: wait, up to SETTLE_SECONDS, until a peer serves and the stages that commit together are at one round.
-        gives_up: wait at most SETTLE_SECONDS for peers that are silent or leaving.
-        needs_holder: this peer can get its state only from a holder. So if a holder was announced and no longer is,
-            wait up to RETURN_SECONDS for its return.
-
-    Raises:
-        PeerUnavailable: `gives_up`, and the peers stayed silent, or did not leave.
-        Fatal: the run has gone on, and no peer of it has answered.
+    A `patient` peer waits, up to SETTLE_SECONDS, until a peer serves and the stages that commit together are at one
+    round. One that `gives_up` waits as long at most for peers that are silent or leaving, and then raises
+    PeerUnavailable. One that `needs_holder`, since it can get its state only from one, waits up to RETURN_SECONDS for
+    the return of a holder that is no longer announced. Raises Fatal if the run has gone on, and no peer of it has
+    answered.
     """
     config, known, clock = membership.config, membership.known, membership.clock
     began_at = clock.monotonic()
@@ -145,7 +136,7 @@ class _Holders:
         self._missed_since: float | None = None
 
     def look(self) -> None:
-        """Note the holders that are announced, and forget those that say that they leave: no peer waits for them."""
+        """Note the holders that are announced, and forget those that say that they leave."""
         announced = self._known.others(self._stage)
         self._seen |= {record.peer_id: record for record in announced}
         for record in self._known.leaving(self._stage):
@@ -155,12 +146,10 @@ class _Holders:
 
     @property
     def gone(self) -> list[PeerRecord]:
-        """The peers that are no longer announced, and did not say that they leave."""
         announced = {record.peer_id for record in self._known.others(self._stage)}
         return [record for peer_id, record in self._seen.items() if peer_id not in announced]
 
     def missed_seconds(self, clock: Clock) -> float:
-        """How long this peer has waited for a holder to be announced again. The first call logs that it waits."""
         if self._missed_since is None:
             self._missed_since = clock.monotonic()
             logger.warning(

@@ -32,8 +32,7 @@ END_SECONDS = 5.0
 
 
 def require_page(options: PeerOptions, environment: Mapping[str, str], *, is_locked: bool) -> None:
-    """Raise ValueError if --dashboard-port cannot be served. Without this check the error would come only once the peer
-    serves."""
+    """Raise ValueError if --dashboard-port cannot be served, which otherwise would show only once the peer serves."""
     host, port = options.dashboard_host, options.dashboard_port
     if port is None:
         return
@@ -50,14 +49,8 @@ def require_page(options: PeerOptions, environment: Mapping[str, str], *, is_loc
 
 
 class OwnDashboard:
-    """The page of one peer."""
-
     def __init__(self, options: PeerOptions, peer_id: str, port: int, token: Token | None) -> None:
-        """
-        Args:
-            port: the port of the peer's gRPC server.
-            token: the token with which the page's process looks at a locked run.
-        """
+        """`port` is that of the peer's gRPC server; the page's process looks at a locked run with the token."""
         listens_everywhere = not options.host or ipaddress.ip_address(options.host).is_unspecified
         self._entry = Entry(PeerId(peer_id), endpoint_of("127.0.0.1" if listens_everywhere else options.host, port))
         self._options = options

@@ -49,13 +49,7 @@ SAY_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class OwnModel:
-    """The user's model.
-
-    Attributes:
-        source: the folder of Hugging Face; None for a run folder.
-        name: the name of a run that begins with this model.
-        say: called with lines that tell what takes long.
-    """
+    """The user's model: a run folder, or one of Hugging Face if it has a `source`."""
 
     folder: Path
     source: Source | None
@@ -64,12 +58,7 @@ class OwnModel:
 
     def config(self, cache: Path, *, num_stages: int) -> RunConfig:
         """The configuration of a run that begins with this model. Blocks while a folder is read for the first time.
-
-        Raises:
-            ValueError: no run can begin with this model.
-            IntegrityError: a weight is no finite number.
-            OSError: the digests cannot be written to the cache.
-        """
+        Raises ValueError if no run can begin with this model, and what `all_weights` does."""
         if self.source is None:
             return run_folder.load_config(self.folder)
         options = ImportOptions(run=self.name, num_stages=num_stages)
@@ -77,24 +66,17 @@ class OwnModel:
         return run_folder.with_weights(config, _index(self.source, cache, self.say))
 
     def all_weights(self, cache: Path) -> Weights:
-        """The weights that a run would begin with. Blocks while a folder is read for the first time.
-
-        Raises:
-            IntegrityError: a weight is no finite number, or the run folder's index is damaged.
-            OSError: the digests cannot be written to the cache.
-        """
+        """The weights that a run would begin with. Blocks while a folder is read for the first time. Raises
+        IntegrityError if a weight is no finite number, or the run folder's index is damaged, and OSError if the digests
+        cannot be written to the cache."""
         if self.source is None:
             return weights.open_folder(self.folder / run_folder.WEIGHTS)
         return Weights(_index(self.source, cache, self.say), self.source.tensors, place=self.folder)
 
     def warn_of_untrained(self, config: RunConfig, cache: Path) -> None:
         """Log a warning if a run would teach a chat by adapters, and the chat template has tokens whose rows of the
-        embedding look as if they had never been trained: adapters do not train these. Blocks.
-
-        Raises:
-            ValueError: there is no such tokenizer or chat template.
-            IntegrityError, OSError: as all_weights does.
-        """
+        embedding look as if they had never been trained: adapters do not train these. Blocks. Raises ValueError if
+        there is no such tokenizer or chat template, and what `all_weights` does."""
         if not config.lora.is_on or config.data.format != "chat":
             return
         tokenizer = tokenizers.load(config.data.tokenizer)
@@ -122,15 +104,8 @@ class OwnModel:
 
 
 def open_model(spec: str, say: Say = logger.info) -> OwnModel:
-    """Find the model that --model names, and read its headers. Blocks while the model is downloaded.
-
-    Args:
-        say: called with lines that tell what takes long.
-
-    Raises:
-        ValueError: something is wrong with the folder.
-        PeerUnavailable: the model cannot be downloaded.
-    """
+    """Find the model that --model names, and read its headers. Blocks while the model is downloaded, and tells with
+    `say` what takes long. Raises ValueError if something is wrong with the folder, and PeerUnavailable."""
     folder, name = located(spec, say)
     if (folder / run_folder.CONFIG).is_file():
         return OwnModel(folder, source=None, say=say)
@@ -138,7 +113,7 @@ def open_model(spec: str, say: Say = logger.info) -> OwnModel:
 
 
 def kept_weights(cache: Path, digest: str) -> Path:
-    """The folder in the cache for the weights with this digest: their index, and what was fetched of them."""
+    """The folder for the weights with this digest: their index, and what was fetched of them."""
     return cache / "weights" / digest
 
 
@@ -173,23 +148,16 @@ def _told(source: Source, say: Say) -> Iterator[tuple[str, Tensor]]:
 
 
 def text_size(config: RunConfig, cache: Path) -> TextSize:
-    """How much text a run has, which leaves sizes out. Blocks while the text is prepared.
-
-    Raises:
-        ValueError: there is no such text or tokenizer.
-    """
+    """How much text a run has, which leaves sizes out. Blocks while it is prepared. Raises ValueError."""
     tokenizers.load_for_run(config.data, vocab_size=config.model.vocab_size)
     # As if there were plenty of text. Documents are packed into such samples as they are prepared.
     return corpora.size(config.begun().data, cache_dir=cache / "corpora")
 
 
 def with_text(config: RunConfig, cache: Path) -> tuple[RunConfig, Corpus]:
-    """The configuration with the digests of text and tokenizer, and the text. Blocks while the text is prepared.
-
-    Raises:
-        ValueError: there is no such text or tokenizer.
-        CorpusMismatch: the configuration has the digest of another text.
-    """
+    """The configuration with the digests of text and tokenizer, and the text. Blocks while the text is prepared. Raises
+    ValueError if there is no such text or tokenizer, and CorpusMismatch if the configuration has the digest of another
+    text."""
     tokenizers.load_for_run(config.data, vocab_size=config.model.vocab_size)
     corpus = corpora.prepare(config.data, cache_dir=cache / "corpora")
     corpora.check_digest(config.data, corpus)
@@ -242,11 +210,7 @@ def own_config(
 
 
 def _sizes_in_words(config: RunConfig, num_samples: int) -> str:
-    """The sizes of a new run, for its user, who may have chosen none.
-
-    Args:
-        num_samples: the samples of an epoch.
-    """
+    """The sizes of a new run, of which an epoch has so many samples, for its user, who may have chosen none."""
     data, rounds = config.data, config.rounds
     told = f"a step is a round of {counted(rounds.round_samples, 'sample')} of {counted(data.sequence_length, 'token')}"
     told += f", in microbatches of {data.microbatch_size}"

@@ -82,18 +82,12 @@ def own_backend(
     graph_bytes: int | None, events: Events, dtype: Dtype | None = None, compiles: bool = False,
     recorder: Recorder | None = None,
 ) -> StageBackend:  # fmt: skip
-    """Make the model and its weights, at their initial values.
+    """Make the model and its weights, at their initial values: those that are given, or those drawn from the run's
+    seed.
 
-    Args:
-        given: the weights with which the run begins; None if they are drawn from the run's seed.
-        graph_bytes: the bytes that autograd graphs may take; None for a share of the memory that is free once the model
-            is built.
-        dtype: the type of matrix products; None for that of the run.
-        compiles: whether to compile the layers; StageBackend.warm_up then takes long.
-        recorder: as in StageBackend.
-
-    Raises:
-        Fatal: the stage does not fit on the device.
+    Without `graph_bytes`, autograd graphs may take a share of the memory that is free once the model is built. With
+    `compiles` the layers are compiled, and StageBackend.warm_up takes long. Raises Fatal if the stage does not fit on
+    the device.
     """
     config = devices.computing_in(config, dtype, device)
     devices.warn_of_emulation(config.model, device)

@@ -35,8 +35,6 @@ LAST_CHECKPOINT_SECONDS = 120.0
 
 
 class OwnState:
-    """Gets the state of one stage."""
-
     def __init__(self, membership: Membership, stage: Stage, member: StageMember, options: ServerOptions) -> None:
         self._membership = membership
         self._stage = stage
@@ -48,11 +46,8 @@ class OwnState:
         """The records of these peers, as last read from the DHT."""
 
     async def begin(self) -> None:
-        """Take the state of a checkpoint, if there is one and no peer holds this stage; see resume.begin.
-
-        Raises:
-            ValueError, Fatal, PeerUnavailable: as of find_others and resume.choose.
-        """
+        """Take the state of a checkpoint, if there is one and no peer holds this stage; see resume.begin. Raises what
+        find_others and resume.choose do."""
         options = self._options.resume
         folder = options.folder
         resumes = folder is not None and not CheckpointFolder(folder, self._membership.config).is_empty
@@ -74,10 +69,8 @@ class OwnState:
 
         If all holders fall silent, wait up to RETURN_SECONDS: they may be frozen, or cut off for a moment. If holders
         are announced and nothing of use comes from them for SILENT_SECONDS, wait no longer: those that have the state
-        give it sooner. A peer that moves waits for nobody, because it can go back.
-
-        Raises:
-            NotReady: this peer has only initial weights, though the holders have gone on, or a wrong state.
+        give it sooner. A peer that moves waits for nobody, because it can go back. Raises NotReady if this peer has
+        only initial weights, though the holders have gone on, or a wrong state.
         """
 
         def awaited(_: float) -> str:
@@ -130,7 +123,6 @@ class OwnState:
         return f"{what}{source}: start this peer again when it is back, or when another peer holds the stage"
 
     def _lacks_state(self, averager: Averager) -> bool:
-        """Whether this peer has a wrong state, or only initial weights though the stage's holders have gone on."""
         return not averager.is_sound or self._stage.round == 0 < self._held_at
 
 
@@ -154,10 +146,7 @@ class Checkpoints:
         self, writer: CheckpointWriter | None, config: RunConfig, stage: int, member: StageMember,
         tasks: asyncio.TaskGroup, highest_microbatch: Callable[[], int],
     ) -> None:  # fmt: skip
-        """
-        Args:
-            highest_microbatch: gives the largest id that was granted so far, as the averager knows it.
-        """
+        """`highest_microbatch` gives the largest id that was granted so far, as the averager knows it."""
         self._writer = writer
         self._config = config
         self._stage = stage
@@ -172,7 +161,6 @@ class Checkpoints:
             self.begin()
 
     def begin(self) -> None:
-        """Begin to write a checkpoint, and do not wait for it."""
         if self._writer is not None:
             writing = self._tasks.create_task(self._write(self._writer))
             self._writing.add(writing)

@@ -36,8 +36,6 @@ _GAP_SECONDS = 0.02
 
 
 class LoopLag:
-    """Measures the event loop on which it runs."""
-
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._largest = self._largest_before = 0.0
@@ -49,7 +47,6 @@ class LoopLag:
         return max(self._largest, self._largest_before)
 
     async def run(self) -> None:
-        """Measure until cancelled."""
         began_at = self._clock.monotonic()
         while True:
             due_at = self._clock.monotonic() + _GAP_SECONDS
@@ -127,7 +124,6 @@ class Presence:
     # -- in the DHT --------------------------------------------------------------------------------------------------
 
     def record(self) -> PeerRecord:
-        """The record that is announced in the DHT."""
         identity, options, stage, announced = self._membership.identity, self._options, self._stage, self.announced
         return PeerRecord(
             peer_id=identity.peer_id,
@@ -155,11 +151,9 @@ class Presence:
         )
 
     async def announce(self) -> None:
-        """Announce the record once."""
         await self._announcement.now()
 
     def works(self, news: StageNews) -> Sequence[Coroutine[Any, Any, None]]:
-        """The tasks of a serving peer. Each runs until it is cancelled."""
         return self.keep_announced(), self._look_around(news), self.loop_lag.run(), self._times.run()
 
     async def keep_announced(self) -> None:
@@ -169,7 +163,6 @@ class Presence:
             await self._announcement.keep()
 
     async def _look_around(self, news: StageNews) -> None:
-        """At intervals, log what others say about this peer."""
         while True:
             await self._membership.clock.sleep(LOOK_SECONDS)
             around = await self._around()
@@ -177,7 +170,6 @@ class Presence:
             news.look_at(self._time_shares(), around)
 
     async def _around(self) -> Around:
-        """What others say about this peer, and whether any of them has reached it."""
         number, member = self._stage.number, self._membership
         known, now = member.known, member.clock.time()
         with contextlib.suppress(PeerUnavailable):
@@ -199,11 +191,9 @@ class Presence:
 
     @property
     def _occasion(self) -> tuple[int, int, Sequence[str]]:
-        """A value whose change means that the record is to be announced at once."""
         return self._stage.round, self._membership.directory.num_returns, self.announced.endpoints
 
     async def withdraw(self) -> None:
-        """Withdraw the record from the DHT; a failure is logged."""
         try:
             await self._membership.directory.withdraw()
         except PeerUnavailable as error:
@@ -214,7 +204,6 @@ class Presence:
     def describe(
         self, averager: Averager, generation: pb.GenerationCounters | None = None, lines: pb.Lines | None = None
     ) -> pb.DescribeReply:  # fmt: skip
-        """This peer's answer to Describe."""
         stage, progress, averaging = self._stage, self._member.progress(), averager.counters()
         averaging.exchanged_bytes = self._member.exchanged_bytes
         return pb.DescribeReply(

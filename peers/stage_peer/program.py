@@ -82,7 +82,6 @@ CONFIG_SECONDS = 20.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the program and return its exit code."""
     options = cli.parse(PeerOptions, prog=PROG, argv=argv)
     name = options.name or default_name()
     # If the stage is fixed, log lines name the stage, which says more than a process id.
@@ -176,8 +175,6 @@ def enter_dht(
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """What the process has prepared before it enters the run."""
-
     options: PeerOptions
     config: RunConfig | None
     """The configuration that the command line names, if it names one."""
@@ -200,12 +197,6 @@ class Start:
         self, moves: int, *, moved: bool, incarnation: Incarnation, weights: Weights | None, shelves: Shelves,
         own_figures: OwnFigures, compiles: bool, recorder: Recorder | None, peak_flops: float,
     ) -> ServerOptions:  # fmt: skip
-        """The options of one stage's server.
-
-        Args:
-            moves: how often the peer has moved.
-            moved: whether it comes from another stage.
-        """
         options, checkpoints = self.options, self.checkpoints
         resume = ResumeOptions(
             folder=options.resume,

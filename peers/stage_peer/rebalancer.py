@@ -28,8 +28,6 @@ ASKED = 8
 
 
 class Claim:
-    """The claim of one peer."""
-
     def __init__(self, membership: Membership, name: str) -> None:
         self._membership = membership
         self._name = name
@@ -38,7 +36,6 @@ class Claim:
 
     @property
     def stage(self) -> int | None:
-        """The stage that is claimed; None without a claim."""
         return None if self._record is None else self._record.stage
 
     async def make(self, stage: int, *, from_stage: int | None, confirmed: bool = False) -> ClaimRecord:
@@ -58,13 +55,11 @@ class Claim:
         await self._announcement.now()
 
     async def withdraw(self) -> None:
-        """Withdraw the claim, if there is one: the peer has arrived, or will not come."""
         if (last := self._present()) is not None:
             self._record = None
             await self._announcement.now(last.model_copy(update={"state": ClaimState.WITHDRAWN}))
 
     async def keep(self) -> None:
-        """Renew the claim, if there is one, until cancelled."""
         await self._announcement.keep()
 
     def _present(self) -> ClaimRecord | None:
@@ -74,17 +69,12 @@ class Claim:
 
 
 class Rebalancer:
-    """Decides at which stage one peer serves."""
-
     def __init__(
         self, membership: Membership, claim: Claim, rng: random.Random, *, every_seconds: float,
         checkpoints: Path | None,
     ) -> None:  # fmt: skip
-        """
-        Args:
-            every_seconds: mean time between two checks whether to move; 0 never moves.
-            checkpoints: folder from which a stage that no peer holds can be restored; None if there is none.
-        """
+        """It checks every so many seconds on average whether to move, and never with 0. A stage that no peer holds can
+        be restored from `checkpoints`, if there are any."""
         self._membership = membership
         self._own_id = PeerId(membership.peer_id)
         self._claim = claim
@@ -100,12 +90,8 @@ class Rebalancer:
     # -- joining -----------------------------------------------------------------------------------------------------
 
     async def choose_stage(self) -> int:
-        """Choose the stage that this newcomer should serve, and claim it.
-
-        Raises:
-            PeerUnavailable: the DHT does not answer.
-            Fatal: no peer holds any stage of the run any more.
-        """
+        """Choose the stage that this newcomer should serve, and claim it. Raises PeerUnavailable, and Fatal if no peer
+        holds any stage of the run any more."""
         records, claims = await self._look()
         former = [stage for stage, row in records.items() if any(record.peer_id == self._own_id for record in row)]
         first = _some(self._judgement.first_choice(records, claims, self._lost()))
@@ -122,12 +108,8 @@ class Rebalancer:
     # -- moving ------------------------------------------------------------------------------------------------------
 
     async def next_move(self, stage: int, rate: Callable[[], float]) -> int:
-        """Wait, possibly for ever, until this peer, which serves `stage`, should move. Claim the new stage, and return
-        it.
-
-        Args:
-            rate: gives the samples per second that this peer computes.
-        """
+        """Wait, possibly for ever, until this peer should move from `stage`, where it computes with the `rate`, in
+        samples per second. Claim the new stage, and return it."""
         self._judgement.serves()
         while True:
             if self._every_seconds <= 0:
@@ -171,15 +153,12 @@ class Rebalancer:
     async def can_spare(
         self, stage: int, *, round_number: int = 0, lineage: str = "", last_members: Collection[str] = ()
     ) -> bool:
-        """Whether another peer of the stage answers that it serves at this round or a later one, and does not leave.
+        """Whether another peer of the stage answers that it serves at this round or a later one, and does not leave; if
+        rounds need a majority, whether enough such peers do to make one in the next round.
 
-        If rounds need a majority: whether enough such peers answer to make up a majority in the next round.
-
-        Args:
-            lineage: the lineage of this peer's state. A peer at this very round with another lineage (it may have begun
-                the stage anew) does not have what this peer has learnt, and does not count. If this is empty, every
-                lineage counts.
-            last_members: ids of the peers that took part in the last round; if empty, all announced ones count.
+        A peer at this very round with another lineage (it may have begun the stage anew) does not have what this peer
+        has learnt, and does not count, unless `lineage` is empty. Without `last_members`, who took part in the last
+        round, all announced ones count.
         """
         holders = await self._holders(stage, round_number, lineage)
         return bool(holders) and has_quorum(
@@ -189,9 +168,7 @@ class Rebalancer:
 
     async def is_awaited(self, stage: int, *, round_number: int, lineage: str) -> bool:
         """Whether a peer on its way to the stage can get the stage's state from this peer alone; see `can_spare`.
-
-        Raises PeerUnavailable if the DHT does not answer.
-        """
+        Raises PeerUnavailable."""
         claims = await self._membership.directory.claims()
         coming = (claim.peer_id for claim in claims if claim.stage == stage and claim.state is ClaimState.CONFIRMED)
         if not any(peer_id != self._own_id for peer_id in coming):
@@ -221,7 +198,7 @@ class Rebalancer:
         return bool(await self._ask(others))
 
     async def _ask(self, records: Sequence[PeerRecord], *, num_asked: int = ASKED) -> list[pb.DescribeReply]:
-        """Ask some of these peers. Return the replies of those that serve and are not about to leave."""
+        """The replies of some of these peers, of those that serve and are not about to leave."""
         asked = self._rng.sample(records, min(num_asked, len(records)))
         return [reply for reply in await self._poll.replies(asked) if reply.state == PeerState.SERVING]
 
@@ -237,8 +214,8 @@ class Rebalancer:
         await self._claim.withdraw()
 
     async def gave_up(self, stage: int) -> None:
-        """Note that the peer could not leave its stage for this one, or could not enter this one, so that it does not
-        soon try again."""
+        """Note that the peer could not leave its stage for this one, or not enter this one, so that it does not soon
+        try again."""
         self._judgement.gave_up(stage, self._clock.monotonic())
         await self._claim.withdraw()
 

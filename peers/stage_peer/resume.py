@@ -86,7 +86,6 @@ def with_sizes_of(folder: Path, config: RunConfig) -> RunConfig:
 
 
 def genesis(config: RunConfig, stage: int) -> str:
-    """The lineage of a stage that has committed no round."""
     return hashlib.sha256(f"{config.run_id} stage {stage}".encode()).hexdigest()
 
 
@@ -95,13 +94,10 @@ async def begin(
     options: ResumeOptions, *, checkpoints: CheckpointWriter | None,
 ) -> None:  # fmt: skip
     """Begin a stage with a checkpoint's state, if there is one and no peer holds the stage, or with its initial state.
+    Raises what `choose` does.
 
-    Args:
-        shapes: the shapes of the stage's parameters.
-        checkpoints: writes the stage's checkpoints from now on. It is told if the run goes back to an earlier round.
-
-    Raises:
-        What choose raises.
+    `shapes` are those of the stage's parameters. `checkpoints` writes the stage's from now on, and is told if the run
+    goes back to an earlier round.
     """
     # The folder is read only now: a leaving peer may have written its last checkpoint here while `find_others` waited.
     folder = CheckpointFolder(options.folder, config) if options.folder is not None else None
@@ -137,20 +133,12 @@ def choose(
     config: RunConfig, stage: int, shapes: Mapping[str, torch.Size], others: Others, folder: CheckpointFolder | None,
     options: ResumeOptions,
 ) -> Beginning | None:  # fmt: skip
-    """Choose the state that a peer brings into the run. Blocks while it reads checkpoints.
+    """Choose the state that a peer brings into the run. Blocks while it reads checkpoints from `folder`. None if it
+    brings none: it downloads what others hold, or has the initial state of a run at round 0.
 
-    Args:
-        shapes: of the stage's parameters.
-        folder: the checkpoints to resume from.
-
-    Returns:
-        None if the peer brings none: it downloads what others hold, or has the initial state of a run at round 0.
-
-    Raises:
-        Fatal: there is no checkpoint, or none fits the run's round, and the user has not given --start-over. The
-            message says what to do.
-        PeerUnavailable: a moving peer would bring initial weights.
-        ValueError: the run would begin anew beside its own checkpoints.
+    Raises Fatal, which says what to do, if there is no checkpoint, or none fits the run's round, and the user has not
+    given --start-over; PeerUnavailable if a moving peer would bring initial weights; ValueError if the run would begin
+    anew beside its own checkpoints.
     """
     if others.held_at is not None:
         if others.held_at == 0:
@@ -190,13 +178,8 @@ def choose(
 
 
 def say_changes(checkpoint: RunConfig, run: RunConfig, *, round_number: int, run_samples: int) -> None:
-    """Log every field that differs, with its old and new value, and the change of the learning rate.
-
-    Args:
-        checkpoint: the configuration that was written with the state.
-        run: the configuration with which the state goes on.
-        round_number, run_samples: the round at which the state goes on, and the run's samples until then.
-    """
+    """Log every field in which the run differs from the checkpoint, with its old and new value, and the change of the
+    learning rate at the round where the state goes on."""
     differing = changes.allowed(checkpoint, run)
     if not differing:
         return

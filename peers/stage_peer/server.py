@@ -54,8 +54,6 @@ than this."""
 
 
 class StageServer:
-    """One stage peer while it stays at its stage."""
-
     def __init__(self, membership: Membership, stage: int, tasks: asyncio.TaskGroup, options: ServerOptions) -> None:
         config, clock = membership.config, membership.clock
         # The channels are closed with this server, because at another stage the peer has other neighbours.
@@ -115,10 +113,8 @@ class StageServer:
     async def serving(self, listen: Listening) -> AsyncIterator[Announced]:
         """Get the stage's state, and serve the stage inside the block. Yields the addresses that others are told.
 
-        Raises:
-            ValueError: the port is in use, or the stage would begin anew beside a folder's checkpoints.
-            Fatal, PeerUnavailable: as OwnState.begin does.
-            ExceptionGroup: of a NotReady: the stage's state could not be downloaded from the peers that hold it.
+        Raises ValueError if the port is in use, what OwnState.begin does, and in a group NotReady if the stage's state
+        could not be downloaded from the peers that hold it.
         """
         if self._options.graph_bytes is None:
             limit_bytes = self.stage.context.backend.budget.limit_bytes
@@ -183,7 +179,6 @@ class StageServer:
                 await server.stop(grace=1.0)
 
     def _context(self, turns: Turns) -> Context:
-        """Make the context of the averager."""
         member = self._membership
         return Context(
             config=member.config, own=self.presence.record(), endpoints=lambda: self.presence.announced.endpoints,
@@ -199,7 +194,6 @@ class StageServer:
             await clock.sleep(0.02)
 
     async def _watch_connections(self) -> None:
-        """Watch the connections to the peers of the next stage, if there is one."""
         member, next_stage = self._membership, self.stage.number + 1
         if next_stage in member.stages:
             await watch_connections(
@@ -212,7 +206,6 @@ class StageServer:
 
     @property
     def lineage(self) -> str:
-        """The lineage of the state with which the present round began."""
         return self.member.progress().lineage
 
     @property
@@ -263,11 +256,8 @@ class StageServer:
             await clock.sleep(0.05)
 
     async def drain(self, seconds: float) -> bool:
-        """Take no more microbatches, and finish those in flight, until their acknowledgements are passed on.
-
-        Returns:
-            Whether all were finished within `seconds`.
-        """
+        """Take no more microbatches, and finish those in flight, until their acknowledgements are passed on. Returns
+        whether all were finished within `seconds`."""
         self.stage.admission.close()
         await self.presence.leaves()
         await self.presence.announce()
@@ -279,7 +269,6 @@ class StageServer:
         return not self.stage.is_busy
 
     async def go_on(self) -> None:
-        """Serve again after a drain."""
         self.stage.admission.open()
         await self.presence.serves()
         await self.presence.announce()

@@ -37,16 +37,10 @@ from swarm.types import PeerId
 
 
 class Services:
-    """The services of one peer while it stays at its stage."""
-
     def __init__(
         self, membership: Membership, stage: Stage, averager: Averager, presence: Presence, options: ServerOptions, *,
         callers: Callers, turns: Turns,
     ) -> None:  # fmt: skip
-        """
-        Args:
-            turns: decides whose turn it is to download from this peer.
-        """
         self._membership = membership
         self._stage = stage
         self._averager = averager
@@ -62,7 +56,6 @@ class Services:
         membership.channels.points.serve_here(self._meeting_point.line_to)
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Add each service to a server that has not started yet."""
         config, clock = self._membership.config, self._membership.clock
         averager, options = self._averager, self._options
         rivals = Rivals(self._membership, own=options.incarnation, endpoint=lambda: self._presence.endpoint)
@@ -92,7 +85,6 @@ class Services:
         add_HealthServicer_to_server(self._presence.health, server)
 
     def describe(self) -> pb.DescribeReply:
-        """This peer's answer to Describe."""
         announced, point = self._presence.announced, self._meeting_point
         lines = pb.Lines(
             punched=announced.num_punched, relayed=announced.num_relayed, waiting=point.num_waiting,

@@ -45,11 +45,9 @@ class Figures:
         self._seconds = 0.0
 
     def begin(self, first_step: int) -> None:
-        """Begin at this step: the swarm is there now."""
         self.first_step = self.step_number = first_step
 
     def add(self, step: Step) -> None:
-        """Add the figures of a step."""
         totals, report = step.totals, step.report
         self.step_number = step.number
         if (loss := totals.loss) is not None:
@@ -69,17 +67,15 @@ class Figures:
         self.tokens_per_second = gained * self._sequence_length / max(step.seconds, 1e-9)
 
     def evaluated(self, validation: HeldOutLoss) -> None:
-        """Take the losses on held-out text that were just computed."""
         self.validation, self.validation_step = validation, self.step_number
 
     @property
     def validation_loss(self) -> float | None:
-        """The loss on held-out text that was computed last; None before the first."""
+        """The loss that was computed last; None before the first."""
         return None if self.validation is None else self.validation.mean
 
     @property
     def total_tokens(self) -> int:
-        """The tokens of the run up to this step."""
         return (self.run_samples or 0) * self._sequence_length
 
     def _validation(self) -> dict[str, Figure]:
@@ -87,7 +83,6 @@ class Figures:
         return {"validation_loss": self.validation_loss, "validation_losses": by_source}
 
     def evaluation(self) -> dict[str, Figure]:
-        """The held-out losses, and the step at which they were computed."""
         return {"step": self.step_number, **self._validation()}
 
     def summary(self, corpus: Corpus) -> dict[str, Figure]:

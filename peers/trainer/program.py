@@ -67,7 +67,6 @@ def cure_of(stage: int, member: Membership, *, insecure: bool) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the program and return its exit code."""
     options = cli.parse(TrainerOptions, prog=PROG, argv=argv)
     logs.setup_logging(options.name or "trainer", options.log_level)
     require_exporter(options.metrics_host, options.metrics_port)
@@ -99,7 +98,6 @@ def main(argv: Sequence[str]) -> int:
 async def run(
     options: TrainerOptions, member: Membership, corpus: corpora.Corpus, data: Microbatches, events: Events
 ) -> int:
-    """Train, and leave, and return the exit code."""
     config = member.config
     say_who_may_join(member.identity.authority)
     name = options.name or default_name()
@@ -130,7 +128,6 @@ def make_session(
     options: TrainerOptions, member: Membership, data: Microbatches, watcher: RoundWatcher, report: Report,
     events: Events,
 ) -> Session:  # fmt: skip
-    """Make the session: the train loop that feeds the swarm, and all its parts."""
     config, clock, channels = member.config, member.clock, member.channels
     hop = Hop(
         run_id=config.run_id, stage=0, reply_specs={}, router=member.known.router, channels=channels, clock=clock,
@@ -168,7 +165,6 @@ async def carry_out(member: Membership, session: Session, name: str) -> int:
 
 
 def record_of(member: Membership, session: Session, name: str) -> TrainerRecord:
-    """What this trainer announces."""
     figures = session.report.figures
     return TrainerRecord(
         peer_id=member.peer_id,
@@ -186,13 +182,8 @@ def record_of(member: Membership, session: Session, name: str) -> TrainerRecord:
 async def finish(
     report: Report, folder: Path, corpus: corpora.Corpus, sample: str, reported: Reporting, *, exit_code: int
 ) -> int:  # fmt: skip
-    """Print where training is, and write the files that are due, and return the exit code.
-
-    If a file cannot be written, log a line, go on, and return EXIT_FAILURE.
-
-    Args:
-        exit_code: 0 if training is done; otherwise the trainer was told to stop.
-    """
+    """Print where training is, write the files that are due, and return the exit code, which is 0 at first if training
+    is done. If a file cannot be written, log a line, go on, and return EXIT_FAILURE."""
     interrupted = exit_code != 0
     report.goodbye(interrupted=interrupted)
     if sample:
@@ -213,16 +204,11 @@ async def finish(
 def open_corpus(
     config: RunConfig, datasets: tuple[str, ...], tokenizer: str | None = None, validation: str | None = None
 ) -> tuple[corpora.Corpus, Microbatches]:
-    """Open this machine's copy of the run's text.
+    """Open this machine's copy of the run's text, which is where the run's configuration says, unless the arguments
+    name another place.
 
-    Args:
-        datasets: where the text is; empty if it is where the run's configuration says.
-        tokenizer: where the copy of the run's tokenizer is; None if it is where the run's configuration says.
-        validation: where the run's text for evaluations is; None if it is where the run's configuration says.
-
-    Raises:
-        CorpusMismatch: the text or the tokenizer differs from the run's.
-        ValueError: there is no such text, or the run does not say which text it is.
+    Raises CorpusMismatch if the text or the tokenizer differs from the run's, and ValueError if there is no such text,
+    or the run does not say which text it is.
     """
     if not datasets and not config.data.digest:
         # A name without a digest is refused: with it the run's first peer could make this machine read any of its

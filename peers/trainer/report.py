@@ -52,11 +52,8 @@ class Report(contextlib.AbstractContextManager["Report"]):
         self, config: RunConfig, *, steps: int, output: Path, metrics: MetricsLog, console: Console, clock: Clock,
         remedy: Callable[[int], str],
     ) -> None:  # fmt: skip
-        """
-        Args:
-            steps: how many steps are asked for; 0 for an evaluation alone.
-            remedy: gives text that says what the user can do about a stage without a peer.
-        """
+        """With 0 `steps` there is only an evaluation. `remedy` says what the user can do about a stage without a
+        peer."""
         self._clock = clock
         self._config = config
         self._steps = steps
@@ -87,15 +84,12 @@ class Report(contextlib.AbstractContextManager["Report"]):
         self._bar.stop()
 
     def begin(self, first_step: int) -> None:
-        """Begin at this step: the swarm is there now."""
         self.figures.begin(first_step)
         self._metrics.event(first_step, BEGINS)
 
     def waiting(self, stage: int, obstacle: Obstacle) -> None:
         """Log why no peer of a stage takes work: each cause once until the next step, with a pause between two causes.
-
-        With slow stages, all peers are often merely busy, so this cause is logged only now and then.
-        """
+        With slow stages, all peers are often merely busy, so this cause is logged only now and then."""
         if stage >= self._config.stages.num_stages:
             return  # The run has no such stage: a peer has made it up.
         now = self._clock.monotonic()
@@ -120,12 +114,10 @@ class Report(contextlib.AbstractContextManager["Report"]):
         self._metrics.event(self.figures.step_number, f"stage {stage} {what}")
 
     def within(self, num_microbatches: int) -> None:
-        """Show how far the present step is, by the microbatches that this trainer has run of it."""
         share = min(0.99, num_microbatches / self._config.microbatches_per_round)
         self._bar.update(self._task, completed=self.figures.step_number - self.figures.first_step + share)
 
     def step(self, step: Step, validation: HeldOutLoss | None) -> None:
-        """Log a step."""
         self._empty_at.clear()
         self._waits = Repeats(self._clock, WAITS_SECONDS)
         report, figures = step.report, self.figures
@@ -164,20 +156,17 @@ class Report(contextlib.AbstractContextManager["Report"]):
         self._say(step.number, validation)
 
     def _warn(self, inner_steps: Sequence[InnerSteps]) -> None:
-        """Warn, once for each stage, if its inner steps make the run learn less than it could."""
         for stage, steps in enumerate(inner_steps):
             if steps.fault and stage not in self._warned:
                 self._warned.add(stage)
                 logger.warning("stage %d: %s", stage, steps.fault)
 
     def evaluated_before(self, validation: HeldOutLoss) -> None:
-        """Log the evaluation before the first step, with which users compare the later ones."""
         self.figures.first_validation_loss = validation.mean
         logger.info("step %d: validation %.3f before the first step", self.figures.step_number, validation.mean)
         self.evaluated(validation)
 
     def evaluated(self, validation: HeldOutLoss) -> None:
-        """Log the evaluation at the end, or the only one."""
         self.figures.evaluated(validation)
         self._metrics.evaluation(self.figures.step_number, validation.mean, validation.of_several)
 
@@ -225,7 +214,7 @@ class Report(contextlib.AbstractContextManager["Report"]):
             logger.info("step %d: validation: %s", number, told)
 
     def files(self, corpus: Corpus, *, interrupted: bool) -> dict[str, Callable[[Path], object]]:
-        """The files that are due at the end: by name, functions that write them to a path."""
+        """What is due at the end: by name, functions that write to a path."""
         if not self._steps:
             return {} if interrupted else {"evaluation.json": lambda path: _write(path, self.figures.evaluation())}
         files: dict[str, Callable[[Path], object]] = {

@@ -42,8 +42,6 @@ TEMPERATURE = 0.7
 
 @dataclass
 class Session:
-    """One run of the trainer, from its first step to its last evaluation."""
-
     options: TrainerOptions
     config: RunConfig
     data: Microbatches
@@ -54,7 +52,6 @@ class Session:
     sample: str = ""
 
     async def train(self) -> None:
-        """Train the steps that were asked for, then evaluate."""
         first = await self._present_round()
         self.report.begin(first)
         if self.options.evaluate_every and (before := await self.evaluate()) is not None:
@@ -98,7 +95,6 @@ class Session:
         return present
 
     async def step(self, step: Step) -> None:
-        """Report a step, with an evaluation if one is due."""
         number, every = step.number, self.options.evaluate_every
         last = number - self.report.figures.first_step == self.options.steps
         loss = await self.evaluate() if every and number % every == 0 and not last else None
@@ -107,8 +103,7 @@ class Session:
     async def evaluate(self) -> HeldOutLoss | None:
         """Losses on held-out text at the newest round; None, with a warning, if the swarm could not compute them.
 
-        The trainer feeds nothing meanwhile. If the swarm moves on before its peers hold the round for this, the trainer
-        tries again.
+        The trainer feeds nothing meanwhile. If the swarm moves on before its peers hold the round, it tries again.
         """
         cause: Fatal | None = None
         with self.loop.paused():
@@ -132,8 +127,8 @@ class Session:
         return None
 
     async def write_sample(self) -> str:
-        """Let the trained swarm continue a held-out prompt, and return the text. It is empty if the user asked for
-        none, or (with a warning) if the swarm could not write it."""
+        """Let the trained swarm continue a held-out prompt. Empty if the user asked for no text, or (with a warning) if
+        the swarm could not write it."""
         if not self.options.sample_tokens:
             return ""
         tokenizer = tokenizers.load(self.options.tokenizer or self.config.data.tokenizer)
@@ -161,7 +156,6 @@ async def _continued(engine: SwarmEngine, prompt: list[int], sampling: Sampling,
 
 
 def _half(engine: SwarmEngine) -> int:
-    """Tokens in half of the model's longest sequence."""
     return max(1, engine.longest // 2)
 
 
@@ -170,13 +164,8 @@ async def held_out_loss(
 ) -> HeldOutLoss:
     """Compute losses over about `num_samples` held-out samples, equally many of each dataset.
 
-    Peers hold the round's weights meanwhile, so that the evaluation may take longer than a round.
-
-    Args:
-        listener: called with the stage that is waited for. The wait may last until a peer serves that stage.
-
-    Raises:
-        Fatal: no chain of peers can hold that round, or not any more.
+    Peers hold the round's weights meanwhile, so that the evaluation may take longer than a round. Raises Fatal if no
+    chain of peers can hold that round, or not any more.
     """
     sources = data.held_out_by_source(num_samples)
     batches = [batch for source in sources for batch in source.batches]
