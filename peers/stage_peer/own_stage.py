@@ -47,7 +47,7 @@ class ServerOptions:
     insecure: bool
     max_in_flight: int
     graph_bytes: int | None
-    """Bytes that autograd graphs may take; None for a share of what is free."""
+    """Bytes that autograd graphs may take; None for a share of what is free once the model is built."""
     resume: ResumeOptions
     checkpoints: CheckpointWriter | None
     events: Events
@@ -56,7 +56,7 @@ class ServerOptions:
     peak_flops: float = 0.0
     """The floating-point operations in a second that the device manages at best; 0 where that is not known."""
     compiles: bool = False
-    """Whether layers are compiled."""
+    """Whether layers are compiled; StageBackend.warm_up then takes long."""
     recorder: Recorder | None = None
     """Records what the peer computes again and again; None: nothing is recorded."""
     sessions: SessionLimits = field(default_factory=SessionLimits)
@@ -77,27 +77,19 @@ class ServerOptions:
     """This start of the process."""
 
 
-def own_backend(
-    config: RunConfig, stage: int, *, device: torch.device, staging: Staging, given: Weights | None,
-    graph_bytes: int | None, events: Events, dtype: Dtype | None = None, compiles: bool = False,
-    recorder: Recorder | None = None,
-) -> StageBackend:  # fmt: skip
-    """Make the model and its weights, at their initial values: those that are given, or those drawn from the run's
-    seed.
-
-    Without `graph_bytes`, autograd graphs may take a share of the memory that is free once the model is built. With
-    `compiles` the layers are compiled, and StageBackend.warm_up takes long. Raises Fatal if the stage does not fit on
-    the device.
-    """
-    config = devices.computing_in(config, dtype, device)
+def own_backend(config: RunConfig, stage: int, options: ServerOptions, staging: Staging) -> StageBackend:
+    """Make the model and its weights, at their initial values: those in the options, or those drawn from the run's
+    seed. Raises Fatal if the stage does not fit on the device."""
+    device, given, graph_bytes = options.device, options.weights, options.graph_bytes
+    config = devices.computing_in(config, options.dtype, device)
     devices.warn_of_emulation(config.model, device)
     try:
         tensors = None if given is None else given.load(parameter_shapes(config, stage))
         module = build_stage(config, stage, device=device, weights=tensors)
         del tensors
-        if compiles and isinstance(module, StageModule):
+        if options.compiles and isinstance(module, StageModule):
             module.compile_layers()
-        weights = weights_of(config, module, lineage=genesis(config, stage), events=events)
+        weights = weights_of(config, module, lineage=genesis(config, stage), events=options.events)
         # What the first step will allocate is allocated here and freed again: two moments, a second sum, another copy
         # of the weights, and at the last stage the loss. The server's threads need addresses as well.
         first_step = [torch.empty_like(master) for master in weights.masters.values() for _ in range(4)]
@@ -124,8 +116,8 @@ def own_backend(
         staging=staging,
         weights=weights,
         budget=GraphBudget(limit_bytes=graph_bytes),
-        events=events,
-        recorder=recorder,
+        events=options.events,
+        recorder=options.recorder,
     )
 
 

@@ -38,7 +38,7 @@ from peers.shared.sole_writer import claim_identity
 from peers.shared.token_option import admitted, stop_or_expiry
 from peers.stage_peer import incarnation as incarnations
 from peers.stage_peer.contents import Contents
-from peers.stage_peer.incarnation import Incarnation, Rivals
+from peers.stage_peer.incarnation import Rivals
 from peers.stage_peer.mover import Mover
 from peers.stage_peer.news import Arrival, require_ready_file, say_what_is_wrong
 from peers.stage_peer.options import PeerOptions
@@ -54,7 +54,6 @@ from swarm import config as configs
 from swarm.checkpoint import file
 from swarm.checkpoint.writer import CheckpointWriter
 from swarm.config import RunConfig
-from swarm.content.servicer import Shelves
 from swarm.credentials.certificates import Role
 from swarm.credentials.identity import Identity
 from swarm.dht import node as dht_node
@@ -63,9 +62,8 @@ from swarm.dht.directory import Announcement, Directory
 from swarm.dht.node import DhtNode
 from swarm.errors import Fatal, PeerUnavailable
 from swarm.events.kinds import Events
-from swarm.interchange.weights import Weights
 from swarm.machine.clock import Clock, SystemClock, run_loop
-from swarm.machine.recording import Recorder, recorder_of
+from swarm.machine.recording import recorder_of
 from swarm.model import compiled
 from swarm.rpc.endpoint import LOOPBACK
 from swarm.rpc.entry import Entry
@@ -86,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
     name = options.name or default_name()
     # If the stage is fixed, log lines name the stage, which says more than a process id.
     logs.setup_logging(name if options.first_stage == "auto" else options.name or options.label, options.log_level)
-    clock = SystemClock()
+    clock, cache = SystemClock(), cache_folder()
     option_checks.require_own_host("--host", options.host)
     if options.shares_port:
         option_checks.require_free_port("--port", options.host, options.port)
@@ -100,7 +98,6 @@ def main(argv: Sequence[str]) -> int:
     options = dataclasses.replace(options, name=name)
     require_ready_file(options.ready_file)
     require_page(options, os.environ, is_locked=token is not None)
-    cache = cache_folder()
     keep_compiled_code(os.environ)
     device = device_of(options.device, random.SystemRandom())
     if options.threads:
@@ -118,15 +115,9 @@ def main(argv: Sequence[str]) -> int:
     events = open_events(options.events, SystemClock())
     # A peer that begins a run at an address that it had before may find that the run still exists.
     returns = not (options.joins or meet) and options.dht_port > 0 and identity.libp2p_path.exists()
-    if not (options.joins or returns or options.resume or options.first_stage in (0, "auto")):
-        logger.warning(
-            "this begins a new run at stage %s, in which nobody serves stage 0; to join one that is there, give its "
-            "INVITE",
-            options.first_stage,
-        )
+    warn_of_empty_run(options, returns=returns)
     member = admitted(identity.identity, token)
-    is_named = bool(options.outside and options.outside_dht)
-    own_hosts = own_outside(options.host, addresses, is_named=is_named)
+    own_hosts = own_outside(options.host, addresses, is_named=bool(options.outside and options.outside_dht))
     outside_dht = tuple(dict.fromkeys([*options.outside_dht, *own_hosts]))
     node = enter_dht(options, addresses, outside_dht, member, identity.libp2p_path)
     # Where one port is shared, this one of the loopback is kept for the gRPC servers as long as the process runs.
@@ -146,6 +137,15 @@ def main(argv: Sequence[str]) -> int:
         node.shutdown()
     logger.info("this peer has left")
     return 0
+
+
+def warn_of_empty_run(options: PeerOptions, *, returns: bool) -> None:
+    if not (options.joins or returns or options.resume or options.first_stage in (0, "auto")):
+        logger.warning(
+            "this begins a new run at stage %s, in which nobody serves stage 0; to join one that is there, give its "
+            "INVITE",
+            options.first_stage,
+        )
 
 
 def enter_dht(
@@ -193,39 +193,27 @@ class Start:
     returns: bool
     """Whether this peer was in the run before, so that others may still know its address."""
 
-    def server_options(
-        self, moves: int, *, moved: bool, incarnation: Incarnation, weights: Weights | None, shelves: Shelves,
-        own_figures: OwnFigures, compiles: bool, recorder: Recorder | None, peak_flops: float,
-    ) -> ServerOptions:  # fmt: skip
+    def resume_options(self, *, moved: bool, has_weights: bool) -> ResumeOptions:
+        """`moved` says whether the peer comes from another stage."""
         options, checkpoints = self.options, self.checkpoints
-        resume = ResumeOptions(
-            folder=options.resume,
-            round_number=None if moved else options.resume_round,
-            joins=moved or options.joins,
-            moves=moved,
+        return ResumeOptions(
+            folder=options.resume, round_number=None if moved else options.resume_round, moves=moved,
+            joins=moved or options.joins, starts_over=options.start_over, has_weights=has_weights,
             had_checkpoints=checkpoints is not None and checkpoints.had_any,
-            starts_over=options.start_over,
-            has_weights=weights is not None,
-        )
-        return ServerOptions(
-            name=options.name, device=self.device, insecure=options.insecure, max_in_flight=options.max_in_flight,
-            graph_bytes=None if options.graph_memory_mib is None else options.graph_memory_mib << 20,
-            sessions=SessionLimits(max_sessions=options.max_sessions, max_bytes=options.session_memory_mib << 20),
-            checkpoints=checkpoints, events=self.events, dtype=options.dtype, compiles=compiles, resume=resume,
-            recorder=recorder, peak_flops=peak_flops, weights=weights, shelves=shelves,
-            meeting=MeetingLimits.of(options.relay_mbit), movable=options.rebalance_seconds > 0, moves=moves,
-            own_figures=own_figures, incarnation=incarnation,
         )  # fmt: skip
 
 
 async def run(start: Start) -> None:
-    """Join, serve and leave. Raises what `serve` and `exporting` raise."""
+    """Join, serve and leave. Raises what `serve` and `exporting` raise, and Fatal if the last checkpoint was not
+    written."""
     own_figures, options = OwnFigures(), start.options
     behind, front = start.listen.behind_front, contextlib.AsyncExitStack()
     async with exporting(own_figures, "swarm_peer", host=options.metrics_host, port=options.metrics_port), front:
         if behind is not None:
             await front.enter_async_context(Front(*behind).listening(options.host, options.port))
         await serve(start, own_figures)
+    if start.checkpoints is not None and start.checkpoints.fault:
+        raise Fatal(f"this peer has left, and its last checkpoint is missing: {start.checkpoints.fault}")
 
 
 async def enter(start: Start) -> Membership:
@@ -239,29 +227,45 @@ async def enter(start: Start) -> Membership:
     return Membership.enter(config, start.node, identity, clock, insecure=options.insecure)
 
 
-def arrival_of(start: Start, member: Membership, announcer: Announcer | None) -> Arrival:
-    is_new = not (start.options.joins or start.returns or start.options.resume)
-    return Arrival(start.options, member, str(start.device), is_new=is_new, announcer=announcer)
+def reach_of(start: Start, member: Membership) -> Reach:
+    options = start.options
+    router_ports = None if options.no_port_mapping else RouterPorts(member.clock, own_routers())
+    return Reach(
+        member, start.node, start.listen, insecure=options.insecure, router_ports=router_ports, meet=start.meet,
+        own=lambda: own_outside(options.host, start.addresses, is_named=True),
+    )  # fmt: skip
+
+
+async def options_for(start: Start, member: Membership) -> ServerOptions:
+    """The options of the servers at all stages, as far as they do not depend on the stage. Compiling may be tried."""
+    options, device = start.options, start.device
+    compiles = await asyncio.to_thread(compiled.compiles, options.compile, member.config, device)
+    return ServerOptions(
+        name=options.name, device=device, insecure=options.insecure, max_in_flight=options.max_in_flight,
+        graph_bytes=None if options.graph_memory_mib is None else options.graph_memory_mib << 20,
+        sessions=SessionLimits(max_sessions=options.max_sessions, max_bytes=options.session_memory_mib << 20),
+        checkpoints=start.checkpoints, events=start.events, dtype=options.dtype, compiles=compiles,
+        recorder=None if options.compile == "off" else recorder_of(device),
+        peak_flops=peak_flops(options.peak_tflops, member.config, options.dtype, device),
+        meeting=MeetingLimits.of(options.relay_mbit), movable=options.rebalance_seconds > 0,
+        resume=start.resume_options(moved=False, has_weights=False),
+    )  # fmt: skip
 
 
 async def serve(start: Start, own_figures: OwnFigures) -> None:
-    """Join, serve and leave. Raises what Mover.run raises, and Fatal if the last checkpoint was not written."""
+    """Join, serve and leave. Raises what Mover.run raises."""
     options, identity, clock = start.options, start.identity, SystemClock()
     member = await enter(start)
     incarnation = incarnations.begin(clock)
-    rivals = Rivals(member, own=incarnation)
-    claim = Claim(member, options.name)
+    rivals, claim = Rivals(member, own=incarnation), Claim(member, options.name)
     rebalancer = Rebalancer(
         member, claim, random.Random(identity.peer_id), every_seconds=options.rebalance_seconds,
         checkpoints=options.resume,
     )  # fmt: skip
     announcer = Announcer(member.config.run_id) if options.lan else None
-    arrival = arrival_of(start, member, announcer)
-    router_ports = None if options.no_port_mapping else RouterPorts(clock, own_routers())
-    reach = Reach(
-        member, start.node, start.listen, insecure=options.insecure, router_ports=router_ports, meet=start.meet,
-        own=lambda: own_outside(options.host, start.addresses, is_named=True),
-    )  # fmt: skip
+    is_new = not (options.joins or start.returns or options.resume)
+    arrival = Arrival(options, member, str(start.device), is_new=is_new, announcer=announcer)
+    reach = reach_of(start, member)
     page = OwnDashboard(options, identity.peer_id, reach.open_port, start.entrance.token)
     contents = Contents(member, start.model, cache_folder(), checkpoints=options.checkpoint)
 
@@ -272,9 +276,10 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
     async def make_server(stage: int, moves: int, moved: bool, tasks: asyncio.TaskGroup) -> StageServer:
         resumes = options.resume is not None and bool(file.names(options.resume))
         weights = await contents.initial_weights(stage, resumes=resumes)
-        local = start.server_options(
-            moves, moved=moved, incarnation=incarnation, weights=weights, shelves=contents.shelves,
-            own_figures=own_figures, compiles=compiles, recorder=recorder, peak_flops=peak,
+        resume = start.resume_options(moved=moved, has_weights=weights is not None)
+        local = dataclasses.replace(
+            everywhere, moves=moves, weights=weights, resume=resume, shelves=contents.shelves, own_figures=own_figures,
+            incarnation=incarnation,
         )  # fmt: skip
         return StageServer(member, stage, tasks, local)
 
@@ -284,9 +289,7 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         background.append(tasks.create_task(member.waits.run(clock)))
         await member.known.look_first(member.directory, member.stages, clock, returns=start.returns)
         await say_what_is_wrong(options, member, start.device)
-        peak = peak_flops(options.peak_tflops, member.config, options.dtype, start.device)
-        compiles = await asyncio.to_thread(compiled.compiles, options.compile, member.config, start.device)
-        recorder = None if options.compile == "off" else recorder_of(start.device)
+        everywhere = await options_for(start, member)
         # Rivals are looked for before anything is announced: an announcement would replace the records of another
         # process with this identity.
         await rivals.require_alone()
@@ -310,8 +313,6 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         for task in background:
             task.cancel()
     await member.channels.close()
-    if start.checkpoints is not None and start.checkpoints.fault:
-        raise Fatal(f"this peer has left, and its last checkpoint is missing: {start.checkpoints.fault}")
 
 
 async def first_stage(options: PeerOptions, rebalancer: Rebalancer) -> int:

@@ -71,11 +71,7 @@ class StageServer:
         if config.lora.is_on:
             # The state that is downloaded from peers of the stage does not include frozen base weights.
             require_weights(config, stage, options.resume)
-        backend = own_backend(
-            config, stage, device=options.device, staging=staging, given=options.weights,
-            graph_bytes=options.graph_bytes, events=options.events, dtype=options.dtype, compiles=options.compiles,
-            recorder=options.recorder,
-        )  # fmt: skip
+        backend = own_backend(config, stage, options, staging)
         hop = None
         if not backend.is_last:
             hop = Hop(

@@ -78,8 +78,19 @@ class _Way:
             self.seconds = self._clock.monotonic() - self._sent_at
 
 
-class TrainCalls:
-    """Hands microbatches to peers of one stage, each over a stream of its own."""
+class Hold:
+    """A round that peers hold until `close`, and which peer holds it, from this stage to the last one."""
+
+    def __init__(self, stream: Stream, held: Sequence[pb.HeldRound]) -> None:
+        self.held = tuple(held)
+        self._stream = stream
+
+    def close(self) -> None:
+        self._stream.cancel()
+
+
+class Calls:
+    """Calls to peers of one stage, each over a stream of its own."""
 
     def __init__(
         self, *, address: pb.Address, reply_specs: Mapping[str, TensorSpec], stub: OpenStub, router: Router,
@@ -195,14 +206,6 @@ class TrainCalls:
         )
         self._router.succeeded(peer_id, reply)
 
-
-class EvaluateCalls:
-    def __init__(self, *, address: pb.Address, stub: OpenStub, limits: HopLimits, line: Line) -> None:
-        self._address = address
-        self._stub = stub
-        self._limits = limits
-        self._line = line
-
     async def evaluate(
         self, record: PeerRecord, tensors: Tensors, held: Sequence[pb.HeldRound], listener: HopListener
     ) -> float:
@@ -221,6 +224,21 @@ class EvaluateCalls:
             call.cancel()
             _require_targets(reply.evaluated.num_targets, tensors)
             return float(reply.evaluated.loss)
+
+    async def hold(self, record: PeerRecord, newest_round: int, listener: HopListener) -> Hold:
+        """Open a hold, as Hop.hold does, at one peer, which asks one of the next stage, and so on to the last. Raises
+        what `translate` gives. Cancellation ends the stream."""
+        request = pb.HoldRequest(address=self._address, newest_round=newest_round)
+        async with Stream(self._stub(record).Hold(request)) as stream:
+            # The peer gives signs of life while it asks the later stages.
+            while not (reply := await stream.read(self._limits.silence_seconds)).HasField("held"):
+                if reply.HasField("progress"):
+                    listener.progress(reply.progress.stage, obstacle=obstacle_of(reply.progress))
+            with well_formed():
+                require_bounds(reply.held, finite=True)
+        # The answer may name peers of other stages. That does no harm, because they are only hints.
+        own = pb.HeldRound(peer_id=record.peer_id, round=reply.held.round)
+        return Hold(stream, [own, *reply.held.later])
 
 
 def _admitted(reply: pb.TrainReply) -> pb.Accepted:
@@ -251,36 +269,3 @@ async def _require_complete(reader: TensorReader) -> None:
                 require_in_range(name, tensor)
             else:
                 await asyncio.to_thread(require_in_range, name, tensor)
-
-
-class Hold:
-    """A round that peers hold until `close`, and which peer holds it, from this stage to the last one."""
-
-    def __init__(self, stream: Stream, held: Sequence[pb.HeldRound]) -> None:
-        self.held = tuple(held)
-        self._stream = stream
-
-    def close(self) -> None:
-        self._stream.cancel()
-
-
-class HoldCalls:
-    def __init__(self, *, address: pb.Address, stub: OpenStub, limits: HopLimits) -> None:
-        self._address = address
-        self._stub = stub
-        self._limits = limits
-
-    async def open(self, record: PeerRecord, newest_round: int, listener: HopListener) -> Hold:
-        """Open a hold, as Hop.hold does, at one peer, which asks one of the next stage, and so on to the last. Raises
-        what `translate` gives. Cancellation ends the stream."""
-        request = pb.HoldRequest(address=self._address, newest_round=newest_round)
-        async with Stream(self._stub(record).Hold(request)) as stream:
-            # The peer gives signs of life while it asks the later stages.
-            while not (reply := await stream.read(self._limits.silence_seconds)).HasField("held"):
-                if reply.HasField("progress"):
-                    listener.progress(reply.progress.stage, obstacle=obstacle_of(reply.progress))
-            with well_formed():
-                require_bounds(reply.held, finite=True)
-        # The answer may name peers of other stages. That does no harm, because they are only hints.
-        own = pb.HeldRound(peer_id=record.peer_id, round=reply.held.round)
-        return Hold(stream, [own, *reply.held.later])

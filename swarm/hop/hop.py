@@ -18,7 +18,7 @@ from swarm.errors import MalformedMessage, PeerUnavailable, TryAnotherPeer, TryL
 from swarm.events.kinds import Events
 from swarm.events.kinds import Hop as HopEvent
 from swarm.hop.answers import HopListener, HopReply, Obstacle, Tensors
-from swarm.hop.calls import EvaluateCalls, Hold, HoldCalls, Line, TrainCalls
+from swarm.hop.calls import Calls, Hold, Line
 from swarm.hop.continuation import Continuation
 from swarm.hop.retries import HopLimits, Retries
 from swarm.hop.session import Order, SessionCalls
@@ -63,15 +63,10 @@ class Hop:
         self._line = Line(self._limits.silence_seconds)
         address = pb.Address(run_id=run_id, protocol_version=PROTOCOL_VERSION, stage=stage)
 
-        def stub(record: PeerRecord) -> Any:
-            return stage_stub(channels.channel(record))
-
-        self._train_calls = TrainCalls(
-            address=address, reply_specs=reply_specs, stub=stub, router=router, clock=clock, limits=self._limits,
-            line=self._line, memory=memory,
+        self._calls = Calls(
+            address=address, reply_specs=reply_specs, stub=lambda record: stage_stub(channels.channel(record)),
+            router=router, clock=clock, limits=self._limits, line=self._line, memory=memory,
         )  # fmt: skip
-        self._hold_calls = HoldCalls(address=address, stub=stub, limits=self._limits)
-        self._evaluate_calls = EvaluateCalls(address=address, stub=stub, limits=self._limits, line=self._line)
         self._session_calls = SessionCalls(
             address=address,
             stub=lambda record: GenerationServiceStub(channels.channel(record)),
@@ -107,7 +102,7 @@ class Hop:
                     attempt=retries.num_failures + retries.num_busy + retries.num_sent_on + 1,
                 )
             )  # fmt: skip
-            return await self._train_calls.train(record, microbatch, tensors, listener, retries)
+            return await self._calls.train(record, microbatch, tensors, listener, retries)
 
         return await self._until_answered(once, microbatch.num_samples, listener, retries)
 
@@ -120,7 +115,7 @@ class Hop:
         """
         heard_by = listener or HopListener()
         return await self._until_answered(
-            lambda record: self._hold_calls.open(record, newest_round, heard_by),
+            lambda record: self._calls.hold(record, newest_round, heard_by),
             1,
             heard_by,
             self._retries(),
@@ -139,7 +134,7 @@ class Hop:
         """
         heard_by, retries = listener or HopListener(), self._retries({self.stage: PeerId(held[0].peer_id)})
         return await self._until_answered(
-            lambda record: self._evaluate_calls.evaluate(record, tensors, held, heard_by),
+            lambda record: self._calls.evaluate(record, tensors, held, heard_by),
             tensors["tokens"].shape[0],
             heard_by,
             retries,

@@ -2,13 +2,14 @@
 
 import dataclasses
 import re
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from peers.shared.devices import Dtype
-from peers.stage_peer.own_stage import own_backend, warm_up
+from peers.stage_peer.own_stage import ServerOptions, own_backend, warm_up
+from peers.stage_peer.resume import ResumeOptions
 from swarm.config import RunConfig
 from swarm.errors import Fatal
 from swarm.events.kinds import Events
@@ -25,27 +26,12 @@ _ENDLESS = 1 << 40
 """Tokens of a microbatch whose loss fits into no memory."""
 
 
-def _backend(
-    config: RunConfig,
-    stage: int,
-    *,
-    dtype: Dtype | None = None,
-    compiles: bool = False,
-    recorder: Recorder | None = None,
-    graph_bytes: int = 0,
-) -> StageBackend:
-    return own_backend(
-        config,
-        stage,
-        device=torch.device("cpu"),
-        staging=Staging(),
-        given=None,
-        graph_bytes=graph_bytes,
-        events=Events(),
-        dtype=dtype,
-        compiles=compiles,
-        recorder=recorder,
-    )
+def _backend(config: RunConfig, stage: int, *, graph_bytes: int = 0, **more: Any) -> StageBackend:
+    options = ServerOptions(
+        name="", device=torch.device("cpu"), insecure=True, max_in_flight=1, graph_bytes=graph_bytes,
+        resume=ResumeOptions(), checkpoints=None, events=Events(), **more,
+    )  # fmt: skip
+    return own_backend(config, stage, options, Staging())
 
 
 def test_the_last_stage_alone_needs_room_for_the_loss() -> None:
