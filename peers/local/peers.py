@@ -17,7 +17,6 @@ from swarm.config import RunConfig
 from swarm.types import PeerRecord, PeerState
 
 MOST_ADDRESSES = 4
-"""The most addresses of serving peers that a joining process is given."""
 
 
 @dataclass(eq=False)
@@ -26,7 +25,7 @@ class LocalPeer:
     stage: int
     ready_file: Path
     record: PeerRecord | None = None
-    """The peer's record, with which it can be asked, once it serves."""
+    """None until it serves."""
     dht_address: str = ""
 
     def is_ready(self) -> bool:

@@ -1,10 +1,4 @@
-"""swarm-local: a whole swarm on one machine, in processes that are as real as anywhere.
-
-    swarm-local --stages 3 --peers-per-stage 2 --steps 60 --kill-at 20 --join-at 30
-
-Starts the peers and a trainer, shows them in one table, kills and adds peers on request, and ends every child
-whatever happens. What a run does is in swarm.py.
-"""
+"""swarm-local: a whole swarm on one machine, in processes that are as real as anywhere."""
 
 import asyncio
 import os

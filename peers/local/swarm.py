@@ -46,7 +46,6 @@ class Output:
         self.logs = folder / "logs"
         self.metrics = folder / "metrics.jsonl"
         self.first_step = 0
-        """The step of the whole training at which this run began."""
         self._goes_on = goes_on
         self._num_old_rows = 0
         """How many lines of metrics.jsonl an earlier run wrote."""

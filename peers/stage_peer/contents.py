@@ -22,7 +22,6 @@ from swarm.training.run_rounds import RunRounds
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 30.0
-"""Time between two attempts to fetch the tokenizer."""
 WAIT_SECONDS = 20.0
 """How long a peer looks for another peer that has its stage's weights. The run's first peer may have just started, or
 may be starting again after it died."""

@@ -1,11 +1,10 @@
 """One start of a peer's process, and whether another process serves under the same identity.
 
 Key files may be copied, for example with a disk image. Then two processes replace each other's records under one id. A
-record in the DHT says which process announced it. If another process announced the record under this peer's id, that
-process may be dead (a record outlives its process for some seconds) or alive. So this peer asks it, and the answer is
-signed with the key that both have. If both are alive, the one that came later has to end. Their clocks do not decide
-that, because a copy may say any time: a process that was announced alone for a while has seen for itself that it was
-first. If this peer cannot reach the other process, it asks other peers to do so.
+record says which process announced it. If it was another one under this peer's id, which may be dead, this peer asks
+it, itself or through other peers, and the answer is signed with the key that both have. If both are alive, the one that
+came later has to end. Clocks do not decide that, because a copy may say any time: a process that was announced alone
+for a while has seen for itself that it was first.
 """
 
 import datetime
@@ -29,7 +28,6 @@ from swarm.types import LATEST_TIME, PeerRecord
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 5.0
-"""Time between two checks of the records under this peer's id."""
 FIRST_SECONDS = 30.0
 """A process whose record was the only one under its id for so long, and in sight of the DHT, was there before any other
 one whose record appears. No record comes into sight that late."""

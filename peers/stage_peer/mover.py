@@ -1,9 +1,8 @@
 """Runs a stage peer's servers, one after another: at its first stage, then wherever it moves.
 
-A peer that moves waits for the end of a round, drains, withdraws, and begins at the new stage like any joiner, in the
-same process, with the same identity and DHT node. A peer that cannot begin there goes back. It never serves a stage
-without the stage's state, and never moves away from a stage that no other peer serves. rebalancer.py decides when to
-move.
+A peer that moves waits for the end of a round, drains, withdraws, and begins at the new stage like any joiner, with the
+same identity and DHT node. A peer that cannot begin there goes back. It never serves a stage without the stage's state,
+and never moves away from a stage that no other peer serves.
 """
 
 import asyncio

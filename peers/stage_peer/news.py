@@ -36,7 +36,6 @@ from swarm.types import PeerId
 logger = logging.getLogger(__name__)
 
 EVERY_SECONDS = 10.0
-"""Least time between two lines about rounds."""
 ACCUSED_SECONDS = 60.0
 """The shortest time between two lines about senders that have banned this peer."""
 IDLE_SECONDS = 600.0
@@ -44,9 +43,7 @@ IDLE_SECONDS = 600.0
 IDLE_LOOKS = 12
 """After so many looks in a row that find little to do, which take a minute, the log says so: a beginning is slow."""
 MOST_ACCUSERS = 3
-"""The most senders that such a line names."""
 QUIET_SECONDS = 30.0
-"""After this time without a microbatch, the log says so."""
 
 
 async def say_what_is_wrong(options: PeerOptions, member: Membership, device: torch.device) -> None:
@@ -209,13 +206,11 @@ class StageNews:
         self._busy_at = clock.monotonic()
         self._is_quiet = False
         self._has_warned = False
-        """Whether a warning about this peer's inner steps has been logged."""
         self._told_of: set[str] = set()
         """The senders that have banned this peer and are already named in the log."""
         self._accused = Repeats(clock, ACCUSED_SECONDS)
         self._idle = Repeats(clock, IDLE_SECONDS)
         self._idle_looks = 0
-        """How many looks in a row have found little to do."""
 
     def committed(self, report: pb.RoundReport, *, samples_per_second: float, is_behind: bool) -> None:
         """Log that a round was committed here, unless this peer `is_behind` and only catches up with its group:

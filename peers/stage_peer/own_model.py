@@ -1,8 +1,7 @@
 """What a run that this process begins is made of: its configuration, the model that --model names, and the text.
 
-A model is a run folder, a folder of Hugging Face, or one on the hub, which is downloaded. Its folder is read once as a
-whole, to compute digests of its weights, which are kept in the user's cache: two machines with the same folder begin
-the same run.
+A model's folder is read once as a whole, to compute digests of its weights, which are kept in the user's cache: two
+machines with the same folder begin the same run.
 """
 
 import dataclasses
@@ -44,7 +43,6 @@ Say = Callable[[str], object]
 _UNTRAINED = 0.1
 """A row is taken for untrained if it is closer to zero, or to the mean of all rows, than this part of what is usual."""
 SAY_SECONDS = 10.0
-"""Time between two lines that say how much of a model has been read."""
 
 
 @dataclass(frozen=True)

@@ -62,19 +62,12 @@ class ServerOptions:
     sessions: SessionLimits = field(default_factory=SessionLimits)
     """How many texts this peer helps to write at a time, and with how much memory."""
     weights: Weights | None = None
-    """The weights with which the run begins, if they are on this machine."""
     shelves: Shelves = field(default_factory=Shelves)
-    """The content that this peer gives to others."""
     meeting: MeetingLimits = field(default_factory=MeetingLimits)
-    """How much this peer does as a meeting point."""
     movable: bool = False
-    """Whether the peer moves to another stage that needs it more."""
     moves: int = 0
-    """How often the peer has moved."""
     own_figures: OwnFigures = field(default_factory=OwnFigures)
-    """Given the peer's figures, for --metrics-port."""
     incarnation: Incarnation = field(default_factory=Incarnation)
-    """This start of the process."""
 
 
 def own_backend(config: RunConfig, stage: int, options: ServerOptions, staging: Staging) -> StageBackend:

@@ -1,8 +1,4 @@
-"""The state of one stage of this peer: where it comes from when the peer begins, and the checkpoints of it.
-
-It comes from a checkpoint, or from the peers that hold the stage. Checkpoints are written when they are due, while
-training goes on, and once more when the peer leaves.
-"""
+"""The state of one stage of this peer: where it comes from when the peer begins, and the checkpoints of it."""
 
 import asyncio
 import logging
@@ -43,7 +39,7 @@ class OwnState:
         self._held_at = 0
         """The round of the peers that held the stage when this peer began."""
         self._holders: Sequence[PeerRecord] = ()
-        """The records of these peers, as last read from the DHT."""
+        """These peers, as last read from the DHT."""
 
     async def begin(self) -> None:
         """Take the state of a checkpoint, if there is one and no peer holds this stage; see resume.begin. Raises what
@@ -154,7 +150,6 @@ class Checkpoints:
         self._tasks = tasks
         self._highest_microbatch = highest_microbatch
         self._writing: set[asyncio.Task[None]] = set()
-        """The checkpoints that are being written."""
 
     def committed(self) -> None:
         if self._writer is not None and self._writer.is_due(self._member.progress().round):

@@ -58,7 +58,6 @@ class LoopLag:
 
 
 MOST_LINKS = 16
-"""The most links to peers of the next stage that a peer reports."""
 LOOK_SECONDS = 5.0
 """Time between two looks at what others say about this peer."""
 
@@ -89,7 +88,7 @@ class Presence:
         self._announced: Callable[[], Announced] = Announced
         self._callers = callers
         self._trainers: Sequence[TrainerRecord] = ()
-        """The trainers' records that were last read from the DHT."""
+        """As last read from the DHT."""
         self._will_leave = False
         self._announcement = Announcement(
             membership.directory, "this peer", self.record, membership.clock, occasion=lambda: self._occasion,

@@ -177,16 +177,14 @@ def enter_dht(
 class Start:
     options: PeerOptions
     config: RunConfig | None
-    """The configuration that the command line names, if it names one."""
     model: OwnModel | None
     entrance: Entrance
     addresses: Sequence[str]
-    """Addresses at which the DHT is entered; none for a new run."""
+    """Empty for a new run."""
     identity: Identity
     node: DhtNode
     listen: Listen
     meet: Sequence[Entry]
-    """Meeting points that the user named."""
     device: torch.device
     checkpoints: CheckpointWriter | None
     events: Events
@@ -285,8 +283,8 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
 
     async with asyncio.TaskGroup() as tasks:
         # This task starts before anything that waits, because joiners may already look for the run.
-        background = [tasks.create_task(published(member.directory, member.peer_id, member.config, clock).keep())]
-        background.append(tasks.create_task(member.waits.run(clock)))
+        announcing = published(member.directory, member.peer_id, member.config, clock).keep()
+        background = list(map(tasks.create_task, (announcing, member.waits.run(clock))))
         await member.known.look_first(member.directory, member.stages, clock, returns=start.returns)
         await say_what_is_wrong(options, member, start.device)
         everywhere = await options_for(start, member)
@@ -294,9 +292,8 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         # process with this identity.
         await rivals.require_alone()
         watching = member.directory.watch(member.stages, member.known.update, REFRESH_SECONDS)
-        background += map(tasks.create_task, (watching, reach.keep()))
+        background += map(tasks.create_task, (watching, reach.keep(), claim.keep()))
         await reach.found_out()
-        background.append(tasks.create_task(claim.keep()))
         with member.waits.on("a stage that needs this peer"):
             stage = await first_stage(options, rebalancer)
         # Only from here on is the stop event watched. Before this line, Ctrl-C and SIGTERM end the process directly.

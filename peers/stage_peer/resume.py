@@ -1,7 +1,6 @@
 """The state with which a stage peer begins: a checkpoint's, the initial one, or that of the peers that hold the stage.
 
-The state that living peers hold is downloaded afterwards, by the averager. If a peer could begin only after others went
-back to an earlier round, this raises an error that says so.
+The state that living peers hold is downloaded afterwards, by the averager.
 """
 
 import asyncio

@@ -29,17 +29,16 @@ class Figures:
         self.first_loss: float | None = None
         self.loss: float | None = None
         self.first_validation_loss: float | None = None
-        """The loss on held-out text before the first step."""
+        """Before the first step."""
         self.validation: HeldOutLoss | None = None
         self.validation_step = 0
-        """The step of which `validation` is."""
         self.own_tokens = 0
         self.num_microbatches = 0
         self.num_rerouted = 0
         self.tokens_per_second = 0.0
-        """The tokens per second of the whole swarm, in the last step."""
+        """Of the whole swarm, in the last step."""
         self.run_samples: int | None = None
-        """Samples of the run; None before the first step."""
+        """None before the first step."""
         self._round_samples = config.rounds.round_samples
         self._sequence_length = config.data.sequence_length
         self._seconds = 0.0

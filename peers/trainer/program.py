@@ -1,9 +1,6 @@
 """swarm-trainer: feeds text into a running swarm and follows its steps.
 
-    swarm-trainer INVITE --steps 100
-
-Holds no parameters. Reads top to bottom: options -> join the DHT as a client -> find the text -> train, evaluate,
-report -> say goodbye.
+Reads top to bottom: options -> join the DHT as a client -> find the text -> train, evaluate, report -> say goodbye.
 """
 
 import asyncio

@@ -1,7 +1,4 @@
-"""Reports how training goes: a progress bar, log lines, metrics.jsonl, and the files that are written at the end.
-
-Used by swarm-trainer.
-"""
+"""Reports how training goes: a progress bar, log lines, metrics.jsonl, and the files that are written at the end."""
 
 import contextlib
 import logging
@@ -64,11 +61,10 @@ class Report(contextlib.AbstractContextManager["Report"]):
         self._remedy = remedy
         self._waits, self._busy = Repeats(clock, WAITS_SECONDS), Repeats(clock)
         self._said_at: dict[int, float] = {}
-        """For each stage that took no work, when the last line about it was logged."""
+        """By stage."""
         self._empty_at: dict[int, float] = {}
-        """For each stage that had no peer, when this was last reported."""
+        """By stage."""
         self._warned: set[int] = set()
-        """The stages about which a warning about inner steps was logged."""
         self._bar = Progress(
             TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[note]}"),
             TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=console,

@@ -1,7 +1,7 @@
 """What a trainer does from its first step to its last evaluation.
 
-Used by program.py. Between steps and at the end it has the swarm compute the loss on held-out text; at the end it may
-have the swarm write a sample of text.
+Between steps and at the end it has the swarm compute the loss on held-out text; at the end it may have it write a
+sample.
 """
 
 import asyncio
@@ -34,10 +34,8 @@ ATTEMPTS = 5
 """How often an evaluation is tried if other trainers bring the swarm to the next round meanwhile."""
 
 PROGRESS_SECONDS = 0.5
-"""Time between two movements of the bar."""
 
 TEMPERATURE = 0.7
-"""The temperature with which the sample of text is written."""
 
 
 @dataclass

@@ -1,7 +1,5 @@
 """Multiaddresses of DHT nodes: reads those that users type, makes those on which a node listens, and explains why a
-node cannot be joined.
-
-Pure, except that it checks whether a port is free. Never resolves a name.
+node cannot be joined. Never resolves a name.
 """
 
 import re

@@ -1,8 +1,6 @@
 """The directory of a run: which peers serve which stage, which claim to be on their way, and which trainers there are.
 
-Peers and trainers announce themselves here and look each other up; `watch` feeds routers. A directory works over any
-RecordStore. Every record is signed and checked. The directory never calls the peers that it lists, and decides nothing
-about them.
+Every record is signed and checked. The directory never calls the peers that it lists, and decides nothing about them.
 """
 
 import logging
@@ -25,7 +23,6 @@ Announced = PeerRecord | TrainerRecord | ClaimRecord | RunRecord
 RENEW_SECONDS, NUM_RENEWALS = 5.0, 4
 """Time between two renewals of a record, and how many of them its lifetime has."""
 LOOK_SECONDS = 0.5
-"""Time between two looks whether there is an occasion to announce a record at once."""
 LEAVING_SECONDS = 5.0
 """A peer that left is listed as leaving for at least this long."""
 NUM_OFTEN, MAX_STRETCH = 32, 3.0
@@ -39,7 +36,7 @@ class Directory:
 
     def __init__(self, store: RecordStore, identity: Identity, run_id: str, clock: Clock) -> None:
         self.store = store
-        """The store of the records. DirectoryService reads it directly, and passes records on unchanged."""
+        """DirectoryService reads it directly, and passes records on unchanged."""
         self._identity = identity
         self._run_id = run_id
         self._clock = clock
@@ -48,7 +45,6 @@ class Directory:
         self._claims = self._known(keys.of_claims(run_id), ClaimRecord)
         self._announced: PeerRecord | None = None
         self._expirations: dict[str, float] = {}
-        """By key, when the last record that this process announced expires."""
         self.num_returns = 0
         """How often `watch` has seen the DHT answer again after an outage."""
         self._has_incompatible: set[str] = set()

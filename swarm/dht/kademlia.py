@@ -1,8 +1,7 @@
 """One hivemind DHT node over one p2pd. This is the only file that imports hivemind, which takes seconds.
 
-Launched by node, in the DHT's thread, and again whenever p2pd has died. This file bounds what other nodes can do to a
-hivemind node: the node stores and believes only records that the validator accepts, caches nothing, and refuses made-up
-ids. Never looks into records.
+It bounds what other nodes can do to a hivemind node, which stores and believes only records that the validator accepts,
+caches nothing, and refuses made-up ids.
 """
 
 import asyncio
@@ -43,7 +42,6 @@ logging.addLevelName(logging.WARNING, "WARNING")  # hivemind calls it WARN, in t
 _P2PD = Path(str(resources.files("hivemind.hivemind_cli"))) / "p2pd"
 CONNECT_SECONDS = 5.0
 LOOK_AROUND_SECONDS = 3.0
-"""The longest time for which a node that has joined looks for the nodes around it."""
 
 
 class Kademlia:

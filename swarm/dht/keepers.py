@@ -1,11 +1,9 @@
 """Remembers, from one call to the next, which nodes of the DHT keep a key.
 
-hivemind searches for these nodes at every call, and each node that it asks answers with everything that it has under
-the key. So every read and every store would fetch the whole list from each of the five nodes that keep it. Here a read
-asks only one of them, a different one each time, and a store goes straight to all. The nodes are learnt from answers
-and from this node's routing table, which both name nodes near the key, and now and then from a new search. If one of
-the nodes does not answer, hivemind searches after all. Otherwise a lying node could name nodes that do not exist, and
-become the only one that is asked.
+hivemind searches for these nodes at every call, and each of the five answers with everything that it has under the key.
+Here a read asks only one of them, a different one each time, and a store goes straight to all. If one of them does not
+answer, hivemind searches after all. Otherwise a lying node could name nodes that do not exist, and become the only one
+that is asked.
 """
 
 import asyncio

@@ -1,8 +1,7 @@
 """Reading the DHT through a peer: both ends of DirectoryService.
 
-The servicer runs at every stage peer and answers for the keys of its own run. For a moment all callers share one
-answer. swarm-status uses the reader in place of a DHT node: the reader opens two connections instead of starting libp2p
-and importing hivemind. Records pass through unchanged and signed, and their reader checks them.
+swarm-status uses the reader in place of a DHT node: the reader opens two connections instead of starting libp2p and
+importing hivemind. Records pass through unchanged and signed, and their reader checks them.
 """
 
 import asyncio

@@ -1,8 +1,7 @@
 """This process's node of the DHT: a RecordStore that runs in a thread of its own, and goes on when p2pd dies.
 
-The programs start one and hand it to directory. libp2p runs in a child process, p2pd, which dies with this process, and
-is started again if it dies alone. All code that talks to p2pd is in kademlia. The node stores and passes on only
-records that `records.verify` accepts, and never looks into them.
+libp2p runs in a child process, p2pd, which dies with this process, and is started again if it dies alone. The node
+stores and passes on only records that `records.verify` accepts, and never looks into them.
 """
 
 import asyncio
@@ -27,10 +26,8 @@ logger = logging.getLogger(__name__)
 
 CALL_SECONDS = 10.0
 """Deadline of a store or a get. Each neighbour that does not answer takes three seconds of it."""
-RECONNECT_SECONDS = 5.0
-"""Time between two attempts to reach a known node that has stopped answering."""
-LONELY_SECONDS = 1.0
-"""The time between two such attempts while no other node answers."""
+RECONNECT_SECONDS, LONELY_SECONDS = 5.0, 1.0
+"""Time between two attempts to reach a known node that has stopped answering; the second while no other one answers."""
 ALONE_SECONDS = 120.0
 """If no other node answers for less than this time, the node treats that as an outage, and tries each known node again.
 After that it assumes that the others have left for ever, and that its own records are all that there are."""
@@ -41,7 +38,6 @@ START_SECONDS = 30.0
 STOP_SECONDS = 2.0
 RECONNECTS_AT_ONCE = 4
 MAX_REMEMBERED = 64
-"""The most other nodes that are remembered."""
 
 Result = TypeVar("Result")
 
@@ -57,7 +53,7 @@ class DhtNode:
         self._kademlia = kademlia
         self._launcher = launcher
         self._known = dict.fromkeys(known)
-        """The known nodes, in the order in which they are to be tried."""
+        """In the order in which they are to be tried."""
         self._alone_since: float | None = None
         self._background = [asyncio.create_task(self._reconnect()), asyncio.create_task(self._stay_alive())]
 

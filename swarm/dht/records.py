@@ -1,8 +1,7 @@
 """Signed records: the values in the DHT. Their signatures make records from unknown nodes trustworthy.
 
-A record's bytes carry its key, its payload, the signer's certificate, and a signature over these, the subkey and the
-expiration. The subkey is the signer's peer id. So no peer can announce under another's name, move a record to another
-key, or prolong its life. Never asks the network anything.
+The signature covers a record's key, its subkey, which is the signer's peer id, its expiration and its payload. So no
+peer can announce under another's name, move a record to another key, or prolong its life.
 """
 
 import binascii
@@ -34,7 +33,7 @@ class Envelope(BaseModel):
     certificate_pem: str
     """The signer's certificate, and in a locked run that of the token which issued it."""
     signature: str
-    """Signature over key, subkey, expiration and payload, in base64."""
+    """In base64, over key, subkey, expiration and payload."""
 
 
 def seal(signer: identity.Identity, key: str, payload: BaseModel, expiration: float) -> bytes:

@@ -24,11 +24,10 @@ logger = logging.getLogger(__name__)
 Tensors = Mapping[str, torch.Tensor]
 
 ACK_SECONDS = 5.0
-"""Longest wait until the peer has taken an acknowledgement."""
 MOST_CAUSES, MOST_NAMES = 3, 3
 """How many causes are shown, and how many peers for each."""
 LONGEST_CAUSES = 600
-"""The most characters of another peer's causes that are shown."""
+"""Of another peer's causes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +95,6 @@ class Obstacle:
 
 
 OnWaiting = Callable[[int, Obstacle], None]
-"""Called with the stage that is waited for, and the reason."""
 
 
 def pack_obstacle(obstacle: Obstacle | None) -> pb.Obstacle | None:

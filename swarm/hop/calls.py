@@ -60,7 +60,7 @@ class _Way:
         self.seconds: float | None = None
         """None until the peer's next message has come, and if no tensors are sent."""
         self.round_trip_seconds: float | None = None
-        """The round-trip time of the request that comes before the tensors; None if there was none."""
+        """Of the request that comes before the tensors; None if there was none."""
         self.num_bytes = 0
 
     def asks(self) -> None:

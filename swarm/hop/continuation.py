@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 PATIENCE_SECONDS = 10.0
 """How long peers are asked again and again, while none has room or none is there."""
 STANDBY_SECONDS = 0.5
-"""Time between two checks of whether a second peer holds the round."""
 BEAT_SECONDS = 10.0
 """Time between two signs of life to peers that wait for positions."""
 
@@ -46,7 +45,6 @@ class Transcript:
         self._writes_itself = writes_itself
         self._pieces: list[Piece] = []
         self._num_positions = 0
-        """The number of positions in all pieces."""
         self._num_sent = 0
         """How many of the pieces have been sent to the peer that computes now."""
         self._awaits_token = False
@@ -119,7 +117,6 @@ class Continuation:
         self._call: SessionCall | None = None
         self._standby: SessionCall | None = None
         self._without: set[PeerId] = set()
-        """Peers that have said that they no longer have the round's weights."""
         self._sending = asyncio.Lock()
 
     async def run(self, on_token: OnToken) -> None:

@@ -39,7 +39,6 @@ HOLD_SECONDS = 2.0
 
 _Answer = TypeVar("_Answer")
 GAP_SECONDS = 0.5
-"""Time between two checks of the connections and of the banned peers."""
 PATIENCE_SECONDS = 10.0
 """How long a probe waits for a connection and an answer. A peer that comes back in this time is found at once."""
 

@@ -1,7 +1,6 @@
 """Decides what a hop does when a peer fails a microbatch or has no room for it, and when the hop gives up.
 
-It reports failed and busy peers to the router, and decides how long this microbatch leaves them alone. It opens no
-connection and never waits.
+It reports failed and busy peers to the router, and decides how long this microbatch leaves them alone.
 """
 
 import logging
@@ -33,7 +32,6 @@ from swarm.types import PeerId, PeerRecord
 logger = logging.getLogger(__name__)
 
 SHORTEST_WAIT_SECONDS = 0.005
-"""The shortest wait before a peer is looked for again, when none can be asked."""
 NOBODY_SECONDS = 1.0
 """If no peer can be asked for longer than this, the user gets a message."""
 STUCK_SECONDS = 4.0
@@ -69,7 +67,6 @@ class Candidates:
         self._clock = clock
         self._retry_seconds = retry_seconds
         self._left_alone: dict[PeerId, LeftAlone] = {}
-        """Peers that are not asked before a certain time."""
         self._stuck_since: float | None = None
         """The first time at which there was no peer to ask; None if there was always one, or a peer has taken the
         microbatch since."""
@@ -143,7 +140,7 @@ class HopLimits:
     """How many peers may fail a microbatch before it is given up. Busy answers and empty stages do not count, nor peers
     that join, move, leave, or lack a round's weights."""
     round_microbatches: int | None = None
-    """How many microbatches a synchronous round has; None with DiLoCo."""
+    """None with DiLoCo."""
 
 
 class Retries:
@@ -180,7 +177,6 @@ class Retries:
         self._num_stalls = 0
         self._num_not_ready = 0
         self._num_refusals = 0
-        """How many peers have answered that the message is malformed."""
 
     def choose(self, num_samples: int) -> PeerRecord | None:
         """Choose the peer to ask now; None if there is none. A peer that knows the microbatch comes first."""

@@ -1,7 +1,6 @@
 """A session: its order and next positions, as they travel from stage to stage, and one peer's part in it.
 
-The data is immutable, and the same at every stage. When a peer fails, another peer begins the session again from this
-data, and goes on with the same tokens. Every wait has a deadline.
+When a peer fails, another peer begins the session again from the same data, and goes on with the same tokens.
 """
 
 import asyncio
@@ -25,7 +24,6 @@ PIECE_BYTES = 4 << 20
 _LEAST_LOGPROB, _ROUNDED = -1e9, 1e-3
 """Every score is between these: the logarithm of a probability is never positive, but for rounding."""
 LONGEST_SEED = 40
-"""The most digits of a seed."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,9 +30,7 @@ from swarm.rpc.v1.stage_pb2 import Address
 from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord, PeerState
 
 MAX_COUNT = 1024
-"""The most microbatches that are granted in one call."""
 MAX_WAIT_SECONDS = 5.0
-"""Longest wait for something to grant."""
 MAX_ID_LENGTH = 64
 MAX_NAMED = 1 << 14
 """The most microbatches that one request may name as held, as released or as acknowledged."""

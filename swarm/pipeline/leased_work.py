@@ -1,7 +1,7 @@
 """The microbatches that a trainer has leased: those that wait, those that are under way, and their leases.
 
-Used by the trainer's loop, which runs them. Asks the leaders for as many as the window has room for, renews the leases,
-and gives up microbatches whose leases it could not renew. Never runs anything itself.
+Asks the leaders for as many as the window has room for, renews the leases, and gives up microbatches whose leases it
+could not renew.
 """
 
 import asyncio
@@ -43,7 +43,6 @@ class Work:
 
     microbatch: Microbatch
     granted_by: int
-    """The stage whose leader granted it."""
     answered: bool = False
     """Whether the answer has come. The ack may still be under way, so no other trainer may run the microbatch, but its
     place in the window is free."""
@@ -64,7 +63,7 @@ class LeasedWork:
         self._queue: deque[Work] = deque()
         self._in_flight: dict[int, tuple[Work, asyncio.Task[None]]] = {}
         self._released: dict[int, list[int]] = {stage: [] for stage in range(config.stages.num_stages)}
-        """Microbatches to give back, by the stage whose leader granted them."""
+        """By the stage whose leader granted them."""
         self._acknowledged: deque[tuple[float, int]] = deque(maxlen=MAX_NAMED)
         """The latest acknowledged microbatches, each with the time of its ack. They are sent to the leaders of later
         stages."""
@@ -73,7 +72,6 @@ class LeasedWork:
         self._wanted = asyncio.Event()
         self._changed = asyncio.Event()
         self._num_pauses = 0
-        """How many callers want a pause now."""
         self._renewed_at = clock.monotonic()
 
     @property

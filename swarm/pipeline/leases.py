@@ -1,10 +1,9 @@
-"""Leases: which trainer runs which microbatches.
+"""Leases: which trainer runs which microbatches. Pure; lease_service sends the answers.
 
-The leader of a stage's group grants them. Stage 0's leader grants new microbatches. In the synchronous setting each
-stage's leader also grants the microbatches that its stage has lost. A lease expires unless its trainer renews it, so a
-dead trainer's microbatches go to another trainer. If a trainer renews but gets nothing done, its microbatches go to
-another trainer that has nothing else to do. A trainer's claim to hold a microbatch counts only if the trainer was
-granted it. `LeaseTable` decides and is pure; lease_service sends its answers.
+Stage 0's leader grants new microbatches. In the synchronous setting each stage's leader also grants the microbatches
+that its stage has lost. A lease expires unless its trainer renews it. If a trainer renews but gets nothing done, its
+microbatches go to another trainer that has nothing else to do. A trainer's claim to hold a microbatch counts only if
+the trainer was granted it.
 """
 
 import math
@@ -57,13 +56,12 @@ class RoundView:
     highest_microbatch: int
     """Highest id that any member has seen; -1 for none."""
     quiet_seconds: float
-    """Seconds since a member last committed anything."""
+    """Since a member last committed anything."""
     awaits_reports: bool
     """Whether a peer of the stage that seems to be alive has not reported yet which microbatches it has."""
     misses_member: bool
     """Whether a member fell silent in the last 20 s. It may come back with more microbatches than it has reported."""
     complete: bool
-    """Whether the stage has all that the round needs."""
 
 
 @dataclass(frozen=True, kw_only=True)

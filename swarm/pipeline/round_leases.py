@@ -1,12 +1,9 @@
 """The leases of a synchronous round: which trainer holds which microbatch, has acknowledged it, or has held it for too
 long.
 
-Used by leases, which decides what is granted to which trainer. The memory is bounded by the round's microbatches and
-the number of bearers, whatever trainers claim: a trainer holds only microbatches that it was granted.
-
-No trainer can prove what a dead leader has granted it. But if trainers were not believed, work of honest ones would be
-done twice. So while a new leader gathers, each bearer's claims are believed up to its share of the round. No share is
-the whole round, and bearers that claim less come first.
+A trainer holds only microbatches that it was granted. None can prove what a dead leader has granted it. But if trainers
+were not believed, work of honest ones would be done twice. So while a new leader gathers, each bearer's claims are
+believed up to its share of the round. No share is the whole round, and bearers that claim less come first.
 """
 
 import math

@@ -1,8 +1,7 @@
 """Follows the rounds for a trainer, which asks the stages' peers about them.
 
-Some peers of each stage are asked to describe themselves. They answer once their stage is at a new round, or after a
-while. A stage has committed a round when most of those that answer say so. A round that every stage has committed is
-one step, whose figures are collected from the stages.
+Some peers of each stage are asked. They answer once their stage is at a new round, or after a while. A stage has
+committed a round when most of those that answer say so. A round that every stage has committed is one step.
 """
 
 import asyncio
@@ -34,9 +33,9 @@ class StepReport:
     """The norm of the whole model's gradient, or with DiLoCo of the whole model's averaged pseudo-gradient."""
     learning_rate: float
     num_members: int
-    """How many peers took part, over all stages."""
+    """Over all stages."""
     num_alive: int
-    """How many peers were alive at the time, over all stages."""
+    """Over all stages, at the time."""
     averaged_fraction: float
     """The share of its parameters that a stage averaged in the round, as a mean over the stages."""
     cost: RoundCost
@@ -45,11 +44,10 @@ class StepReport:
     wait_seconds: float
     """The longest time that a stage waited before and after its exchange, with its contribution closed."""
     num_attempts: int
-    """The most attempts that a stage needed."""
     num_aborted: int
     """How many attempts have failed since the peers that were asked started."""
     device_bytes: int
-    """Largest amount of device memory that a peer reported; 0 without an accelerator."""
+    """The most that a peer reported; 0 without an accelerator."""
     inner_steps: tuple[InnerSteps, ...]
     """DiLoCo: how the inner steps went at the peer that was asked, by stage."""
 

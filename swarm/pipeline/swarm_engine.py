@@ -1,7 +1,4 @@
-"""Text from a running swarm: an engine whose model is spread over the swarm's peers.
-
-Used by programs, behind the same interface as a model in this process. Holds no parameters and never trains.
-"""
+"""Text from a running swarm: an engine whose model is spread over the swarm's peers. Holds no parameters."""
 
 import asyncio
 import logging

@@ -1,8 +1,6 @@
-"""LOOP 1: a trainer feeds microbatches into the swarm and follows its steps.
+"""LOOP 1: a trainer, which holds no parameters, feeds microbatches into the swarm and follows its steps.
 
-    lease -> tokens -> hop to stage 0 -> loss -> ack
-
-The trainer holds no parameters. Wired together by peers/trainer; everything it needs comes in as arguments.
+lease -> tokens -> hop to stage 0 -> loss -> ack
 """
 
 import asyncio
@@ -40,7 +38,6 @@ class StepTotals:
 
     losses: list[tuple[float, int]] = field(default_factory=list)
     busy_seconds: float = 0.0
-    """Seconds in which microbatches were under way."""
     num_targets: int = 0
     num_microbatches: int = 0
     num_rerouted: int = 0
@@ -96,9 +93,7 @@ class Tally:
 ROUND_WAIT_SECONDS = 1.0
 """How long a stage may wait for its next round before it answers."""
 LOOK_SECONDS = 0.1
-"""Time between two requests to the stages."""
 REPORT_POLLS = 10
-"""How often a committed round's figures are asked for again."""
 MAX_FAILURES = 20
 """How many microbatches may fail one after another before the trainer gives up."""
 

@@ -1,7 +1,7 @@
 """The trainers that ask a leader for work: which of them are alive and want work, and how much each may hold.
 
-Used by leases. Trainers are distinguished by name. But shares and bans go by bearer, that is by token, or by address in
-an open run: a bearer may use any number of names, but together these get no more than one would.
+Shares and bans go by bearer, that is by token, or by address in an open run: a bearer may use any number of names, but
+together these get no more than one would.
 """
 
 import math
@@ -30,7 +30,6 @@ time."""
 FORGIVEN_AFTER = 10.0
 """Once a ban has been over for this many times its length, the bearer's next ban is as short as a first one."""
 MAX_BANS = 4096
-"""How many bans are remembered; older ones are forgotten."""
 
 
 class Trainer(NamedTuple):

@@ -18,7 +18,6 @@ from swarm.types import PeerRecord
 logger = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 3.0
-"""Longest wait for an announced peer to answer."""
 
 
 class Heard(NamedTuple):

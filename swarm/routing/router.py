@@ -1,8 +1,4 @@
-"""Chooses the peer that takes the next microbatch.
-
-Announcements come from the directory, and outcomes from the hop. Pure: time and chance come in as arguments; it never
-waits, connects, or retries.
-"""
+"""Chooses the peer that takes the next microbatch. Pure: it never waits, connects, or retries."""
 
 import random
 from collections import defaultdict

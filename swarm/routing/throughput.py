@@ -34,9 +34,8 @@ class Observation:
     link_seconds: float | None
     """The time from the first byte sent to the message that all have arrived; None if nothing was sent."""
     round_trip_seconds: float | None = None
-    """The time from a request of a few bytes to its answer; None if there was no such request."""
+    """Of a request of a few bytes; None if there was none."""
     num_bytes: int = 0
-    """The bytes that were sent in `link_seconds`."""
     queue_length: int
     """How many tasks wait at the peer. A forward or a backward is one task, half of a microbatch's work. A microbatch
     waits twice, for its forward and for its backward, so each waiting task costs it one `busy_seconds`."""
@@ -146,7 +145,6 @@ class _Ban:
     """Whether no process listened at the peer's address, so that a later announcement is a new process's."""
     is_unreachable: bool
     reason: str
-    """The reason, for people."""
 
 
 class Bans:
