@@ -89,7 +89,7 @@ class StageServer:
                 tasks=tasks,
                 limits=limits,
                 events=options.events,
-            ),
+            )
         )
         self.member = StageMember(
             self.stage, num_alive=lambda: self.averager.num_alive, on_commit=self._committed,
@@ -287,8 +287,6 @@ class StageServer:
 
     def _committed(self) -> None:
         self._news.committed(
-            self.member.reports[-1],
-            samples_per_second=self.stage.samples_per_second,
-            is_behind=self.averager.is_behind,
+            self.member.reports[-1], samples_per_second=self.stage.samples_per_second, is_behind=self.averager.is_behind
         )
         self.checkpoints.committed()

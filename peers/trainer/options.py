@@ -64,8 +64,7 @@ class TrainerOptions(RunOptions):
         if not joins(self) and not self.lan:
             raise ValueError("which run? type swarm-trainer INVITE, with the invite that every swarm-peer prints")
         option_checks.require_at_least(
-            self,
-            {"steps": 1, "evaluate_every": 0, "evaluation_samples": 1, "sample_tokens": 0, "max_in_flight": 1},
+            self, {"steps": 1, "evaluate_every": 0, "evaluation_samples": 1, "sample_tokens": 0, "max_in_flight": 1}
         )
         option_checks.require_kinds(self, files=["events"], folders=["output", "tensorboard"])
         option_checks.require_name(self.name)

@@ -116,10 +116,7 @@ class Directory:
         return self._compatible(self._claims, await self._claims.read())
 
     async def watch(
-        self,
-        stages: Sequence[int],
-        on_update: Callable[[int, Sequence[PeerRecord]], None],
-        interval_seconds: float,
+        self, stages: Sequence[int], on_update: Callable[[int, Sequence[PeerRecord]], None], interval_seconds: float
     ) -> None:
         """Read the stages again and again, and call `on_update` with their peers, except while the DHT does not answer.
 

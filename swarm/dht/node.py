@@ -250,12 +250,7 @@ def start(
     """
     addresses.require_all(initial_peers)
     launcher = new_launcher(
-        clock=clock,
-        host=host,
-        port=port,
-        announce=announce,
-        identity_path=identity_path,
-        client_mode=client_mode,
+        clock=clock, host=host, port=port, announce=announce, identity_path=identity_path, client_mode=client_mode
     )
     thread, nodes = LoopThread("dht"), addresses.of_nodes(initial_peers)
 

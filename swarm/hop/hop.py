@@ -67,9 +67,7 @@ class Hop:
             router=router, clock=clock, limits=self._limits, line=self._line, memory=memory,
         )  # fmt: skip
         self._session_calls = SessionCalls(
-            address=address,
-            stub=lambda record: GenerationServiceStub(channels.channel(record)),
-            limits=self._limits,
+            address=address, stub=lambda record: GenerationServiceStub(channels.channel(record)), limits=self._limits
         )
 
     @property

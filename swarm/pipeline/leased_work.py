@@ -202,8 +202,7 @@ class LeasedWork:
         """Give up all work, because the leases were not renewed and another trainer may soon run the same."""
         if self._in_flight:
             logger.warning(
-                "the leases were not renewed in time: %s given up",
-                counted(len(self._in_flight), "microbatch"),
+                "the leases were not renewed in time: %s given up", counted(len(self._in_flight), "microbatch")
             )
         self._give_up_queue()
         for task in self.tasks:
