@@ -9,14 +9,7 @@ import grpc
 import pytest
 
 from swarm.errors import IncompatibleVersion, NotAllowed, PeerUnavailable, SwarmError, WrongStage
-from swarm.pipeline.lease_service import (
-    FAILED_SECONDS,
-    GAP_SECONDS,
-    MAX_WAITING,
-    GroupLead,
-    LeaseClient,
-    LeaseServicer,
-)
+from swarm.pipeline.lease_service import FAILED_SECONDS, GAP_SECONDS, MAX_WAITING, GroupLead, LeaseClient, LeaseServicer
 from swarm.pipeline.leases import GATHER_SECONDS, RoundView
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server

@@ -25,10 +25,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (
-            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 40.00 GiB\nand much more to say"),
-            "40.00 GiB",
-        ),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 40.00 GiB\nand much more to say"), "40.00 GiB"),
         (MemoryError(), "what was needed"),
     ],
 )
