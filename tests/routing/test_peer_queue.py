@@ -12,7 +12,14 @@ import pytest
 from swarm.routing import peer_queue
 from swarm.routing.peer_queue import LONGEST_BUSY_SECONDS, MAX_SLOWNESS, PeerQueue
 from swarm.routing.throughput import BASE_BAN_SECONDS, LEAST_BAN_SHARE, LONGEST_BAN_SECONDS, Observation
+from swarm.types import PeerRecord
 from tests.routing.records import id_of, record_of
+
+
+def _queue(*records: PeerRecord) -> PeerQueue:
+    queue = PeerQueue(random.Random(0))
+    queue.update(records, 0.0)
+    return queue
 
 
 def _choose(queue: PeerQueue, now: float = 0.0, num_samples: int = 1) -> int:
@@ -43,8 +50,7 @@ def _serve(queue: PeerQueue, seconds: dict[int, float], num_choices: int, in_fli
 @pytest.mark.parametrize("in_flight", [1, 8])
 @pytest.mark.parametrize("announced", [(1.0, 2.0, 3.0), (0.0, 0.0, 0.0), (1000.0, 1.0, 0.01)])
 def test_shares_follow_throughput_whatever_was_announced(announced: tuple[float, ...], in_flight: int) -> None:
-    queue = PeerQueue(random.Random(0))
-    queue.update([record_of(number, rate) for number, rate in enumerate(announced, 1)], 0.0)
+    queue = _queue(*(record_of(number, rate) for number, rate in enumerate(announced, 1)))
     seconds = {1: 1.0, 2: 1 / 2, 3: 1 / 3}
     _serve(queue, seconds, 400, in_flight)
     counts = _serve(queue, seconds, 4800, in_flight)
@@ -54,16 +60,14 @@ def test_shares_follow_throughput_whatever_was_announced(announced: tuple[float,
 
 def test_shares_hold_while_the_queue_is_mostly_idle() -> None:
     """For one of many trainers a stage seems idle, because this trainer sends work only now and then."""
-    queue = PeerQueue(random.Random(0))
-    queue.update([record_of(number, float(number)) for number in (1, 2, 3)], 0.0)
+    queue = _queue(*(record_of(number, float(number)) for number in (1, 2, 3)))
     counts = Counter(_choose(queue, now=100.0 * step) for step in range(3000))
     for number in (1, 2, 3):
         assert counts[number] / 3000 == pytest.approx(number / 6, rel=0.05)
 
 
 def test_a_long_queue_costs_share() -> None:
-    queue = PeerQueue(random.Random(0))
-    queue.update([record_of(1), record_of(2)], 0.0)
+    queue = _queue(record_of(1), record_of(2))
     counts: Counter[int] = Counter()
     for _ in range(2000):
         number = _choose(queue)
@@ -95,8 +99,7 @@ def test_trainers_do_not_all_start_with_the_newcomer() -> None:
 
 
 def test_a_boast_draws_no_herd() -> None:
-    queue = PeerQueue(random.Random(0))
-    queue.update([record_of(number) for number in range(8)], 0.0)
+    queue = _queue(*(record_of(number) for number in range(8)))
     _serve(queue, {number: 1.0 for number in range(8)}, 100)
     queue.update([*(record_of(number) for number in range(8)), record_of(8, 1e9)], 0.0)
     boaster = Counter(_choose(queue) for _ in range(240))[8]
@@ -105,8 +108,7 @@ def test_a_boast_draws_no_herd() -> None:
 
 
 def test_a_modest_newcomer_is_still_probed() -> None:
-    queue = PeerQueue(random.Random(0))
-    queue.update([record_of(number) for number in range(4)], 0.0)
+    queue = _queue(*(record_of(number) for number in range(4)))
     seconds = {number: 1.0 for number in range(5)}
     _serve(queue, seconds, 500)
     queue.update([*(record_of(number) for number in range(4)), record_of(4, 1e-9)], 0.0)
@@ -116,8 +118,7 @@ def test_a_modest_newcomer_is_still_probed() -> None:
 
 
 def test_a_recovered_peer_gets_its_share_back() -> None:
-    queue = PeerQueue(random.Random(0))
-    queue.update([record_of(1), record_of(2), record_of(3)], 0.0)
+    queue = _queue(record_of(1), record_of(2), record_of(3))
     slow = _serve(queue, {1: 1.0, 2: 1.0, 3: 1000.0}, 2000)
     assert 0 < slow[3] / 2000 < 0.03
     recovered = {1: 1.0, 2: 1.0, 3: 1.0}
@@ -126,8 +127,7 @@ def test_a_recovered_peer_gets_its_share_back() -> None:
 
 
 def test_absurd_replies_do_not_spoil_the_others() -> None:
-    queue = PeerQueue(random.Random(0))
-    queue.update([record_of(number) for number in range(4)], 0.0)
+    queue = _queue(*(record_of(number) for number in range(4)))
     counts = _serve(queue, {0: 1.0, 1: 1.0, 2: 1.0, 3: math.nan}, 3000)
     assert 0 < counts[3] < 100
     for number in range(3):
@@ -135,16 +135,14 @@ def test_absurd_replies_do_not_spoil_the_others() -> None:
 
 
 def test_passed_over_peers_keep_no_credit() -> None:
-    queue = PeerQueue(random.Random(0))
-    queue.update([record_of(1), record_of(2)], 0.0)
+    queue = _queue(record_of(1), record_of(2))
     for _ in range(100):
         queue.choose(1, 0.0, exclude={id_of(1)}, prefer=())
     assert Counter(_choose(queue) for _ in range(20))[1] <= 13
 
 
 def test_bans_double_and_are_capped() -> None:
-    queue = PeerQueue(random.Random(0))
-    queue.update([record_of(1)], 0.0)
+    queue = _queue(record_of(1))
     now, waits = 0.0, []
     for _ in range(9):
         queue.failed(id_of(1), now)
@@ -158,16 +156,14 @@ def test_bans_double_and_are_capped() -> None:
 
 
 def test_failures_that_were_in_flight_together_are_one() -> None:
-    queue = PeerQueue(random.Random(0))
-    queue.update([record_of(1)], 0.0)
+    queue = _queue(record_of(1))
     for _ in range(8):
         queue.failed(id_of(1), 0.0)
     assert queue.next_available_seconds(0.0) == pytest.approx(BASE_BAN_SECONDS)
 
 
 def test_a_success_ends_ban_and_back_off() -> None:
-    queue = PeerQueue(random.Random(0))
-    queue.update([record_of(1)], 0.0)
+    queue = _queue(record_of(1))
     queue.failed(id_of(1), 0.0)
     queue.failed(id_of(1), 6.0)
     _succeed(queue, 1, 1.0, now=7.0)
@@ -177,8 +173,7 @@ def test_a_success_ends_ban_and_back_off() -> None:
 
 
 def test_only_a_later_announcement_shortens_a_ban() -> None:
-    queue = PeerQueue(random.Random(0))
-    queue.update([record_of(1, announced_at=10.0)], 0.0)
+    queue = _queue(record_of(1, announced_at=10.0))
     queue.failed(id_of(1), 0.0)
     queue.failed(id_of(1), 5.0)
     queue.failed(id_of(1), 15.0)  # until 35
@@ -193,8 +188,7 @@ def test_only_a_later_announcement_shortens_a_ban() -> None:
 
 
 def test_who_was_gone_and_announces_himself_is_back_at_once() -> None:
-    queue = PeerQueue(random.Random(0))
-    queue.update([record_of(1, announced_at=10.0)], 0.0)
+    queue = _queue(record_of(1, announced_at=10.0))
     queue.failed(id_of(1), 0.0, is_gone=True)
     queue.update([record_of(1, announced_at=10.0)], 1.0)
     assert queue.choose(1, 1.0, exclude=(), prefer=()) is None, "it announced that before it went"
@@ -203,8 +197,7 @@ def test_who_was_gone_and_announces_himself_is_back_at_once() -> None:
 
 
 def test_who_did_not_answer_and_does_now_is_back_before_the_ban_would_end() -> None:
-    queue = PeerQueue(random.Random(0))
-    queue.update([record_of(1), record_of(2)], 0.0)
+    queue = _queue(record_of(1), record_of(2))
     queue.failed(id_of(1), 0.0, is_unreachable=True)
     queue.failed(id_of(2), 0.0)
     assert [record.peer_id for record in queue.unreachable(0.5)] == [id_of(1)], "the other one answered, and was wrong"
@@ -223,8 +216,7 @@ def test_who_did_not_answer_and_does_now_is_back_before_the_ban_would_end() -> N
 
 
 def test_who_still_does_not_answer_stays_banned() -> None:
-    queue = PeerQueue(random.Random(0))
-    queue.update([record_of(1, announced_at=10.0), record_of(2)], 0.0)
+    queue = _queue(record_of(1, announced_at=10.0), record_of(2))
     queue.failed(id_of(1), 0.0, is_unreachable=True)
     queue.failed(id_of(2), 0.0)
     queue.update([record_of(1, announced_at=14.0), record_of(2)], 4.0)
@@ -237,8 +229,7 @@ def test_who_still_does_not_answer_stays_banned() -> None:
 
 
 def test_vanishing_does_not_end_a_ban() -> None:
-    queue = PeerQueue(random.Random(0))
-    queue.update([record_of(1)], 0.0)
+    queue = _queue(record_of(1))
     queue.failed(id_of(1), 0.0)
     assert queue.update([], 1.0) == [id_of(1)]
     assert queue.next_available_seconds(1.0) is None
@@ -248,8 +239,7 @@ def test_vanishing_does_not_end_a_ban() -> None:
 
 
 def test_busy_is_no_ban() -> None:
-    queue = PeerQueue(random.Random(0))
-    queue.update([record_of(1), record_of(2)], 0.0)
+    queue = _queue(record_of(1), record_of(2))
     queue.busy(id_of(1), 0.0, 3.0)
     assert {_choose(queue, 1.0) for _ in range(10)} == {2}
     hinted = queue.choose(1, 1.0, exclude=(), prefer=[id_of(1)])
@@ -261,8 +251,7 @@ def test_busy_is_no_ban() -> None:
 
 @pytest.mark.parametrize("nonsense", [math.nan, math.inf, -5.0, 1e300])
 def test_a_senseless_retry_after_is_bounded(nonsense: float) -> None:
-    queue = PeerQueue(random.Random(0))
-    queue.update([record_of(1)], 0.0)
+    queue = _queue(record_of(1))
     queue.busy(id_of(1), 0.0, nonsense)
     wait = queue.next_available_seconds(0.0)
     assert wait is not None
@@ -270,8 +259,7 @@ def test_a_senseless_retry_after_is_bounded(nonsense: float) -> None:
 
 
 def test_returning_after_long_is_neither_credit_nor_debt() -> None:
-    queue = PeerQueue(random.Random(0))
-    queue.update([record_of(1), record_of(2)], 0.0)
+    queue = _queue(record_of(1), record_of(2))
     queue.busy(id_of(1), 0.0, 10.0)
     for _ in range(500):
         _choose(queue, 5.0)
@@ -279,8 +267,7 @@ def test_returning_after_long_is_neither_credit_nor_debt() -> None:
 
 
 def test_preferred_peers_pay_for_it() -> None:
-    queue = PeerQueue(random.Random(0))
-    queue.update([record_of(1), record_of(2)], 0.0)
+    queue = _queue(record_of(1), record_of(2))
     for _ in range(20):
         queue.choose(1, 0.0, exclude=(), prefer=[id_of(1)])
     assert Counter(_choose(queue) for _ in range(15))[1] == 0
@@ -288,8 +275,7 @@ def test_preferred_peers_pay_for_it() -> None:
 
 
 def test_a_new_endpoint_starts_from_its_own_announcement() -> None:
-    queue = PeerQueue(random.Random(0))
-    queue.update([record_of(1), record_of(2)], 0.0)
+    queue = _queue(record_of(1), record_of(2))
     _serve(queue, {1: 1.0, 2: 20.0}, 200)
     before = queue.expected_seconds(id_of(2), 1)
     assert before is not None
