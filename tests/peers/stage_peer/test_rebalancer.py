@@ -4,8 +4,8 @@ import asyncio
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from swarm.routing.poll import Poll
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import ClaimState, PeerId, PeerRecord, PeerState
 from tests.support.memory_store import MemoryStore
-from tests.support.virtual_time import LoopClock, run
+from tests.support.virtual_time import LoopClock, in_virtual_time, run
 
 PERIOD_SECONDS = 60.0
 MOVE_SECONDS = 8.0
@@ -140,7 +140,10 @@ class World:
             await self.clock.sleep(0.1)
 
 
-def _answers(monkeypatch: pytest.MonkeyPatch, world: World, silent: Callable[[Peer], bool] = lambda _: False) -> None:
+def _world(monkeypatch: pytest.MonkeyPatch, silent: Callable[[Peer], bool] = lambda _: False, **options: Any) -> World:
+    """A world whose living peers answer, but for silent ones."""
+    world = World(**options)
+
     async def replies(_: Poll, records: Sequence[PeerRecord]) -> list[pb.DescribeReply]:
         await world.clock.sleep(0.01)
         living = {p.peer_id: p for p in world.peers if p.stage is not None and not silent(p)}
@@ -151,180 +154,131 @@ def _answers(monkeypatch: pytest.MonkeyPatch, world: World, silent: Callable[[Pe
         ]
 
     monkeypatch.setattr(Poll, "replies", replies)
+    return world
 
 
-async def _live(world: World, stages: Sequence[int | None], then: Callable[[], Any]) -> None:
-    """Start peers at these stages, run `then`, and end."""
+@asynccontextmanager
+async def _living(world: World, stages: Sequence[int | None]) -> AsyncIterator[None]:
+    """Inside the block peers live that were started at these stages."""
     async with asyncio.TaskGroup() as tasks:
         for peer, stage in zip(world.peers, stages, strict=False):
             peer.start(tasks, stage)
         await world.clock.sleep(20.0)
         watching = tasks.create_task(world.watch())
-        await then()
+        yield
         watching.cancel()
         for peer in world.peers:
             peer.kill()
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_newcomers_that_start_together_spread(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    async def scene() -> None:
-        world = World(seed=seed)
-        _answers(monkeypatch, world)
-
-        async def then() -> None:
-            assert world.counts() == [3, 3, 3]
-
-        await _live(world, [0, *[None] * 8], then)
-        assert world.moves == []
-
-    run(scene())
+@in_virtual_time
+async def test_newcomers_that_start_together_spread(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    world = _world(monkeypatch, seed=seed)
+    async with _living(world, [0, *[None] * 8]):
+        assert world.counts() == [3, 3, 3]
+    assert world.moves == []
 
 
 @pytest.mark.parametrize("stage", range(3))
-def test_a_peer_that_was_killed_and_is_back_at_once_fills_the_gap_that_it_left(
+@in_virtual_time
+async def test_a_peer_that_was_killed_and_is_back_at_once_fills_the_gap_that_it_left(
     monkeypatch: pytest.MonkeyPatch, stage: int
 ) -> None:
     """Its former record stays for some more seconds, as if a peer still served its stage."""
-
-    async def scene() -> None:
-        world = World()
-        _answers(monkeypatch, world)
-
-        async def then() -> None:
+    world = _world(monkeypatch)
+    async with _living(world, [0, 1, 2]):
+        world.peers[stage].kill()
+        async with asyncio.TaskGroup() as tasks:
+            world.peers[stage].start(tasks)
+            await world.clock.sleep(10.0)
+            assert world.counts() == [1, 1, 1]
             world.peers[stage].kill()
-            async with asyncio.TaskGroup() as tasks:
-                world.peers[stage].start(tasks)
-                await world.clock.sleep(10.0)
-                assert world.counts() == [1, 1, 1]
-                world.peers[stage].kill()
-
-        await _live(world, [0, 1, 2], then)
-
-    run(scene())
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_gap_is_filled_by_as_many_as_are_needed_and_then_all_is_quiet(
+@in_virtual_time
+async def test_a_gap_is_filled_by_as_many_as_are_needed_and_then_all_is_quiet(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    async def scene() -> None:
-        world = World(seed=seed)
-        _answers(monkeypatch, world)
-
-        async def then() -> None:
-            killed_at = world.clock.monotonic()
-            for peer in [p for p in world.peers if p.stage == 1][:3]:
-                peer.kill()
-            await world.clock.sleep(2 * PERIOD_SECONDS)
-            assert world.counts() == [3, 3, 3]
-            assert len(world.moves) == 2, "two moved, whoever else wanted to"
-            assert {target for _, _, target in world.moves} == {1}
-            assert {source for _, source, _ in world.moves} == {0, 2}
-            assert all(at - killed_at < 2 * PERIOD_SECONDS for at, _, _ in world.moves)
-            await world.clock.sleep(10 * PERIOD_SECONDS)
-            assert len(world.moves) == 2
-
-        await _live(world, [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2], then)
-        assert world.least >= 1
-
-    run(scene())
+    world = _world(monkeypatch, seed=seed)
+    async with _living(world, [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]):
+        killed_at = world.clock.monotonic()
+        for peer in [p for p in world.peers if p.stage == 1][:3]:
+            peer.kill()
+        await world.clock.sleep(2 * PERIOD_SECONDS)
+        assert world.counts() == [3, 3, 3]
+        assert len(world.moves) == 2, "two moved, whoever else wanted to"
+        assert {target for _, _, target in world.moves} == {1}
+        assert {source for _, source, _ in world.moves} == {0, 2}
+        assert all(at - killed_at < 2 * PERIOD_SECONDS for at, _, _ in world.moves)
+        await world.clock.sleep(10 * PERIOD_SECONDS)
+        assert len(world.moves) == 2
+    assert world.least >= 1
 
 
 @pytest.mark.parametrize("silent", [0, 1])
-def test_nobody_leaves_silent_peers_alone_nor_goes_to_them(monkeypatch: pytest.MonkeyPatch, silent: int) -> None:
+@in_virtual_time
+async def test_nobody_leaves_silent_peers_alone_nor_goes_to_them(monkeypatch: pytest.MonkeyPatch, silent: int) -> None:
     """Silent peers are announced, but dead or cut off from here."""
-
-    async def scene() -> None:
-        world = World()
-        _answers(monkeypatch, world, silent=lambda peer: peer.stage == silent)
-
-        async def then() -> None:
-            await world.clock.sleep(5 * PERIOD_SECONDS)
-            assert world.moves == []
-
-        await _live(world, [0, 0, 0, 0, 1, 2, 2], then)
-
-    run(scene())
+    world = _world(monkeypatch, silent=lambda peer: peer.stage == silent)
+    async with _living(world, [0, 0, 0, 0, 1, 2, 2]):
+        await world.clock.sleep(5 * PERIOD_SECONDS)
+        assert world.moves == []
 
 
-def test_nobody_leaves_a_mate_alone_that_has_fallen_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_virtual_time
+async def test_nobody_leaves_a_mate_alone_that_has_fallen_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other peer of the stage still has to get the state, and only this peer has it."""
-
-    async def scene() -> None:
-        world = World(round_number=7)
-        _answers(monkeypatch, world)
-        first, second = world.peers[:2]
-
-        async def then() -> None:
-            assert await first.rebalancer.can_spare(0, round_number=7)
-            second.round = 6
-            assert not await first.rebalancer.can_spare(0, round_number=7)
-
-        await _live(world, [0, 0, 1, 2], then)
-
-    run(scene())
+    world = _world(monkeypatch, round_number=7)
+    first, second = world.peers[:2]
+    async with _living(world, [0, 0, 1, 2]):
+        assert await first.rebalancer.can_spare(0, round_number=7)
+        second.round = 6
+        assert not await first.rebalancer.can_spare(0, round_number=7)
 
 
-def test_nobody_leaves_its_stage_to_a_mate_that_has_learnt_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_virtual_time
+async def test_nobody_leaves_its_stage_to_a_mate_that_has_learnt_something_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The mate began the stage anew at the same round, when it saw no other peer."""
-
-    async def scene() -> None:
-        world = World(round_number=7)
-        _answers(monkeypatch, world)
-        first, second = world.peers[:2]
-
-        async def then() -> None:
-            assert await first.rebalancer.can_spare(0, round_number=7, lineage="one")
-            second.lineage = "another"
-            assert not await first.rebalancer.can_spare(0, round_number=7, lineage="one")
-            second.round = 8
-            assert await first.rebalancer.can_spare(0, round_number=7, lineage="one")
-
-        await _live(world, [0, 0, 1, 2], then)
-
-    run(scene())
+    world = _world(monkeypatch, round_number=7)
+    first, second = world.peers[:2]
+    async with _living(world, [0, 0, 1, 2]):
+        assert await first.rebalancer.can_spare(0, round_number=7, lineage="one")
+        second.lineage = "another"
+        assert not await first.rebalancer.can_spare(0, round_number=7, lineage="one")
+        second.round = 8
+        assert await first.rebalancer.can_spare(0, round_number=7, lineage="one")
 
 
-def test_where_rounds_need_a_majority_nobody_leaves_too_few_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_virtual_time
+async def test_where_rounds_need_a_majority_nobody_leaves_too_few_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """The remaining peers would wait for ever for a peer that serves another stage."""
-
-    async def scene() -> None:
-        world = World(config=dataclasses.replace(CONFIG, averaging=AveragingConfig(quorum="majority")))
-        _answers(monkeypatch, world)
-        first, second, third, fourth, *_ = world.peers
-        three = {peer.peer_id for peer in (first, second, third)}
-
-        async def then() -> None:
-            assert not await fourth.rebalancer.can_spare(1)
-            assert await first.rebalancer.can_spare(0)
-            assert await first.rebalancer.can_spare(0, last_members=three)
-            assert not await first.rebalancer.can_spare(0, last_members={first.peer_id, second.peer_id}), "third is new"
-            gone = {"d" * 40, "e" * 40}
-            assert not await first.rebalancer.can_spare(0, last_members={*three, *gone})
-            second.lineage = "another"
-            assert not await first.rebalancer.can_spare(0, lineage="one", last_members=three)
-            assert world.moves == []
-
-        await _live(world, [0, 0, 0, 1, 1, 2], then)
-
-    run(scene())
+    world = _world(monkeypatch, config=dataclasses.replace(CONFIG, averaging=AveragingConfig(quorum="majority")))
+    first, second, third, fourth, *_ = world.peers
+    three = {peer.peer_id for peer in (first, second, third)}
+    async with _living(world, [0, 0, 0, 1, 1, 2]):
+        assert not await fourth.rebalancer.can_spare(1)
+        assert await first.rebalancer.can_spare(0)
+        assert await first.rebalancer.can_spare(0, last_members=three)
+        assert not await first.rebalancer.can_spare(0, last_members={first.peer_id, second.peer_id}), "third is new"
+        gone = {"d" * 40, "e" * 40}
+        assert not await first.rebalancer.can_spare(0, last_members={*three, *gone})
+        second.lineage = "another"
+        assert not await first.rebalancer.can_spare(0, lineage="one", last_members=three)
+        assert world.moves == []
 
 
 def test_what_a_run_has_learnt_is_not_replaced_by_initial_weights(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     async def moves(round_number: int, checkpoints: Path | None = None) -> set[int]:
-        world = World(round_number=round_number, checkpoints=checkpoints)
-        _answers(monkeypatch, world)
-        served: set[int] = set()
-
-        async def then() -> None:
+        world = _world(monkeypatch, round_number=round_number, checkpoints=checkpoints)
+        async with _living(world, [0, 0, 0, 0, 2, None]):
             await world.clock.sleep(3 * PERIOD_SECONDS)
-            served.update(stage for stage, count in enumerate(world.counts()) if count)
-
-        await _live(world, [0, 0, 0, 0, 2, None], then)
-        return served
+            return {stage for stage, count in enumerate(world.counts()) if count}
 
     assert run(moves(5)) == {0, 2}, "stage 1 is lost, until somebody has a checkpoint"
     assert run(moves(0)) == {0, 1, 2}, "nothing was learnt yet"
@@ -338,92 +292,79 @@ def test_what_a_run_has_learnt_is_not_replaced_by_initial_weights(
     assert run(moves(5, tmp_path)) == {0, 2}, "and it goes on all the same"
 
 
-def test_no_dht_no_moves_and_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scene() -> None:
-        world = World()
-        _answers(monkeypatch, world)
-
-        async def then() -> None:
-            world.store.is_gone = True
-            await world.clock.sleep(3 * PERIOD_SECONDS)
-            assert world.moves == []
-            world.store.is_gone = False
-            await world.clock.sleep(2 * PERIOD_SECONDS)
-            assert [target for _, _, target in world.moves] == [1]
-
-        await _live(world, [0, 0, 0, 1, 2, 2], then)
-
-    run(scene())
+@in_virtual_time
+async def test_no_dht_no_moves_and_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = _world(monkeypatch)
+    async with _living(world, [0, 0, 0, 1, 2, 2]):
+        world.store.is_gone = True
+        await world.clock.sleep(3 * PERIOD_SECONDS)
+        assert world.moves == []
+        world.store.is_gone = False
+        await world.clock.sleep(2 * PERIOD_SECONDS)
+        assert [target for _, _, target in world.moves] == [1]
 
 
-def test_a_stage_that_could_not_be_entered_is_left_alone_for_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scene() -> None:
-        world = World()
-        _answers(monkeypatch, world)
-        peer = world.peers[0]
+@in_virtual_time
+async def test_a_stage_that_could_not_be_entered_is_left_alone_for_longer_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = _world(monkeypatch)
+    peer = world.peers[0]
 
-        async def fail() -> None:
-            while True:
-                target = await peer.rebalancer.next_move(0, lambda: 10.0)
-                world.moves.append((world.clock.monotonic(), 0, target))
-                await peer.rebalancer.gave_up(target)
-                assert [claim.state for claim in await peer.directory.claims()] == [ClaimState.WITHDRAWN]
+    async def fail() -> None:
+        while True:
+            target = await peer.rebalancer.next_move(0, lambda: 10.0)
+            world.moves.append((world.clock.monotonic(), 0, target))
+            await peer.rebalancer.gave_up(target)
+            assert [claim.state for claim in await peer.directory.claims()] == [ClaimState.WITHDRAWN]
 
-        async with asyncio.TaskGroup() as tasks:
-            for other, stage in zip(world.peers[:6], (0, 0, 0, 1, 2, 2), strict=True):
-                other.stage = stage
-                other.tasks = [tasks.create_task(other.keep_announced())]
-            failing = tasks.create_task(fail())
-            await world.clock.sleep(3600)
-            failing.cancel()
-            for other in world.peers:
-                other.kill()
-        times = [at for at, _, _ in world.moves]
-        assert 4 <= len(times) <= 7
-        gaps = [later - earlier for earlier, later in pairwise(times)]
-        assert gaps[-1] > 4 * gaps[0]
-
-    run(scene())
+    async with asyncio.TaskGroup() as tasks:
+        for other, stage in zip(world.peers[:6], (0, 0, 0, 1, 2, 2), strict=True):
+            other.stage = stage
+            other.tasks = [tasks.create_task(other.keep_announced())]
+        failing = tasks.create_task(fail())
+        await world.clock.sleep(3600)
+        failing.cancel()
+        for other in world.peers:
+            other.kill()
+    times = [at for at, _, _ in world.moves]
+    assert 4 <= len(times) <= 7
+    gaps = [later - earlier for earlier, later in pairwise(times)]
+    assert gaps[-1] > 4 * gaps[0]
 
 
-def test_a_claim_that_cannot_be_settled_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_virtual_time
+async def test_a_claim_that_cannot_be_settled_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the peer would count at the other stage for ever, and never move."""
-
-    async def scene() -> None:
-        world = World()
-        _answers(monkeypatch, world)
-        peer = world.peers[0]
-        async with asyncio.TaskGroup() as tasks:
-            for other, stage in zip(world.peers[:6], (0, 0, 0, 1, 2, 2), strict=True):
-                other.stage = stage
-                other.tasks = [tasks.create_task(other.keep_announced())]
-            peer.tasks.append(tasks.create_task(peer.claim.keep()))
-            moving = tasks.create_task(peer.rebalancer.next_move(0, lambda: 10.0))
-            async with asyncio.timeout(3600):
-                while peer.claim.stage is None:
-                    await world.clock.sleep(0.1)
-                world.store.is_gone = True
-                while peer.claim.stage is not None:
-                    await world.clock.sleep(0.1)
-                await world.clock.sleep(30.0)
-                world.store.is_gone = False
-                assert await moving == 1
-            for other in world.peers:
-                other.kill()
-
-    run(scene())
+    world = _world(monkeypatch)
+    peer = world.peers[0]
+    async with asyncio.TaskGroup() as tasks:
+        for other, stage in zip(world.peers[:6], (0, 0, 0, 1, 2, 2), strict=True):
+            other.stage = stage
+            other.tasks = [tasks.create_task(other.keep_announced())]
+        peer.tasks.append(tasks.create_task(peer.claim.keep()))
+        moving = tasks.create_task(peer.rebalancer.next_move(0, lambda: 10.0))
+        async with asyncio.timeout(3600):
+            while peer.claim.stage is None:
+                await world.clock.sleep(0.1)
+            world.store.is_gone = True
+            while peer.claim.stage is not None:
+                await world.clock.sleep(0.1)
+            await world.clock.sleep(30.0)
+            world.store.is_gone = False
+            assert await moving == 1
+        for other in world.peers:
+            other.kill()
 
 
-def test_a_newcomer_that_can_enter_nothing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scene() -> None:
-        world = World(round_number=3)
-        leaving, newcomer = world.peers[:2]
-        leaving.stage, leaving.state = 0, PeerState.LEAVING
-        await leaving.announce()
-        with pytest.raises(Fatal, match="nobody holds any stage of this run any more"):
-            await newcomer.rebalancer.choose_stage()
-
-    run(scene())
+@in_virtual_time
+async def test_a_newcomer_that_can_enter_nothing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(round_number=3)
+    leaving, newcomer = world.peers[:2]
+    leaving.stage, leaving.state = 0, PeerState.LEAVING
+    await leaving.announce()
+    with pytest.raises(Fatal, match="nobody holds any stage of this run any more"):
+        await newcomer.rebalancer.choose_stage()
 
 
 @pytest.mark.parametrize(
