@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from peers.shared.network import Membership
-from peers.stage_peer.presence import Presence
+from peers.stage_peer.presence import KEPT_SECONDS, LoopLag, Presence
 from swarm.config import ModelConfig, RunConfig, StagesConfig
 from swarm.credentials.identity import generate
 from swarm.types import PeerRecord, PeerState
 from tests.support.memory_store import MemoryStore
-from tests.support.virtual_time import LoopClock, run
+from tests.support.virtual_time import LoopClock, in_virtual_time, virtual_loop
 
 CONFIG = RunConfig(
     model=ModelConfig(num_layers=1, d_model=32, num_heads=2, vocab_size=64), stages=StagesConfig(num_stages=1)
@@ -44,28 +44,42 @@ class _Present(Presence):
         )
 
 
-def test_a_peer_that_nobody_lists_says_so_once_and_then_at_growing_intervals(caplog: pytest.LogCaptureFixture) -> None:
+@in_virtual_time
+async def test_a_peer_that_nobody_lists_says_at_growing_intervals_what_it_waits_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level("INFO")
+    clock = LoopClock()
+    store = _OtherRunsStore(clock)
+    member = Membership.enter(CONFIG, store, generate(), clock, insecure=True)
+    tasks = [asyncio.create_task(_Present(member).keep_announced()), asyncio.create_task(member.waits.run(clock))]
+    await clock.sleep(180.0)
+    refused, *waiting = caplog.messages
+    assert refused.startswith("this peer is not announced: no other node of the DHT took")
+    assert caplog.records[0].levelno == logging.WARNING
+    assert all(line.startswith("waiting for a node of the DHT that takes this peer's") for line in waiting)
+    assert 3 <= len(waiting) <= 6
+    caplog.clear()
+    store.refuses = False
+    await clock.sleep(60.0)
+    assert caplog.messages == ["this peer is announced again"]
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
 
-    async def scene() -> None:
-        clock = LoopClock()
-        store = _OtherRunsStore(clock)
-        member = Membership.enter(CONFIG, store, generate(), clock, insecure=True)
-        tasks = [asyncio.create_task(_Present(member).keep_announced()), asyncio.create_task(member.waits.run(clock))]
-        await clock.sleep(180.0)
-        lines = [(record.levelno, record.getMessage()) for record in caplog.records]
-        assert [line for level, line in lines if level >= logging.WARNING] == [
-            line for _, line in lines if line.startswith("this peer is not announced: no other node of the DHT took")
-        ]
-        waiting = [line for _, line in lines if line.startswith("waiting for a node of the DHT that takes this peer's")]
-        assert len(lines) == 1 + len(waiting)
-        assert 3 <= len(waiting) <= 6
-        caplog.clear()
-        store.refuses = False
-        await clock.sleep(60.0)
-        assert [record.getMessage() for record in caplog.records] == ["this peer is announced again"]
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
 
-    run(scene())
+@in_virtual_time
+async def test_the_longest_hold_of_the_loop_is_known_for_a_minute_or_two() -> None:
+    lag = LoopLag(LoopClock())
+    measuring = asyncio.create_task(lag.run())
+    await asyncio.sleep(10.0)
+    assert lag.seconds == pytest.approx(0.0, abs=1e-6)
+    for seconds in (0.3, 0.8, 0.5):
+        virtual_loop().advance(seconds)  # This imitates a callback that computes for this time.
+        await asyncio.sleep(1.0)
+    assert lag.seconds == pytest.approx(0.8, abs=0.02)
+    await asyncio.sleep(KEPT_SECONDS - 20.0)
+    assert lag.seconds == pytest.approx(0.8, abs=0.02)
+    await asyncio.sleep(2 * KEPT_SECONDS)
+    assert lag.seconds == pytest.approx(0.0, abs=1e-6)
+    measuring.cancel()
