@@ -70,7 +70,6 @@ class Swarm:
         self._readers: list[tuple[PeerStore, ChannelPool]] = []
 
     async def serve(self, identity: Identity, *, store: MemoryStore | None = None) -> PeerRecord:
-        """Start a peer that shows the DHT."""
         server = grpc.aio.server(options=SERVER_OPTIONS)
         servicer = DirectoryServicer(store=store or self.dht, keys=keys.of_run(RUN, 2), clock=self.clock)
         add_DirectoryServiceServicer_to_server(servicer, server)

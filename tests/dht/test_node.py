@@ -178,7 +178,6 @@ async def test_after_the_end_calls_fail_at_once(start: Start, first: DhtNode) ->
 
 
 async def _until_found(node: DhtNode, key: str) -> None:
-    """Read until there is a record."""
     async with asyncio.timeout(20.0):
         found: object = None
         while not found:

@@ -22,8 +22,6 @@ from tests.support.manual_clock import ManualClock
 
 
 class Context:
-    """The context of a call."""
-
     def __init__(self, address: str) -> None:
         self._address = address
 
@@ -70,7 +68,6 @@ class Leader:
             self.clock.advance(GATHER_SECONDS / 2)
 
     def request(self, trainer_id: str = "trainer", **fields: Any) -> pb.AcquireRequest:
-        """A trainer's request."""
         address = Address(run_id=SYNCHRONOUS.run_id, protocol_version=PROTOCOL_VERSION, stage=self.stage)
         return pb.AcquireRequest(address=address, trainer_id=trainer_id, **fields)
 

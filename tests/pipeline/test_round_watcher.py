@@ -149,8 +149,6 @@ async def test_who_is_announced_and_cannot_be_reached_is_named() -> None:
 
 
 def _serving(stack: AsyncExitStack, stage: int, number: int, say: Callable[[], int]) -> Awaitable[PeerRecord]:
-    """Serve a peer that says these rounds."""
-
     async def serve() -> PeerRecord:
         answer = lambda _: pb.DescribeReply(stage=stage, round=say())  # noqa: E731
         record = await stack.enter_async_context(describing(stage, answer))

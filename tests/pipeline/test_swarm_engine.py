@@ -58,8 +58,6 @@ def _expected(config: RunConfig, prompt: Sequence[int], sampling: Sampling, coun
 
 
 class Pace:
-    """How long texts take for each token."""
-
     seconds = 0.2
 
 

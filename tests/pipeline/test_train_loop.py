@@ -28,8 +28,6 @@ from tests.support.manual_clock import ManualClock
 
 
 class Reply:
-    """A microbatch's answer."""
-
     loss, num_reroutes, num_busy = 1.0, 0, 0
 
     def __init__(self) -> None:
@@ -124,10 +122,10 @@ class World:
         return self.reply
 
     async def poll(self, wait_seconds: float = 0.0) -> None:
-        """Do nothing: no stage gets any further."""
+        pass
 
     def report(self, step: int) -> None:
-        """Give no figures."""
+        pass
 
     async def on_step(self, step: Step) -> None:
         self.steps.append(step)
@@ -165,7 +163,6 @@ async def running(config: RunConfig = DILOCO, max_in_flight: int = 6, first: int
 
 
 def pass_time(world: World) -> None:
-    """Let a moment pass, in which every task has its turn."""
     world.clock.advance(0.1)
 
 

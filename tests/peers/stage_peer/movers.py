@@ -54,8 +54,6 @@ class Ordered(Rebalancer):
 
 
 class Record(Events):
-    """Keeps events."""
-
     def __init__(self) -> None:
         self.events: list[Event] = []
 
@@ -76,12 +74,8 @@ class LocalPeer:
         model: OwnModel | None = None,
         cache: Path | None = None,
     ) -> None:
-        """
-        Args:
-            model: the user's copy of the model that the run begins with.
-            cache: the folder for weights that the peer gets from others; None if the run's weights are drawn from its
-                seed.
-        """
+        """`model` is the user's copy of the model that the run begins with, and `cache` for weights that the peer gets
+        from others; None if the run's weights are drawn from its seed."""
         self._config = config
         self.identity = generate()
         self.peer_id = PeerId(self.identity.peer_id)
@@ -129,12 +123,10 @@ class LocalPeer:
         await self._membership.channels.close()
 
     async def next_served(self) -> int:
-        """Wait until the next stage is served."""
         async with asyncio.timeout(30.0):
             return await self.served.get()
 
     async def has_left(self) -> None:
-        """Wait until the peer has left the run."""
         async with asyncio.timeout(10.0):
             while Leave() not in self.log.events:  # noqa: ASYNC110 - nothing says when
                 await asyncio.sleep(0.05)

@@ -98,7 +98,6 @@ class Tuned:
         return losses
 
     def frozen(self, stage: int) -> dict[str, torch.Tensor]:
-        """The model's weights of a stage."""
         return open_weights(self._folder / "run", self.config).load(parameter_shapes(self.config, stage))
 
 

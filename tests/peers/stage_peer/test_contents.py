@@ -29,8 +29,6 @@ SEND_SECONDS = 10.0
 
 
 class SlowLine(FakeLine):
-    """Peers that take long to send anything."""
-
     async def ask(self, peer: PeerRecord, kind: Kind, sha256: str, *, max_bytes: int) -> bytes:
         await LoopClock().sleep(SEND_SECONDS)
         return await super().ask(peer, kind, sha256, max_bytes=max_bytes)

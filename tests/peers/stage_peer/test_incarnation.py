@@ -89,7 +89,6 @@ async def rivals_of(
 
 @asynccontextmanager
 async def another(incarnation: Incarnation) -> AsyncIterator[Host]:
-    """A process under our identity."""
     host = Host(ME.peer_id, 1)
     async with serving(host, ME), rivals_of(own=incarnation, host=host) as host.rivals:
         yield host

@@ -72,8 +72,6 @@ class Scorer:
 
 
 class Held:
-    """A round that the scorer holds."""
-
     held = HELD
 
     def __init__(self, scorer: Scorer) -> None:

@@ -24,8 +24,6 @@ from tests.support.manual_clock import ManualClock
 
 
 class Metrics:
-    """Remembers the steps."""
-
     written = "figures"
 
     def __init__(self) -> None:
@@ -35,10 +33,10 @@ class Metrics:
         self.steps.append(metrics)
 
     def event(self, step: int, text: str) -> None:
-        """Ignore the event."""
+        pass
 
     def evaluation(self, step: int, loss: float, losses: Mapping[str, float]) -> None:
-        """Ignore the losses."""
+        pass
 
 
 def _report(folder: Path, clock: Clock | None = None, *, metrics: Metrics | None = None) -> Report:

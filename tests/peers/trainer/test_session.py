@@ -37,8 +37,6 @@ from tests.support.chain import SYNCHRONOUS, Chain, eventually, running_chain, t
 
 
 class _HeldOut:
-    """A few held-out microbatches."""
-
     def held_out(self, num_samples: int) -> list[dict[str, torch.Tensor]]:
         return [{TOKENS: tokens(SYNCHRONOUS, 99 + index)} for index in range(num_samples)]
 
@@ -195,7 +193,6 @@ async def test_who_only_evaluates_and_cannot_fails(tmp_path: Path, monkeypatch: 
 
 
 def _text_of(sample: str) -> str:
-    """The text that the swarm has written, of a whole sample."""
     return sample.partition("--- the swarm goes on ---\n")[2].removesuffix("\n---")
 
 
