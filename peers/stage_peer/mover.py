@@ -155,12 +155,12 @@ class Mover:
         run. Raises Fatal if it has left because it cannot go on."""
         while True:
             target = await stopping.before(
-                stopping.before(self._stop.wait(), server.gives_up()),
+                stopping.before(self._stop.wait(), server.stage.admission.gives_up()),
                 self._rebalancer.next_move(stage, lambda: server.stage.samples_per_second),
             )
             if target is None:
-                if server.fault is not None:
-                    logger.error("this peer cannot go on: %s", server.fault)
+                if (fault := server.stage.admission.fault) is not None:
+                    logger.error("this peer cannot go on: %s", fault)
                 logger.info(
                     "leaving after this round, in %.0f s at most; another Ctrl-C ends it now", LAST_ROUND_SECONDS
                 )
@@ -172,8 +172,8 @@ class Mover:
                 await server.drain(LAST_DRAIN_SECONDS)
                 await server.leave()
                 self._event_log.write(events.Leave())
-                if server.fault is not None:
-                    raise server.fault
+                if (fault := server.stage.admission.fault) is not None:
+                    raise fault
                 return None
             logger.info("moving to stage %d after this round", target)
             await stopping.before(self._stop.wait(), server.end_of_round(ROUND_SECONDS, quiet_seconds=QUIET_SECONDS))
@@ -197,9 +197,11 @@ class Mover:
         """Go on serving, until the deadline, while a peer on its way here can get the stage's state only from this
         peer. At round 0 every peer can make the initial state itself."""
         has_said = False
-        while server.round > 0 and self._clock.monotonic() < deadline:
+        while server.stage.round > 0 and self._clock.monotonic() < deadline:
             try:
-                if not await self._rebalancer.is_awaited(stage, round_number=server.round, lineage=server.lineage):
+                if not await self._rebalancer.is_awaited(
+                    stage, round_number=server.stage.round, lineage=server.member.progress().lineage
+                ):
                     return
             except SwarmError as error:
                 logger.debug("nobody to be asked: %s", error)
@@ -214,7 +216,10 @@ class Mover:
         while True:
             try:
                 if await self._rebalancer.can_spare(
-                    stage, round_number=server.round, lineage=server.lineage, last_members=server.last_members
+                    stage,
+                    round_number=server.stage.round,
+                    lineage=server.member.progress().lineage,
+                    last_members=server.averager.last_members,
                 ):
                     return True
             except SwarmError as error:

@@ -7,7 +7,7 @@ average, write checkpoints -> drain -> leave.
 import asyncio
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -25,7 +25,6 @@ from peers.status.peer_row import PeerRow
 from swarm.averaging.averager import Averager
 from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import Transport
-from swarm.errors import Fatal
 from swarm.events.kinds import Join
 from swarm.hop.hop import Hop, watch_connections
 from swarm.hop.retries import HopLimits
@@ -195,27 +194,6 @@ class StageServer:
             await watch_connections(
                 stage=next_stage, router=member.known.router, channels=member.channels, clock=member.clock
             )
-
-    @property
-    def round(self) -> int:
-        return self.stage.round
-
-    @property
-    def lineage(self) -> str:
-        return self.member.progress().lineage
-
-    @property
-    def last_members(self) -> Collection[str]:
-        """Ids of the peers that took part in the round before; empty if this peer does not know them."""
-        return self.averager.last_members
-
-    @property
-    def fault(self) -> Fatal | None:
-        """Why this peer cannot go on, if it cannot."""
-        return self.stage.admission.fault
-
-    async def gives_up(self) -> None:
-        await self.stage.admission.gives_up()
 
     async def end_of_round(self, seconds: float, *, quiet_seconds: float) -> None:
         """Serve until the present round is closed, and wait for its commit. Call `drain` next.
