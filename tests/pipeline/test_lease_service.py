@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import random
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -75,89 +76,80 @@ class Leader:
         await self.changed.wait()
 
 
-async def test_a_peer_that_serves_another_stage_by_now_is_passed_over() -> None:
-    """The peer's old announcement is still there, and names the port where it serves the other stage."""
+def _client(
+    num_peers: int, ask: Callable[[PeerRecord], pb.AcquireReply], clock: ManualClock | None = None
+) -> tuple[Callable[[], Awaitable[pb.AcquireReply | None]], list[PeerRecord]]:
+    """A function that asks stage 1 once for a microbatch, as these peers answer, and the records of the peers."""
 
     class Client(LeaseClient):
         async def _ask(self, record: PeerRecord, request: pb.AcquireRequest, seconds: float) -> pb.AcquireReply:
-            if record is moved:
-                raise WrongStage("this is stage 2")
-            return pb.AcquireReply(round=3, microbatches=[7])
+            return ask(record)
 
-    moved, there = (
-        PeerRecord(peer_id=digit * 40, announced_at=0.0, stage=1, endpoint="localhost:1", state=PeerState.SERVING)
-        for digit in "01"
-    )
+    peers = [
+        PeerRecord(peer_id=f"{n}" * 40, announced_at=0.0, stage=1, endpoint="localhost:1", state=PeerState.SERVING)
+        for n in range(num_peers)
+    ]
     client = Client(
-        config=SYNCHRONOUS, trainer_id="trainer", peers=lambda stage: [moved, there], channels=ChannelPool(),
-        clock=ManualClock(),
+        config=SYNCHRONOUS, trainer_id="trainer", peers=lambda stage: peers, channels=ChannelPool(),
+        clock=clock or ManualClock(),
     )  # fmt: skip
-    leased = await client.acquire(1, 1, holding=(), released=(), wait_seconds=0.0)
+    return lambda: client.acquire(1, 1, holding=(), released=(), wait_seconds=0.0), peers
+
+
+async def test_a_peer_that_serves_another_stage_by_now_is_passed_over() -> None:
+    """The peer's old announcement is still there, and names the port where it serves the other stage."""
+
+    def ask(record: PeerRecord) -> pb.AcquireReply:
+        if record is peers[0]:
+            raise WrongStage("this is stage 2")
+        return pb.AcquireReply(round=3, microbatches=[7])
+
+    acquire, peers = _client(2, ask)
+    leased = await acquire()
     assert leased is not None
     assert (leased.round, list(leased.microbatches)) == (3, [7])
 
 
 @pytest.mark.parametrize("refusal", [NotAllowed("a token has expired, or a clock is wrong"), IncompatibleVersion("6")])
 async def test_who_alone_refuses_is_passed_over_and_whom_all_refuse_hears_why(refusal: SwarmError) -> None:
-    refusing = {"0" * 40}
+    num_refusing = 1
 
-    class Client(LeaseClient):
-        async def _ask(self, record: PeerRecord, request: pb.AcquireRequest, seconds: float) -> pb.AcquireReply:
-            if record.peer_id in refusing:
-                raise refusal
-            return pb.AcquireReply(round=3, microbatches=[7])
+    def ask(record: PeerRecord) -> pb.AcquireReply:
+        if record in peers[:num_refusing]:
+            raise refusal
+        return pb.AcquireReply(round=3, microbatches=[7])
 
-    peers = [
-        PeerRecord(peer_id=digit * 40, announced_at=0.0, stage=0, endpoint="localhost:1", state=PeerState.SERVING)
-        for digit in "01"
-    ]
-    client = Client(
-        config=SYNCHRONOUS, trainer_id="trainer", peers=lambda stage: peers, channels=ChannelPool(), clock=ManualClock()
-    )
-
-    async def acquire() -> pb.AcquireReply | None:
-        return await client.acquire(0, 1, holding=(), released=(), wait_seconds=0.0)
-
+    acquire, peers = _client(2, ask)
     leased = await acquire()
     assert leased is not None
     assert leased.microbatches == [7]
-    refusing.add("1" * 40)
+    num_refusing = 2
     with pytest.raises(type(refusal), match=str(refusal)):
         await acquire()
 
 
 async def test_a_leader_that_failed_is_not_waited_for_again_because_others_do_not_know_yet() -> None:
-    first, second, third = (
-        PeerRecord(peer_id=digit * 40, announced_at=0.0, stage=1, endpoint="localhost:1", state=PeerState.SERVING)
-        for digit in "012"
-    )
-    leader, asked = first.peer_id, list[PeerRecord]()
+    def ask(record: PeerRecord) -> pb.AcquireReply:
+        asked.append(record)
+        if record is first:
+            raise PeerUnavailable("cut off")
+        return pb.AcquireReply() if record is leader else pb.AcquireReply(leader_peer_id=leader.peer_id)
 
-    class Client(LeaseClient):
-        async def _ask(self, record: PeerRecord, request: pb.AcquireRequest, seconds: float) -> pb.AcquireReply:
-            asked.append(record)
-            if record is first:
-                raise PeerUnavailable("cut off")
-            return pb.AcquireReply() if record.peer_id == leader else pb.AcquireReply(leader_peer_id=leader)
+    clock, asked = ManualClock(), list[PeerRecord]()
+    acquire, (first, second, third) = _client(3, ask, clock)
+    leader = first
 
-    clock = ManualClock()
-    client = Client(
-        config=SYNCHRONOUS, trainer_id="trainer", peers=lambda stage: [first, second, third], channels=ChannelPool(),
-        clock=clock,
-    )  # fmt: skip
-
-    async def acquire() -> tuple[bool, list[PeerRecord]]:
+    async def outcome() -> tuple[bool, list[PeerRecord]]:
         asked.clear()
-        leased = await client.acquire(1, 1, holding=(), released=(), wait_seconds=0.0)
-        return leased is not None, asked
+        return await acquire() is not None, asked
 
-    assert await acquire() == (False, [first, second, third])
-    assert await acquire() == (False, [second, third]), "they still name the first"
-    leader = third.peer_id
-    assert await acquire() == (True, [second, third])
-    leader = first.peer_id
+    assert await outcome() == (False, [first, second, third])
+    assert await outcome() == (False, [second, third]), "they still name the first"
+    leader = third
+    assert await outcome() == (True, [second, third])
+    leader = first
     clock.advance(FAILED_SECONDS)
-    assert await acquire() == (False, [third, first, second]), "it may be back"
+    assert await outcome() == (False, [third, first, second]), "it may be back"
 
 
 async def test_an_answer_that_makes_no_sense_is_none() -> None:
