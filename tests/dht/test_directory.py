@@ -331,34 +331,35 @@ async def test_an_announcement_is_renewed_at_once_on_an_occasion_and_tells_its_f
 ) -> None:
     caplog.set_level("INFO")
     stored = list[tuple[float, float]]()
-    occasion, refuses, present = 0, False, _record(OURS)
+    occasion, refuses = 0, False
+    present: PeerRecord | None = _record(OURS)
 
     class Refusing(MemoryStore):
         async def store(self, key: str, subkey: str, value: bytes, expiration: float) -> bool:
-            stored.append((clock.monotonic(), expiration - clock.time()))
+            stored.append((now.monotonic(), expiration - now.time()))
             return not refuses
 
-    clock = LoopClock()
+    now = LoopClock()
     announcement = Announcement(
-        Directory(Refusing(clock), OURS, RUN, clock), "this peer", lambda: present, clock, occasion=lambda: occasion,
+        Directory(Refusing(now), OURS, RUN, now), "this peer", lambda: present, now, occasion=lambda: occasion,
         level=logging.WARNING,
     )  # fmt: skip
     keeping = asyncio.create_task(announcement.keep())
-    await clock.sleep(12.2)
+    await now.sleep(12.2)
     occasion = 1
-    await clock.sleep(1.0)
+    await now.sleep(1.0)
     assert [at for at, _ in stored] == pytest.approx([0.0, 5.0, 10.0, 12.5])
     assert [seconds for _, seconds in stored] == pytest.approx([NUM_RENEWALS * RENEW_SECONDS] * 4)
     assert (caplog.messages, announcement.is_refused) == ([], False)
     refuses = True
-    await clock.sleep(15.0)
+    await now.sleep(15.0)
     assert announcement.is_refused
     refuses = False
-    await clock.sleep(15.0)
+    await now.sleep(15.0)
     first, second = caplog.messages
     assert first.startswith("this peer is not announced: no other node of the DHT took")
     assert (second, announcement.is_refused) == ("this peer is announced again", False)
     present, num_stored = None, len(stored)
-    await clock.sleep(15.0)
+    await now.sleep(15.0)
     assert len(stored) == num_stored, "there is nothing to announce"
     keeping.cancel()

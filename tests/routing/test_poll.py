@@ -71,12 +71,12 @@ async def test_who_is_late_is_not_waited_for_once_most_of_those_that_answer_are_
     rounds: dict[str, int | None] = {}
 
     class Channels(ChannelPool):
-        def channel(self, record: PeerRecord) -> Any:
+        def channel(self, record: PeerRecord, *, bulk: bool = False) -> Any:
             return record
 
     async def describe(record: Any, request: pb.DescribeRequest, *, seconds: float) -> pb.DescribeReply:
         if (number := rounds[record.peer_id]) is None:
-            await asyncio.Event().wait()
+            return await asyncio.Future()
         if number == 0:
             raise DeadlineExceeded("no answer")
         return pb.DescribeReply(stage=STAGE, round=number)
