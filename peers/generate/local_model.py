@@ -28,7 +28,7 @@ from swarm.machine.recording import recorder_of
 from swarm.model.cache import cache_bytes
 from swarm.model.functions import fuses
 from swarm.model.stage_module import autocast_dtype
-from swarm.model.transformer import Transformer
+from swarm.model.stages import Transformer
 
 
 @asynccontextmanager

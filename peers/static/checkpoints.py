@@ -25,7 +25,7 @@ from swarm.errors import Fatal
 from swarm.stage import state
 from swarm.stage.staging import HostReader
 from swarm.training import optim
-from swarm.training.lineage import next_lineage
+from swarm.training.run_rounds import next_lineage
 
 logger = logging.getLogger(__name__)
 

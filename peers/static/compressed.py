@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from peers.static.spread import Spread
 from peers.static.workers import Workers
 from swarm.averaging.vectors.feedback import ErrorFeedback, Residual
-from swarm.compression import layout
+from swarm.compression import buffers
 from swarm.compression.buffers import Buffer
 from swarm.compression.codec import contribution_codec, result_codec
 from swarm.config import AveragingConfig
@@ -46,15 +46,15 @@ class CompressedAverage:
         gradients."""
         pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
         gradients = {self._names[parameter]: gradient for parameter, gradient in pairs}
-        tiled = self._codec.tile == layout.TILE
+        tiled = self._codec.tile == buffers.TILE
         # The vector is padded with zeros, so that all parts have the same number of whole tiles.
         num_elements = sum(gradient.numel() for gradient in gradients.values())
         unit = self._codec.tile * self._num_workers
         vector_D = torch.zeros(-(-num_elements // unit) * unit)
-        (layout.flatten if tiled else layout.concatenate)(gradients, vector_D[:num_elements])
+        (buffers.flatten if tiled else buffers.concatenate)(gradients, vector_D[:num_elements])
         vector_D = self._feedback.compensate(vector_D)
         average_D = (self._gather if self._gathers else self._butterfly)(vector_D)[:num_elements]
-        for name, average in (layout.unflatten if tiled else layout.cut)(average_D, gradients).items():
+        for name, average in (buffers.unflatten if tiled else buffers.cut)(average_D, gradients).items():
             gradients[name].copy_(average)
         averaged = torch.futures.Future[torch.Tensor]()
         averaged.set_result(bucket.buffer())

@@ -10,7 +10,7 @@ import tyro
 
 from peers.shared import cli, logs, option_checks
 from peers.shared.run_options import SettingsOption
-from swarm.config.averaging import CompressedCodec
+from swarm.config.rounds import CompressedCodec
 
 PROG = "swarm-static"
 MOST_EPOCHS = 1_000_000

@@ -25,8 +25,7 @@ from swarm.machine.words import counted
 from swarm.metrics.log import BEGINS, MetricsLog, StepMetrics
 from swarm.model.shards import cut_axis, spans
 from swarm.model.stages import layer_ranges
-from swarm.training.muon import is_hidden_matrix
-from swarm.training.optimizers import steps_whole_matrices
+from swarm.training.optimizers import is_hidden_matrix, steps_whole_matrices
 
 logger = logging.getLogger(__name__)
 

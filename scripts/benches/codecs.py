@@ -20,9 +20,9 @@ from torch import Tensor
 from scripts.benches.shared import paired
 from scripts.benches.shared.common import BenchOptions, compute_like_peers, run_of, say, with_corpus
 from scripts.benches.sides.reference import Reference
-from swarm.compression import layout
+from swarm.compression import buffers
+from swarm.compression.buffers import SIDE, TILE
 from swarm.compression.codec import Codec, contribution_codec
-from swarm.compression.layout import SIDE, TILE
 from swarm.compression.values import quantize_statistically
 from swarm.config import AveragingConfig, RunConfig
 
@@ -99,7 +99,7 @@ def _pseudo_gradients(options: Options) -> Iterator[dict[str, Tensor]]:
 def _compare(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Compare our codec on all tensors as one vector with the templar quantiser, which gets the kept elements of each
     tensor."""
-    vector_D = layout.flatten(tensors, torch.empty(sum(tensor.numel() for tensor in tensors.values())))
+    vector_D = buffers.flatten(tensors, torch.empty(sum(tensor.numel() for tensor in tensors.values())))
     codec = contribution_codec(OURS)
     encoded = codec.encode(vector_D)
     decoded_D = codec.decode(encoded, vector_D.numel())

@@ -37,7 +37,7 @@ from swarm.events.kinds import (
     Step,
 )
 from swarm.machine import json_file
-from swarm.training.lineage import next_lineage
+from swarm.training.run_rounds import next_lineage
 
 _ADAPTERS: dict[str, TypeAdapter[Event]] = {name: TypeAdapter(event) for name, event in NAMES.items()}
 

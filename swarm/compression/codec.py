@@ -11,9 +11,9 @@ from typing import Protocol, assert_never
 
 import torch
 
+from swarm.compression.buffers import TILE
 from swarm.compression.buffers import Buffer as Buffer
 from swarm.compression.dct import DctLowpass
-from swarm.compression.layout import TILE
 from swarm.compression.quantize import Cast, Int4, Int8
 from swarm.compression.sparsify import TopK
 from swarm.config import AveragingConfig

@@ -14,8 +14,7 @@ import math
 
 import torch
 
-from swarm.compression.buffers import check_finite
-from swarm.compression.layout import SIDE, TILE
+from swarm.compression.buffers import SIDE, TILE, check_finite
 from swarm.compression.quantize import Blockwise
 
 FACTOR_BITS = 25

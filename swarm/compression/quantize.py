@@ -31,6 +31,15 @@ from swarm.compression.buffers import (
 )
 from swarm.errors import MalformedMessage
 
+_FLOAT32_BIAS = 127
+_FLOAT32_MANTISSA_BITS = 23
+_TOP = 14
+"""The largest magnitude becomes at least 2^14 and less than 2^15. Even rounded, it is half of float16's largest."""
+_ZERO = _FLOAT32_BIAS + _TOP
+"""The exponent, with float32's bias, for which numbers travel unscaled."""
+_LEAST, _MOST = _TOP + 1, 254
+"""Between these exponents, the scale and its reciprocal are normal float32 numbers."""
+
 
 class Cast:
     """Writes the elements in a floating-point type, little-endian, one after the other."""
@@ -187,16 +196,6 @@ class Int4(Blockwise):
             if int(half.amin()) == 0:
                 raise MalformedMessage("int4 holds the code -8")
             torch.mul(half.view(torch.int8).sub_(8), scales_B1, out=target)
-
-
-_FLOAT32_BIAS = 127
-_FLOAT32_MANTISSA_BITS = 23
-_TOP = 14
-"""The largest magnitude becomes at least 2^14 and less than 2^15. Even rounded, it is half of float16's largest."""
-_ZERO = _FLOAT32_BIAS + _TOP
-"""The exponent, with float32's bias, for which numbers travel unscaled."""
-_LEAST, _MOST = _TOP + 1, 254
-"""Between these exponents, the scale and its reciprocal are normal float32 numbers."""
 
 
 class ScaledHalf:

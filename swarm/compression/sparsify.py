@@ -15,12 +15,16 @@ import numpy.typing as npt
 import torch
 
 from swarm.compression import values
-from swarm.compression.buffers import Buffer, as_tensor, check_finite, in_chunks, slices
+from swarm.compression.buffers import TILE, Buffer, as_tensor, check_finite, in_chunks, slices
 from swarm.compression.dct import dct, inverse_dct
-from swarm.compression.layout import TILE
 from swarm.compression.values import Field, Numbers, Signs, Table, ValueCoder
-from swarm.config.averaging import Indices, Values
+from swarm.config.rounds import Indices, Values
 from swarm.errors import MalformedMessage
+
+Places = npt.NDArray[np.int16]
+TILE_BITS = (TILE - 1).bit_length()
+TILES_AT_ONCE = 256
+"""How many tiles are handled together. It is a multiple of 8, so that each batch of tiles ends with a whole byte."""
 
 
 class TwelveBit:
@@ -75,12 +79,6 @@ def _check_rising(indices_RG: Numbers) -> Numbers:
     if (indices_RG[:, 1:] <= indices_RG[:, :-1]).any():
         raise MalformedMessage("the indices of a tile do not rise")
     return indices_RG
-
-
-Places = npt.NDArray[np.int16]
-TILE_BITS = (TILE - 1).bit_length()
-TILES_AT_ONCE = 256
-"""How many tiles are handled together. It is a multiple of 8, so that each batch of tiles ends with a whole byte."""
 
 
 class TopK:

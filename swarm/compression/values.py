@@ -23,6 +23,13 @@ from swarm.errors import MalformedMessage
 Numbers = npt.NDArray[np.uint16]
 """Numbers of one field in every row, shape (R, C)."""
 Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+LEVELS_PER_OCTAVE = 16
+_ROOT = math.sqrt(math.sqrt(math.sqrt(math.sqrt(0.5))))
+# Roots and products are rounded in the same way on every processor, but powers may not be.
+_POWERS = [*itertools.accumulate(itertools.repeat(_ROOT, 254), operator.mul, initial=1.0), 0.0]
+LEVELS = np.array(_POWERS, dtype=np.float32)
+"""Magnitudes relative to the largest one: 2 ** (-code / 16), and zero for the last code."""
 
 
 @dataclass(frozen=True)
@@ -78,15 +85,6 @@ def _from_bits(bits: Bytes) -> Numbers:
     numbers = np.zeros((num_rows, count, 2), dtype=np.uint8)
     numbers[:, :, : -(-width // 8)] = np.packbits(bits, axis=2, bitorder="little")
     return numbers.view("<u2")[:, :, 0].astype(np.uint16)
-
-
-Floats = npt.NDArray[np.float32]
-LEVELS_PER_OCTAVE = 16
-_ROOT = math.sqrt(math.sqrt(math.sqrt(math.sqrt(0.5))))
-# Roots and products are rounded in the same way on every processor, but powers may not be.
-_POWERS = [*itertools.accumulate(itertools.repeat(_ROOT, 254), operator.mul, initial=1.0), 0.0]
-LEVELS = np.array(_POWERS, dtype=np.float32)
-"""Magnitudes relative to the largest one: 2 ** (-code / 16), and zero for the last code."""
 
 
 class Signs:

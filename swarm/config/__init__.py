@@ -1,11 +1,9 @@
 """A run's configuration: a file for each section of the TOML file, run.py for the whole, reading.py to read it."""
 
-from swarm.config.averaging import AveragingConfig, Quorum
 from swarm.config.data import DataConfig
 from swarm.config.lora import LoraConfig
 from swarm.config.model import ModelConfig
 from swarm.config.optimizer import OptimizerConfig
-from swarm.config.outer import OuterConfig
 from swarm.config.reading import (
     Preset,
     from_dict,
@@ -17,11 +15,10 @@ from swarm.config.reading import (
     read_preset,
     with_settings,
 )
-from swarm.config.rounds import RoundsConfig, Setting
+from swarm.config.rounds import AveragingConfig, OuterConfig, Quorum, RoundsConfig, Setting
 from swarm.config.run import RunConfig, check_same, differences, to_json
 from swarm.config.sizes import TextSize
-from swarm.config.stages import StagesConfig
-from swarm.config.wire import WireConfig
+from swarm.config.stages import StagesConfig, WireConfig
 
 __all__ = [
     "AveragingConfig",

@@ -12,17 +12,14 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from swarm.config.averaging import AveragingConfig
 from swarm.config.checks import STRICT, is_sha256, require
 from swarm.config.data import DataConfig
 from swarm.config.lora import LoraConfig
 from swarm.config.model import ModelConfig
 from swarm.config.optimizer import OptimizerConfig
-from swarm.config.outer import OuterConfig
-from swarm.config.rounds import RoundsConfig
+from swarm.config.rounds import AveragingConfig, OuterConfig, RoundsConfig
 from swarm.config.sizes import PLENTY, SIZES, TextSize, sized
-from swarm.config.stages import StagesConfig
-from swarm.config.wire import WireConfig
+from swarm.config.stages import StagesConfig, WireConfig
 from swarm.errors import ConfigMismatch
 
 MOST_MICROBATCHES = 1 << 18

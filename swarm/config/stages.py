@@ -1,6 +1,7 @@
-"""`[stages]`: how the layers are cut into stages."""
+"""`[stages]` and `[wire]`: how the layers are cut into stages, and what travels between these."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from swarm.config.checks import STRICT, require, require_usable_numbers
 from swarm.machine.words import counted
@@ -27,3 +28,16 @@ class StagesConfig:
                 f"{counted(self.num_stages, 'stage')}",
             )
             require(min(self.layers_per_stage) >= 0, "stages.layers_per_stage must not be negative")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WireConfig:
+    """How activations and their gradients travel between stages."""
+
+    __pydantic_config__ = STRICT
+
+    dtype: Literal["fp32", "bf16", "fp16", "int8", "auto"] = "fp32"
+    """Type of numbers on the wire; computation stays as it is. `fp16`: with a scale for each tensor, so that small
+    gradients survive. `int8`: a byte each, and a scale for every 128. All but `fp32` round numbers; a synchronous run
+    then follows one process that rounds at the same places. `auto`, which the first peer replaces:
+    `bf16`, but `fp32` in a synchronous run."""

@@ -17,7 +17,8 @@ import numpy.typing as npt
 from swarm.config import DataConfig, TextSize
 from swarm.config.data import HUGGING_FACE
 from swarm.config.sizes import FEWEST_SAMPLES
-from swarm.data import chat, packing, prepared, text_files, tokenizers
+from swarm.data import chat, prepared, text_files, tokenizers
+from swarm.data.documents import longest_learnt
 from swarm.data.parts import Parts
 from swarm.data.prepared import Prepared, Recipe
 from swarm.data.tokenizer_files import SERVED, TokenizerFiles
@@ -99,7 +100,7 @@ def size(config: DataConfig, *, cache_dir: Path) -> TextSize:
     if config.too_long == "drop" or (config.is_packed and num_samples >= FEWEST_SAMPLES):
         return TextSize(samples=num_samples, sample_tokens=length, longest=length)
     # A whole number of eights suits GPUs.
-    longest = min(length, max(-(-packing.longest_learnt(records) // 8) * 8 for records in parts))
+    longest = min(length, max(-(-longest_learnt(records) // 8) * 8 for records in parts))
     return TextSize(samples=num_samples, sample_tokens=length if config.is_packed else longest, longest=longest)
 
 

@@ -2,7 +2,7 @@
 
 Used by data/corpora, for each dataset of a run. The result does not depend on where the dataset's own files are: two
 machines with the same files get the same tokens in the same order. Texts (data/sources) stay whole, and the tokenizer's
-separator follows each of them. Conversations and completions (data/documents) have targets, and data/packing puts them
+separator follows each of them. Conversations and completions (data/documents) have targets, and are put
 side by side. The log names what is skipped. Nothing is in memory as a whole.
 """
 
@@ -26,9 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from swarm.config import DataConfig
-from swarm.data import packing
 from swarm.data.chat import ChatTemplate
-from swarm.data.documents import Documents, noun_of
+from swarm.data.documents import Documents, noun_of, record_dtype, sequences
 from swarm.data.sources import DUMMY, Part, Source, Text, random_tokens
 from swarm.data.tokenizers import Tokenizer
 from swarm.errors import in_one_line
@@ -78,7 +77,7 @@ class Recipe:
         """The type of the stored tokens, or sequences."""
         vocab_size = self.tokenizer.vocab_size
         if self.config.has_targets:
-            return packing.record_dtype(self.config, vocab_size)
+            return record_dtype(self.config, vocab_size)
         return token_dtype(vocab_size)
 
     def documents(self, source: Source) -> Documents | None:
@@ -299,7 +298,7 @@ def _pieces(source: Source, recipe: Recipe, documents: Documents | None) -> Iter
         return random_tokens(recipe.tokenizer.vocab_size)
     if documents is None:
         return _encode(source.texts(), recipe.tokenizer)
-    return packing.sequences(documents.of(source.rows()), recipe.config, recipe.tokenizer.vocab_size)
+    return sequences(documents.of(source.rows()), recipe.config, recipe.tokenizer.vocab_size)
 
 
 def _num_tokens(piece: npt.NDArray[Any]) -> int:

@@ -22,6 +22,8 @@ from swarm.training.samples import TokenIds, token_dtype
 DUMMY = "dummy"
 _NUM_TOKENS = 1 << 22
 _PIECE_TOKENS = 1 << 20
+Text = Iterable[str]
+"""The pieces of one text, in order."""
 
 
 def random_tokens(vocab_size: int) -> Iterator[TokenIds]:
@@ -31,10 +33,6 @@ def random_tokens(vocab_size: int) -> Iterator[TokenIds]:
     generator = np.random.RandomState(0)
     for _ in range(_NUM_TOKENS // _PIECE_TOKENS):
         yield generator.randint(0, vocab_size, _PIECE_TOKENS, dtype=token_dtype(vocab_size).type)
-
-
-Text = Iterable[str]
-"""The pieces of one text, in order."""
 
 
 @dataclass(frozen=True, eq=False)

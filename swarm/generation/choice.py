@@ -15,6 +15,8 @@ from swarm.model.layers import seeded_generator
 
 _ROWS = 32
 """How many positions are scored together, which takes as much memory again as their logits."""
+NO_SCORING = Scoring(first=sys.maxsize, num_top=0)
+"""Scores no token of any sequence."""
 
 
 def choose(logits_V: Tensor, sampling: Sampling, position: int) -> int:
@@ -39,10 +41,6 @@ def choose(logits_V: Tensor, sampling: Sampling, position: int) -> int:
     drawn = torch.rand((), dtype=torch.float64, generator=generator) * cumulated_V[-1]
     index = min(int(torch.searchsorted(cumulated_V, drawn, right=True)), len(cumulated_V) - 1)
     return int(tokens_V[index])
-
-
-NO_SCORING = Scoring(first=sys.maxsize, num_top=0)
-"""Scores no token of any sequence."""
 
 
 class Scorer:

@@ -19,7 +19,7 @@ from swarm.generation.sampling import Sampling, Scores
 from swarm.machine.recording import Recorder
 from swarm.machine.words import counted
 from swarm.model.cache import KeyValueCache
-from swarm.model.transformer import Transformer
+from swarm.model.stages import Transformer
 
 _MOST_AHEAD = 4
 """The most tokens that are computed before the caller takes them. A sequence with that many is left out, so a slow

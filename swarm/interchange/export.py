@@ -22,9 +22,8 @@ from swarm.data.end_tokens import end_tokens
 from swarm.data.own_tokenizer import trusted
 from swarm.data.tokenizer_files import TOKENIZER
 from swarm.data.tokenizers import BYTES_OF_LETTERS, ByteTokenizer, Tokenizer
-from swarm.interchange.families import special_tokens
 from swarm.interchange.families.family import Family, TensorRule
-from swarm.interchange.families.known import family_of
+from swarm.interchange.families.known import GENERATION, family_of, special_token_keys
 from swarm.interchange.source import parameter_shapes
 from swarm.machine import json_file, tensor_file
 from swarm.machine.disk import whole_folder
@@ -100,11 +99,11 @@ def export_model(origin: Origin, output: Path, target: Target | None = None) -> 
         family = family_of(origin.config.model)
         spec = trusted(target.tokenizer, origin.tokenizer)
         tokenizer = _write_tokenizer(origin.config, spec, folder)
-        tokens = special_tokens.write(_with_ends(origin.config, folder, tokenizer))
+        tokens = special_token_keys(_with_ends(origin.config, folder, tokenizer))
         dtype = _write_weights(origin, family, folder, target)
         json_file.write_object(folder / "config.json", _config(origin.config, family, dtype) | tokens)
-        if not (folder / special_tokens.GENERATION).exists():
-            json_file.write_object(folder / special_tokens.GENERATION, {"_from_model_config": True, **tokens})
+        if not (folder / GENERATION).exists():
+            json_file.write_object(folder / GENERATION, {"_from_model_config": True, **tokens})
         (folder / "README.md").write_text(_card(origin, family, dtype, spec), encoding="utf-8")
     return sorted(output.iterdir())
 

@@ -16,9 +16,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from swarm.config import ModelConfig
-from swarm.model.functions import rotate
+from swarm.model.functions import make_norm, rotate
 from swarm.model.masks import DropoutKey
-from swarm.model.norms import make_norm
 from swarm.model.projection import Projection, WritingProjection
 from swarm.model.shards import Shards
 

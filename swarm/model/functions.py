@@ -1,4 +1,4 @@
-"""Operations of a layer, in two kinds: for a CPU's caches, and in few launches for a GPU.
+"""Operations and norms of a layer, in two kinds: for a CPU's caches, and in few launches for a GPU.
 
 Those for a CPU use less memory bandwidth and keep fewer tensors for the backward than autograd would: what one or two
 multiplications can compute again is not kept, which saves a quarter of a layer's activations. The results are those of
@@ -13,12 +13,14 @@ Shapes: B samples, T positions, D model width, E outputs, H heads, K head width,
 for tables of `whole_tables`, F feed-forward width.
 """
 
-from typing import Any, cast
+from typing import Any, assert_never, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from swarm.config import ModelConfig
 
 
 def fuses(device: torch.device | str) -> bool:
@@ -194,3 +196,26 @@ class _FrozenProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient_BTE: Tensor) -> tuple[Tensor, None, None]:
         return (gradient_BTE @ ctx.weight_ED.to(gradient_BTE.dtype)).to(ctx.dtype), None, None
+
+
+class RMSNorm(nn.Module):
+    """functions.rms_norm with a trained weight."""
+
+    def __init__(self, width: int, epsilon: float, *, fused: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.epsilon, self.fused = epsilon, fused
+
+    def forward(self, hidden_BTD: Tensor) -> Tensor:
+        return rms_norm(hidden_BTD, self.weight, self.epsilon, fused=self.fused)
+
+
+def make_norm(model: ModelConfig, width: int, *, fused: bool) -> RMSNorm | nn.LayerNorm:
+    """A norm of the model's kind. `fused`: see functions.py."""
+    match model.norm:
+        case "rms":
+            return RMSNorm(width, model.norm_epsilon, fused=fused)
+        case "layer":
+            return nn.LayerNorm(width, model.norm_epsilon)
+        case other:
+            assert_never(other)

@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from swarm.config import ModelConfig
 from swarm.model.attention import Attend, CausalSelfAttention, Documents, attention
 from swarm.model.cache import Cache
-from swarm.model.functions import product, swiglu
+from swarm.model.functions import make_norm, product, swiglu
 from swarm.model.loss import summed_loss
 from swarm.model.masks import Dropout, DropoutKey, key_digest
-from swarm.model.norms import make_norm
 from swarm.model.projection import Projection, WritingProjection
 from swarm.model.shards import SUBLAYERS, Shards, Sublayer
 

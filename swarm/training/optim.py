@@ -1,4 +1,4 @@
-"""Optimizers and schedules: AdamW (inner, or the only one) and Nesterov SGD (DiLoCo's outer step); muon.py has Muon.
+"""Optimizers and schedules: AdamW (inner, or the only one) and Nesterov SGD (DiLoCo's outer step); not Muon.
 
 The same inputs must give the same bits on every machine, whatever its processor, its GPU or its release of torch,
 because members of a stage compare digests of the state after their outer steps, and replay each other's rounds.

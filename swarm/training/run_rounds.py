@@ -1,11 +1,10 @@
-"""At which rounds a run and its stages are, by what their peers say.
+"""At which rounds a run and its stages are, by what their peers say, and the lineage that tells runs' branches apart.
 
-Used by averaging/watch, by the trainer's pipeline/round_watcher, by peers that begin or move, and by
-swarm-status. Any peer can say any round. So what counts is what most of them say, never the highest that one of them
-names. Pure: whoever asks peers, or reads their records, passes the numbers on.
+Any peer can say any round. So what counts is what most of them say, never the highest that one of them names.
 """
 
-from collections.abc import Iterable, Mapping
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Self
@@ -56,3 +55,23 @@ class RunRounds:
 def _middles(ordered: list[int]) -> tuple[int, int]:
     """The lower and the upper median, which are equal in a row of odd length."""
     return ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
+
+
+def next_lineage(
+    previous: str,
+    round_number: int,
+    digest: str,
+    members: Sequence[str],
+    *,
+    total_squared_norm: float,
+    partners: Sequence[str],
+) -> str:
+    """The chain's next link, 64 hexadecimal digits: a hash over all that the state after the round depends on.
+
+    Args:
+        digest: the digest of the round's result.
+        total_squared_norm: the squared norm by which the gradient is clipped.
+        partners: digests of the results that a shared block's average is made of.
+    """
+    parts = [previous, str(round_number), digest, *members, float(total_squared_norm).hex(), *partners]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -25,6 +25,11 @@ from swarm.config import DataConfig
 from swarm.errors import MalformedMessage
 from swarm.types import PeerId
 
+TOKENS, TARGETS, DOCUMENTS = "tokens", "targets", "documents"
+Samples = Mapping[str, torch.Tensor]
+TokenIds = npt.NDArray[np.unsignedinteger[Any]]
+"""Token ids, unsigned, as narrow as the vocabulary allows."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Microbatch:
@@ -58,13 +63,6 @@ class Microbatch:
     def answers_gradient(self, stage: int) -> bool:
         """Whether a stage's answer contains the gradient of its input. For a replay, only later stages' answers do."""
         return self.accumulate_only_at is None or self.accumulate_only_at < stage
-
-
-TOKENS, TARGETS, DOCUMENTS = "tokens", "targets", "documents"
-
-Samples = Mapping[str, torch.Tensor]
-TokenIds = npt.NDArray[np.unsignedinteger[Any]]
-"""Token ids, unsigned, as narrow as the vocabulary allows."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from swarm.events.kinds import (
     Step,
     ranges,
 )
-from swarm.training.lineage import next_lineage
+from swarm.training.run_rounds import next_lineage
 from tests.support.manual_clock import ManualClock
 
 SAMPLES = 2

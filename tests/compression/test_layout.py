@@ -2,7 +2,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.compression.layout import concatenate, cut, flatten, unflatten
+from swarm.compression.buffers import concatenate, cut, flatten, unflatten
 
 shapes = st.one_of(
     st.just(()), st.tuples(st.integers(0, 5000)), st.tuples(st.integers(0, 200), st.integers(0, 200)),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from swarm.compression.sparsify import EliasFano, IndexCoder, TopK, TwelveBit
 from swarm.compression.values import LEVELS, Field, Numbers, pack, row_bits, unpack
-from swarm.config.averaging import Indices, Values
+from swarm.config.rounds import Indices, Values
 from swarm.errors import MalformedMessage
 from tests.compression.all_codecs import make_vector, relative_error
 

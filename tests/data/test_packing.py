@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.config import DataConfig
-from swarm.data import packing
-from swarm.data.documents import Document
+from swarm.data.documents import NUM_OPEN, Document, pack, sequences
 from swarm.training.samples import DOCUMENTS, TARGETS, TOKENS
 
 
@@ -21,7 +20,7 @@ def _document(number: int, length: int) -> Document:
 def _sequences(lengths: list[int], **data: Any) -> list[npt.NDArray[np.void]]:
     config = DataConfig(dataset="a.jsonl", format="chat", sequence_length=9, **data)
     documents = (_document(number, length) for number, length in enumerate(lengths, start=1))
-    return list(packing.sequences(documents, config, vocab_size=1000))
+    return list(sequences(documents, config, vocab_size=1000))
 
 
 @given(st.lists(st.integers(1, 10), max_size=300))
@@ -67,5 +66,5 @@ def test_a_bounded_number_is_open(count: int) -> None:
             taken = number + 1
             yield _document(number, 6)
 
-    for closed, _ in enumerate(packing.pack(documents(), 10), start=1):
-        assert taken - closed <= packing.NUM_OPEN
+    for closed, _ in enumerate(pack(documents(), 10), start=1):
+        assert taken - closed <= NUM_OPEN

@@ -29,7 +29,7 @@ from swarm.credentials.identity import generate
 from swarm.data.tokenizers import ByteTokenizer
 from swarm.generation.engine import Engine, collect
 from swarm.generation.sampling import Sampling
-from swarm.generation.text import TextStream
+from swarm.generation.text_model import TextStream
 from swarm.interchange.run_folder import to_toml
 from swarm.pipeline.swarm_engine import SwarmEngine
 from swarm.rpc.ask import describe

@@ -15,7 +15,7 @@ from swarm.generation.sampling import Sampling, Scores, Scoring
 from swarm.interchange.source import Source
 from swarm.machine.recording import Recorder
 from swarm.model.cache import CacheRows, KeyValueCache
-from swarm.model.transformer import Transformer
+from swarm.model.stages import Transformer
 from tests.interchange.small_models import MODELS, POSITIONS, make_tokens, save
 from tests.support.tape import TapeRecorder
 

@@ -11,7 +11,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from swarm.data import tokenizers
 from swarm.data.tokenizers import ByteTokenizer, JsonTokenizer
-from swarm.generation.text import TextStream, Writing
+from swarm.generation.text_model import TextStream, Writing
 from tests.support.tokenizers import write_chat_tokenizer, write_tokenizer
 
 

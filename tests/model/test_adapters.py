@@ -11,8 +11,14 @@ from torch.func import functional_call
 from swarm.config import DataConfig, LoraConfig, ModelConfig, RunConfig, StagesConfig
 from swarm.model.adapters import adapter_names, merged, trained_parameters
 from swarm.model.masks import DropoutKey
-from swarm.model.stages import build_stage, parameter_shapes, shared_parameters, trained_shapes
-from swarm.model.transformer import Transformer, build_transformer
+from swarm.model.stages import (
+    Transformer,
+    build_stage,
+    build_transformer,
+    parameter_shapes,
+    shared_parameters,
+    trained_shapes,
+)
 
 KEY = DropoutKey(seed=3, microbatch=11)
 LLAMA = ModelConfig(num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, vocab_size=40, tied_embeddings=True)

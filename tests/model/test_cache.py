@@ -8,7 +8,7 @@ from torch import Tensor
 
 from swarm.config import ModelConfig, RunConfig
 from swarm.model.cache import CachePool, KeyValueCache, PooledRows, cache_bytes
-from swarm.model.transformer import build_transformer
+from swarm.model.stages import build_transformer
 
 MOST = 100
 LAYERS = ("layers.0", "layers.1")

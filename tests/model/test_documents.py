@@ -7,8 +7,7 @@ import torch
 
 from swarm.config import DataConfig, ModelConfig, RunConfig, StagesConfig
 from swarm.model.masks import DropoutKey
-from swarm.model.stages import build_stage
-from swarm.model.transformer import Transformer, build_transformer
+from swarm.model.stages import Transformer, build_stage, build_transformer
 from swarm.training.samples import DOCUMENTS, TARGETS, TOKENS, Samples
 
 LENGTHS = ((5, 9, 1, 6), (21,), (2, 2, 17))

@@ -2,7 +2,7 @@
 
 import torch
 
-from swarm.model.norms import RMSNorm
+from swarm.model.functions import RMSNorm
 
 
 def test_rms_norm_ignores_the_scale_of_its_input() -> None:

@@ -19,8 +19,7 @@ from swarm.model.cache import KeyValueCache
 from swarm.model.masks import DropoutKey
 from swarm.model.shards import Shards, cut_axis, part_of, sum_here, sum_over, whole_of
 from swarm.model.stage_module import stage_loss
-from swarm.model.stages import build_stage
-from swarm.model.transformer import Transformer, build_transformer
+from swarm.model.stages import Transformer, build_stage, build_transformer
 
 LLAMA = ModelConfig(num_layers=4, d_model=32, num_heads=4, num_kv_heads=2, vocab_size=40, init_std=0.2, dropout=0.1)
 QWEN = dataclasses.replace(LLAMA, qk_norm=True, qkv_bias=True, head_width=12, tied_embeddings=True)

@@ -19,8 +19,7 @@ from swarm.machine.out_of_memory import is_out_of_memory
 from swarm.model.layers import FIXED_STD
 from swarm.model.masks import DropoutKey
 from swarm.model.stage_module import StageModule, stage_loss, with_weights
-from swarm.model.stages import build_stage, layer_ranges
-from swarm.model.transformer import build_transformer
+from swarm.model.stages import build_stage, build_transformer, layer_ranges
 
 MODEL = ModelConfig(num_layers=4, d_model=32, num_heads=4, num_kv_heads=2, vocab_size=40, dropout=0.2)
 KEY = DropoutKey(seed=3, microbatch=11)

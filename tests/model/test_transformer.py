@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from swarm.config import ModelConfig, RunConfig, StagesConfig
 from swarm.model.masks import DropoutKey
-from swarm.model.transformer import Transformer, build_transformer
+from swarm.model.stages import Transformer, build_transformer
 
 MODEL = ModelConfig(num_layers=3, d_model=48, num_heads=4, vocab_size=64, init_std=0.2, rope_theta=500.0)
 KEY = DropoutKey(seed=0, microbatch=1)

@@ -19,7 +19,7 @@ from swarm.generation.sampling import Sampling, Scores, Scoring
 from swarm.hop import continuation, session
 from swarm.machine.recording import recorder_of
 from swarm.model.cache import CacheRows, KeyValueCache
-from swarm.model.transformer import build_transformer
+from swarm.model.stages import build_transformer
 from swarm.pipeline.swarm_engine import SwarmEngine
 from swarm.stage import decoder
 from swarm.stage.generation import SessionLimits

@@ -11,8 +11,7 @@ from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, Stage
 from swarm.machine.recording import Recorder
 from swarm.model.masks import DropoutKey
 from swarm.model.stage_module import StageModule
-from swarm.model.stages import build_stage
-from swarm.model.transformer import build_transformer
+from swarm.model.stages import build_stage, build_transformer
 from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import HIDDEN, TOKENS
 from swarm.stage.graphs import GraphBudget

@@ -12,7 +12,7 @@ import torch
 
 from swarm.config import ModelConfig, RunConfig, StagesConfig
 from swarm.errors import MalformedMessage
-from swarm.model.transformer import build_transformer
+from swarm.model.stages import build_transformer
 from swarm.stage.backend import Forward, StageBackend
 from swarm.stage.boundary import GRADIENT, HIDDEN, TOKENS, reply_specs
 from swarm.stage.buckets import Accumulated

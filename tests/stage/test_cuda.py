@@ -19,7 +19,7 @@ from swarm.machine.recording import recorder_of
 from swarm.model.attention import attention
 from swarm.model.loss import summed_loss
 from swarm.model.masks import random_mask
-from swarm.model.transformer import build_transformer
+from swarm.model.stages import build_transformer
 from swarm.pipeline.swarm_engine import SwarmEngine
 from swarm.stage.staging import PIECE_ELEMENTS, CudaStaging
 from swarm.stage.state import digest_of

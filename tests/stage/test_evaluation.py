@@ -15,7 +15,7 @@ from swarm.config import RoundsConfig, RunConfig
 from swarm.data.microbatches import HeldOut, Microbatches
 from swarm.errors import Overloaded, RoundGone
 from swarm.hop import hop as hops
-from swarm.model.transformer import build_transformer
+from swarm.model.stages import build_transformer
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.boundary import HIDDEN
 from swarm.stage.held_rounds import MAX_ROUNDS_OF_USER

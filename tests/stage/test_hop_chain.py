@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from swarm.config import RunConfig, WireConfig
-from swarm.model.transformer import build_transformer
+from swarm.model.stages import build_transformer
 from swarm.stage.boundary import TOKENS, reply_specs, request_specs
 from swarm.stage.buckets import Version
 from swarm.stage.staging import Staging

@@ -13,7 +13,7 @@ from swarm.hop.answers import HopListener
 from swarm.hop.retries import HopLimits
 from swarm.model.adapters import trained_parameters
 from swarm.model.masks import DropoutKey
-from swarm.model.transformer import build_transformer
+from swarm.model.stages import build_transformer
 from swarm.rpc.v1.stage_pb2 import DescribeRequest
 from swarm.stage import servicer
 from swarm.stage.boundary import HIDDEN, TOKENS

@@ -32,8 +32,7 @@ from swarm.hop.retries import HopLimits
 from swarm.machine.clock import Clock, SystemClock
 from swarm.machine.recording import Recorder, recorder_of
 from swarm.model.masks import DropoutKey
-from swarm.model.stages import build_stage
-from swarm.model.transformer import build_transformer
+from swarm.model.stages import build_stage, build_transformer
 from swarm.routing.router import Router
 from swarm.rpc.callers import Callers
 from swarm.rpc.channels import ChannelPool

@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 
 from scripts.benches.shared.common import run_of
+from swarm.compression.buffers import TILE
 from swarm.compression.dct import inverse_dct
-from swarm.compression.layout import TILE
 from swarm.config import OptimizerConfig, OuterConfig, RoundsConfig, Setting
 from swarm.model.layers import seeded_generator
 from swarm.model.stages import build_stage
@@ -23,7 +23,7 @@ from swarm.stage.buckets import moved
 from swarm.stage.settings import weights_of
 from swarm.stage.state import digest_of
 from swarm.training import optim
-from swarm.training.muon import Muon
+from swarm.training.optimizers import Muon
 from tests.compression.all_codecs import CODECS
 
 CPU = torch.device("cpu")

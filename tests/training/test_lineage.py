@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from swarm.training.lineage import next_lineage
+from swarm.training.run_rounds import next_lineage
 
 
 def _next(

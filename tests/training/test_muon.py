@@ -15,8 +15,7 @@ from swarm.config import LoraConfig, ModelConfig, OptimizerConfig, RunConfig, St
 from swarm.model.adapters import trained_parameters
 from swarm.model.stages import build_stage
 from swarm.training import optim
-from swarm.training.muon import Muon, exact_product, is_hidden_matrix, orthogonal
-from swarm.training.optimizers import gradient_optimizer
+from swarm.training.optimizers import Muon, exact_product, gradient_optimizer, is_hidden_matrix, orthogonal
 
 CONFIG = OptimizerConfig(name="muon", momentum=0.9, weight_decay=0.3, beta1=0.8, beta2=0.9, epsilon=1e-6)
 SHAPES = {

@@ -14,8 +14,7 @@ from swarm.config import ModelConfig, RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.machine.recording import Recorder
 from swarm.model.stage_module import StageModule
-from swarm.model.stages import build_stage
-from swarm.model.transformer import build_transformer
+from swarm.model.stages import build_stage, build_transformer
 from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import HIDDEN, TOKENS, boundary_of
 from swarm.stage.graphs import GraphBudget

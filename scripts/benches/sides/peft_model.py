@@ -19,7 +19,7 @@ from swarm.interchange.adapter import peft_modules
 from swarm.interchange.run_folder import ImportOptions, import_model
 from swarm.interchange.source import Source
 from swarm.model.adapters import trained_parameters
-from swarm.model.transformer import build_transformer
+from swarm.model.stages import build_transformer
 from swarm.training.samples import TOKENS
 
 MODEL, RUN = "model", "run"  # Two folders: the model as transformers writes it, and as swarm-model imports it

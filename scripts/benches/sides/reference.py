@@ -13,8 +13,7 @@ from swarm.config import OptimizerConfig, RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.model.adapters import trained_parameters
 from swarm.model.masks import DropoutKey
-from swarm.model.stages import build_stage
-from swarm.model.transformer import build_transformer
+from swarm.model.stages import build_stage, build_transformer
 from swarm.training import optim, samples
 from swarm.training.optimizers import gradient_optimizer
 from swarm.training.samples import Samples

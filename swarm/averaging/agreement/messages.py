@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from swarm.averaging.agreement.group import Ballot
 from swarm.errors import MalformedMessage, TryLater
 from swarm.rpc.v1 import averaging_pb2 as pb
-from swarm.training.lineage import next_lineage
 from swarm.training.round_member import Progress, Snapshot
+from swarm.training.run_rounds import next_lineage
 from swarm.types import LARGEST_COUNT
 
 PAST = 16

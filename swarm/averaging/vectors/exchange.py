@@ -15,7 +15,7 @@ from swarm.averaging.agreement.shares import Shares
 from swarm.averaging.vectors.allreduce import AllReduceTransport, Average, Terms, butterfly, gather
 from swarm.averaging.vectors.feedback import ErrorFeedback, Owed, Residual
 from swarm.averaging.vectors.reduction import HandOut, Reduction, Side, squared_norm
-from swarm.compression import layout
+from swarm.compression import buffers
 from swarm.compression.codec import contribution_codec, result_codec
 from swarm.config import AveragingConfig
 from swarm.machine.memory import Recycler
@@ -50,9 +50,9 @@ class Exchanges:
         self.result_codec = result_codec(config)
         self.bytes_per_second = 0.0
         """The rate at which this member's line sends, as measured; 0 before that."""
-        tiled = self.codec.tile == layout.TILE
-        self._flatten = layout.flatten if tiled else layout.concatenate
-        self.unflatten = layout.unflatten if tiled else layout.cut
+        tiled = self.codec.tile == buffers.TILE
+        self._flatten = buffers.flatten if tiled else buffers.concatenate
+        self.unflatten = buffers.unflatten if tiled else buffers.cut
         """Cuts an averaged vector into tensors, given tensors with the same names and shapes."""
         self._config = config
         self._own_id = own_id

@@ -22,9 +22,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from swarm.generation.openai_api import requests
-from swarm.generation.openai_api.answers import STILL_HERE, Answer, Scored, Usage, event
+from swarm.generation.openai_api.answers import STILL_HERE, Answer, Refusal, Scored, Usage, event
 from swarm.generation.openai_api.gate import HEALTH, refusal_of
-from swarm.generation.openai_api.refusals import Refusal
 from swarm.generation.openai_api.requests import ChatRequest, CompletionRequest, Request
 from swarm.generation.openai_api.responses import ResponseAnswer, ResponseRequest
 from swarm.generation.openai_api.texts import Piece, Pieces, Text, written

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from swarm.errors import Overloaded, SwarmError
-from swarm.generation.openai_api.refusals import Refusal
+from swarm.generation.openai_api.answers import Refusal
 from swarm.machine.out_of_memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)

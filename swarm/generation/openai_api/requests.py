@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from swarm.generation.openai_api.refusals import Refusal
+from swarm.generation.openai_api.answers import Refusal
 from swarm.generation.sampling import MOST_TOP, Sampling, require_number
 
 MOST_STOPS = 16

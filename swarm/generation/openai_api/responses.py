@@ -8,8 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from swarm.generation.openai_api.answers import Scored, Usage, described
-from swarm.generation.openai_api.refusals import Refusal
+from swarm.generation.openai_api.answers import Refusal, Scored, Usage, described
 from swarm.generation.openai_api.requests import Message, Request, conversation_of
 from swarm.generation.sampling import MOST_TOP
 

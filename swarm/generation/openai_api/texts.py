@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from swarm.data.tokenizers import Tokenizer
 from swarm.generation.openai_api.answers import Scored
 from swarm.generation.sampling import Sampling, Scores
-from swarm.generation.text import Writing
-from swarm.generation.text_model import TextModel
+from swarm.generation.text_model import TextModel, Writing
 
 _MOST_AT_ONCE = 8
 """The most texts of one request that are written at once, so that others have their turn."""

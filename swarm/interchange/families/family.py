@@ -144,7 +144,7 @@ class Family:
         rules: a rule for each tensor that a model of the family may have, with `{layer}` in the names of layers'.
         no_tensors: name endings of tensors that files may hold and no model needs: masks and tables.
         prefix: the beginning of all transformers' names except the head's; some files leave it out.
-        special_tokens: transformers' defaults for keys that a configuration does not have (special_tokens.py).
+        special_tokens: transformers' defaults for keys that a configuration does not have (known.py).
     """
 
     architecture: str

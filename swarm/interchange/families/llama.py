@@ -13,6 +13,8 @@ from swarm.config import ModelConfig
 from swarm.interchange.families.family import Family, Keys, TensorRule
 
 _LAYER = "model.layers.{layer}"
+_LLAMA_TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
+_PHI3_TOKENS = {"bos_token_id": 1, "eos_token_id": 32_000, "pad_token_id": 32_000}
 
 
 def _projection(theirs: str, *ours: str) -> tuple[TensorRule, ...]:
@@ -229,9 +231,6 @@ def _family(
         special_tokens=special_tokens,
     )
 
-
-_LLAMA_TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
-_PHI3_TOKENS = {"bos_token_id": 1, "eos_token_id": 32_000, "pad_token_id": 32_000}
 
 LLAMA = _family("LlamaForCausalLM", "llama", _read_llama, _write_llama, _LLAMA_TOKENS)
 MISTRAL = _family("MistralForCausalLM", "mistral", _read_mistral, _write_mistral, _LLAMA_TOKENS)

@@ -15,7 +15,7 @@ from swarm.averaging.agreement.shares import Shares, divide
 from swarm.averaging.vectors.allreduce import Average
 from swarm.averaging.vectors.exchange import Closed, Exchanges
 from swarm.averaging.vectors.reduction import HandOut
-from swarm.compression.layout import TILE
+from swarm.compression.buffers import TILE
 from swarm.config import AveragingConfig
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import Contribution

@@ -101,7 +101,7 @@ def _config(**changes: object) -> RunConfig:
 
 
 def _num_parameters() -> int:
-    from swarm.model.transformer import build_transformer
+    from swarm.model.stages import build_transformer
 
     return sum(
         parameter.numel() for parameter in build_transformer(_config(), device=torch.device("meta")).parameters()
