@@ -5,6 +5,7 @@ small swarm trains once while it writes a text, and once beside a process that i
 """
 
 import asyncio
+import dataclasses
 import itertools
 import statistics
 import sys
@@ -28,10 +29,12 @@ from scripts.benches.shared.common import (
     say,
     with_corpus,
     workplace,
+    write_config,
 )
 from scripts.benches.shared.swarm import SwarmProcesses
 from scripts.benches.shared.theirs import llama, writer
 from swarm import config as configs
+from swarm.config import WireConfig
 from swarm.credentials.identity import generate
 from swarm.generation.engine import collect
 from swarm.generation.sampling import Sampling
@@ -83,7 +86,10 @@ def _speed(options: Options, folder: Path, children: Supervisor) -> dict[str, An
     import_model(
         Source(folder / "model"), folder / "run", ImportOptions(num_stages=NUM_STAGES, dataset=(options.dataset,))
     )
-    config, _ = with_corpus(configs.load(folder / "run" / "run.toml"))
+    settings = folder / "run" / "run.toml"
+    # The bfloat16 that an imported run sends between stages may lead to another token than transformers writes.
+    write_config(dataclasses.replace(configs.load(settings), wire=WireConfig(dtype="fp32")), settings)
+    config, _ = with_corpus(configs.load(settings))
     generator = torch.Generator().manual_seed(1)
     prompt = torch.randint(VOCABULARY, (PROMPT_TOKENS,), generator=generator).tolist()
     swarm = SwarmProcesses(config, children, folder / "swarm", model=folder / "run", threads=torch.get_num_threads())
