@@ -1,8 +1,4 @@
-"""Which fields of the configuration may change when a run goes on from a checkpoint, and which of them did.
-
-Used by checkpoint/file, which refuses a checkpoint with a forbidden difference, and by peers/stage_peer/resume, which
-prints every other difference.
-"""
+"""Which fields of the configuration may change when a run goes on from a checkpoint, and which of them did."""
 
 import dataclasses
 from typing import Any

@@ -84,7 +84,6 @@ class Header:
 
     @property
     def name(self) -> FileName:
-        """The name of its file."""
         return FileName(round=self.round, num_stages=self.config.stages.num_stages, stage=self.stage)
 
 
@@ -153,7 +152,6 @@ class Draft:
         return self._path
 
     def discard(self) -> None:
-        """Remove what is written."""
         if self._stream is not None:
             self._stream.discard()
 

@@ -1,7 +1,7 @@
 """A folder of checkpoints, from which a stage's state is put together. The run may be cut as before, or differently.
 
-Used by peers/stage_peer when it starts. The newest sound round is taken. Unsound files are named in the log, but of the
-files of another run only the first one. Nothing is written.
+The newest sound round is taken. Unsound files are named in the log, but of the files of another run only the first one.
+Nothing is written.
 """
 
 import hashlib
@@ -52,7 +52,6 @@ class CheckpointFolder:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the folder has no checkpoints."""
         return not self._names
 
     def restore(

@@ -1,8 +1,8 @@
 """Writes one stage peer's checkpoints as the rounds go by, and keeps the newest few.
 
-Used by peers/stage_peer, which hands it copies of the stage's state. It works in threads of its own. A process that
-ends does not wait for these threads, because a disk may hang for ever. After a failure there is a line in the log, and
-training goes on with the checkpoints that are there. Nothing is deleted before a newer checkpoint is safely written.
+It works in threads of its own. A process that ends does not wait for these threads, because a disk may hang for ever.
+After a failure there is a line in the log, and training goes on with the checkpoints that are there. Nothing is deleted
+before a newer checkpoint is safely written.
 """
 
 import asyncio
@@ -70,7 +70,6 @@ class CheckpointWriter:
         return True
 
     def newest_round(self, stage: int) -> int:
-        """The newest round at which this peer wrote a checkpoint of a stage; 0 if there is none."""
         return self._newest.get(stage, 0)
 
     def draft(self, header: Header, shapes: Mapping[str, torch.Size]) -> Draft:
@@ -110,7 +109,6 @@ class CheckpointWriter:
         return True
 
     def failed(self, fault: str) -> bool:
-        """Note and log that a state was not written. Returns False."""
         self.fault = fault
         logger.error("%s", fault)
         return False

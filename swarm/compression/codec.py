@@ -23,12 +23,8 @@ RESULT_GROWTH = 4
 
 
 class Codec(Protocol):
-    """One way to encode a float32 vector."""
-
     @property
-    def name(self) -> str:
-        """The codec's name in the configuration."""
-        ...
+    def name(self) -> str: ...
 
     @property
     def tile(self) -> int:

@@ -129,7 +129,6 @@ class Blockwise(ABC):
         return scales_B, encoded[scales_bytes:].view(num_blocks, self._code_bytes)
 
     def _choose(self, blocks_BE: torch.Tensor) -> torch.Tensor:
-        """The elements of the blocks that are kept."""
         return blocks_BE
 
     @abstractmethod

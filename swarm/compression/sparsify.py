@@ -34,7 +34,6 @@ class TwelveBit:
         self.fields: tuple[Field, ...] = (Field(count, (TILE - 1).bit_length()),)
 
     def encode(self, indices_RG: Numbers) -> list[Numbers]:
-        """The columns of `fields`: rising numbers below 4096 as they are."""
         return [indices_RG]
 
     def decode(self, columns: Sequence[Numbers]) -> Numbers:
@@ -57,7 +56,6 @@ class EliasFano:
         self.fields: tuple[Field, ...] = (Field(count, int(self._low_bits)), Field(self._unary_bits, 1))
 
     def encode(self, indices_RG: Numbers) -> list[Numbers]:
-        """The columns of `fields`: the low bits, and the unary rows."""
         unary = np.zeros((len(indices_RG), self._unary_bits), dtype=np.uint16)
         np.put_along_axis(unary, (indices_RG >> self._low_bits) + self._ranks_G, 1, axis=1)
         return [indices_RG & ((1 << self._low_bits) - 1), unary]
@@ -107,7 +105,6 @@ class TopK:
         self._fields = [*(field for coder in self._indices for field in coder.fields), *self._values.fields]
 
     def encode(self, vector_N: torch.Tensor) -> Buffer:
-        """Choose the elements, and pack them."""
         indices_TK, values_TK = self._choose(vector_N)
         is_real_TK = torch.ones_like(indices_TK, dtype=torch.bool)
         is_real_TK[-1:] = indices_TK[-1:] < self._num_real_in_last(vector_N.numel())
@@ -148,7 +145,6 @@ class TopK:
         return vector_TE.view(-1)[:num_elements]
 
     def num_bytes(self, num_elements: int) -> int:
-        """Exact size: the header and whole tiles."""
         return self._values.header_bytes + values.num_bytes(self._fields, -(-num_elements // TILE))
 
     def _num_real_in_last(self, num_elements: int) -> int:

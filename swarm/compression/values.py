@@ -45,7 +45,6 @@ def row_bits(fields: Sequence[Field]) -> int:
 
 
 def num_bytes(fields: Sequence[Field], num_rows: int) -> int:
-    """The number of bytes of `num_rows` rows. Only the last byte may have bits to spare."""
     return -(-num_rows * row_bits(fields) // 8)
 
 

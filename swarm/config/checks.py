@@ -30,23 +30,19 @@ def require_usable_numbers(section: str, values: Any) -> None:
 
 
 def require_at_least_one(section: str, values: Any, *names: str) -> None:
-    """Check that these fields of a section are at least 1."""
     for name in names:
         require(getattr(values, name) >= 1, f"{section}.{name} must be at least 1, not {getattr(values, name)}")
 
 
 def require_positive(section: str, values: Any, *names: str) -> None:
-    """Check that these fields of a section are above 0."""
     for name in names:
         require(getattr(values, name) > 0, f"{section}.{name} must be positive, not {getattr(values, name)}")
 
 
 def require_not_negative(section: str, values: Any, *names: str) -> None:
-    """Check that these fields of a section are at least 0."""
     for name in names:
         require(getattr(values, name) >= 0, f"{section}.{name} must not be negative, not {getattr(values, name)}")
 
 
 def is_sha256(text: str) -> bool:
-    """Whether the text is a SHA-256 in hexadecimal."""
     return len(text) == 64 and set(text) <= set("0123456789abcdef")

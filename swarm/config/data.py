@@ -156,7 +156,6 @@ class DataConfig:
 
     @property
     def datasets(self) -> tuple[str, ...]:
-        """The datasets that `dataset` names."""
         return (self.dataset,) if isinstance(self.dataset, str) else self.dataset
 
     @property

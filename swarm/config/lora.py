@@ -59,12 +59,10 @@ class LoraConfig:
 
     @property
     def is_on(self) -> bool:
-        """Whether adapters are trained, and the model's own weights are not."""
         return self.rank > 0
 
     @property
     def scale(self) -> float:
-        """The factor by which an adapter's output is multiplied."""
         return self.alpha / self.rank
 
     def check_model(self, model: ModelConfig) -> None:

@@ -270,12 +270,10 @@ class ModelConfig:
 
     @property
     def kv_heads(self) -> int:
-        """num_kv_heads with the default resolved."""
         return self.num_kv_heads or self.num_heads
 
     @property
     def width_of_heads(self) -> int:
-        """head_width with the default resolved."""
         return self.head_width or self.d_model // self.num_heads
 
     @property
@@ -285,5 +283,4 @@ class ModelConfig:
 
     @property
     def feed_forward_width(self) -> int:
-        """d_ff with the default resolved."""
         return self.d_ff or 32 * -(-8 * self.d_model // (3 * 32))

@@ -1,6 +1,6 @@
 """Reads a RunConfig from TOML, JSON or a preset, and changes settings of it by name.
 
-Called by the programs, and when the configuration is fetched from another peer. A fault is a ValueError of one line.
+A fault is a ValueError of one line.
 """
 
 import dataclasses
@@ -78,7 +78,6 @@ def with_settings(config: RunConfig, settings: Sequence[str]) -> RunConfig:
 
 
 def preset_names() -> list[str]:
-    """The names of the presets that come with the package."""
     files = resources.files("swarm.presets").iterdir()
     return sorted(entry.name.removesuffix(".toml") for entry in files if entry.name.endswith(".toml"))
 

@@ -67,7 +67,6 @@ class RunConfig:
         self._check_samples()
 
     def _check_layers(self) -> None:
-        """Check that layers, stages and fragments fit together."""
         model, num_stages, layers = self.model, self.stages.num_stages, self.stages.layers_per_stage
         if layers:
             require(
@@ -113,7 +112,6 @@ class RunConfig:
         )
 
     def _check_samples(self) -> None:
-        """Check that rounds and inner batches are made of whole microbatches, and not of too many."""
         rounds, size = self.rounds, self.data.microbatch_size
         if self.lacks_sizes:
             return
@@ -141,7 +139,6 @@ class RunConfig:
 
     @property
     def microbatches_per_round(self) -> int:
-        """The number of microbatches of the whole swarm in one round."""
         return self.rounds.round_samples // self.data.microbatch_size
 
     @property
@@ -151,7 +148,6 @@ class RunConfig:
         return self.microbatches_per_round if self.rounds.synchronous else None
 
     def microbatches_of(self, round_number: int) -> range:
-        """The microbatches of a synchronous round."""
         return range(round_number * self.microbatches_per_round, (round_number + 1) * self.microbatches_per_round)
 
     def begun(self, num_steps: int | None = None, text: TextSize = PLENTY) -> "RunConfig":
@@ -206,7 +202,6 @@ class RunConfig:
 
     @property
     def outer_step(self) -> OuterConfig:
-        """The configuration of DiLoCo's outer step, with all values filled in."""
         return self.outer.of(self.rounds)
 
     @functools.cached_property

@@ -1,7 +1,7 @@
 """Sizes that fit a run: those of `[data]` and `[rounds]` that were left out, chosen by its model, stages and text.
 
-Used by run.py as a run begins. All machines choose alike, because nothing here is measured. A run whose text is small
-gets small batches, so that it takes more than a few steps in an epoch, and a large model gets small microbatches.
+All machines choose alike, because nothing here is measured. A run whose text is small gets small batches, so that it
+takes more than a few steps in an epoch, and a large model gets small microbatches.
 """
 
 import dataclasses

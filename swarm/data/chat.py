@@ -169,6 +169,5 @@ def _text(path: Path) -> str | None:
 
 
 def _token(value: Any) -> str | None:
-    """A special token's text; the value may be a record that has it as `content`."""
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) else None

@@ -54,8 +54,6 @@ class SourceTokens:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Corpus:
-    """All datasets of a run, tokenized."""
-
     sources: Sequence[SourceTokens]
     """One for each of `data.datasets`, in their order."""
     vocab_size: int
@@ -129,7 +127,6 @@ def _source(dataset: str, recipe: Recipe, cache_dir: Path) -> SourceTokens:
 
 
 def _digest(sources: Sequence[SourceTokens]) -> str:
-    """The digest of all datasets, in their order."""
     digests = [source.digest for source in sources]
     return digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
 

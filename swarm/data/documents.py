@@ -56,8 +56,6 @@ def noun_of(format: Format) -> str:
 
 @dataclass
 class Counts:
-    """How many rows were taken, cut and dropped."""
-
     taken: int = 0
     cut: int = 0
     dropped: int = 0
@@ -67,8 +65,6 @@ class Counts:
 
 @dataclass
 class Documents:
-    """Makes documents of rows."""
-
     config: DataConfig
     tokenizer: Tokenizer
     template: ChatTemplate | None

@@ -1,8 +1,8 @@
 """Downloads models' files from Hugging Face's hub, and gives a one-line reason if that fails. Executes nothing from
 them.
 
-Used by data/tokenizer_files, data/rows, interchange/source and swarm-model. The library huggingface_hub is installed
-with tokenizers. It keeps downloads in a cache of its own, and finds them there without a network.
+The library huggingface_hub is installed with tokenizers. It keeps downloads in a cache of its own, and finds them there
+without a network.
 """
 
 import re

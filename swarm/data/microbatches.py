@@ -51,8 +51,6 @@ class HeldOut:
 
 
 class Microbatches:
-    """The samples of a run, by number."""
-
     def __init__(self, corpus: Corpus, config: DataConfig) -> None:
         self._sources = corpus.sources
         self._names = config.source_names
@@ -94,7 +92,6 @@ class Microbatches:
         return self._gather(map(self._training_sequence, epochs.tolist(), places.tolist()))
 
     def held_out(self, num_samples: int) -> list[dict[str, torch.Tensor]]:
-        """The microbatches of `held_out_by_source`, one dataset after another."""
         return [batch for source in self.held_out_by_source(num_samples) for batch in source.batches]
 
     def held_out_by_source(self, num_samples: int) -> list[HeldOut]:

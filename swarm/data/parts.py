@@ -28,8 +28,6 @@ RETRY_SECONDS = 30.0
 
 
 class Parts:
-    """The parts of one dataset."""
-
     def __init__(
         self, dataset: str, recipe: Recipe, cache_dir: Path, *, pause: Callable[[float], object] = time.sleep
     ) -> None:
@@ -130,12 +128,10 @@ class Parts:
         self._open = reader, position
 
     def _opened(self, first: int) -> tuple[Iterator[Row], int]:
-        """The dataset at row `first`, or before it."""
         found, self._open = self._open, None
         return found if found is not None and found[1] <= first else (self._from_row(first), first)
 
     def _from_row(self, first: int) -> Iterator[Row]:
-        """The dataset from a row on, to its end."""
         if first and not self._num_rows:
             logger.info("skips %d rows of %s", first, self._dataset)
             reader = self._reader(first)

@@ -1,9 +1,9 @@
 """Tokenizes a dataset into one file in the user's cache, which is memory-mapped.
 
-Used by data/corpora, for each dataset of a run. The result does not depend on where the dataset's own files are: two
-machines with the same files get the same tokens in the same order. Texts (data/sources) stay whole, and the tokenizer's
-separator follows each of them. Conversations and completions (data/documents) have targets, and are put
-side by side. The log names what is skipped. Nothing is in memory as a whole.
+The result does not depend on where the dataset's own files are: two machines with the same files get the same tokens in
+the same order. Texts (data/sources) stay whole, and the tokenizer's separator follows each of them. Conversations and
+completions (data/documents) have targets, and are put side by side. The log names what is skipped. Nothing is in memory
+as a whole.
 """
 
 import contextlib
@@ -74,7 +74,6 @@ class Recipe:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The type of the stored tokens, or sequences."""
         vocab_size = self.tokenizer.vocab_size
         if self.config.has_targets:
             return record_dtype(self.config, vocab_size)
@@ -87,7 +86,6 @@ class Recipe:
         return Documents(self.config, self.tokenizer, self.template, source.faults)
 
     def key(self, source: Source) -> str:
-        """The key of the prepared dataset in this machine's cache."""
         config = self.config
         origin = [_CACHE_VERSION, source.dataset, config.max_tokens, self.tokenizer.identity, source.identity]
         if config.has_targets:
@@ -150,7 +148,6 @@ def delete_parts(dataset: str, recipe: Recipe, cache_dir: Path, *, but: Collecti
 
 
 def _path(source: Source, recipe: Recipe, cache_dir: Path) -> Path:
-    """The file of a prepared dataset, or of a part of it."""
     part = "" if source.part is None else f"-{source.part.name}"
     return cache_dir / f"{recipe.key(source)[:32]}{part}.tokens"
 
@@ -302,7 +299,6 @@ def _pieces(source: Source, recipe: Recipe, documents: Documents | None) -> Iter
 
 
 def _num_tokens(piece: npt.NDArray[Any]) -> int:
-    """The number of tokens of a piece; for a sequence, how many it has room for."""
     return len(piece) if piece.dtype.names is None else piece[TARGETS].size - 1
 
 

@@ -1,8 +1,8 @@
 """Rows: records with named fields, one after another, from JSONL and Parquet files, a Hugging Face dataset, or a class
 of the user's own.
 
-Used by data/sources and data/documents. Each row knows its file and number, for error messages. Only a few rows are in
-memory at a time. One bad row never ends a dataset: `Faults` leaves it out.
+Each row knows its file and number, for error messages. Only a few rows are in memory at a time. One bad row never ends
+a dataset: `Faults` leaves it out.
 """
 
 import gzip
@@ -92,7 +92,6 @@ class Faults:
 
 
 def has_rows(path: Path) -> bool:
-    """Whether a file has rows, by its name."""
     return _kind(path) in READERS
 
 

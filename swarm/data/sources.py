@@ -1,8 +1,7 @@
 """Sources: read one dataset, text by text or row by row.
 
-Used by data/prepared. A text is a file, or a field of a row. data/text_files finds the files and their order. A file
-that holds no text, or no rows, is skipped, and the reason is kept for the log. Of a Hugging Face dataset a source may
-be a part (data/parts).
+A text is a file, or a field of a row. data/text_files finds the files and their order. A file that holds no text, or no
+rows, is skipped, and the reason is kept for the log. Of a Hugging Face dataset a source may be a part (data/parts).
 """
 
 import math

@@ -39,8 +39,6 @@ class Fault(Exception):
 
 
 class Template:
-    """One template, compiled."""
-
     def __init__(self, template: str, special_tokens: Mapping[str, str], *, seconds: float) -> None:
         """
         Args:
@@ -202,7 +200,6 @@ def _reason(error: Exception) -> str:
 
 
 def main() -> None:
-    """Answer requests until there are no more."""
     source = sys.stdin.buffer
     opening = read(source)
     for kind, most in ((resource.RLIMIT_AS, opening["memory_bytes"]), (resource.RLIMIT_CORE, 0)):

@@ -1,8 +1,8 @@
 """Text files: finds the files that a dataset names, in the corpus's order, and reads their text in pieces.
 
-Used by data/sources. The choice, the order and the pieces depend only on the files' contents and on their paths below
-their common folder, so machines with the same files get the same text. A file counts as text if all of it is UTF-8
-without NUL characters; any other file is left out whole. No more than a few pieces of a file are in memory.
+The choice, the order and the pieces depend only on the files' contents and on their paths below their common folder, so
+machines with the same files get the same text. A file counts as text if all of it is UTF-8 without NUL characters; any
+other file is left out whole. No more than a few pieces of a file are in memory.
 """
 
 import codecs

@@ -1,7 +1,7 @@
 """A tokenizer's files, as transformers keeps them in a model's folder. They belong to a run, and peers serve them.
 
-Used by data/tokenizers, content and interchange. A run's configuration has the digest of a list of the files, and the
-list has the digest of each file. No other file is read, and nothing is executed.
+A run's configuration has the digest of a list of the files, and the list has the digest of each file. No other file is
+read, and nothing is executed.
 """
 
 import hashlib
@@ -45,8 +45,6 @@ SERVED = "served"
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """A tokenizer's files: their contents by name."""
-
     contents: Mapping[str, bytes]
 
     @cached_property
@@ -131,7 +129,6 @@ def read(path: Path) -> TokenizerFiles:
 
 
 def copy(source: Path, folder: Path) -> None:
-    """Copy those of FILES that a folder has. Blocks. Raises ValueError if they are too large, or OSError."""
     for name, file in _paths(source).items():
         shutil.copyfile(file, folder / name)
 

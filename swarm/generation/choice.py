@@ -69,13 +69,11 @@ class Scorer:
         self._last_V = logits_NV[-1].clone() if self._num_positions >= self._scoring.first else None
 
     def add_chosen(self, token: int) -> None:
-        """Score the token that was chosen for the next position."""
         if self._last_V is not None:
             self._score([token], self._last_V[None])
             self._last_V = None
 
     def take(self) -> Scores:
-        """The scores since the last call."""
         taken, self._scores = self._scores, Scores(self._scoring)
         return taken
 

@@ -1,7 +1,6 @@
 """Computes the next positions of sequences with a module of the model's layers: all of them, or those of one stage.
 
-Used by generation/engine and stage/decoder in inference mode, each on the one thread on which it computes. Knows
-nothing of tokens that are chosen, of callers, or of whose turn it is.
+Knows nothing of tokens that are chosen, of callers, or of whose turn it is.
 
 A GPU computes a position faster than Python launches its operations. So a recorder records a step of one position of
 each sequence, for later ones to replay. A recording reads a module's weights where they lie, and goes when the module

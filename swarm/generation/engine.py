@@ -27,12 +27,8 @@ caller does not delay the others."""
 
 
 class Engine(Protocol):
-    """Continues sequences of tokens."""
-
     @property
-    def longest(self) -> int:
-        """The most tokens of a sequence, prompt included."""
-        ...
+    def longest(self) -> int: ...
 
     @property
     def round(self) -> int | None:
@@ -196,7 +192,6 @@ class _Sequence:
 
     @property
     def num_new(self) -> int:
-        """The number of tokens that the model has not seen yet."""
         return len(self.tokens) - self.cache.num_positions
 
     @property
@@ -205,7 +200,6 @@ class _Sequence:
         return self._num_left > 0 and len(self._ready) < _MOST_AHEAD and self._error is None
 
     def next_positions(self, most_tokens: int) -> NextPositions:
-        """The positions that are computed next."""
         first = self.cache.num_positions
         tokens = self.tokens[first : first + most_tokens]
         return NextPositions(cache=self.cache, tokens=tokens, num_logits=self._scorer.num_logits(len(tokens)))
@@ -264,6 +258,5 @@ def require_room(engine: Engine, prompt: Sequence[int], max_tokens: int) -> None
 
 
 async def collect(engine: Engine, prompt: Sequence[int], sampling: Sampling, max_tokens: int) -> list[int]:
-    """Collect all tokens of a continuation."""
     async with aclosing(engine.generate(prompt, sampling, max_tokens)) as stream:
         return [token async for token in stream]

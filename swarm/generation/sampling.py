@@ -75,7 +75,6 @@ class Scoring:
             raise ValueError(f"at most {MOST_TOP} of the likeliest tokens are told, not {self.num_top}")
 
     def num_scores(self, num_positions: int) -> int:
-        """How many tokens are told for a sequence of this length."""
         return max(0, num_positions - self.first) * max(1, self.num_top)
 
 
@@ -113,7 +112,6 @@ class Scores:
         self.top_logprobs.extend(top_logprobs)
 
     def extend_from(self, other: "Scores", num_last: int) -> None:
-        """Add the last scores of others."""
         skipped = len(other) - num_last
         skipped_top = skipped * self.scoring.num_top
         self.extend(other.logprobs[skipped:], other.top[skipped_top:], other.top_logprobs[skipped_top:])

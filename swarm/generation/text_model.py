@@ -56,7 +56,6 @@ class TextStream:
         return self._say(end) if end > self._said else ""
 
     def rest(self) -> str:
-        """The text that is left at the end, without the character that is not whole."""
         return self._say(len(self._tokens)).rstrip(_HALF)
 
     def _say(self, end: int) -> str:

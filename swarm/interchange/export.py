@@ -109,7 +109,6 @@ def export_model(origin: Origin, output: Path, target: Target | None = None) -> 
 
 
 def _write_weights(origin: Origin, family: Family, folder: Path, target: Target) -> torch.dtype:
-    """Write all shards and their index, and return the type of the weights."""
     shards, total_bytes, dtype = list[dict[str, Path]](), 0, torch.float32
     for shard in _shards(origin, family, target):
         path = folder / f"shard-{len(shards)}.tmp"

@@ -104,7 +104,6 @@ def _parts(source: Source) -> Iterator[tuple[str, dict[str, Tensor]]]:
 
 
 def name_of(folder: Path) -> str:
-    """The name of a run that begins with the model in a folder: the folder's, or in the hub's cache the model's."""
     folder = folder.resolve()
     if folder.parent.name == "snapshots":
         folder = Path(folder.parent.parent.name.removeprefix("models--").replace("--", "-"))

@@ -66,7 +66,6 @@ def _downloaded(name: str, say: Callable[[str], object]) -> Path:
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of each of our parameters, by name, in the order of the whole model."""
     config = RunConfig(model=model, stages=StagesConfig(num_stages=1), data=DataConfig(sequence_length=1))
     return {name: tuple(shape) for name, shape in stages.parameter_shapes(config, 0).items()}
 

@@ -1,7 +1,6 @@
 """LoRA's adapters (arXiv 2106.09685): freezing a stage, adding adapters to it, and merging them into its weights.
 
-Used by stages.py, which builds stages with them, by stage/, which trains them, and by exports. The modules are in
-projection.py. An adapter's parameters are named after its matrix: `layers.3.attention.q.adapter.a`.
+The modules are in projection.py. An adapter's parameters are named after its matrix: `layers.3.attention.q.adapter.a`.
 
 Shape suffixes: D inputs of a matrix, E outputs, R rank.
 """
@@ -42,7 +41,6 @@ def adapt(module: nn.Module, config: RunConfig) -> None:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name is an adapter's."""
     return ".adapter." in name
 
 
@@ -86,5 +84,4 @@ def adapter_names(config: RunConfig) -> dict[str, AdapterNames]:
 
 
 def merged(weight_ED: Tensor, a_RD: Tensor, b_ER: Tensor, scale: float) -> Tensor:
-    """The sum of a matrix and its adapter, in float32."""
     return torch.addmm(weight_ED.float(), b_ER, a_RD, alpha=scale)

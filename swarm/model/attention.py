@@ -1,6 +1,6 @@
 """Attention to the same and earlier positions, with rotary positions.
 
-Used by layers.py, stage_module.py and cache.py. Rotary tables are made anew in every forward pass.
+Rotary tables are made anew in every forward pass.
 
 Shape suffixes: B samples, T positions, S positions of keys and values, D model width, H query heads, G key and value
 heads, K head width, J half a head's width, R trained columns of the residual stream.

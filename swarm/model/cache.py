@@ -1,9 +1,8 @@
 """Keys and values of the positions of texts that have been computed.
 
-Used by layers.py and stage_module.py, by way of generation/decoding. Caches of several texts may be in one pool, whose
-tensors stay where they are, for steps that are recorded. A text has the positions from its `start` on, as many as it
-may ever need, until nothing refers to its cache any more. It writes to no others, and reads none that it has not
-written.
+Caches of several texts may be in one pool, whose tensors stay where they are, for steps that are recorded. A text has
+the positions from its `start` on, as many as it may ever need, until nothing refers to its cache any more. It writes to
+no others, and reads none that it has not written.
 
 Shape suffixes: P positions of a pool, B texts, T positions, S positions that are read of each text, H query heads, G
 key and value heads, K head width.

@@ -199,8 +199,6 @@ class _FrozenProduct(torch.autograd.Function):
 
 
 class RMSNorm(nn.Module):
-    """functions.rms_norm with a trained weight."""
-
     def __init__(self, width: int, epsilon: float, *, fused: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
@@ -211,7 +209,6 @@ class RMSNorm(nn.Module):
 
 
 def make_norm(model: ModelConfig, width: int, *, fused: bool) -> RMSNorm | nn.LayerNorm:
-    """A norm of the model's kind. `fused`: see functions.py."""
     match model.norm:
         case "rms":
             return RMSNorm(width, model.norm_epsilon, fused=fused)

@@ -1,8 +1,8 @@
 """The parts of a decoder-only transformer.
 
-Used by stage_module.py. Modules hold no state but parameters: dropout masks are made anew in every forward pass, so the
-same inputs and the same key give the same outputs whenever, and however often, they are computed. The global random
-state and `training` make no difference.
+Modules hold no state but parameters: dropout masks are made anew in every forward pass, so the same inputs and the same
+key give the same outputs whenever, and however often, they are computed. The global random state and `training` make no
+difference.
 
 Shape suffixes: B samples, T positions, D model width, J half a head's width, F feed-forward width, V vocabulary, R
 trained columns of the residual stream (D, or model.bottleneck_dim), C its other columns.
@@ -187,8 +187,6 @@ class FixedColumns(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Turns tokens into the trained columns of the residual stream."""
-
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(model.vocab_size, model.hidden_width))

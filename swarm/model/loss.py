@@ -1,7 +1,6 @@
 """The loss of a language model: cross entropy of every next token, without the logits of all positions at once.
 
-Called by stage_module.py for the built-in head, and by stage/ for the logits of custom classes. Losses are sums over
-targets; a caller that wants a mean divides by the number of targets.
+Losses are sums over targets; a caller that wants a mean divides by the number of targets.
 
 With a vocabulary of 128,000 the logits of 4,096 positions take 2 GiB in float32, and autograd would keep three such
 tensors, many times as much as a layer keeps. So logits are made for one chunk of positions at a time. They are turned
@@ -62,7 +61,6 @@ def summed_loss(
 
 
 def summed_loss_of_logits(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """The loss of these logits, summed over all targets."""
     return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=NO_TARGET, reduction="sum")
 
 

@@ -1,8 +1,8 @@
 """Dropout that can be computed again, with random masks that are the same on every device.
 
-Used by layers.py, projection.py and stage_module.py. A microbatch may be computed again by another peer, on another
-device, and the numbers of torch's generators depend on the device. So a mask is a hash of a key and of each element's
-place, computed with integers of 32 bits, whose overflow is the same everywhere. Nothing is kept.
+A microbatch may be computed again by another peer, on another device, and the numbers of torch's generators depend on
+the device. So a mask is a hash of a key and of each element's place, computed with integers of 32 bits, whose overflow
+is the same everywhere. Nothing is kept.
 """
 
 import hashlib

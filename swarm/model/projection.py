@@ -1,7 +1,7 @@
 """The matrices of a layer: trained themselves, or frozen with a trained adapter beside them (LoRA, arXiv 2106.09685).
 
-Used by attention.py and layers.py; adapters.py adds the adapters. An adapter has the same input as its matrix, and its
-output is added: y = W x + alpha / rank * B A x. Training begins with B = 0, so the model is unchanged at first.
+An adapter has the same input as its matrix, and its output is added: y = W x + alpha / rank * B A x. Training begins
+with B = 0, so the model is unchanged at first.
 
 With shards (shards.py) a matrix that reads the residual stream computes each shard's outputs from the shard's own
 stream, and puts them side by side. So heads and feed-forward columns are in one tensor, as without shards. A matrix
@@ -52,7 +52,6 @@ class Projection(nn.Linear):
         self.adapter: Adapter | None = None
 
     def adapt(self, adapter: Adapter) -> None:
-        """Add an adapter."""
         self.adapter = adapter
 
     def forward(self, hidden_BTD: Tensor, key: DropoutKey | None = None) -> Tensor:

@@ -1,9 +1,8 @@
 """Shards of layers: groups of heads and of feed-forward columns, and the sums by which they exchange results.
 
-Used by stage_module.py, which runs them, and by projection.py, whose matrices are divided among them. Each shard n has
-a residual stream x_n of its own, which it reads and adds to. All begin with the same stream x, compute a span of
-sublayers side by side, and meet again: x + sum over n of (x_n - x). A block's type (`model.block_types`) says how long
-spans are:
+Each shard n has a residual stream x_n of its own, which it reads and adds to. All begin with the same stream x, compute
+a span of sublayers side by side, and meet again: x + sum over n of (x_n - x). A block's type (`model.block_types`) says
+how long spans are:
 
 - tp: a sublayer, the attention or the feed-forward block (Megatron-LM, arXiv 1909.08053);
 - spd: a layer, whose feed-forward block reads what the shard's own heads have added (SPD, arXiv 2502.20727);

@@ -1,6 +1,6 @@
 """The module of one stage: its forward pass, the last stage's loss, and the weights as autocast uses them.
 
-Made by stages.py, called by stage/. Nothing is kept between two forward passes.
+Nothing is kept between two forward passes.
 
 A model of your own
 -------------------

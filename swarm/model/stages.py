@@ -188,7 +188,6 @@ def parameter_shapes(config: RunConfig, stage: int) -> dict[str, torch.Size]:
 
 
 def trained_shapes(config: RunConfig, stage: int) -> dict[str, torch.Size]:
-    """The shapes of a stage's trained parameters, by name: of the adapters, if the run has them, or of all."""
     if not config.lora.is_on:
         return parameter_shapes(config, stage)
     with torch.device("meta"):

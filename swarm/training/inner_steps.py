@@ -54,17 +54,14 @@ class InnerSteps:
 
     @classmethod
     def read(cls, message: Any) -> Self:
-        """Read the figures from a message that has fields of the same names."""
         return cls(**{field.name: getattr(message, field.name) for field in dataclasses.fields(cls)})
 
     @property
     def samples_per_step(self) -> float:
-        """The mean number of samples in a step; 0 without a step."""
         return self.samples / self.count if self.count else 0.0
 
     @property
     def mean_staleness(self) -> float:
-        """The mean staleness of the microbatches; 0 without any."""
         return self.staleness / self.microbatches if self.microbatches else 0.0
 
     @property

@@ -1,9 +1,8 @@
 """The factor by which losses are multiplied for a backward in float16, so that gradients neither vanish nor overflow.
 
-Used by stage/backend, where each stage has a factor of its own that nobody else knows, and by swarm-static, where all
-workers have the same one. The factor is a power of two, so multiplying by it and dividing by it round nothing. What
-overflows is computed again with half the factor. (Micikevicius et al., arXiv 1710.03740, skip such a step, and so take
-fewer steps than with other types.)
+The factor is a power of two, so multiplying by it and dividing by it round nothing. What overflows is computed again
+with half the factor. (Micikevicius et al., arXiv 1710.03740, skip such a step, and so take fewer steps than with other
+types.)
 """
 
 import math
@@ -40,12 +39,10 @@ class LossScale:
 
     @classmethod
     def of_means(cls, autocast: str) -> "LossScale":
-        """A scale for mean losses."""
         return cls(MEAN_SCALE) if autocast == "fp16" else cls(largest=1.0)
 
     @property
     def is_fixed(self) -> bool:
-        """Whether the factor is always 1."""
         return self._least == self._largest
 
     def succeeded(self) -> None:

@@ -6,8 +6,6 @@ torch.optim does not promise that, since it fuses products with sums if the proc
 differences, products, quotients and square roots of float32 numbers, each an operation of its own in a fixed order, and
 IEEE 754 says how each of them is rounded. Factors are computed in float64 by the same operations, because powers and
 cosines of a C library may differ in the last bit.
-
-Used by stage/weights and by the benches' training in one process, so that both take the same steps.
 """
 
 import math
@@ -177,7 +175,6 @@ class OuterSgd(Optimizer):
 
 @torch.no_grad()
 def step(optimizer: Optimizer, parameters: Parameters, gradients: Mapping[str, torch.Tensor], rate: float) -> None:
-    """Take one step with the given gradients and learning rate."""
     optimizer.update(parameters, gradients, rate)
 
 
@@ -236,7 +233,6 @@ def _sgd(xp: Any, scratch: Any, weights: Any, gradient: Any, *, rate: float) -> 
 
 
 def _power(base: float, exponent: int) -> float:
-    """Compute a power by repeated squaring."""
     power = 1.0
     while exponent:
         if exponent % 2:
@@ -255,7 +251,6 @@ def _cosine(angle: float) -> float:
 
 
 def squared_norm(tensors: Iterable[torch.Tensor]) -> float:
-    """The sum of squares over all elements, as `squared_norms` has it."""
     return sum(squared_norms(tensors), 0.0)
 
 

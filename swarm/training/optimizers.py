@@ -35,9 +35,7 @@ class Cut(Protocol):
         """Put a tensor together from the parts of all processes. Blocks until all of them call it."""
         ...
 
-    def part_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """This process's part of a tensor that has a parameter's shape."""
-        ...
+    def part_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor: ...
 
 
 class Muon(AdamW):
@@ -113,7 +111,6 @@ class Muon(AdamW):
         return directions
 
     def _adjustment(self, shape: torch.Size) -> float:
-        """The factor for the learning rate of a matrix of this shape."""
         rows, columns = shape
         match self._config.adjust_lr_fn:
             case "match_rms_adamw":

@@ -42,8 +42,6 @@ def treat(work: Work, groups: Sequence[Sequence[torch.Tensor]], *, together: boo
 
 
 class _Lists:
-    """numpy's functions for lists of tensors."""
-
     @staticmethod
     def add(left: Any, right: Any, out: Any) -> None:
         _store(torch._foreach_add(left, right), out)

@@ -149,7 +149,6 @@ class Snapshot:
 
 
 def known(digest: str) -> "asyncio.Future[str]":
-    """A future that holds this digest already."""
     future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     future.set_result(digest)
     return future
@@ -161,13 +160,9 @@ class RoundMember(Protocol):
     `progress`, `activity`, `set_behind` and `snapshot` may be called at any time. Calls of the others never overlap.
     """
 
-    def progress(self) -> Progress:
-        """The member's present progress."""
-        ...
+    def progress(self) -> Progress: ...
 
-    def activity(self) -> Activity:
-        """How the member gets on with its work."""
-        ...
+    def activity(self) -> Activity: ...
 
     def set_behind(self, is_behind: bool) -> None:
         """Note whether the group is at a later round, whose state this member is downloading."""
@@ -183,9 +178,7 @@ class RoundMember(Protocol):
         """
         ...
 
-    async def reopen(self, round_number: int) -> None:
-        """Go on training in this round, because the attempt failed."""
-        ...
+    async def reopen(self, round_number: int) -> None: ...
 
     async def apply(self, result: RoundResult) -> "asyncio.Future[str]":
         """Take the outer step and begin the next round.

@@ -33,8 +33,6 @@ TokenIds = npt.NDArray[np.unsignedinteger[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Microbatch:
-    """A microbatch's description, without its tensors."""
-
     index: int
     round: int
     num_samples: int
@@ -44,7 +42,6 @@ class Microbatch:
 
     @property
     def way_seconds(self) -> float:
-        """How long the microbatch has been on its way through the stages."""
         return 0.0 if self.since is None else asyncio.get_running_loop().time() - self.since
 
     @property
@@ -90,7 +87,6 @@ def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
 
 
 def names(data: DataConfig) -> list[str]:
-    """The names of the tensors that travel in a run."""
     return [TOKENS, *([TARGETS] if data.has_targets else []), *([DOCUMENTS] if data.is_packed else [])]
 
 
@@ -126,7 +122,6 @@ def documents(samples: Samples) -> torch.Tensor | None:
 
 
 def amount(samples: Samples) -> Amount:
-    """How many samples and targets there are."""
     num_rows, num_columns = samples[TOKENS].shape
     has_target_BT = has_target(samples)
     num_targets = num_rows * (num_columns - 1) if has_target_BT is None else int(has_target_BT.sum())

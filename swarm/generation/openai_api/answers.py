@@ -33,12 +33,10 @@ class Refusal(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The error, as the body of an answer or as an event of a stream."""
         kind = _KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self._param, "code": self._code}}
 
     def response(self) -> JSONResponse:
-        """The error as an answer."""
         headers = {"Retry-After": str(self._retry_seconds)} if self._retry_seconds else {}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
@@ -46,7 +44,6 @@ class Refusal(Exception):
 
 
 def event(body: Mapping[str, Any]) -> bytes:
-    """One event of a stream, with its name if it has one."""
     name = f"event: {body['type']}\n".encode() if "type" in body else b""
     return name + b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
@@ -69,14 +66,11 @@ class Scored(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """The numbers of tokens of a prompt and its answer."""
-
     prompt_tokens: int
     completion_tokens: int
 
     @property
     def body(self) -> dict[str, int]:
-        """The numbers under OpenAI's names."""
         counts = {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens}
         return counts | {"total_tokens": sum(counts.values())}
 
@@ -102,7 +96,6 @@ class Answer:
     """What follows the last event of a stream."""
 
     def whole(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
-        """The body of the whole answer."""
         kind = "chat.completion" if self.is_chat else "text_completion"
         return self._body(kind, choices) | {"usage": usage.body}
 
@@ -112,24 +105,19 @@ class Answer:
         return self._choice(index, said, finish_reason, scored)
 
     def opening(self, num_texts: int) -> list[dict[str, Any]]:
-        """The events with which a stream begins."""
         said = {"delta": {"role": "assistant", "content": ""}}
         return [self._chunk(index, said, None) for index in range(num_texts)] if self.is_chat else []
 
     def piece(self, index: int, text: str, scored: Sequence[Scored]) -> list[dict[str, Any]]:
-        """The event with a piece of a text in a stream."""
         return [self._chunk(index, {"delta": {"content": text}} if self.is_chat else {"text": text}, None, scored)]
 
     def ending(self, index: int, finish_reason: str, scored: Sequence[Scored]) -> list[dict[str, Any]]:
-        """The event that ends a text in a stream."""
         return [self._chunk(index, {"delta": {}} if self.is_chat else {"text": ""}, finish_reason, scored)]
 
     def closing(self, usage: Usage) -> list[dict[str, Any]]:
-        """The events with which a stream ends."""
         return [self._body(self._chunk_kind, []) | {"usage": usage.body}] if self.includes_usage else []
 
     def failed(self, refusal: Refusal) -> dict[str, Any]:
-        """The event that ends a stream early."""
         return refusal.body
 
     @property
@@ -155,8 +143,6 @@ class Answer:
 
 
 def described(scored: Sequence[Scored]) -> list[dict[str, Any]]:
-    """The scores of tokens in the form of conversations."""
-
     def of(token: bytes, logprob: float | None) -> dict[str, Any]:
         return {"token": token.decode(errors="replace"), "logprob": logprob, "bytes": list(token)}
 

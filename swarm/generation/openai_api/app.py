@@ -41,8 +41,6 @@ _ROUTES = "/health, /v1/models, /v1/completions, /v1/chat/completions and /v1/re
 
 
 class Api:
-    """Answers the routes' requests."""
-
     def __init__(self, model: TextModel, *, default_tokens: int, clock: Clock, numbers: random.Random) -> None:
         """
         Args:
@@ -57,7 +55,6 @@ class Api:
         self._began = int(clock.time())
 
     def app(self) -> Starlette:
-        """The routes as an application."""
         routes = [
             Route(HEALTH, _answering(self._health)),
             Route("/v1/models", _answering(self._models)),
@@ -264,8 +261,6 @@ def _usage(num_prompt_tokens: int, texts: list[Text]) -> Usage:
 
 
 def _answering(endpoint: Callable[[HttpRequest], Awaitable[Response]]) -> Callable[[HttpRequest], Awaitable[Response]]:
-    """Wrap an endpoint so that its errors become answers."""
-
     async def answer(request: HttpRequest) -> Response:
         try:
             return await endpoint(request)

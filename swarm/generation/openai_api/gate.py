@@ -77,8 +77,6 @@ class Gate:
 
 
 class _Sending:
-    """Sends with a deadline."""
-
     def __init__(self, send: Send) -> None:
         self._send = send
 

@@ -108,8 +108,6 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """Options of a stream."""
-
     include_usage: bool | None = None
 
 
@@ -127,23 +125,19 @@ class Request(_Strict):
 
     @property
     def stops(self) -> list[str]:
-        """Strings before which the text ends."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return [stop for stop in stops if stop]
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with the numbers of tokens."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def num_each(self) -> int:
-        """The number of texts for each prompt."""
         return 1
 
     @property
     def echoes(self) -> bool:
-        """Whether texts begin with their prompts."""
         return False
 
     @property
@@ -197,8 +191,6 @@ class _ChoicesRequest(Request):
 
 
 class CompletionRequest(_ChoicesRequest):
-    """A request to continue a text."""
-
     prompt_field: ClassVar[str] = "prompt"
 
     prompt: str | list[str] | list[int] | list[list[int]]
@@ -232,8 +224,6 @@ class _Part(_Strict):
 
 
 class Message(_Strict):
-    """What one side of a conversation says."""
-
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[_Part]
@@ -256,8 +246,6 @@ def conversation_of(messages: Sequence[Message]) -> list[dict[str, str]]:
 
 
 class ChatRequest(_ChoicesRequest):
-    """A request to answer in a conversation."""
-
     prompt_field: ClassVar[str] = "messages"
 
     messages: list[Message] = Field(min_length=1)
@@ -277,7 +265,6 @@ class ChatRequest(_ChoicesRequest):
 
     @property
     def conversation(self) -> list[dict[str, str]]:
-        """The messages in the form for chat templates."""
         return conversation_of(self.messages)
 
     def check(self) -> None:

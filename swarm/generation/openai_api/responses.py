@@ -16,8 +16,6 @@ _LOGPROBS = "message.output_text.logprobs"
 
 
 class ResponseRequest(Request):
-    """A request for a response."""
-
     prompt_field: ClassVar[str] = "input"
 
     input: str | list[Message]
@@ -37,7 +35,6 @@ class ResponseRequest(Request):
 
     @property
     def conversation(self) -> list[dict[str, str]]:
-        """The messages in the form for chat templates, after the instructions."""
         said = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else conversation_of(self.input)
         return ([{"role": "system", "content": self.instructions}] if self.instructions else []) + said
 
@@ -76,12 +73,10 @@ class ResponseAnswer:
         self._finish_reason = ""
 
     def choice(self, index: int, text: str, finish_reason: str, scored: Sequence[Scored]) -> dict[str, Any]:
-        """The message of the whole answer."""
         status = "completed" if finish_reason == "stop" else "incomplete"
         return self._message(status, [_part(text, scored)])
 
     def whole(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
-        """The body of the whole answer."""
         status = choices[0]["status"]
         why = {"reason": "max_output_tokens"} if status == "incomplete" else None
         counts = {
@@ -94,7 +89,6 @@ class ResponseAnswer:
         return self._about | {"status": status, "incomplete_details": why, "output": choices, "usage": counts}
 
     def opening(self, num_texts: int) -> list[dict[str, Any]]:
-        """The events with which a stream begins."""
         begun = self._about | {"status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
         return [
             self._event("response.created", response=begun),
@@ -104,7 +98,6 @@ class ResponseAnswer:
         ]
 
     def piece(self, index: int, text: str, scored: Sequence[Scored]) -> list[dict[str, Any]]:
-        """The event with a piece of the text in a stream."""
         self._text += text
         self._scored += scored
         return [self._of_part("response.output_text.delta", delta=text, logprobs=described(scored))]
@@ -116,7 +109,6 @@ class ResponseAnswer:
         return []
 
     def closing(self, usage: Usage) -> list[dict[str, Any]]:
-        """The events with which a stream ends."""
         message = self.choice(0, self._text, self._finish_reason, self._scored)
         [part] = message["content"]
         whole = self.whole([message], usage)
@@ -128,7 +120,6 @@ class ResponseAnswer:
         ]
 
     def failed(self, refusal: Refusal) -> dict[str, Any]:
-        """The event that ends a stream early."""
         return self._event("error", **{name: refusal.body["error"][name] for name in ("code", "message", "param")})
 
     def _message(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The texts of one request, which are written side by side.
 
-Used by app.py, for one text as for many. The pieces of all of them come through one bounded queue, so that a client
-that reads slowly holds up the writing. Leaving the block ends all texts and frees what engines keep for them.
+The pieces of all of them come through one bounded queue, so that a client that reads slowly holds up the writing.
+Leaving the block ends all texts and frees what engines keep for them.
 """
 
 import asyncio
@@ -43,12 +43,10 @@ class Text:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens so far."""
         return 0 if self.writing is None else self.writing.num_tokens
 
     @property
     def finish_reason(self) -> str:
-        """Why it ended, once it has."""
         return "length" if self.writing is None else self.writing.finish_reason
 
     def scored(self, tokenizer: Tokenizer, first: int = 0, last: int | None = None) -> list[Scored]:
@@ -69,8 +67,6 @@ Piece = tuple[Text, str | None, int, int]
 
 
 class Pieces:
-    """The pieces of several texts, as they come."""
-
     def __init__(self) -> None:
         self._queue: asyncio.Queue[Piece | Exception | None] = asyncio.Queue(_MOST_PIECES)
 
