@@ -12,13 +12,14 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Annotated
 
 import grpc
 import tyro
 
 from peers.reach.listen import Outside, own_outside, private_advice
 from peers.shared import cli, logs, option_checks, stopping
+from peers.shared import option_types as takes
 from peers.shared.environment import cache_folder
 from peers.shared.sole_writer import claim_identity
 from peers.shared.token_option import VARIABLE, read_token
@@ -53,7 +54,7 @@ LIMITS = MeetingLimits(max_waiting=1024, max_connections=2048)
 class MeetOptions:
     """Be the first address and the meeting point of runs whose peers are behind routers, and train nothing."""
 
-    port: int = 443
+    port: Annotated[int, takes.whole(1, 65535)] = 443
     """The one TCP port, which has to be reached from outside. Port 443 leaves almost every network."""
     host: str = ""
     """IP address to listen on; left out, all of this machine's, of IPv4 and IPv6."""
@@ -63,17 +64,15 @@ class MeetOptions:
     token: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Serve only locked runs: those of the owner of this token, or @FILE, once for each owner. Any token of the owner
     will do, and SWARM_TOKEN too. Left out, the runs of everybody are served."""
-    relay_mbit: int = 200
+    relay_mbit: Annotated[int, takes.whole(1, 10**6)] = 200
     """Megabits per second that are carried at most for peers that reach each other in no other way."""
-    identity: Path | None = None
+    identity: takes.File | None = None
     """File with this program's key, made if missing; by default in ~/.cache/swarm. With the same file and address,
     invites stay valid."""
     log_level: logs.LogLevel = "info"
     """debug, info, warning or error."""
 
     def __post_init__(self) -> None:
-        option_checks.require_ports(self, ["port"])
-        option_checks.require_at_least(self, {"port": 1, "relay_mbit": 1})
         for outside in self.outside:
             outside.require_heard(self.host, option="--announce")
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from peers.dashboard.options import DashboardOptions
+from peers.dashboard.program import DashboardOptions
 from peers.doctor.options import DoctorOptions
 from peers.generate.options import GenerateOptions
 from peers.keys import IssueOptions

@@ -13,16 +13,17 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from peers.dashboard.app import Hub
 from peers.dashboard.history import HistoryFile
-from peers.dashboard.options import TOKEN_VARIABLE, DashboardOptions
 from peers.dashboard.watcher import Watcher
 from peers.shared import cli, logs, stopping
+from peers.shared import option_types as takes
 from peers.shared.environment import cache_folder
 from peers.shared.sole_writer import require_sole_writer
 from peers.status.lookout import Lookout, Way, lookouts_on, ways_to
+from peers.status.program import ViewOptions
 from swarm.machine import extras
 from swarm.machine.clock import SystemClock, run_loop
 
@@ -30,8 +31,36 @@ if TYPE_CHECKING:
     from peers.shared.web import Listener
 
 PROG = "swarm-dashboard"
+TOKEN_VARIABLE = "SWARM_VIEW_TOKEN"
 SAVE_SECONDS = 30.0
 """Time between two writes of the history; a killed process loses at most this much of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DashboardOptions(ViewOptions):
+    """Show running swarms as a page in the browser: http://localhost:8080. It changes nothing."""
+
+    host: str = "127.0.0.1"
+    """Address at which the page is served. With 0.0.0.0, say, other machines see it as well."""
+    port: takes.Port = 8080
+    """Port of the page; 0 takes a free one."""
+    view_token: str | None = None
+    """What people must enter to see the page, or @FILE; SWARM_VIEW_TOKEN in the environment does the same. A locked run
+    is shown to other machines only with such a token."""
+    known_as: tuple[str, ...] = ()
+    """Names of this host under which browsers reach the page, such as the name of a proxy in front of it. localhost and
+    IP addresses are accepted without being named."""
+    interval: takes.Seconds = 2.0
+    """Seconds between two views of the run, however many people look at the page."""
+    history: takes.Folder | None = None
+    """Folder that keeps what was seen; by default dashboard in ~/.cache/swarm."""
+    embed: bool = False
+    """End when stdin ends: for a program that starts this one, such as swarm-peer --dashboard-port."""
+    log_level: logs.LogLevel = "warning"
+    """debug, info, warning or error."""
+
+    def __post_init__(self) -> None:
+        self.require_one_way("swarm-dashboard")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -83,7 +112,7 @@ class Watched(NamedTuple):
 
 async def run(options: DashboardOptions, ways: Sequence[Way], listener: "Listener", view_token: str | None) -> None:
     """Find the runs, then look and serve until told to stop. Raises what lookouts_on raises."""
-    from peers.dashboard.app import page_of
+    from peers.dashboard.app import Hub, page_of
 
     say("looking for the run")
     async with lookouts_on(ways) as lookouts:

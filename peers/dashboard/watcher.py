@@ -9,12 +9,10 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Never, Protocol
 
-from peers.dashboard.history import History
-from peers.dashboard.news import Line
+from peers.dashboard.history import History, Line
 from peers.status.figure import Column, figures, needed_columns
-from peers.status.joining import Joining
 from peers.status.peer_row import PeerRow
-from peers.status.view import SwarmView, TrainerRow
+from peers.status.view import Joining, SwarmView, TrainerRow
 from swarm.config import RunConfig
 from swarm.errors import SwarmError
 from swarm.machine.clock import Clock

@@ -1,7 +1,7 @@
 """What fits where, before there is a run: each stage's memory, the bytes over its line, and the seconds of a step.
 
 Memory is computed, with needs.py, and one layer of the model is measured. Of a model on the hub only the configuration
-is downloaded.
+is downloaded, and its tokenizer where a text is named.
 """
 
 import dataclasses
@@ -19,10 +19,12 @@ import torch
 from peers.doctor import machine, needs
 from peers.doctor.options import DoctorOptions
 from peers.shared.devices import Device
+from peers.shared.environment import cache_folder
 from peers.shared.process import EXIT_FAILURE
+from peers.shared.run_options import begun
 from swarm import config as configs
 from swarm.config import RunConfig, StagesConfig, WireConfig
-from swarm.data import hub
+from swarm.data import hub, tokenizer_files
 from swarm.interchange import run_folder
 from swarm.interchange.families.known import read_config
 from swarm.machine.out_of_memory import in_words, is_out_of_memory
@@ -93,22 +95,29 @@ class StageFit:
 
 
 def planned(options: DoctorOptions) -> RunConfig:
-    """The configuration of the run that the options name. Raises ValueError, PeerUnavailable."""
+    """The configuration of the run that the options name. Sizes that it leaves out fit its text, or plenty of text if
+    none is named. Raises ValueError, PeerUnavailable."""
+    has_text = any(setting.startswith("data.dataset=") for setting in options.set)
     if options.model is not None:
         folder = Path(options.model).expanduser()
         if not folder.is_dir():
-            folder = hub.download(options.model, ("config.json", "generation_config.json"))
+            tokenizer = tokenizer_files.FILES if has_text else ()
+            folder = hub.download(options.model, ("config.json", "generation_config.json", *tokenizer))
         if (folder / run_folder.CONFIG).is_file():
-            config = run_folder.load_config(folder)
+            config, has_text = run_folder.load_config(folder), True
         else:
             _, model = read_config(folder / "config.json")
             # The run begins with the model's weights, which decides the optimizer. They are not read for that.
             model = dataclasses.replace(model, weights="0" * 64, autocast="auto")
+            data = run_folder.OPEN_DATA
+            if (folder / tokenizer_files.TOKENIZER).is_file():
+                data = dataclasses.replace(data, tokenizer=str(folder))
             config = RunConfig(
                 model=model, stages=StagesConfig(num_stages=min(2, model.num_layers)), wire=WireConfig(dtype="auto"),
-                data=run_folder.OPEN_DATA, rounds=run_folder.OPEN_ROUNDS,
+                data=data, rounds=run_folder.OPEN_ROUNDS,
             )  # fmt: skip
     else:
+        has_text = True
         config = configs.load(options.config) if options.config else configs.load_preset(options.preset or "")
     config = configs.with_settings(config, options.set)
     settings = _in_stages(config, options.stages) if options.stages is not None else []
@@ -116,7 +125,7 @@ def planned(options: DoctorOptions) -> RunConfig:
     config = configs.with_settings(config, settings)
     if config.model.custom_class:
         raise ValueError("only its code knows the size of a run with a model.custom_class")
-    return config.begun()
+    return begun(config, None, cache_folder()) if has_text else config.begun()
 
 
 def of_stages(config: RunConfig, num_peers: int, *, on_gpu: bool) -> list[StageFit]:

@@ -173,11 +173,7 @@ def wire_bytes(config: RunConfig, stage: int) -> dict[str, int]:
     """Bytes of one microbatch that came in over the wire, and that go out; gradients have as many, the other way."""
     specs, is_last = request_specs(config, stage), stage == config.stages.num_stages - 1
     hidden = 0 if is_last and stage == 0 else request_specs(config, max(1, stage))[HIDDEN].num_bytes
-    return {
-        "tokens": specs[TOKENS].num_bytes,
-        "input": hidden if stage else 0,
-        "output": 0 if is_last else hidden,
-    }
+    return {"tokens": specs[TOKENS].num_bytes, "input": hidden if stage else 0, "output": 0 if is_last else hidden}
 
 
 def in_flight_bytes(config: RunConfig, stage: int, *, is_kept: bool, fused: bool = False) -> int:

@@ -1,14 +1,13 @@
 """The options of swarm-doctor."""
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
 
 import tyro
 
 from peers.doctor.ports import Ports
 from peers.reach.listen import Outside
-from peers.shared import logs, option_checks
+from peers.shared import logs
+from peers.shared import option_types as takes
 from peers.shared.run_options import InviteOption
 
 _OF_A_RUN = (
@@ -28,38 +27,38 @@ class DoctorOptions:
     """Instead of an INVITE: the run that a peer announces in this network with --lan. Needs the extra lan."""
     token: str | None = None
     """Token of a locked run, or @FILE; it may also come with the invite (INVITE#TOKEN), or in SWARM_TOKEN."""
-    stage: int | Literal["auto"] = "auto"
+    stage: takes.StageOrAuto = "auto"
     """Stage that the peer is to serve."""
     device: str = "auto"
     """Device that the peer is to compute on."""
     host: str = ""
     """IP address to listen on; left out, all of this machine's."""
-    port: int = 0
+    port: takes.Port = 0
     """TCP port for tensors (gRPC)."""
-    dht_port: int = 0
+    dht_port: takes.Port = 0
     """TCP port for the DHT, which may be the same."""
     announce: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """HOST[:PORT] at which others are to reach --port, once for each such address."""
     announce_dht: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """HOST[:PORT] at which others are to reach --dht-port, likewise."""
-    checkpoint: Path | None = None
+    checkpoint: takes.Folder | None = None
     """Folder for checkpoints."""
-    keep_checkpoints: int = 3
+    keep_checkpoints: takes.Positive = 3
     """Checkpoints to keep."""
-    model: str | None = None
+    model: takes.FolderOrName | None = None
     """Instead of a run: say what a run with this model would take, for each stage, here and on common GPUs, and for how
     long. A folder, or a name on the hub, of which only the configuration is downloaded."""
     preset: str | None = None
     """The same for a run with this preset."""
-    config: Path | None = None
+    config: takes.File | None = None
     """The same for a run with this configuration."""
     set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Any setting of that run: SECTION.KEY=VALUE; may be given several times."""
-    stages: int | None = None
+    stages: takes.Stages | None = None
     """Number of that run's stages."""
-    lora_rank: int | None = None
+    lora_rank: takes.LoraRank | None = None
     """Rank of that run's adapters (LoRA)."""
-    peers: int = 1
+    peers: takes.Positive = 1
     """How many peers each stage of that run has."""
     json: bool = False
     """Print one line of JSON instead of a line for each check."""
@@ -79,10 +78,6 @@ class DoctorOptions:
                 if getattr(self, name) != getattr(type(self), name):
                     option = f"--{name.replace('_', '-')}"
                     raise ValueError(f"{option} belongs to a run that is there, not to --model, --preset or --config")
-        option_checks.require_at_least(self, {"keep_checkpoints": 1, "stages": 1, "lora_rank": 0, "peers": 1})
-        option_checks.require_ports(self, ["port", *([] if self.ports.are_one else ["dht_port"])])
-        if self.stage != "auto" and self.stage < 0:
-            raise ValueError(f"--stage must not be negative, not {self.stage}")
 
     @property
     def plans(self) -> bool:

@@ -17,22 +17,112 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 
-from peers.doctor.examination import thoroughly
-from peers.doctor.finding import Finding, is_well, wrong
+from peers.doctor import line, machine
+from peers.doctor.machine import Finding, State, fine, is_well, not_checked, wrong
+from peers.doctor.needs import Needs
 from peers.doctor.options import DoctorOptions
+from peers.doctor.ports import from_outside, unasked
 from peers.shared import cli, logs
+from peers.shared.devices import Device, free_ram_bytes
 from peers.shared.entrance import Entrance, dht_addresses_of, find_entrance
+from peers.shared.environment import cache_folder
 from peers.shared.lan import with_invite
+from peers.shared.network import Membership
 from peers.shared.process import EXIT_FAILURE
 from peers.shared.run_options import naming_options
+from swarm import __version__
 from swarm.credentials.certificates import Role
 from swarm.errors import SwarmError
 from swarm.machine.clock import SystemClock, run_loop
 from swarm.machine.words import printable
+from swarm.rpc.probe import Distance
+from swarm.types import PeerId, PeerRecord
 
 PROG = "swarm-doctor"
 LOOK_SECONDS = 8.0
 """How long to look for the run."""
+MOMENT_SECONDS = 2.0
+"""How long `in_passing` waits for the answers of other peers."""
+
+
+async def thoroughly(plan: DoctorOptions, run: Membership | str, dht_addresses: Sequence[str] = ()) -> list[Finding]:
+    """Check everything, in 20 s at most.
+
+    Args:
+        plan: how this machine is to be used.
+        run: the run, with its known peers; or text that says why nothing is known of the run.
+        dht_addresses: where a peer would enter the run's DHT.
+    """
+    on_device = asyncio.create_task(asyncio.to_thread(machine.device, plan.device))
+    on_line = [] if isinstance(run, str) else await _on_line(plan, run, dht_addresses)
+    device_finding, device = await on_device
+    findings = [device_finding]
+    if isinstance(run, str):
+        findings += [machine.files(0), *unasked(plan.ports)]
+        return [*findings, not_checked("the rest", run)]
+    findings += await asyncio.to_thread(_for_run, plan, run, device)
+    return [*findings, versions(run.known.everyone()), *on_line]
+
+
+async def in_passing(plan: DoctorOptions, run: Membership, device: Device) -> list[Finding]:
+    """Make the checks that take only a moment, and return the findings that say that something is wrong."""
+    peers = run.known.everyone()
+    found = await line.distances(peers, run.channels, run.clock, seconds=MOMENT_SECONDS)
+    on_line = [versions(peers), line.judge_clock(found), line.judge_round_trip(found)]
+    return [finding for finding in (*_for_run(plan, run, device), *on_line) if finding.state is State.WRONG]
+
+
+async def _on_line(plan: DoctorOptions, run: Membership, dht_addresses: Sequence[str]) -> list[Finding]:
+    # Both run at the same time: peers dial this machine's ports while the lines to them are checked.
+    asking = from_outside(plan.ports, run.known.everyone(), run.channels, run.identity)
+    ports, nodes, on_line = await asyncio.gather(asking, line.nodes(dht_addresses), _to_peers(run))
+    return [*ports, line.judge_dht(nodes), *on_line]
+
+
+async def _to_peers(run: Membership) -> list[Finding]:
+    peers = run.known.everyone()
+    found = await line.distances(peers, run.channels, run.clock, seconds=line.DISTANCE_SECONDS)
+    reached = [peer for peer in peers if isinstance(found.get(PeerId(peer.peer_id)), Distance)]
+    passing = await line.passing(reached, run.channels)
+    is_cut_off = passing and not any(passing)
+    # Rates are measured last, because their traffic would delay the answers to the other checks.
+    rates = "no messages pass" if is_cut_off else await line.rates(reached, run.channels, run.clock)
+    return [
+        line.judge_peers(found), line.judge_clock(found), line.judge_round_trip(found), line.judge_packets(passing),
+        line.judge_rates(rates, run.config),
+    ]  # fmt: skip
+
+
+def _for_run(plan: DoctorOptions, run: Membership, device: Device | None) -> list[Finding]:
+    """Check this machine against what the run needs."""
+    findings = [machine.files(len(run.known.everyone()))]
+    if run.config.model.custom_class:
+        why = "the run has a model of its own, whose size only its code knows"
+        return [*findings, not_checked("memory", why), not_checked("disk", why)]
+    stages = range(run.config.stages.num_stages) if plan.stage == "auto" else [plan.stage]
+    if device is None:
+        findings.append(not_checked("memory", "there is no device"))
+    needs = {
+        stage: Needs.of(run.config, stage, on_gpu=device is not None and device.kind == "cuda") for stage in stages
+    }
+    if device is not None:
+        findings.append(machine.judge_memory(needs, device, free_ram_bytes(), is_auto=plan.stage == "auto"))
+    findings.append(machine.disk(cache_folder(), max(need.cache for need in needs.values()), "what is fetched may"))
+    if plan.checkpoint is not None:
+        # There is one more for a while: the next checkpoint is whole before the oldest is deleted.
+        most = (plan.keep_checkpoints + 1) * max(need.checkpoint for need in needs.values())
+        findings.append(machine.disk(plan.checkpoint, most, f"{plan.keep_checkpoints + 1} checkpoints"))
+    return findings
+
+
+def versions(peers: Sequence[PeerRecord]) -> Finding:
+    """Whether the run's peers have this release. An earlier check made sure that they speak the same protocol."""
+    others = sorted({peer.software_version for peer in peers} - {"", __version__})
+    if not others:
+        return fine("version", f"{__version__}, as the run's peers have" if peers else __version__)
+    return wrong(
+        "version", f"{__version__} is here, and the run's peers have {', '.join(others)}: install that release"
+    )
 
 
 def main(argv: Sequence[str]) -> int:

@@ -2,20 +2,18 @@
 
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 
 from peers.shared import option_checks
+from peers.shared import option_types as takes
 from peers.shared.run_options import RunOptions
 from swarm.generation.sampling import Sampling
 
 PROG = "swarm-generate"
 DEFAULT_ADDRESS = "127.0.0.1"
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@]+")
-MOST_CACHE_GIB = 1 << 20
-"""The largest value of --cache-gib: more than any machine has memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +23,12 @@ class GenerateOptions(RunOptions):
     With an INVITE the run's stages write it, also while they train.
     """
 
-    prompt: str | None = None
+    prompt: takes.Text | None = None
     """Text to continue."""
     chat: bool = False
     """Have a conversation in the terminal. A line is a message; /reset begins anew, /exit ends, and Ctrl-C stops an
     answer."""
-    system: str = ""
+    system: takes.Text = ""
     """What the model is told before a conversation begins."""
     serve: str | None = None
     """Answer at HOST:PORT, or at PORT of this machine alone, in the form of OpenAI's API. Needs the extra serve."""
@@ -40,38 +38,37 @@ class GenerateOptions(RunOptions):
     serve_origin: tuple[str, ...] = ()
     """Web pages that may ask --serve from a browser, as SCHEME://HOST or SCHEME://HOST:PORT; * allows all, and needs a
     token. Left out, none may."""
-    checkpoint: Path | None = None
+    checkpoint: takes.Folder | None = None
     """Folder with checkpoints of all stages."""
-    round: int | None = None
+    round: takes.Count | None = None
     """Round of the checkpoints; left out, the newest that is whole."""
-    base: str | None = None
+    base: takes.FolderOrName | None = None
     """The model to which the checkpoints' adapters (LoRA) belong, as in the first peer's --model: a run folder, a
     model's folder of Hugging Face, or its name on the hub."""
-    model: str | None = None
+    model: takes.FolderOrName | None = None
     """Run folder, a model's folder of Hugging Face, or a model on the hub, instead of checkpoints."""
-    tokenizer: str | None = None
+    tokenizer: takes.FolderOrName | None = None
     """bytes, a folder with a tokenizer.json, the path of one, or class:MODULE:CLASS, if it is not with the model; a
     swarm has its own, unless that is a class."""
-    max_tokens: int | None = None
+    max_tokens: takes.Positive | None = None
     """Tokens to write at most: left out, 200 for a prompt, and 1,024 for an answer. A request may ask for another
     number."""
     sampling: tyro.conf.OmitArgPrefixes[Sampling] = field(default_factory=lambda: Sampling(temperature=0.8))
     """How tokens are chosen. Not for --serve, where requests bring their own."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[takes.Text, ...] = ()
     """Strings before which the text ends."""
-    max_sequences: int = 16
+    max_sequences: takes.Positive = 16
     """Texts that are written at once, with --serve; others wait."""
-    cache_gib: float = 4.0
+    cache_gib: Annotated[float, takes.number(0, 1 << 20, above=True)] = 4.0
     """Memory for the keys and values of these texts, with --serve."""
     device: str = "auto"
     """Where a model in this process computes: cpu, cuda, cuda:1, ... or mps; auto takes a GPU if there is one."""
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Type of its matrices. Left out, it is what model.autocast of its run says, and fp32 for a model's folder."""
-    threads: int = 0
+    threads: takes.Threads = 0
     """CPU threads for computing; 0 leaves the choice to PyTorch."""
 
     def __post_init__(self) -> None:
-        option_checks.require_kinds(self, folders=["checkpoint"])
         option_checks.require_one({
             "INVITE": self.invite is not None,
             "--lan": self.lan,
@@ -101,14 +98,8 @@ class GenerateOptions(RunOptions):
         for origin in self.serve_origin:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ValueError(f"--serve-origin takes SCHEME://HOST, with :PORT if it has one, or *, not {origin!r}")
-        option_checks.require_at_least(self, {"max_tokens": 1, "round": 0, "max_sequences": 1})
-        option_checks.require_threads(self.threads)
-        option_checks.require_positive(self, ["cache_gib"])
-        if self.cache_gib > MOST_CACHE_GIB:
-            raise ValueError(f"--cache-gib must be at most {MOST_CACHE_GIB}, not {self.cache_gib}")
         if "" in self.stop:
             raise ValueError("--stop must not be empty")
-        option_checks.require_text(self, ["prompt", "system", "stop"])
         if self.serve is not None:
             _ = self.address  # which checks it
 

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from peers.generate import conversation, terminal
-from peers.generate.local_model import open_local_model
+from peers.generate import terminal
+from peers.generate.models import open_local_model, open_swarm
 from peers.generate.options import PROG, GenerateOptions
-from peers.generate.swarm_model import open_swarm
 from peers.shared import cli, logs, stopping
 from peers.shared.lan import with_invite
 from peers.shared.run_options import joins
@@ -59,7 +58,7 @@ async def _run(options: GenerateOptions, server: "Server | None") -> int:
         if server is not None:
             await server.serve(model)
         elif options.chat:
-            return await conversation.talk(model, options)
+            return await terminal.talk(model, options)
         else:
             await terminal.write(model, options)
     return 0

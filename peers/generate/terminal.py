@@ -1,11 +1,29 @@
-"""Prints text as the model writes it."""
+"""Prints text as the model writes it: what continues a prompt, or the answers of a conversation.
+
+In a conversation a line of the terminal, or of a pipe, is a message. Ctrl-C ends its answer, and not the conversation.
+"""
 
 import asyncio
+import contextlib
+import os
+import signal
 import sys
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from peers.generate.options import PROG, GenerateOptions
+from peers.shared import stopping
+from peers.shared.process import EXIT_FAILURE, EXIT_TERMINATED
+from swarm.errors import SwarmError
 from swarm.generation.text_model import TextModel
 from swarm.machine.words import counted, printable
+
+Result = TypeVar("Result")
+
+HELP = "/reset begins anew, /exit ends, and Ctrl-C stops an answer"
+_MARK = "> "
+_READ_BYTES = 1 << 16
 
 
 async def write(model: TextModel, options: GenerateOptions) -> None:
@@ -53,3 +71,142 @@ def say(text: str) -> None:
 def tell(text: str) -> None:
     """Say on stderr what the program is doing."""
     print(f"{PROG}: {text}", file=sys.stderr, flush=True)
+
+
+class Keyboard:
+    """Lines and interrupts, for the running loop."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+        """Whether the program is to end because SIGTERM came."""
+        self._interrupt = asyncio.Event()
+        self._read_ahead = b""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, self._interrupt.set)
+        loop.add_signal_handler(signal.SIGTERM, self._end)
+
+    async def line(self) -> str | None:
+        """The next line without its end; None if there are no more, or Ctrl-C came before it."""
+        return await self.before_interrupt(self._next_line())
+
+    async def before_interrupt(self, work: Coroutine[Any, Any, Result]) -> Result | None:
+        """Run `work` and return its result. If Ctrl-C or SIGTERM comes first, cancel `work`, wait for its end, and
+        return None."""
+        self._interrupt.clear()
+        if self.is_over:
+            self._interrupt.set()
+        return await stopping.before(self._interrupt.wait(), work)
+
+    def _end(self) -> None:
+        self.is_over = True
+        self._interrupt.set()
+
+    async def _next_line(self) -> str | None:
+        loop = asyncio.get_running_loop()
+        read = loop.create_future()
+
+        def tell(line: str | None) -> None:
+            if not read.done():
+                read.set_result(line)
+
+        def wait_for_line() -> None:
+            line = self._read_line()
+            # The loop may have ended meanwhile.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(tell, line)
+
+        # The thread may wait for ever. It is a daemon thread, because the threads of the loop's executor would keep the
+        # process from ending.
+        threading.Thread(target=wait_for_line, daemon=True).start()
+        line: str | None = await read
+        return line
+
+    def _read_line(self) -> str | None:
+        """Read the next line; blocks. This reads the descriptor, because a process cannot end while a thread holds the
+        lock of Python's buffer."""
+        while b"\n" not in self._read_ahead and (piece := os.read(sys.stdin.fileno(), _READ_BYTES)):
+            self._read_ahead += piece
+        line, mark, self._read_ahead = self._read_ahead.partition(b"\n")
+        return line.decode(errors="replace") if line or mark else None
+
+
+class Conversation:
+    """The messages so far, and the model that answers."""
+
+    def __init__(self, model: TextModel, options: GenerateOptions) -> None:
+        """Raise ValueError if the model has no chat template."""
+        if model.template is None:
+            raise ValueError("--chat needs a model with a chat template, and this one has none: use --prompt TEXT")
+        self._model = model
+        self._options = options
+        self._beginning = [{"role": "system", "content": options.system}] if options.system else []
+        self._messages = self._beginning
+
+    async def require_beginning(self) -> None:
+        """Raise ValueError if the chat template refuses any first message, for example because of --system."""
+        await self._model.conversation([*self._beginning, {"role": "user", "content": "Hello"}])
+
+    def reset(self) -> None:
+        """Forget all messages except --system's."""
+        self._messages = self._beginning
+
+    async def answer(self, text: str) -> None:
+        """Print the answer to a message as it comes. If cancelled, the conversation goes on from what was printed.
+
+        Raises:
+            ValueError: the template refuses the message, or the conversation is too long. The conversation is then as
+                it was before the message.
+            SwarmError: there is no answer, or it broke off.
+        """
+        messages = [*self._messages, {"role": "user", "content": text}]
+        prompt = await self._model.conversation(messages)
+        longest = self._model.engine.longest
+        if len(prompt) >= longest:
+            raise ValueError(
+                f"the conversation has {counted(len(prompt), 'token')}, and the model takes {longest} with the answer: "
+                "/reset begins anew"
+            )
+        max_tokens = min(self._options.most_tokens, longest - len(prompt))
+        if len(messages) == len(self._beginning) + 1:
+            tell_of_cut(self._options, max_tokens, longest)
+        said = ""
+        try:
+            async with self._model.continued(prompt, self._options.sampling, max_tokens, self._options.stop) as answer:
+                async for piece in answer.pieces():
+                    say(piece)
+                    said += piece
+        finally:
+            say("\n")
+            self._messages = [*messages, {"role": "assistant", "content": said}]
+
+
+async def talk(model: TextModel, options: GenerateOptions) -> int:
+    """Answer the lines of stdin until there are no more.
+
+    Returns:
+        The exit code: EXIT_TERMINATED after SIGTERM, and EXIT_FAILURE if an answer failed while stdin was a pipe, since
+            nobody may have seen that.
+
+    Raises:
+        ValueError: the model has no chat template, or none with which a conversation can begin.
+    """
+    conversation, keyboard, is_terminal = Conversation(model, options), Keyboard(), sys.stdin.isatty()
+    await keyboard.before_interrupt(conversation.require_beginning())
+    exit_code = 0
+    if is_terminal:
+        print(f"{model.name}: {HELP}", file=sys.stderr)
+    while not keyboard.is_over:
+        if is_terminal:
+            say(_MARK)
+        line = await keyboard.line()
+        if line is None or line.strip() == "/exit":
+            break
+        if line.strip() == "/reset":
+            conversation.reset()
+        elif line.strip():
+            try:
+                await keyboard.before_interrupt(conversation.answer(line.strip()))
+            except (ValueError, SwarmError) as error:
+                print(f"{PROG}: error: {printable(str(error))}", file=sys.stderr)
+                exit_code = 0 if is_terminal else EXIT_FAILURE
+    return EXIT_TERMINATED if keyboard.is_over else exit_code

@@ -4,11 +4,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from peers.shared import cli, option_checks
+from peers.shared import option_types as takes
 from peers.shared.run_options import RunOptions, SettingsOption, joins
 from swarm.config.data import Format
 
@@ -31,13 +32,13 @@ nothing of it is executed.
 class ImportModelOptions:
     """Make a run folder of a model of Hugging Face: swarm-peer --model DIR begins a run with it."""
 
-    source: tyro.conf.Positional[str]
+    source: tyro.conf.Positional[takes.FolderOrName]
     """The model's folder, or its name on the hub."""
-    output: Path
+    output: takes.Folder
     """Folder to make."""
-    stages: int = 0
+    stages: Annotated[int, takes.whole(0, 4096)] = 0
     """Into how many stages the model is cut; 0 takes two. The first peer's --stages changes it later."""
-    dataset: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    dataset: tyro.conf.UseAppendAction[tuple[takes.FolderOrName, ...]] = ()
     """What to train on: stdlib, a file, a folder, a glob, or hf:NAME; may be given several times. The first peer's
     --dataset changes it later."""
     format: Format = "text"
@@ -45,9 +46,6 @@ class ImportModelOptions:
     set: SettingsOption = ()
     run: str = ""
     """Name of the run; left out, that of the model."""
-
-    def __post_init__(self) -> None:
-        option_checks.require_at_least(self, {"stages": 0})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,17 +55,17 @@ class ExportModelOptions(RunOptions):
     With an INVITE the weights come from the peers of all stages; in a locked run that needs a peer's token.
     """
 
-    output: Path
+    output: takes.Folder
     """Folder to make."""
-    checkpoint: Path | None = None
+    checkpoint: takes.Folder | None = None
     """Folder with checkpoints of all stages, instead of a running swarm. Peers write one every 10 rounds, unless their
     --checkpoint-every says otherwise, and one as they leave."""
-    model: Path | None = None
+    model: takes.Folder | None = None
     """Run folder, instead of checkpoints: the model as it was imported."""
-    round: int | None = None
+    round: takes.Count | None = None
     """Round to export; left out, the newest of which all stages have a checkpoint. A running swarm has only its present
     round: for a later one the export waits."""
-    base: str | None = None
+    base: takes.FolderOrName | None = None
     """The model to which a run's adapters (LoRA) belong, as in the first peer's --model: a run folder, a model's folder
     of Hugging Face, or its name on the hub. The adapters are merged into it. Not needed with an INVITE: a running swarm
     has the model. With --adapter it is only checked, and named in adapter_config.json."""
@@ -79,7 +77,7 @@ class ExportModelOptions(RunOptions):
     dtype: Literal["keep", "fp32", "bf16", "fp16"] = "keep"
     """Type of the weights; keep leaves them as they are: fp32 in a checkpoint and a swarm; where adapters are merged,
     the type of the model."""
-    tokenizer: str | None = None
+    tokenizer: takes.FolderOrName | None = None
     """The run's tokenizer, if it is not beside the checkpoints: a folder, a tokenizer.json, a hub name, or
     class:MODULE:CLASS, which then is not in the export."""
     metrics: Path | None = None
@@ -105,7 +103,6 @@ class ExportModelOptions(RunOptions):
             )
         if self.adapter and self.merged:
             raise ValueError("--adapter excludes --merged: it writes adapters without the model")
-        option_checks.require_at_least(self, {"round": 0})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +113,7 @@ class ShowModelOptions:
     and one as it leaves.
     """
 
-    folder: tyro.conf.Positional[Path]
+    folder: tyro.conf.Positional[takes.Folder]
     """The folder."""
 
 
@@ -124,7 +121,7 @@ class ShowModelOptions:
 class PushModelOptions:
     """Upload an exported folder to the hub; needs a token of the hub (HF_TOKEN, or `hf auth login`)."""
 
-    folder: tyro.conf.Positional[Path]
+    folder: tyro.conf.Positional[takes.Folder]
     """The folder that export made."""
     repository: tyro.conf.Positional[str]
     """NAME/REPOSITORY, or REPOSITORY of your own account; made if it is not there."""

@@ -5,26 +5,21 @@ Each program, or each command of one, has a frozen dataclass of options; the doc
 
 import contextlib
 import dataclasses
+import difflib
+import functools
 import io
 import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TextIO, TypeVar
+from typing import Annotated, Any, TextIO, TypeVar, get_type_hints
 
 import tyro
-from tyro.constructors import (
-    ConstructorRegistry,
-    PrimitiveConstructorSpec,
-    PrimitiveTypeInfo,
-    StructConstructorSpec,
-    StructFieldSpec,
-    StructTypeInfo,
-)
+from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
-from peers.shared import stopping
+from peers.shared import option_types, stopping
 from peers.shared.process import EXIT_USAGE
 from peers.shared.run_options import with_preset
 
@@ -36,19 +31,8 @@ line."""
 _TERMINAL_CODES = re.compile(r"\x1b\[[0-9;]*m")
 _RULE = re.compile(r"[-\u2500]{4,}")
 _NAME = re.compile(r"^\W {5}(\S+)", re.MULTILINE)
-"""Finds each argument in the box that tyro prints: the name of the option, or the name of the value if it is
+"""Finds each argument that tyro's box says is missing: the name of the option, or the name of the value if it is
 positional."""
-_PARSED = re.compile(r"Error parsing (\S+):")
-_NO_TYPE = re.compile(r"Error parsing (\S+): no type matching (\S+) could be instantiated from \['(.*?)'\]")
-_NO_NUMBER = re.compile(r"Error parsing (\S+): (invalid literal for int|could not convert string to float).*: '(.*)'")
-_NO_CHOICE = re.compile(r"invalid choice '(.*)' for argument '(\S+)'\. Expected one of \((.*)\)\.?", re.IGNORECASE)
-_OF_SECTION = re.compile(r"Error parsing \w+: ([a-z]\w*) must ")
-"""The ValueError of a dataclass within the options, which begins with a field's name."""
-_SIMILAR = ("Perhaps you meant", "Arguments similar to")
-_EMPTY_PATH = "an empty path"
-_FOLDERS_OR_NAMES = ("model", "base", "tokenizer", "dataset", "validation", "source")
-"""Options that take a folder as well, and so are texts and no paths."""
-_KINDS = {"INT": "a whole number", "FLOAT": "a number"}
 _MOST_COLUMNS = 120
 """The width of what --help says, in wider terminals."""
 _BOX = re.compile(r"^(?:\x1b\[[0-9;]*m)*[ +\u256d]", re.MULTILINE)
@@ -66,21 +50,16 @@ def parse(options: type[Options], *, prog: str, argv: Sequence[str]) -> Options:
     try:
         with contextlib.redirect_stdout(told), contextlib.redirect_stderr(complaint):
             read = tyro.cli(options, prog=prog, args=argv, config=_CONFIG, registry=_registry())
+        return with_preset(read)
+    except (option_types.Wrong, ValueError) as error:
+        _complain(prog, str(error))
+        raise SystemExit(EXIT_USAGE) from None
     except SystemExit as stop:
         if stop.code == EXIT_USAGE:
             _complain(prog, _one_line(complaint.getvalue(), options))
         else:
             print(_fitted_above_the_boxes(told.getvalue()), end="")
         raise
-    try:
-        for name in _FOLDERS_OR_NAMES:
-            value = getattr(read, name, None)
-            if "" in (value if isinstance(value, tuple) else (value,)):
-                raise ValueError(f"--{name} takes a path or a name, not ''")
-        return with_preset(read)
-    except ValueError as error:
-        _complain(prog, str(error))
-        raise SystemExit(EXIT_USAGE) from None
 
 
 def run(prog: str, about: str | None, commands: Mapping[str, Command], argv: Sequence[str]) -> int:
@@ -109,18 +88,9 @@ def _complain(prog: str, line: str) -> None:
 
 
 def _registry() -> ConstructorRegistry:
-    """tyro's rules, changed so that --help shows fields as `_explained_briefly` makes them, and that an empty path is
-    refused: it would be the current folder."""
+    """tyro's rules, changed so that --help shows fields as `_explained_briefly` makes them, and that what is wrong with
+    values is raised as it is. Numbers of a dataclass within the options may have `least` and `most` as metadata."""
     registry, is_asking = ConstructorRegistry(), False
-
-    @registry.primitive_rule
-    def path(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Path] | None:
-        if info.type is not Path:
-            return None
-        return PrimitiveConstructorSpec(
-            nargs=1, metavar="PATH", instance_from_str=lambda words: _path(words[0]),
-            is_instance=lambda value: isinstance(value, Path), str_from_instance=lambda value: [str(value)],
-        )  # fmt: skip
 
     @registry.struct_rule
     def explained_briefly(info: StructTypeInfo) -> StructConstructorSpec | None:
@@ -135,18 +105,22 @@ def _registry() -> ConstructorRegistry:
             is_asking = False
         if not isinstance(spec, StructConstructorSpec):
             return None
-        return dataclasses.replace(spec, fields=tuple(map(_explained_briefly, spec.fields)))
+
+        @functools.wraps(spec.instantiate)
+        def instantiate(**values: Any) -> Any:
+            try:
+                return spec.instantiate(**values)
+            except ValueError as error:
+                raise option_types.Wrong(str(error)) from error
+
+        limits = {field.name: dict(field.metadata) for field in dataclasses.fields(info.type) if field.metadata}
+        fields = tuple(_explained_briefly(field, limits.get(field.name)) for field in spec.fields)
+        return dataclasses.replace(spec, instantiate=instantiate, fields=fields)
 
     return registry
 
 
-def _path(word: str) -> Path:
-    if not word:
-        raise ValueError(_EMPTY_PATH)
-    return Path(word)
-
-
-def _explained_briefly(field: StructFieldSpec) -> StructFieldSpec:
+def _explained_briefly(field: StructFieldSpec, limits: Mapping[str, float] | None) -> StructFieldSpec:
     """A field as --help shows it: its docstring without the source's line breaks, and no default that is empty."""
 
     def text() -> str | None:
@@ -154,6 +128,10 @@ def _explained_briefly(field: StructFieldSpec) -> StructFieldSpec:
         return None if told is None else " ".join(told.split())
 
     field_type: Any = field.type
+    if limits is not None:
+        field_type = Annotated[field_type, option_types.within(field_type, **limits)]
+    is_positional = _marks(tyro.conf.Positional[str]) <= _marks(field.type)
+    field_type = option_types.named(field_type, "" if is_positional else f"--{field.name.replace('_', '-')}")
     # For a repeated option, --help says "repeatable" where the default would be, so the hint stays.
     if field.default in (None, "", ()) and not _is_repeated(field_type):
         field_type = Annotated[field_type, tyro.conf.arg(help_behavior_hint="")]
@@ -203,41 +181,32 @@ def _marks(annotation: object) -> set[Any]:
 
 
 def _one_line(box: str, options: type[object]) -> str:
-    """The part of tyro's box that says what is wrong; its borders depend on the terminal's encoding."""
+    """What tyro's box says first; its borders depend on the terminal's encoding."""
     text = _TERMINAL_CODES.sub("", box).partition("\n")[2]
     lines = [line.strip("| \u2502") for line in text.splitlines()]
-    sections = [section for section in _RULE.split(" ".join(lines)) if section.strip()]
+    sections = [" ".join(section.split()) for section in _RULE.split(" ".join(lines)) if section.strip()]
     # tyro reports a mistyped option twice, as missing and as unrecognized. The second report says more.
-    section = next((section for section in sections if "Unrecognized options" in section), sections[0])
-    message = " ".join(section.split()).removeprefix(f"Error parsing {options.__name__}: ")
-    if _EMPTY_PATH in message and (found := _PARSED.match(message)):
-        return f"{found[1]} takes a path, not ''"
-    if found := _NO_TYPE.match(message):
-        option, types, value = found.groups()
-        kinds = [_KINDS.get(name, name.strip("{}")) for name in types.split("|")]
-        return f"{option} takes {' or '.join(kinds)}, not {value!r}"
-    if found := _NO_NUMBER.match(message):
-        option, kind, value = found.groups()
-        return f"{option} takes {_KINDS['INT' if 'int' in kind else 'FLOAT']}, not {value!r}"
-    if found := _NO_CHOICE.match(message):
-        value, option, quoted = found.groups()
-        choices = sorted(set(re.findall(r"'([^']*)'", quoted)) - {"None"})
-        return f"{option} takes {', '.join(choices[:-1])} or {choices[-1]}, not {value!r}"
-    if found := _OF_SECTION.match(message):
-        return f"--{found[1].replace('_', '-')} must {message[found.end() :]}"
-    if message.startswith("Unrecognized options: ") and not message.split()[2].startswith("-"):
-        return f"takes no such word: {message.partition(': ')[2]}"
-    if message.startswith("Unrecognized options: ") and (similar := sorted(_explained(text, *_SIMILAR))):
-        return f"{message[:1].lower()}{message[1:]}; did you mean {' or '.join(similar)}?"
+    message = next((section for section in sections if section.startswith("Unrecognized options")), sections[0])
     if message.startswith("Missing from"):
-        return f"missing {', '.join(_explained(text, 'Missing from'))}"
+        names = _NAME.findall(_RULE.split(text)[1])
+        return f"missing {', '.join(names)}"
+    if message.startswith("Unrecognized options"):
+        words = message.partition(": ")[2]
+        if not words.startswith("-"):
+            return f"takes no such word: {words}"
+        known = list(_names(options))
+        typed = [word for word in words.replace(",", " ").split() if word.startswith("--")]
+        similar = [name for word in typed for name in difflib.get_close_matches(word, known, n=1, cutoff=0.8)]
+        return f"unrecognized options: {words}" + (f"; did you mean {' or '.join(similar)}?" if similar else "")
     # The name of an option's value, such as INVITE, stays as it is.
     return message if message[1:2].isupper() else message[:1].lower() + message[1:]
 
 
-def _explained(text: str, *headings: str) -> list[str]:
-    sections = [section for section in _RULE.split(text) if any(heading in section for heading in headings)]
-    return list(dict.fromkeys(name for section in sections for name in _NAME.findall(section)))
+def _names(options: type[object]) -> Iterator[str]:
+    """The names of all options, those of dataclasses within them included."""
+    for name, annotation in get_type_hints(options).items():
+        is_section = dataclasses.is_dataclass(annotation)
+        yield from _names(annotation) if is_section else [f"--{name.replace('_', '-')}"]
 
 
 class _Told(io.StringIO):

@@ -16,8 +16,6 @@ from swarm.metrics.log import Figures, Reporter
 ID_FILE = "wandb-run"
 """The file, in the folder for wandb's files, with the run's id."""
 _INIT_SECONDS = 15.0
-_NOT_IN_NAMES = "/\\#?%:"
-_LONGEST_NAME = 128
 
 
 class WandbRun(Reporter):
@@ -63,16 +61,6 @@ class WandbRun(Reporter):
         run_folder = Path(run.dir).parent
         run.finish()
         self._run_folder = run_folder
-
-
-def require_project(name: str) -> None:
-    """Raise ValueError if no project can have this name: wandb would say so only once training has begun."""
-    if not name.strip():
-        raise ValueError("--wandb must not be empty: it takes the name of a project")
-    if wrong := [character for character in name if character in _NOT_IN_NAMES]:
-        raise ValueError(f"--wandb {name}: the name of a project has no {wrong[0]!r}")
-    if len(name) > _LONGEST_NAME:
-        raise ValueError(f"--wandb takes a name of at most {_LONGEST_NAME} characters, not {len(name)}")
 
 
 class TensorBoard(Reporter):
@@ -146,9 +134,7 @@ class Reporting:
 
 
 def require_reporters(options: ReportingOptions) -> None:
-    """Raise ValueError if an extra is missing or a name is none: `start` comes only once a program has its text."""
-    if options.wandb is not None:
-        require_project(options.wandb)
+    """Raise ValueError if an extra is missing: `start` comes only once a program has its text."""
     if options.tensorboard is not None:
         require_installed()
 

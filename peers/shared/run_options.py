@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, TypeVar
 
 import tyro
@@ -113,6 +114,25 @@ def with_named_text(config: "RunConfig", options: object) -> "RunConfig":
     named = {name: getattr(options, name) for name in ("dataset", "validation", "tokenizer", "max_tokens")}
     given: dict[str, Any] = {name: value for name, value in named.items() if value not in (None, ())}
     return dataclasses.replace(config, data=dataclasses.replace(config.data, **given))
+
+
+def begun(config: "RunConfig", num_steps: int | None, cache: Path) -> "RunConfig":
+    """The configuration with which a run begins on its text, which is prepared where sizes are left out. May block.
+
+    Args:
+        num_steps: the steps that the run is planned for, if that is known.
+
+    Raises:
+        ValueError: there is no such text or tokenizer.
+    """
+    if not config.lacks_sizes:
+        return config.begun(num_steps)
+    from swarm.data import corpora, tokenizers
+
+    tokenizers.load_for_run(config.data, vocab_size=config.model.vocab_size)
+    # Documents are packed as if there were plenty of text.
+    text = corpora.size(config.begun().data, cache_dir=cache / "corpora")
+    return config.begun(num_steps, text)
 
 
 @contextmanager

@@ -16,15 +16,15 @@ from pathlib import Path
 
 import torch
 
-from peers.doctor.examination import in_passing
 from peers.doctor.options import DoctorOptions
+from peers.doctor.program import in_passing
 from peers.reach.listen import Announced, private_advice
 from peers.shared.devices import here
 from peers.shared.lan import Announcer
 from peers.shared.network import Membership, say_who_may_join
 from peers.stage_peer.options import PeerOptions
 from peers.status.answer import idle_because
-from peers.status.joining import Joining
+from peers.status.view import Joining
 from swarm.machine.clock import Clock
 from swarm.machine.words import Repeats, counted
 from swarm.rpc.entry import Entry, direct, points_of, where

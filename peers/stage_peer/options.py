@@ -3,15 +3,14 @@
 It imports neither torch nor hivemind, because swarm-local, which starts peers, needs neither.
 """
 
-import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
 from peers.reach.listen import Outside
 from peers.shared import logs, option_checks
+from peers.shared import option_types as takes
 from peers.shared.run_options import InviteOption, SettingsOption, joins
 from swarm.rpc.endpoint import ip_of
 
@@ -28,10 +27,10 @@ class PeerOptions:
     lan: bool = False
     """Announce the run's invite in the local network, for those that look for it with --lan. Without INVITE and without
     a new run's options, first take the run that another peer announces there. Needs the extra lan."""
-    stage: int | Literal["auto"] | None = None
+    stage: takes.StageOrAuto | None = None
     """Stage to serve, from 0, and to stay at. auto takes the one that needs a peer most, and moves when another one
     does. Left out, it is auto with an invite, and else 0, also where others serve that already."""
-    rebalance_every: float | None = None
+    rebalance_every: Annotated[float, takes.number(0, 10**6)] | None = None
     """Seconds between two checks whether another stage needs this peer more, 60 if left out; with 0 it never moves.
     Only with --stage auto."""
     initial_peers: tuple[str, ...] = ()
@@ -44,35 +43,35 @@ class PeerOptions:
     come with the invite (INVITE#TOKEN), with an address (ADDRESS#TOKEN), or in SWARM_TOKEN."""
     allow_class: str | None = None
     """The run's model.custom_class, as MODULE:CLASS: joining a run that has one, this machine imports and runs it."""
-    config: Path | None = None
+    config: takes.File | None = None
     """TOML file of a new run."""
-    model: str | None = None
+    model: takes.FolderOrName | None = None
     """A new run begins with this model: a folder made by swarm-model import, a model's folder of Hugging Face, or its
     name on the hub. With an INVITE, a stage that no peer holds yet gets its weights from it."""
     preset: str | None = None
     """Configuration of a new run that comes with swarm: tiny, small, shakespeare, gpt2-124m, smollm2, llama-1b-lora and
     others (docs/models.md). For one that begins with a model, --model may name your own copy."""
-    dataset: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    dataset: tyro.conf.UseAppendAction[tuple[takes.FolderOrName, ...]] = ()
     """Text of a new run, instead of the configuration's: stdlib, a file, a folder, a glob, hf:NAME, or dummy. Given
     several times, each dataset has a held-out loss of its own."""
-    validation: str | None = None
+    validation: takes.FolderOrName | None = None
     """Text for evaluations, named as in --dataset, of which then nothing is held out."""
-    tokenizer: str | None = None
+    tokenizer: takes.FolderOrName | None = None
     """Tokenizer of a new run, instead of the configuration's: bytes, a folder with a tokenizer.json, the path of one,
     the name of a model on the hub, or class:MODULE:CLASS."""
-    max_tokens: int | None = None
+    max_tokens: takes.Tokens | None = None
     """Tokens of each dataset of a new run, at most; left out, it is what the configuration says, and usually all."""
-    stages: int | None = None
+    stages: takes.Stages | None = None
     """Number of stages of a new run, instead of the configuration's."""
-    steps: int | None = None
+    steps: takes.Positive | None = None
     """Steps, counted from its very first, for which a new run is planned: the learning rate falls to its end over them,
     unless the configuration has a schedule. Trainers may stop earlier or go on."""
-    lora_rank: int | None = None
+    lora_rank: takes.LoraRank | None = None
     """Train adapters (LoRA) of this rank in a new run, and leave the model's own weights as they are; 0 trains those.
     This and the next three options replace the configuration's values."""
-    lora_alpha: float | None = None
+    lora_alpha: Annotated[float, takes.number(0, 10**6, above=True)] | None = None
     """An adapter's output is multiplied by this over the rank."""
-    lora_dropout: float | None = None
+    lora_dropout: Annotated[float, takes.number(0, 1, below=True)] | None = None
     """Probability with which each input of an adapter is zeroed."""
     lora_targets: Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="STR [STR ...]")] = None
     """Matrices of each layer that have an adapter: q_proj, v_proj, ..., of a GPT-2 c_attn, ..., or all-linear."""
@@ -82,19 +81,19 @@ class PeerOptions:
     free memory, as cuda does."""
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Type of matrix products here; weights are kept in fp32. Left out, it is what model.autocast of the run says."""
-    threads: int = 0
+    threads: takes.Threads = 0
     """CPU threads for computing; 0 leaves the choice to PyTorch."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile layers (torch.compile) before the peer serves, which takes a minute the first time. auto does so on a
     CUDA GPU. Not for runs with dropout. Unless it is off, a CUDA GPU also computes by CUDA graphs."""
-    peak_tflops: float = 0.0
+    peak_tflops: Annotated[float, takes.number(0, 10**6)] = 0.0
     """TFLOP/s that the device manages at best in the type of matrix products, for the figure of its utilisation; 0
     takes the maker's for common GPUs."""
     host: str = ""
     """IP address to listen on; left out, all of this machine's, of IPv4 and IPv6."""
-    port: int = 0
+    port: takes.Port = 0
     """TCP port for tensors (gRPC); 0 takes a free one."""
-    dht_port: int = 0
+    dht_port: takes.Port = 0
     """TCP port for the DHT; 0 takes a free one. With the same number as --port one port does for both, at the cost of
     some CPU for all that goes through it."""
     announce: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
@@ -106,74 +105,59 @@ class PeerOptions:
     no_port_mapping: bool = False
     """Ask no router to forward the ports. Otherwise, if others do not reach this peer, its router is asked to forward
     both while the peer is there."""
-    identity: Path | None = None
+    identity: takes.File | None = None
     """File with this peer's key, made if missing; by default one per stage in ~/.cache/swarm."""
-    name: str = ""
+    name: takes.Name = ""
     """What others see; by default host name and process id."""
-    max_in_flight: int = 0
+    max_in_flight: Annotated[int, takes.whole(0, 1 << 16)] = 0
     """Microbatches to work on at once; 0 takes two more than there are stages, and more where links are so long or slow
     that these do not keep the peer busy."""
-    graph_memory_mib: int | None = None
+    graph_memory_mib: takes.Mebibytes | None = None
     """Memory for what backward needs of forward; beyond it forwards are computed again. Left out, it is half of the GPU
     memory, or a quarter of the RAM, that is free beside the stage's weights and optimizer."""
-    max_sessions: int = 64
+    max_sessions: Annotated[int, takes.whole(0, 1 << 16)] = 64
     """Texts that are written with this peer's help at one time; 0 for none."""
-    session_memory_mib: int = 1024
+    session_memory_mib: takes.Mebibytes = 1024
     """Memory for the keys and values of these texts. Besides, up to three earlier rounds' weights are held for them."""
-    relay_mbit: int = 200
+    relay_mbit: Annotated[int, takes.whole(0, 10**6)] = 200
     """Megabits per second that this peer carries at most for peers that others do not reach; 0 carries nothing."""
     insecure: bool = False
     """Speak plain TCP instead of TLS: for debugging, and for the whole run or not at all."""
-    checkpoint: Path | None = None
+    checkpoint: takes.Folder | None = None
     """Write checkpoints of this stage to this folder."""
-    checkpoint_every: int | None = None
+    checkpoint_every: takes.Positive | None = None
     """Rounds from one checkpoint to the next, 10 if left out; the same at all peers, so that all stages have the same
     rounds."""
-    keep_checkpoints: int | None = None
+    keep_checkpoints: takes.Positive | None = None
     """Checkpoints to keep, 3 if left out; older ones are deleted."""
-    resume: Path | None = None
+    resume: takes.Folder | None = None
     """Go on from the newest checkpoint in this folder, unless peers that hold the stage are there."""
-    resume_round: int | None = None
+    resume_round: takes.Count | None = None
     """Go on from the checkpoint of this round instead."""
     start_over: bool = False
     """Where no peer holds the stage of a run that has gone on, and there is no checkpoint, begin it again from initial
     weights; what it had learnt is gone."""
-    metrics_port: int | None = None
+    metrics_port: takes.Port | None = None
     """Answer at this port, at /metrics, with this process's figures for Prometheus; 0 takes a free one. Needs the extra
     metrics."""
     metrics_host: str = "127.0.0.1"
     """Address of --metrics-port: Prometheus on another machine needs 0.0.0.0, say."""
-    dashboard_port: int | None = None
+    dashboard_port: takes.Port | None = None
     """Show the run at this port as a page in the browser, as swarm-dashboard does, for as long as this peer is there;
     0 takes a free one. Needs the extra serve."""
     dashboard_host: str = "127.0.0.1"
     """IP address of --dashboard-port: with 0.0.0.0, say, other machines see the page, too. SWARM_VIEW_TOKEN holds what
     they must enter; a locked run is shown to them only with such a token."""
-    events: Path | None = None
+    events: takes.File | None = None
     """Append what this peer does with each microbatch and round to this file, for swarm-status --audit."""
-    ready_file: Path | None = None
+    ready_file: takes.File | None = None
     """Write a JSON object with this peer's addresses here once it serves."""
     log_level: logs.LogLevel = "info"
     """debug, info, warning or error."""
 
     def __post_init__(self) -> None:
-        if self.rebalance_every is not None:
-            if self.first_stage != "auto":
-                raise ValueError("--rebalance-every needs --stage auto: at a stage that it was given a peer stays")
-            if not 0 <= self.rebalance_every < math.inf:
-                raise ValueError(f"--rebalance-every must be 0 or positive, not {self.rebalance_every}")
-        if self.first_stage != "auto" and self.first_stage < 0:
-            raise ValueError(f"--stage must not be negative, not {self.first_stage}")
-        least = {
-            "stages": 1,
-            "steps": 1,
-            "max_tokens": 0,
-            "checkpoint_every": 1,
-            "keep_checkpoints": 1,
-            "max_in_flight": 0,
-            "graph_memory_mib": 0,
-        }
-        option_checks.require_at_least(self, {**least, "max_sessions": 0, "session_memory_mib": 0, "relay_mbit": 0})
+        if self.rebalance_every is not None and self.first_stage != "auto":
+            raise ValueError("--rebalance-every needs --stage auto: at a stage that it was given a peer stays")
         if self.config is not None and (self.preset or self.model) is not None:
             raise ValueError("--config, --preset and --model exclude each other")
         if not self.names_a_run and not self.joins and not self.lan:
@@ -189,7 +173,7 @@ class PeerOptions:
         if not self.names_a_run and self.lora_options:
             raise ValueError("--lora-rank and the like belong to a new run's --preset, --config or --model")
         shared = [] if self.shares_port else ["dht_port"]
-        option_checks.require_ports(self, ["port", *shared, "metrics_port", "dashboard_port"])
+        option_checks.require_distinct_ports(self, ["port", *shared, "metrics_port", "dashboard_port"])
         for name in ("checkpoint_every", "keep_checkpoints"):
             if getattr(self, name) is not None and self.checkpoint is None:
                 option = f"--{name.replace('_', '-')}"
@@ -205,9 +189,6 @@ class PeerOptions:
             )
         if self.host and ip_of(self.host) is None:
             raise ValueError(f"--host {self.host} is no IP address of this machine: it takes an address, not a name")
-        option_checks.require_kinds(self, files=["config", "identity", "events"], folders=["checkpoint"])
-        option_checks.require_name(self.name)
-        option_checks.require_threads(self.threads)
         if self.resume_round is not None and self.resume is None:
             raise ValueError("--resume-round needs --resume DIR")
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 
 from peers.commands import command_line
-from peers.dashboard.options import TOKEN_VARIABLE, DashboardOptions
+from peers.dashboard.program import TOKEN_VARIABLE, DashboardOptions
 from peers.shared import cli, option_checks
 from peers.shared.environment import cache_folder
 from peers.shared.token_option import VARIABLE

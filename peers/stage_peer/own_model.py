@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from peers.shared.environment import kept_tokenizer
-from peers.shared.run_options import with_named_text
+from peers.shared.run_options import begun, with_named_text
 from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.resume import with_sizes_of
 from swarm import config as configs
-from swarm.config import RunConfig, TextSize
+from swarm.config import RunConfig
 from swarm.credentials.identity import Token
 from swarm.data import chat, corpora, tokenizer_files, tokenizers
 from swarm.data.corpora import Corpus
@@ -145,13 +145,6 @@ def _told(source: Source, say: Say) -> Iterator[tuple[str, Tensor]]:
             say(f"{done / 1e6:,.1f} of {total / 1e6:,.1f} MB are read")
 
 
-def text_size(config: RunConfig, cache: Path) -> TextSize:
-    """How much text a run has, which leaves sizes out. Blocks while it is prepared. Raises ValueError."""
-    tokenizers.load_for_run(config.data, vocab_size=config.model.vocab_size)
-    # As if there were plenty of text. Documents are packed into such samples as they are prepared.
-    return corpora.size(config.begun().data, cache_dir=cache / "corpora")
-
-
 def with_text(config: RunConfig, cache: Path) -> tuple[RunConfig, Corpus]:
     """The configuration with the digests of text and tokenizer, and the text. Blocks while the text is prepared. Raises
     ValueError if there is no such text or tokenizer, and CorpusMismatch if the configuration has the digest of another
@@ -195,9 +188,7 @@ def own_config(
     config = dataclasses.replace(config, owner=owner)
     if options.resume is not None:
         config = with_sizes_of(options.resume, config)
-    config = (
-        config.begun(options.steps, text_size(config, cache)) if config.lacks_sizes else config.begun(options.steps)
-    )
+    config = begun(config, options.steps, cache)
     if model is not None:
         model.warn_of_untrained(config, cache)
     config, corpus = with_text(config, cache)

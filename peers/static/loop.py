@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from peers.static.batches import Batches
 from peers.static.checkpoints import Checkpoints
-from peers.static.computing import OneByOne, Pipeline
+from peers.static.computing import Batches, OneByOne, Pipeline
 from peers.static.report import Report
 from peers.static.spread import Spread
 from peers.static.workers import Workers

@@ -4,16 +4,16 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 
 from peers.shared import cli, logs, option_checks
+from peers.shared import option_types as takes
 from peers.shared.run_options import SettingsOption
 from swarm.config.rounds import CompressedCodec
 
 PROG = "swarm-static"
-MOST_EPOCHS = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,37 +23,37 @@ class StaticOptions:
     The three sizes, dp * tp * pp, make up the workers that torchrun starts.
     """
 
-    config: Path | None = None
+    config: takes.File | None = None
     """TOML file of the run."""
     preset: str | None = None
     """Configuration that comes with swarm: tiny, small, shakespeare, gpt2-124m and others (docs/models.md)."""
-    model: str | None = None
+    model: takes.FolderOrName | None = None
     """Begin with this model: a folder made by swarm-model import, a model's folder of Hugging Face, or its name on the
     hub. The run's configuration is then the folder's, or that of --config, where model.weights is its digest."""
-    dataset: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    dataset: tyro.conf.UseAppendAction[tuple[takes.FolderOrName, ...]] = ()
     """Text, instead of the configuration's: stdlib, a file, a folder, a glob, or hf:NAME. Given several times, each
     dataset has a held-out loss of its own."""
-    validation: str | None = None
+    validation: takes.FolderOrName | None = None
     """Text for evaluations, named as in --dataset, of which then nothing is held out."""
-    tokenizer: str | None = None
+    tokenizer: takes.FolderOrName | None = None
     """Tokenizer, instead of the configuration's: bytes, a folder with a tokenizer.json, the path of one, the name of a
     model on the hub, or class:MODULE:CLASS."""
-    max_tokens: int | None = None
+    max_tokens: takes.Tokens | None = None
     """Tokens of each dataset, at most; left out, it is what the configuration says, and usually all."""
     set: SettingsOption = ()
-    steps: int | None = None
+    steps: takes.Count | None = None
     """The step at which to end, counted from the run's beginning; 100 if left out."""
-    epochs: float | None = None
+    epochs: Annotated[float, takes.number(0, 10**6, above=True)] | None = None
     """Passes through the text at which to end, instead of --steps."""
-    dp: int | None = None
+    dp: takes.Positive | None = None
     """Data parallelism: workers, or groups of them, that each compute a part of every step's microbatches. Left out, it
     is what --tp and --pp leave of the workers."""
     fsdp: Literal["zero3", "zero2"] | None = None
     """Cut weights, gradients and the optimizer's state over the --dp workers (FSDP2). zero3, which --fsdp alone means,
     gathers a layer's weights anew in the backward; zero2 keeps them from the forward on."""
-    tp: int = 1
+    tp: takes.Positive = 1
     """Tensor parallelism: workers that share the matrices of every layer."""
-    pp: int = 1
+    pp: takes.Positive = 1
     """Pipeline parallelism: stages of layers, one behind the other (1F1B)."""
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Type of matrix products; weights are kept in fp32. fp16 scales losses, so that small gradients survive. Left out,
@@ -64,28 +64,28 @@ class StaticOptions:
     """Compile every layer (torch.compile). auto does so on a CUDA GPU. Not for runs with dropout."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """auto takes a CUDA GPU for each worker if there are any. mps, a Mac's GPU, is for a single worker."""
-    threads: int = 0
+    threads: takes.Threads = 0
     """CPU threads of each worker; 0 takes the machine's physical cores over its workers, or what OMP_NUM_THREADS says.
     The 1 that torchrun itself writes there does not count."""
-    checkpoint: Path | None = None
+    checkpoint: takes.Folder | None = None
     """Write checkpoints to this folder, which all machines share, and go on from the newest one there."""
-    checkpoint_every: int = 10
+    checkpoint_every: takes.Positive = 10
     """Steps from one checkpoint to the next."""
-    keep_checkpoints: int = 3
+    keep_checkpoints: takes.Positive = 3
     """Checkpoints to keep; older ones are deleted."""
-    resume: Path | None = None
+    resume: takes.Folder | None = None
     """Where --checkpoint has none yet, go on from the newest one in this folder, such as a swarm's."""
-    metrics: Path = Path("swarm-output/metrics.jsonl")
+    metrics: takes.File = Path("swarm-output/metrics.jsonl")
     """Append figures of every step to this file."""
-    evaluate_every: int = 10
+    evaluate_every: takes.Count = 10
     """Steps between two evaluations on held-out text; 0 leaves only the one at the end."""
-    evaluation_samples: int = 256
+    evaluation_samples: takes.Positive = 256
     """Held-out samples in an evaluation; of several datasets as many of each."""
-    wandb: str | None = None
+    wandb: takes.WandbProject | None = None
     """Report to this Weights & Biases project, into local files."""
     wandb_online: bool = False
     """Report to the Weights & Biases service as it happens."""
-    tensorboard: Path | None = None
+    tensorboard: takes.Folder | None = None
     """Write figures for TensorBoard into this folder. Needs the extra tensorboard."""
     log_level: logs.LogLevel = "info"
     """debug, info, warning or error."""
@@ -94,16 +94,8 @@ class StaticOptions:
         sources = self.config, self.preset, self.model
         if sources == (None, None, None) or (self.config is not None and self.preset is not None):
             raise ValueError("which run? give one of --config FILE, --preset NAME and --model DIR")
-        least = {"steps": 0, "dp": 1, "tp": 1, "pp": 1, "checkpoint_every": 1, "keep_checkpoints": 1}
-        option_checks.require_at_least(self, {**least, "max_tokens": 0, "evaluate_every": 0, "evaluation_samples": 1})
-        option_checks.require_threads(self.threads)
-        option_checks.require_kinds(self, files=["metrics"], folders=["checkpoint", "tensorboard"])
-        if self.epochs is not None:
-            option_checks.require_positive(self, ["epochs"])
-            if self.epochs > MOST_EPOCHS:
-                raise ValueError(f"--epochs must be at most {MOST_EPOCHS:,}, not {self.epochs:g}")
-            if self.steps is not None:
-                raise ValueError("--steps and --epochs exclude each other")
+        if self.epochs is not None and self.steps is not None:
+            raise ValueError("--steps and --epochs exclude each other")
         if self.compress is not None and (self.fsdp is not None or self.tp > 1 or self.pp > 1):
             raise ValueError("--compress is for --dp alone, without --fsdp, --tp and --pp")
         option_checks.require_reporters(self)

@@ -29,10 +29,8 @@ from peers.shared.sole_writer import require_sole_writer
 from peers.shared.stopping import Stop
 from peers.stage_peer.own_model import with_text
 from peers.static import run_config, workers
-from peers.static.batches import Batches
 from peers.static.checkpoints import Checkpoints
-from peers.static.compressed import CompressedAverage
-from peers.static.computing import OneByOne, Pipeline
+from peers.static.computing import Batches, CompressedAverage, OneByOne, Pipeline
 from peers.static.loop import Run, train
 from peers.static.options import StaticOptions, is_first_here, parse
 from peers.static.report import Report

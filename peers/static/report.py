@@ -12,9 +12,8 @@ from collections.abc import Mapping
 import torch
 
 from peers.shared import devices, reporting
-from peers.static.batches import microbatches_a_worker
 from peers.static.checkpoints import Progress
-from peers.static.compressed import CompressedAverage
+from peers.static.computing import CompressedAverage, microbatches_a_worker
 from peers.static.options import StaticOptions
 from peers.static.run_config import in_shards
 from peers.static.spread import Spread

@@ -10,7 +10,7 @@ import torch
 
 from peers.shared.devices import computing_in
 from peers.shared.environment import cache_folder
-from peers.shared.run_options import with_named_text
+from peers.shared.run_options import begun, with_named_text
 from peers.stage_peer.own_model import OwnModel, open_model
 from peers.stage_peer.resume import with_sizes_of
 from peers.static.options import StaticOptions
@@ -39,7 +39,7 @@ def trained(options: StaticOptions, shape: Shape, device: torch.device) -> tuple
     for folder in filter(None, (options.checkpoint, options.resume)):
         config = with_sizes_of(folder, config)
     # A swarm that draws its weights knows no last step, and takes the same steps as this run.
-    config = config.begun(options.steps if config.model.weights else None)
+    config = begun(config, options.steps if config.model.weights else None, cache_folder())
     if not config.rounds.synchronous:
         size = config.rounds.inner_batch_samples
         rounds = RoundsConfig(setting="synchronous", round_samples=size)

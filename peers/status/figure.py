@@ -6,13 +6,13 @@ writes, explains each.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from swarm.types import PeerRecord, TrainerRecord
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Column:
     """A column of the table.
 
@@ -29,6 +29,7 @@ class Column:
     heading: str
     rank: int
     cell: str
+    _: KW_ONLY
     is_shown: Callable[[Any], bool] | None = None
     is_text: bool = False
     least_width: int | None = None

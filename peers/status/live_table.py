@@ -18,9 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from peers.status.figure import Column, needed_columns
-from peers.status.joining import remedy
 from peers.status.peer_row import PeerRow
-from peers.status.view import SwarmView, TrainerRow
+from peers.status.view import SwarmView, TrainerRow, remedy
 
 ANY_WIDTH = 1 << 16
 """More characters than any table is wide."""
@@ -142,7 +141,7 @@ def _peers(view: SwarmView) -> FittingTable:
         rows += [(row.stage, peer) for peer in row.peers]
         rows += [(row.stage, None)] if row.stage in view.empty_stages else []
     strips = _strips(PeerRow, [peer for _, peer in rows], if_none=Text("no peer", style="bold red"))
-    stages = Strip(Column(heading="stage", rank=0, cell=""), [Text(str(stage)) for stage, _ in rows])
+    stages = Strip(Column("stage", 0, ""), [Text(str(stage)) for stage, _ in rows])
     # There are no lines between the columns, so that more columns fit.
     frame = partial(
         Table, title=f"run {escape(view.run)}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)

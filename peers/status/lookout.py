@@ -17,9 +17,8 @@ from peers.shared.entrance import Entrance
 from peers.shared.network import agree_on_config, entries_of
 from peers.shared.token_option import admitted
 from peers.status.answer import Answer, LastPeer
-from peers.status.joining import Joining
 from peers.status.peer_row import PeerRow
-from peers.status.view import StageRow, SwarmView, TrainerRow
+from peers.status.view import Joining, StageRow, SwarmView, TrainerRow
 from swarm.config import RunConfig
 from swarm.credentials.identity import Identity, generate
 from swarm.dht import keys

@@ -32,7 +32,7 @@ class PeerRow:
         "What it is called.",
         is_label=True,
         announced=lambda record: record.name,
-        column=Column(heading="peer", rank=1, cell="{row.name}", is_text=True, least_width=12),
+        column=Column("peer", 1, "{row.name}", is_text=True, least_width=12),
     )
     peer_id: str = figure("Its id, which belongs to its key.", is_label=True, announced=lambda record: record.peer_id)
     state: str = figure(
@@ -40,7 +40,7 @@ class PeerRow:
         "does not answer within five seconds.",
         default="unreachable",
         answered=lambda said: said.reply.state,
-        column=Column(heading="state", rank=2, cell="{row.way}", is_text=True, styles=_STATE_STYLES),
+        column=Column("state", 2, "{row.way}", is_text=True, styles=_STATE_STYLES),
     )
     moving_from: int | None = figure(
         "The stage that it comes from, while it is listed where it goes.", default=None, unit="stage"
@@ -62,13 +62,7 @@ class PeerRow:
         default="",
         is_label=True,
         announced=lambda record: record.device,
-        column=Column(
-            heading="device",
-            rank=10,
-            cell="{row.device}",
-            is_shown=lambda row: row.device not in ("", "cpu"),
-            is_text=True,
-        ),
+        column=Column("device", 10, "{row.device}", is_shown=lambda row: row.device not in ("", "cpu"), is_text=True),
     )
     reached: str = figure(
         "How callers reach it: direct; punched, where meeting points arrange direct connections; relayed, where they "
@@ -77,9 +71,7 @@ class PeerRow:
         default="direct",
         announced=lambda record: "direct" if direct(record.endpoints) else "tunnel",
         answered=lambda said: said.reached,
-        column=Column(
-            heading="reached", rank=9, cell="{row.reached}", is_shown=lambda row: row.reached != "direct", is_text=True
-        ),
+        column=Column("reached", 9, "{row.reached}", is_shown=lambda row: row.reached != "direct", is_text=True),
     )
     punched_connections: int = number(
         "Connections that it has now and that a meeting point arranged.", answered=lambda said: said.reply.lines.punched
@@ -104,15 +96,13 @@ class PeerRow:
         "What it manages at its stage.",
         unit="samples/s",
         answered=lambda said: said.reply.samples_per_second,
-        column=Column(heading="samples/s", rank=4, cell="{row.samples_per_second:.1f}"),
+        column=Column("samples/s", 4, "{row.samples_per_second:.1f}"),
     )
     computing_share: float = number(
         "The share of the last minute in which it computed; this and the next three are 1 together, and 0 where it "
         "computed no microbatch. On a GPU, the share in which the GPU worked or was given work.",
         answered=lambda said: said.reply.time_shares.computing,
-        column=Column(
-            heading="busy", rank=7, cell="{row.computing_share:.0%}", is_shown=lambda row: row.computing_share > 0
-        ),
+        column=Column("busy", 7, "{row.computing_share:.0%}", is_shown=lambda row: row.computing_share > 0),
     )
     input_wait_share: float = number(
         "The share in which it had nothing to compute, because hidden states or gradients were still to come.",
@@ -130,9 +120,7 @@ class PeerRow:
         "is what `--peak-tflops` says, or a common GPU's maker; 0 where that is not known. A token takes 6 for each "
         "weight of a matrix (4 if it is frozen), and 12 L H T for L layers of H numbers in all heads and T positions.",
         answered=lambda said: said.reply.time_shares.utilisation,
-        column=Column(
-            heading="MFU", rank=11, cell="{row.flops_utilisation:.0%}", is_shown=lambda row: row.flops_utilisation > 0
-        ),
+        column=Column("MFU", 11, "{row.flops_utilisation:.0%}", is_shown=lambda row: row.flops_utilisation > 0),
     )
     idle_because: str = figure(
         "Why it computed for less than a third of that minute, and what to change. Below the table of peers stands the "
@@ -143,29 +131,29 @@ class PeerRow:
     queue_length: int = number(
         "Forwards and backwards that wait for its compute thread.",
         answered=lambda said: said.reply.queue_length,
-        column=Column(heading="queue", rank=6, cell="{row.queue_length}"),
+        column=Column("queue", 6, "{row.queue_length}"),
     )
     round: int = number(
         "The round that it is at; the announced one where it does not answer.",
         announced=lambda record: record.round,
         answered=lambda said: said.reply.round,
-        column=Column(heading="round", rank=3, cell="{row.round}"),
+        column=Column("round", 3, "{row.round}"),
     )
     samples: int = number(
         "What it holds towards this round.",
         unit="samples",
         answered=lambda said: said.reply.round_samples,
-        column=Column(heading="samples", rank=7, cell="{row.samples}"),
+        column=Column("samples", 7, "{row.samples}"),
     )
     forwards: int = counter(
         "Forwards that it has computed since it started.",
         answered=lambda said: said.reply.counters.forwards,
-        column=Column(heading="forwards", rank=15, cell="{row.forwards}"),
+        column=Column("forwards", 15, "{row.forwards}"),
     )
     backwards: int = counter(
         "Backwards that it has computed since it started.",
         answered=lambda said: said.reply.counters.backwards,
-        column=Column(heading="backwards", rank=16, cell="{row.backwards}"),
+        column=Column("backwards", 16, "{row.backwards}"),
     )
     committed: int = counter(
         "Microbatches that count at its stage through it, since it started: they were acknowledged to it.",
@@ -175,21 +163,19 @@ class PeerRow:
     rerouted_backwards: int = counter(
         "Of these, the ones that it took over from a peer that dropped.",
         answered=lambda said: said.reply.counters.rerouted_backwards,
-        column=Column(heading="re-routed", rank=17, cell="{row.rerouted_backwards}"),
+        column=Column("re-routed", 17, "{row.rerouted_backwards}"),
     )
     sessions: int = number(
         "Texts that are being written with its help, those included for which it only stands by. The table has these "
         "figures where it helps with some, or has done so.",
         answered=lambda said: said.reply.generation.sessions,
-        column=Column(heading="texts", rank=13, cell="{row.sessions}", is_shown=lambda row: row.generated_tokens > 0),
+        column=Column("texts", 13, "{row.sessions}", is_shown=lambda row: row.generated_tokens > 0),
     )
     generated_tokens: int = counter(
         "Tokens of such texts that it has sampled or passed on since it started.",
         unit="tokens",
         answered=lambda said: said.reply.generation.tokens,
-        column=Column(
-            heading="tokens", rank=14, cell="{row.generated_tokens}", is_shown=lambda row: row.generated_tokens > 0
-        ),
+        column=Column("tokens", 14, "{row.generated_tokens}", is_shown=lambda row: row.generated_tokens > 0),
     )
     held_rounds: int = number(
         "Rounds whose weights it holds for such texts, and for evaluations.",
@@ -205,7 +191,7 @@ class PeerRow:
         "Of these, the ones that took part in that round's average. The table shows both.",
         unit="peers",
         answered=lambda said: said.last.num_members,
-        column=Column(heading="members", rank=8, cell="{row.members}/{row.alive_peers}"),
+        column=Column("members", 8, "{row.members}/{row.alive_peers}"),
     )
     recent_rounds: tuple[int, ...] = figure(
         f"The rounds in whose averages it took part, among the last {MOST_ROUNDS} that it has committed.",
@@ -258,9 +244,9 @@ class PeerRow:
         "shows how many there were, and of how many samples.",
         answered=lambda said: said.inner.count,
         column=Column(
-            heading="steps",
-            rank=12,
-            cell="{row.inner_steps} x {row.samples_per_inner_step:.0f}",
+            "steps",
+            12,
+            "{row.inner_steps} x {row.samples_per_inner_step:.0f}",
             is_shown=lambda row: row.configured_samples_per_inner_step > 0,
         ),
     )
@@ -280,10 +266,7 @@ class PeerRow:
         unit="steps",
         answered=lambda said: said.inner.mean_staleness,
         column=Column(
-            heading="late",
-            rank=11,
-            cell="{row.staleness:.1f}/{row.largest_staleness}",
-            is_shown=lambda row: row.largest_staleness > 0,
+            "late", 11, "{row.staleness:.1f}/{row.largest_staleness}", is_shown=lambda row: row.largest_staleness > 0
         ),
     )
     largest_staleness: int = number(
@@ -297,10 +280,7 @@ class PeerRow:
         unit="seconds",
         answered=lambda said: said.reply.loop_lag_seconds,
         column=Column(
-            heading="lag",
-            rank=5,
-            cell="{row.loop_lag_seconds:.1f} s",
-            is_shown=lambda row: row.loop_lag_seconds >= LARGE_LAG_SECONDS,
+            "lag", 5, "{row.loop_lag_seconds:.1f} s", is_shown=lambda row: row.loop_lag_seconds >= LARGE_LAG_SECONDS
         ),
     )
     waiting_for: str = figure(

@@ -11,30 +11,34 @@ enters the DHT, it answers in a second, because it does not import torch and hiv
 """
 
 import asyncio
+import dataclasses
 import json
 import logging
 import os
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
+import tyro
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from peers.shared import cli, logs, option_checks, stopping
+from peers.shared import cli, lan, logs, stopping
+from peers.shared import option_types as takes
+from peers.shared.entrance import Entrance, find_entrance
 from peers.shared.process import EXIT_FAILURE
-from peers.status import program
 from peers.status.live_table import LiveTable, Screen, render
 from peers.status.lookout import Way, lookouts_on, views, ways_to
 from peers.status.view import SwarmView
-from peers.status.view_options import ViewOptions
 from swarm.audit.audit import audit
 from swarm.audit.verdict import Report
+from swarm.credentials.certificates import Role
 from swarm.errors import PeerUnavailable
-from swarm.machine.clock import SystemClock
+from swarm.machine.clock import Clock, SystemClock
 from swarm.machine.words import counted
 
 logger = logging.getLogger(__name__)
@@ -44,6 +48,80 @@ _FIGURES = (
     "digests_differing",
 )  # fmt: skip
 PROG = "swarm-status"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViewOptions:
+    """Where the runs are. The options of swarm-dashboard extend these, too."""
+
+    invites: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="[INVITE ...]")]] = ()
+    """The invite to the run, swarm://..., as every swarm-peer prints it: the first of its peers that answers is asked.
+    Several invites show several runs side by side."""
+    lan: bool = False
+    """Instead of an INVITE: the run that a peer announces in this network with --lan. Needs the extra lan."""
+    peer: tuple[str, ...] = ()
+    """Peers to ask instead (PEER_ID@HOST:PORT, as a swarm-peer has it in its log)."""
+    initial_peers: tuple[str, ...] = ()
+    """Enter the DHT instead, at these addresses of the swarm's peers: slower, but relies on no single peer's answer."""
+    runs: bool = False
+    """Show all runs that are found: with --lan those of this network; otherwise all that are announced in the same DHT
+    as the given run. The DHT is entered for that."""
+    token: str | None = None
+    """Token of a locked run, or @FILE; it may also come with the invite (INVITE#TOKEN), with an address
+    (ADDRESS#TOKEN), or in SWARM_TOKEN."""
+    insecure: bool = False
+    """Look at a run whose peers were started with --insecure."""
+
+    @property
+    def invite(self) -> str | None:
+        """The first invite; None if the options name none."""
+        return next(iter(self.invites), None)
+
+    @property
+    def num_ways(self) -> int:
+        return [bool(self.invites), self.lan, bool(self.peer), bool(self.initial_peers)].count(True)
+
+    def require_one_way(self, prog: str) -> None:
+        """Raise ValueError unless the options say in exactly one way where the runs are."""
+        if self.num_ways > 1:
+            raise ValueError(
+                "INVITE, --lan, --peer and --initial-peers all say where the runs are: leave all but one out"
+            )
+        if self.num_ways == 0:
+            raise ValueError(f"which run? type {prog} INVITE, with the invite that every swarm-peer prints")
+
+    @property
+    def asks_the_dht(self) -> bool:
+        return self.runs and not self.lan
+
+    def entrances(self, environment: Mapping[str, str], clock: Clock) -> list[Entrance]:
+        """One entrance for each invite, or else a single one. With --lan and --runs, runs that need a token which the
+        user has not given are left out, unless no run is left.
+
+        Raises:
+            What find_entrance and found_invite raise.
+        """
+        if self.lan and self.runs:
+            return self._enterable(lan.found_invites(insecure=self.insecure), environment, clock)
+        found = [lan.found_invite(insecure=self.insecure)] if self.lan else []
+        invites: Sequence[str | None] = found or self.invites or [None]
+        return [self._entrance(invite, environment, clock) for invite in invites]
+
+    def _enterable(self, invites: Sequence[str], environment: Mapping[str, str], clock: Clock) -> list[Entrance]:
+        entrances, faults = [], []
+        for invite in invites:
+            try:
+                entrances.append(self._entrance(invite, environment, clock))
+            except ValueError as fault:
+                logger.warning("a run of this network is not shown: %s", fault)
+                faults.append(fault)
+        if not entrances:
+            raise faults[0]
+        return entrances
+
+    def _entrance(self, invite: str | None, environment: Mapping[str, str], clock: Clock) -> "Entrance":
+        way = self if invite is None else dataclasses.replace(self, invites=(invite,), lan=False)
+        return find_entrance(way, environment, role=Role.TRAINER, clock=clock, peers=self.peer)
 
 
 def render_audit(report: Report) -> RenderableType:
@@ -78,7 +156,7 @@ class StatusOptions(ViewOptions):
     """Go on until Ctrl-C."""
     json: bool = False
     """One line of JSON for each run and look, instead of a table."""
-    interval: float = 2.0
+    interval: takes.Seconds = 2.0
     """Seconds between two looks with --watch."""
     log_level: logs.LogLevel = "warning"
     """debug, info, warning or error."""
@@ -90,7 +168,6 @@ class StatusOptions(ViewOptions):
             )
         if not self.audit:
             self.require_one_way("swarm-status")
-        option_checks.require_positive(self, ["interval"])
 
 
 def main(argv: Sequence[str]) -> int:
@@ -111,7 +188,7 @@ def audit_files(options: StatusOptions) -> int:
     if options.json:
         print(json.dumps(report.to_json()))
     else:
-        Screen(soft_wrap=True).print(program.render_audit(report))
+        Screen(soft_wrap=True).print(render_audit(report))
     return 0 if report.proven else EXIT_FAILURE
 
 

@@ -5,10 +5,12 @@ It imports neither torch nor hivemind.
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
 from peers.shared import logs, option_checks
+from peers.shared import option_types as takes
 from peers.shared.run_options import RunOptions, joins
 from swarm.pipeline.window import MOST_IN_FLIGHT
 
@@ -17,43 +19,43 @@ from swarm.pipeline.window import MOST_IN_FLIGHT
 class TrainerOptions(RunOptions):
     """Train: feed text into a running swarm. A step is one round of the whole swarm."""
 
-    steps: int = 100
+    steps: takes.Positive = 100
     """Steps to train from where the swarm is now."""
-    dataset: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    dataset: tyro.conf.UseAppendAction[tuple[takes.FolderOrName, ...]] = ()
     """Where this machine has the run's text; its contents must be the run's. By default the run's own name for it. Of
     several datasets all are given, in any order: --dataset ONE --dataset OTHER."""
-    validation: str | None = None
+    validation: takes.FolderOrName | None = None
     """Where this machine has the run's text for evaluations, if the run has one of its own."""
-    tokenizer: str | None = None
+    tokenizer: takes.FolderOrName | None = None
     """This machine's copy of the run's tokenizer (a folder, a tokenizer.json, or class:MODULE:CLASS); left out, it
     comes from the run's peers, unless it is a class."""
-    output: Path = Path("swarm-output")
+    output: takes.Folder = Path("swarm-output")
     """Folder for metrics.jsonl, summary.json, loss.png, sample.txt and evaluation.json."""
-    evaluate_every: int = 10
+    evaluate_every: takes.Count = 10
     """Steps between two evaluations on held-out text, of which the first comes before the first step; 0 leaves only the
     one at the end."""
-    evaluation_samples: int = 256
+    evaluation_samples: takes.Positive = 256
     """Held-out samples in an evaluation; of several datasets as many of each."""
     evaluate_only: bool = False
     """Train nothing: evaluate the round at which the swarm is, write evaluation.json, and end."""
-    sample_tokens: int = 0
+    sample_tokens: takes.Count = 0
     """Tokens of text that the trained swarm writes at the end."""
-    max_in_flight: int = MOST_IN_FLIGHT
+    max_in_flight: Annotated[int, takes.whole(1, 1 << 16)] = MOST_IN_FLIGHT
     """Largest number of microbatches under way at once; the trainer finds how many are worth while."""
-    wandb: str | None = None
+    wandb: takes.WandbProject | None = None
     """Report to this Weights & Biases project, into local files."""
     wandb_online: bool = False
     """Report to the Weights & Biases service as it happens."""
-    tensorboard: Path | None = None
+    tensorboard: takes.Folder | None = None
     """Write figures for TensorBoard into this folder. Needs the extra tensorboard."""
-    metrics_port: int | None = None
+    metrics_port: takes.Port | None = None
     """Answer at this port, at /metrics, with this process's figures for Prometheus; 0 takes a free one. Needs the extra
     metrics."""
     metrics_host: str = "127.0.0.1"
     """Address of --metrics-port: Prometheus on another machine needs 0.0.0.0, say."""
-    events: Path | None = None
+    events: takes.File | None = None
     """Append what this trainer does with each microbatch to this file, for swarm-status --audit."""
-    name: str = ""
+    name: takes.Name = ""
     """What others see; by default host name and process id."""
     log_level: logs.LogLevel = "info"
     """debug, info, warning or error."""
@@ -63,10 +65,4 @@ class TrainerOptions(RunOptions):
             raise ValueError("INVITE, --initial-peers and --lan all say which run to enter: leave all but one out")
         if not joins(self) and not self.lan:
             raise ValueError("which run? type swarm-trainer INVITE, with the invite that every swarm-peer prints")
-        option_checks.require_at_least(
-            self, {"steps": 1, "evaluate_every": 0, "evaluation_samples": 1, "sample_tokens": 0, "max_in_flight": 1}
-        )
-        option_checks.require_kinds(self, files=["events"], folders=["output", "tensorboard"])
-        option_checks.require_name(self.name)
-        option_checks.require_ports(self, ["metrics_port"])
         option_checks.require_reporters(self)

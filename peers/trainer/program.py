@@ -27,9 +27,8 @@ from peers.shared.sole_writer import require_sole_writer
 from peers.shared.token_option import stop_or_expiry
 from peers.shared.tokenizer import have_tokenizer
 from peers.status.exporter import OwnFigures, exporting, require_exporter
-from peers.status.joining import Joining, remedy
 from peers.status.live_table import Screen
-from peers.status.view import TrainerRow
+from peers.status.view import Joining, TrainerRow, remedy
 from peers.trainer.options import TrainerOptions
 from peers.trainer.report import Report
 from peers.trainer.session import Session

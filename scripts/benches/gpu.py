@@ -26,7 +26,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from peers.commands import command_line
-from peers.generate.local_model import load
+from peers.generate.models import load
 from peers.shared import cli
 from peers.shared.devices import computing_in
 from peers.static.options import StaticOptions

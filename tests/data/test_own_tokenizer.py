@@ -14,7 +14,7 @@ from peers.shared import faults
 from peers.shared.tokenizer import have_tokenizer
 from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_model import own_config
-from peers.status.joining import Joining
+from peers.status.view import Joining
 from peers.trainer.program import open_corpus
 from swarm.config import DataConfig, RunConfig
 from swarm.data import corpora, tokenizers

@@ -19,8 +19,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from peers.commands import command_line
+from peers.generate.models import open_swarm
 from peers.generate.options import GenerateOptions
-from peers.generate.swarm_model import open_swarm
 from peers.model import program
 from scripts.benches.shared.theirs import writer
 from swarm import config as configs

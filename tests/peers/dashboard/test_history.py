@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from peers.dashboard.history import MOST_EVENTS, History, HistoryFile, Series
-from peers.dashboard.news import MOST_AT_ONCE, Line, news
+from peers.dashboard.history import MOST_AT_ONCE, MOST_EVENTS, History, HistoryFile, Line, Series, news
 from peers.dashboard.rounds import FARTHEST, MOST_PEERS, MOST_ROUNDS
 from peers.status.peer_row import PeerRow
 from peers.status.view import SwarmView

@@ -14,9 +14,8 @@ from peers.dashboard.app import Hub, page_of
 from peers.dashboard.history import History
 from peers.dashboard.watcher import Watcher
 from peers.shared.web import Listener
-from peers.status.joining import Joining
 from peers.status.peer_row import PeerRow
-from peers.status.view import SwarmView
+from peers.status.view import Joining, SwarmView
 from scripts.benches.shared.ports import free_ports
 from swarm import config as configs
 from swarm.machine.clock import SystemClock

@@ -7,8 +7,7 @@ import pytest
 
 from peers.dashboard.history import History
 from peers.dashboard.watcher import Watcher
-from peers.status.joining import Joining
-from peers.status.view import SwarmView
+from peers.status.view import Joining, SwarmView
 from swarm import config as configs
 from swarm.errors import PeerUnavailable
 from tests.support import virtual_time

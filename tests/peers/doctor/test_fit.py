@@ -94,7 +94,6 @@ def test_a_plan_is_reported_with_a_measured_step(capsys: pytest.CaptureFixture[s
         (["--preset", "tiny", "--stages", "9"], "error: --stages (9) must not exceed model.num_layers (3)"),
         (["--preset", "tiny", "--stage", "7"], "--stage belongs to a run that is there"),
         (["--preset", "tiny", "--dht-port", "7"], "--dht-port belongs to a run that is there"),
-        (["--preset", "tiny", "--peers", "0"], "--peers must be at least 1"),
         (["--preset", "tiny", "--set", "model.custom_class=a:B"], "only its code knows"),
     ],
 )

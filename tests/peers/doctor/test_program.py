@@ -11,9 +11,9 @@ import pytest
 
 from peers.doctor import line, ports
 from peers.doctor import program as doctor
-from peers.doctor.examination import in_passing
-from peers.doctor.finding import Finding, State
+from peers.doctor.machine import Finding, State
 from peers.doctor.options import DoctorOptions
+from peers.doctor.program import in_passing
 from peers.reach.own_port import answering_as_node
 from peers.shared.devices import Device
 from peers.shared.entrance import find_entrance

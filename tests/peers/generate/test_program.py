@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from peers.generate import program
-from peers.generate.local_model import load
+from peers.generate.models import load
 from peers.generate.options import PROG
 from peers.model import program as model
 from peers.shared import faults
@@ -220,26 +220,7 @@ def test_a_run_on_bytes_ends_its_texts_where_the_model_does(tmp_path: Path, caps
         (["--model", "m", "--serve", "host"], "--serve takes HOST:PORT or PORT, not 'host'"),
         (["--model", "m", "--serve", ":80"], "--serve takes HOST:PORT or PORT, not ':80'"),
         (["--model", "m", "--serve", "host:99999"], "--serve takes HOST:PORT or PORT, not 'host:99999'"),
-        (["--model", "m", "--serve", "1", "--max-sequences", "0"], "--max-sequences must be at least 1"),
-        (["--model", "m", "--serve", "1", "--cache-gib", "nan"], "--cache-gib must be positive"),
-        (["--model", "m", "--serve", "1", "--cache-gib", "1e308"], "--cache-gib must be at most 1048576"),
         (["--prompt", "", "--model", "m"], "--prompt must not be empty"),
-        (["--prompt", "a", "--model", "m", "--top-p", "2"], "--top-p must be a number from 0 to 1"),
-        (["--prompt", "a", "--model", "m", "--temperature", "-1"], "--temperature must be a number, 0 or more"),
-        (["--prompt", "a", "--model", "m", "--max-tokens", "0"], "--max-tokens must be at least 1"),
-        (
-            ["--prompt", "a\udcff", "--model", "m"],
-            "--prompt must be UTF-8 text, and has the byte 0xff after 1 character",
-        ),
-        (
-            ["--prompt", "a", "--model", "m", "--stop", "\udc80"],
-            "--stop must be UTF-8 text, and has the byte 0x80 after",
-        ),
-        (["--chat", "--model", "m", "--system", "\udcff"], "--system must be UTF-8 text"),
-        (
-            ["--prompt", "a", "--model", "m", "--top-k", str(2**31)],
-            "--top-k must be a whole number from 0 to 2147483647",
-        ),
         (["swarm://x", "--prompt", "a", "--dtype", "bf16"], "--device and --dtype need --checkpoint DIR or --model"),
         (["swarm://x", "--prompt", "a", "--device", "cpu"], "--device and --dtype need --checkpoint DIR or --model"),
         (["--prompt", "a", "--model", "m", "--base", "m"], "--base needs --checkpoint DIR"),

@@ -314,7 +314,6 @@ def test_a_stage_without_a_checkpoint_is_said(tmp_path: Path) -> None:
         (["export", "--output", "out", "--model", "run", "--adapter"], "need INVITE or --checkpoint DIR"),
         (["export", "--output", "out", "--checkpoint", "c", "--adapter", "--merged"], "--adapter excludes"),
         (["export", "--output", "out", "--model", "run", "--insecure"], "--insecure belong to a running swarm"),
-        (["import", "model", "--output", "run", "--stages", "-1"], "--stages must be at least 0"),
         (["melt"], "give one of import, export, show, push"),
     ],
 )

@@ -77,7 +77,6 @@ def test_without_a_port_it_counts_for_the_dht_as_well() -> None:
         ("--announce 0.0.0.0", "--announce 0.0.0.0: this is no machine's address; give the one at which others"),
         ("--announce [::]:5001 --announce-dht 224.0.0.1", "--announce ::: this is no machine's address"),
         ("--port 5001 --metrics-port 5001", "--port and --metrics-port cannot both be 5001"),
-        ("--threads 1025", "--threads must be between 0 and 1024, not 1025"),
         ("--announce a:b:c", "--announce takes HOST or HOST:PORT"),
     ],
 )

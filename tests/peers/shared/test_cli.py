@@ -9,12 +9,13 @@ import pytest
 import tyro
 
 from peers import commands
-from peers.dashboard.options import DashboardOptions
+from peers.dashboard.program import DashboardOptions
 from peers.doctor.options import DoctorOptions
 from peers.generate.options import GenerateOptions
 from peers.local.options import LocalOptions
 from peers.model.options import ExportModelOptions, ImportModelOptions
 from peers.shared.cli import arguments, parse
+from peers.shared.option_types import FolderOrName, StageOrAuto
 from peers.stage_peer.options import PeerOptions
 from peers.static.options import StaticOptions
 from peers.trainer.options import TrainerOptions
@@ -29,7 +30,7 @@ class _Options:
     """Stage to serve."""
     initial_peers: tuple[str, ...] = ()
     """Addresses of peers."""
-    dataset: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    dataset: tyro.conf.UseAppendAction[tuple[FolderOrName, ...]] = ()
     """Texts, one a time."""
     output: Path | None = None
     """Folder for results."""
@@ -37,7 +38,7 @@ class _Options:
     """What is logged."""
     insecure: bool = False
     """Do without TLS."""
-    goes: int | Literal["auto"] = 0
+    goes: StageOrAuto = 0
     """Where to."""
     every: int | None = None
     """Rounds."""
@@ -93,12 +94,12 @@ def test_an_option_may_be_given_several_times_and_takes_no_more_than_one_each_ti
             "--stage 1 --insecur --log-leve info",
             "unrecognized options: --insecur, --log-leve, info; did you mean --insecure or --log-level?",
         ),
-        ("--stage x", "--stage takes a whole number, not 'x'"),
-        ("--stage 1 --goes N", "--goes takes a whole number or auto, not 'N'"),
-        ("--stage 1 --every x", "--every takes a whole number, not 'x'"),
+        ("--stage x", "--stage takes a whole number of 64 bits, not 'x'"),
+        ("--stage 1 --goes N", "--goes takes a whole number from 0 to 4,095, or auto, not 'N'"),
+        ("--stage 1 --every x", "--every takes a whole number of 64 bits, not 'x'"),
         ("--stage 1 --seconds soon", "--seconds takes a number, not 'soon'"),
         ("", "missing --stage"),
-        ("--stag 1", "unrecognized options: --stag 1"),
+        ("--stag 1", "unrecognized options: --stag 1; did you mean --stage?"),
         ("--stage", "missing value for argument '--stage'. Expected 1 values."),
         ("--stage -1", "--stage must not be negative, not -1"),
         ("--stage 1 --output=", "--output takes a path, not ''"),
@@ -154,6 +155,7 @@ def test_help_shows_the_docstrings(capsys: pytest.CaptureFixture[str]) -> None:
         parse(_Options, prog="swarm-x", argv=["--help"])
     assert stop.value.code == 0
     captured = capsys.readouterr()
+    assert "Serve one stage." in captured.out
     assert "Addresses of peers." in captured.out
     assert captured.err == ""
 

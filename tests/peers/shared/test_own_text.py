@@ -5,9 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from peers.doctor import fit
+from peers.doctor.options import DoctorOptions
 from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_model import open_model, own_config
+from peers.static import run_config
+from peers.static.options import StaticOptions
+from peers.static.workers import Shape
 from swarm.config import RunConfig
 from tests.interchange.small_models import save
 from tests.support.chat_model import save_chat_model
@@ -61,3 +67,20 @@ def test_conversations_are_as_long_as_they_need_to_be(
     (tmp_path / "talks.jsonl").write_text((json.dumps({"messages": messages}) + "\n") * num_talks)
     settings = ("data.format=chat", f"data.packing={packing}")
     assert _sizes(_begun(model, tmp_path / "talks.jsonl", *settings)) == expected
+
+
+@pytest.mark.parametrize("num_bytes", [1_000_000, 4000])
+def test_static_training_and_a_plan_have_the_sizes_of_a_swarm_on_the_same_text(
+    num_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model, text = tmp_path / "model", tmp_path / "text.txt"
+    save("llama-2", model)
+    text.write_text("x" * num_bytes)
+    settings = ("rounds.setting=synchronous",)
+    expected = _sizes(_begun(model, text, *settings))
+    options = StaticOptions(model=str(model), dataset=(str(text),), set=settings, pp=2)
+    static, _ = run_config.trained(options, Shape(dp=1, tp=1, pp=2), torch.device("cpu"))
+    assert _sizes(static) == expected
+    plan = fit.planned(DoctorOptions(model=str(model), set=(*settings, f"data.dataset={json.dumps(str(text))}")))
+    assert _sizes(plan) == expected

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from peers.shared.reporting import TensorBoard, WandbRun, require_project
+from peers.shared.reporting import TensorBoard, WandbRun
 
 
 class _FakeRun:
@@ -76,16 +76,6 @@ def test_a_training_that_goes_on_in_its_folder_goes_on_in_its_run(
         run.finish(timeout_seconds=10)
     assert fake.arguments["resume"] == "allow"
     assert fake.arguments["id"] == ("abc123" if goes_on else None)
-
-
-@pytest.mark.parametrize(
-    ("name", "fault"),
-    [("", "must not be empty"), ("a/b c", "a/b c: the name of a project has no '/'"), ("p" * 129, "at most 128")],
-)
-def test_what_is_no_name_of_a_project_is_said_before_training(name: str, fault: str) -> None:
-    require_project("p" * 128)
-    with pytest.raises(ValueError, match=fault):
-        require_project(name)
 
 
 def test_online_run_has_nothing_to_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,37 +18,17 @@ from tests.support.swarm import write_text
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"checkpoint_every": 0}, "--checkpoint-every must be at least 1, not 0"),
-        ({"keep_checkpoints": 0}, "--keep-checkpoints must be at least 1, not 0"),
         ({"rebalance_every": 60.0}, "--rebalance-every needs --stage auto"),
         ({"stage": 1, "rebalance_every": 0.0}, "--rebalance-every needs --stage auto"),
-        ({"stage": "auto", "rebalance_every": -1.0}, "--rebalance-every must be 0 or positive, not -1.0"),
-        ({"stage": "auto", "rebalance_every": float("nan")}, "--rebalance-every must be 0 or positive, not nan"),
-        ({"stage": "auto", "rebalance_every": float("inf")}, "--rebalance-every must be 0 or positive, not inf"),
         ({"resume_round": 10}, "--resume-round needs --resume DIR"),
         ({"checkpoint_every": 5}, "--checkpoint-every needs --checkpoint DIR"),
         ({"keep_checkpoints": 5}, "--keep-checkpoints needs --checkpoint DIR"),
         ({"host": "nosuch"}, "--host nosuch is no IP address of this machine: it takes an address, not a name"),
-        ({"name": "x" * 65}, "--name must have at most 64 characters, not 65"),
-        ({"name": "x\x1b[2J"}, r"--name must have no control characters: not 'x\\x1b\[2J'"),
-        ({"name": "x\n"}, "--name must have no control characters"),
-        ({"name": "x\udcff"}, "--name must be UTF-8 text, and has the byte 0xff after 1 character"),
     ],
 )
 def test_wrong_options(options: dict[str, object], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         PeerOptions(preset="tiny", **options)  # type: ignore[arg-type]  # any of them
-
-
-@pytest.mark.parametrize("name", ["config", "identity", "events", "checkpoint"])
-def test_a_folder_in_the_place_of_a_file_is_named_with_its_option(name: str, tmp_path: Path) -> None:
-    """So is a file in the place of a folder."""
-    file = tmp_path / "file"
-    file.write_text("")
-    wrong, fault = (file, "is no folder") if name == "checkpoint" else (tmp_path, "is a folder: it takes a file")
-    with pytest.raises(ValueError, match=f"^--{name.replace('_', '-')} {wrong} {fault}$"):
-        PeerOptions(invite="swarm://1x", **{name: wrong})  # type: ignore[arg-type]  # each takes a path
-    assert PeerOptions(preset="tiny", checkpoint=tmp_path, identity=file).identity == file
 
 
 def test_how_often_a_peer_looks_is_for_those_that_may_move() -> None:
@@ -118,15 +98,14 @@ def test_what_is_to_be_typed_is_one_word_to_a_shell() -> None:
         require_allowed_class(run, None, None)
 
 
-@pytest.mark.parametrize(("name", "reason"), [("file/ready.json", "Not a directory"), ("folder", "Is a directory")])
 def test_a_ready_file_that_cannot_be_written_is_noticed_at_once(
-    name: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    (tmp_path / "folder").mkdir()
+    place = tmp_path / "file" / "ready.json"
     monkeypatch.setattr(logs, "setup_logging", lambda *_: None)
-    with pytest.raises(ValueError, match=f"^--ready-file {tmp_path / name}: cannot be written: {reason}$"):
-        stage_peer.main(["--initial-peers", "no address", "--ready-file", str(tmp_path / name)])
+    with pytest.raises(ValueError, match=f"^--ready-file {place}: cannot be written: Not a directory$"):
+        stage_peer.main(["--initial-peers", "no address", "--ready-file", str(place)])
 
 
 def test_a_host_of_another_machine_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ from peers.shared import lan
 from peers.shared.entrance import Entrance
 from peers.status import lookout
 from peers.status.lookout import lookouts_on, views, ways_to
+from peers.status.program import ViewOptions
 from peers.status.view import SwarmView
-from peers.status.view_options import ViewOptions
 from swarm import config as configs
 from swarm.config import RunConfig
 from swarm.credentials.identity import generate

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from peers.generate import conversation
+from peers.generate import terminal
 from peers.generate.options import GenerateOptions
 from peers.shared.process import EXIT_FAILURE, EXIT_TERMINATED
 from swarm.errors import PeerUnavailable
@@ -45,7 +45,7 @@ async def _until(condition: Callable[[], bool]) -> None:
 async def test_messages_are_answered_with_what_was_said_before(typed: int, capsys: pytest.CaptureFixture[str]) -> None:
     engine = ScriptedEngine()
     _type(typed, "hi\n\n  you \r\n/reset\nthird")
-    assert await conversation.talk(scripted_model(engine), _options(system="be")) == 0
+    assert await terminal.talk(scripted_model(engine), _options(system="be")) == 0
     assert capsys.readouterr().out == "hello\nhello\nhello\n"
     assert [prompt.decode() for prompt, _, _ in engine.asked] == [
         "<system>be<user>hi<assistant>",
@@ -56,7 +56,7 @@ async def test_messages_are_answered_with_what_was_said_before(typed: int, capsy
 
 async def test_exit_ends_it(typed: int, capsys: pytest.CaptureFixture[str]) -> None:
     _type(typed, "hi\n/exit\nmore\n", is_all=False)
-    await conversation.talk(scripted_model(ScriptedEngine()), _options())
+    await terminal.talk(scripted_model(ScriptedEngine()), _options())
     os.close(typed)
     assert capsys.readouterr().out == "hello\n"
 
@@ -65,7 +65,7 @@ async def test_an_interrupt_stops_an_answer_and_another_one_the_program(
     typed: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine = ScriptedEngine()
-    talking = asyncio.create_task(conversation.talk(scripted_model(engine), _options(max_tokens=50)))
+    talking = asyncio.create_task(terminal.talk(scripted_model(engine), _options(max_tokens=50)))
     engine.may_go_on.clear()
     _type(typed, "hi\n", is_all=False)
     await _until(lambda: engine.under_way == 1)
@@ -84,7 +84,7 @@ async def test_an_interrupt_stops_an_answer_and_another_one_the_program(
 async def test_sigterm_ends_it_in_mid_answer(typed: int) -> None:
     engine = ScriptedEngine()
     engine.may_go_on.clear()
-    talking = asyncio.create_task(conversation.talk(scripted_model(engine), _options()))
+    talking = asyncio.create_task(terminal.talk(scripted_model(engine), _options()))
     _type(typed, "hi\nthere\n", is_all=False)
     await _until(lambda: engine.under_way == 1)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -98,7 +98,7 @@ async def test_what_cannot_be_answered_is_a_line(typed: int, capsys: pytest.Capt
     engine = ScriptedEngine(longest=60)
     engine.fault, engine.fault_after = PeerUnavailable("stage 1 has no peer"), 2
     _type(typed, "hi\n" + "x" * 70 + "\nhi\n")
-    assert await conversation.talk(scripted_model(engine), _options()) == EXIT_FAILURE
+    assert await terminal.talk(scripted_model(engine), _options()) == EXIT_FAILURE
     said = capsys.readouterr()
     assert said.out == "he\nhe\n"
     assert said.err.splitlines() == [
@@ -112,17 +112,17 @@ async def test_what_cannot_be_answered_is_a_line(typed: int, capsys: pytest.Capt
 async def test_one_answer_that_failed_is_told_by_the_exit_code(typed: int, capsys: pytest.CaptureFixture[str]) -> None:
     """That is so with a pipe; in a terminal the user has seen the failure."""
     _type(typed, "x" * 90 + "\nhi\n")
-    assert await conversation.talk(scripted_model(ScriptedEngine()), _options()) == EXIT_FAILURE
+    assert await terminal.talk(scripted_model(ScriptedEngine()), _options()) == EXIT_FAILURE
     assert capsys.readouterr().out == "hello\n"
 
 
 async def test_a_template_with_which_no_conversation_can_begin_ends_it_at_once(typed: int) -> None:
     with pytest.raises(ValueError, match="cannot render these messages: no"):
-        await conversation.talk(scripted_model(ScriptedEngine(), template="{{ raise_exception('no') }}"), _options())
+        await terminal.talk(scripted_model(ScriptedEngine(), template="{{ raise_exception('no') }}"), _options())
     os.close(typed)
 
 
 async def test_a_model_without_a_template_takes_no_conversation(typed: int) -> None:
     with pytest.raises(ValueError, match="--chat needs a model with a chat template, and this one has none"):
-        await conversation.talk(scripted_model(ScriptedEngine(), template=None), _options())
+        await terminal.talk(scripted_model(ScriptedEngine(), template=None), _options())
     os.close(typed)

@@ -1,0 +1,186 @@
+"""What options take: types that refuse any other word as the command line is read, and say what would be right.
+
+A type is the Python type with tyro's own specification of how it is read, which names neither option nor program.
+"""
+
+import contextlib
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from tyro.constructors import PrimitiveConstructorSpec
+
+from swarm.machine.words import counted
+from swarm.types import LARGEST_COUNT, LONGEST_NAME, NAME_PATTERN
+
+MOST = 10**9
+"""The largest number of steps, samples, texts and the like: more than anybody waits for."""
+_LONGEST_SHOWN = 60
+"""Characters of a wrong word that its complaint shows."""
+
+
+def whole(least: int = -(2**63), most: int = 2**63 - 1, *, or_word: str = "") -> PrimitiveConstructorSpec[Any]:
+    """Whole numbers between two bounds, which are allowed, or one word."""
+    bounds = " of 64 bits" if least == -(2**63) else f" from {least:,} to {most:,}"
+
+    def read(word: str) -> int | str | None:
+        if or_word and word == or_word:
+            return word
+        value = int(word)
+        return value if least <= value <= most else None
+
+    metavar = f"INT|{{{or_word}}}" if or_word else "INT"
+    return taking(f"a whole number{bounds}{f', or {or_word}' if or_word else ''}", metavar, read)
+
+
+def number(
+    least: float = -math.inf, most: float = math.inf, *, above: bool = False, below: bool = False
+) -> PrimitiveConstructorSpec[Any]:
+    """Finite numbers between two bounds, which are allowed, but for the lower one with `above` and the upper one with
+    `below`."""
+    begin, end = f"{'above' if above else 'from'} {least:,g}", f"{'below ' if below else ''}{most:,.9g}"
+    bounds = f" {begin} {'and up ' if above else ''}to {end}" if most < math.inf else f", {least:,g} or more"
+    bounds = bounds if least > -math.inf else ""
+
+    def read(word: str) -> float | None:
+        value = float(word)
+        is_within = least <= value <= most and not (above and value == least) and not (below and value == most)
+        return value if is_within and math.isfinite(value) else None
+
+    return taking(f"a number{bounds}", "FLOAT", read)
+
+
+def within(kind: type[int | float], least: float, most: float) -> PrimitiveConstructorSpec[Any]:
+    """Numbers of one type between two bounds, which may be infinite."""
+    return whole(int(max(least, -(2**63))), int(min(most, 2**63 - 1))) if kind is int else number(least, most)
+
+
+def one_of(words: Sequence[str]) -> PrimitiveConstructorSpec[Any]:
+    names = f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else words[0]
+    return taking(names, f"{{{','.join(words)}}}", lambda word: word if word in words else None)
+
+
+class Wrong(Exception):
+    """Says what is wrong with a word, behind the name of its option. It is no ValueError, which tyro would put into
+    words of its own."""
+
+
+def taking(what: str, metavar: str, read: Callable[[str], Any]) -> PrimitiveConstructorSpec[Any]:
+    """How an option of one word is read.
+
+    Args:
+        what: what is right, in words.
+        read: the value of a word. If it is None, or a ValueError, the word is not right.
+    """
+
+    def value_of(words: list[str]) -> Any:
+        value = None
+        with contextlib.suppress(ValueError, OSError):
+            value = read(words[0])
+        if value is None:
+            shown = words[0] if len(words[0]) <= _LONGEST_SHOWN else f"{words[0][:_LONGEST_SHOWN]}..."
+            raise Wrong(f"takes {what}, not {shown!r}")
+        return value
+
+    return PrimitiveConstructorSpec(
+        nargs=1, metavar=metavar, instance_from_str=value_of, is_instance=lambda value: True,
+        str_from_instance=lambda value: [str(value)],
+    )  # fmt: skip
+
+
+def named(annotation: Any, option: str) -> Any:
+    """The type of an option, of which every word that is wrong is told with the option's name; without one, by
+    what a positional argument takes."""
+    origin, (first, *others) = get_origin(annotation), get_args(annotation) or (None,)
+    if origin is Annotated:
+        specs = [mark for mark in annotation.__metadata__ if isinstance(mark, PrimitiveConstructorSpec)]
+        marks = [mark for mark in annotation.__metadata__ if mark not in specs]
+        told = [_naming(spec, option) for spec in specs]
+        return Annotated[(first if specs else named(first, option), *marks, *told)]
+    if origin in (Union, UnionType) and others == [NoneType]:
+        # What tyro says of a wrong value for `X | None` is longer than for X.
+        inherited: tuple[Any, ...] = getattr(named(first, option), "__metadata__", ())
+        return Annotated[(annotation, *inherited)] if inherited else annotation
+    if origin is tuple:
+        return tuple[(named(first, option), *(one if one is ... else named(one, option) for one in others))]  # type: ignore[misc]
+    if origin is Literal:
+        return Annotated[annotation, _naming(one_of([first, *others]), option)]
+    plain = _PLAIN_TYPES.get(annotation)
+    return annotation if plain is None else Annotated[annotation, _naming(plain, option)]
+
+
+def _naming(spec: PrimitiveConstructorSpec[Any], option: str) -> PrimitiveConstructorSpec[Any]:
+    def read(words: list[str]) -> Any:
+        try:
+            return spec.instance_from_str(words)
+        except Wrong as wrong:
+            raise Wrong(f"{option or spec.metavar} {wrong}") from None
+
+    return replace(spec, instance_from_str=read)
+
+
+def _file(word: str) -> Path | None:
+    if word and Path(word).is_dir():
+        raise Wrong(f"takes a file, and {word} is a folder")
+    return Path(word) if word else None
+
+
+def _folder(word: str) -> Path | None:
+    if Path(word).exists() and not Path(word).is_dir():
+        raise Wrong(f"takes a folder, and {word} is none")
+    return Path(word) if word else None
+
+
+def _name(word: str) -> str | None:
+    if len(word) > LONGEST_NAME:
+        raise Wrong(f"takes at most {LONGEST_NAME} characters, not {len(word)}")
+    return _text(word) if re.fullmatch(NAME_PATTERN, word) else None
+
+
+def _text(word: str) -> str:
+    """Refuse a text in which Python put stand-ins for bytes of the command line that are not UTF-8."""
+    try:
+        word.encode()
+    except UnicodeEncodeError as error:
+        where = f"the byte 0x{ord(word[error.start]) & 0xFF:02x} after {counted(error.start, 'character')}"
+        raise Wrong(f"takes UTF-8 text, and has {where}") from None
+    return word
+
+
+PATH = taking("a path", "PATH", lambda word: Path(word) if word else None)
+"""An empty path would be the current folder."""
+_PLAIN_TYPES = {int: whole(), float: number(), Path: PATH}
+"""How words of these types are read where nothing else is said."""
+
+Count = Annotated[int, whole(0, MOST)]
+Positive = Annotated[int, whole(1, MOST)]
+Tokens = Annotated[int, whole(0, LARGEST_COUNT)]
+"""The tokens of a text, or any other number that goes into messages."""
+Stages = Annotated[int, whole(1, 4096)]
+StageOrAuto = Annotated[int | Literal["auto"], whole(0, 4095, or_word="auto")]
+LoraRank = Annotated[int, whole(0, 1 << 16)]
+Port = Annotated[int, whole(0, 65535)]
+"""0 takes a free one."""
+Threads = Annotated[int, whole(0, 1024)]
+"""More than any machine has cores. With many more PyTorch ends with a long traceback."""
+Mebibytes = Annotated[int, whole(0, 1 << 30)]
+Seed = Annotated[int, whole(0, 2**63 - 1)]
+Seconds = Annotated[float, number(0, 10**6, above=True)]
+File = Annotated[Path, taking("a path", "PATH", _file)]
+"""It need not be there yet, and neither need a folder."""
+Folder = Annotated[Path, taking("a path", "PATH", _folder)]
+FolderOrName = Annotated[str, taking("a path or a name", "STR", lambda word: word or None)]
+WandbProject = Annotated[
+    str,
+    taking(
+        "a project's name of at most 128 characters, none of /\\#?%:", "STR",
+        lambda word: word if word.strip() and len(word) <= 128 and not set(word) & set("/\\#?%:") else None,
+    ),
+]  # fmt: skip
+Name = Annotated[str, taking("a name without control characters", "STR", _name)]
+"""A peer's or a trainer's name, as announcements hold it."""
+Text = Annotated[str, taking("text", "STR", _text)]

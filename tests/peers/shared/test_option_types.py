@@ -1,0 +1,196 @@
+"""What options take, and what is said of anything else."""
+
+import dataclasses
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast, get_args, get_type_hints
+
+import pytest
+
+from peers import keys, meet
+from peers.dashboard.program import DashboardOptions
+from peers.doctor.options import DoctorOptions
+from peers.generate.options import GenerateOptions
+from peers.local.options import LocalOptions
+from peers.model.options import COMMANDS
+from peers.shared.cli import parse
+from peers.stage_peer.options import PeerOptions
+from peers.static.options import StaticOptions
+from peers.status.program import StatusOptions
+from peers.trainer.options import TrainerOptions
+
+PROGRAMS: dict[str, list[type[Any]]] = {
+    "swarm-peer": [PeerOptions],
+    "swarm-trainer": [TrainerOptions],
+    "swarm-status": [StatusOptions],
+    "swarm-local": [LocalOptions],
+    "swarm-keys": [keys.NewOptions, keys.IssueOptions, keys.ShowOptions],
+    "swarm-meet": [meet.MeetOptions],
+    "swarm-model": list(COMMANDS.values()),
+    "swarm-generate": [GenerateOptions],
+    "swarm-doctor": [DoctorOptions],
+    "swarm-dashboard": [DashboardOptions],
+    "swarm-static": [StaticOptions],
+}
+"""The options of each program, and of each command of one."""
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """The types that an annotation is made of."""
+    return {annotation}.union(*map(_kinds, get_args(annotation))) if get_args(annotation) else {annotation}
+
+
+def _fields(options: type[Any]) -> Iterator[tuple[str, Any]]:
+    """The name and type of each option; those of a dataclass within the options are options too."""
+    for name, annotation in get_type_hints(options).items():
+        if dataclasses.is_dataclass(annotation):
+            yield from _fields(cast(type[Any], annotation))
+        else:
+            yield name, annotation
+
+
+def _number_options() -> list[tuple[type[Any], str]]:
+    return [
+        (options, f"--{name.replace('_', '-')}")
+        for options in [one for of_program in PROGRAMS.values() for one in of_program]
+        for name, annotation in _fields(options)
+        if _kinds(annotation) & {int, float}
+    ]
+
+
+MEANT = {("--seed", "-1"), ("--temperature", str(10**30))}
+"""What swarm-generate takes: a seed may be any number, and at a high temperature all tokens are equally likely."""
+
+
+def _required(options: type[Any]) -> list[str]:
+    """A command line with all that the options cannot do without."""
+    words = list[str]()
+    for field in dataclasses.fields(options):
+        if field.default is field.default_factory is dataclasses.MISSING:
+            is_positional = "Positional" in str(get_type_hints(options, include_extras=True)[field.name])
+            choices = [word for word in get_args(field.type) if isinstance(word, str)]
+            words += [*([] if is_positional else [f"--{field.name.replace('_', '-')}"]), choices[0] if choices else "x"]
+    return words
+
+
+def _refused(options: type[Any], argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line with which a program refuses its command line."""
+    with pytest.raises(SystemExit) as stop:
+        parse(options, prog="swarm-x", argv=argv)
+    assert stop.value.code == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    return said.err.removeprefix("swarm-x: error: ").removesuffix(" (see swarm-x --help)\n")
+
+
+def test_every_program_is_among_these() -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    assert PROGRAMS.keys() == project["scripts"].keys()
+
+
+@pytest.mark.parametrize(("options", "option"), _number_options(), ids=lambda one: getattr(one, "__name__", one))
+def test_every_number_that_an_option_cannot_take_is_refused_in_a_line_that_says_what_it_takes(
+    options: type[Any], option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for word in ("nan", "inf", "-1", str(10**30)):
+        if options is GenerateOptions and (option, word) in MEANT:
+            continue
+        line = _refused(options, [*_required(options), option, word], capsys)
+        assert re.match(rf"{option} takes a (whole )?number(,| from| above| of) ", line)
+        assert line.endswith(f", not {word!r}")
+
+
+@pytest.mark.parametrize(
+    ("options", "option", "word", "complaint"),
+    [
+        (PeerOptions, "--steps", "0", "a whole number from 1 to 1,000,000,000"),
+        (PeerOptions, "--stage", "last", "a whole number from 0 to 4,095, or auto"),
+        (PeerOptions, "--port", "65536", "a whole number from 0 to 65,535"),
+        (PeerOptions, "--threads", "1025", "a whole number from 0 to 1,024"),
+        (PeerOptions, "--lora-rank", "-1", "a whole number from 0 to 65,536"),
+        (PeerOptions, "--lora-alpha", "0", "a number above 0 and up to 1,000,000"),
+        (PeerOptions, "--lora-dropout", "1", "a number from 0 to below 1"),
+        (PeerOptions, "--peak-tflops", "-0.5", "a number from 0 to 1,000,000"),
+        (PeerOptions, "--max-sessions", "1e999", "a whole number from 0 to 65,536"),
+        (PeerOptions, "--dtype", "float", "fp32, bf16 or fp16"),
+        (LocalOptions, "--seed", "-1", "a whole number from 0 to 9,223,372,036,854,775,807"),
+        (StaticOptions, "--epochs", "0", "a number above 0 and up to 1,000,000"),
+        (GenerateOptions, "--temperature", "-1", "a number, 0 or more"),
+        (GenerateOptions, "--seed", str(2**63), "a whole number of 64 bits"),
+        (GenerateOptions, "--top-p", "1.01", "a number from 0 to 1"),
+        (TrainerOptions, "--wandb", "", "a project's name of at most 128 characters, none of /\\#?%:"),
+        (StaticOptions, "--wandb", "a/b c", "a project's name of at most 128 characters, none of /\\#?%:"),
+        (TrainerOptions, "--name", "x\x1b[2J", "a name without control characters"),
+    ],
+)
+def test_what_is_right_is_said_in_words(
+    options: type[Any], option: str, word: str, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _refused(options, [option, word], capsys) == f"{option} takes {complaint}, not {word!r}"
+
+
+@pytest.mark.parametrize(
+    ("options", "option", "word", "complaint"),
+    [
+        (PeerOptions, "--name", "x" * 65, "takes at most 64 characters, not 65"),
+        (PeerOptions, "--name", "x\udcff", "takes UTF-8 text, and has the byte 0xff after 1 character"),
+        (GenerateOptions, "--prompt", "x\udcff", "takes UTF-8 text, and has the byte 0xff after 1 character"),
+        (GenerateOptions, "--stop", "x\udc80", "takes UTF-8 text, and has the byte 0x80 after 1 character"),
+        (GenerateOptions, "--system", "\udcff", "takes UTF-8 text, and has the byte 0xff after 0 characters"),
+    ],
+)
+def test_a_text_is_refused_before_it_goes_anywhere(
+    options: type[Any], option: str, word: str, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _refused(options, [option, word], capsys) == f"{option} {complaint}"
+
+
+@pytest.mark.parametrize(
+    ("options", "option", "takes_a_folder"),
+    [
+        (PeerOptions, "--identity", False),
+        (PeerOptions, "--config", False),
+        (PeerOptions, "--ready-file", False),
+        (PeerOptions, "--events", False),
+        (PeerOptions, "--checkpoint", True),
+        (TrainerOptions, "--output", True),
+        (StaticOptions, "--metrics", False),
+        (StaticOptions, "--tensorboard", True),
+        (LocalOptions, "--resume", True),
+        (DashboardOptions, "--history", True),
+        (GenerateOptions, "--checkpoint", True),
+    ],
+)
+def test_a_file_and_a_folder_do_not_take_each_others_place(
+    options: type[Any], option: str, takes_a_folder: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    wrong = file if takes_a_folder else tmp_path
+    said = f"takes a folder, and {wrong} is none" if takes_a_folder else f"takes a file, and {wrong} is a folder"
+    assert _refused(options, [option, str(wrong)], capsys) == f"{option} {said}"
+    assert _refused(options, [option, ""], capsys) == f"{option} takes a path, not ''"
+
+
+@pytest.mark.parametrize(
+    ("options", "argv"),
+    [
+        (PeerOptions, "--preset tiny --port 0 --lora-dropout 0 --stage auto --steps 1000000000 --checkpoint to-come"),
+        (PeerOptions, "--preset tiny --port 65535 --lora-dropout 0.99 --stage 0 --threads 1024 --name me"),
+        (GenerateOptions, "--model m --prompt x --temperature 0 --top-p 1 --seed 9223372036854775807"),
+    ],
+)
+def test_the_bounds_themselves_are_taken(options: type[Any], argv: str) -> None:
+    words = argv.split()
+    read = parse(options, prog="swarm-x", argv=words)
+    for option, word in zip(words[::2], words[1::2], strict=True):
+        name = option.strip("-").replace("-", "_")
+        assert str(getattr(read, name, getattr(getattr(read, "sampling", None), name, None))).removesuffix(".0") == word
+
+
+def test_of_a_very_long_number_the_beginning_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    line = _refused(PeerOptions, ["--port", "9" * 5000], capsys)
+    assert line == f"--port takes a whole number from 0 to 65,535, not '{'9' * 60}...'"
