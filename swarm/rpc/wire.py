@@ -45,8 +45,15 @@ MOST_FIELDS = 64
 """The most fields in a message or in a chunk of it; an honest one has a few, since a message is sent once it has
 CHUNK_BYTES of tensors. Each takes microseconds to look at, and the event loop waits meanwhile."""
 _SERVICE = "swarm.rpc.v1.StageService"
+_HEADER, _DATA = (TensorChunk.DESCRIPTOR.fields_by_name[name].number for name in ("header", "data"))
 _WITH_LENGTH = 2
 """protobuf's type of a field whose bytes follow its length. All fields in messages with chunks are of this type."""
+
+Piece = tuple[TensorHeader | None, memoryview]
+"""A piece of a tensor, with the header if it is the first one."""
+NewBytes = Callable[[int], torch.Tensor]
+"""Makes memory for this many bytes, whatever they are: a tensor of uint8 on the CPU."""
+_Message = TypeVar("_Message", bound=Message)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,14 +69,6 @@ class TensorSpec:
         for extent in self.shape:
             num_bytes *= extent
         return num_bytes
-
-
-Piece = tuple[TensorHeader | None, memoryview]
-"""A piece of a tensor, with the header if it is the first one."""
-
-
-NewBytes = Callable[[int], torch.Tensor]
-"""Makes memory for this many bytes, whatever they are: a tensor of uint8 on the CPU."""
 
 
 def new_bytes(num_bytes: int) -> torch.Tensor:
@@ -155,11 +154,6 @@ def require_in_range(name: str, tensor: torch.Tensor) -> None:
         low, high = (scale * float(extreme) for extreme in torch.aminmax(tensor))
     if not (low >= -LARGEST_ACTIVATION and high <= LARGEST_ACTIVATION):
         raise MalformedMessage(f"tensor {name!r} holds NaN, infinity, or numbers beyond {LARGEST_ACTIVATION:.0f}")
-
-
-_HEADER, _DATA = (TensorChunk.DESCRIPTOR.fields_by_name[name].number for name in ("header", "data"))
-
-_Message = TypeVar("_Message", bound=Message)
 
 
 @dataclass(eq=False)

@@ -5,7 +5,6 @@ import random
 import sys
 import threading
 from collections import Counter
-from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -81,23 +80,6 @@ async def test_idle_streams(num_streams: int, monkeypatch: pytest.MonkeyPatch) -
         assert num_honest > 5
         await host.idles()
         assert await host.train() > 0
-
-
-async def test_more_calls_than_one_caller_may_have_are_refused() -> None:
-    async with running() as host, host.connected(INTRUDER) as first, host.connected(INTRUDER) as second:
-        host.server.callers.calls.each = 20
-        calls = [_call(channel, TRAIN) for channel in (first, second) for _ in range(20)]
-        for call in calls:
-            # One that has been refused by then says so here as well.
-            with suppress(grpc.aio.AioRpcError):
-                await call.wait_for_connection()
-        await eventually(lambda: sum(call.done() for call in calls) == 20)
-        assert host.server.callers.num_calls == 20
-        codes = {await call.code() for call in calls if call.done()}
-        assert codes == {grpc.StatusCode.RESOURCE_EXHAUSTED}
-        assert await host.train() > 0
-        for call in calls:
-            call.cancel()
 
 
 async def test_slow_chunks_take_no_slot_for_long(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from swarm.credentials.identity import Identity
 from swarm.rpc import tls
 from swarm.rpc.callers import MAX_KEPT_BYTES, Callers
+from swarm.rpc.channels import ChannelPool
 from swarm.rpc.guard import Guard
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_server
@@ -24,6 +25,13 @@ from tests.support.manual_clock import ManualClock
 
 async def _echo(request: bytes, context: Any) -> bytes:
     return request
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[ChannelPool]:
+    pool = ChannelPool()
+    yield pool
+    await pool.close()
 
 
 @pytest.fixture

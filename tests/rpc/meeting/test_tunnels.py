@@ -1,7 +1,6 @@
 """A peer that others do not reach, reached through meeting points: carried, punched, and when a meeting point dies."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
@@ -29,13 +28,6 @@ from tests.support.meeting import Host, echo, hidden_peer, meeting_point
 from tests.support.proxy import Proxy
 
 MEGABYTE = bytes(range(256)) * (4 << 10)
-
-
-@pytest.fixture
-async def pool() -> AsyncIterator[ChannelPool]:
-    pool = ChannelPool()
-    yield pool
-    await pool.close()
 
 
 @pytest.fixture
