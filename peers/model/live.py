@@ -38,7 +38,7 @@ from swarm.machine.clock import SystemClock, run_loop
 from swarm.machine.waits import patiently
 from swarm.machine.words import counted
 from swarm.model.stages import parameter_shapes, trained_shapes
-from swarm.rpc.segments import MAX_SOURCES
+from swarm.rpc.transfers import MAX_SOURCES
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.training.round_member import Snapshot
 from swarm.training.run_rounds import RunRounds

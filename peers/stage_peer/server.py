@@ -34,7 +34,7 @@ from swarm.rpc.callers import Callers
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.guard import Guard
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server, start_server
-from swarm.rpc.turns import Turns
+from swarm.rpc.transfers import Turns
 from swarm.stage.boundary import reply_specs, request_specs
 from swarm.stage.context import StageContext, StageLimits
 from swarm.stage.incoming import max_kept_bytes

@@ -20,7 +20,7 @@ from swarm.rpc.callers import Callers
 from swarm.rpc.entry import direct
 from swarm.rpc.meeting.meeting_point import MeetingPoint
 from swarm.rpc.probe import ProbeServicer
-from swarm.rpc.turns import Turns
+from swarm.rpc.transfers import Turns
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_server
 from swarm.rpc.v1.content_pb2_grpc import add_ContentServiceServicer_to_server

@@ -21,7 +21,7 @@ from swarm.averaging.vectors.snapshots import TensorBytes, describe
 from swarm.errors import MalformedMessage, NotReady
 from swarm.machine.clock import Clock
 from swarm.rpc.callers import Caller
-from swarm.rpc.turns import NOBODY, Turns, yield_to_exchange
+from swarm.rpc.transfers import NOBODY, Turns, yield_to_exchange
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import RoundMember, Snapshot
 

@@ -18,7 +18,7 @@ from swarm.averaging.state_transfer import Fetched, StateTransfer
 from swarm.averaging.wire.context import Context
 from swarm.errors import IntegrityError, MalformedMessage, Overloaded, SwarmError
 from swarm.machine.words import counted
-from swarm.rpc.segments import LONGEST_RETRY_SECONDS, PATIENCE_SECONDS
+from swarm.rpc.transfers import LONGEST_RETRY_SECONDS, PATIENCE_SECONDS
 from swarm.types import PeerRecord
 
 logger = logging.getLogger(__name__)

@@ -43,7 +43,7 @@ from swarm.machine.out_of_memory import is_out_of_memory
 from swarm.rpc.callers import Caller, bearer_of
 from swarm.rpc.failures import abort
 from swarm.rpc.serving import MESSAGE_SECONDS, check_address
-from swarm.rpc.turns import NOBODY
+from swarm.rpc.transfers import NOBODY
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.averaging_pb2_grpc import AveragingServiceServicer
 from swarm.rpc.v1.stage_pb2 import Address

@@ -19,7 +19,7 @@ from swarm.machine.clock import Clock
 from swarm.machine.waits import Waits
 from swarm.machine.words import counted
 from swarm.rpc.bounds import require_bounds
-from swarm.rpc.segments import MAX_SOURCES, Arriving
+from swarm.rpc.transfers import MAX_SOURCES, Arriving
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import Snapshot
 from swarm.types import PeerRecord

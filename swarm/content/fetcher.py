@@ -18,7 +18,7 @@ from swarm.machine.clock import Clock
 from swarm.machine.words import Repeats, counted
 from swarm.rpc.ask import download
 from swarm.rpc.channels import ChannelPool
-from swarm.rpc.segments import MAX_SOURCES, Arriving, Segments
+from swarm.rpc.transfers import MAX_SOURCES, Arriving, Segments
 from swarm.rpc.v1 import content_pb2 as pb
 from swarm.rpc.v1.content_pb2_grpc import ContentServiceStub
 from swarm.types import PeerRecord

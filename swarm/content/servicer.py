@@ -15,7 +15,7 @@ from swarm.errors import NotReady, Overloaded, SwarmError, WrongRun
 from swarm.machine.clock import Clock
 from swarm.rpc.callers import Quota, bearer_of, caller_of
 from swarm.rpc.failures import abort
-from swarm.rpc.turns import Turns, yield_to_exchange
+from swarm.rpc.transfers import Turns, yield_to_exchange
 from swarm.rpc.v1 import content_pb2 as pb
 from swarm.rpc.v1.content_pb2_grpc import ContentServiceServicer
 from swarm.rpc.wire import CHUNK_BYTES

@@ -19,7 +19,7 @@ from swarm.interchange import weights
 from swarm.interchange.source import Source
 from swarm.interchange.weights import SEGMENT_BYTES, Index, Weights
 from swarm.machine.waits import Waits
-from swarm.rpc.segments import Arriving
+from swarm.rpc.transfers import Arriving
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from swarm.config import RunConfig, from_dict
 from swarm.errors import DeadlineExceeded, IntegrityError, PeerUnavailable
 from swarm.events.kinds import Events
 from swarm.machine.clock import Clock
-from swarm.rpc.turns import Turns
+from swarm.rpc.transfers import Turns
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import Activity, Contribution, Progress, RoundResult, Snapshot, Tensors, known
 from swarm.types import PeerRecord, PeerState

@@ -18,7 +18,7 @@ from swarm.averaging.vectors.results import Committed
 from swarm.config import from_dict
 from swarm.errors import DeadlineExceeded, PeerUnavailable
 from swarm.machine.clock import Clock
-from swarm.rpc.turns import Turns
+from swarm.rpc.transfers import Turns
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.training.round_member import RoundCost, RoundMember, RoundResult, Snapshot, known

@@ -10,7 +10,7 @@ from swarm.averaging.agreement.messages import Standing
 from swarm.averaging.donor import snapshot_id
 from swarm.averaging.vectors.snapshots import TensorBytes
 from swarm.errors import MalformedMessage, NotReady
-from swarm.rpc.turns import YIELD_LOOK_SECONDS, YIELD_SECONDS
+from swarm.rpc.transfers import YIELD_LOOK_SECONDS, YIELD_SECONDS
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import Snapshot
 from tests.averaging.holder import SIZE, Holder

@@ -8,7 +8,7 @@ import torch
 
 from swarm.averaging.agreement.messages import Standing, lineage_after
 from swarm.errors import IntegrityError, MalformedMessage, Overloaded
-from swarm.rpc.turns import HOLD_SECONDS
+from swarm.rpc.transfers import HOLD_SECONDS
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerRecord
 from tests.averaging.doubles import record

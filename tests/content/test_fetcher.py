@@ -7,7 +7,7 @@ import pytest
 from swarm.content.fetcher import Fetcher, Kind, Piece
 from swarm.errors import Overloaded, PeerUnavailable
 from swarm.machine.clock import Clock, SystemClock
-from swarm.rpc.segments import PATIENCE_SECONDS
+from swarm.rpc.transfers import PATIENCE_SECONDS
 from tests.content.lines import FakeLine, after, digest_of, shelf_of
 from tests.support.virtual_time import LoopClock, in_virtual_time
 

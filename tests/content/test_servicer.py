@@ -15,7 +15,7 @@ from swarm.errors import IntegrityError, MalformedMessage, NotReady, Overloaded,
 from swarm.machine.clock import SystemClock
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server
-from swarm.rpc.turns import Turns
+from swarm.rpc.transfers import Turns
 from swarm.rpc.v1.content_pb2_grpc import add_ContentServiceServicer_to_server
 from swarm.rpc.wire import CHUNK_BYTES
 from swarm.types import PeerRecord

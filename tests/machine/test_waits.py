@@ -15,7 +15,7 @@ from swarm.machine.waits import (
     Waits,
     patiently,
 )
-from swarm.rpc.segments import Arriving
+from swarm.rpc.transfers import Arriving
 from tests.support.virtual_time import LoopClock, in_virtual_time
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 
 from swarm.errors import MalformedMessage
-from swarm.rpc.segments import Segments
+from swarm.rpc.transfers import Segments
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.tensor_pb2 import TensorHeader
 from swarm.rpc.wire import CHUNK_BYTES, DTYPES

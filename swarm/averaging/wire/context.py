@@ -16,7 +16,7 @@ from swarm.errors import NotReady
 from swarm.events.kinds import Events
 from swarm.machine.clock import Clock, spawn, wait
 from swarm.machine.waits import Waits
-from swarm.rpc.turns import Turns
+from swarm.rpc.transfers import Turns
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.training.run_rounds import RunRounds
 from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord, PeerState
