@@ -22,7 +22,6 @@ import warnings
 import weakref
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -176,53 +175,34 @@ def _own(module: ModuleType) -> dict[str, object]:
     return {name: value for name, value in vars(module).items() if name.startswith("__")}
 
 
-@dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """The settings that all launches of one process's node share.
+    """Launches one process's node, each time with the settings of node.start.
 
     Attributes:
         port: the TCP port on which the node listens; 0 if it began as a client.
         validator: stays when p2pd is started again, because it holds the run's keys.
-        clock: the time by which records expire.
-        options: the options of p2pd for a node that others can ask.
-        kademlia: the module of that name, which imports hivemind.
     """
 
-    port: int
-    validator: RecordValidator
-    clock: Clock
-    options: Sequence[str]
-    kademlia: Any
+    def __init__(
+        self, *, clock: Clock, host: str, port: int, announce: Sequence[tuple[str, int]], identity_path: Path | None,
+        client_mode: bool,
+    ) -> None:  # fmt: skip
+        """Raises ValueError if the port is in use."""
+        self.port = 0 if client_mode else addresses.require_free_port(host, port)
+        self._options = [] if client_mode else _server_options(host, self.port, announce)
+        self._clock = clock
+        self._kademlia = _import_kademlia()
+        self.validator: RecordValidator = self._kademlia.new_validator(clock)
+        if identity_path is not None:
+            self._kademlia.require_key_file(identity_path)
+            self._options.append(f"-id={identity_path}")
 
     async def launch(self, known: Sequence[Node], *, client_mode: bool, must_join: bool = False) -> "Kademlia":
-        launched: Kademlia = await self.kademlia.launch(
-            known,
-            options=CLIENT_OPTIONS if client_mode else self.options,
-            client_mode=client_mode,
-            validator=self.validator,
-            clock=self.clock,
-            must_join=must_join,
-        )
+        launched: Kademlia = await self._kademlia.launch(
+            known, options=CLIENT_OPTIONS if client_mode else self._options, client_mode=client_mode,
+            validator=self.validator, clock=self._clock, must_join=must_join,
+        )  # fmt: skip
         return launched
-
-
-def new_launcher(
-    *,
-    clock: Clock,
-    host: str,
-    port: int,
-    announce: Sequence[tuple[str, int]],
-    identity_path: Path | None,
-    client_mode: bool,
-) -> Launcher:
-    """Make the launcher of a node with the options of node.start. Raises ValueError if the port is in use."""
-    port = 0 if client_mode else addresses.require_free_port(host, port)
-    options = [] if client_mode else _server_options(host, port, announce)
-    kademlia = _import_kademlia()
-    if identity_path is not None:
-        kademlia.require_key_file(identity_path)
-        options.append(f"-id={identity_path}")
-    return Launcher(port=port, validator=kademlia.new_validator(clock), clock=clock, options=options, kademlia=kademlia)
 
 
 def _import_kademlia() -> Any:

@@ -15,7 +15,7 @@ from swarm.credentials.authority import Authority
 from swarm.dht import addresses
 from swarm.dht.addresses import Node
 from swarm.dht.known_records import Found, NoOtherNode
-from swarm.dht.launcher import Launcher, LoopThread, new_launcher
+from swarm.dht.launcher import Launcher, LoopThread
 from swarm.errors import PeerUnavailable
 from swarm.machine.clock import Clock
 
@@ -231,25 +231,22 @@ def start(
 ) -> DhtNode:
     """Start a node and join the others. This process is not forked, so gRPC and threads may be running already.
 
-    Blocks; imports hivemind's DHT, which takes a moment.
+    Blocks; imports hivemind's DHT, which takes a moment. Of the nodes at `initial_peers`, each perhaps at several
+    addresses, one has to answer within waits.JOIN_SECONDS; without any address a new DHT begins. A client asks others,
+    but is asked by none and stores nothing.
 
     Args:
-        initial_peers: addresses of nodes to join, perhaps several of one node. One node has to answer within
-            patience.JOIN_SECONDS; without any address a new DHT begins.
         host: IP address to listen on; empty for all addresses of this machine, of IPv4 and, where it has that, of IPv6.
         port: TCP port to listen on; 0 takes a free one.
         announce: names or IP addresses at which others reach this machine, each with the port there, or 0 for the port
             that is listened on. If it is empty, p2pd announces all addresses that it sees itself.
         identity_path: file with the node's libp2p key, made if missing, so that its address stays the same.
-        client_mode: ask others, but be asked by none and store nothing.
 
-    Raises:
-        ValueError: an initial peer is no node's address, or the port is in use.
-        PeerUnavailable: the DHT cannot be joined; the message names the addresses and what to check.
-        OSError: p2pd cannot be started.
+    Raises ValueError if an initial peer is no node's address, or the port is in use; PeerUnavailable, which names the
+    addresses and what to check, if the DHT cannot be joined; OSError if p2pd cannot be started.
     """
     addresses.require_all(initial_peers)
-    launcher = new_launcher(
+    launcher = Launcher(
         clock=clock, host=host, port=port, announce=announce, identity_path=identity_path, client_mode=client_mode
     )
     thread, nodes = LoopThread("dht"), addresses.of_nodes(initial_peers)
