@@ -32,6 +32,11 @@ DILOCO = dataclasses.replace(SYNCHRONOUS, rounds=RoundsConfig(setting="diloco", 
 STAGE = 1
 
 
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(others_module, "LOOK_SECONDS", 0.05)
+
+
 class _Directory:
     """A directory with living peers at some stages, and at every stage a dead peer that was far ahead."""
 
@@ -209,7 +214,6 @@ async def test_holders_that_fell_silent_are_waited_for_by_who_has_nothing_else_t
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(others_module, "RETURN_SECONDS", 0.3)
-    monkeypatch.setattr(others_module, "LOOK_SECONDS", 0.05)
     others, num_looks = await _find({0: [7], 2: [7]}, silent_looks={STAGE: 2}, needs_holder=True)
     assert others.rounds == {0: 7, 2: 7}
     assert others.silent.startswith("ffffffff, silent since ")
@@ -232,6 +236,5 @@ async def test_a_holder_that_comes_back_in_time_is_all_that_matters(monkeypatch:
             return [] if stage == STAGE and 1 < self.num_readings < 5 else found
 
     monkeypatch.setitem(globals(), "_Directory", Frozen)
-    monkeypatch.setattr(others_module, "LOOK_SECONDS", 0.05)
     others, _ = await _find({0: [7], STAGE: [None, 8], 2: [7]}, needs_holder=True)
     assert others == Others(held_at=8)

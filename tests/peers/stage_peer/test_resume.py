@@ -37,11 +37,11 @@ SYNCHRONOUS = RunConfig(
 )
 DILOCO = dataclasses.replace(SYNCHRONOUS, rounds=RoundsConfig(setting="diloco", round_samples=80))
 TIED = dataclasses.replace(DILOCO, model=dataclasses.replace(DILOCO.model, tied_embeddings=True))
-BEFORE = RunConfig(optimizer=OptimizerConfig(learning_rate=1e-3, warmup_samples=1000))
+BEFORE = RunConfig(optimizer=OptimizerConfig(learning_rate=1e-3, warmup_samples=600))
 NOW = dataclasses.replace(
     BEFORE,
     optimizer=OptimizerConfig(
-        learning_rate=3e-3, warmup_samples=100, schedule="cosine", total_samples=10_000, final_fraction=0.1
+        learning_rate=3e-3, warmup_samples=60, schedule="cosine", total_samples=10_000, final_fraction=0.1
     ),
     averaging=AveragingConfig(codec="int8"),
 )
@@ -341,7 +341,7 @@ async def test_a_run_that_was_begun_alone_goes_on_as_diloco_with_friends(
     """The schedule and the data go on by the samples, Adam by its moments, and no microbatch is trained on twice."""
     caplog.set_level("INFO")
     optimizer = OptimizerConfig(
-        name="adamw", learning_rate=0.02, schedule="cosine", total_samples=1000, warmup_samples=100
+        name="adamw", learning_rate=0.02, schedule="cosine", total_samples=1000, warmup_samples=60
     )
     alone = dataclasses.replace(cut(2), optimizer=optimizer)
     rounds = RoundsConfig(setting="diloco", round_samples=64, inner_batch_samples=8)
@@ -349,7 +349,7 @@ async def test_a_run_that_was_begun_alone_goes_on_as_diloco_with_friends(
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     async with whole_swarm(alone, tmp_path / "alone", num_peers=(1, 1), tokens=_counting) as swarm:
-        before = await swarm.train(12)
+        before = await swarm.train(7)
         for peer in swarm.peers:
             assert peer.server is not None
             snapshot, highest = await peer.server.member.snapshot(), peer.server.member.progress().highest_microbatch
@@ -364,15 +364,15 @@ async def test_a_run_that_was_begun_alone_goes_on_as_diloco_with_friends(
             assert peer.server is not None
             weights, member = peer.server.stage.context.backend.weights, peer.server.member
             state = (await member.snapshot()).tensors
-            saved = file.load(folder / str(file.FileName(round=12, num_stages=2, stage=number)), weights.masters)
+            saved = file.load(folder / str(file.FileName(round=7, num_stages=2, stage=number)), weights.masters)
             assert state.keys() == {f"anchor/{name}" for name in weights.masters}, "the outer step has no memory yet"
             assert all(torch.equal(value, saved[name]) for name, value in state.items())
-            assert member.progress().highest_microbatch == 12 * 8 - 1
-            assert (weights.round.number, member.run_samples) == (12, 12 * 16)
-            assert weights.learning_rate == learning_rate(optimizer, 12 * 16)
+            assert member.progress().highest_microbatch == 7 * 8 - 1
+            assert (weights.round.number, member.run_samples) == (7, 7 * 16)
+            assert weights.learning_rate == learning_rate(optimizer, 7 * 16)
         for stage in (0, 1):
             await swarm.start(stage)
-        after = await swarm.train(6, first=12)
+        after = await swarm.train(3, first=7)
         members = [peer.server.member for peer in swarm.peers if peer.server is not None]
         # One stage may still be committing what it has learnt beyond the last step.
         await until(lambda: len({member.progress().round for member in members}) == 1, 60.0)
