@@ -26,7 +26,7 @@ from scripts.benches.chaos import __main__ as chaos
 from scripts.benches.chaos.__main__ import Options as ChaosOptions
 from scripts.benches.shared.common import BenchOptions, OutputOptions
 from scripts.benches.simulate import __main__ as simulate
-from swarm.metrics.log import StepMetrics
+from swarm.metrics import StepMetrics
 from swarm.rpc.v1 import averaging_pb2, content_pb2, directory_pb2, generation_pb2, lease_pb2, stage_pb2
 
 ROOT = Path(__file__).parents[1]

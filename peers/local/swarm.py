@@ -23,9 +23,8 @@ from peers.trainer.options import TrainerOptions
 from swarm.credentials.identity import Identity
 from swarm.errors import PeerUnavailable
 from swarm.machine import json_file
-from swarm.metrics import log as metrics_log
-from swarm.metrics.log import MetricsLog
-from swarm.metrics.plot import plot_loss
+from swarm.metrics import MetricsLog, plot_loss
+from swarm.metrics import read as read_metrics
 from swarm.rpc.channels import ChannelPool
 from swarm.types import PeerRecord
 
@@ -54,7 +53,7 @@ class Output:
         """Delete what an earlier run left, now that this one has begun; keep metrics.jsonl if this run goes on."""
         if not self._goes_on:
             self.metrics.unlink(missing_ok=True)
-        elif self.metrics.exists() and (rows := list(metrics_log.read(self.metrics))):
+        elif self.metrics.exists() and (rows := list(read_metrics(self.metrics))):
             self._num_old_rows, self.first_step = len(rows), rows[-1]["step"]
         stale = {*self.logs.glob("peer-*.log"), self.logs / "trainer.log"} - set(logs_in_use)
         for path in (*stale, *(self.folder / name for name in ("summary.json", "loss.png", "sample.txt"))):
@@ -66,7 +65,7 @@ class Output:
 
     def trainer_rows(self) -> tuple[TrainerRow, ...]:
         """The trainer's row in the table, by the last step in metrics.jsonl; empty before its first step."""
-        rows = list(metrics_log.read(self.metrics))[self._num_old_rows :] if self.metrics.exists() else []
+        rows = list(read_metrics(self.metrics))[self._num_old_rows :] if self.metrics.exists() else []
         steps = [row for row in rows if "train/loss" in row]
         if not steps:
             return ()

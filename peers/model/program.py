@@ -38,7 +38,7 @@ from swarm.interchange.source import DTYPES, Source, located, parameter_shapes
 from swarm.machine import json_file
 from swarm.machine.disk import require_new
 from swarm.machine.words import counted
-from swarm.metrics.log import OF_SOURCE
+from swarm.metrics import OF_SOURCE
 from swarm.model.stages import trained_shapes
 
 _DTYPES = {"fp32": DTYPES["F32"], "fp16": DTYPES["F16"], "bf16": DTYPES["BF16"]}

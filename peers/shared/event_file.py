@@ -8,7 +8,7 @@ import swarm
 from peers.shared.sole_writer import require_sole_writer
 from swarm.averaging.agreement.shares import most_samples
 from swarm.config import RunConfig
-from swarm.events.kinds import EventLog, Events, Start, boot_id
+from swarm.events import EventLog, Events, Start, boot_id
 from swarm.machine.clock import Clock
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from swarm.config import RunConfig
 from swarm.machine import extras
-from swarm.metrics.log import Figures, Reporter
+from swarm.metrics import Figures, Reporter
 
 ID_FILE = "wandb-run"
 """The file, in the folder for wandb's files, with the run's id."""

@@ -17,9 +17,9 @@ from peers.shared.faults import leaves
 from peers.shared.network import LOOK_SECONDS
 from peers.stage_peer.rebalancer import Rebalancer
 from peers.stage_peer.server import StageServer
+from swarm import events
 from swarm.errors import Fatal, SwarmError
-from swarm.events import kinds as events
-from swarm.events.kinds import Events
+from swarm.events import Events
 from swarm.machine.clock import Clock
 from swarm.machine.out_of_memory import SMALLER, is_out_of_memory, what_was_asked
 

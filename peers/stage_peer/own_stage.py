@@ -17,7 +17,7 @@ from swarm.checkpoint.writer import CheckpointWriter
 from swarm.config import RunConfig
 from swarm.content.servicer import Shelves
 from swarm.errors import Fatal
-from swarm.events.kinds import Events
+from swarm.events import Events
 from swarm.interchange.weights import Weights
 from swarm.machine.clock import Clock
 from swarm.machine.out_of_memory import in_words, is_out_of_memory, what_was_asked
@@ -32,7 +32,7 @@ from swarm.stage.backend import StageBackend
 from swarm.stage.generation import SessionLimits
 from swarm.stage.graphs import GraphBudget
 from swarm.stage.runtime import Runtime
-from swarm.stage.settings import weights_of
+from swarm.stage.stage import weights_of
 from swarm.stage.staging import Staging
 
 logger = logging.getLogger(__name__)

@@ -61,7 +61,7 @@ from swarm.dht.addresses import OwnAddress
 from swarm.dht.directory import Announcement, Directory
 from swarm.dht.node import DhtNode
 from swarm.errors import Fatal, PeerUnavailable
-from swarm.events.kinds import Events
+from swarm.events import Events
 from swarm.machine.clock import Clock, SystemClock, run_loop
 from swarm.machine.recording import recorder_of
 from swarm.model import compiled

@@ -117,9 +117,10 @@ async def begin(
     )
     source = "initial" if restored is None else "checkpoint"
     moments = {} if restored is None else _moments(config, shapes, restored)
-    await member.begin_with(
-        snapshot, beginning.highest_microbatch, source=source, parent=beginning.parent, moments=moments
-    )
+    await member.install(
+        snapshot, source=source, parent=beginning.parent, highest_microbatch=beginning.highest_microbatch,
+        moments=moments,
+    )  # fmt: skip
     if restored is None:
         return
     logger.info("resumes at round %d, from %s", beginning.round, ", ".join(map(str, restored.files)))

@@ -25,7 +25,7 @@ from peers.status.peer_row import PeerRow
 from swarm.averaging.averager import Averager
 from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import Transport
-from swarm.events.kinds import Join
+from swarm.events import Join
 from swarm.hop.hop import Hop, watch_connections
 from swarm.hop.retries import HopLimits
 from swarm.machine.out_of_memory import in_words
@@ -36,8 +36,8 @@ from swarm.rpc.guard import Guard
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server, start_server
 from swarm.rpc.transfers import Turns
 from swarm.stage.boundary import reply_specs, request_specs
+from swarm.stage.call import max_kept_bytes
 from swarm.stage.context import StageContext, StageLimits
-from swarm.stage.incoming import max_kept_bytes
 from swarm.stage.member import StageMember
 from swarm.stage.runtime import Runtime
 from swarm.stage.slots import LARGEST_NUM_SLOTS
@@ -79,21 +79,9 @@ class StageServer:
                 limits=HopLimits(round_microbatches=config.round_microbatches), memory=staging.host_bytes,
             )  # fmt: skip
         self.stage = Stage(
-            StageContext(
-                config=config,
-                backend=backend,
-                runtime=self._runtime,
-                hop=hop,
-                clock=clock,
-                tasks=tasks,
-                limits=limits,
-                events=options.events,
-            )
+            StageContext(backend=backend, runtime=self._runtime, hop=hop, clock=clock, tasks=tasks, limits=limits)
         )
-        self.member = StageMember(
-            self.stage, num_alive=lambda: self.averager.num_alive, on_commit=self._committed,
-            events=options.events,
-        )  # fmt: skip
+        self.member = StageMember(self.stage, num_alive=lambda: self.averager.num_alive, on_commit=self._committed)
         self.averager: Averager
         self.checkpoints = Checkpoints(
             options.checkpoints, config, stage, self.member, tasks,

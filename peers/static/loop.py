@@ -9,8 +9,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from peers.static.checkpoints import Checkpoints
 from peers.static.computing import Batches, OneByOne, Pipeline
 from peers.static.report import Report
@@ -21,6 +19,7 @@ from swarm.data.microbatches import HeldOut, HeldOutLoss, averaged
 from swarm.errors import Fatal
 from swarm.model.functions import fuses
 from swarm.training import optim, samples
+from swarm.training.clipping import clip
 from swarm.training.loss_scale import LossScale
 from swarm.training.optimizers import gradient_optimizer
 
@@ -78,13 +77,14 @@ def train(
             run.model.squared_norm(gradients), float(own_loss), next_batch.num_targets, stops()
         )
         squared_norm, loss = scaled_norm / scale.factor**2, scaled_loss / (weight * shape.tp)
-        factor = optim.clip_factor(squared_norm, config.optimizer.clip_norm) / scale.factor
+        # That of this step: the next one may have another.
+        factor = scale.factor
         if not _accepts(scale, squared_norm, progress.step):
             continue
 
         # Clip the gradient, and take the step.
         rate = optim.learning_rate(config.gradient_step, progress.run_samples)
-        torch._foreach_mul_(list(gradients.values()), factor)
+        clip(gradients, squared_norm, config.optimizer.clip_norm, scale=factor)
         optim.step(optimizer, {name: parameters[name] for name in gradients}, gradients, rate)
         batch, all_targets = next_batch, next_targets
 

@@ -21,7 +21,7 @@ from peers.static.workers import Shape, Workers
 from swarm.config import RunConfig
 from swarm.data.microbatches import HeldOutLoss
 from swarm.machine.words import counted
-from swarm.metrics.log import BEGINS, MetricsLog, StepMetrics
+from swarm.metrics import BEGINS, MetricsLog, StepMetrics
 from swarm.model.shards import cut_axis, spans
 from swarm.model.stages import layer_ranges
 from swarm.training.optimizers import is_hidden_matrix, steps_whole_matrices

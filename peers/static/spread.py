@@ -32,7 +32,7 @@ from swarm.model.masks import DropoutKey
 from swarm.model.shards import Shards
 from swarm.model.stage_module import StageModule
 from swarm.model.stages import build_stage, drawn, layer_ranges, parameter_shapes, shared_parameters, trained_shapes
-from swarm.training import optim
+from swarm.training.clipping import squared_norms
 
 ONE_BUCKET_MB = 1 << 20
 """The size of DDP's buckets. It is larger than any model, so that the codec gets all gradients at once, as in a
@@ -167,7 +167,7 @@ class Spread:
 
     def squared_norm(self, gradients: Mapping[str, torch.Tensor]) -> float:
         """This worker's share of the whole gradient's squared norm: the workers' shares add up to it."""
-        squares = optim.squared_norms(gradients.values())
+        squares = squared_norms(gradients.values())
         return sum((square / self._num_holders(name) for name, square in zip(gradients, squares, strict=True)), 0.0)
 
     def _num_holders(self, name: str) -> int:

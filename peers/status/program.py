@@ -34,8 +34,7 @@ from peers.shared.process import EXIT_FAILURE
 from peers.status.live_table import LiveTable, Screen, render
 from peers.status.lookout import Way, lookouts_on, views, ways_to
 from peers.status.view import SwarmView
-from swarm.audit.audit import audit
-from swarm.audit.verdict import Report
+from swarm.audit.audit import Report, audit
 from swarm.credentials.certificates import Role
 from swarm.errors import PeerUnavailable
 from swarm.machine.clock import Clock, SystemClock

@@ -37,12 +37,12 @@ from swarm.credentials.certificates import Role
 from swarm.data import corpora, tokenizers
 from swarm.data.microbatches import Microbatches
 from swarm.dht.directory import Announcement
-from swarm.events.kinds import Events, Leave
+from swarm.events import Events, Leave
 from swarm.hop.hop import Hop, watch_connections
 from swarm.hop.retries import HopLimits
 from swarm.machine.clock import Loop, SystemClock
 from swarm.machine.words import counted
-from swarm.metrics.log import MetricsLog
+from swarm.metrics import MetricsLog
 from swarm.pipeline.lease_service import LeaseClient
 from swarm.pipeline.leased_work import LeasedWork
 from swarm.pipeline.round_watcher import RoundWatcher

@@ -25,8 +25,7 @@ from swarm.hop.answers import Obstacle
 from swarm.machine import json_file
 from swarm.machine.clock import Clock
 from swarm.machine.words import Repeats
-from swarm.metrics.log import BEGINS, MetricsLog, StepMetrics
-from swarm.metrics.plot import plot_loss
+from swarm.metrics import BEGINS, MetricsLog, StepMetrics, plot_loss
 from swarm.pipeline.train_loop import Step
 from swarm.training.inner_steps import InnerSteps
 

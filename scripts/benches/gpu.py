@@ -50,7 +50,7 @@ from swarm.generation.engine import LocalEngine, Room, collect
 from swarm.generation.sampling import Sampling
 from swarm.interchange.origin import from_model_folder
 from swarm.machine.recording import recorder_of
-from swarm.metrics import log as metrics_log
+from swarm.metrics import read as read_metrics
 
 Part = Literal["plain", "static", "one_stage", "two_stages", "stage", "generate"]
 Figures = dict[str, Any]
@@ -183,7 +183,7 @@ def _static(options: Options, device: torch.device, found: Figures) -> Figures:
             time.sleep(POLL_SECONDS)
         if ended[0].returncode:
             raise PeerUnavailable(f"swarm-static failed: {ended[0].reason}")
-        rows = [row for row in metrics_log.read(folder / "metrics.jsonl") if "train/loss" in row]
+        rows = [row for row in read_metrics(folder / "metrics.jsonl") if "train/loss" in row]
     rate = statistics.median(row["train/tokens_per_sec"] for row in rows[WARM_UP_STEPS:])
     figures = {
         "static_tokens_per_second": rate, "static_device_bytes": rows[-1]["device/memory_bytes"],

@@ -18,7 +18,7 @@ from swarm.model.stages import build_stage
 from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import TOKENS
 from swarm.stage.graphs import GraphBudget
-from swarm.stage.settings import weights_of
+from swarm.stage.stage import weights_of
 from swarm.stage.staging import Staging
 
 _Result = TypeVar("_Result")

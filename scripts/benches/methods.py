@@ -32,7 +32,7 @@ from scripts.benches.shared.common import (
 from scripts.benches.shared.swarm import SwarmProcesses
 from swarm.config import RunConfig
 from swarm.errors import DeadlineExceeded
-from swarm.metrics import log as metrics_log
+from swarm.metrics import read as read_metrics
 
 STATIC: Mapping[str, Sequence[str]] = {
     "single": (), "dp": ("--dp", "2"), "dp_compressed": ("--dp", "2", "--compress", "int8"),
@@ -156,7 +156,7 @@ class Training:
         return [process for root in roots for process in (root, *root.children(recursive=True))]
 
     def _rows(self) -> list[dict[str, Any]]:
-        return list(metrics_log.read(self._metrics)) if self._metrics.exists() else []
+        return list(read_metrics(self._metrics)) if self._metrics.exists() else []
 
     def _steps(self) -> list[int]:
         return [row["step"] for row in self._rows() if "train/loss" in row]

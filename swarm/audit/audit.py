@@ -1,25 +1,226 @@
 """Judges from a run's event logs whether its microbatches counted as docs/fault-model.md promises.
 
-    files -> history (the lines of one each, with its holdings) -> committed_rounds (all together) -> verdict
+    files -> history (the lines of one each, with its holdings) -> committed_rounds (all together) -> judge
 
-Recomputes every figure that can be recomputed. Files are read side by side, and the next line is always taken from the
+exactly once    synchronous: a committed round holds all its microbatches, at every stage, and no stage is ahead
+at most once    no microbatch is in two rounds of one branch; with DiLoCo the report gives the share that is in none
+
+Every figure that can be recomputed is. Files are read side by side, and the next line is always taken from the
 file that has come least far in the run. So only the rounds between the slowest file and the fastest one are in memory.
 Of a committed round only ranges of ids are kept.
 """
 
 import heapq
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from swarm.audit import history, verdict
-from swarm.audit.committed_rounds import CommittedRounds
+from swarm.audit import history
+from swarm.audit.committed_rounds import CommittedRound, CommittedRounds
 from swarm.audit.findings import Findings
 from swarm.audit.history import History, Line
-from swarm.audit.verdict import Report
-from swarm.events.kinds import Install, Start
+from swarm.audit.id_set import IdSet
+from swarm.events import Install, Start
 from swarm.types import TRAINER_STAGE
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageReport:
+    """One stage's committed rounds, on the branch that has come farthest."""
+
+    stage: int
+    rounds: int
+    first_attempt: int
+    """How many of these rounds succeeded in their first attempt."""
+    microbatches: int
+    """The number of microbatches in these rounds. With fragments it is the mean over the fragments."""
+    lost: int
+    """DiLoCo: microbatches that were acknowledged somewhere, but are in no round of this stage."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    run: str
+    setting: str
+    files: int
+    findings: Findings
+    rounds_committed: int
+    """Rounds that all stages have committed, on whatever branches."""
+    rounds_aborted: int
+    """Attempts that came to nothing, at all stages."""
+    replayed: int
+    """Microbatches of committed rounds that were accumulated at one stage alone."""
+    lost_share: float
+    """The share of acknowledged microbatches that are lost, as a mean over the stages. What living peers held at the
+    end does not count as lost."""
+    stages: tuple[StageReport, ...]
+
+    @property
+    def proven(self) -> bool:
+        return not self.findings.num_violations
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as a JSON object, in which the findings are figures like the others."""
+        figures = asdict(self)
+        del figures["findings"]
+        return figures | asdict(self.findings) | {"proven": self.proven}
+
+
+def judge(start: Start, rounds: CommittedRounds, findings: Findings, *, files: int, seen: Set[int]) -> Report:
+    """Give the report, after the checks that need all files.
+
+    Args:
+        seen: stages of which some file has events, and TRAINER_STAGE if some file is a trainer's.
+    """
+    rounds.settle()
+    _check_all_seen(start, seen, findings)
+    for round_, silent in rounds.unmerged():
+        round_.violation(findings, f"no file tells what {', '.join(peer[:8] for peer in silent)} contributed")
+    for round_ in rounds.rounds.values():
+        if round_.microbatches is None:
+            continue
+        unknown = round_.microbatches.without(rounds.acknowledged_by_trainers)
+        if unknown and TRAINER_STAGE in seen:
+            round_.violation(findings, "counts, but no trainer acknowledged it", list(unknown))
+        if start.setting == "synchronous":
+            _check_complete(round_, round_.microbatches, start, findings)
+    if start.setting == "synchronous":
+        _check_together(start, rounds, findings)
+    branches = [_main_branch(stage, start, rounds, findings) for stage in range(start.num_stages)]
+    reports = [_stage_report(stage, branch, start, rounds) for stage, branch in enumerate(branches)]
+    acknowledged = _acknowledged(rounds)
+    committed: list[set[int]] = [set() for _ in branches]
+    for (stage, _), round_ in rounds.rounds.items():
+        committed[stage].add(round_.number)
+    return Report(
+        run=start.run, setting=start.setting, files=files, findings=findings,
+        rounds_committed=len(set.intersection(*committed)), rounds_aborted=rounds.num_aborted(),
+        replayed=sum(r.num_replayed for branch in branches for r in branch),
+        lost_share=sum(report.lost for report in reports) / max(1, len(reports) * len(acknowledged)),
+        stages=tuple(reports),
+    )  # fmt: skip
+
+
+def _acknowledged(rounds: CommittedRounds) -> IdSet:
+    ids = rounds.acknowledged_by_stages.copy()
+    ids.update(rounds.acknowledged_by_trainers)
+    return ids
+
+
+def _check_all_seen(start: Start, seen: Set[int], findings: Findings) -> None:
+    """Note a violation for each stage without a file, and for trainers without one: nothing is proven about them."""
+    if TRAINER_STAGE not in seen:
+        findings.violation("no file of any was given, so nothing tells what they acknowledged", stage=TRAINER_STAGE)
+    for stage in range(start.num_stages):
+        if stage not in seen:
+            findings.violation("no file of any of its peers was given", stage=stage)
+
+
+# -- each round --------------------------------------------------------------------------------------------------------
+
+
+def _check_complete(round_: CommittedRound, microbatches: IdSet, start: Start, findings: Findings) -> None:
+    size = start.round_microbatches
+    wanted = IdSet(range(round_.number * size, (round_.number + 1) * size))
+    if missing := wanted.without(microbatches):
+        findings.missing += len(missing)
+        round_.violation(findings, "missing in a committed round", list(missing))
+    if others := microbatches.without(wanted):
+        round_.violation(findings, "counts in a round that is not its own", list(others))
+
+
+def _check_together(start: Start, rounds: CommittedRounds, findings: Findings) -> None:
+    """Check that no stage stepped before all stages held their results of the round."""
+    decided: dict[tuple[int, int], list[Mapping[str, float]]] = defaultdict(list)
+    for stage, number, at in rounds.decided():
+        decided[stage, number].append(at)
+    for round_ in rounds.rounds.values():
+        for other in range(start.num_stages):
+            results = decided.get((other, round_.number), [])
+            # Only times of one boot of one machine can be compared.
+            if not any(
+                all(at.get(boot, seconds) <= seconds for boot, seconds in round_.committed_at.items()) for at in results
+            ):
+                round_.violation(findings, f"committed before stage {other} held its result")
+
+
+# -- branches ----------------------------------------------------------------------------------------------------------
+
+
+def _main_branch(stage: int, start: Start, rounds: CommittedRounds, findings: Findings) -> list[CommittedRound]:
+    """Find the branch of a stage that has come farthest, and note what counts twice on any branch."""
+    children: dict[str, list[CommittedRound]] = defaultdict(list)
+    for (at, _), round_ in rounds.rounds.items():
+        if at == stage:
+            parent = round_.event.parent
+            children[rounds.renamed.get((stage, parent), parent)].append(round_)
+    reached = {round_.event.lineage for led_to in children.values() for round_ in led_to}
+    best: list[CommittedRound] = []
+    most = (0, 0)
+    for root in [parent for parent in children if parent not in reached]:
+        if (stage, root) not in rounds.beginnings:
+            for round_ in children[root]:
+                round_.violation(findings, "follows from a state of which no file tells how it came about")
+        for samples, branch in _branches(root, children, start, findings):
+            # The number of rounds decides before that of samples: a stage that lost all its peers begins again at the
+            # present round, with fewer samples.
+            if (reached_round := (branch[-1].number + 1, samples)) > most:
+                most, best = reached_round, branch
+    return best
+
+
+def _branches(
+    root: str, children: Mapping[str, list[CommittedRound]], start: Start, findings: Findings
+) -> Iterator[tuple[int, list[CommittedRound]]]:
+    """Yield every path from the lineage `root` to an end, with the number of samples on it."""
+    open_: list[tuple[str, int, list[CommittedRound], list[IdSet]]] = [
+        (root, 0, [], [IdSet() for _ in range(start.num_fragments)])
+    ]
+    while open_:
+        lineage, samples, branch, counted = open_.pop()
+        while len(following := children.get(lineage, [])) == 1:
+            lineage, samples = following[0].event.lineage, samples + following[0].event.samples
+            branch.append(following[0])
+            _count(following[0], counted, findings)
+        if not following:
+            yield samples, branch
+        for round_ in following:
+            copies = [ids.copy() for ids in counted]
+            _count(round_, copies, findings)
+            open_.append((round_.event.lineage, samples + round_.event.samples, [*branch, round_], copies))
+
+
+def _count(round_: CommittedRound, counted: list[IdSet], findings: Findings) -> None:
+    if round_.microbatches is None:
+        return
+    before = counted[round_.number % len(counted)]
+    if again := before.common(round_.microbatches):
+        findings.duplicates += len(again)
+        round_.violation(findings, "counts in an earlier round of the branch as well", list(again))
+    before.update(round_.microbatches)
+
+
+def _stage_report(stage: int, branch: list[CommittedRound], start: Start, rounds: CommittedRounds) -> StageReport:
+    counted = [IdSet() for _ in range(start.num_fragments)]
+    for round_ in branch:
+        if round_.microbatches is not None:
+            counted[round_.number % len(counted)].update(round_.microbatches)
+    lost = 0
+    if start.setting != "synchronous":
+        newest = max((round_.number + 1 for round_ in branch), default=0)
+        for fragment, ids in enumerate(counted):
+            ids_or_held = ids.copy()
+            ids_or_held.update(rounds.held_back(stage, fragment, newest))
+            lost += len(_acknowledged(rounds).without(ids_or_held))
+    return StageReport(
+        stage=stage,
+        rounds=len(branch),
+        first_attempt=sum(map(rounds.is_first_attempt, branch)),
+        microbatches=sum(map(len, counted)) // len(counted),
+        lost=lost // len(counted),
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +266,7 @@ def audit(paths: Sequence[Path]) -> Report:
             reading.history.finish()
     if first is None:
         raise ValueError("the files hold no events: name the files that --events wrote")
-    return verdict.judge(first[1], rounds, findings, files=len(paths), seen=seen)
+    return judge(first[1], rounds, findings, files=len(paths), seen=seen)
 
 
 def _check_same_run(path: Path, start: Start, first_path: Path, first: Start) -> None:

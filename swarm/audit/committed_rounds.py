@@ -1,7 +1,6 @@
 """The committed rounds of all stages: which microbatches each round counts, and whether its members' files agree.
 
-audit/history adds to it in any order, and audit/verdict judges it once all files are read. As soon as the contributions
-of all members of a round are there, their microbatches are merged into ranges of ids.
+As soon as the contributions of all members of a round are there, their microbatches are merged into ranges of ids.
 """
 
 from collections import Counter, defaultdict
@@ -12,7 +11,7 @@ from typing import NamedTuple
 from swarm.audit.findings import Findings
 from swarm.audit.holdings import Closing
 from swarm.audit.id_set import IdSet
-from swarm.events.kinds import Commit
+from swarm.events import Commit
 
 Ballot = tuple[int, str]
 """An attempt: its number, and its leader's peer id."""
@@ -73,8 +72,6 @@ class CommittedRound:
 
 
 class CommittedRounds:
-    """The committed rounds of a whole run."""
-
     def __init__(self, findings: Findings) -> None:
         self._findings = findings
         self.rounds: dict[tuple[int, str], CommittedRound] = {}

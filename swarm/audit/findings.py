@@ -1,7 +1,4 @@
-"""The findings of an audit: figures, and one line for each violation.
-
-Written to by audit/history, audit/committed_rounds and audit/verdict. Decides nothing.
-"""
+"""The findings of an audit: figures, and one line for each violation."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -13,8 +10,6 @@ _NAMED = 8
 
 @dataclass
 class Findings:
-    """Counters, and violations in the order in which they were found."""
-
     duplicates: int = 0
     """Microbatches that count once more than they should, added up over stages and fragments."""
     missing: int = 0

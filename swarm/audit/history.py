@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from swarm.audit.committed_rounds import CommittedRounds, Contribution
 from swarm.audit.findings import Findings
 from swarm.audit.holdings import Closing, Holdings
-from swarm.events.kinds import (
+from swarm.events import (
     FORMAT,
     NAMES,
     Abort,
@@ -104,8 +104,6 @@ def _parse(text: bytes) -> Line:
 
 
 class History:
-    """The events of one file, and the state that they lead to."""
-
     def __init__(self, name: str, findings: Findings, rounds: CommittedRounds) -> None:
         self.name = name
         self.start: Start | None = None

@@ -1,14 +1,13 @@
 """The holdings of one process: buckets of gradients, and inner steps that are in no round yet.
 
-audit/history feeds it with the process's events. It recomputes what each contribution must hold. It sees no other
-process.
+What each contribution must hold is recomputed from them.
 """
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
-from swarm.events.kinds import Accumulate, Close, Commit, RollBack, Step, ranges
+from swarm.events import Accumulate, Close, Commit, RollBack, Step, ranges
 
 Report = Callable[[str, Collection[int]], None]
 """Called with a description of the fault, and the microbatches concerned."""
@@ -66,7 +65,6 @@ class Holdings:
         """Samples of the inner steps that count towards the round."""
 
     def accumulate(self, event: Accumulate) -> None:
-        """Note that a gradient was added to a bucket."""
         self._highest_bucket = max(self._highest_bucket, event.bucket)
         bucket = self._buckets.setdefault(event.bucket, _Bucket())
         bucket.counts[event.microbatch] += 1
@@ -75,7 +73,6 @@ class Holdings:
             bucket.replays.add(event.microbatch)
 
     def roll_back(self, event: RollBack) -> None:
-        """Note that a gradient was taken out of its bucket again."""
         bucket = self._buckets.get(event.bucket)
         if bucket is None:
             # A bucket of a round that is over, or of a state that was given up, counts nowhere any more.
@@ -90,7 +87,6 @@ class Holdings:
         bucket.replays.discard(event.microbatch)
 
     def acknowledge(self, microbatch: int) -> None:
-        """Note that a microbatch counts from now on."""
         for bucket in self._buckets.values():
             if bucket.counts[microbatch] > 0:
                 bucket.acked.add(microbatch)
@@ -98,7 +94,6 @@ class Holdings:
         self._report("acknowledged, but is in no bucket", [microbatch])
 
     def step(self, event: Step) -> None:
-        """Note that an inner step was taken with a bucket."""
         bucket = self._buckets.pop(event.bucket, _Bucket())
         if tentative := bucket.ids - bucket.acked:
             self._report("stepped with before it was acknowledged", tentative)

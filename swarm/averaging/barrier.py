@@ -23,6 +23,7 @@ from swarm.averaging.wire.transport import BARRIER, Caller, contact_of, record_o
 from swarm.errors import MalformedMessage, SwarmError
 from swarm.machine.clock import wait
 from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.training.clipping import needs_norm_of_model
 from swarm.types import PeerRecord, PeerState
 
 logger = logging.getLogger(__name__)
@@ -116,8 +117,7 @@ class Barrier:
 
     @property
     def _clips(self) -> bool:
-        config = self.context.config
-        return config.rounds.synchronous and config.optimizer.clip_norm > 0.0
+        return needs_norm_of_model(self.context.config)
 
     async def _confirm(self, reply: pb.BarrierReply, stage: int, round_number: int) -> None:
         """Ask some more members of another stage for the norm of its gradient. If most of them name another one than

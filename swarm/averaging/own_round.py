@@ -22,7 +22,7 @@ from swarm.averaging.vectors.reduction import Reduction, Side
 from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import Payload
 from swarm.compression.buffers import Received
-from swarm.events.kinds import Abort
+from swarm.events import Abort
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.wire import CHUNK_BYTES
 from swarm.training.round_member import RoundMember, RoundResult

@@ -23,7 +23,7 @@ from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import ABORT, AVERAGE, BEGIN, COMMIT, Payload, record_of
 from swarm.compression.codec import Buffer
 from swarm.errors import PeerUnavailable, SwarmError
-from swarm.events.kinds import Begin, Prepare
+from swarm.events import Begin, Prepare
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import RoundCost, RoundResult, Tensors
 from swarm.types import PeerRecord

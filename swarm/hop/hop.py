@@ -15,8 +15,8 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from swarm.errors import MalformedMessage, PeerUnavailable, TryAnotherPeer, TryLater
-from swarm.events.kinds import Events
-from swarm.events.kinds import Hop as HopEvent
+from swarm.events import Events
+from swarm.events import Hop as HopEvent
 from swarm.hop.answers import HopListener, HopReply, Obstacle, Tensors
 from swarm.hop.calls import Calls, Hold, Line
 from swarm.hop.continuation import Continuation

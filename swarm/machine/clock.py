@@ -80,8 +80,6 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The machine's own clock."""
-
     def monotonic(self) -> float:
         return monotonic()
 

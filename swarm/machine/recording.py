@@ -64,8 +64,6 @@ class Recorder(Protocol):
 
 
 class CudaRecorder(Recorder):
-    """Records CUDA graphs."""
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         # One for everything: a backward runs on its forward's stream, and libraries have buffers for each stream.

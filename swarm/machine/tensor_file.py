@@ -90,7 +90,6 @@ class Stream:
             self._file.write(len(header).to_bytes(8, "little") + header)
 
     def discard(self) -> None:
-        """Remove the file."""
         for step in (self._file.close, self._path.unlink):
             with suppress(OSError):
                 step()

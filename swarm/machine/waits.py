@@ -44,8 +44,6 @@ class _Wait:
 
 @dataclass(eq=False)
 class Waits:
-    """The waits of one process."""
-
     first_seconds: float = FIRST_SECONDS
     """How long a wait lasts before it is logged."""
     level: int = logging.INFO
@@ -87,7 +85,6 @@ class Waits:
                 logger.log(self.level, "waiting for %s, %.0f s so far", text, seconds)
 
     async def run(self, clock: Clock) -> Never:
-        """Look again and again, until cancelled."""
         while True:
             self.look(clock.monotonic())
             await clock.sleep(LOOK_SECONDS)

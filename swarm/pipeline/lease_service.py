@@ -12,8 +12,8 @@ from typing import Any
 
 from swarm.config import RunConfig
 from swarm.errors import IncompatibleVersion, MalformedMessage, NotAllowed, SwarmError, TryAnotherPeer, TryLater
-from swarm.events.kinds import Events
-from swarm.events.kinds import Grant as GrantEvent
+from swarm.events import Events
+from swarm.events import Grant as GrantEvent
 from swarm.hop.answers import Obstacle, left_alone
 from swarm.machine.clock import Clock
 from swarm.pipeline.leases import Grant, LeaseTable, RoundView

@@ -14,7 +14,7 @@ from fractions import Fraction
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.errors import Fatal, RetriesExhausted, StaleMicrobatch
-from swarm.events.kinds import Ack, Events
+from swarm.events import Ack, Events
 from swarm.hop.answers import HopListener, HopReply, Obstacle, OnWaiting
 from swarm.hop.hop import Hop
 from swarm.machine.clock import Clock

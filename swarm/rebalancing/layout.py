@@ -16,8 +16,6 @@ from swarm.types import ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState
 
 @dataclass(frozen=True, kw_only=True)
 class Worker:
-    """One peer, as a layout counts it."""
-
     peer_id: PeerId
     stage: int
     """The stage where the peer counts. A peer on its way counts where it goes."""

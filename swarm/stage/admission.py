@@ -1,24 +1,83 @@
 """Decides whether a stage peer takes a microbatch: it must serve, and have memory, and a slot for the caller.
 
-Used by stage/servicer. stage/slots decides how many slots there are and which caller gets one, stage/shortage what the
-peer does when its memory runs out, and the setting which rounds are taken. Nothing here waits: a caller that was
-refused asks again.
+stage/slots decides how many slots there are and which caller gets one, and the setting which rounds are taken. Nothing
+here waits: a caller that was refused asks again.
 """
 
 import asyncio
+import logging
+import math
 from typing import NamedTuple
 
 from swarm.errors import Fatal, NotReady, Overloaded
+from swarm.machine.out_of_memory import SMALLER, what_was_asked
+from swarm.machine.words import counted
 from swarm.stage.context import StageContext
-from swarm.stage.present_round import PresentRound
-from swarm.stage.records import Records
-from swarm.stage.setting import Setting
-from swarm.stage.shortage import Shortage
+from swarm.stage.graphs import GraphBudget
+from swarm.stage.settings.setting import Setting
 from swarm.stage.slots import SHORTEST_RETRY_SECONDS, SlotCount, Slots
 from swarm.training.samples import Microbatch
 
+logger = logging.getLogger(__name__)
+
+TRIES = 3
+"""Microbatches that may fail in a row, one at a time, before the peer gives up."""
 SHORTAGE_RETRY_SECONDS = 0.2
 """How long a microbatch waits before it is offered again to a peer that lacks the memory for one more."""
+
+
+class Shortage:
+    """The reduced limits of a peer whose memory ran out.
+
+    Each failure halves the microbatches that may be in flight, and the graphs that may be kept. A peer that takes one
+    microbatch at a time, and fails at several in a row, gives up. It never takes more again, because the next failure
+    might be in an optimizer step, which ends the peer at once.
+
+    Attributes:
+        num_reductions: how often `most_in_flight` was reduced. If a microbatch that began before the last reduction
+            fails, this says nothing about the present limit.
+        fault: the reason why the peer gives up; None before that.
+    """
+
+    def __init__(self, stage: int, budget: GraphBudget) -> None:
+        self.most_in_flight = math.inf
+        self.num_reductions = 0
+        self.fault: Fatal | None = None
+        self._stage = stage
+        self._budget = budget
+        self._num_failures = 0
+
+    def failed(self, error: BaseException, *, num_reductions: int, in_flight: int) -> None:
+        """Note that a microbatch failed for lack of memory.
+
+        Args:
+            num_reductions: the number of reductions when the microbatch was admitted.
+            in_flight: microbatches in flight, that one included.
+        """
+        if num_reductions < self.num_reductions or self.fault is not None:
+            return
+        asked = what_was_asked(error)
+        if self.most_in_flight > 1:
+            self.most_in_flight = max(1, min(in_flight, self.most_in_flight) // 2)
+            self.num_reductions += 1
+            self._budget.halve()
+            most = counted(int(self.most_in_flight), "microbatch")
+            logger.warning(
+                "out of memory (no room for %s, %d in flight): this peer takes %s at most from now on",
+                asked,
+                in_flight,
+                most,
+            )
+            return
+        self._num_failures += 1
+        if self._num_failures >= TRIES:
+            self.fault = Fatal(
+                f"stage {self._stage} ran out of memory at {TRIES} microbatches in a row, one at a time (no room for "
+                f"{asked}): the run needs {SMALLER} or more stages, or this peer another --device or more memory"
+            )
+
+    def succeeded(self) -> None:
+        self._num_failures = 0
 
 
 class Slot(NamedTuple):
@@ -35,13 +94,10 @@ class Slot(NamedTuple):
 
 
 class Admission:
-    """One peer's decisions about microbatches that are offered to it."""
-
-    def __init__(self, context: StageContext, setting: Setting, present_round: PresentRound, records: Records) -> None:
+    def __init__(self, context: StageContext, setting: Setting) -> None:
         self._context = context
         self._setting = setting
-        self._round = present_round
-        self._records = records
+        self._round = context.present_round
         self._count = SlotCount(
             context.limits.max_in_flight,
             context.limits.largest_in_flight,
@@ -58,7 +114,6 @@ class Admission:
     # -- for the program ---------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Admit microbatches from now on."""
         self.is_open = True
 
     def close(self) -> None:
@@ -106,12 +161,11 @@ class Admission:
             raise Overloaded("it has its part of the round", retry_after_seconds=SHORTEST_RETRY_SECONDS)
         # A microbatch of the next round waits for the end of this one, so it does not give an idle peer work now.
         idle = microbatch.round <= self._round.number and self._is_idle
-        busy_seconds = (self._records.seconds_per_sample.value or 0.0) * microbatch.num_samples
+        busy_seconds = (self._context.records.seconds_per_sample.value or 0.0) * microbatch.num_samples
         slots.take(caller, busy_seconds=busy_seconds, idle=idle, has_others=has_others)
         return Slot(queue, caller, self._shortage.num_reductions)
 
     def leave(self, slot: Slot) -> None:
-        """Give a slot back."""
         self._slots[slot.queue].give_back(slot.caller)
 
     def ran_out_of_memory(self, error: Exception, slot: Slot) -> None:
@@ -122,7 +176,6 @@ class Admission:
             self._has_given_up.set()
 
     def had_memory(self) -> None:
-        """Note that a microbatch was computed without running out of memory."""
         self._shortage.succeeded()
 
     def _slots_of(self, queue: int) -> Slots:
@@ -140,7 +193,7 @@ class Admission:
         return not (
             not self._count.lacks_work
             or self._setting.num_waiting
-            or self._records.answers.num_written
+            or self._context.records.answers.num_written
             or (hop is not None and hop.is_held_up)
             or not self._context.backend.function.has_room()
         )

@@ -1,8 +1,8 @@
 """One stage's computation of one microbatch: forward, backward, loss, and taking a gradient out again.
 
-Runs on the compute thread only; called by stage/computation. The network, queues and calls are not known here. Backward
-uses the weights that forward used, whatever steps were taken in between. In float16 gradients are multiplied by a power
-of two while they are computed; a gradient that is computed again is computed with the same factor.
+Runs on the compute thread only. Backward uses the weights that forward used, whatever steps were taken in between. In
+float16 gradients are multiplied by a power of two while they are computed; a gradient that is computed again is
+computed with the same factor.
 
 A GPU works while this thread prepares the next task. For each microbatch the thread waits for the GPU once, before a
 gradient is added to the sum; at the last stage the loss is read then, too. stage/staging also waits, so that the thread
@@ -20,7 +20,7 @@ from torch import nn
 
 from swarm.config import RunConfig
 from swarm.errors import MalformedMessage
-from swarm.events.kinds import Accumulate, Events, RollBack
+from swarm.events import Accumulate, Events, RollBack
 from swarm.machine.recording import Recorder
 from swarm.rpc.wire import require_in_range
 from swarm.stage.boundary import Boundary, boundary_of
@@ -55,8 +55,7 @@ class Forward:
 
 @dataclass
 class StageBackend:
-    """The computation of one stage.
-
+    """
     Attributes:
         recorder: records the computation in `warm_up`, and the decoder's steps, if they can be recorded; None: nothing
             is recorded.
@@ -81,7 +80,6 @@ class StageBackend:
 
     @property
     def is_last(self) -> bool:
-        """Whether this stage computes the loss."""
         return self.function.is_last
 
     # -- training ----------------------------------------------------------------------------------------------

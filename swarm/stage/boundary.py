@@ -1,9 +1,9 @@
 """The tensors that travel between two stages: how hidden states and gradients are encoded, and which tensors a receiver
 expects.
 
-Called by stage/backend on the compute thread. Floating-point types are converted, and fp16 scaled, where the stage
-computes; blocks are made and read on the CPU. Encoding rounds the same way every time: a microbatch that is computed
-again with the same weights gives the same bytes, and the same bytes give the same numbers. Never uses the network.
+Floating-point types are converted, and fp16 scaled, where the stage computes; blocks are made and read on the CPU.
+Encoding rounds the same way every time: a microbatch that is computed again with the same weights gives the same bytes,
+and the same bytes give the same numbers.
 
 Shapes: B samples of a microbatch, T tokens, R numbers a token that travel, N all numbers of a tensor.
 """
@@ -69,7 +69,6 @@ class Boundary:
 
 
 def boundary_of(config: RunConfig) -> Boundary:
-    """Make the boundary for a run's configuration."""
     assert config.wire.dtype != "auto", "the peer that begins a run fills it in"
     return Boundary(encoding=config.wire.dtype, width=config.model.hidden_width)
 

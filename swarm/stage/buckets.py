@@ -1,9 +1,7 @@
-"""Versions of the weights, and buckets: sums of gradients that wait for a step.
+"""Versions of the weights, and buckets: sums of gradients that wait for a step. Owned by the compute thread.
 
-Owned by the compute thread. stage/backend computes with versions, fills buckets and takes gradients out again.
-stage/weights takes steps with the buckets and publishes the next version. With DiLoCo a bucket holds exactly one inner
-batch. Full buckets wait side by side until everything in them is acknowledged, so that no batch grows because another
-one is late. Nothing here writes to weights.
+With DiLoCo a bucket holds exactly one inner batch. Full buckets wait side by side until everything in them is
+acknowledged, so that no batch grows because another one is late. Nothing here writes to weights.
 """
 
 from collections import Counter
@@ -35,21 +33,14 @@ class Version:
     casts: Tensors = field(default_factory=dict)
 
     def taken(self) -> None:
-        """Note that one more microbatch may need this version."""
         self.users += 1
 
     def left(self) -> None:
-        """Note that a microbatch needs this version no longer."""
         self.users -= 1
 
 
 class Versions:
-    """The newest version, and those before it that are in use.
-
-    Args:
-        masters: the weights of which versions are copies.
-        memory: supplies the memory for the copies.
-    """
+    """The newest version, and those before it that are in use. They are copies of `masters`."""
 
     def __init__(self, masters: Mapping[str, torch.Tensor], memory: Recycler) -> None:
         self._masters = masters
@@ -61,7 +52,6 @@ class Versions:
 
     @property
     def num_old(self) -> int:
-        """Versions before the newest that are in use."""
         return sum(version.users > 0 for version in self._old)
 
     def publish(self, copies: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -130,7 +120,6 @@ class GradientBucket:
 
     @property
     def num_samples(self) -> int:
-        """Samples in the sum."""
         return self.amount.samples
 
     def add(
@@ -147,7 +136,6 @@ class GradientBucket:
             self.amount += amount
 
     def take_out(self, gradients: Iterable[torch.Tensor], amount: Amount, *, scale: float = 1.0) -> None:
-        """The inverse of `add`."""
         torch._foreach_sub_(list(self.sums.values()), list(gradients), alpha=1 / scale)
         self.amount -= amount
 
@@ -164,7 +152,6 @@ class GradientBucket:
         source.version.left()
 
     def withdrawn(self, source: Source) -> None:
-        """Note that a gradient was taken out of the sum."""
         self.versions[source.version.number] -= 1
         self.sources.pop(source, None)
 
@@ -253,7 +240,6 @@ class Buckets:
         self._buckets.remove(bucket)
 
     def clear(self) -> None:
-        """Forget all gradients."""
         self._buckets = []
 
     @property

@@ -3,7 +3,7 @@
     forward -> hop to the next stage -> backward -> (tentative) -> acknowledged | undone
 
 A computation belongs to the stage, not to the call that asked for it: it goes on when that call dies, so that a retry
-can join it. Begun by stage/stage, ended by stage/endings, watched by stage/servicer.
+can join it.
 """
 
 import asyncio
@@ -16,16 +16,14 @@ from typing import TypeVar
 import torch
 
 from swarm.errors import MalformedMessage, NotReady, PeerUnavailable
-from swarm.hop.answers import HopReply
+from swarm.hop.answers import HopListener, HopReply, Obstacle
 from swarm.hop.hop import Hop
-from swarm.machine.clock import spawn
+from swarm.machine.clock import spawn, wait
 from swarm.stage.backend import Forward, StageBackend
 from swarm.stage.boundary import GRADIENT, HIDDEN
 from swarm.stage.buckets import Accumulated
-from swarm.stage.runtime import Runtime
+from swarm.stage.runtime import Priority, Runtime
 from swarm.stage.staging import Download
-from swarm.stage.task_queue import Priority
-from swarm.stage.watched import Watched
 from swarm.training import samples
 from swarm.training.samples import Microbatch
 from swarm.types import PeerId
@@ -76,12 +74,18 @@ class Order:
         return self.accumulate or self.answers_gradient
 
 
-class Computation(Watched):
+class Computation(HopListener):
     """Computes one microbatch, and keeps the answer until it is acknowledged or undone.
 
     Args:
         turn: is entered before the forward, and left once the gradient is in the sum or will never be.
         on_accumulated: called once the gradient is in the sum.
+
+    Attributes:
+        waiting_stage: the deepest stage that is waited for.
+        obstacle: the reason if no peer of that stage takes the microbatch now; else None.
+        route: the peers of later stages that work on the microbatch.
+        subscriber: the call that gets the answer; a newer one takes its place.
     """
 
     def __init__(
@@ -94,13 +98,18 @@ class Computation(Watched):
         turn: AbstractAsyncContextManager[None],
         on_accumulated: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(backend.stage)
         self.order = order
+        self.waiting_stage = backend.stage
+        self.obstacle: Obstacle | None = None
+        self.route: Mapping[int, PeerId] = {}
+        self.subscriber: object | None = None
         self._backend = backend
         self._runtime = runtime
         self._hop = hop
         self._turn = turn
         self._on_accumulated = on_accumulated
+        self._is_wanted = asyncio.Event()
+        self._news = asyncio.Event()
         self._wire_hidden: torch.Tensor | None = None
         """The encoded output that the next stage got."""
         self._forward: Forward | None = None
@@ -112,12 +121,10 @@ class Computation(Watched):
 
     @property
     def microbatch(self) -> Microbatch:
-        """The microbatch that is computed."""
         return self.order.microbatch
 
     @property
     def adopts(self) -> "Computation | None":
-        """See Order."""
         return self.order.adopts
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
@@ -129,7 +136,37 @@ class Computation(Watched):
         # Not in `_run`, because a task that is cancelled before its first step never runs.
         if task.cancelled():
             self._error = NotReady("the computation was given up")
-        self.ended()
+        self._news.set()
+
+    # -- what a waiting call sees ----------------------------------------------------------------------------------
+
+    def subscribe(self, subscriber: object) -> None:
+        """Let `subscriber` have the answer. A former subscriber learns that it was superseded."""
+        self.subscriber = subscriber
+        self._is_wanted.set()
+        self._news.set()
+
+    def orphan(self) -> object:
+        """Note that no call waits for the answer any more. Nothing is computed until a call subscribes again.
+
+        Returns the object that takes the subscriber's place.
+        """
+        self.subscribe(object())
+        self._is_wanted.clear()
+        return self.subscriber
+
+    async def news(self, seconds: float) -> None:
+        """Wait until the computation is done, its route changes, or another call takes over; at most for `seconds`."""
+        if not self.done:
+            await wait(self._news, seconds)
+            self._news.clear()
+
+    def progress(self, stage: int, *, obstacle: Obstacle | None) -> None:
+        self.waiting_stage, self.obstacle = stage, obstacle
+
+    def routed(self, route: Mapping[int, PeerId]) -> None:
+        self.route = dict(route)
+        self._news.set()
 
     @property
     def has_forward(self) -> bool:
@@ -143,7 +180,6 @@ class Computation(Watched):
 
     @property
     def failed(self) -> bool:
-        """Whether it ended without a result."""
         return self._error is not None
 
     def result(self) -> Result:
@@ -152,10 +188,6 @@ class Computation(Watched):
             raise self._error
         assert self._result is not None, "asked for a result before there is one"
         return self._result
-
-    async def news(self, seconds: float) -> None:
-        if not self.done:
-            await super().news(seconds)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
@@ -172,7 +204,6 @@ class Computation(Watched):
             await self._runtime.control(lambda: self._backend.settle(accumulated))
 
     async def acknowledge_downstream(self) -> None:
-        """Pass the acknowledgement on."""
         if self._reply is not None:
             reply, self._reply = self._reply, None
             await reply.ack()
@@ -304,9 +335,9 @@ class Computation(Watched):
         peer did that work, it would only have more to take out again.
         """
         while True:
-            await self.wanted()
+            await self._is_wanted.wait()
             done, seconds = await self._runtime.run(
-                lambda: (work(),) if self.is_wanted else None, priority=priority, age=self.order.age
+                lambda: (work(),) if self._is_wanted.is_set() else None, priority=priority, age=self.order.age
             )
             if done is not None:
                 return done[0], seconds

@@ -1,18 +1,131 @@
-"""The context of one stage peer's parts, and its limits. The program makes it before any of these parts."""
+"""What the parts of one stage peer share: what the program gives them, the round of the peer, and their records."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 from swarm.config import RunConfig
-from swarm.events.kinds import Events
+from swarm.errors import NotReady
+from swarm.events import Events
 from swarm.hop.hop import Hop
 from swarm.machine.clock import Clock, spawn
+from swarm.routing.throughput import MovingAverage
 from swarm.stage.backend import StageBackend
+from swarm.stage.computation import Computation
+from swarm.stage.ledger import Ledger
 from swarm.stage.runtime import Runtime
+from swarm.stage.weights import StageWeights
 
 Result = TypeVar("Result")
+
+_LOOK_SECONDS = 0.25
+"""How often a microbatch that waits for the next round checks whether this peer has fallen behind."""
+
+
+class PresentRound:
+    """The round at which the peer is. It never moves the peer: averaging does.
+
+    Attributes:
+        is_behind: whether this peer's group is at a later round, whose state is on its way.
+    """
+
+    def __init__(self, weights: StageWeights) -> None:
+        self._weights = weights
+        self.is_behind = False
+        self._new = asyncio.Event()
+
+    @property
+    def number(self) -> int:
+        return self._weights.round.number
+
+    def began(self) -> None:
+        """Wake all tasks that wait for a round, because the weights are at a new one."""
+        self._new.set()
+
+    async def reach(self, number: int, seconds: float) -> None:
+        """Wait until this peer is at a round, or a later one. Raises TimeoutError after `seconds`."""
+        async with asyncio.timeout(seconds):
+            while self.number < number:
+                self._new.clear()
+                await self._new.wait()
+
+    async def wait_for(self, number: int, seconds: float, still_waiting: Callable[[], Awaitable[None]] | None) -> None:
+        """Wait for a round, unless it would take long.
+
+        Args:
+            still_waiting: called at once, and again and again during the wait. An error that it raises ends the wait.
+
+        Raises:
+            NotReady: this peer is behind its group, or `seconds` have passed.
+        """
+        now = asyncio.get_running_loop().time
+        deadline = now() + seconds
+        while self.number < number:
+            if self.is_behind or now() >= deadline:
+                raise NotReady(f"this peer is at round {self.number}, and will be for a while")
+            if still_waiting is not None:
+                await still_waiting()
+            with suppress(TimeoutError):
+                await self.reach(number, min(_LOOK_SECONDS, deadline - now()))
+
+
+class Answers:
+    """Answers on their way back, until their acknowledgement is passed on.
+
+    Attributes:
+        num_written: tensors of answers that are being written. Writing waits when the line is full.
+        num_unacknowledged: calls that have their answer, and have not acknowledged it yet.
+        num_settling: tasks that still carry out the consequences of acknowledgements. No sender waits for them.
+    """
+
+    def __init__(self) -> None:
+        self.num_written = 0
+        self.num_unacknowledged = 0
+        self.num_settling = 0
+
+    @property
+    def are_under_way(self) -> bool:
+        """Whether acknowledgements are still to come or to be carried out, so that they would be lost with this
+        peer."""
+        return self.num_unacknowledged > 0 or self.num_settling > 0
+
+    @contextmanager
+    def written(self, num_tensors: int) -> Iterator[None]:
+        self.num_written += num_tensors
+        try:
+            yield
+        finally:
+            self.num_written -= num_tensors
+
+    @contextmanager
+    def unacknowledged(self) -> Iterator[None]:
+        self.num_unacknowledged += 1
+        try:
+            yield
+        finally:
+            self.num_unacknowledged -= 1
+
+    def settle(self, consequence: "asyncio.Task[None]") -> None:
+        """Count a task that carries out an acknowledgement, until the task ends."""
+        self.num_settling += 1
+        consequence.add_done_callback(self._settled)
+
+    def _settled(self, _: "asyncio.Task[None]") -> None:
+        self.num_settling -= 1
+
+
+@dataclass(frozen=True)
+class Records:
+    ledger: Ledger[Computation] = field(default_factory=Ledger)
+    counters: Counter[str] = field(default_factory=Counter)
+    """What has happened since the peer started, by the names that StageCounters has on the wire."""
+    answers: Answers = field(default_factory=Answers)
+    seconds_per_sample: MovingAverage = field(default_factory=lambda: MovingAverage(0.1))
+    """The compute thread's time for one sample, forward and backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,26 +146,36 @@ class StageLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class StageContext:
-    """The things that all parts of one stage peer are given.
+    """The things that all parts of one stage peer share.
 
     Attributes:
         hop: the hop to the next stage; None at the last stage.
         tasks: the group of all tasks that outlive the call that asked for them.
     """
 
-    config: RunConfig
     backend: StageBackend
     runtime: Runtime
     hop: Hop | None
     clock: Clock
     tasks: asyncio.TaskGroup
     limits: StageLimits
-    events: Events = field(default_factory=Events)
+    records: Records = field(default_factory=Records)
+
+    @property
+    def config(self) -> RunConfig:
+        return self.backend.config
 
     @property
     def stage(self) -> int:
-        """The stage's number."""
         return self.backend.stage
+
+    @property
+    def events(self) -> Events:
+        return self.backend.events
+
+    @cached_property
+    def present_round(self) -> PresentRound:
+        return PresentRound(self.backend.weights)
 
     def spawn(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
         """Start a task that outlives the call that asked for it. Raises NotReady if this peer has stopped."""

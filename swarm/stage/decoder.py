@@ -1,6 +1,6 @@
 """Computes the next positions of sessions on the compute thread, with the keys and values of earlier positions.
 
-Used by stage/session. Single tokens of several waiting sessions are computed together as one batch: the time goes into
+Single tokens of several waiting sessions are computed together as one batch: the time goes into
 reading the weights, and is the same for one token and for several. A longer piece is a task of its own, so that
 training has its turn after it. No graph is made, and no gradient is computed.
 
@@ -29,8 +29,7 @@ from swarm.rpc.wire import ENCODINGS, require_in_range
 from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import HIDDEN, boundary_of
 from swarm.stage.held_rounds import HeldRound
-from swarm.stage.runtime import Runtime
-from swarm.stage.task_queue import Priority
+from swarm.stage.runtime import Priority, Runtime
 
 
 @dataclass(eq=False)
@@ -54,8 +53,6 @@ class _Step:
 
 
 class Decoder:
-    """The decoder of one stage."""
-
     def __init__(self, backend: StageBackend, runtime: Runtime, *, most_bytes: int) -> None:
         """
         Args:
@@ -135,7 +132,6 @@ class Decoder:
         return self._boundary.decode(wire, 1, len(piece.tokens), self._staging)
 
     def _answer(self, step: _Step, output_NV: torch.Tensor | BaseException) -> None:
-        """Give a step's caller what was computed, or the error."""
         if isinstance(output_NV, BaseException):
             step.future.set_exception(output_NV)
             return

@@ -5,7 +5,7 @@
     discarded       it is removed from the ledger at once, stopped here and downstream, and then undone
     undone          on the compute thread: its gradient, if there is one, is taken out of the sum
 
-Used by stage/servicer and stage/stage. Begins no computation. Runs on the event loop.
+Begins no computation. Runs on the event loop.
 """
 
 import asyncio
@@ -13,24 +13,21 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 
 from swarm.errors import NotReady
-from swarm.events.kinds import Ack
+from swarm.events import Ack
 from swarm.stage.computation import Computation
 from swarm.stage.context import StageContext
 from swarm.stage.ledger import Entry, EntryState
-from swarm.stage.records import Records
-from swarm.stage.setting import Setting
+from swarm.stage.settings.setting import Setting
 
 _ACKNOWLEDGED = object()
 """The subscriber of a computation that no call will ask for again."""
 
 
 class Endings:
-    """The ends of one peer's computations."""
-
-    def __init__(self, context: StageContext, setting: Setting, records: Records) -> None:
+    def __init__(self, context: StageContext, setting: Setting) -> None:
         self._context = context
         self._setting = setting
-        self._records = records
+        self._records = context.records
         self._undoing: set[asyncio.Task[None]] = set()
         self._waiting: set[asyncio.Task[None]] = set()
         """One task for each answer that waits for a retry."""

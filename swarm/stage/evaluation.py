@@ -1,6 +1,6 @@
 """Evaluation of held-out text at one stage: a forward without dropout on a round's weights, and on to the next stage.
 
-Used by stage/servicer. No gradient is computed. Only a round's weights are kept, for as long as a caller holds them.
+Only a round's weights are kept, for as long as a caller holds them.
 """
 
 import asyncio
@@ -18,10 +18,10 @@ from swarm.rpc.callers import Caller, caller_of
 from swarm.rpc.serving import check_address, send
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.boundary import HIDDEN, request_specs
+from swarm.stage.call import Context, Incoming
 from swarm.stage.held_rounds import ROUND_SECONDS
-from swarm.stage.incoming import Context, Incoming
+from swarm.stage.runtime import Priority
 from swarm.stage.stage import Stage
-from swarm.stage.task_queue import Priority
 from swarm.training import samples
 
 PROGRESS_SECONDS = 1.0
@@ -33,8 +33,6 @@ _Message = pb.EvaluateReply | pb.HoldReply
 
 
 class Evaluation:
-    """One stage's evaluations."""
-
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
         self._config = stage.context.config

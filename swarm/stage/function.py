@@ -1,7 +1,6 @@
 """What a stage computes of a microbatch: its hidden state or its loss, by torch's operations or by recordings of them.
 
-Used by stage/backend on the compute thread. Inputs are checked on the CPU, where they arrive, and brought to the
-stage's device. Never waits for the device, and knows no sums of gradients.
+Inputs are checked on the CPU, where they arrive, and brought to the stage's device. Never waits for the device.
 
 Shapes: B samples of a microbatch, T tokens, D numbers a token that travel.
 """
@@ -23,8 +22,7 @@ from swarm.model.stage_module import StageModule, cast_types, stage_loss, with_s
 from swarm.rpc.wire import require_in_range
 from swarm.stage.boundary import HIDDEN, TOKENS, Boundary
 from swarm.stage.buckets import Version
-from swarm.stage.captured import Arguments, CapturedStage, Example, Weights
-from swarm.stage.graphs import Graph, GraphBudget
+from swarm.stage.graphs import Arguments, CapturedStage, Example, Graph, GraphBudget, Weights
 from swarm.stage.staging import Staging, staging_of
 from swarm.training import samples
 from swarm.training.samples import TARGETS
@@ -37,8 +35,6 @@ WireInputs = Mapping[str, torch.Tensor]
 
 @dataclass
 class StageFunction:
-    """The function of one stage."""
-
     config: RunConfig
     stage: int
     module: nn.Module

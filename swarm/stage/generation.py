@@ -1,31 +1,153 @@
-"""The gRPC face of generation at one stage: GenerationService.
+"""The gRPC face of generation at one stage: GenerationService, and its sessions.
 
-It checks each caller's request, finds a place and a round's weights for each session, and frees both when the call ends
-in any way.
+Positions come in, are computed and sent on, and tokens pass through on their way back. At stage 0 the prompt comes from
+the caller. Every further position is the token that passes through, so it need not go to the caller and back. Keeps no
+text beyond the session, and never logs any.
 """
 
 import asyncio
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from swarm.errors import MalformedMessage, NotReady
 from swarm.generation.choice import NO_SCORING, Scorer
-from swarm.hop.session import Order, unpack_order
+from swarm.hop.continuation import Continuation
+from swarm.hop.session import PIECE_TOKENS, Order, Piece, Token, pack_token, unpack_order, unpack_pieces
 from swarm.rpc.callers import RETRY_SECONDS, Caller, Quota, caller_of
-from swarm.rpc.serving import check_address
+from swarm.rpc.serving import MESSAGE_SECONDS, check_address, receive, send
 from swarm.rpc.v1 import generation_pb2 as pb
 from swarm.rpc.v1 import stage_pb2
 from swarm.rpc.v1.generation_pb2_grpc import GenerationServiceServicer
-from swarm.stage.boundary import boundary_of
+from swarm.stage.boundary import Boundary, boundary_of
+from swarm.stage.call import FIRST_SECONDS, Context, refuse
 from swarm.stage.decoder import Computed, Decoder, session_bytes
 from swarm.stage.held_rounds import ROUND_SECONDS
-from swarm.stage.incoming import FIRST_SECONDS, Context
-from swarm.stage.refusal import refuse
-from swarm.stage.session import Session, SessionCaller
 from swarm.stage.stage import Stage
 
+BEAT_SECONDS = 3.0
+"""Time between two signs of life to the caller, which would take a silent peer for dead."""
 NEVER_SECONDS = 10.0
 """How long a caller waits before it asks a peer again that takes no sessions."""
+
+Positions = tuple[Sequence[Piece], bool]
+"""The next positions, and whether the token after them is wanted."""
+
+
+@dataclass(eq=False)
+class Session:
+    context: Context
+    """The stream to the process that asked for the session."""
+    computed: Computed
+    decoder: Decoder
+    boundary: Boundary
+    is_first: bool
+    continuation: Continuation | None
+    """The later stages; None at the last one."""
+    on_token: Callable[[], None]
+    """Called for each token that passes through."""
+    _num_positions: int = field(default=0, init=False)
+    """The number of positions that have come in."""
+    _prompt_is_whole: bool = field(default=False, init=False)
+    _own: asyncio.Queue[Positions] = field(default_factory=lambda: asyncio.Queue(maxsize=1), init=False)
+    """At stage 0: the token that has passed through, as the next position."""
+    _ended: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _writing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+
+    async def run(self, *, standby: bool) -> None:
+        """Compute until the last token has passed through, or the caller ends the session. Cancellation frees
+        everything at once.
+
+        Args:
+            standby: whether another peer computes the session for now. This one begins when positions come to it.
+
+        Raises:
+            SwarmError: of the caller, or of later stages.
+        """
+        first: Positions | None = None
+        if standby:
+            await self._say_opened()
+            if (first := await self._from_caller()) is None:
+                return
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                works: list[Coroutine[Any, Any, None]] = [self._beat()]
+                if self.continuation is not None:
+                    works.append(self.continuation.run(self._pass_on))
+                running = [tasks.create_task(work) for work in works]
+                if self.continuation is not None:
+                    await self.continuation.begun.wait()
+                if not standby:
+                    await self._say_opened()
+                running.append(tasks.create_task(self._compute(first)))
+                await self._ended.wait()
+                for task in running:
+                    task.cancel()
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
+
+    async def _say_opened(self) -> None:
+        later = () if self.continuation is None else self.continuation.rounds
+        await self._say(pb.GenerateReply(opened=pb.SessionOpened(rounds=[self.computed.held.number, *later])))
+
+    async def _say(self, reply: pb.GenerateReply) -> None:
+        async with self._writing:
+            await send(self.context, reply)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            await self._say(pb.GenerateReply())
+
+    # -- positions -----------------------------------------------------------------------------------------------------
+
+    async def _compute(self, first: Positions | None) -> None:
+        while (positions := first or await self._next()) is not None:
+            first = None
+            pieces, sample = positions
+            computed = await self.decoder.compute(self.computed, pieces, sample=sample)
+            if isinstance(computed, Token):
+                await self._pass_on(computed)
+            elif computed is not None and self.continuation is not None:
+                await self.continuation.push(computed, sample=sample)
+        self._ended.set()
+
+    async def _next(self) -> Positions | None:
+        return await (self._own.get() if self._prompt_is_whole else self._from_caller())
+
+    async def _from_caller(self) -> Positions | None:
+        while (message := await _read(self.context, MESSAGE_SECONDS)) is not None:
+            if message.pieces:
+                pieces = unpack_pieces(message.pieces)
+                self._check(pieces)
+                self._prompt_is_whole = self.is_first and message.sample
+                return pieces, message.sample
+        return None
+
+    def _check(self, pieces: Sequence[Piece]) -> None:
+        order = self.computed.order
+        num_tokens = sum(len(piece.tokens) for piece in pieces)
+        self._num_positions += num_tokens
+        if num_tokens > PIECE_TOKENS or self._num_positions > order.num_positions:
+            raise MalformedMessage(f"{num_tokens} positions are too many for one message, or for the session")
+        for piece in pieces:
+            length = len(piece.tokens)
+            num_bytes = 0 if self.is_first else self.boundary.spec(1, length).num_bytes
+            if not length or max(piece.tokens) >= order.vocab_size or len(piece.hidden) != num_bytes:
+                raise MalformedMessage("a piece has no tokens, unknown ones, or hidden states of another size")
+
+    # -- tokens --------------------------------------------------------------------------------------------------------
+
+    async def _pass_on(self, token: Token) -> None:
+        is_last = token.position + 1 >= self.computed.order.num_positions
+        if self.is_first and not is_last:
+            # Computed while the token is on its way to the caller.
+            self._own.put_nowait(([Piece((token.token,))], True))
+        self.on_token()
+        await self._say(pb.GenerateReply(sampled=pack_token(token)))
+        if is_last:
+            self._ended.set()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +164,8 @@ class SessionLimits:
 
 
 class GenerationServicer(GenerationServiceServicer):
-    """Serves one stage's sessions."""
+    """Checks each caller's request, finds a place and a round's weights for each session, and frees both when the call
+    ends in any way."""
 
     def __init__(self, stage: Stage, limits: SessionLimits) -> None:
         self._stage = stage
@@ -64,20 +187,19 @@ class GenerationServicer(GenerationServiceServicer):
 
     # The generated type knows only iterators, but grpc also takes a coroutine that uses the context to read and write.
     async def Generate(self, request_iterator: object, context: Context) -> None:  # type: ignore[override]
-        caller = SessionCaller(context)
         try:
-            message = await caller.read(FIRST_SECONDS)
+            message = await _read(context, FIRST_SECONDS)
             if message is None or not message.HasField("open"):
                 raise MalformedMessage("a session begins with its open message")
             async with asyncio.timeout(self._limits.max_seconds):
-                await self._serve(message.open, caller, caller_of(context))
+                await self._serve(message.open, context, caller_of(context))
         except TimeoutError:
             seconds = self._limits.max_seconds
             await refuse(context, NotReady(f"a session lasts {seconds:.0f} s here, and may begin again"))
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends this call and nothing else
             await refuse(context, error)
 
-    async def _serve(self, opening: pb.SessionOpen, caller: SessionCaller, name: Caller) -> None:
+    async def _serve(self, opening: pb.SessionOpen, context: Context, name: Caller) -> None:
         stage = self._stage.number
         check_address(opening.address, run_id=self._config.run_id, stage=stage)
         order = self._order(opening)
@@ -92,7 +214,7 @@ class GenerationServicer(GenerationServiceServicer):
                 later = self._hop.continuation(order, rounds=tuple(opening.rounds[1:]), newest_round=held.number)
             computed = Computed(order, held, self._decoder.cache(order), Scorer(order.scoring or NO_SCORING))
             session = Session(
-                caller, computed, self._decoder, boundary=self._boundary, is_first=stage == 0, continuation=later,
+                context, computed, self._decoder, boundary=self._boundary, is_first=stage == 0, continuation=later,
                 on_token=self._count_token,
             )  # fmt: skip
             await session.run(standby=opening.standby)
@@ -124,3 +246,11 @@ class GenerationServicer(GenerationServiceServicer):
 
     def _count_token(self) -> None:
         self._num_tokens += 1
+
+
+async def _read(context: Context, seconds: float) -> pb.GenerateRequest | None:
+    """The next message; None at the end of the stream. Raises DeadlineExceeded, MalformedMessage."""
+    message = await receive(context, seconds)
+    if not isinstance(message, pb.GenerateRequest | None):
+        raise MalformedMessage("that is no message of a session")
+    return message

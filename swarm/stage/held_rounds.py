@@ -1,8 +1,8 @@
 """Rounds whose weights are held for texts and evaluations, while training goes on to later rounds.
 
-Used by stage/generation and stage/evaluation on the event loop. Anchors are never written to, so a held one needs no
-copy. It takes memory only once the stage itself has dropped it. A text's round is held for a while after its last
-session, because the text may come back if another peer on its path failed.
+Anchors are never written to, so a held one needs no copy. It takes memory only once the stage itself has dropped it. A
+text's round is held for a while after its last session, because the text may come back if another peer on its path
+failed.
 """
 
 import asyncio
@@ -63,8 +63,6 @@ class HeldRound:
 
 @dataclass(eq=False)
 class HeldRounds:
-    """The held rounds of one peer."""
-
     anchor: Callable[[int], Mapping[str, torch.Tensor] | None]
     """Gives the weights that began a round, if the stage has them."""
     present: Callable[[], int]

@@ -15,8 +15,6 @@ _Computation = TypeVar("_Computation")
 
 
 class EntryState(StrEnum):
-    """How far a microbatch has come here."""
-
     RUNNING = "running"
     TENTATIVE = "tentative"
     COMMITTED = "committed"
@@ -38,8 +36,6 @@ class Entry(Generic[_Computation]):
 
 
 class Ledger(Generic[_Computation]):
-    """Entries by microbatch id."""
-
     def __init__(self) -> None:
         self._entries: dict[int, Entry[_Computation]] = {}
         self.highest_microbatch = -1
@@ -49,11 +45,9 @@ class Ledger(Generic[_Computation]):
         return len(self._entries)
 
     def find(self, microbatch: int) -> Entry[_Computation] | None:
-        """The entry of an id, if it is known."""
         return self._entries.get(microbatch)
 
     def begin(self, microbatch: int, round_number: int, computation: _Computation) -> None:
-        """Enter a new id as running."""
         assert microbatch not in self._entries, "an id is entered once"
         self._entries[microbatch] = Entry(microbatch=microbatch, round=round_number, computation=computation)
         self.saw(microbatch)
@@ -63,7 +57,6 @@ class Ledger(Generic[_Computation]):
         self.highest_microbatch = max(self.highest_microbatch, microbatch)
 
     def accumulated(self, microbatch: int) -> None:
-        """Note that the microbatch's gradient is in a bucket."""
         entry = self._entries[microbatch]
         assert entry.state is EntryState.RUNNING
         entry.state = EntryState.TENTATIVE
@@ -81,7 +74,6 @@ class Ledger(Generic[_Computation]):
         self._entries.pop(microbatch, None)
 
     def committed(self, round_number: int) -> frozenset[int]:
-        """Ids that count for a round."""
         return frozenset(
             entry.microbatch
             for entry in self._entries.values()

@@ -1,8 +1,7 @@
 """The stage as a member of its averaging group: it closes rounds, applies their results, and gives its state to others.
 
-Called by averaging/ through the RoundMember protocol. Every change of the weights runs on the compute thread; this file
-only decides in which order. Other threads read the state of a round's beginning, to digest or copy it, while training
-goes on. Nothing writes to that state until the next commit.
+Every change of the weights runs on the compute thread; this file only decides in which order. Other threads read the
+state of a round's beginning, to digest or copy it, while training goes on: nothing writes to it until the next commit.
 """
 
 import asyncio
@@ -12,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
-from swarm.events.kinds import Close, Commit, Events, Install, State, ranges
+from swarm.events import Close, Commit, Install, State, ranges
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.buckets import Tensors
 from swarm.stage.stage import Stage
@@ -31,12 +30,7 @@ class StageMember:
     """Implements training/round_member's RoundMember for a stage."""
 
     def __init__(
-        self,
-        stage: Stage,
-        *,
-        num_alive: Callable[[], int],
-        on_commit: Callable[[], None] = lambda: None,
-        events: Events | None = None,
+        self, stage: Stage, *, num_alive: Callable[[], int], on_commit: Callable[[], None] = lambda: None
     ) -> None:
         """
         Args:
@@ -46,7 +40,7 @@ class StageMember:
         self._stage = stage
         self._num_alive = num_alive
         self._on_commit = on_commit
-        self._events = events or Events()
+        self._events = stage.context.events
         self._runtime = stage.context.runtime
         self._weights = stage.context.backend.weights
         self._staging = stage.context.backend.staging
@@ -69,7 +63,6 @@ class StageMember:
         return self._weights.round.run_samples
 
     def progress(self) -> Progress:
-        """This member's progress in the current round."""
         return Progress(
             round=self._stage.round,
             lineage=self._weights.round.lineage,
@@ -151,15 +144,7 @@ class StageMember:
 
         def commit() -> tuple[float, InnerSteps, Tensors, HostReader]:
             parent, inner_steps = self._weights.round.lineage, self._weights.inner_steps
-            rate = self._weights.commit(
-                result.tensors,
-                total_squared_norm=result.total_squared_norm,
-                num_samples=result.num_samples,
-                num_members=len(result.members),
-                lineage=result.lineage,
-                contributed=result.contributed,
-                closing=result.closing,
-            )
+            rate = self._weights.commit(result)
             self._events.write(
                 Commit(
                     round=result.round,
@@ -248,22 +233,23 @@ class StageMember:
             digest=await asyncio.shield(digest),
         )
 
-    async def install(self, snapshot: Snapshot, *, carry: bool = False) -> None:
+    async def install(
+        self, snapshot: Snapshot, *, carry: bool = False, source: str = "download", parent: str | None = None,
+        highest_microbatch: int = -1, moments: Tensors | None = None,
+    ) -> None:  # fmt: skip
         """Install the state of a snapshot, and undo what was in flight here.
 
         Args:
             carry: with DiLoCo, keep what inner steps have learnt, because the rounds between took nothing from this
                 member.
+            source: `download`, `initial` or `checkpoint`, for the record.
+            parent: the lineage that the state had before, for the record, if it gets a new one.
+            highest_microbatch: new microbatches are to have higher ids.
+            moments: see StageWeights.recall.
 
         Raises:
             IntegrityError: the snapshot is of another model, or its digest is wrong. Then nothing has changed.
         """
-        await self._install(snapshot, source="download", carry=carry)
-
-    async def _install(
-        self, snapshot: Snapshot, *, source: str, parent: str | None = None, carry: bool = False,
-        moments: Tensors | None = None,
-    ) -> None:  # fmt: skip
         await asyncio.to_thread(self._weights.check, snapshot.tensors, snapshot.digest, round_number=snapshot.round)
         self._closed = None
 
@@ -287,6 +273,7 @@ class StageMember:
             await self._runtime.control(install)
             self._digest = known(snapshot.digest)
         self._stage.round_began()
+        self._stage.ledger.saw(highest_microbatch)
 
     async def begin(self, *, highest_microbatch: int = -1) -> None:
         """Enter a run with the initial state, because no other peer has a later one.
@@ -297,21 +284,3 @@ class StageMember:
         self._stage.ledger.saw(highest_microbatch)
         now, digest = self._weights.round, await self.state_digest()
         self._events.write(Install(round=now.number, lineage=now.lineage, state=digest, source="initial"))
-
-    async def begin_with(
-        self, snapshot: Snapshot, highest_microbatch: int, *, source: str, parent: str | None = None,
-        moments: Tensors | None = None,
-    ) -> None:  # fmt: skip
-        """Enter a run with a state that did not come from another peer: the initial one, or a checkpoint's.
-
-        Args:
-            source: `initial` or `checkpoint`, for the record.
-            parent: the lineage that the state had before, for the record, if it gets a new one.
-            highest_microbatch: new microbatches are to have higher ids.
-            moments: see StageWeights.recall.
-
-        Raises:
-            IntegrityError: the snapshot is of another model, or its digest does not fit.
-        """
-        await self._install(snapshot, source=source, parent=parent, moments=moments)
-        self._stage.ledger.saw(highest_microbatch)

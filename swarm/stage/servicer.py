@@ -2,7 +2,6 @@
 
 Reads a request, checks it, hands it to the stage, and streams the answer. A call only subscribes to a computation, it
 never owns one: when the upstream dies and gRPC cancels the call, the work goes on for the retry that will join it.
-Never touches weights.
 """
 
 import asyncio
@@ -22,10 +21,9 @@ from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceServicer
 from swarm.rpc.wire import Frame, frames
 from swarm.stage.boundary import GRADIENT, request_specs
+from swarm.stage.call import Context, Incoming, refuse
 from swarm.stage.computation import Computation
 from swarm.stage.evaluation import Evaluation
-from swarm.stage.incoming import Context, Incoming
-from swarm.stage.refusal import refuse
 from swarm.stage.stage import Stage
 from swarm.training import samples
 from swarm.training.samples import Microbatch
@@ -52,8 +50,6 @@ for a stage without peers."""
 
 
 class StageServicer(StageServiceServicer):
-    """Serves one stage."""
-
     def __init__(
         self,
         stage: Stage,

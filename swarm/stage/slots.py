@@ -1,6 +1,6 @@
 """The slots of a stage peer: decides how many there are, and which caller gets one when there are not enough for all.
 
-Used by stage/admission, and by the simulator. A peer takes as many microbatches as keep it busy, wherever they are. On
+A peer takes as many microbatches as keep it busy, wherever they are. On
 a fast network a few are enough. Over long or slow links most microbatches are on their way somewhere, so more are
 needed for the same work. So one slot is added when a caller has to be refused while the peer has next to nothing to do.
 While work piles up the number slowly falls again. Meanwhile only the least number of slots is given out, so that no
@@ -101,7 +101,6 @@ class Slots:
 
     @property
     def num_held(self) -> int:
-        """Slots that are taken."""
         return self._held.total()
 
     @property
@@ -143,7 +142,6 @@ class Slots:
         self._held[caller] += 1
 
     def give_back(self, caller: str) -> None:
-        """Free a slot that the caller took."""
         self._count.freed()
         self._held[caller] -= 1
         if not self._held[caller]:

@@ -1,8 +1,7 @@
 """Decides how a stage peer answers a call for a microbatch, which may be new or known here.
 
-It stands between the gRPC servicer and the compute thread. It makes sure that a microbatch never counts twice: every
-accumulation goes through the ledger here. stage/admission decides which microbatches are taken, stage/endings how
-computations end, and stage/setting everything that depends on the setting. Runs on the event loop; never computes.
+A microbatch never counts twice: every accumulation goes through the ledger here. stage/admission decides which
+microbatches are taken, stage/endings how computations end, and stage/settings everything that depends on the setting.
 """
 
 import contextlib
@@ -10,18 +9,21 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapp
 from contextlib import asynccontextmanager
 
 import torch
+from torch import nn
 
+from swarm.config import RunConfig
 from swarm.errors import NotReady
-from swarm.events.kinds import Repeat
+from swarm.events import Events, Repeat
 from swarm.stage.admission import Admission
 from swarm.stage.computation import Computation, Order
 from swarm.stage.context import StageContext
 from swarm.stage.endings import Endings
 from swarm.stage.held_rounds import MAX_ROUNDS_EACH, MAX_ROUNDS_OF_USER, HeldRounds
-from swarm.stage.present_round import PresentRound
-from swarm.stage.records import Records
-from swarm.stage.setting import Start
-from swarm.stage.settings import setting_of
+from swarm.stage.settings.diloco import DilocoSetting
+from swarm.stage.settings.diloco_weights import DilocoWeights
+from swarm.stage.settings.setting import Setting, Start
+from swarm.stage.settings.synchronous import SynchronousSetting, SynchronousWeights
+from swarm.stage.weights import StageWeights
 from swarm.training.samples import Microbatch
 from swarm.types import PeerId
 
@@ -36,29 +38,25 @@ class Stage:
     """
 
     def __init__(self, context: StageContext) -> None:
-        weights, records = context.backend.weights, Records()
         self.context = context
-        self.present_round = present_round = PresentRound(weights)
-        self.setting = setting_of(context, present_round, records)
-        self.ledger = records.ledger
-        self.counters = records.counters
-        self.answers = records.answers
-        self._seconds_per_sample = records.seconds_per_sample
-        self.admission = Admission(context, self.setting, present_round, records)
-        self.endings = Endings(context, self.setting, records)
-        max_each = MAX_ROUNDS_OF_USER if context.backend.stage == 0 else MAX_ROUNDS_EACH
-        self.held_rounds = HeldRounds(weights.anchor, lambda: present_round.number, max_each)
+        self.present_round = context.present_round
+        self.setting = setting_of(context)
+        self.ledger = context.records.ledger
+        self.counters = context.records.counters
+        self.answers = context.records.answers
+        self.admission = Admission(context, self.setting)
+        self.endings = Endings(context, self.setting)
+        max_each = MAX_ROUNDS_OF_USER if context.stage == 0 else MAX_ROUNDS_EACH
+        self.held_rounds = HeldRounds(context.backend.weights.anchor, lambda: context.present_round.number, max_each)
         self._is_changing_state = False
         """Whether another state is about to be installed, so that nothing is accumulated in the present one."""
 
     @property
     def number(self) -> int:
-        """The number of the stage."""
         return self.context.stage
 
     @property
     def round(self) -> int:
-        """The round that is being worked on."""
         return self.present_round.number
 
     @property
@@ -74,7 +72,7 @@ class Stage:
     @property
     def samples_per_second(self) -> float:
         """The rate of the compute thread, for forward and backward together; 0 before the first microbatch."""
-        seconds = self._seconds_per_sample.value
+        seconds = self.context.records.seconds_per_sample.value
         return 1.0 / seconds if seconds else 0.0
 
     @property
@@ -115,8 +113,7 @@ class Stage:
         if answer.instead_of is not None:
             answer.instead_of.subscribe(subscriber)
             self.endings.discard(answer.instead_of)
-        answers_gradient = microbatch.answers_gradient(self.number)
-        computation = self._start(answer, tensors, hints, answers_gradient=answers_gradient)
+        computation = self._start(answer, tensors, hints, microbatch.answers_gradient(self.number))
         computation.subscribe(subscriber)
         computation.start(self.context.tasks)
         return computation
@@ -134,7 +131,7 @@ class Stage:
         return self.setting.repeated(microbatch, entry)
 
     def _start(
-        self, start: Start, tensors: Mapping[str, torch.Tensor], hints: Mapping[int, PeerId], *, answers_gradient: bool
+        self, start: Start, tensors: Mapping[str, torch.Tensor], hints: Mapping[int, PeerId], answers_gradient: bool
     ) -> Computation:
         if start.accumulate and self._is_changing_state:
             raise NotReady("this peer takes over another state")
@@ -212,3 +209,27 @@ class Stage:
         """Admit nothing from now on, and wait for no retries."""
         self.admission.close()
         self.endings.end()
+
+
+def weights_of(
+    config: RunConfig, module: nn.Module, *, lineage: str, events: Events | None = None, fused: bool | None = None
+) -> StageWeights:
+    """Make a stage's weights: the module's own, at round 0.
+
+    Args:
+        fused: whether inner steps are taken in few launches, for a GPU; None: as functions.fuses says.
+
+    Raises:
+        ValueError: the stage has fewer blocks than the configuration has fragments.
+    """
+    if config.rounds.synchronous:
+        return SynchronousWeights(config, module, lineage=lineage)
+    return DilocoWeights(config, module, lineage=lineage, events=events, fused=fused)
+
+
+def setting_of(context: StageContext) -> Setting:
+    weights = context.backend.weights
+    if isinstance(weights, SynchronousWeights):
+        return SynchronousSetting(context, weights)
+    assert isinstance(weights, DilocoWeights), "there are two settings"
+    return DilocoSetting(context, weights)

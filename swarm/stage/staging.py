@@ -1,8 +1,7 @@
 """Brings tensors to the computing device and back, and measures how long the device computed.
 
-Made once for a stage. The compute thread uses it (stage/backend, stage/boundary, stage/runtime). Another thread waits
-for copies to the CPU (stage/computation), or reads a round's whole state while training goes on (stage/member). Never
-looks at the numbers.
+The compute thread uses it. Another thread waits for copies to the CPU (stage/computation), or reads a round's whole
+state while training goes on (stage/member).
 
 A GPU works through queues ("streams"): calls return before their work is done, and reading a result waits for
 everything that was queued before it. So copies have queues of their own. They use pinned memory, because only then can
@@ -242,7 +241,6 @@ def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
 
 
 def staging_of(device: torch.device) -> Staging:
-    """The staging for a device."""
     if device.type == "cuda":
         return CudaStaging(device)
     return Staging() if device.type == "cpu" else CopyingStaging(device)

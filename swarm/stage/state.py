@@ -2,7 +2,7 @@
 of its values.
 
 A state is named tensors: `anchor/NAME` for each parameter, and `outer/NAME/KEY` for what the optimizer that ends rounds
-remembers of the parameter. Used by stage/weights and stage/member, and for checkpoints. Changes nothing.
+remembers of the parameter.
 """
 
 from collections.abc import Mapping
@@ -107,5 +107,4 @@ class StateDigest:
 
     @property
     def hexdigest(self) -> str:
-        """The digest of what is added, in hexadecimal."""
         return self._digest.hexdigest()

@@ -1,6 +1,6 @@
 """What a stage peer did with the last minute: it computed, waited for input or for room, or averaged.
 
-Used by peers/stage_peer/presence, which tells others. A look a few times a second sees what the peer waits for, and the
+A look a few times a second sees what the peer waits for, and the
 compute thread knows how long it has computed. Nothing is decided by these figures.
 """
 
@@ -53,8 +53,6 @@ class _Look(NamedTuple):
 
 
 class TimeWatch:
-    """Watches one stage."""
-
     def __init__(self, stage: Stage, clock: Clock) -> None:
         self._stage = stage
         self._clock = clock
@@ -65,7 +63,6 @@ class TimeWatch:
         )
 
     async def run(self) -> None:
-        """Watch until cancelled."""
         while True:
             await self._clock.sleep(LOOK_SECONDS)
             self.look()
@@ -94,7 +91,6 @@ class TimeWatch:
 
     @property
     def shares(self) -> TimeShares:
-        """The shares up to the last look."""
         first, last = self._looks[0], self._looks[-1]
         seconds = last.at - first.at
         if last.num_tasks == first.num_tasks or seconds <= 0.0:

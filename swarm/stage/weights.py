@@ -1,9 +1,7 @@
-"""A stage's weights: versions, gradient buckets, and the steps that end rounds.
+"""A stage's weights: versions, gradient buckets, and the steps that end rounds. What both settings share.
 
-Owned by the compute thread; the backend reads versions and fills buckets, the round member closes and commits rounds.
-Weights are double-buffered as in PipeDream-2BW (arXiv 2006.09503): an optimizer writes only into the masters, and
-microbatches compute with an immutable copy of them. This file has what both settings share. The differences are in
-stage/synchronous/weights and stage/diloco/weights.
+Owned by the compute thread. Weights are double-buffered as in PipeDream-2BW (arXiv 2006.09503): an optimizer writes
+only into the masters, and microbatches compute with an immutable copy of them.
 """
 
 from abc import ABC, abstractmethod
@@ -21,7 +19,8 @@ from swarm.stage.buckets import Buckets, GradientBucket, Source, Tensors, Versio
 from swarm.stage.staging import staging_of
 from swarm.training import optim
 from swarm.training.inner_steps import InnerSteps
-from swarm.training.round_member import Contribution
+from swarm.training.optimizers import round_optimizer
+from swarm.training.round_member import Contribution, RoundResult
 from swarm.training.samples import NOTHING, Amount
 
 KEPT_ANCHORS = 2
@@ -62,14 +61,12 @@ class StageWeights(ABC):
         config: RunConfig,
         module: nn.Module,
         *,
-        ends_rounds: optim.Optimizer,
         batch_samples: int | None,
         anchor_device: torch.device,
         lineage: str,
     ) -> None:
         """
         Args:
-            ends_rounds: takes the step at the end of a round.
             batch_samples: see Buckets.
             anchor_device: where anchors are kept.
         """
@@ -78,7 +75,7 @@ class StageWeights(ABC):
         self.masters = trained_parameters(module)
         self._staging = staging_of(next(iter(self.masters.values())).device)
         """The staging for tensors that go to the device, or come from it, at a round's end."""
-        self._ends_rounds = ends_rounds
+        self._ends_rounds = round_optimizer(config)
         self.buckets = Buckets(lambda: self._memory.like(self.masters), batch_samples)
         self._versions = Versions(self.masters, self._memory)
         self._anchor_device = anchor_device
@@ -92,7 +89,6 @@ class StageWeights(ABC):
 
     @property
     def version(self) -> Version:
-        """The newest version."""
         return self._versions.newest
 
     @abstractmethod
@@ -142,7 +138,6 @@ class StageWeights(ABC):
 
     @property
     def num_elements(self) -> int:
-        """Elements of all parameters that are trained."""
         return sum(master.numel() for master in self.masters.values())
 
     # -- rounds ------------------------------------------------------------------------------------------------
@@ -166,48 +161,26 @@ class StageWeights(ABC):
         self.round.closed = False
         self.step_if_due()
 
-    def commit(
-        self,
-        average: Mapping[str, torch.Tensor],
-        *,
-        total_squared_norm: float,
-        num_samples: int,
-        num_members: int,
-        lineage: str,
-        contributed: bool = True,
-        closing: int | None = None,
-    ) -> float:
+    def commit(self, result: RoundResult) -> float:
         """Move the anchor by the averaged contribution, and begin the next round. Returns the learning rate that was
         used.
 
         Afterwards an inner step may be due.
-
-        Args:
-            contributed: whether this peer's contribution is in the average.
-            closing: which one that is; None for the newest.
         """
         rate = self.learning_rate
-        carried, anchor = self._end_round(average, total_squared_norm, rate, contributed=contributed, closing=closing)
+        carried, anchor = self._end_round(result, rate)
         new_round = Round(
             number=self.round.number + 1,
-            run_samples=self.round.run_samples + num_samples,
+            run_samples=self.round.run_samples + result.num_samples,
             stepped=carried,
-            num_members=num_members,
-            lineage=lineage,
+            num_members=len(result.members),
+            lineage=result.lineage,
         )
         self._begin(new_round, anchor)
         return rate
 
     @abstractmethod
-    def _end_round(
-        self,
-        average: Mapping[str, torch.Tensor],
-        total_squared_norm: float,
-        rate: float,
-        *,
-        contributed: bool,
-        closing: int | None,
-    ) -> tuple[Amount, Tensors]:
+    def _end_round(self, result: RoundResult, rate: float) -> tuple[Amount, Tensors]:
         """Take the step that ends a round. Returns the amount that is carried over, and the new anchor."""
 
     def _begin(self, new_round: Round, anchor: Tensors) -> None:
@@ -269,7 +242,6 @@ class StageWeights(ABC):
 
     @property
     def _anchor(self) -> Tensors:
-        """The anchor of this round."""
         return self._anchors[self.round.number]
 
     def _load_masters(self, values: Mapping[str, torch.Tensor]) -> None:

@@ -10,7 +10,7 @@ cosines of a C library may differ in the last bit.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, assert_never
 
@@ -248,26 +248,6 @@ def _cosine(angle: float) -> float:
         term *= -angle * angle / ((2 * number - 1) * (2 * number))
         total += term
     return total
-
-
-def squared_norm(tensors: Iterable[torch.Tensor]) -> float:
-    return sum(squared_norms(tensors), 0.0)
-
-
-def squared_norms(tensors: Iterable[torch.Tensor]) -> list[float]:
-    """Each tensor's sum of squares, in float64; within a tensor on MPS in float32, the widest type there."""
-    found = list(tensors)
-    if not found:
-        return []
-    norms = torch._foreach_norm(found, dtype=torch.float32 if found[0].device.type == "mps" else torch.float64)
-    # All norms are read at once, because on a GPU each read waits for everything that was queued before it.
-    return [norm**2 for norm in torch.stack(norms).tolist()]
-
-
-def clip_factor(total_squared_norm: float, max_norm: float) -> float:
-    """The factor, at most 1, that brings the gradients' norm down to `max_norm`. A `max_norm` of 0 means no limit."""
-    norm = math.sqrt(total_squared_norm)
-    return 1.0 if max_norm == 0 or norm <= max_norm else max_norm / norm
 
 
 def state_tensors(optimizer: Optimizer, parameters: Parameters) -> dict[str, torch.Tensor]:

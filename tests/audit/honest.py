@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from swarm.audit.verdict import Report
-from swarm.events.kinds import (
+from swarm.audit.audit import Report
+from swarm.events import (
     Abort,
     Accumulate,
     Ack,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from swarm.audit.audit import audit
-from swarm.events.kinds import Abort, Ack, Begin, Close, Install, Leave, Move, Step
+from swarm.events import Abort, Ack, Begin, Close, Install, Leave, Move, Step
 from swarm.training.run_rounds import next_lineage
 from tests.audit.honest import BOTH, ROUNDS, HonestRun, Lines, edit, honest_run, one_violation, start
 

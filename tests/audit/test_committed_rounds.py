@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from swarm.audit.audit import audit
-from swarm.events.kinds import Ack, Close, Commit, Install, Step
+from swarm.events import Ack, Close, Commit, Install, Step
 from tests.audit.honest import BOTH, MOST_SAMPLES, SAMPLES, HonestRun, Lines, edit, honest_run, one_violation
 
 
@@ -126,10 +126,7 @@ def test_with_diloco_a_member_counts_for_no_more_than_it_can(tmp_path: Path, sai
             run.train(peer, microbatch)
     run.average(0, {"peer-0a": ids, "peer-1a": ids})
     for stage in range(2) if said else ():
-        edit(
-            tmp_path / f"peer-{stage}a.jsonl",
-            lambda lines: claim(lines, commit={"samples": MOST_SAMPLES + said}),
-        )
+        edit(tmp_path / f"peer-{stage}a.jsonl", lambda lines: claim(lines, commit={"samples": MOST_SAMPLES + said}))
     violations = audit(run.files).findings.violations
     assert len([line for line in violations if f"its members gave {MOST_SAMPLES}" in line]) == len(violations)
     assert bool(violations) == bool(said)

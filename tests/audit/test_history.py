@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from swarm.audit.audit import audit
-from swarm.events.kinds import Gap
+from swarm.events import Gap
 from tests.audit.honest import edit, honest_run, one_violation
 
 

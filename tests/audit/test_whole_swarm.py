@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from swarm.audit import history
-from swarm.audit.audit import audit
-from swarm.audit.verdict import Report
+from swarm.audit.audit import Report, audit
 from swarm.config import RunConfig
-from swarm.events.kinds import Accumulate, Commit
+from swarm.events import Accumulate, Commit
 from tests.audit.honest import Lines, edit
 from tests.support.chain import DILOCO, LORA, SYNCHRONOUS, eventually
 from tests.support.whole_swarm import whole_swarm

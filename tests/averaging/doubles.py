@@ -18,7 +18,7 @@ from swarm.averaging.wire.transport import Method, Payload, Reply, Request, Tran
 from swarm.compression.codec import Buffer
 from swarm.config import RunConfig, from_dict
 from swarm.errors import DeadlineExceeded, IntegrityError, PeerUnavailable
-from swarm.events.kinds import Events
+from swarm.events import Events
 from swarm.machine.clock import Clock
 from swarm.rpc.transfers import Turns
 from swarm.rpc.v1 import averaging_pb2 as pb

@@ -5,9 +5,10 @@ import torch
 from torch import nn
 
 from swarm.config import AveragingConfig, DataConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
-from swarm.stage.settings import weights_of
+from swarm.stage.stage import weights_of
 from swarm.stage.weights import Round, StageWeights
 from swarm.training.samples import Amount
+from tests.support.commits import end_round
 
 
 def stage_weights(setting: str, num_fragments: int, seed: int) -> StageWeights:
@@ -34,7 +35,7 @@ def test_a_snapshot_and_the_results_since_give_the_members_bits(setting: str, nu
     def commit(weights: StageWeights, average: dict[str, torch.Tensor]) -> None:
         squared_norm = sum(float((t**2).sum()) for t in average.values())
         assert weights.close().tensors.keys() == average.keys()
-        weights.commit(average, total_squared_norm=squared_norm, num_samples=16, num_members=2, lineage="00")
+        end_round(weights, average, total_squared_norm=squared_norm, num_members=2, lineage="00")
 
     snapshot = {}
     results = []

@@ -22,6 +22,7 @@ from swarm.config import RunConfig
 from swarm.model.stages import build_stage
 from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import GRADIENT, reply_specs
+from tests.support.commits import end_round
 
 
 def _config(setting: str = "synchronous", lora_rank: int = 0, optimizer: str = "adamw") -> RunConfig:
@@ -80,7 +81,7 @@ def test_a_stage_holds_what_is_computed_and_no_copy_more(setting: str, lora_rank
     for _ in range(2):
         _train(backend, config)
         closing = backend.weights.close()
-        backend.weights.commit(closing.tensors, total_squared_norm=1.0, num_samples=4, num_members=1, lineage="")
+        end_round(backend.weights, closing.tensors, total_squared_norm=1.0, num_samples=4)
         del closing
     _train(backend, config)
     # The gradients that a synchronous round may have to take out again are counted elsewhere, by microbatch.

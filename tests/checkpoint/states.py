@@ -10,8 +10,9 @@ from swarm.checkpoint import file
 from swarm.checkpoint.file import Header
 from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.model.stages import build_stage
-from swarm.stage.settings import weights_of
+from swarm.stage.stage import weights_of
 from swarm.stage.weights import StageWeights
+from tests.support.commits import end_round
 
 CONFIG = RunConfig(
     run="checkpoints", model=ModelConfig(num_layers=4, d_model=16, num_heads=2, vocab_size=32),
@@ -40,7 +41,7 @@ def train_round(weights: StageWeights) -> None:
         generator = torch.Generator().manual_seed(sum(name.encode()) + weights.round.number)
         average[name] = torch.randn(master.shape, generator=generator)
     weights.close()
-    weights.commit(average, total_squared_norm=1.0, num_samples=16, num_members=1, lineage=_hash(weights.round.lineage))
+    end_round(weights, average, total_squared_norm=1.0, lineage=_hash(weights.round.lineage))
 
 
 def _hash(text: str) -> str:

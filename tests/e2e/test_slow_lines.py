@@ -14,7 +14,7 @@ from scripts.benches.shared.common import fail_on_exit, run_of, write_config
 from scripts.benches.shared.internet import Internet
 from scripts.benches.sides.paced_stage import PACE, Paced
 from swarm.config import RunConfig
-from swarm.metrics import log as metrics_log
+from swarm.metrics import read as read_metrics
 from tests.support.nat_swarm import INTERNET
 
 pytestmark = [*INTERNET, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -64,7 +64,7 @@ class _Run:
         wait_for(trainer, lambda: self.num_steps() >= 2, seconds=120.0)
 
     def num_steps(self) -> int:
-        rows = metrics_log.read(self._metrics) if self._metrics.exists() else []
+        rows = read_metrics(self._metrics) if self._metrics.exists() else []
         return sum("train/loss" in row for row in rows)
 
     def step_seconds(self, seconds: float) -> float:

@@ -11,7 +11,7 @@ from swarm.rpc.callers import Caller, Callers
 from swarm.rpc.serving import MESSAGE_SECONDS
 from swarm.rpc.wire import NewBytes, Piece
 from swarm.stage import servicer
-from swarm.stage.incoming import Incoming
+from swarm.stage.call import Incoming
 from swarm.types import PeerId
 from tests.support.chain import DILOCO, SYNCHRONOUS, running_chain
 from tests.support.manual_clock import ManualClock

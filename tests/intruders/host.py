@@ -18,7 +18,7 @@ from peers.stage_peer.resume import ResumeOptions
 from peers.stage_peer.server import StageServer
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.credentials.identity import Identity
-from swarm.events.kinds import Events
+from swarm.events import Events
 from swarm.hop.answers import HopListener
 from swarm.hop.hop import Hop
 from swarm.machine.clock import SystemClock

@@ -18,7 +18,8 @@ from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
 from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
 from swarm.rpc.wire import TensorSpec
-from swarm.stage import incoming, servicer
+from swarm.stage import call as stage_call
+from swarm.stage import servicer
 from swarm.stage.boundary import HIDDEN, TOKENS
 from swarm.stage.slots import LARGEST_NUM_SLOTS
 from tests.intruders.host import Host, running
@@ -57,7 +58,7 @@ def _open(host: Host, microbatch: int, **fields: Any) -> pb.TrainRequest:
 @pytest.mark.parametrize("num_streams", [100, pytest.param(10_000, marks=pytest.mark.slow)])
 async def test_idle_streams(num_streams: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """They send nothing, until they are ended. Honest work goes on meanwhile."""
-    monkeypatch.setattr(incoming, "FIRST_SECONDS", 2.0)
+    monkeypatch.setattr(stage_call, "FIRST_SECONDS", 2.0)
     most_calls = most_bytes = num_honest = 0
     async with running() as host, host.connected(INTRUDER) as channel:
         await host.train()
@@ -84,8 +85,8 @@ async def test_idle_streams(num_streams: int, monkeypatch: pytest.MonkeyPatch) -
 
 async def test_slow_chunks_take_no_slot_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each chunk comes in time, but all of them would take a day."""
-    monkeypatch.setattr(incoming, "MESSAGE_SECONDS", 1.0)
-    monkeypatch.setattr(incoming, "SLOWEST_BYTES_PER_SECOND", 4 << 10)
+    monkeypatch.setattr(stage_call, "MESSAGE_SECONDS", 1.0)
+    monkeypatch.setattr(stage_call, "SLOWEST_BYTES_PER_SECOND", 4 << 10)
     async with running(max_in_flight=3) as host, host.connected(INTRUDER) as channel:
         header = TensorHeader(name=HIDDEN, encoding="fp32", shape=(2, 16, 32), num_bytes=4096)
 
@@ -216,7 +217,7 @@ async def test_what_is_kept_for_one_caller_follows_from_how_much_is_admitted(
 ) -> None:
     """However large they are, all microbatches that have a slot are kept, and those that were answered and wait for the
     Ack."""
-    monkeypatch.setattr(incoming, "MAX_KEPT_BYTES", 1)
+    monkeypatch.setattr(stage_call, "MAX_KEPT_BYTES", 1)
     async with running(max_in_flight=max_in_flight) as host:
         callers = host.server.callers
         num_bytes = 2 * 17 * 4 + 2 * 16 * 32 * 4
@@ -229,9 +230,9 @@ async def test_what_is_kept_for_one_caller_follows_from_how_much_is_admitted(
 
 def test_what_is_kept_for_one_caller_is_never_less_than_always() -> None:
     tokens = TensorSpec(shape=(2, 17), encoding="int32")
-    assert incoming.max_kept_bytes({TOKENS: tokens}, LARGEST_NUM_SLOTS) == MAX_KEPT_BYTES
+    assert stage_call.max_kept_bytes({TOKENS: tokens}, LARGEST_NUM_SLOTS) == MAX_KEPT_BYTES
     hidden = TensorSpec(shape=(8, 2048, 4096), encoding="bf16")
-    assert incoming.max_kept_bytes({HIDDEN: hidden}, LARGEST_NUM_SLOTS) >= LARGEST_NUM_SLOTS * hidden.num_bytes
+    assert stage_call.max_kept_bytes({HIDDEN: hidden}, LARGEST_NUM_SLOTS) >= LARGEST_NUM_SLOTS * hidden.num_bytes
 
 
 # -- one caller's flood ------------------------------------------------------------------------------------------------

@@ -100,13 +100,9 @@ class _Peer:
 
 
 @in_virtual_time
-async def test_whoever_is_there_is_not_waited_for() -> None:
+async def test_whoever_comes_later_is_found_and_whoever_is_there_not_waited_for() -> None:
     assert await patiently(_Peer(0).ask, LoopClock(), "a peer") == "here"
     assert LoopClock().monotonic() == 0.0
-
-
-@in_virtual_time
-async def test_whoever_comes_later_is_found() -> None:
     assert await patiently(_Peer(10).ask, LoopClock(), "a peer") == "here"
     assert LoopClock().monotonic() < JOIN_SECONDS
 

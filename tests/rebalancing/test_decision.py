@@ -8,7 +8,7 @@ import pytest
 from swarm.rebalancing.decision import Policy, choose_stage, decide, next_check_seconds
 from swarm.rebalancing.layout import Layout, Worker
 from swarm.types import PeerId
-from tests.rebalancing.places import layout, moved, settle
+from tests.rebalancing.places import layout, settle
 
 FIRST, SECOND, THIRD = PeerId("0.0"), PeerId("0.1"), PeerId("0.2")
 
@@ -146,8 +146,3 @@ def test_a_decision_among_400_peers_is_cheap() -> None:
 def _rows(moves: list[tuple[PeerId, int, Layout]]) -> list[list[PeerId]]:
     last = moves[-1][2]
     return [[p for p, worker in last.workers.items() if worker.stage == s] for s in range(len(last.costs))]
-
-
-def test_moved_keeps_everything_else() -> None:
-    now = moved(layout([1, 2], [3]), FIRST, 1)
-    assert now.throughput == [2, 4]

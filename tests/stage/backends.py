@@ -2,7 +2,7 @@
 process."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,14 @@ from swarm.model.stage_module import StageModule
 from swarm.model.stages import build_stage, build_transformer
 from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import HIDDEN, TOKENS
+from swarm.stage.buckets import Accumulated
 from swarm.stage.graphs import GraphBudget
-from swarm.stage.settings import weights_of
+from swarm.stage.stage import weights_of
 from swarm.stage.staging import Download, staging_of
+from tests.support.commits import end_rounds
+from tests.support.partial import partial_samples
+
+Tensors = dict[str, torch.Tensor]
 
 CONFIG = RunConfig(
     model=ModelConfig(num_layers=3, d_model=32, num_heads=2, vocab_size=64),
@@ -26,6 +31,9 @@ CONFIG = RunConfig(
 )
 DROPOUT = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, dropout=0.2))
 DILOCO = dataclasses.replace(CONFIG, rounds=RoundsConfig(setting="diloco", round_samples=16, inner_batch_samples=2))
+GPT2 = dataclasses.replace(
+    CONFIG.model, norm="layer", positions="learned", max_positions=16, feed_forward="gelu", tied_embeddings=True
+)
 PLENTY = 1 << 30
 
 
@@ -57,6 +65,11 @@ def hidden_of(number: int) -> torch.Tensor:
     return torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(number))
 
 
+def inputs_of(number: int) -> dict[str, torch.Tensor]:
+    """What a stage after the first receives with a microbatch."""
+    return {TOKENS: tokens_of(number), HIDDEN: hidden_of(number)}
+
+
 def arrived(download: Download | None) -> torch.Tensor:
     """The tensor of a download, which must have finished."""
     assert download is not None
@@ -67,11 +80,12 @@ def run_microbatch(
     chain: Sequence[StageBackend], microbatch: int, *, accumulate: bool = True, round_number: int = 0
 ) -> tuple[float, list[Any]]:
     """Run one microbatch through all stages. Return the loss, and what each stage accumulated."""
-    inputs: dict[str, torch.Tensor] = {TOKENS: tokens_of(microbatch, chain[0].config)}
-    forwards = []
+    config = chain[0].config
+    own = partial_samples(config, microbatch) if config.data.has_targets else {TOKENS: tokens_of(microbatch, config)}
+    inputs, forwards = own, []
     for backend in chain[:-1]:
         forwards.append(backend.forward(microbatch, round_number, inputs))
-        inputs = {TOKENS: inputs[TOKENS], HIDDEN: arrived(forwards[-1].wire_hidden)}
+        inputs = {**own, HIDDEN: arrived(forwards[-1].wire_hidden)}
     loss, gradient_BTD, last = chain[-1].forward_loss(microbatch, round_number, inputs, accumulate=accumulate)
     accumulated = [last]
     for backend, forward in zip(reversed(chain[:-1]), reversed(forwards), strict=True):
@@ -98,7 +112,62 @@ def reference_of(config: RunConfig, microbatches: Sequence[int]) -> tuple[list[f
 
 def accumulate_and_settle(backend: StageBackend, microbatch: int) -> None:
     """Accumulate and settle enough for an inner step."""
-    forward = backend.forward(microbatch, 0, {TOKENS: tokens_of(microbatch), HIDDEN: hidden_of(microbatch)})
-    _, entry = backend.backward(forward, hidden_of(100 + microbatch), accumulate=True)
-    assert entry is not None
-    backend.settle(entry)
+    backend.settle(begin(backend, microbatch)()[1])
+
+
+def begin(backend: StageBackend, number: int, round_number: int = 0) -> Callable[[], tuple[Tensors, Accumulated]]:
+    """Compute a forward. Returns its backward, which gives what is sent, and what was accumulated. The last stage does
+    both then."""
+    width, is_chat = backend.config.model.hidden_width, backend.config.data.has_targets
+    samples = partial_samples(backend.config, number) if is_chat else {TOKENS: tokens_of(number)}
+    inputs = {**samples, HIDDEN: hidden_of(number)[..., :width]}
+
+    def last() -> tuple[Tensors, Accumulated]:
+        loss, answer, entry = backend.forward_loss(number, round_number, inputs, accumulate=True)
+        assert entry is not None
+        return {"loss": torch.tensor(loss), "answer": arrived(answer)}, entry
+
+    if backend.is_last:
+        return last
+    forward = backend.forward(number, round_number, inputs)
+    hidden = arrived(forward.wire_hidden)
+
+    def backward() -> tuple[Tensors, Accumulated]:
+        answer, entry = backend.backward(forward, hidden_of(100 + number)[..., :width], accumulate=True)
+        assert entry is not None
+        return {"hidden": hidden} | ({} if answer is None else {"answer": arrived(answer)}), entry
+
+    return backward
+
+
+def _step(backend: StageBackend) -> None:
+    """Take a step with two microbatches: an inner step, or a round's."""
+    before = backend.weights.version
+    for number in (1, 2):
+        accumulate_and_settle(backend, number)
+    if backend.config.rounds.synchronous:
+        end_rounds([backend.weights], num_samples=4)
+    assert backend.weights.version is not before
+
+
+def story(backend: StageBackend) -> Tensors:
+    """Two microbatches in flight with a step between them, of which one is rolled back after another step."""
+    first = begin(backend, 7)
+    _step(backend)
+    second = begin(backend, 8, backend.weights.round.number)
+    found, leaving = first()
+    bucket = leaving.bucket
+    story = {f"first {name}": value for name, value in found.items()}
+    story |= {f"first's {name}": value.clone() for name, value in bucket.sums.items()}
+    found, _ = second()
+    story |= {f"second {name}": value for name, value in found.items()}
+    story |= {f"both's {name}": value.clone() for name, value in bucket.sums.items()}
+    backend.roll_back([leaving])
+    return story | {f"second's {name}": value.clone() for name, value in bucket.sums.items()}
+
+
+def require_near(found: Tensors, expected: Tensors, tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        largest = max(1.0, float(value.abs().max()))
+        torch.testing.assert_close(found[name], value, rtol=0, atol=tolerance * largest, msg=name)

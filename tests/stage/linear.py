@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from swarm.config import AveragingConfig, DataConfig, ModelConfig, OptimizerConfig, OuterConfig, RoundsConfig, RunConfig
-from swarm.events.kinds import Event, Events, Step
-from swarm.stage.buckets import GradientBucket
-from swarm.stage.settings import weights_of
+from swarm.events import Event, Events, Step
+from swarm.stage.stage import weights_of
 from swarm.stage.weights import StageWeights
 from swarm.training.samples import Amount
+from tests.support.commits import end_round
 
 INNER_SAMPLES = 4
 
@@ -72,13 +72,11 @@ def assert_same(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tens
         torch.testing.assert_close(left[name].detach(), right[name].detach(), rtol=1e-6, atol=1e-7, msg=name)
 
 
-def accumulate(weights: StageWeights, number: int, num_samples: int = 2) -> GradientBucket:
-    """Accumulate an acknowledged gradient, as the backend does. It is the mean over samples with one target each."""
-    bucket = weights.buckets.open()
-    summed = [gradient * num_samples for gradient in gradients(number).values()]
-    bucket.add(summed, Amount(num_samples, num_samples))
-    weights.step_if_due()
-    return bucket
+def accumulate(weights: StageWeights, *numbers: int) -> None:
+    """Accumulate acknowledged gradients as the backend does. Each is the mean over two samples with one target."""
+    for number in numbers:
+        weights.buckets.open().add([2 * gradient for gradient in gradients(number).values()], Amount(2, 2))
+        weights.step_if_due()
 
 
 def overlapping(overlap_steps: int, num_fragments: int = 1) -> StageWeights:
@@ -90,4 +88,4 @@ def overlapping(overlap_steps: int, num_fragments: int = 1) -> StageWeights:
 
 def commit_without_steps(weights: StageWeights, *, contributed: bool = True) -> None:
     average = {name: gradients(20 + weights.round.number)[name] for name in weights.close().tensors}
-    weights.commit(average, total_squared_norm=0.0, num_samples=16, num_members=2, lineage="a", contributed=contributed)
+    end_round(weights, average, num_members=2, lineage="a", contributed=contributed)

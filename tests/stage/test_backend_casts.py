@@ -20,10 +20,12 @@ from tests.stage.backends import (
     backend_of,
     chain_of,
     hidden_of,
+    inputs_of,
     run_microbatch,
     sums_of,
     tokens_of,
 )
+from tests.support.commits import end_round
 
 
 def _bf16(config: RunConfig, *, tied: bool = False, checkpointing: bool = False) -> RunConfig:
@@ -61,7 +63,7 @@ def test_all_graphs_of_a_version_keep_one_cast_of_its_weights() -> None:
         saved[-1][tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    forwards = [backend.forward(0, 0, {TOKENS: tokens_of(0), HIDDEN: hidden_of(0)})]
+    forwards = [backend.forward(0, 0, inputs_of(0))]
     for number in (1, 2):
         saved.append({})
         with saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -101,13 +103,10 @@ def test_what_is_computed_for_the_round_before_shares_casts_too() -> None:
     backend = backend_of(_bf16(CONFIG), 1)
 
     def commit() -> None:
-        closing = backend.weights.close()
-        backend.weights.commit(
-            closing.tensors, total_squared_norm=0.0, num_samples=16, num_members=1, lineage="",
-        )  # fmt: skip
+        end_round(backend.weights, backend.weights.close().tensors)
 
     commit()
-    forwards = [backend.forward(number, 0, {TOKENS: tokens_of(0), HIDDEN: hidden_of(0)}) for number in range(2)]
+    forwards = [backend.forward(number, 0, inputs_of(0)) for number in range(2)]
     assert forwards[0].version is forwards[1].version
     assert forwards[0].version is not backend.weights.version
     assert forwards[0].version.casts
@@ -122,5 +121,5 @@ def test_what_is_computed_for_the_round_before_shares_casts_too() -> None:
 
 def test_without_autocast_nothing_is_cast() -> None:
     backend = backend_of(CONFIG, 1)
-    backend.release(backend.forward(0, 0, {TOKENS: tokens_of(0), HIDDEN: hidden_of(0)}))
+    backend.release(backend.forward(0, 0, inputs_of(0)))
     assert backend.weights.version.casts == {}

@@ -12,9 +12,17 @@ from swarm.config import OptimizerConfig, RoundsConfig, RunConfig
 from swarm.errors import MalformedMessage
 from swarm.model.stage_module import stage_loss
 from swarm.stage.backend import StageBackend
-from swarm.stage.boundary import HIDDEN, TOKENS
-from swarm.training import optim
-from tests.stage.backends import CONFIG, arrived, backend_of, chain_of, hidden_of, run_microbatch, sums_of, tokens_of
+from tests.stage.backends import (
+    CONFIG,
+    arrived,
+    backend_of,
+    chain_of,
+    hidden_of,
+    inputs_of,
+    run_microbatch,
+    sums_of,
+)
+from tests.support.commits import end_rounds
 
 Autocast = Literal["off", "bf16", "fp16"]
 OVERFLOWS = "overflows float16: computed again with half the scale"
@@ -31,7 +39,7 @@ def _error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) ->
 
 def _gradient(backend: StageBackend, microbatch: int, magnitude: float, *, accumulate: bool = True) -> torch.Tensor:
     """Run a microbatch through a stage in the middle, with a gradient of this magnitude. Returns what it answers."""
-    forward = backend.forward(microbatch, 0, {TOKENS: tokens_of(microbatch), HIDDEN: hidden_of(microbatch)})
+    forward = backend.forward(microbatch, 0, inputs_of(microbatch))
     answer, _ = backend.backward(forward, hidden_of(100 + microbatch) * magnitude, accumulate=accumulate)
     return arrived(answer)
 
@@ -67,7 +75,7 @@ def test_an_overflow_of_the_last_stage_is_computed_again(caplog: pytest.LogCaptu
         with torch.no_grad():
             # The gradient of a hidden state goes through the head's matrix.
             backend.weights.version.parameters["head.output.weight"].mul_(30_000.0)
-        inputs = {TOKENS: tokens_of(0), HIDDEN: hidden_of(0)}
+        inputs = inputs_of(0)
         with caplog.at_level("INFO"):
             loss, gradient, _ = backend.forward_loss(0, 0, inputs, accumulate=True)
         sums.append({**sums_of([backend]), "answer": arrived(gradient)})
@@ -89,7 +97,7 @@ def test_a_custom_class_gets_scaled_gradients_of_the_same_loss() -> None:
 def test_what_is_rolled_back_is_computed_with_the_scale_that_it_had() -> None:
     """The tiny gradient would be a coarse one with the scale that the large one leaves behind."""
     backend, tiny = backend_of(_in("fp16"), 1), 1e-5
-    forward = backend.forward(0, 0, {TOKENS: tokens_of(0), HIDDEN: hidden_of(0)})
+    forward = backend.forward(0, 0, inputs_of(0))
     _, leaving = backend.backward(forward, hidden_of(100) * tiny, accumulate=True)
     assert leaving is not None
     before = sums_of([backend])
@@ -143,8 +151,6 @@ def _losses(chains: Sequence[Sequence[StageBackend]]) -> list[float]:
         for replicas in zip(*chains, strict=True):
             ours, theirs = (replica.weights.close().tensors for replica in replicas)
             averages.append({name: (value + theirs[name]) / 2 for name, value in ours.items()})
-        norm = sum(optim.squared_norm(average.values()) for average in averages)
         for chain in chains:
-            for backend, average in zip(chain, averages, strict=True):
-                backend.weights.commit(average, total_squared_norm=norm, num_samples=4, num_members=2, lineage="")
+            end_rounds([backend.weights for backend in chain], averages, num_samples=4, num_members=2)
     return losses

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from swarm.config import RunConfig
-from swarm.stage.boundary import HIDDEN, TOKENS
 from swarm.stage.buckets import GradientBucket
 from tests.stage.backends import (
     CONFIG,
@@ -14,9 +13,9 @@ from tests.stage.backends import (
     backend_of,
     chain_of,
     hidden_of,
+    inputs_of,
     run_microbatch,
     sums_of,
-    tokens_of,
 )
 from tests.support.chain import assert_close
 
@@ -37,9 +36,7 @@ def test_rolling_back_brings_the_sum_back(config: RunConfig) -> None:
 
 def test_a_bucket_that_loses_all_its_gradients_is_empty_to_the_last_bit() -> None:
     backend = backend_of(CONFIG, 2)
-    results = [
-        backend.forward_loss(i, 0, {TOKENS: tokens_of(i), HIDDEN: hidden_of(i)}, accumulate=True) for i in range(3)
-    ]
+    results = [backend.forward_loss(i, 0, inputs_of(i), accumulate=True) for i in range(3)]
     entries = [entry for _, _, entry in results if entry is not None]
     backend.settle(entries[0])
     bucket = backend.weights.buckets.open()
@@ -75,7 +72,7 @@ def test_where_little_stays_that_is_computed_again(num_staying: int) -> None:
 def test_a_settled_gradient_can_still_be_taken_out() -> None:
     """This happens in the synchronous setting when another member counts the microbatch too."""
     backend = backend_of(CONFIG, 2)
-    _, _, entry = backend.forward_loss(0, 0, {TOKENS: tokens_of(0), HIDDEN: hidden_of(0)}, accumulate=True)
+    _, _, entry = backend.forward_loss(0, 0, inputs_of(0), accumulate=True)
     assert entry is not None
     backend.settle(entry)
     backend.settle(entry)
@@ -89,13 +86,13 @@ def test_a_settled_gradient_can_still_be_taken_out() -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_rolling_back_after_a_step_uses_the_old_weights(fused: bool) -> None:
     backend = backend_of(DILOCO, 1, fused=fused)
-    forward = backend.forward(7, 0, {TOKENS: tokens_of(7), HIDDEN: hidden_of(7)})
+    forward = backend.forward(7, 0, inputs_of(7))
     accumulate_and_settle(backend, 1)
     _, entry = backend.backward(forward, hidden_of(8), accumulate=True)
     assert entry is not None
     assert entry.source.version is not backend.weights.version
     first = [value.clone() for value in entry.bucket.sums.values()]
-    forward = backend.forward(2, 0, {TOKENS: tokens_of(2), HIDDEN: hidden_of(2)})
+    forward = backend.forward(2, 0, inputs_of(2))
     backend.backward(forward, hidden_of(9), accumulate=True)
     second = [both - one for both, one in zip(entry.bucket.sums.values(), first, strict=True)]
     backend.roll_back([entry])
@@ -106,7 +103,7 @@ def test_rolling_back_after_a_step_uses_the_old_weights(fused: bool) -> None:
 
 def test_what_is_rolled_back_is_not_counted_as_stale() -> None:
     backend = backend_of(DILOCO, 1)
-    forward = backend.forward(7, 0, {TOKENS: tokens_of(7), HIDDEN: hidden_of(7)})
+    forward = backend.forward(7, 0, inputs_of(7))
     accumulate_and_settle(backend, 1)
     _, entry = backend.backward(forward, hidden_of(8), accumulate=True)
     assert entry is not None

@@ -9,39 +9,18 @@ import torch
 
 from swarm.config import DataConfig, OptimizerConfig, RoundsConfig, RunConfig, WireConfig
 from swarm.stage.backend import StageBackend
-from swarm.stage.boundary import HIDDEN, TOKENS
-from swarm.training import optim
 from tests.stage.backends import (
     CONFIG,
     DROPOUT,
     PLENTY,
-    arrived,
     chain_of,
     reference_of,
     run_microbatch,
     sums_of,
-    tokens_of,
 )
 from tests.support.chain import assert_close
+from tests.support.commits import end_rounds
 from tests.support.rounding import rounding_reference
-
-
-@pytest.mark.parametrize("wire", ["bf16", "fp16", "int8"])
-@pytest.mark.parametrize("limit_bytes", [PLENTY, 0])
-def test_a_smaller_type_on_the_wire_is_one_process_that_rounds_there(wire: Any, limit_bytes: int) -> None:
-    """The two are exactly equal. They are also close to the result without rounding."""
-    config = dataclasses.replace(DROPOUT, wire=WireConfig(dtype=wire))
-    chain = chain_of(config, limit_bytes)
-    losses = [run_microbatch(chain, microbatch)[0] for microbatch in range(3)]
-    expected_losses, expected = rounding_reference(config, range(3))
-    assert losses == pytest.approx(expected_losses, abs=1e-6)
-    unrounded = reference_of(DROPOUT, range(3))[1]
-    for name, value in sums_of(chain).items():
-        norm = float(expected[name].norm())
-        assert float((value - expected[name]).norm()) < 1e-4 * norm, name
-        assert float((value - unrounded[name]).norm()) < 0.05 * norm, name
-    first = "embedding.weight"
-    assert float((sums_of(chain)[first] - unrounded[first]).norm()) > 2e-4 * float(unrounded[first].norm()), "it rounds"
 
 
 def test_fp16_loses_no_small_gradients() -> None:
@@ -64,13 +43,7 @@ def _learnt(config: RunConfig, dtype: Any, *, num_steps: int) -> torch.Tensor:
     before = _weights(chain)
     for number in range(num_steps):
         run_microbatch(chain, number, round_number=number)
-        closings = [backend.weights.close() for backend in chain]
-        squared_norm = sum(optim.squared_norm(closing.tensors.values()) for closing in closings)
-        for backend, closing in zip(chain, closings, strict=True):
-            backend.weights.commit(
-                closing.tensors, total_squared_norm=squared_norm, num_samples=closing.num_samples, num_members=1,
-                lineage="",
-            )  # fmt: skip
+        end_rounds([backend.weights for backend in chain], num_samples=config.data.microbatch_size)
     return _weights(chain) - before
 
 
@@ -89,17 +62,3 @@ def test_a_bottleneck_is_one_process_s_too(wire: Any, limit_bytes: int) -> None:
     expected_losses, expected = (reference_of if wire == "fp32" else rounding_reference)(config, range(3))
     assert losses == pytest.approx(expected_losses, abs=1e-5)
     assert_close(sums_of(chain), expected, 1e-5)
-
-
-@pytest.mark.parametrize("wire", ["bf16", "fp16", "int8"])
-def test_what_is_computed_again_travels_as_the_same_bytes(wire: Any) -> None:
-    chain, other = (chain_of(dataclasses.replace(DROPOUT, wire=WireConfig(dtype=wire))) for _ in range(2))
-    inputs = {TOKENS: tokens_of(5)}
-    for stage in (0, 1):
-        forwards = [backends[stage].forward(5, 0, inputs) for backends in (chain, other)]
-        first, again = (arrived(forward.wire_hidden) for forward in forwards)
-        assert torch.equal(first, again)
-        inputs = {TOKENS: tokens_of(5), HIDDEN: first}
-    answers = [backend.forward_loss(5, 0, inputs, accumulate=False)[1] for backend in (chain[2], other[2], chain[2])]
-    gradients = [arrived(answer) for answer in answers]
-    assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)

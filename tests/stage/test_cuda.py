@@ -23,10 +23,11 @@ from swarm.model.stages import build_transformer
 from swarm.pipeline.swarm_engine import SwarmEngine
 from swarm.stage.staging import PIECE_ELEMENTS, CudaStaging
 from swarm.stage.state import digest_of
-from swarm.training import optim
+from swarm.training.clipping import squared_norm_of
 from swarm.training.samples import TOKENS
 from tests.support import reproducible
 from tests.support.chain import DILOCO, LORA, SYNCHRONOUS, Chain, assert_close, reference, running_chain, tokens
+from tests.support.commits import end_round
 from tests.support.decoding import assert_recorded_steps_are_plain, make_config
 from tests.support.partial import partial_config
 from tests.support.rounding import rounding_reference
@@ -197,12 +198,9 @@ async def _round(chain: Chain, number: int) -> float:
     """Train a round's microbatches, and take the step. Return the mean loss."""
     losses = await chain.train_all(range(8 * number, 8 * number + 8), round_number=number)
     closings = [await peer.runtime.control(peer.weights.close) for peer in chain.peers]
-    squared_norm = sum(optim.squared_norm(closing.tensors.values()) for closing in closings)
+    squared_norm = sum(squared_norm_of(closing.tensors.values()) for closing in closings)
     for peer, closing in zip(chain.peers, closings, strict=True):
-        commit = partial(
-            peer.weights.commit, closing.tensors, total_squared_norm=squared_norm, num_samples=closing.num_samples,
-            num_members=1, lineage="",
-        )  # fmt: skip
+        commit = partial(end_round, peer.weights, closing.tensors, total_squared_norm=squared_norm)
         await peer.runtime.control(commit)
         peer.stage.round_began()
     return sum(losses) / len(losses)

@@ -19,7 +19,7 @@ from swarm.model.stages import build_transformer
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.boundary import HIDDEN
 from swarm.stage.held_rounds import MAX_ROUNDS_OF_USER
-from swarm.stage.task_queue import Priority
+from swarm.stage.runtime import Priority
 from swarm.training.samples import TOKENS
 from tests.support.chain import DILOCO, DROPOUT, SYNCHRONOUS, Chain, eventually, running_chain, tokens
 from tests.support.chain_rounds import apply_average, begin_next_round, commit_round

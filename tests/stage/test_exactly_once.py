@@ -9,7 +9,7 @@ import pytest
 from swarm.config import RunConfig
 from swarm.errors import StaleMicrobatch
 from swarm.stage.ledger import EntryState
-from tests.support.chain import BOTH, DILOCO, ORPHAN_SECONDS, SYNCHRONOUS, Chain, Peer, eventually, running_chain
+from tests.support.chain import BOTH, DILOCO, ORPHAN_SECONDS, SYNCHRONOUS, Peer, eventually, running_chain
 from tests.support.manual_clock import ManualClock
 
 # -- repeats -----------------------------------------------------------------------------------------------------------
@@ -127,51 +127,27 @@ def _was_asked_again(peer: Peer) -> bool:
     return peer.stage.counters["forwards"] + peer.stage.counters["repeated"] >= 2
 
 
-async def _stop_in_mid_microbatch(chain: Chain, stage: int) -> tuple[Chain, Peer]:
-    """Train microbatch 0, and stop the peer of `stage` that took it before the last stage computes.
-
-    Return the chain without the dead peer, and the peer that took over.
-    """
-    last = chain.at(2)[-1]
-    async with last.held():
-        training = asyncio.create_task(chain.train(0))
-        await eventually(lambda: len(last.stage.ledger) == 1)
-        (dead,) = [peer for peer in chain.at(stage) if len(peer.stage.ledger)]
-        (other,) = [peer for peer in chain.at(stage) if peer is not dead]
-        await dead.stop()
-        await eventually(lambda: len(other.stage.ledger) == 1 and _was_asked_again(last))
-    await chain.ack(await training)
-    return dataclasses.replace(chain, peers=[peer for peer in chain.peers if peer is not dead]), other
-
-
 @BOTH
-async def test_a_backward_is_taken_over_from_a_peer_that_died_after_its_forward(config: RunConfig) -> None:
-    async with running_chain(config, num_peers=(1, 2, 1)) as chain:
-        alive, other = await _stop_in_mid_microbatch(chain, 1)
-        alive.assert_accumulated([0])
-        assert alive.states(0) == [EntryState.COMMITTED] * 3
-        assert alive.counts("rerouted_backwards") == [int(peer is other) for peer in alive.peers]
-        assert alive.counts("committed") == [1, 1, 1]
-        await eventually(lambda: alive.is_idle)
-
-
-@BOTH
-async def test_a_trainer_too_takes_its_microbatch_to_another_peer(config: RunConfig) -> None:
-    async with running_chain(config, num_peers=(2, 1, 1)) as chain:
+@pytest.mark.parametrize("stage", [0, 1])
+async def test_a_backward_is_taken_over_from_a_peer_that_died_after_its_forward(config: RunConfig, stage: int) -> None:
+    """From a peer of stage 0 the trainer takes its microbatch to another one."""
+    async with running_chain(config, num_peers=[2 if each == stage else 1 for each in range(3)]) as chain:
         last = chain.at(2)[0]
         async with last.held():
             training = asyncio.create_task(chain.train(0))
             await eventually(lambda: len(last.stage.ledger) == 1)
-            (dead,) = [peer for peer in chain.at(0) if len(peer.stage.ledger)]
-            (other,) = [peer for peer in chain.at(0) if peer is not dead]
+            (dead,) = [peer for peer in chain.at(stage) if len(peer.stage.ledger)]
+            (other,) = [peer for peer in chain.at(stage) if peer is not dead]
             await dead.stop()
-            await eventually(lambda: _was_asked_again(chain.at(1)[0]))
+            await eventually(lambda: _was_asked_again(chain.at(stage + 1)[0]))
         reply = await training
         await chain.ack(reply)
-        assert reply.num_reroutes == 1
         alive = dataclasses.replace(chain, peers=[peer for peer in chain.peers if peer is not dead])
         alive.assert_accumulated([0])
+        assert alive.states(0) == [EntryState.COMMITTED] * 3
+        assert reply.num_reroutes == 1
         assert alive.counts("rerouted_backwards") == [int(peer is other) for peer in alive.peers]
+        assert alive.counts("committed") == [1, 1, 1]
         await eventually(lambda: alive.is_idle)
 
 

@@ -84,19 +84,6 @@ async def test_a_chain_that_rounds_is_one_process_that_rounds_there(dtype: Any) 
         chain.assert_idle()
 
 
-async def test_through_a_bottleneck_goes_exactly_what_one_process_computes() -> None:
-    config = dataclasses.replace(DROPOUT, model=dataclasses.replace(DROPOUT.model, bottleneck_dim=4))
-    batch = tokens(config, 99)
-    async with running_chain(config) as chain:
-        losses = await chain.train_all(range(4))
-        assert losses == pytest.approx(reference(config, range(4))[0], abs=1e-5)
-        chain.assert_accumulated(range(4))
-        loss = await chain.evaluate({TOKENS: batch[:, :9]})
-        with torch.no_grad():
-            expected = float(build_transformer(config, device="cpu").loss(batch[:, :9].long()))
-        assert loss == pytest.approx(expected, abs=1e-5)
-
-
 async def test_conversations_are_learnt_as_in_one_process() -> None:
     """The rows hold several documents with few targets, and one microbatch has none."""
     config = partial_config(num_stages=3)

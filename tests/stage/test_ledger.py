@@ -17,19 +17,6 @@ def _ledger(*committed: tuple[int, int], keep: bool = False) -> Ledger[str]:
     return ledger
 
 
-def test_the_life_of_an_entry() -> None:
-    ledger: Ledger[str] = Ledger()
-    assert ledger.find(7) is None
-    ledger.begin(7, 2, "computation")
-    entry = ledger.find(7)
-    assert entry is not None
-    assert (entry.state, entry.round, entry.computation) == (EntryState.RUNNING, 2, "computation")
-    ledger.accumulated(7)
-    assert entry.state is EntryState.TENTATIVE
-    ledger.commit(7, 3, keep_computation=False)
-    assert (entry.state, entry.round, entry.computation) == (EntryState.COMMITTED, 3, None)
-
-
 def test_a_committed_entry_keeps_its_computation_where_it_may_be_taken_out_again() -> None:
     entry = _ledger((1, 0), keep=True).find(1)
     assert entry is not None
@@ -56,21 +43,6 @@ def test_committed_and_uncommitted_are_by_round() -> None:
     assert ledger.committed(1) == {2, 3}
     assert [entry.microbatch for entry in ledger.uncommitted(1)] == [4]
     assert [entry.microbatch for entry in ledger.uncommitted()] == [4, 5]
-
-
-def test_a_forgotten_id_may_come_again_and_forgetting_twice_is_nothing() -> None:
-    ledger = _ledger((1, 0))
-    ledger.forget(1)
-    ledger.forget(1)
-    ledger.begin(1, 1, "again")
-    assert len(ledger) == 1
-
-
-def test_prune_keeps_what_is_recent_or_unfinished() -> None:
-    ledger = _ledger((1, 0), (2, 1), (3, 2))
-    ledger.begin(4, 0, "running")
-    ledger.prune(before_round=1)
-    assert [ledger.find(microbatch) is not None for microbatch in (1, 2, 3, 4)] == [False, True, True, True]
 
 
 def test_the_highest_id_survives_forgetting_and_pruning() -> None:

@@ -15,24 +15,15 @@ from swarm.stage.member import StageMember
 from swarm.stage.staging import HostReader
 from swarm.stage.state import digest_of
 from swarm.training.round_member import Contribution, RoundResult, Snapshot, Tensors
-from tests.support.chain import DILOCO, PATIENCE_SECONDS, SYNCHRONOUS, eventually, running_chain
+from tests.support.chain import BOTH, DILOCO, PATIENCE_SECONDS, SYNCHRONOUS, eventually, running_chain
+from tests.support.commits import result_of
 
 
 def _result(round_number: int, contribution: Contribution) -> RoundResult:
-    return RoundResult(
-        round=round_number,
-        tensors=contribution.tensors,
-        num_samples=16,
-        squared_norm=1.0,
-        total_squared_norm=1.0,
-        members=("me",),
-        lineage=f"after {round_number}",
-        attempts=1,
-        digest="",
-    )
+    return result_of(round_number, contribution.tensors, total_squared_norm=1.0, lineage=f"after {round_number}")
 
 
-@pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO], ids=["synchronous", "diloco"])
+@BOTH
 async def test_what_a_commit_starts_copies_the_state_of_the_new_round(config: RunConfig) -> None:
     async with running_chain(config) as chain:
         peer = chain.peers[0]
@@ -64,7 +55,7 @@ def digesting(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     let_go.set()
 
 
-@pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO], ids=["synchronous", "diloco"])
+@BOTH
 async def test_a_stage_trains_while_its_state_is_digested(config: RunConfig, digesting: threading.Event) -> None:
     """A digest of several GB takes seconds. Only the next commit, which writes to that state, waits for it."""
     async with running_chain(config) as chain:
@@ -125,19 +116,17 @@ async def test_a_checkpoint_s_state_enters_with_its_position() -> None:
         initial = await member.snapshot()
         tensors = {name: value + 1 for name, value in initial.tensors.items()}
         snapshot = Snapshot(round=40, run_samples=640, lineage="forty", tensors=tensors, digest=digest_of(tensors))
-        await member.begin_with(snapshot, highest_microbatch=321, source="checkpoint")
+        await member.install(snapshot, highest_microbatch=321, source="checkpoint")
         progress = member.progress()
         assert (progress.round, progress.run_samples, progress.lineage) == (40, 640, "forty")
         assert progress.highest_microbatch == 321
         assert peer.weights.state_digest() == snapshot.digest
         assert (await member.snapshot()).digest == snapshot.digest
         with pytest.raises(IntegrityError):
-            await member.begin_with(
-                dataclasses.replace(snapshot, digest="0"), highest_microbatch=-1, source="checkpoint"
-            )
+            await member.install(dataclasses.replace(snapshot, digest="0"), source="checkpoint")
 
 
-@pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO], ids=["synchronous", "diloco"])
+@BOTH
 @pytest.mark.parametrize("held", [True, False])
 async def test_a_closing_that_was_cut_short_is_reopened(config: RunConfig, held: bool) -> None:
     """The leader died, which ended the call. It does not matter whether the compute thread had already begun."""
@@ -215,7 +204,7 @@ async def test_what_begins_between_an_abort_and_the_result_that_is_decided_all_t
         assert (last.weights.round.number, last.weights.buckets.open().num_samples) == (1, 0)
 
 
-@pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO], ids=["synchronous", "diloco"])
+@BOTH
 async def test_what_comes_while_a_state_is_installed_is_not_taken_for_counted(config: RunConfig) -> None:
     async with running_chain(config) as chain:
         last = chain.peers[2]

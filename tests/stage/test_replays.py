@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from swarm.errors import Overloaded
-from swarm.stage.incoming import Incoming
+from swarm.stage.call import Incoming
 from swarm.training.samples import Microbatch
 from tests.support.chain import INT8, SYNCHRONOUS, eventually, running_chain
 

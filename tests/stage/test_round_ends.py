@@ -3,13 +3,13 @@
 import asyncio
 
 import pytest
-import torch
 
 from swarm.config import RunConfig
 from swarm.errors import StaleMicrobatch
 from swarm.stage.context import StageLimits
 from swarm.stage.ledger import EntryState
-from tests.support.chain import BOTH, SYNCHRONOUS, Peer, assert_close, eventually, reference, running_chain
+from tests.support.chain import BOTH, SYNCHRONOUS, assert_close, eventually, reference, running_chain
+from tests.support.chain_rounds import begin_next_round
 
 
 async def test_before_a_round_closes_doubles_and_the_unacknowledged_are_taken_out() -> None:
@@ -54,21 +54,10 @@ async def test_a_closed_round_admits_nothing_until_it_is_reopened() -> None:
         chain.assert_accumulated([0])
 
 
-async def _commit(peer: Peer) -> None:
-    """End a peer's round with a gradient of ones."""
-
-    def commit() -> None:
-        ones = {name: torch.ones_like(value) for name, value in peer.weights.close().tensors.items()}
-        peer.weights.commit(ones, total_squared_norm=1.0, num_samples=16, num_members=1, lineage="")
-
-    await peer.runtime.control(commit)
-    peer.stage.round_began()
-
-
 async def test_microbatches_of_the_round_before_the_last_are_stale() -> None:
     async with running_chain(SYNCHRONOUS) as chain:
-        await _commit(chain.peers[0])
-        await _commit(chain.peers[0])
+        await begin_next_round([chain.peers[0]])
+        await begin_next_round([chain.peers[0]])
         with pytest.raises(StaleMicrobatch, match="round 0 has committed"):
             await chain.train(0)
         assert chain.counts("forwards") == [0, 0, 0]
@@ -81,9 +70,7 @@ async def test_what_is_ahead_of_a_peer_that_catches_up_goes_to_another(falls_beh
         behind, other = chain.at(1)
         is_behind = falls_behind == "before it is asked"
         behind.stage.present_round.is_behind = is_behind
-        for peer in chain.peers:
-            if peer is not behind:
-                await _commit(peer)
+        await begin_next_round([peer for peer in chain.peers if peer is not behind])
         if not is_behind:
             other.stage.admission.close()
         training = asyncio.create_task(chain.train_all([8, 9], round_number=1))
@@ -100,9 +87,7 @@ async def test_what_is_ahead_of_a_peer_that_catches_up_goes_to_another(falls_beh
 async def test_a_stage_that_has_to_repeat_a_round_gets_it_with_that_rounds_weights(late: int) -> None:
     """The stage lost all its peers and came back from a checkpoint, when the others had committed already."""
     async with running_chain(SYNCHRONOUS, max_in_flight=(2, 2, 2)) as chain:
-        for peer in chain.peers:
-            if peer.backend.stage != late:
-                await _commit(peer)
+        await begin_next_round([peer for peer in chain.peers if peer.backend.stage != late])
         # Microbatches that wait for the late stage take no slots from those that this stage needs.
         ahead = [asyncio.create_task(chain.train(index, round_number=1)) for index in (8, 9)]
         if late > 0:
@@ -114,7 +99,7 @@ async def test_a_stage_that_has_to_repeat_a_round_gets_it_with_that_rounds_weigh
         sums = chain.peers[late].weights.buckets.open().sums
         assert_close(sums, {name: expected[name] for name in sums}, 1e-5)
         assert chain.num_samples() == [6 if stage == late else 0 for stage in range(3)]
-        await _commit(chain.peers[late])
+        await begin_next_round([chain.peers[late]])
         for reply in await asyncio.gather(*ahead):
             await chain.ack(reply)
         assert chain.num_samples() == [4, 4, 4]

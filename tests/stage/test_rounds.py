@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import itertools
-from functools import partial
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from swarm.stage import servicer
 from swarm.stage.boundary import HIDDEN, TOKENS
 from swarm.training.samples import Microbatch
 from tests.support.chain import DILOCO, LORA, SYNCHRONOUS, assert_close, eventually, failures_of, running_chain, tokens
-from tests.support.chain_rounds import apply_average, commit_round
+from tests.support.chain_rounds import apply_average, begin_next_round, commit_round
 from tests.support.tape import TapeRecorder
 
 
@@ -109,9 +108,7 @@ async def test_a_later_stage_holds_the_next_rounds_microbatches_until_it_commits
         await eventually(lambda: chain.peers[1].stage.admission.num_admitted == 1)
         await asyncio.sleep(0.1)
         assert chain.counts("forwards") == [1, 0, 0]
-        for peer in others:
-            await peer.runtime.control(partial(apply_average, peer, peer.weights.close().tensors))
-            peer.stage.round_began()
+        await begin_next_round(others)
         await chain.ack(await training)
         assert [peer.stage.ledger.committed(1) for peer in chain.peers] == [{8}] * 3
 
@@ -129,9 +126,7 @@ async def test_stage_0_holds_the_next_rounds_microbatches_while_it_is_averaged()
         assert chain.counts("forwards") == [0, 0, 0]
         await first.runtime.control(lambda: apply_average(first, average.tensors))
         first.stage.round_began()
-        for peer in chain.peers[1:]:
-            await peer.runtime.control(partial(apply_average, peer, peer.weights.close().tensors))
-            peer.stage.round_began()
+        await begin_next_round(chain.peers[1:])
         await chain.ack(await training)
         assert [peer.stage.ledger.committed(1) for peer in chain.peers] == [{8}] * 3
 
@@ -153,9 +148,7 @@ async def test_who_waits_for_a_peers_commit_hears_of_it_all_the_while(monkeypatc
         await eventually(lambda: second.num_admitted == 1)
         await asyncio.sleep(2.0)
         assert failures == []
-        for peer in chain.peers[1:]:
-            await peer.runtime.control(partial(apply_average, peer, peer.weights.close().tensors))
-            peer.stage.round_began()
+        await begin_next_round(chain.peers[1:])
         await chain.ack(await training)
         # The line to that peer does not count as slow either, although two samples waited for two seconds.
         seconds = first.router.expected_seconds(chain.peers[1].peer_id, 1)

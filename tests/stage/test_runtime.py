@@ -6,16 +6,78 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from swarm.errors import Overloaded
-from swarm.stage.runtime import Runtime
+from swarm.stage.runtime import Priority, Runtime, TaskQueue
 from swarm.stage.staging import Stopwatch
-from swarm.stage.task_queue import Priority
 from tests.support.chain import eventually
 from tests.support.manual_clock import ManualClock
+
+_OF_TRAINING = [Priority.CONTROL, Priority.BACKWARD, Priority.FORWARD]
+_ORDERS = st.lists(st.tuples(st.sampled_from(_OF_TRAINING), st.integers(0, 5)), max_size=20)
+
+
+def _popped(queue: TaskQueue) -> list[Any]:
+    results = []
+    while (task := queue.pop()) is not None:
+        results.append(task.work())
+    return results
+
+
+@given(_ORDERS)
+def test_order_is_priority_then_age_then_submission(order: list[tuple[Priority, int]]) -> None:
+    queue = TaskQueue(100)
+    for number, (priority, age) in enumerate(order):
+        queue.push(partial(int, number), priority=priority, age=age)
+    expected = sorted(range(len(order)), key=lambda number: (*order[number], number))
+    assert _popped(queue) == expected
+
+
+def test_generation_and_training_take_turns() -> None:
+    queue = TaskQueue(10)
+    for number in range(3):
+        queue.push(partial(str, f"text {number}"), priority=Priority.GENERATION, age=0)
+        queue.push(partial(str, f"forward {number}"), priority=Priority.FORWARD, age=number)
+    queue.push(lambda: "control", priority=Priority.CONTROL, age=0)
+    assert len(queue) == 4
+    in_turns = [f"{kind} {number}" for number in range(3) for kind in ("text", "forward")]
+    assert _popped(queue) == ["control", *in_turns]
+    queue.push(lambda: "text 3", priority=Priority.GENERATION, age=0)
+    queue.push(lambda: "text 4", priority=Priority.GENERATION, age=0)
+    assert _popped(queue) == ["text 3", "text 4"]
+
+
+def test_a_task_that_is_cancelled_in_that_moment_does_not_run() -> None:
+    queue = TaskQueue(10)
+    unwanted = queue.push(lambda: "unwanted", priority=Priority.BACKWARD, age=0)
+    queue.push(lambda: "wanted", priority=Priority.FORWARD, age=1)
+    assert unwanted.future.cancel()
+    assert _popped(queue) == ["wanted"]
+
+
+def test_a_full_queue_refuses_new_work() -> None:
+    queue = TaskQueue(2)
+    for age in range(2):
+        queue.push(lambda: None, priority=Priority.FORWARD, age=age)
+    with pytest.raises(Overloaded) as refusal:
+        queue.push(lambda: None, priority=Priority.FORWARD, age=2)
+    assert refusal.value.retry_after_seconds > 0
+    assert len(queue) == 2
+
+
+@pytest.mark.parametrize("priority", [Priority.CONTROL, Priority.BACKWARD])
+def test_a_full_queue_still_takes_what_ends_work(priority: Priority) -> None:
+    queue = TaskQueue(1)
+    queue.push(lambda: "forward", priority=Priority.FORWARD, age=0)
+    queue.push(lambda: "ends", priority=priority, age=0)
+    assert _popped(queue) == ["ends", "forward"]
 
 
 @pytest.fixture
@@ -90,12 +152,6 @@ class _Blocked:
         self._release.set()
 
 
-async def test_run_gives_result_and_seconds(runtime: Runtime) -> None:
-    name, seconds = await runtime.run(lambda: threading.current_thread().name, priority=Priority.FORWARD)
-    assert name == "compute" != threading.current_thread().name
-    assert 0 <= seconds < 5
-
-
 async def test_seconds_are_those_of_the_device_that_does_the_work() -> None:
     """When the thread has finished, a GPU has hardly begun."""
     done = asyncio.Event()
@@ -140,16 +196,6 @@ async def test_waiting_tasks_run_by_priority_and_age(runtime: Runtime) -> None:
         blocked.release()
     assert order == ["control", "backward 1", "backward 2", "forward"]
     await eventually(lambda: runtime.queue_length == 0)  # A result is there a moment before the thread is free.
-
-
-async def test_full_queue_raises_overloaded(runtime: Runtime) -> None:
-    async with _Blocked(runtime), asyncio.TaskGroup() as tasks:
-        waiting = [tasks.create_task(runtime.run(int, priority=Priority.FORWARD)) for _ in range(3)]
-        await asyncio.sleep(0)
-        with pytest.raises(Overloaded):
-            await runtime.run(int, priority=Priority.FORWARD)
-        for task in waiting:
-            task.cancel()
 
 
 async def test_cancelled_work_that_waits_never_runs(runtime: Runtime) -> None:

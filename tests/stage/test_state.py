@@ -7,14 +7,14 @@ from swarm.errors import IntegrityError
 from swarm.stage.state import digest_of
 from swarm.stage.weights import StageWeights
 from tests.stage.linear import accumulate, weights_in
+from tests.support.commits import end_round
 
 
 def test_a_state_is_a_copy() -> None:
     weights = weights_in("diloco")
     state, digest = weights.state_tensors(), weights.state_digest()
-    for number in range(2):
-        accumulate(weights, number)
-    weights.commit(weights.close().tensors, total_squared_norm=0.0, num_samples=16, num_members=1, lineage="")
+    accumulate(weights, *range(2))
+    end_round(weights, weights.close().tensors)
     assert weights.state_digest() != digest
     weights.check(state, digest, round_number=0)
 
@@ -22,8 +22,7 @@ def test_a_state_is_a_copy() -> None:
 def test_inner_steps_do_not_change_the_state_that_is_handed_out() -> None:
     weights = weights_in("diloco")
     digest = weights.state_digest()
-    for number in range(4):
-        accumulate(weights, number)
+    accumulate(weights, *range(4))
     assert weights.state_digest() == digest
 
 
@@ -31,7 +30,7 @@ def _stepped(setting: str) -> StageWeights:
     """The weights after one round."""
     weights = weights_in(setting)
     average = {name: torch.ones_like(value) for name, value in weights.close().tensors.items()}
-    weights.commit(average, total_squared_norm=1.0, num_samples=16, num_members=1, lineage="")
+    end_round(weights, average, total_squared_norm=1.0)
     return weights
 
 

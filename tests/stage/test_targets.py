@@ -2,7 +2,7 @@
 does."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal, cast
 
 import pytest
@@ -13,17 +13,14 @@ from swarm.averaging.agreement.shares import divide
 from swarm.config import OuterConfig, RoundsConfig, RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.errors import MalformedMessage
-from swarm.model.stages import build_stage
 from swarm.rpc.v1 import averaging_pb2 as pb
-from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import HIDDEN
-from swarm.stage.graphs import GraphBudget
-from swarm.stage.settings import weights_of
-from swarm.stage.staging import Download, Staging
 from swarm.training import optim, samples
 from swarm.training.round_member import Contribution
 from swarm.training.samples import DOCUMENTS, TARGETS
+from tests.stage.backends import chain_of, run_microbatch
 from tests.support.chain import assert_close
+from tests.support.commits import end_rounds
 from tests.support.partial import PartialData, partial_config, partial_samples
 
 DILOCO = RoundsConfig(setting="diloco", round_samples=16, inner_batch_samples=4)
@@ -34,40 +31,18 @@ class Member:
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-        self.stages = [self._stage(stage) for stage in range(config.stages.num_stages)]
-
-    def _stage(self, stage: int) -> StageBackend:
-        module = build_stage(self.config, stage, device="cpu")
-        return StageBackend(
-            config=self.config, stage=stage, module=module, weights=weights_of(self.config, module, lineage=""),
-            staging=Staging(), budget=GraphBudget(limit_bytes=1 << 30),
-        )  # fmt: skip
+        self.stages = chain_of(config)
 
     def train(self, number: int) -> float:
         """Train and acknowledge a microbatch, and return its loss."""
-        batch, round_number = partial_samples(self.config, number), self.stages[0].weights.round.number
-        inputs: Mapping[str, torch.Tensor] = batch
-        forwards = []
-        for stage in self.stages[:-1]:
-            forwards.append(stage.forward(number, round_number, inputs))
-            inputs = {**batch, HIDDEN: _arrived(forwards[-1].wire_hidden)}
-        loss, gradient, accumulated = self.stages[-1].forward_loss(number, round_number, inputs, accumulate=True)
-        entries = [(self.stages[-1], accumulated)]
-        for stage, forward in zip(reversed(self.stages[:-1]), reversed(forwards), strict=True):
-            gradient, accumulated = stage.backward(forward, _arrived(gradient), accumulate=True)
-            entries.append((stage, accumulated))
-        for stage, entry in entries:
-            assert entry is not None
+        round_number = self.stages[0].weights.round.number
+        loss, entries = run_microbatch(self.stages, number, round_number=round_number)
+        for stage, entry in zip(self.stages, entries, strict=True):
             stage.settle(entry)
         return loss
 
     def close(self) -> list[Contribution]:
         return [stage.weights.close() for stage in self.stages]
-
-
-def _arrived(download: Download | None) -> torch.Tensor:
-    assert download is not None
-    return download.wait()
 
 
 def _reference(config: RunConfig) -> Reference:
@@ -90,12 +65,9 @@ def _average(contributions: Sequence[Contribution]) -> dict[str, torch.Tensor]:
 
 def _commit(members: Sequence[Member], *, num_samples: int) -> None:
     averages = [_average(of_stage) for of_stage in zip(*(member.close() for member in members), strict=True)]
-    squared_norm = sum(optim.squared_norm(average.values()) for average in averages)
     for member in members:
-        for stage, average in zip(member.stages, averages, strict=True):
-            stage.weights.commit(
-                average, total_squared_norm=squared_norm, num_samples=num_samples, num_members=len(members), lineage=""
-            )
+        weights = [stage.weights for stage in member.stages]
+        end_rounds(weights, averages, num_samples=num_samples, num_members=len(members))
 
 
 def _weights(member: Member) -> dict[str, torch.Tensor]:

@@ -56,21 +56,6 @@ async def test_a_retry_in_time_adopts_what_was_left(config: RunConfig) -> None:
 
 
 @BOTH
-async def test_a_trainer_that_dies_in_mid_microbatch_leaves_nothing(config: RunConfig) -> None:
-    clock = ManualClock()
-    async with running_chain(config, clock=clock) as chain:
-        async with chain.peers[2].held():
-            training = asyncio.create_task(chain.train(0))
-            await eventually(lambda: len(chain.peers[2].stage.ledger) == 1)
-            training.cancel()
-            await eventually(lambda: chain.peers[0].stage.admission.num_admitted == 0)
-        await eventually(lambda: chain.states(0) == [None] * 3, meanwhile=lambda: clock.advance(0.5))
-        await eventually(lambda: chain.is_idle)
-        chain.assert_accumulated([])
-        await eventually(lambda: chain.is_idle)
-
-
-@BOTH
 async def test_a_cancellation_that_is_answered_with_a_broken_connection_is_still_one(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,17 +5,10 @@ import weakref
 
 import pytest
 
-from swarm.stage.settings import weights_of
+from swarm.stage.stage import weights_of
 from swarm.stage.weights import Round
-from tests.stage.linear import (
-    accumulate,
-    assert_same,
-    config_of,
-    gradients,
-    linear,
-    values_of,
-    weights_in,
-)
+from tests.stage.linear import accumulate, assert_same, config_of, gradients, linear, values_of, weights_in
+from tests.support.commits import end_round
 
 
 @pytest.mark.parametrize("setting", ["synchronous", "diloco"])
@@ -25,9 +18,7 @@ def test_nothing_is_left_of_the_versions_of_past_rounds(setting: str) -> None:
     for number in range(4):
         past.append(weakref.ref(weights.version))
         accumulate(weights, number)
-        weights.commit(
-            weights.close().tensors, total_squared_norm=1.0, num_samples=2, num_members=1, lineage=str(number)
-        )
+        end_round(weights, weights.close().tensors, total_squared_norm=1.0, num_samples=2, lineage=str(number))
     gc.collect()
     assert [version() for version in past[:-1]] == [None] * 3
 
@@ -39,7 +30,7 @@ def test_the_anchors_of_this_round_and_the_one_before_are_kept() -> None:
         anchors.append(values_of(weights.version.parameters))
         for inner in range(2):
             accumulate(weights, 10 * number + inner)
-        weights.commit(weights.close().tensors, total_squared_norm=0.0, num_samples=16, num_members=1, lineage="")
+        end_round(weights, weights.close().tensors)
     assert weights.anchor(0) is None
     assert weights.anchor(1) is None
     assert weights.anchor(4) is None
@@ -55,9 +46,8 @@ def test_the_anchors_of_this_round_and_the_one_before_are_kept() -> None:
 @pytest.mark.parametrize("setting", ["synchronous", "diloco"])
 def test_a_newcomer_goes_on_exactly_where_the_holder_is(setting: str) -> None:
     holder = weights_in(setting)
-    for number in range(2):
-        accumulate(holder, number)
-    holder.commit(holder.close().tensors, total_squared_norm=1.0, num_samples=16, num_members=1, lineage="a")
+    accumulate(holder, *range(2))
+    end_round(holder, holder.close().tensors, total_squared_norm=1.0, lineage="a")
     accumulate(holder, 7)
     state, digest = holder.state_tensors(), holder.state_digest()
 
@@ -69,5 +59,5 @@ def test_a_newcomer_goes_on_exactly_where_the_holder_is(setting: str) -> None:
     assert (newcomer.round.number, newcomer.num_unstepped_samples) == (1, 0)
     assert newcomer.anchor(0) is None
     for weights in (holder, newcomer):
-        weights.commit(gradients(8), total_squared_norm=1.0, num_samples=16, num_members=2, lineage="b")
+        end_round(weights, gradients(8), total_squared_norm=1.0, num_members=2, lineage="b")
     assert newcomer.state_digest() == holder.state_digest()

@@ -48,8 +48,7 @@ from swarm.stage.graphs import GraphBudget
 from swarm.stage.ledger import EntryState
 from swarm.stage.runtime import Runtime
 from swarm.stage.servicer import StageServicer
-from swarm.stage.settings import weights_of
-from swarm.stage.stage import Stage
+from swarm.stage.stage import Stage, weights_of
 from swarm.stage.staging import staging_of
 from swarm.training import samples
 from swarm.training.samples import Microbatch
@@ -167,8 +166,8 @@ class Peer:
         self.router, self.channels, self.hop = _hop(config, stage, hop_clock, hop_limits, staging.host_bytes)
         last = stage == config.stages.num_stages - 1
         context = StageContext(
-            config=config, backend=self.backend, runtime=self.runtime, hop=None if last else self.hop, clock=clock,
-            tasks=tasks, limits=stage_limits,
+            backend=self.backend, runtime=self.runtime, hop=None if last else self.hop, clock=clock, tasks=tasks,
+            limits=stage_limits,
         )  # fmt: skip
         self.stage = Stage(context)
         self.stage.admission.open()

@@ -6,9 +6,10 @@ from functools import partial
 import torch
 
 from swarm.stage.buckets import GradientBucket
-from swarm.training import optim
+from swarm.training.clipping import squared_norm_of
 from swarm.training.samples import Amount
 from tests.support.chain import Chain, Peer
+from tests.support.commits import end_round
 
 
 async def commit_round(chain: Chain) -> None:
@@ -23,7 +24,7 @@ async def commit_round(chain: Chain) -> None:
             amount = Amount(contribution.num_samples, contribution.num_targets)
             bucket.add([mean * amount.targets for mean in contribution.tensors.values()], amount)
         averages.append(bucket.mean())
-    squared_norm = sum(optim.squared_norm(average.values()) for average in averages)
+    squared_norm = sum(squared_norm_of(average.values()) for average in averages)
     for peer in chain.peers:
         await peer.runtime.control(partial(apply_average, peer, averages[peer.backend.stage], squared_norm))
         peer.stage.round_began()
@@ -31,7 +32,7 @@ async def commit_round(chain: Chain) -> None:
 
 def apply_average(peer: Peer, average: Mapping[str, torch.Tensor], squared_norm: float = 0.0) -> None:
     """Let a peer commit its round with this average, on its compute thread."""
-    peer.weights.commit(average, total_squared_norm=squared_norm, num_samples=16, num_members=1, lineage="")
+    end_round(peer.weights, average, total_squared_norm=squared_norm)
 
 
 async def begin_next_round(peers: Sequence[Peer]) -> None:
@@ -41,7 +42,7 @@ async def begin_next_round(peers: Sequence[Peer]) -> None:
 
         def commit(peer: Peer = peer, average: dict[str, torch.Tensor] = average) -> None:
             peer.weights.close()
-            peer.weights.commit(average, total_squared_norm=1.0, num_samples=16, num_members=1, lineage="")
+            end_round(peer.weights, average, total_squared_norm=1.0)
 
         await peer.runtime.control(commit)
         peer.stage.round_began()

@@ -20,11 +20,12 @@ from swarm.config import OptimizerConfig, OuterConfig, RoundsConfig, Setting
 from swarm.model.layers import seeded_generator
 from swarm.model.stages import build_stage
 from swarm.stage.buckets import moved
-from swarm.stage.settings import weights_of
+from swarm.stage.stage import weights_of
 from swarm.stage.state import digest_of
 from swarm.training import optim
 from swarm.training.optimizers import Muon
 from tests.compression.all_codecs import CODECS
+from tests.support.commits import end_round
 
 CPU = torch.device("cpu")
 NUM_ELEMENTS = 3 * 4096 + 77
@@ -97,7 +98,7 @@ def of_states() -> dict[str, str]:
         digests[f"{name}, initial"] = weights.state_digest()
         for number in range(3):
             average = drawn(weights.close().tensors, setting, number)
-            weights.commit(average, total_squared_norm=7.0, num_samples=16, num_members=2, lineage="00")
+            end_round(weights, average, total_squared_norm=7.0, num_members=2, lineage="00")
         digests[f"{name}, 3 rounds"] = weights.state_digest()
     return digests
 

@@ -25,7 +25,7 @@ from swarm.credentials import identity as identities
 from swarm.data.microbatches import Microbatches
 from swarm.data.prepared import Prepared
 from swarm.dht.directory import Directory
-from swarm.events.kinds import EventLog
+from swarm.events import EventLog
 from swarm.hop.hop import Hop
 from swarm.machine.clock import SystemClock
 from swarm.pipeline.lease_service import LeaseClient

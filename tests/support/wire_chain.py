@@ -15,8 +15,8 @@ from swarm.model.stages import build_stage
 from swarm.rpc.wire import TensorReader, TensorSpec
 from swarm.stage.backend import Forward, StageBackend
 from swarm.stage.boundary import GRADIENT, HIDDEN, TOKENS, request_specs
-from swarm.training import optim
 from tests.support.chunks import pieces
+from tests.support.commits import end_rounds
 
 KEPT_BYTES = 1 << 40
 """A budget for graphs that is large enough to keep all of them."""
@@ -66,10 +66,5 @@ class WireChain:
         return reader.tensors
 
     def _commit(self) -> None:
-        closings = [stage.weights.close() for stage in self.stages]
-        squared_norm = sum(optim.squared_norm(closing.tensors.values()) for closing in closings)
-        for stage, closing in zip(self.stages, closings, strict=True):
-            stage.weights.commit(
-                closing.tensors, total_squared_norm=squared_norm, num_samples=closing.num_samples, num_members=1,
-                lineage="",
-            )  # fmt: skip
+        samples = self.stages[0].weights.num_unstepped_samples
+        end_rounds([stage.weights for stage in self.stages], num_samples=samples)

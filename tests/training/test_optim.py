@@ -178,28 +178,6 @@ def test_outer_sgd_follows_the_formula(momentum: float) -> None:
         torch.testing.assert_close(parameter.detach(), expected[name])
 
 
-# -- norms -------------------------------------------------------------------------------------------------------------
-
-
-def test_squared_norm_is_over_everything_and_in_double_precision() -> None:
-    assert optim.squared_norm([torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])]) == pytest.approx(25.0)
-    assert optim.squared_norm([torch.full((4,), 1e25)]) == pytest.approx(4e50)
-    assert optim.squared_norm([]) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("norm", "limit", "factor"), [(2.0, 1.0, 0.5), (0.5, 1.0, 1.0), (9.0, 0.0, 1.0), (0.0, 1.0, 1.0)]
-)
-def test_clip_factor(norm: float, limit: float, factor: float) -> None:
-    assert optim.clip_factor(norm**2, limit) == pytest.approx(factor)
-
-
-def test_clipped_gradients_have_the_largest_norm() -> None:
-    gradients = _gradients(0)
-    factor = optim.clip_factor(optim.squared_norm(gradients.values()), 0.25)
-    assert math.sqrt(optim.squared_norm(g * factor for g in gradients.values())) == pytest.approx(0.25)
-
-
 # -- state -------------------------------------------------------------------------------------------------------------
 
 

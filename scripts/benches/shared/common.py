@@ -28,7 +28,7 @@ from swarm.errors import DeadlineExceeded, PeerUnavailable
 from swarm.model.stages import build_stage
 from swarm.stage.backend import StageBackend
 from swarm.stage.graphs import GraphBudget
-from swarm.stage.settings import weights_of
+from swarm.stage.stage import weights_of
 from swarm.stage.staging import Staging
 
 START_SECONDS = 600.0  # Longest wait for a peer to serve; many that start at once share the cores

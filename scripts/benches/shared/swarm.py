@@ -22,7 +22,7 @@ from swarm.errors import DeadlineExceeded, PeerUnavailable
 from swarm.hop.answers import HopListener
 from swarm.hop.hop import Hop
 from swarm.machine.clock import SystemClock
-from swarm.metrics import log as metrics_log
+from swarm.metrics import read as read_metrics
 from swarm.pipeline.window import MOST_IN_FLIGHT
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
@@ -119,7 +119,7 @@ class SwarmProcesses:
 
     def steps(self, name: str) -> list[dict[str, Any]]:
         path = self.metrics(name)
-        return [row for row in metrics_log.read(path) if "train/loss" in row] if path.exists() else []
+        return [row for row in read_metrics(path) if "train/loss" in row] if path.exists() else []
 
     def metrics(self, name: str) -> Path:
         return self.folder / name / "metrics.jsonl"

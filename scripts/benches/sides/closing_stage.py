@@ -3,7 +3,7 @@
 import asyncio
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from swarm.stage.boundary import TOKENS, request_specs
 from swarm.stage.runtime import Runtime
 from swarm.stage.weights import StageWeights
 from swarm.training import optim
-from swarm.training.round_member import Contribution
+from swarm.training.round_member import Contribution, RoundResult
 
 MEMBERS = 2
 MICROBATCHES = 2  # Microbatches of each member in a round
@@ -59,10 +59,10 @@ class RoundTimes:
         with self.closings.taken():
             return self._close()
 
-    def commit(self, average: Mapping[str, torch.Tensor], **how: Any) -> float:
+    def commit(self, result: RoundResult) -> float:
         num_steps = len(self._steps.wall)
         with self.commits.taken():
-            rate = self._commit(average, **how)
+            rate = self._commit(result)
         self.beyond_steps.wall.append(self.commits.wall[-1] - sum(self._steps.wall[num_steps:]))
         self.beyond_steps.cpu.append(self.commits.cpu[-1] - sum(self._steps.cpu[num_steps:]))
         return rate

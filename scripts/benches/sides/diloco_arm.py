@@ -24,8 +24,7 @@ from swarm.data.microbatches import Microbatches
 from swarm.errors import DeadlineExceeded, IntegrityError
 from swarm.rpc.channels import ChannelPool
 from swarm.stage.boundary import TOKENS
-from swarm.stage.runtime import Runtime
-from swarm.stage.task_queue import Priority
+from swarm.stage.runtime import Priority, Runtime
 from swarm.types import PeerRecord
 
 ROUND_SECONDS = 120.0  # Longest wait for a round. On an idle machine it takes milliseconds.

@@ -18,10 +18,9 @@ from swarm.model.stages import build_stage, build_transformer
 from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import HIDDEN, TOKENS, boundary_of
 from swarm.stage.graphs import GraphBudget
-from swarm.stage.runtime import Runtime
-from swarm.stage.settings import weights_of
+from swarm.stage.runtime import Priority, Runtime
+from swarm.stage.stage import weights_of
 from swarm.stage.staging import Staging, staging_of
-from swarm.stage.task_queue import Priority
 
 
 class PlainLayer(nn.Module):

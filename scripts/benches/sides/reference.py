@@ -15,6 +15,7 @@ from swarm.model.adapters import trained_parameters
 from swarm.model.masks import DropoutKey
 from swarm.model.stages import build_stage, build_transformer
 from swarm.training import optim, samples
+from swarm.training.clipping import clip, squared_norm_of
 from swarm.training.optimizers import gradient_optimizer
 from swarm.training.samples import Samples
 
@@ -99,8 +100,7 @@ class Reference:
     def update_with(self, optimizer: optim.Optimizer, run_samples: int) -> None:
         """Take a step of this optimizer with the sum, at the learning rate after this many samples of the run."""
         gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
-        factor = optim.clip_factor(optim.squared_norm(gradients.values()), self._config.optimizer.clip_norm)
-        torch._foreach_mul_(list(gradients.values()), factor)
+        clip(gradients, squared_norm_of(gradients.values()), self._config.optimizer.clip_norm)
         rate = optim.learning_rate(self._config.gradient_step, run_samples)
         optim.step(optimizer, self._parameters, gradients, rate)
         for parameter in self._parameters.values():

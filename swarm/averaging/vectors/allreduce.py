@@ -23,11 +23,12 @@ from blake3 import blake3
 from swarm.averaging.agreement.messages import MemberFailed
 from swarm.averaging.agreement.shares import Share, Shares
 from swarm.averaging.vectors.feedback import Residual
-from swarm.averaging.vectors.reduction import HandOut, Reduction, Side, decode_bounded, squared_norm
+from swarm.averaging.vectors.reduction import HandOut, Reduction, Side, decode_bounded
 from swarm.averaging.wire.transport import Payload
 from swarm.compression.codec import Buffer, Codec
 from swarm.errors import MalformedMessage, SwarmError
 from swarm.machine.memory import Recycler
+from swarm.training.clipping import squared_norm_of_vector
 
 OWNER_PATIENCE = 0.8
 """The share of an exchange's time after which an owner blames the member that it still waits for. It must come before
@@ -307,7 +308,7 @@ async def gather(vector_D: torch.Tensor, hand_out: HandOut, terms: Terms) -> Ave
         if codec.needs_feedback and own.contributes:
             residual_D = torch.sub(vector_D, decoded[own_id])
         residual = Residual(contribution_D=residual_D, part=slice(0, 0), sum_P=None)
-        return sum_D, residual, squared_norm(sum_D)
+        return sum_D, residual, squared_norm_of_vector(sum_D)
 
     await with_all({share.peer_id: partial(fetch, share.peer_id) for share in shares.senders}, own_id, hand_out)
     sum_D, residual, norm = await asyncio.to_thread(add_up)

@@ -14,11 +14,12 @@ from swarm.averaging.agreement.messages import MemberFailed
 from swarm.averaging.agreement.shares import Shares
 from swarm.averaging.vectors.allreduce import AllReduceTransport, Average, Terms, butterfly, gather
 from swarm.averaging.vectors.feedback import ErrorFeedback, Owed, Residual
-from swarm.averaging.vectors.reduction import HandOut, Reduction, Side, squared_norm
+from swarm.averaging.vectors.reduction import HandOut, Reduction, Side
 from swarm.compression import buffers
 from swarm.compression.codec import contribution_codec, result_codec
 from swarm.config import AveragingConfig
 from swarm.machine.memory import Recycler
+from swarm.training.clipping import squared_norm_of_vector
 from swarm.training.round_member import Contribution
 
 SMOOTHING = 0.3
@@ -77,7 +78,7 @@ class Exchanges:
         vector_D = self._flatten(contribution.tensors, self._memory.vector(num_elements))
         if contribution.num_samples and contribution.fragment in self.feedback:
             vector_D = self.feedback[contribution.fragment].compensate(vector_D)
-        return Closed(contribution=contribution, vector_D=vector_D, norm=squared_norm(vector_D) ** 0.5)
+        return Closed(contribution=contribution, vector_D=vector_D, norm=squared_norm_of_vector(vector_D) ** 0.5)
 
     def open(self, closed: Closed, shares: Shares) -> Side:
         """Make this member's side of an exchange, which answers the other members."""

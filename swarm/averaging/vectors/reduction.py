@@ -18,6 +18,7 @@ from swarm.averaging.wire.transport import Payload
 from swarm.compression.buffers import slices
 from swarm.compression.codec import Buffer, Codec
 from swarm.errors import MalformedMessage
+from swarm.training.clipping import squared_norm_of_vector
 
 CACHED_ELEMENTS = 1 << 17
 """How many elements are summed at a time, so that the sum stays in the processor's cache."""
@@ -149,7 +150,7 @@ class Reduction(_Answer):
         self.sum_P = self._result_codec.decode(encoded, self.num_elements)
         if self._result_codec.needs_feedback:
             self.residual_P = sum_P.sub_(self.sum_P)
-        return Payload(encoded=encoded, squared_norm=squared_norm(self.sum_P))
+        return Payload(encoded=encoded, squared_norm=squared_norm_of_vector(self.sum_P))
 
     def _sum(self, weighted: list[tuple[torch.Tensor, float]]) -> torch.Tensor:
         """The weighted sum of the parts. A single part of weight 1 is returned as it is, if nothing is owed or
@@ -193,17 +194,6 @@ def decode_bounded(codec: Codec, encoded: Buffer, num_elements: int, norm: float
     decoded_N = codec.decode(encoded, num_elements)
     if num_elements and not all(abs(float(extreme)) <= LARGEST_CONTRIBUTION for extreme in torch.aminmax(decoded_N)):
         raise MalformedMessage(f"numbers beyond {LARGEST_CONTRIBUTION:.0e}")
-    if norm is not None and not math.isclose(squared_norm(decoded_N), norm, rel_tol=1e-3, abs_tol=1e-30):
+    if norm is not None and not math.isclose(squared_norm_of_vector(decoded_N), norm, rel_tol=1e-3, abs_tol=1e-30):
         raise MalformedMessage("its norm is not what it says")
     return decoded_N
-
-
-def squared_norm(vector: torch.Tensor) -> float:
-    """Sum of squares, of any shape. Not finite if some element is not.
-
-    Computed in float32 within rows of 4096, and in float64 over the rows: 20 times as fast as all in float64.
-    """
-    vector_N = vector.reshape(-1)
-    end = vector_N.numel() // 4096 * 4096
-    norms = torch.linalg.vector_norm(vector_N[:end].view(-1, 4096), dim=1)
-    return float(norms.double().square().sum()) + float(torch.linalg.vector_norm(vector_N[end:])) ** 2

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from blake3 import blake3
 
-from swarm.averaging.vectors.reduction import decode_bounded, squared_norm
+from swarm.averaging.vectors.reduction import decode_bounded
 from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import record_of
 from swarm.compression.codec import Buffer, Codec, contribution_codec, simple_codec
@@ -25,6 +25,7 @@ from swarm.config import RunConfig
 from swarm.errors import IntegrityError, MalformedMessage, NotReady, PeerUnavailable, SwarmError
 from swarm.model.stages import shared_parameters
 from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.training.clipping import squared_norm_of_vector
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class SharedBlocks:
 
     def squared_norm_of_rest(self, tensors: Mapping[str, torch.Tensor]) -> float:
         """The squared norm of an average without the shared blocks."""
-        return sum(squared_norm(tensor) for name, tensor in tensors.items() if name not in self._shapes)
+        return sum(squared_norm_of_vector(tensor) for name, tensor in tensors.items() if name not in self._shapes)
 
     async def offer(self, round_number: int, digest: str, tensors: Mapping[str, torch.Tensor]) -> str:
         """Keep this stage's average for peers of other stages that ask for it.
@@ -110,7 +111,7 @@ class SharedBlocks:
     async def squared_norm_of_sum(self, round_number: int, holders: Iterable[pb.Partner]) -> float:
         """The squared norm of the result of `sum`."""
         summed = (await self.sum(round_number, holders)).values()
-        return await asyncio.to_thread(lambda: sum(map(squared_norm, summed)))
+        return await asyncio.to_thread(lambda: sum(map(squared_norm_of_vector, summed)))
 
     async def _average_of(self, round_number: int, holder: pb.Partner) -> torch.Tensor:
         key = (round_number, holder.stage, holder.digest)

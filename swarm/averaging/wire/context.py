@@ -13,7 +13,7 @@ from swarm.averaging.agreement.rules import Timing
 from swarm.averaging.wire.transport import Transport
 from swarm.config import RunConfig
 from swarm.errors import NotReady
-from swarm.events.kinds import Events
+from swarm.events import Events
 from swarm.machine.clock import Clock, spawn, wait
 from swarm.machine.waits import Waits
 from swarm.rpc.transfers import Turns

@@ -14,7 +14,7 @@ from peers.status.live_table import LiveTable
 from swarm import config as configs
 from swarm.credentials.identity import generate
 from swarm.errors import PeerUnavailable
-from swarm.metrics.log import MetricsLog
+from swarm.metrics import MetricsLog
 from tests.peers.local.children import OLD, Children, leave_old_files, serve, started_peers, write_ready_file
 
 

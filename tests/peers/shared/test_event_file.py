@@ -7,7 +7,7 @@ import pytest
 
 from peers.shared.event_file import begin, open_events, start_of
 from swarm import config as configs
-from swarm.events.kinds import EventLog
+from swarm.events import EventLog
 from swarm.machine.clock import SystemClock
 
 CONFIG = configs.load_preset("tiny")

@@ -23,7 +23,7 @@ from swarm.checkpoint.writer import CheckpointWriter
 from swarm.config import RunConfig
 from swarm.content.servicer import Shelves
 from swarm.credentials.identity import generate
-from swarm.events.kinds import Event, Events, Leave
+from swarm.events import Event, Events, Leave
 from swarm.hop.answers import HopListener, HopReply
 from swarm.hop.hop import Hop
 from swarm.machine.clock import SystemClock

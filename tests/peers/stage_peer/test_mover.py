@@ -14,7 +14,7 @@ from swarm.averaging.averager import Averager
 from swarm.checkpoint import file
 from swarm.config import RunConfig
 from swarm.errors import NotReady
-from swarm.events.kinds import Install, Join, Leave, Move
+from swarm.events import Install, Join, Leave, Move
 from swarm.routing.poll import Poll
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import ClaimState, PeerRecord, PeerState

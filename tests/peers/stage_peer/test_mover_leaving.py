@@ -12,7 +12,7 @@ from peers.stage_peer import mover, own_state
 from peers.stage_peer import server as stage_server
 from swarm.checkpoint import file
 from swarm.config import RunConfig
-from swarm.events.kinds import Leave
+from swarm.events import Leave
 from swarm.hop.answers import HopReply
 from swarm.rpc.callers import Caller
 from swarm.rpc.v1 import averaging_pb2

@@ -11,9 +11,9 @@ from peers.shared import faults
 from peers.stage_peer import own_stage
 from swarm.config import RunConfig
 from swarm.errors import Fatal
-from swarm.events.kinds import Leave
+from swarm.events import Leave
 from swarm.model.stages import build_stage
-from swarm.stage.shortage import TRIES
+from swarm.stage.admission import TRIES
 from swarm.training.samples import Microbatch
 from swarm.types import PeerState
 from tests.peers.stage_peer.movers import ROUND, LocalPeer

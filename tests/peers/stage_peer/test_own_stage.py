@@ -12,7 +12,7 @@ from peers.stage_peer.own_stage import ServerOptions, own_backend, warm_up
 from peers.stage_peer.resume import ResumeOptions
 from swarm.config import RunConfig
 from swarm.errors import Fatal
-from swarm.events.kinds import Events
+from swarm.events import Events
 from swarm.machine.recording import Recorder
 from swarm.model.stage_module import StageModule
 from swarm.stage.backend import StageBackend

@@ -45,10 +45,10 @@ class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does 
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        given = {storage._cdata for storage in _storages((args, kwargs))}
+        given = {storage.data_ptr() for storage in _storages((args, kwargs))}
         for storage in _storages(made):
             # Views have the memory of an argument.
-            if storage._cdata not in given:
+            if storage.data_ptr() not in given:
                 self.now += storage.nbytes()
                 self.most = max(self.most, self.now)
                 weakref.finalize(storage, self._free, storage.nbytes())

@@ -14,7 +14,7 @@ from scripts.benches.shared.common import with_corpus, write_config
 from scripts.benches.shared.ports import free_ports
 from scripts.benches.sides.reference import Reference
 from swarm.config import DataConfig, LoraConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
-from swarm.metrics import log
+from swarm.metrics import read as read_metrics
 
 pytestmark = pytest.mark.e2e
 
@@ -127,7 +127,7 @@ def run_cases(cases: Sequence[Sequence[Case]], folder: Path, *extra: str) -> Non
 
 def figures(case: Case, folder: Path, name: str) -> Mapping[int, float]:
     """One figure by step, from the case's metrics."""
-    rows = log.read(folder / case.name / "metrics.jsonl")
+    rows = read_metrics(folder / case.name / "metrics.jsonl")
     return {row["step"]: row[name] for row in rows if name in row}
 
 

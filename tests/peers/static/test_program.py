@@ -29,7 +29,8 @@ from swarm.interchange.origin import from_checkpoints
 from swarm.interchange.run_folder import ImportOptions, import_model
 from swarm.interchange.source import Source
 from swarm.machine import tensor_file
-from swarm.metrics import log
+from swarm.metrics import read as read_metrics
+from swarm.metrics import read_current
 from swarm.model.stages import parameter_shapes, trained_shapes
 from swarm.stage import state
 from swarm.training import loss_scale
@@ -173,7 +174,7 @@ def test_goes_on_from_its_checkpoint_which_is_a_swarms_too(config_file: Path) ->
     config, data = with_corpus(CONFIG)
     reference = Reference(config, data)
     losses = [reference.step(step) for step in range(5)]
-    rows = log.read_current(config_file.parent / "metrics.jsonl")
+    rows = read_current(config_file.parent / "metrics.jsonl")
     assert [row["train/loss"] for row in rows if "train/loss" in row] == pytest.approx(losses, abs=1e-5)
     for stage in range(2):
         restored = CheckpointFolder(folder, config).restore(stage, trained_shapes(config, stage))
@@ -215,7 +216,7 @@ def test_begins_with_a_model_and_goes_on_from_a_checkpoint_of_it(
     given = weights.open_folder(tmp_path / "run" / "weights").load(parameter_shapes(config, 0))
     reference = Reference(complete, microbatches)
     reference.load(given)
-    rows = log.read_current(tmp_path / "metrics.jsonl")
+    rows = read_current(tmp_path / "metrics.jsonl")
     found = [row["train/loss"] for row in rows if "train/loss" in row]
     assert found == pytest.approx([reference.step(0), reference.step(1)], abs=1e-5)
 
@@ -235,7 +236,7 @@ def test_another_optimizer_goes_on_from_the_weights_and_says_so(
         write_config(dataclasses.replace(CONFIG, optimizer=optimizer), config_file)
         assert trained(config_file, "--steps", steps, "--checkpoint", folder) == 0
     assert f"optimizer.name: '{before}' before, '{now}' now" in caplog.text
-    assert max(row["step"] for row in log.read(config_file.parent / "metrics.jsonl")) == 4
+    assert max(row["step"] for row in read_metrics(config_file.parent / "metrics.jsonl")) == 4
 
 
 def test_a_last_checkpoint_that_is_not_written_is_a_failure(
@@ -298,7 +299,7 @@ def test_refuses_checkpoints_of_another_model(config_file: Path, capsys: pytest.
 def test_narrow_types_learn_as_fp32_does(dtype: str, config_file: Path) -> None:
     def last_loss(*arguments: str) -> float:
         assert trained(config_file, "--steps", "8", *arguments) == 0
-        rows = log.read_current(config_file.parent / "metrics.jsonl")
+        rows = read_current(config_file.parent / "metrics.jsonl")
         return float([row["train/loss"] for row in rows if "train/loss" in row][-1])
 
     assert last_loss("--dtype", dtype) == pytest.approx(last_loss(), rel=0.01)
@@ -312,7 +313,7 @@ def test_a_step_that_overflows_float16_is_computed_again(
         assert trained(config_file, "--steps", 5, "--dtype", "fp16") == 0
     assert "overflows float16 and is computed again: the loss scale is now 8.38861e+06" in caplog.text
     reference = Reference(*with_corpus(CONFIG))
-    rows = log.read_current(config_file.parent / "metrics.jsonl")
+    rows = read_current(config_file.parent / "metrics.jsonl")
     losses = [row["train/loss"] for row in rows if "train/loss" in row]
     assert losses == pytest.approx([reference.step(step) for step in range(5)], rel=5e-3)
 
@@ -321,7 +322,7 @@ def test_diloco_is_trained_by_inner_batches(config_file: Path) -> None:
     rounds = RoundsConfig(setting="diloco", round_samples=8, inner_batch_samples=2)
     write_config(dataclasses.replace(CONFIG, rounds=rounds), config_file)
     assert trained(config_file, "--steps", 2) == 0
-    rows = log.read_current(config_file.parent / "metrics.jsonl")
+    rows = read_current(config_file.parent / "metrics.jsonl")
     tokens = [row["train/total_tokens"] for row in rows if "train/loss" in row]
     assert tokens == [2 * 16, 4 * 16]
 

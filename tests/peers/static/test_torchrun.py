@@ -16,7 +16,7 @@ from peers.commands import command_line
 from peers.local.supervisor import Child, Supervisor
 from scripts.benches.shared.ports import free_ports
 from swarm.checkpoint import file
-from swarm.metrics import log
+from swarm.metrics import read_current
 from tests.support.processes import wait_until_gone
 from tests.support.swarm import CONFIG, RealSwarm, wait_until, write_text
 
@@ -66,7 +66,7 @@ def wait_for_end(children: Supervisor, *started: Child) -> None:
 
 
 def losses(path: Path) -> list[float]:
-    return [row["train/loss"] for row in log.read_current(path) if "train/loss" in row]
+    return [row["train/loss"] for row in read_current(path) if "train/loss" in row]
 
 
 def weights(folder: Path, step: int = STEPS, num_stages: int = 1) -> Mapping[str, torch.Tensor]:
@@ -151,7 +151,7 @@ def test_a_signal_to_torchrun_ends_all_workers_and_leaves_a_checkpoint(
     newest = file.names(folder)[-1].round
     assert (f"stopped at step {newest}," in child.log.read_text()) == (number != signal.SIGKILL)
     run(children, torchrun(2, *options, "--steps", newest + 2))
-    steps = [row["step"] for row in log.read_current(metrics) if "train/loss" in row]
+    steps = [row["step"] for row in read_current(metrics) if "train/loss" in row]
     assert steps[-2:] == [newest + 1, newest + 2]
 
 
@@ -197,7 +197,7 @@ def test_compressed_gradients_are_a_swarms(
     config.write_text(f'{one_stage}\n[averaging]\ncodec = "{codec}"\n', encoding="utf-8")
     metrics = tmp_path / "static" / "metrics.jsonl"
     run(children, torchrun(2, "--config", config, "--steps", STEPS, "--compress", codec, "--metrics", metrics))
-    rows = [row for row in log.read_current(metrics) if "train/loss" in row]
+    rows = [row for row in read_current(metrics) if "train/loss" in row]
     # Small matrices have strips beside their tiles, and the last tile is filled up.
     assert rows[-1]["train/compression_ratio"] == pytest.approx(ratio, rel=0.15)
 

@@ -21,7 +21,7 @@ from swarm import config as configs
 from swarm.config import RunConfig
 from swarm.data import tokenizers
 from swarm.errors import CorpusMismatch
-from swarm.metrics.log import MetricsLog
+from swarm.metrics import MetricsLog
 from swarm.training.samples import TOKENS
 from tests.data.texts import Rows, end_of_preparation
 from tests.support.chain import SYNCHRONOUS

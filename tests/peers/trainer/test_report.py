@@ -15,7 +15,7 @@ from swarm.config import RunConfig
 from swarm.data.microbatches import HeldOutLoss
 from swarm.hop.answers import Obstacle
 from swarm.machine.clock import Clock
-from swarm.metrics.log import MetricsLog, StepMetrics
+from swarm.metrics import MetricsLog, StepMetrics
 from swarm.pipeline.round_watcher import StepReport
 from swarm.pipeline.train_loop import Step, StepTotals
 from swarm.training.inner_steps import InnerSteps

@@ -24,7 +24,7 @@ from swarm.generation.sampling import Sampling
 from swarm.hop import continuation
 from swarm.machine.clock import SystemClock
 from swarm.machine.words import printable
-from swarm.metrics.log import MetricsLog, read
+from swarm.metrics import MetricsLog, read
 from swarm.pipeline.lease_service import LeaseClient
 from swarm.pipeline.leased_work import LeasedWork
 from swarm.pipeline.round_watcher import RoundWatcher

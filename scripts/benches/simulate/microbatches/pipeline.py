@@ -9,8 +9,8 @@ from typing import Protocol
 from scripts.benches.simulate.microbatches.choosers import Chooser
 from scripts.benches.simulate.timeline import Timeline
 from swarm.routing.throughput import MovingAverage
+from swarm.stage.runtime import Priority, TaskQueue
 from swarm.stage.slots import SlotCount, Slots
-from swarm.stage.task_queue import Priority, TaskQueue
 from swarm.types import PeerId, PeerRecord, PeerState
 
 QUEUE_CAPACITY = 1024

@@ -1,4 +1,4 @@
-"""Microbatches in the synchronous setting: replicas are equal, and a round is a known range of ids.
+"""The synchronous setting: a round is one optimizer step, on the mean of all its gradients, and a known range of ids.
 
 A microbatch is computed with the weights of its round, so all peers compute the same numbers, and a repeat is answered
 with the known result. Acknowledged computations are kept until the round is over, because they may have to be taken out
@@ -7,40 +7,120 @@ again. A round closes with acknowledged microbatches only.
 
 import contextlib
 import dataclasses
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from contextlib import AbstractAsyncContextManager
 
+import torch
+from torch import nn
+
+from swarm.config import RunConfig
 from swarm.errors import MalformedMessage, NotReady, Overloaded, StaleMicrobatch
+from swarm.stage.buckets import GradientBucket, Source, Tensors, Version
 from swarm.stage.computation import Computation
 from swarm.stage.context import StageContext
-from swarm.stage.ledger import Entry, EntryState, Ledger
-from swarm.stage.present_round import PresentRound
-from swarm.stage.setting import Setting, Start
-from swarm.stage.synchronous.weights import SynchronousWeights
-from swarm.training.round_member import RoundResult
-from swarm.training.samples import Microbatch
+from swarm.stage.ledger import Entry, EntryState
+from swarm.stage.settings.setting import Setting, Start
+from swarm.stage.weights import Round, StageWeights
+from swarm.training import optim
+from swarm.training.clipping import clipped
+from swarm.training.round_member import Contribution, RoundResult
+from swarm.training.samples import NOTHING, Amount, Microbatch
 
 REPLAY_GAP_SECONDS = 1.0
 """A replay of a microbatch that counts at a peer is offered to this peer again after so long. In the meantime the peer
 may have had to drop the microbatch."""
 
 
-class SynchronousSetting(Setting):
-    """The answers in the synchronous setting: each round has microbatches of its own."""
+class SynchronousWeights(StageWeights):
+    """One sum of gradients, and one step a round. Owned by the compute thread."""
 
-    def __init__(
-        self,
-        context: StageContext,
-        weights: SynchronousWeights,
-        present_round: PresentRound,
-        ledger: Ledger[Computation],
-    ) -> None:
+    def __init__(self, config: RunConfig, module: nn.Module, *, lineage: str) -> None:
+        self._earlier: Version | None
+        """The weights of the last round, once a microbatch was computed with them."""
+        # Microbatches of the round before are computed with its anchor.
+        device = next(module.parameters()).device
+        super().__init__(config, module, batch_samples=None, anchor_device=device, lineage=lineage)
+
+    def version_for(self, round_number: int) -> Version:
+        """The weights of the microbatch's round.
+
+        Raises:
+            NotReady: its round is neither this one nor the one before.
+        """
+        if round_number == self.round.number:
+            return self.version
+        anchor = self.anchor(round_number)
+        if anchor is None:
+            raise NotReady(f"the weights of round {round_number} are not kept: this peer is at {self.round.number}")
+        if self._earlier is None:
+            self._earlier = Version(parameters=anchor)
+        return self._earlier
+
+    def accumulate(self, gradients: Iterable[torch.Tensor], source: Source) -> GradientBucket:
+        bucket = super().accumulate(gradients, source)
+        # The microbatch may have to be taken out when the round closes, if another member counts it as well.
+        bucket.sources[source] = None
+        return bucket
+
+    def step_if_due(self) -> None:
+        pass  # Steps are taken when rounds end.
+
+    def require_sound(self) -> None:
+        pass  # The only step is a round's end, and its error goes to the member that commits.
+
+    @property
+    def learning_rate(self) -> float:
+        return optim.learning_rate(self._config.gradient_step, self.round.run_samples)
+
+    @property
+    def round_samples(self) -> int:
+        return self.num_unstepped_samples
+
+    def seal(self) -> None:
+        """Let no computation begin that would join the sum, until the round commits or is reopened.
+
+        It runs on any thread, so that it need not wait for a long microbatch on the compute thread.
+        """
+        self.round.closed = True
+
+    def close(self) -> Contribution:
+        """Freeze the mean gradient itself: as a difference of weights it would lose its small entries to rounding."""
+        self.round.closed = True
+        bucket = self.buckets.open()
+        return Contribution(
+            tensors={name: self._staging.download(value).wait() for name, value in bucket.mean().items()},
+            num_samples=bucket.amount.samples,
+            num_targets=bucket.amount.targets,
+            round_samples=bucket.amount.samples,
+        )
+
+    def _end_round(self, result: RoundResult, rate: float) -> tuple[Amount, Tensors]:
+        uploaded = {name: self._staging.upload(value) for name, value in result.tensors.items()}
+        # Not in place, because others may still fetch the average.
+        gradients = clipped(uploaded, result.total_squared_norm, self._config.optimizer.clip_norm, self._memory)
+        del uploaded
+        optim.step(self._ends_rounds, self.masters, gradients, rate)
+        del gradients  # Frees memory for what follows.
+        self.buckets.clear()
+        self._versions.publish()
+        return NOTHING, self.version.parameters
+
+    def _begin(self, new_round: Round, anchor: Tensors) -> None:
+        self._earlier = None
+        super()._begin(new_round, anchor)
+
+    def _stepped(self) -> optim.Parameters:
+        return self.masters
+
+
+class SynchronousSetting(Setting):
+    def __init__(self, context: StageContext, weights: SynchronousWeights) -> None:
         self._stage = context.stage
         self._microbatches_per_round = context.config.microbatches_per_round
         self._round_wait_seconds = context.limits.round_wait_seconds
         self._weights = weights
-        self._round = present_round
-        self._ledger = ledger
+        self._round = context.present_round
+        self._ledger = context.records.ledger
 
     # -- which microbatches are admitted -----------------------------------------------------------------------------
 

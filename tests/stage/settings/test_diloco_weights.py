@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from swarm.stage.settings import weights_of
+from swarm.stage.settings.diloco_weights import dealt
+from swarm.stage.stage import weights_of
 from swarm.stage.weights import Round, StageWeights
 from swarm.training import optim
 from swarm.training.samples import Amount
@@ -19,6 +20,7 @@ from tests.stage.linear import (
     values_of,
     weights_in,
 )
+from tests.support.commits import end_round
 
 # -- inner steps -------------------------------------------------------------------------------------------------------
 
@@ -48,8 +50,7 @@ def test_inner_steps_are_adamw_on_the_mean_of_every_inner_batch(fused: bool, was
     if was_synchronous:
         optim.step(adamw, dict(linear().named_parameters()), gradients(9), 0.1)
         weights.recall(optim.state_tensors(adamw, reference))
-    for number in range(6):
-        accumulate(weights, number)
+    accumulate(weights, *range(6))
     for number in (0, 2, 4):
         mean = {name: (gradients(number)[name] + gradients(number + 1)[name]) / 2 for name in reference}
         norm = sum(float(value.square().sum()) for value in mean.values()) ** 0.5
@@ -60,21 +61,12 @@ def test_inner_steps_are_adamw_on_the_mean_of_every_inner_batch(fused: bool, was
     assert (weights.round_samples, weights.num_unstepped_samples) == (12, 0)
 
 
-def test_no_step_before_an_inner_batch_is_full() -> None:
-    weights = weights_in("diloco")
-    version = weights.version
-    accumulate(weights, 0)
-    assert weights.version is version
-    assert weights.num_unstepped_samples == 2
-
-
 def test_a_full_bucket_waits_for_the_tentative_while_others_take_their_steps() -> None:
     """Every step takes one inner batch, whichever batches had to wait and in whichever order they become ready."""
     weights, events = recorded()
     late = weights.buckets.open()
     late.num_tentative = 1
-    for number in range(5):
-        accumulate(weights, number)
+    accumulate(weights, *range(5))
     assert events.taken == [(1, 4)], "the second batch was ready before the first"
     assert (weights.round_samples, weights.num_unstepped_samples) == (4, 6)
     late.num_tentative = 0
@@ -87,8 +79,7 @@ def test_what_is_taken_out_of_a_full_bucket_is_made_up_for_before_its_step() -> 
     weights, events = recorded()
     first = weights.buckets.open()
     first.num_tentative = 2
-    for number in range(3):
-        accumulate(weights, number)
+    accumulate(weights, *range(3))
     first.take_out([2 * gradient for gradient in gradients(0).values()], Amount(2, 2))
     first.num_tentative = 0
     weights.step_if_due()
@@ -103,8 +94,7 @@ def test_a_bucket_that_was_rolled_back_whole_takes_no_step() -> None:
     weights = weights_in("diloco")
     version, closing = weights.version, weights.buckets.open()
     closing.num_tentative = 2
-    for number in range(2):
-        accumulate(weights, number)
+    accumulate(weights, *range(2))
     for number in range(2):
         closing.take_out([2 * gradient for gradient in gradients(number).values()], Amount(2, 2))
     closing.num_tentative = 0
@@ -122,8 +112,7 @@ def test_versions_in_use_are_bounded_and_no_batch_grows_meanwhile() -> None:
     accumulate(weights, 1)
     second = weights.version
     second.users = 1
-    for number in range(2, 6):
-        accumulate(weights, number)
+    accumulate(weights, *range(2, 6))
     assert events.taken == [(0, 4), (1, 4)], "the third step waits"
     assert weights.num_unstepped_samples == 4
     late.users = 0
@@ -141,25 +130,15 @@ def test_staleness_counts_the_versions_between_a_forward_and_its_step() -> None:
     steps = weights.inner_steps
     assert (steps.count, steps.samples, steps.microbatches) == (2, 8, 4)
     assert (steps.staleness, steps.largest_staleness) == (2, 1)
-    weights.commit(weights.close().tensors, total_squared_norm=0.0, num_samples=8, num_members=1, lineage="")
+    end_round(weights, weights.close().tensors, num_samples=8)
     assert weights.inner_steps.count == 0, "each round is counted by itself"
-
-
-def test_a_version_never_changes() -> None:
-    weights = weights_in("diloco")
-    version, before = weights.version, values_of(weights.version.parameters)
-    for number in range(4):
-        accumulate(weights, number)
-    assert all(torch.equal(version.parameters[name], before[name]) for name in before)
-    assert any(not torch.equal(weights.version.parameters[name], before[name]) for name in before)
 
 
 def test_the_inner_rate_counts_what_the_other_members_do_meanwhile() -> None:
     weights = weights_in("diloco", learning_rate=1.0, warmup_samples=99)
     weights.round.num_members, weights.round.run_samples = 3, 10
     assert weights.learning_rate == pytest.approx(0.11)
-    for number in range(2):
-        accumulate(weights, number)
+    accumulate(weights, *range(2))
     assert weights.learning_rate == pytest.approx(0.11 + 0.12)
 
 
@@ -179,7 +158,7 @@ def test_diloco_commits_are_nesterov_on_the_anchor() -> None:
         assert not any(value.requires_grad for value in contribution.values())
         assert_same(contribution, {name: anchor[name] - weights.masters[name] for name in anchor})
         average = {name: value + 0.01 * gradients(number)[name] for name, value in contribution.items()}
-        weights.commit(average, total_squared_norm=0.0, num_samples=16, num_members=2, lineage="")
+        end_round(weights, average, num_members=2)
         for name in anchor:
             velocity[name] = 0.9 * velocity[name] + average[name]
             anchor[name] = anchor[name] - 0.7 * (average[name] + 0.9 * velocity[name])
@@ -189,11 +168,9 @@ def test_diloco_commits_are_nesterov_on_the_anchor() -> None:
 
 def test_without_overlap_a_closed_round_takes_no_inner_step_until_it_commits_or_reopens() -> None:
     weights = overlapping(0)
-    for number in range(2):
-        accumulate(weights, number)
+    accumulate(weights, *range(2))
     contribution, version = weights.close().tensors, weights.version
-    for number in range(2, 4):
-        accumulate(weights, number)
+    accumulate(weights, *range(2, 4))
     assert weights.version is version
     assert weights.num_unstepped_samples == 4
     assert_same(weights.close().tensors, contribution)
@@ -205,18 +182,16 @@ def test_without_overlap_a_closed_round_takes_no_inner_step_until_it_commits_or_
 def test_what_was_learnt_during_an_exchange_is_carried_over_to_the_new_anchor() -> None:
     weights = overlapping(1)
     anchor = values_of(weights.masters)
-    for number in range(2):
-        accumulate(weights, number)
+    accumulate(weights, *range(2))
     closing = weights.close()
     at_closing = values_of(weights.masters)
-    for number in range(2, 6):
-        accumulate(weights, number)
+    accumulate(weights, *range(2, 6))
     assert weights.num_unstepped_samples == 4, "one step at most while the round is exchanged"
     change = {name: weights.masters[name].detach() - at_closing[name] for name in anchor}
     assert any(bool(value.any()) for value in change.values())
     # A second closing includes what was learnt meanwhile, and its result is the one that is committed here.
     average = {name: 0.5 * value for name, value in closing.tensors.items()}
-    weights.commit(average, total_squared_norm=0.0, num_samples=8, num_members=2, lineage="")
+    end_round(weights, average, num_samples=8, num_members=2)
     weights.step_if_due()
     moved = {name: anchor[name] - 0.7 * 1.9 * average[name] for name in anchor}
     new_anchor = weights.anchor(1)
@@ -227,24 +202,9 @@ def test_what_was_learnt_during_an_exchange_is_carried_over_to_the_new_anchor() 
     assert weights.num_unstepped_samples == 0
 
 
-def test_the_carried_change_is_the_next_contribution() -> None:
-    weights = overlapping(1)
-    for number in range(2):
-        accumulate(weights, number)
-    closing = weights.close()
-    at_closing = values_of(weights.masters)
-    for number in range(2, 4):
-        accumulate(weights, number)
-    change = {name: weights.masters[name].detach() - at_closing[name] for name in at_closing}
-    weights.commit(closing.tensors, total_squared_norm=0.0, num_samples=8, num_members=1, lineage="")
-    later = weights.close()
-    assert (later.num_samples, later.round_samples) == (4, 4)
-    assert_same(later.tensors, {name: -value for name, value in change.items()})
-
-
-@pytest.mark.parametrize("decided", [0, 1])
-def test_the_result_of_an_earlier_closing_may_be_decided(decided: int) -> None:
-    """What was learnt after that closing is carried over, whatever was closed since."""
+@pytest.mark.parametrize(("decided", "is_named"), [(0, True), (1, True), (1, False)])
+def test_what_was_learnt_after_the_closing_that_is_decided_is_carried_over(decided: int, is_named: bool) -> None:
+    """It is the next contribution. The result may be that of an earlier closing, or name none, which is the newest."""
     weights = overlapping(1)
     closings, values = [], []
     for number in range(2):
@@ -253,13 +213,11 @@ def test_the_result_of_an_earlier_closing_may_be_decided(decided: int) -> None:
         closings.append(weights.close())
         values.append(values_of(weights.masters))
         weights.reopen()
-    for number in (4, 5):
-        accumulate(weights, number)
+    accumulate(weights, 4, 5)
     change = {name: weights.masters[name].detach() - value for name, value in values[decided].items()}
-    weights.commit(
-        closings[decided].tensors, total_squared_norm=0.0, num_samples=8, num_members=1, lineage="",
-        closing=closings[decided].closing,
-    )  # fmt: skip
+    end_round(
+        weights, closings[decided].tensors, num_samples=8, closing=closings[decided].closing if is_named else None
+    )
     assert weights.round_samples == (8, 4)[decided]
     assert_same(weights.close().tensors, {name: -value for name, value in change.items()})
 
@@ -267,11 +225,9 @@ def test_the_result_of_an_earlier_closing_may_be_decided(decided: int) -> None:
 def test_an_aborted_exchange_keeps_the_steps_taken_meanwhile() -> None:
     weights = overlapping(1)
     anchor = values_of(weights.masters)
-    for number in range(2):
-        accumulate(weights, number)
+    accumulate(weights, *range(2))
     weights.close()
-    for number in range(2, 4):
-        accumulate(weights, number)
+    accumulate(weights, *range(2, 4))
     weights.reopen()
     closing = weights.close()
     assert closing.num_samples == 8
@@ -283,8 +239,7 @@ def test_fragments_are_averaged_in_turn_and_weighed_by_what_is_new_to_them() -> 
     start = values_of(weights.masters)
     samples = []
     for round_number in range(4):
-        for number in range(2 * round_number, 2 * round_number + 2):
-            accumulate(weights, number)
+        accumulate(weights, *range(2 * round_number, 2 * round_number + 2))
         before = values_of(weights.masters)
         closing = weights.close()
         name, other = ("weight", "bias") if round_number % 2 == 0 else ("bias", "weight")
@@ -292,7 +247,7 @@ def test_fragments_are_averaged_in_turn_and_weighed_by_what_is_new_to_them() -> 
         assert closing.round_samples == 4
         samples.append(closing.num_samples)
         zero = {name: torch.zeros_like(closing.tensors[name])}
-        weights.commit(zero, total_squared_norm=0.0, num_samples=4, num_members=1, lineage="")
+        end_round(weights, zero, num_samples=4)
         # This fragment is back at its anchor, which an average of zero does not move. The other fragment goes on
         # undisturbed.
         torch.testing.assert_close(weights.masters[name].detach(), start[name])
@@ -302,23 +257,12 @@ def test_fragments_are_averaged_in_turn_and_weighed_by_what_is_new_to_them() -> 
 
 def test_what_came_while_a_round_was_closed_counts_towards_the_next() -> None:
     weights = weights_in("diloco")
-    for number in range(2):
-        accumulate(weights, number)
+    accumulate(weights, *range(2))
     average = weights.close().tensors
-    for number in range(2, 4):
-        accumulate(weights, number)
-    weights.commit(average, total_squared_norm=0.0, num_samples=16, num_members=1, lineage="")
+    accumulate(weights, *range(2, 4))
+    end_round(weights, average)
     weights.step_if_due()
     assert (weights.round.number, weights.round_samples, weights.num_unstepped_samples) == (1, 4, 0)
-
-
-def test_the_average_that_is_applied_stays_as_it_is() -> None:
-    for setting in ("synchronous", "diloco"):
-        weights = weights_in(setting, clip_norm=0.1)
-        average = gradients(5)
-        for _ in range(2):
-            weights.commit(average, total_squared_norm=100.0, num_samples=16, num_members=1, lineage="")
-        assert all(torch.equal(average[name], value) for name, value in gradients(5).items())
 
 
 @pytest.mark.parametrize(
@@ -335,7 +279,7 @@ def test_diloco_keeps_anchors_and_momentum_on_the_cpu_wherever_it_trains(device:
                 weights.buckets.open().add(summed, Amount(2, 2))
                 weights.step_if_due()
             assert all(value.device.type == "cpu" for value in weights.close().tensors.values())
-            weights.commit(gradients(10 + number), total_squared_norm=0.0, num_samples=4, num_members=1, lineage="")
+            end_round(weights, gradients(10 + number), num_samples=4)
         assert elsewhere.state_digest() == here.state_digest()
     newcomer = weights_of(config_of("diloco"), linear(seed=1).to(device), lineage="")
     newcomer.install(here.state_tensors(), Round(number=3))
@@ -360,8 +304,7 @@ def _away(num_fragments: int = 1) -> tuple[StageWeights, dict[str, torch.Tensor]
     weights = overlapping(0, num_fragments)
     commit_without_steps(weights)
     anchor = values_of(weights.masters)
-    for number in range(4):
-        accumulate(weights, number)
+    accumulate(weights, *range(4))
     learnt = {name: value - anchor[name] for name, value in values_of(weights.masters).items()}
     assert all(bool(value.any()) for value in learnt.values())
     return weights, learnt
@@ -450,3 +393,13 @@ def test_who_went_astray_keeps_nothing(moment: str) -> None:
     assert_same(dict(weights.masters), dict(others.masters))
     assert weights.round.stepped.samples == 0
     assert weights.close().num_samples == 0
+
+
+def test_fragments_deal_out_whole_blocks() -> None:
+    names = ["embedding.weight", "layers.0.a", "layers.0.b", "layers.1.a", "layers.10.a", "head.norm", "head.weight"]
+    assert dealt(names, 2) == [
+        ["embedding.weight", "layers.1.a", "head.norm", "head.weight"],
+        ["layers.0.a", "layers.0.b", "layers.10.a"],
+    ]
+    with pytest.raises(ValueError, match="only 5 blocks"):
+        dealt(names, 6)

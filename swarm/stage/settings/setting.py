@@ -1,7 +1,6 @@
 """The interface of a setting: the decisions about microbatches that differ between the two settings.
 
-Used by stage/stage, stage/admission, stage/endings and stage/member. Implemented by stage/synchronous/setting and
-stage/diloco/setting. A setting decides for one peer, by what that peer knows. Runs on the event loop; never computes.
+A setting decides for one peer, by what that peer knows. Runs on the event loop; never computes.
 """
 
 from abc import ABC, abstractmethod
@@ -33,8 +32,6 @@ class Start:
 
 
 class Setting(ABC):
-    """The decisions of one setting."""
-
     # -- which microbatches are admitted -----------------------------------------------------------------------------
 
     @abstractmethod
@@ -93,8 +90,7 @@ class Setting(ABC):
 
     @abstractmethod
     def repeated(self, microbatch: Microbatch, entry: Entry[Computation]) -> Computation | Start:
-        """Decide about a repeated microbatch, which counts here and is in the ledger. Returns the computation to join,
-        or a new start.
+        """Decide about a repeated microbatch, which counts here and is in the ledger: join a computation, or start.
 
         Raises:
             StaleMicrobatch: nothing is left to do for the microbatch.

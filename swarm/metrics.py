@@ -1,6 +1,7 @@
-"""metrics.jsonl: one line of strict JSON for each step, and one for each event of the swarm.
+"""The figures of a training: metrics.jsonl, reports to other services, and a plot of the loss.
 
-The trainer writes steps and swarm-local writes events; both may append to one file at once.
+The file has one line of strict JSON for each step, and one for each event of the swarm. The trainer writes steps and
+swarm-local writes events; both may append to one file at once.
 """
 
 import json
@@ -19,6 +20,14 @@ from swarm.machine.json_file import LineFile
 from swarm.training.inner_steps import InnerSteps
 
 logger = logging.getLogger(__name__)
+
+BEGINS = "training begins"
+"""The event that a trainer writes when it begins, with the swarm's present step."""
+
+OF_SOURCE = "val/loss/"
+"""The prefix of the names of single datasets' held-out losses."""
+
+Value = float | int | str | None
 
 _QUEUE_LENGTH = 1000
 Figures = tuple[int, dict[str, Any]]
@@ -73,17 +82,7 @@ class Reporter(ABC):
                 pass
 
 
-BEGINS = "training begins"
-"""The event that a trainer writes when it begins, with the swarm's present step."""
-
-OF_SOURCE = "val/loss/"
-"""The prefix of the names of single datasets' held-out losses."""
-
-Value = float | int | str | None
-
-
 def _figure(name: str, **options: Any) -> Any:
-    """A field of StepMetrics, with the name of the figure."""
     return field(metadata={"name": name}, **options)
 
 
@@ -180,7 +179,6 @@ class MetricsLog:
         return "figures" if self._file.is_complete else "some figures, and others are lost,"
 
     def step(self, metrics: StepMetrics) -> None:
-        """Append a step."""
         values = {name: _finite(value) for name, value in metrics.named().items()}
         self._append(values)
         for reporter in self._reporters:
@@ -210,7 +208,6 @@ class MetricsLog:
             reporter.log(values, step=step)
 
     def event(self, step: int, text: str) -> None:
-        """Append an event at a step, such as that a peer joined."""
         self._append({"step": step, "event": text})
 
     def _append(self, values: Mapping[str, Value]) -> None:
@@ -249,3 +246,50 @@ def _by_source(losses: Mapping[str, float]) -> dict[str, Value]:
 def _finite(value: Value) -> Value:
     """The value, or None if it is not finite: JSON knows neither NaN nor infinity."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def plot_loss(metrics: Path, image: Path) -> None:
+    """Draw training and validation loss over the steps as a PNG, with the swarm's events as vertical lines.
+
+    Of a file with several trainings, the last one is drawn.
+
+    Raises:
+        OSError: the file cannot be read, or the image not written.
+    """
+    from matplotlib.figure import Figure
+
+    rows = read_current(metrics)
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per token)")
+    axes.plot(*_series(rows, "train/loss"), label="training")
+    validation = _series(rows, "val/loss")
+    if validation[0]:
+        axes.plot(*validation, marker="o", markersize=3, label="validation")
+    for name in dict.fromkeys(name for row in rows for name in row if name.startswith(OF_SOURCE)):
+        axes.plot(*_series(rows, name), linestyle="--", linewidth=1, label=_plain(name.removeprefix(OF_SOURCE)))
+    for row in rows:
+        if "event" in row:
+            axes.axvline(row["step"], color="grey", linestyle=":", linewidth=1)
+            axes.text(
+                row["step"],
+                0.98,
+                f" {row['event']}",
+                transform=axes.get_xaxis_transform(),
+                rotation=90,
+                va="top",
+                fontsize=7,
+                color="grey",
+            )
+    axes.legend(loc="upper right")
+    figure.savefig(image, dpi=120, format="png")
+
+
+def _plain(name: str) -> str:
+    """The name with its dollar signs escaped: matplotlib takes text between two of them as a formula."""
+    return name.replace("$", r"\$")
+
+
+def _series(rows: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """The steps and values of the rows that have a figure."""
+    known = [row for row in rows if row.get(name) is not None]
+    return [row["step"] for row in known], [row[name] for row in known]

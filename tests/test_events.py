@@ -1,6 +1,5 @@
 """Event logs: what is on disk after writes and full disks."""
 
-import dataclasses
 import json
 import threading
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from swarm.events.kinds import NAMES, Accumulate, Ack, EventLog, Grant, Leave, ranges
+from swarm.events import Accumulate, Ack, EventLog, Grant, Leave, ranges
 from tests.support.full_disk import FullDisk
 from tests.support.manual_clock import ManualClock
 
@@ -35,18 +34,6 @@ def test_an_event_is_a_line(path: Path) -> None:
         {"event": "grant", "time": 13.5, "monotonic": 13.5, "microbatches": [1, 2], "trainer": '"quoted"'},
         {"event": "leave", "time": 13.5, "monotonic": 13.5},
     ]
-
-
-def test_every_event_has_a_name_and_cannot_change() -> None:
-    for event in NAMES.values():
-        assert event.__dataclass_params__.frozen, event  # type: ignore[attr-defined]  # a dataclass has them
-        assert not {"event", "time", "monotonic"} & {field.name for field in dataclasses.fields(event)}
-
-
-def test_a_later_process_appends(path: Path) -> None:
-    EventLog(path, ManualClock()).write(Ack(microbatch=1))
-    EventLog(path, ManualClock()).write(Ack(microbatch=2))
-    assert [line["microbatch"] for line in lines(path)] == [1, 2]
 
 
 def test_a_full_disk_is_one_line_in_the_log_and_a_gap_later(

@@ -4,6 +4,7 @@ import torch
 
 from swarm.training import optim
 from tests.stage.linear import accumulate, assert_same, config_of, gradients, linear, weights_in
+from tests.support.commits import end_round
 
 
 def test_synchronous_commits_are_adamw_in_one_process() -> None:
@@ -15,10 +16,7 @@ def test_synchronous_commits_are_adamw_in_one_process() -> None:
     config = config_of("synchronous", **options).optimizer
     reference = dict(linear().named_parameters())
     adamw = torch.optim.AdamW(
-        [
-            {"params": [reference["weight"]], "weight_decay": 0.1},
-            {"params": [reference["bias"]], "weight_decay": 0.0},
-        ],
+        [{"params": [reference["weight"]], "weight_decay": 0.1}, {"params": [reference["bias"]], "weight_decay": 0.0}],
         betas=(config.beta1, config.beta2),
         eps=config.epsilon,
     )
@@ -27,9 +25,7 @@ def test_synchronous_commits_are_adamw_in_one_process() -> None:
         accumulate(weights, 2 * number + 1)
         assert weights.round_samples == 4
         contribution = weights.close().tensors
-        used = weights.commit(
-            contribution, total_squared_norm=9.0, num_samples=16, num_members=4, lineage=f"after {number}"
-        )
+        used = end_round(weights, contribution, total_squared_norm=9.0, num_members=4, lineage=f"after {number}")
         for group in adamw.param_groups:
             group["lr"] = optim.learning_rate(config, 16 * number)
         assert used == optim.learning_rate(config, 16 * number)
@@ -46,8 +42,7 @@ def test_synchronous_commits_are_adamw_in_one_process() -> None:
 def test_synchronous_weights_never_step_on_their_own() -> None:
     weights = weights_in("synchronous")
     version = weights.version
-    for number in range(20):
-        accumulate(weights, number)
+    accumulate(weights, *range(20))
     assert weights.version is version
 
 

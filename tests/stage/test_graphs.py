@@ -18,25 +18,27 @@ from swarm.errors import MalformedMessage
 from swarm.machine.recording import CudaRecorder, Recording
 from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import HIDDEN, TOKENS
-from swarm.stage.buckets import Accumulated, Version
-from swarm.stage.captured import CapturedStage, Example
-from swarm.stage.graphs import Graph
-from swarm.training import optim
+from swarm.stage.buckets import Version
+from swarm.stage.graphs import CapturedStage, Example, Graph
 from tests.stage.backends import (
     CONFIG,
     DROPOUT,
+    GPT2,
     PLENTY,
     arrived,
     backend_of,
+    begin,
     hidden_of,
+    inputs_of,
+    require_near,
+    story,
     sums_of,
     tokens_of,
 )
-from tests.support.partial import partial_config, partial_samples
+from tests.support.partial import partial_config
 from tests.support.tape import TapeRecorder
 
 _Result = TypeVar("_Result")
-Tensors = dict[str, torch.Tensor]
 
 _OPTIMIZER = OptimizerConfig(learning_rate=1e-2, warmup_samples=0)
 _SYNCHRONOUS = dataclasses.replace(CONFIG, optimizer=_OPTIMIZER)
@@ -44,24 +46,17 @@ _SYNCHRONOUS = dataclasses.replace(CONFIG, optimizer=_OPTIMIZER)
 _DILOCO = dataclasses.replace(
     CONFIG, optimizer=_OPTIMIZER, rounds=RoundsConfig(setting="diloco", round_samples=16, inner_batch_samples=4)
 )
-_GPT2 = dataclasses.replace(
-    CONFIG.model, norm="layer", positions="learned", max_positions=16, feed_forward="gelu", tied_embeddings=True
-)
 _ON_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that PyTorch can use")
 _DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=_ON_A_GPU)])
 _KINDS = {
     "checkpointing": dataclasses.replace(_DILOCO, model=dataclasses.replace(CONFIG.model, gradient_checkpointing=True)),
     "bottleneck": dataclasses.replace(_DILOCO, model=dataclasses.replace(CONFIG.model, bottleneck_dim=8)),
-    "gpt2": dataclasses.replace(_DILOCO, model=_GPT2),
+    "gpt2": dataclasses.replace(_DILOCO, model=GPT2),
     "lora": dataclasses.replace(
         _DILOCO, lora=LoraConfig(rank=2), model=dataclasses.replace(CONFIG.model, autocast="bf16")
     ),
     "chat": partial_config(num_stages=3),
 }
-
-
-def _inputs(number: int) -> Tensors:
-    return {TOKENS: tokens_of(number), HIDDEN: hidden_of(number)}
 
 
 class _CountedGraphs(CudaRecorder):
@@ -93,66 +88,6 @@ def _captured(
     return backend, recorder
 
 
-def _begin(backend: StageBackend, number: int, round_number: int = 0) -> Callable[[], tuple[Tensors, Accumulated]]:
-    """Compute a forward. Returns its backward, which gives what is sent, and what was accumulated. The last stage does
-    both then."""
-    width, is_chat = backend.config.model.hidden_width, backend.config.data.has_targets
-    samples = partial_samples(backend.config, number) if is_chat else {TOKENS: tokens_of(number)}
-    inputs = {**samples, HIDDEN: hidden_of(number)[..., :width]}
-
-    def last() -> tuple[Tensors, Accumulated]:
-        loss, answer, entry = backend.forward_loss(number, round_number, inputs, accumulate=True)
-        assert entry is not None
-        return {"loss": torch.tensor(loss), "answer": arrived(answer)}, entry
-
-    if backend.is_last:
-        return last
-    forward = backend.forward(number, round_number, inputs)
-    hidden = arrived(forward.wire_hidden)
-
-    def backward() -> tuple[Tensors, Accumulated]:
-        answer, entry = backend.backward(forward, hidden_of(100 + number)[..., :width], accumulate=True)
-        assert entry is not None
-        return {"hidden": hidden} | ({} if answer is None else {"answer": arrived(answer)}), entry
-
-    return backward
-
-
-def _step(backend: StageBackend) -> None:
-    """Take a step with two microbatches: an inner step, or a round's."""
-    before = backend.weights.version
-    for number in (1, 2):
-        backend.settle(_begin(backend, number)()[1])
-    if backend.config.rounds.synchronous:
-        average = backend.weights.close().tensors
-        norm = optim.squared_norm(average.values())
-        backend.weights.commit(average, total_squared_norm=norm, num_samples=4, num_members=1, lineage="")
-    assert backend.weights.version is not before
-
-
-def _story(backend: StageBackend) -> Tensors:
-    """Two microbatches in flight with a step between them, of which one is rolled back after another step."""
-    first = _begin(backend, 7)
-    _step(backend)
-    second = _begin(backend, 8, backend.weights.round.number)
-    found, leaving = first()
-    bucket = leaving.bucket
-    story = {f"first {name}": value for name, value in found.items()}
-    story |= {f"first's {name}": value.clone() for name, value in bucket.sums.items()}
-    found, _ = second()
-    story |= {f"second {name}": value for name, value in found.items()}
-    story |= {f"both's {name}": value.clone() for name, value in bucket.sums.items()}
-    backend.roll_back([leaving])
-    return story | {f"second's {name}": value.clone() for name, value in bucket.sums.items()}
-
-
-def _require_near(found: Tensors, expected: Tensors, tolerance: float) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        largest = max(1.0, float(value.abs().max()))
-        torch.testing.assert_close(found[name], value, rtol=0, atol=tolerance * largest, msg=name)
-
-
 @_DEVICES
 @pytest.mark.parametrize("stage", range(3))
 @pytest.mark.parametrize("rounds", ["synchronous", "diloco"])
@@ -164,7 +99,7 @@ def test_gradients_are_those_without_recordings(
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, autocast=autocast))
     captured, recorder = _captured(config, stage, device=device)
     before = recorder.num_replays
-    _require_near(_story(captured), _story(backend_of(config, stage, fused=True, device=device)), tolerance)
+    require_near(story(captured), story(backend_of(config, stage, fused=True, device=device)), tolerance)
     # Four microbatches, and the one that is computed again, have a forward and a backward.
     assert recorder.num_replays - before == 10
     assert (captured.budget.num_kept, captured.budget.num_recomputed) == (0, 0)
@@ -177,7 +112,7 @@ def test_models_of_all_kinds_are_recorded(device: str, stage: int, config: RunCo
     captured, _ = _captured(config, stage, device=device)
     assert captured.function.num_recorded
     tolerance = 1e-6 if config.model.autocast == "off" else 1e-2
-    _require_near(_story(captured), _story(backend_of(config, stage, fused=True, device=device)), tolerance)
+    require_near(story(captured), story(backend_of(config, stage, fused=True, device=device)), tolerance)
 
 
 @_ON_A_GPU
@@ -186,7 +121,7 @@ def test_compiled_layers_are_recorded(stage: int) -> None:
     config = dataclasses.replace(_DILOCO, model=dataclasses.replace(CONFIG.model, autocast="bf16"))
     captured, _ = _captured(config, stage, device="cuda", compiles=True)
     assert captured.function.num_recorded
-    _require_near(_story(captured), _story(backend_of(config, stage, fused=True, device="cuda")), 1e-2)
+    require_near(story(captured), story(backend_of(config, stage, fused=True, device="cuda")), 1e-2)
 
 
 # -- what recordings do not compute ------------------------------------------------------------------------------------
@@ -201,12 +136,12 @@ def test_with_more_in_flight_than_places_forwards_are_computed_again(device: str
     num_forwards = few.function.num_recorded + 1
     for backend in (few, plain):
         assert backend.function.has_room()
-        backwards = [_begin(backend, number) for number in range(num_forwards)]
+        backwards = [begin(backend, number) for number in range(num_forwards)]
         assert backend.function.has_room() == (backend is plain)
         results.append([backward()[0] for backward in backwards])
     for found, expected in zip(*results, strict=True):
-        _require_near(found, expected, 1e-6)
-    _require_near(sums_of([few]), sums_of([plain]), 1e-6)
+        require_near(found, expected, 1e-6)
+    require_near(sums_of([few]), sums_of([plain]), 1e-6)
     assert (few.budget.num_kept, few.budget.num_recomputed, few.function.has_room()) == (0, 2, True)
     assert few.budget.recorded_bytes <= few.budget.limit_bytes
     # Two forwards were computed again.
@@ -220,7 +155,7 @@ def test_another_shape_is_computed_without_recordings() -> None:
     for backend in (captured, backend_of(_DILOCO, 2, fused=True)):
         loss, answer, _ = backend.forward_loss(0, 0, inputs, accumulate=True)
         found.append({"loss": torch.tensor(loss), "answer": arrived(answer), **sums_of([backend])})
-    _require_near(found[0], found[1], 1e-6)
+    require_near(found[0], found[1], 1e-6)
     assert recorder.num_replays == before
 
 
@@ -228,12 +163,12 @@ def test_a_gradient_leaves_the_sum_as_it_came() -> None:
     """One that was not recorded is computed again without recordings."""
     recorder = TapeRecorder()
     backend = backend_of(_SYNCHRONOUS, 1, fused=True, recorder=recorder)
-    _, plain = _begin(backend, 0)()
+    _, plain = begin(backend, 0)()
     backend.warm_up()
-    _, recorded = _begin(backend, 1)()
+    _, recorded = begin(backend, 1)()
     for entry, num_replays in ((plain, 0), (recorded, 2)):
         before = recorder.num_replays
-        _, staying = _begin(backend, 2)()
+        _, staying = begin(backend, 2)()
         backend.settle(staying)
         between = recorder.num_replays
         backend.roll_back([entry])
@@ -243,22 +178,13 @@ def test_a_gradient_leaves_the_sum_as_it_came() -> None:
 @pytest.mark.parametrize("where", ["hidden", "gradient"])
 def test_what_is_not_finite_leaves_nothing_behind(where: str) -> None:
     captured, _ = _captured(_DILOCO, 1)
-    inputs, gradient = _inputs(0), hidden_of(1)
+    inputs, gradient = inputs_of(0), hidden_of(1)
     (inputs[HIDDEN] if where == "hidden" else gradient)[0, 3] = float("nan")
     with pytest.raises(MalformedMessage):
         captured.backward(captured.forward(0, 0, inputs), gradient, accumulate=True)
     assert (captured.weights.version.users, captured.budget.num_kept) == (0, 0)
     assert captured.weights.num_unstepped_samples == 0
-    _require_near(_story(captured), _story(backend_of(_DILOCO, 1, fused=True)), 1e-6)
-
-
-def test_a_loss_that_is_not_finite_is_never_accumulated() -> None:
-    captured, _ = _captured(_SYNCHRONOUS, 2)
-    average = {name: torch.full_like(value, float("nan")) for name, value in captured.weights.close().tensors.items()}
-    captured.weights.commit(average, total_squared_norm=1.0, num_samples=4, num_members=1, lineage="")
-    with pytest.raises(MalformedMessage, match="'loss'"):
-        captured.forward_loss(0, 1, _inputs(0), accumulate=True)
-    assert captured.weights.num_unstepped_samples == 0
+    require_near(story(captured), story(backend_of(_DILOCO, 1, fused=True)), 1e-6)
 
 
 _FP16 = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, autocast="fp16"))
@@ -308,7 +234,7 @@ def test_a_stage_that_cannot_be_recorded_goes_on_without(
     assert re.fullmatch(f"stage 1 goes on without CUDA graphs, and so slower: {reason}", line)
     assert (backend.function.num_recorded, backend.budget.recorded_bytes) == (0, 0)
     before = recorder.num_replays
-    _require_near(_story(backend), _story(backend_of(_DILOCO, 1, fused=True)), 1e-6)
+    require_near(story(backend), story(backend_of(_DILOCO, 1, fused=True)), 1e-6)
     assert recorder.num_replays == before
 
 
@@ -371,15 +297,15 @@ def test_recordings_are_given_back_when_memory_runs_out(caplog: pytest.LogCaptur
     assert recorder.num_alive == 2 * captured.function.num_recorded
     plain, results = backend_of(_DILOCO, 1, fused=True), []
     for backend in (captured, plain):
-        first = _begin(backend, 1)
+        first = begin(backend, 1)
         if backend is captured:
             captured.budget.halve()
-        second = _begin(backend, 2)
+        second = begin(backend, 2)
         replays = recorder.num_replays
         results += [{**first()[0], **{f"second {name}": value for name, value in second()[0].items()}}]
         results[-1] |= sums_of([backend])
         assert recorder.num_replays == replays + (backend is captured), "the one in flight goes on"
-    _require_near(results[0], results[1], 1e-6)
+    require_near(results[0], results[1], 1e-6)
     assert [record.message for record in caplog.records] == [
         "stage 1 goes on without CUDA graphs: their memory is needed"
     ]

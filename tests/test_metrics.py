@@ -5,7 +5,9 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from swarm.metrics.log import BEGINS, MetricsLog, StepMetrics, read, read_current
+import pytest
+
+from swarm.metrics import BEGINS, MetricsLog, StepMetrics, plot_loss, read, read_current
 from swarm.training.inner_steps import InnerSteps
 
 METRICS = StepMetrics(
@@ -103,3 +105,19 @@ def test_a_training_that_goes_on_from_an_earlier_step_has_each_step_once(tmp_pat
         *((step, "before") for step in range(4)),
         (4, "after"),
     ]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [],
+        [{"step": 1, "train/loss": 5.0, "val/loss": None}, {"step": 2, "train/loss": None}],
+        [{"step": 1, "train/loss": 5.0, "val/loss": 5.1}, {"step": 1, "event": "killed peer 1-0"}],
+        [{"step": 1, "val/loss": 5.1, "val/loss/$x^{$.txt": 5.0, "val/loss/code": None}],
+    ],
+)
+def test_plot(rows: list[dict[str, object]], tmp_path: Path) -> None:
+    metrics, image = tmp_path / "metrics.jsonl", tmp_path / "loss.png"
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plot_loss(metrics, image)
+    assert image.read_bytes().startswith(b"\x89PNG")

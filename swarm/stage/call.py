@@ -1,20 +1,22 @@
-"""Reads the messages of one request to a stage, with deadlines, and with a bound on the bytes that are kept.
-
-Used by stage/servicer. The meaning of the messages is not known here.
-"""
+"""One call to a stage: reads its messages, with deadlines and a bound on the bytes, and ends it if it fails."""
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from google.protobuf.message import Message
 
-from swarm.errors import DeadlineExceeded, MalformedMessage
+from swarm.errors import DeadlineExceeded, MalformedMessage, PeerUnavailable, SwarmError
+from swarm.machine.out_of_memory import is_out_of_memory, what_was_asked
 from swarm.rpc.callers import MAX_KEPT_BYTES, Caller, Callers
+from swarm.rpc.failures import abort
 from swarm.rpc.serving import MESSAGE_SECONDS, receive
 from swarm.rpc.wire import NewBytes, Piece, TensorReader, TensorSpec, new_bytes, parsed
 from swarm.stage.slots import LARGEST_NUM_SLOTS
+
+logger = logging.getLogger(__name__)
 
 FIRST_SECONDS = 10.0
 """Longest wait for the first message. A silent stream is not kept."""
@@ -32,10 +34,6 @@ def max_kept_bytes(specs: Mapping[str, TensorSpec], max_in_flight: int) -> int:
 
     A request is kept until it is acknowledged, but its slot is free once it is answered. So beside the requests that
     have a slot here there are answered ones: as many as may still have slots at earlier stages, on their way back.
-
-    Args:
-        specs: of one request.
-        max_in_flight: the most microbatches that are admitted here at once.
     """
     return max(MAX_KEPT_BYTES, (max_in_flight + LARGEST_NUM_SLOTS) * _num_bytes(specs))
 
@@ -45,16 +43,11 @@ def _num_bytes(specs: Mapping[str, TensorSpec]) -> int:
 
 
 class Incoming:
-    """Reads one request's messages."""
+    """Reads one request's messages, which are of this kind. `memory` makes the memory of the tensors."""
 
     def __init__(
         self, kind: type[Message], context: Context, caller: Caller, callers: Callers, memory: NewBytes = new_bytes
     ) -> None:
-        """
-        Args:
-            kind: the type of the messages.
-            memory: makes the memory of the tensors.
-        """
         self._kind = kind
         self._memory = memory
         self._context = context
@@ -81,10 +74,7 @@ class Incoming:
         return message, pieces
 
     async def opening(self) -> Any:
-        """The opening in the first message; None if it has none. Raises MalformedMessage, DeadlineExceeded.
-
-        `tensors` reads the chunks that come with it.
-        """
+        """The opening in the first message; None if it has none. Raises MalformedMessage, DeadlineExceeded."""
         message, self._first = await self.read(FIRST_SECONDS)
         return message.open if message is not None and message.HasField("open") else None
 
@@ -144,3 +134,14 @@ class Incoming:
         """Note that the call has ended, and nothing is kept for it any more."""
         self._callers.release(self.caller, self._kept_bytes, training=self._training)
         self._kept_bytes = 0
+
+
+async def refuse(context: Context, error: Exception) -> None:
+    """End a call with an error. Any error but a SwarmError or lack of memory is a bug of this peer."""
+    if is_out_of_memory(error):
+        logger.warning("a call failed for want of memory: no room for %s", what_was_asked(error))
+        error = PeerUnavailable("this peer is out of memory")
+    if not isinstance(error, SwarmError):
+        logger.exception("a call failed", exc_info=error)
+        error = PeerUnavailable(f"internal error: {type(error).__name__}")
+    await abort(context, error)

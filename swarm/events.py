@@ -1,6 +1,4 @@
-"""The events that a process can record, of a microbatch, of a round and of itself, and the log that has a line for
-each.
-"""
+"""What a process can record, of a microbatch, of a round and of itself, and the log with a line for each event."""
 
 import itertools
 import json

@@ -3,7 +3,7 @@
 import asyncio
 from contextlib import suppress
 
-from swarm.stage.diloco.turns import FIRST_LATE_SECONDS, LATE, Turns
+from swarm.stage.settings.diloco import FIRST_LATE_SECONDS, LATE, Turns
 from tests.support.chain import eventually
 from tests.support.manual_clock import ManualClock
 

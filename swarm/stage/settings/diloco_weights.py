@@ -16,16 +16,16 @@ import torch
 from torch import nn
 
 from swarm.config import RunConfig
-from swarm.events.kinds import Events, Step
+from swarm.events import Events, Step
 from swarm.model.adapters import trained_parameters
 from swarm.model.functions import fuses
 from swarm.stage.buckets import GradientBucket, Tensors, Version
-from swarm.stage.diloco.fragments import Fragments
 from swarm.stage.weights import Round, StageWeights
 from swarm.training import optim
+from swarm.training.clipping import clip, squared_norm_of
 from swarm.training.inner_steps import InnerSteps
-from swarm.training.optimizers import gradient_optimizer, round_optimizer
-from swarm.training.round_member import Contribution
+from swarm.training.optimizers import gradient_optimizer
+from swarm.training.round_member import Contribution, RoundResult
 from swarm.training.samples import NOTHING, Amount
 
 KEPT_CLOSINGS = 3
@@ -46,7 +46,7 @@ class _Closing(NamedTuple):
 
 
 class DilocoWeights(StageWeights):
-    """The weights with DiLoCo: an inner step whenever a batch is full, and an outer step from the anchor."""
+    """An inner step whenever a batch is full, and an outer step from the anchor."""
 
     def __init__(
         self,
@@ -57,15 +57,14 @@ class DilocoWeights(StageWeights):
         events: Events | None = None,
         fused: bool | None = None,
     ) -> None:
-        """
-        Args:
-            fused: as in settings.weights_of.
-        """
+        """See weights_of."""
         self._events = events or Events()
         trained = trained_parameters(module)
         fused = fuses(next(iter(trained.values())).device) if fused is None else fused
         self._inner = gradient_optimizer(config, same_bits=False, fused=fused)
-        self._fragments = Fragments(trained, config.averaging.num_fragments)
+        self._fragments = dealt(trained, config.averaging.num_fragments)
+        """The names of each fragment's parameters."""
+        self._forget()
         self._closings: dict[int, _Closing]
         """The newest closings of this round, by number. They are kept even when the round is reopened, because the
         result of an earlier one may still be decided."""
@@ -74,14 +73,17 @@ class DilocoWeights(StageWeights):
         super().__init__(
             config,
             module,
-            ends_rounds=round_optimizer(config),
             batch_samples=config.rounds.inner_batch_samples,
             anchor_device=torch.device("cpu"),
             lineage=lineage,
         )
 
+    def _forget(self) -> None:
+        """Forget what inner steps have learnt."""
+        self._unaveraged = [NOTHING] * len(self._fragments)
+        """By fragment, the amount that inner steps have used since the fragment was last averaged."""
+
     def version_for(self, round_number: int) -> Version:
-        """The newest version, whichever round it is."""
         return self.version
 
     # -- inner steps -------------------------------------------------------------------------------------------
@@ -117,13 +119,12 @@ class DilocoWeights(StageWeights):
         # In place, because no gradient is added to this bucket or taken out of it any more.
         gradients = bucket.sums
         torch._foreach_mul_(list(gradients.values()), bucket.scale)
-        factor = optim.clip_factor(optim.squared_norm(gradients.values()), self._config.optimizer.clip_norm)
-        torch._foreach_mul_(list(gradients.values()), factor)
+        clip(gradients, squared_norm_of(gradients.values()), self._config.optimizer.clip_norm)
         optim.step(self._inner, self.masters, gradients, self.learning_rate)
         self._events.write(Step(bucket=bucket.number, samples=bucket.num_samples))
         self.inner_steps.add(bucket.num_samples, bucket.versions, newest=self.version.number)
         self.round.stepped += bucket.amount
-        self._fragments.stepped(bucket.amount)
+        self._unaveraged = [amount + bucket.amount for amount in self._unaveraged]
         self._versions.publish()
 
     # -- rounds ------------------------------------------------------------------------------------------------
@@ -140,8 +141,8 @@ class DilocoWeights(StageWeights):
     def close(self) -> Contribution:
         """Freeze the pseudo-gradient, anchor minus weights, of this round's fragment."""
         self.round.closed = True
-        fragment, anchor = self._fragments.turn(self.round.number), self._anchor
-        tensors = self._memory.like({name: anchor[name] for name in self._fragments.names(fragment)})
+        fragment, anchor = self._fragment, self._anchor
+        tensors = self._memory.like({name: anchor[name] for name in self._fragments[fragment]})
         with torch.no_grad():
             for name, difference in tensors.items():
                 subtract = partial(torch.sub, anchor[name], out=difference)
@@ -149,7 +150,7 @@ class DilocoWeights(StageWeights):
         number = 1 + max(self._closings, default=-1)
         self._closings[number] = _Closing(frozenset(tensors), self.version, self.inner_steps.count, self.round.stepped)
         self._closings.pop(number - KEPT_CLOSINGS, None)
-        amount = self._fragments.unaveraged[fragment]
+        amount = self._unaveraged[fragment]
         return Contribution(
             tensors=tensors,
             num_samples=amount.samples,
@@ -159,45 +160,39 @@ class DilocoWeights(StageWeights):
             closing=number,
         )
 
-    def _end_round(
-        self,
-        average: Mapping[str, torch.Tensor],
-        total_squared_norm: float,
-        rate: float,
-        *,
-        contributed: bool,
-        closing: int | None,
-    ) -> tuple[Amount, Tensors]:
+    def _end_round(self, result: RoundResult, rate: float) -> tuple[Amount, Tensors]:
         """Step from the anchor.
 
         What was learnt from samples that are not in the average is carried over: it is added to the new anchor.
         """
-        anchor, fragment = self._anchor, self._fragments.turn(self.round.number)
-        carried, carried_amount = self._carried(list(average), fragment, contributed=contributed, closing=closing)
+        anchor = self._anchor
+        carried, carried_amount = self._carried(result)
         self._closings = {}  # Frees memory for what follows.
-        if contributed or not carried:
-            self._fragments.averaged(fragment, but=carried_amount)
-        stepped = self._memory.copies({name: anchor[name] for name in average})
-        optim.step(self._ends_rounds, stepped, average, self._config.outer_step.learning_rate)
+        if result.contributed or not carried:
+            self._unaveraged[self._fragment] = carried_amount
+        stepped = self._memory.copies({name: anchor[name] for name in result.tensors})
+        optim.step(self._ends_rounds, stepped, result.tensors, self._config.outer_step.learning_rate)
         self._load_masters(stepped)
         if carried:
             self._add_to_masters(carried)
         self._versions.publish(None if carried else stepped)
         return carried_amount, {**anchor, **stepped}
 
-    def _carried(
-        self, names: list[str], fragment: int, *, contributed: bool, closing: int | None
-    ) -> tuple[Tensors, Amount]:
-        """Return the change of the weights that is not in the round's average, and the amount of this round that caused
-        it."""
-        if not contributed:
-            learnt = self._learnt(names, self._fragments.unaveraged[fragment].samples)
+    @property
+    def _fragment(self) -> int:
+        """The fragment that this round averages."""
+        return self.round.number % len(self._fragments)
+
+    def _carried(self, result: RoundResult) -> tuple[Tensors, Amount]:
+        """The change of the weights that is not in the round's average, and the amount of this round that caused it."""
+        if not result.contributed:
+            learnt = self._learnt(result.tensors, self._unaveraged[self._fragment].samples)
             return learnt, self.round.stepped if learnt else NOTHING
         # There is no closing if the result was decided without this peer's knowledge, after a restart of the attempt.
-        closed = self._closings.get(max(self._closings, default=-1) if closing is None else closing)
-        if closed is None or closed.version is self.version or closed.names != set(names):
+        closed = self._closings.get(max(self._closings, default=-1) if result.closing is None else result.closing)
+        if closed is None or closed.version is self.version or closed.names != result.tensors.keys():
             return {}, NOTHING
-        since = {name: (self.masters[name] - closed.version.parameters[name]).detach() for name in names}
+        since = {name: (self.masters[name] - closed.version.parameters[name]).detach() for name in result.tensors}
         return since, self.round.stepped - closed.stepped
 
     def _learnt(self, names: Iterable[str], num_samples: int) -> Tensors:
@@ -216,15 +211,12 @@ class DilocoWeights(StageWeights):
         return learnt if all(bool(value.isfinite().all()) for value in learnt.values()) else {}
 
     def install(self, tensors: Mapping[str, torch.Tensor], new_round: Round, *, carry: bool = False) -> None:
-        learnt = (
-            self._learnt(self.masters, sum(fragment.samples for fragment in self._fragments.unaveraged))
-            if carry
-            else {}
-        )
+        num_samples = sum(amount.samples for amount in self._unaveraged)
+        learnt = self._learnt(self.masters, num_samples) if carry else {}
         if learnt:
             new_round.stepped = self.round.stepped
         else:
-            self._fragments.forget()
+            self._forget()
         super().install(tensors, new_round)
         if learnt:
             self._add_to_masters(learnt)
@@ -243,3 +235,20 @@ class DilocoWeights(StageWeights):
 
     def _add_to_masters(self, values: Tensors) -> None:
         torch._foreach_add_([self.masters[name].data for name in values], list(values.values()))
+
+
+def dealt(names: Iterable[str], num_fragments: int) -> list[list[str]]:
+    """Divide parameter names by block (embedding, each layer, head) among the fragments, so that a fragment's layers
+    are far apart.
+
+    Raises:
+        ValueError: there are fewer blocks than fragments.
+    """
+    blocks: dict[str, list[str]] = {}
+    for name in names:
+        parts = name.split(".")
+        blocks.setdefault(".".join(parts[: 2 if parts[0] == "layers" else 1]), []).append(name)
+    if len(blocks) < num_fragments:
+        raise ValueError(f"averaging.num_fragments is {num_fragments}, but a stage has only {len(blocks)} blocks")
+    in_order = list(blocks.values())
+    return [[name for block in in_order[first::num_fragments] for name in block] for first in range(num_fragments)]

@@ -7,7 +7,7 @@ import torch
 from swarm.rpc.callers import Caller, Callers
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.wire import CHUNK_BYTES, TensorSpec, frames, serialized
-from swarm.stage.incoming import Incoming
+from swarm.stage.call import Incoming
 from tests.support.memory import resident_bytes
 
 _MESSAGES = 40

@@ -1,1 +1,0 @@
-"""DiLoCo: peers step by themselves, and a round averages what they learnt."""

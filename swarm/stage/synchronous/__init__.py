@@ -1,1 +1,0 @@
-"""The synchronous setting: a round is one optimizer step."""

@@ -1,0 +1,37 @@
+"""Commits of rounds to a stage's weights, as averaging makes them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from swarm.stage.weights import StageWeights
+from swarm.training.clipping import squared_norm_of
+from swarm.training.round_member import RoundResult
+
+
+def result_of(
+    round_number: int, average: Mapping[str, torch.Tensor], *, total_squared_norm: float = 0.0, num_samples: int = 16,
+    num_members: int = 1, lineage: str = "", contributed: bool = True, closing: int | None = None,
+) -> RoundResult:  # fmt: skip
+    return RoundResult(
+        round=round_number, tensors=average, num_samples=num_samples, squared_norm=total_squared_norm,
+        total_squared_norm=total_squared_norm, members=tuple(map(str, range(num_members))), lineage=lineage,
+        attempts=1, digest="", contributed=contributed, closing=closing,
+    )  # fmt: skip
+
+
+def end_round(weights: StageWeights, average: Mapping[str, torch.Tensor], **options: Any) -> float:
+    """End the present round with an average. Returns the learning rate that was used."""
+    return weights.commit(result_of(weights.round.number, average, **options))
+
+
+def end_rounds(
+    stages: Sequence[StageWeights], averages: Sequence[Mapping[str, torch.Tensor]] | None = None, **options: Any
+) -> None:
+    """End the round of all stages of a model, clipped by its norm. Without averages, each stage is its only member."""
+    if averages is None:
+        averages = [weights.close().tensors for weights in stages]
+    total = sum(squared_norm_of(average.values()) for average in averages)
+    for weights, average in zip(stages, averages, strict=True):
+        end_round(weights, average, total_squared_norm=total, **options)

@@ -1,0 +1,43 @@
+"""Clipping: the norm, the factor, and what is scaled."""
+
+import math
+
+import pytest
+import torch
+
+from swarm.machine.memory import Recycler
+from swarm.training.clipping import clip, clip_factor, clipped, squared_norm_of, squared_norm_of_vector
+
+
+def test_the_squared_norm_is_over_everything_and_in_double_precision() -> None:
+    assert squared_norm_of([torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])]) == pytest.approx(25.0)
+    assert squared_norm_of([torch.full((4,), 1e25)]) == pytest.approx(4e50)
+    assert squared_norm_of([]) == 0.0
+
+
+@pytest.mark.parametrize("length", [0, 5, 4096, 10_000])
+def test_the_squared_norm_of_a_vector_is_the_same(length: int) -> None:
+    vector = torch.randn(length, generator=torch.Generator().manual_seed(0))
+    assert squared_norm_of_vector(vector) == pytest.approx(squared_norm_of([vector]), rel=1e-5)
+    assert not math.isfinite(squared_norm_of_vector(torch.cat([vector, torch.tensor([math.nan])])))
+
+
+@pytest.mark.parametrize(
+    ("norm", "limit", "factor"), [(2.0, 1.0, 0.5), (0.5, 1.0, 1.0), (9.0, 0.0, 1.0), (0.0, 1.0, 1.0)]
+)
+def test_clip_factor(norm: float, limit: float, factor: float) -> None:
+    assert clip_factor(norm**2, limit) == pytest.approx(factor)
+
+
+@pytest.mark.parametrize("max_norm", [0.25, 1000.0])
+def test_clipped_gradients_have_the_largest_norm_at_most(max_norm: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    gradients = {name: torch.randn(shape, generator=generator) for name, shape in (("weight", (3, 4)), ("bias", (4,)))}
+    originals, squared_norm = {name: g.clone() for name, g in gradients.items()}, squared_norm_of(gradients.values())
+    elsewhere = clipped(gradients, squared_norm, max_norm, Recycler())
+    assert all(torch.equal(gradients[name], originals[name]) for name in gradients), "others may still read these"
+    in_place = {name: 8.0 * gradient for name, gradient in gradients.items()}
+    clip(in_place, squared_norm, max_norm, scale=8.0)
+    expected = min(max_norm, math.sqrt(squared_norm))
+    for result in (elsewhere, in_place):
+        assert math.sqrt(squared_norm_of(result.values())) == pytest.approx(expected)
