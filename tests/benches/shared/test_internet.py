@@ -12,7 +12,7 @@ from scripts.benches.shared.internet import Internet, missing
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "everything is there")
 
 BENCH = """
-import signal, sys, time
+import sys, time
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -32,8 +32,6 @@ def run(options):
 bench = ModuleType("bench")
 bench.Options, bench.run = OutputOptions, run
 sys.argv = ["bench", "waits"]
-# A shell has what it starts in the background ignore SIGINT, and children inherit that.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.exit(faults.run_program("bench", lambda: run_named("bench", "benches", {"waits": ""}, lambda name: bench)))
 """
 
@@ -43,7 +41,7 @@ def _made_by(pid: int) -> list[str]:
     return [line for line in listed.stdout.splitlines() if line.startswith(f"swarm{pid}-")]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_namespaces_are_removed_at_the_end_or_at_the_next_start(number: signal.Signals) -> None:
     command, root = [sys.executable, "-c", BENCH], Path(__file__).parents[3]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=root) as bench:

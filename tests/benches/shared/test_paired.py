@@ -36,7 +36,8 @@ PROGRAM = """
 import sys, time
 from pathlib import Path
 from scripts.benches.shared.paired import take_turns
-take_turns(Path(sys.argv[1]), lambda: {work})
+results = Path(sys.argv[1])
+take_turns(results, lambda: {work})
 """
 
 
@@ -48,25 +49,17 @@ def _worker(work: str, folder: Path, children: Supervisor) -> Worker:
     return worker
 
 
-def test_a_turn_may_take_longer_than_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_may_take_longer_than_a_start_and_a_process_that_ends_or_never_waits_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Supervisor(tmp_path) as children:
-        worker = _worker("time.sleep(0.5)", tmp_path, children)
+        worker = _worker("time.sleep(0.5) if not list(results.iterdir()) else sys.exit('no luck')", tmp_path, children)
         # A start may take as long as wait_for_json waits by default.
         defaults = common.wait_for_json.__kwdefaults__
         assert defaults is not None
         monkeypatch.setitem(defaults, "timeout_seconds", 0.1)
         worker.begin()
         assert 0.5 <= worker.seconds() < 60
-        # A stopped process would not end by SIGTERM.
-        for child in children.running:
-            children.kill9(child)
-
-
-def test_a_process_that_ends_in_its_turn_or_never_waits_for_one_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Supervisor(tmp_path) as children:
-        worker = _worker("sys.exit('no luck')", tmp_path, children)
         worker.begin()
         with pytest.raises(PeerUnavailable, match="worker ended early: no luck"):
             worker.seconds()
