@@ -2,11 +2,11 @@
 
 import pytest
 
-from scripts.benches.closing import SETTINGS, Options, run_case, run_config
+from scripts.benches.closing import Options, run_case, run_config
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", ["diloco", pytest.param("synchronous", marks=pytest.mark.slow)])
 def test_a_case_runs(setting: str) -> None:
     members = run_case(run_config(setting, Options(d_model=128, layers=1, rounds=2)), 2)
     assert len(members[0]["digests"]) == 2

@@ -10,7 +10,7 @@ from scripts.benches.shared.internet import Internet
 from tests.support.nat_swarm import INTERNET, NatSwarm
 from tests.support.swarm import whole_lines
 
-pytestmark = [*INTERNET, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, *INTERNET]
 
 
 def test_a_run_is_found_joined_trained_and_watched_without_an_address(

@@ -11,7 +11,7 @@ from tests.support.swarm import wait_until
 
 PORT = 443
 
-pytestmark = [*INTERNET, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, *INTERNET]
 
 
 def start_meet(host: Host, internet: Internet, swarm: NatSwarm) -> str:

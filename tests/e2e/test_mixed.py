@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 ONE_STAGE = {
     "num_stages = 2": "num_stages = 1", "momentum = 0.0": "momentum = 0.9", "round_samples = 64": "round_samples = 16",
 }  # fmt: skip
-NUM_ROUNDS = 10
+NUM_ROUNDS = 6
 
 
 def _events(swarm: RealSwarm, peer: RealPeer, kind: str) -> list[dict[str, Any]]:

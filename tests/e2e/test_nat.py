@@ -16,7 +16,7 @@ from swarm.config.reading import load
 from tests.support.nat_swarm import INTERNET, NatSwarm
 from tests.support.swarm import wait_until
 
-pytestmark = INTERNET
+pytestmark = [pytest.mark.e2e, *INTERNET]
 
 
 def nft(host: Host, rules: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 from scripts.benches.shared.internet import Host, Internet
 from tests.support.nat_swarm import INTERNET, NatSwarm
 
-pytestmark = [*INTERNET, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, *INTERNET]
 
 
 def _on(host: Host, *commands: str) -> None:

@@ -39,7 +39,7 @@ table inet miniupnpd {
 """Its own chains. The external address that it tells, 11.0.0.1, is not its own: nobody is to believe that."""
 
 pytestmark = [
-    *INTERNET, pytest.mark.slow,
+    pytest.mark.e2e, pytest.mark.slow, *INTERNET,
     pytest.mark.skipif(shutil.which("miniupnpd") is None, reason="miniupnpd is not installed"),
 ]  # fmt: skip
 

@@ -17,7 +17,7 @@ from swarm.config import RunConfig
 from swarm.metrics import read as read_metrics
 from tests.support.nat_swarm import INTERNET
 
-pytestmark = [*INTERNET, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900), *INTERNET]
 BEFORE_SECONDS = 20.0
 """How long training is measured before anybody joins."""
 LIMIT_SECONDS = 300.0

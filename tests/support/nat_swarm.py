@@ -14,10 +14,10 @@ from scripts.benches.shared.internet import Host, missing
 from tests.support.swarm import RealPeer, RealSwarm, wait_until, whole_lines
 
 INTERNET = [
-    pytest.mark.e2e, pytest.mark.timeout(600),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(bool(missing()), reason=missing() or "everything is there"),
 ]  # fmt: skip
-"""Marks of tests with such a swarm."""
+"""Marks of tests with such a swarm, besides e2e: scripts/test looks for that word in their files."""
 
 
 class NatSwarm(RealSwarm):
