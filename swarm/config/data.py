@@ -4,13 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, assert_never
 
-from swarm.config.checks import (
-    STRICT,
-    is_sha256,
-    require,
-    require_not_negative,
-    require_usable_numbers,
-)
+from swarm.config.checks import STRICT, is_sha256, require, require_not_negative, require_usable_numbers
 
 Format = Literal["text", "chat", "completion"]
 HUGGING_FACE, CLASS = "hf:", "class:"

@@ -139,11 +139,7 @@ class StageModule(nn.Module):
         with torch.autocast(inputs.device.type, cast_dtype) if cast_dtype else contextlib.nullcontext():
             hidden_BTR = inputs
             if self.is_first:
-                assert self.embedding is not None
-                hidden_BTR, tokens_BT = self.embedding(inputs), inputs
-                if self.positions is not None:
-                    hidden_BTR = self.positions(hidden_BTR, positions_T)
-                hidden_BTR = self.embedding_dropout(hidden_BTR, dropout_key)
+                hidden_BTR, tokens_BT = self._embedded(inputs, positions_T, dropout_key), inputs
             fixed_BTC = None if self.fixed_columns is None else self.fixed_columns(tokens_BT)
             tables = rotary_tables(self.model, positions_T) if self.model.is_rotary else (None, None)
             if self.fused and tables[0] is not None:
@@ -162,6 +158,14 @@ class StageModule(nn.Module):
                 embedding_VD = None if self.embedding is None else self.embedding.weight
                 hidden_BTR = self.head(hidden_BTR, embedding_VD, targets_BT, gradient_scale)
         return hidden_BTR.float()
+
+    def _embedded(self, tokens_BT: Tensor, positions_T: Tensor, dropout_key: DropoutKey | None) -> Tensor:
+        assert self.embedding is not None
+        hidden_BTR = self.embedding(tokens_BT)
+        if self.positions is not None:
+            hidden_BTR = self.positions(hidden_BTR, positions_T)
+        embedded_BTR: Tensor = self.embedding_dropout(hidden_BTR, dropout_key)
+        return embedded_BTR
 
     def _run_spans(
         self, shards: Shards, run: Callable[..., Tensor], hidden_BTD: Tensor, context: Sequence[object]

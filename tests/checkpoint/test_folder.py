@@ -69,8 +69,7 @@ def test_another_cut_gives_the_tensors_of_a_run_that_was_never_cut_otherwise(tmp
         assert digest_of(restored.tensors) == expected.state_digest()
         resumed = trained(config, stage, 0)
         resumed.install(
-            restored.tensors,
-            Round(number=restored.round, run_samples=restored.run_samples, lineage=restored.lineage),
+            restored.tensors, Round(number=restored.round, run_samples=restored.run_samples, lineage=restored.lineage)
         )
         train_round(resumed)
         train_round(expected)

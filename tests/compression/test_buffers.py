@@ -3,15 +3,7 @@ import math
 import pytest
 import torch
 
-from swarm.compression.buffers import (
-    CHUNK_ELEMENTS,
-    Received,
-    as_tensor,
-    check_finite,
-    check_scales,
-    in_chunks,
-    slices,
-)
+from swarm.compression.buffers import CHUNK_ELEMENTS, Received, as_tensor, check_finite, check_scales, in_chunks, slices
 from swarm.errors import MalformedMessage
 
 

@@ -39,11 +39,7 @@ def test_unflatten_is_the_inverse(shapes: list[tuple[int, ...]]) -> None:
 
 
 def test_tiles_come_first_and_the_rest_in_the_order_of_names() -> None:
-    tensors = {
-        "b": torch.rand(130, 2, 70),
-        "a": torch.rand(64, 200),
-        "c": torch.rand(4096),
-    }
+    tensors = {"b": torch.rand(130, 2, 70), "a": torch.rand(64, 200), "c": torch.rand(4096)}
     vector_D = flatten(tensors, _vector(tensors))
     a, b = tensors["a"], tensors["b"].view(130, 140)
     tiles = [a[:, 0:64], a[:, 64:128], a[:, 128:192], b[:64, :64], b[:64, 64:128], b[64:128, :64], b[64:128, 64:128]]

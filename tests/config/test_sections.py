@@ -52,10 +52,7 @@ from swarm.config import RunConfig
         ("[model]\nnum_shards = 2", "model.num_shards is for layers that have model.block_types"),
         ("[model]\nblock_types = 'tp'", "model.block_types needs a model.num_shards of 2 or more"),
         ("[model]\nnum_shards = 0", "model.num_shards must be at least 1, not 0"),
-        (
-            "[model]\nnum_shards = 2\nblock_types = ['tp', 'tp', 'spd']",
-            "model.block_types has 3 entries for 4 layers",
-        ),
+        ("[model]\nnum_shards = 2\nblock_types = ['tp', 'tp', 'spd']", "model.block_types has 3 entries for 4 layers"),
         (
             "[model]\nnum_shards = 2\nblock_types = ['tp', 'tp', 'dp', 'spd']",
             "model.block_types: there is no 'dp', only tp, spd, parallel",
@@ -118,10 +115,7 @@ from swarm.config import RunConfig
         ("[data]\npart_rows = 9\nmax_tokens = 9\ndataset = 'hf:x'", "data.part_rows and data.max_tokens exclude each"),
         ("[data]\nseed = -1", "data.seed must be at least 0 and below 2^63, not -1"),
         (f"[data]\nseed = {1 << 63}", f"data.seed must be at least 0 and below 2^63, not {1 << 63}"),
-        (
-            f"[rounds]\nround_samples = {1 << 60}",
-            f"rounds.round_samples must be at most {1 << 48}, not {1 << 60}",
-        ),
+        (f"[rounds]\nround_samples = {1 << 60}", f"rounds.round_samples must be at most {1 << 48}, not {1 << 60}"),
         (f"[optimizer]\nwarmup_samples = {1 << 60}", f"optimizer.warmup_samples must be at most {1 << 48}, not"),
         (f"[model]\nvocab_size = {1 << 60}", f"model.vocab_size must be at most {1 << 48}, not"),
         ("[optimizer]\nlearning_rate = inf", "optimizer.learning_rate must be finite, not inf"),

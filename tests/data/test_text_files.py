@@ -44,11 +44,7 @@ def test_a_long_line_is_cut_before_the_spaces_of_a_last_word(tmp_path: Path) -> 
     text = "one two  three four five six   seven eight nine ten eleven twelve thirteen\nfourteen\n"
     given = _pieces(tmp_path, text)
     assert "".join(given) == text
-    assert given == [
-        "one two  three four five six",
-        "   seven eight nine ten eleven",
-        " twelve thirteen\nfourteen\n",
-    ]
+    assert given == ["one two  three four five six", "   seven eight nine ten eleven", " twelve thirteen\nfourteen\n"]
 
 
 @pytest.mark.parametrize("text", ["\u4e2d" * 100, " " * 100, "a" * 20 + " " * 100, "\u4e2d" * 40 + "\r\n" + "b" * 60])

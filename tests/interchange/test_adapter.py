@@ -33,11 +33,7 @@ STEPS = 8
 LEARNING_RATE, DECAY, CLIP = 5e-3, 0.1, 1.0
 EPSILON = 1e-4
 """If a gradient is nearly 0, Adam with a smaller epsilon would magnify its rounding errors."""
-CASES = {
-    "llama-3": ("all-linear",),
-    "qwen2": ("q_proj", "v_proj", "down_proj"),
-    "gpt2": ("all-linear",),
-}
+CASES = {"llama-3": ("all-linear",), "qwen2": ("q_proj", "v_proj", "down_proj"), "gpt2": ("all-linear",)}
 
 
 class Samples:

@@ -92,11 +92,7 @@ def test_what_no_run_could_begin_with_is_refused(tmp_path: Path) -> None:
         ),
         (Source(tmp_path / "model"), ImportOptions(dataset=("stdlib", "nofile")), "'nofile' does not exist; give"),
         (Source(tmp_path / "model"), ImportOptions(dataset=(f"{tmp_path}/*.none",)), "names no file that can be read"),
-        (
-            Source(tmp_path / "model"),
-            ImportOptions(dataset=("class:no:Rows",)),
-            "'class:no:Rows': give it with",
-        ),
+        (Source(tmp_path / "model"), ImportOptions(dataset=("class:no:Rows",)), "'class:no:Rows': give it with"),
     ):
         with pytest.raises(ValueError, match=fault):
             import_model(source, tmp_path / "run", options)
