@@ -9,15 +9,17 @@ import hashlib
 import json
 import logging
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import tokenizers
 
-from swarm.config import DataConfig
-from swarm.config.data import CLASS
+from swarm.config import DataConfig, ModelConfig
+from swarm.config.data import CLASS, Format
 from swarm.data import tokenizer_files
 from swarm.data.own_tokenizer import OwnTokenizer
 from swarm.errors import CorpusMismatch, in_one_line
@@ -291,3 +293,48 @@ def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
             vocab_size,
             tokenizer.vocab_size,
         )
+
+
+def end_tokens(
+    model: ModelConfig, folders: Sequence[Path], tokenizer: Tokenizer, *, format: Format = "text"
+) -> frozenset[int]:
+    """The end tokens that files and configuration name, by number or as the tokenizer's `eos_token`, and the one that
+    ends what the run learns; may be empty.
+
+    Args:
+        model: the model's configuration. Its eos_token_ids count only if no generation_config.json names any.
+        folders: of the tokenizer and the model, as transformers writes them.
+        format: of the run's text. A completion ends in a newline, where the tokenizer has no end token.
+
+    Raises:
+        ValueError: one line, if a file is no JSON, or names something that is no token.
+    """
+    numbers, named = set[int](), set[int]()
+    for folder in folders:
+        path = folder / "generation_config.json"
+        ends = json_file.read_object(path, is_optional=True).get("eos_token_id")
+        numbers.update(token_numbers(ends, f"{path}: eos_token_id"))
+        token = json_file.read_object(folder / "tokenizer_config.json", is_optional=True).get("eos_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str) and len(ids := tokenizer.encode(token)) == 1:
+            named.update(ids.tolist())
+    if tokenizer.end is not None:
+        named.add(tokenizer.end)
+    elif format == "completion" and len(tokenizer.separator) == 1:
+        named.update(tokenizer.separator.tolist())
+    return frozenset((numbers or set(model.eos_token_ids)) | named)
+
+
+def token_numbers(value: Any, what: str) -> tuple[int, ...]:
+    """The tokens that a value names: a number is one token, a list several, and None (null) none.
+
+    Args:
+        what: where the value stands, for the message.
+
+    Raises:
+        ValueError: it is anything else.
+    """
+    tokens = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
+        raise ValueError(f"{what} is {reprlib.repr(value)}, and should be a token's number, or a list of such")
+    return tuple(tokens)

@@ -13,8 +13,7 @@ from typing import Literal
 from swarm.config import RunConfig
 from swarm.data import chat
 from swarm.data.chat import ChatTemplate, Message
-from swarm.data.end_tokens import end_tokens
-from swarm.data.tokenizers import Tokenizer
+from swarm.data.tokenizers import Tokenizer, end_tokens
 from swarm.errors import Overloaded
 from swarm.generation.engine import Engine
 from swarm.generation.sampling import Sampling, Scores

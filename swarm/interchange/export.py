@@ -18,10 +18,9 @@ from torch import Tensor
 from swarm.config import ModelConfig, RunConfig
 from swarm.config.data import CLASS
 from swarm.data import tokenizer_files, tokenizers
-from swarm.data.end_tokens import end_tokens
 from swarm.data.own_tokenizer import trusted
 from swarm.data.tokenizer_files import TOKENIZER
-from swarm.data.tokenizers import BYTES_OF_LETTERS, ByteTokenizer, Tokenizer
+from swarm.data.tokenizers import BYTES_OF_LETTERS, ByteTokenizer, Tokenizer, end_tokens
 from swarm.interchange.families.family import Family, TensorRule
 from swarm.interchange.families.known import GENERATION, family_of, special_token_keys
 from swarm.interchange.source import parameter_shapes

@@ -8,7 +8,7 @@ import pytest
 
 from swarm.config import ModelConfig
 from swarm.data import tokenizers
-from swarm.data.end_tokens import end_tokens
+from swarm.data.tokenizers import end_tokens
 from tests.support.tokenizers import write_tokenizer
 
 

@@ -23,15 +23,17 @@ _NARROWER = {"temperature": (0, 2), "seed": (-(2**63), 2**63 - 1)}
 _ALL_TOKENS = ("top_k", -1)
 """What some clients say where ours say 0."""
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    **dict.fromkeys("dry_multiplier dynatemp_range frequency_penalty min_p min_tokens mirostat".split(), (0,)),
-    **dict.fromkeys("presence_penalty top_logprobs xtc_probability".split(), (0,)),
-    **dict.fromkeys("best_of length_penalty repeat_penalty repetition_penalty tfs_z typical_p".split(), (1,)),
-    **dict.fromkeys("allowed_token_ids bad_words documents functions stop_token_ids tools".split(), ([],)),
-    **dict.fromkeys("chat_template_kwargs logit_bias".split(), ({},)),
-    **dict.fromkeys("add_special_tokens continue_final_message echo ignore_eos use_beam_search".split(), (False,)),
-    **dict.fromkeys("audio chat_template guided_choice guided_grammar guided_json guided_regex".split(), ()),
-    **dict.fromkeys("prediction prompt_logprobs web_search_options".split(), ()),
-    **dict.fromkeys("function_call tool_choice".split(), ("none", "auto")),
+    **dict.fromkeys(["dry_multiplier", "dynatemp_range", "frequency_penalty", "min_p", "min_tokens", "mirostat"], (0,)),
+    **dict.fromkeys(["presence_penalty", "top_logprobs", "xtc_probability"], (0,)),
+    **dict.fromkeys(["best_of", "length_penalty", "repeat_penalty", "repetition_penalty", "tfs_z", "typical_p"], (1,)),
+    **dict.fromkeys(["allowed_token_ids", "bad_words", "documents", "functions", "stop_token_ids", "tools"], ([],)),
+    **dict.fromkeys(["chat_template_kwargs", "logit_bias"], ({},)),
+    **dict.fromkeys(
+        ["add_special_tokens", "continue_final_message", "echo", "ignore_eos", "use_beam_search"], (False,)
+    ),
+    **dict.fromkeys(["audio", "chat_template", "guided_choice", "guided_grammar", "guided_json", "guided_regex"], ()),
+    **dict.fromkeys(["prediction", "prompt_logprobs", "web_search_options"], ()),
+    **dict.fromkeys(["function_call", "tool_choice"], ("none", "auto")),
     "add_generation_prompt": (True,),
     "modalities": (["text"],),
     "reasoning": ({"effort": "none"}, {"effort": None}),
@@ -44,11 +46,11 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "verbosity": ("medium",),
 }
 """Fields of OpenAI's API, and of similar servers, that are not supported, with the values that change nothing."""
-_INERT = frozenset(
-    "cache_prompt cache_salt max_tool_calls metadata parallel_tool_calls priority prompt_cache_key "
-    "prompt_cache_options prompt_cache_retention repeat_last_n request_id safety_identifier service_tier "
-    "spaces_between_special_tokens user".split()
-)
+_INERT = frozenset({
+    "cache_prompt", "cache_salt", "max_tool_calls", "metadata", "parallel_tool_calls", "priority", "prompt_cache_key",
+    "prompt_cache_options", "prompt_cache_retention", "repeat_last_n", "request_id", "safety_identifier",
+    "service_tier", "spaces_between_special_tokens", "user",
+})  # fmt: skip
 """Fields that change no answer here, whatever their values."""
 _EXPECTED = {
     "prompt": f"must be a text, a list of tokens, or a list of at most {MOST_CHOICES} of either",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from swarm.config import ModelConfig
-from swarm.data.end_tokens import token_numbers
+from swarm.data.tokenizers import token_numbers
 from swarm.interchange.families import gpt2, llama
 from swarm.interchange.families.family import Family, Keys
 from swarm.machine import json_file
