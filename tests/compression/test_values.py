@@ -124,19 +124,9 @@ def test_the_stream_has_no_gap_and_reads_back(fields: list[Field], num_rows: int
         np.testing.assert_array_equal(again, column)
 
 
-def test_twelve_bits_are_two_numbers_in_three_bytes() -> None:
-    packed = pack([np.array([[0x123, 0xABC]], dtype=np.uint16)], [Field(2, 12)])
-    assert packed.tolist() == [0x23, 0xC1, 0xAB]
-
-
 def test_spare_bits_are_ignored() -> None:
     fields = [Field(3, 3)]
     packed = pack(_columns(fields, 1, 0), fields)
     spoilt = packed.copy()
     spoilt[-1] |= 0xFE
     np.testing.assert_array_equal(unpack(packed, fields, 1), unpack(spoilt, fields, 1))
-
-
-@pytest.mark.parametrize(("num_rows", "expected"), [(0, 0), (1, 2), (8, 9)])
-def test_sizes(num_rows: int, expected: int) -> None:
-    assert num_bytes([Field(1, 8), Field(1, 1)], num_rows) == expected

@@ -52,10 +52,6 @@ def test_another_tokenizer_is_named_before_the_text_that_it_makes() -> None:
         config.check_same(RunConfig(data=ours), RunConfig(data=theirs))
 
 
-def test_equal_configurations_agree() -> None:
-    config.check_same(RunConfig(), RunConfig())
-
-
 def test_defaults_are_resolved() -> None:
     model = ModelConfig(d_model=128, num_heads=4)
     assert (model.kv_heads, model.feed_forward_width) == (4, 352)

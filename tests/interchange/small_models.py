@@ -83,8 +83,9 @@ def make_tokens() -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (2, POSITIONS - 4), generator=torch.Generator().manual_seed(1))
 
 
-def logits_of(source: Source, tokens_BT: torch.Tensor) -> torch.Tensor:
-    """The logits of a model that is cut into one stage for each layer."""
+def logits_of(source: Source, tokens_BT: torch.Tensor, embeddings: list[torch.Tensor] | None = None) -> torch.Tensor:
+    """The logits of a model that is cut into one stage for each layer. Its embeddings, at one stage or at two, are
+    appended to `embeddings`."""
     stages = StagesConfig(num_stages=source.model.num_layers)
     config = RunConfig(model=source.model, stages=stages, data=DataConfig(sequence_length=8))
     hidden = tokens_BT
@@ -93,4 +94,6 @@ def logits_of(source: Source, tokens_BT: torch.Tensor) -> torch.Tensor:
         names = {name for name, _ in module.named_parameters()}
         module.load_state_dict(dict(source.tensors(names)), strict=True)
         hidden = module(hidden, dropout_key=None)
+        if embeddings is not None and module.embedding is not None:
+            embeddings.append(module.embedding.weight)
     return hidden

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -22,10 +23,15 @@ CARD = Card(round=0, num_samples=0, losses={})
 
 
 @pytest.mark.parametrize("name", MODELS)
-@torch.no_grad()
-def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    model, tokens_BT = save(name, tmp_path), make_tokens()
-    ours, theirs = logits_of(Source(tmp_path), tokens_BT), model(tokens_BT).logits
+def test_logits_and_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    model, tokens_BT, embeddings = save(name, tmp_path), make_tokens(), list[torch.Tensor]()
+    logits_BTV = logits_of(Source(tmp_path), tokens_BT, embeddings)
+    expected = model(tokens_BT, labels=tokens_BT)
+    loss = F.cross_entropy(logits_BTV[:, :-1].flatten(0, 1), tokens_BT[:, 1:].flatten())
+    torch.testing.assert_close(loss, expected.loss, rtol=0, atol=1e-5)
+    (gradient,) = torch.autograd.grad(expected.loss, model.get_input_embeddings().weight)
+    torch.testing.assert_close(sum(torch.autograd.grad(loss, embeddings)), gradient, rtol=1e-3, atol=1e-5)
+    ours, theirs = logits_BTV.detach(), expected.logits.detach()
     assert theirs.std() > 0.1
     assert (ours - theirs).abs().max() < 1e-4
     ours, theirs = ours.double().log_softmax(-1), theirs.double().log_softmax(-1)

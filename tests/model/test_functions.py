@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from swarm.config import ModelConfig
 from swarm.model.attention import rotary_tables
-from swarm.model.functions import rms_norm, rotate, swiglu, whole_tables
+from swarm.model.functions import RMSNorm, rms_norm, rotate, swiglu, whole_tables
 
 _EPSILON = 1e-5
 _TABLES = rotary_tables(ModelConfig(d_model=8, num_heads=1, rope_theta=100.0), torch.arange(6))
@@ -162,3 +162,10 @@ def test_a_row_of_zeros_has_a_gradient() -> None:
     _norm(hidden, weight).sum().backward()  # type: ignore[no-untyped-call]
     assert hidden.grad is not None
     torch.testing.assert_close(hidden.grad, torch.full((1, 2, 4), _EPSILON**-0.5))
+
+
+def test_rms_norm_ignores_the_scale_of_its_input() -> None:
+    norm = RMSNorm(16, 1e-12)
+    hidden = torch.randn(2, 3, 16)
+    torch.testing.assert_close(norm(hidden * 100), norm(hidden))
+    torch.testing.assert_close(norm(hidden).square().mean(-1), torch.ones(2, 3))

@@ -80,32 +80,26 @@ def test_a_module_with_other_weights_is_called_with_them_and_copies_none(options
     assert all(torch.equal(parameter, before[name]) for name, parameter in own.named_parameters())
 
 
-@pytest.mark.parametrize("key", [KEY, None])
-@pytest.mark.parametrize("cut", CUTS)
-def test_any_cut_is_the_uncut_model(cut: tuple[int, ...], key: DropoutKey | None) -> None:
-    config = make_config(cut)
+NARROW: dict[str, Any] = {"bottleneck_dim": 6}
+
+
+@pytest.mark.parametrize(
+    ("cut", "key", "model"),
+    [
+        *((cut, key, {}) for cut in CUTS for key in (KEY, None)),
+        *((cut, KEY, NARROW | {"gradient_checkpointing": again}) for cut in CUTS if cut[-1] for again in (False, True)),
+    ],
+)
+def test_any_cut_is_the_uncut_model(cut: tuple[int, ...], key: DropoutKey | None, model: dict[str, Any]) -> None:
+    """Loss and gradients are the same bits, and the parameters have the same names."""
+    config = make_config(cut, **model)
     reference = build_transformer(config, device="cpu")
     expected = reference.loss(make_tokens(), key)
     torch.autograd.backward(expected)
     loss, gradients = loss_and_gradients(make_stages(config), key)
     assert torch.equal(loss, expected)
-    assert gradients.keys() == dict(reference.named_parameters()).keys()
+    assert gradients.keys() == dict(reference.named_parameters()).keys() == reference.state_dict().keys()
     for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("cut", [(4,), (1, 2, 1), (0, 4), (1, 0, 3)])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_bottleneck_is_the_same_model_under_any_cut(cut: tuple[int, ...], checkpointing: bool) -> None:
-    """Loss and gradients are the same bits, and the parameters have the same names."""
-    config = make_config(cut, bottleneck_dim=6, gradient_checkpointing=checkpointing)
-    uncut = build_transformer(config, device="cpu")
-    expected = uncut.loss(make_tokens(), KEY)
-    torch.autograd.backward(expected)
-    loss, gradients = loss_and_gradients(make_stages(config), KEY)
-    assert torch.equal(loss, expected)
-    assert gradients.keys() == dict(uncut.named_parameters()).keys() == uncut.state_dict().keys()
-    for name, parameter in uncut.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=0)
 
 
@@ -174,10 +168,12 @@ def test_parameter_names_and_edges() -> None:
     assert "embedding.weight" in first.state_dict()
 
 
+@pytest.mark.parametrize("autocast", ["off", "bf16"])
 @pytest.mark.parametrize("cut", [(4,), (1, 2, 1)])
-def test_gradient_checkpointing_changes_no_gradient(cut: tuple[int, ...]) -> None:
-    loss, gradients = loss_and_gradients(make_stages(make_config(cut)), KEY)
-    again, recomputed = loss_and_gradients(make_stages(make_config(cut, gradient_checkpointing=True)), KEY)
+def test_gradient_checkpointing_changes_no_gradient(cut: tuple[int, ...], autocast: str) -> None:
+    loss, gradients = loss_and_gradients(make_stages(make_config(cut, autocast=autocast)), KEY)
+    checkpointed = make_stages(make_config(cut, autocast=autocast, gradient_checkpointing=True))
+    again, recomputed = loss_and_gradients(checkpointed, KEY)
     assert torch.equal(loss, again)
     assert all(torch.equal(gradients[name], recomputed[name]) for name in gradients)
 
@@ -216,13 +212,6 @@ def test_bf16_autocast_stays_near_float32() -> None:
     assert cast_stages[2](hidden, dropout_key=None).dtype == torch.float32
 
 
-def test_bf16_autocast_with_checkpointing_is_the_same_computation() -> None:
-    _, gradients = loss_and_gradients(make_stages(make_config((4,), autocast="bf16")), KEY)
-    checkpointed = make_stages(make_config((4,), autocast="bf16", gradient_checkpointing=True))
-    _, recomputed = loss_and_gradients(checkpointed, KEY)
-    assert all(torch.equal(gradients[name], recomputed[name]) for name in gradients)
-
-
 def test_weights_seen_under_inference_mode_can_be_trained_afterwards() -> None:
     (stage,) = make_stages(make_config((4,)))
     with torch.inference_mode():
@@ -245,10 +234,6 @@ def test_layer_ranges_are_an_even_partition_with_the_remainder_in_the_middle(
     assert sizes[: peak + 1] == sorted(sizes[: peak + 1])
     assert sizes[peak:] == sorted(sizes[peak:], reverse=True)
     assert abs(sum(sizes[: num_stages // 2]) - sum(sizes[(num_stages + 1) // 2 :])) <= 1
-
-
-def test_explicit_layer_ranges_are_kept() -> None:
-    assert layer_ranges(make_config((1, 0, 3))) == [range(1), range(1, 1), range(1, 4)]
 
 
 class Mixer(nn.Module):

@@ -1,7 +1,6 @@
 """Muon's steps are torch's own; with `same_bits` they are the same bits on any machine."""
 
 import dataclasses
-import math
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -110,21 +109,6 @@ def test_no_sum_of_products_is_rounded() -> None:
     assert torch.equal(product, exact_product(right.T, left.T).T)
     assert not torch.equal(left @ right, left.flip(1) @ right.flip(0)), "or the test shows nothing"
     torch.testing.assert_close(product, left @ right, rtol=0, atol=1e-4)
-
-
-def test_the_steps_that_peers_take_alone_are_torchs_to_float_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
-    _in_float64(monkeypatch)
-    matrix = torch.randn(96, 64, generator=torch.Generator().manual_seed(3))
-    parameter = nn.Parameter(torch.zeros(96, 64))
-    parameter.grad = matrix
-    # With this adjustment the rate of a matrix with more rows than columns is multiplied by the root of their ratio.
-    rate = math.sqrt(64 / 96)
-    muon = torch.optim.Muon([parameter], lr=rate, weight_decay=0, momentum=0, nesterov=False, adjust_lr_fn="original")
-    muon.step()  # type: ignore[no-untyped-call]  # torch's Muon
-    expected = -parameter.detach()
-    for same_bits in (True, False):
-        result = orthogonal(matrix, same_bits=same_bits)
-        torch.testing.assert_close(result, expected.float(), rtol=0, atol=1e-5)
 
 
 class Rows:
