@@ -41,11 +41,9 @@ REMEMBERED_SECONDS = 2.0
 class Incarnation:
     """One start of a peer's process.
 
-    Attributes:
-        nonce: a word that no other start has; empty where no peer checks for rivals.
-        started_at: seconds since the epoch, by the process's own clock.
-        alone_since: since when its record is the only one under its id, by its monotonic clock; infinity while it is
-            not. Kept by Rivals.watch.
+    Its nonce is a word that no other start has, and is empty where no peer checks for rivals. `alone_since` is since
+    when its record is the only one under its id, by its monotonic clock, as Rivals.watch finds; infinity while it is
+    not.
     """
 
     nonce: str = ""

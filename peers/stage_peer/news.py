@@ -165,10 +165,8 @@ class Around:
     """What a stage peer sees of the others.
 
     Attributes:
-        endpoint: where this peer says that it can be reached.
         num_calls: how many calls, from any caller, have arrived since this peer began to serve.
         num_others: how many trainers and other peers of its stage there are. All of them would call this peer.
-        has_trainer: whether there is a trainer.
         empty_stages: the other stages that no peer serves.
         left_alone_by: the senders that say that they have banned this peer, each with its reason.
     """

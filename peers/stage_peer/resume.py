@@ -35,7 +35,6 @@ class ResumeOptions:
     """How a peer may begin, as the command line says.
 
     Attributes:
-        folder: checkpoints to resume from.
         round_number: the only round at which to resume; None for any.
         had_checkpoints: whether the folder to which this peer writes checkpoints already had some at the start.
         joins: whether the command line says that the run exists.

@@ -160,11 +160,7 @@ class Directory:
 
 class Announcement:
     """A record that this process keeps in the DHT, where it expires if it is not renewed: so whatever has died is
-    listed for no longer than a record's lifetime.
-
-    Attributes:
-        is_refused: whether the record was not taken when it was last announced.
-    """
+    listed for no longer than a record's lifetime. It `is_refused` if it was not taken the last time."""
 
     def __init__(
         self, directory: Directory, what: str, record: Callable[[], Announced | None], clock: Clock, *,

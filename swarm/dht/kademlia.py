@@ -45,15 +45,10 @@ LOOK_AROUND_SECONDS = 3.0
 
 
 class Kademlia:
-    """A node that has joined the others.
+    """A node that has joined the others: hivemind's node over its connection to p2pd.
 
-    Attributes:
-        ended: done once p2pd has died. After that, every call would wait for each neighbour in turn.
-        addresses: multiaddresses, /p2p/ID included, at which others can join; none in client mode.
-        is_client: whether the node only asks others: it cannot be asked, and stores nothing.
-        num_answers: how many answers other nodes have given, to calls of any kind.
-        p2p: hivemind's connection to p2pd.
-        node: hivemind's node.
+    It has `ended` once p2pd has died. After that, every call would wait for each neighbour in turn. Its addresses,
+    /p2p/ID included, are those at which others can join; a client has none.
     """
 
     def __init__(

@@ -62,12 +62,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 class Daemon:
-    """A running p2pd.
-
-    Attributes:
-        control_address: multiaddress of its control socket.
-        ended: done once the process has ended, for whatever reason.
-    """
+    """A running p2pd, with the multiaddress of its control socket, which has `ended` for whatever reason."""
 
     def __init__(self, process: asyncio.subprocess.Process, folder: Path, control_address: str) -> None:
         self.control_address = control_address
@@ -176,11 +171,10 @@ def _own(module: ModuleType) -> dict[str, object]:
 
 
 class Launcher:
-    """Launches one process's node, each time with the settings of node.start.
+    """Launches one process's node, each time with the settings of node.start, and with one validator, which holds the
+    run's keys.
 
-    Attributes:
-        port: the TCP port on which the node listens; 0 if it began as a client.
-        validator: stays when p2pd is started again, because it holds the run's keys.
+    It listens at a TCP `port`, which is 0 if it began as a client.
     """
 
     def __init__(

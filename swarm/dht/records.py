@@ -54,15 +54,11 @@ def seal(signer: identity.Identity, key: str, payload: BaseModel, expiration: fl
 
 
 def verify(subkey: str, record: bytes, expiration: float, now: float, authority: Authority | None) -> Envelope:
-    """Check everything about a record, except its schema and the key under which it was found.
+    """Check everything about a record, except its schema and the key under which it was found. With an `authority` only
+    members may announce.
 
-    Args:
-        authority: the owner of a locked run, in which only members may announce; None in an open run.
-
-    Raises:
-        MalformedMessage: the bytes are no envelope, or too many.
-        IntegrityError: the record is forged or stolen, or expires too far in the future.
-        NotAllowed: the signer is no member, or is a trainer and the key is one that only peers may use.
+    Raises MalformedMessage if the bytes are no envelope, or too many, IntegrityError if the record is forged or stolen,
+    or expires too far in the future, and NotAllowed if the signer is no member, or may not use the key.
     """
     # The comparison is written with "not ... <=", so that it refuses NaN too.
     if not expiration <= now + MAX_LIFETIME_SECONDS:

@@ -32,14 +32,10 @@ LONGEST_CAUSES = 600
 
 @dataclass(frozen=True, kw_only=True)
 class Obstacle:
-    """Why a stage cannot be given work.
+    """Why a stage cannot be given work, for `seconds` from now.
 
-    Attributes:
-        num_peers: how many peers are announced at the stage.
-        num_busy: how many of them are in order, but take nothing.
-        num_silent: how many of them do not answer.
-        causes: names of these peers, and why each takes nothing; empty if the stage has no peer.
-        seconds: the time until one of these peers is tried again.
+    Of its announced peers some are in order, but busy, and some silent. The causes name these peers, and why each takes
+    nothing; they are empty if the stage has no peer.
     """
 
     num_peers: int
@@ -144,12 +140,8 @@ def obstacle_of(progress: pb.Progress) -> Obstacle | None:
 
 
 class Route:
-    """The peers that work on one microbatch, or worked on it before, from a hop's own stage on.
-
-    Attributes:
-        peers: these peers, by stage.
-        forward_passed: whether a peer has passed the forward on to the stage after it.
-    """
+    """The peers that work on one microbatch, or worked on it before, by stage, from a hop's own stage on; and whether
+    one has passed the forward on to the stage after it."""
 
     def __init__(self, stage: int, hints: Mapping[int, PeerId]) -> None:
         self.peers = dict(hints)

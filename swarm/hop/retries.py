@@ -147,12 +147,8 @@ class Retries:
     """The state of one microbatch that is kept from attempt to attempt.
 
     Attributes:
-        candidates: the peers that it can be given to.
-        route: the peers that work on it, or worked on it before.
         has_others: whether the peer that is being asked may leave the microbatch to others.
         is_refused: whether a peer had no room for it, and none has taken it since.
-        num_failures: how many peers have failed it.
-        num_busy: how often a peer had no room.
         num_sent_on: how often a peer left it to others.
     """
 

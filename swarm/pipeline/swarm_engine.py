@@ -17,11 +17,8 @@ logger = logging.getLogger(__name__)
 
 
 class SwarmEngine:
-    """Writes text with a run's stages, whichever peers serve them.
-
-    Attributes:
-        round: the round whose weights write the newest text; before the first text, `round_number`.
-    """
+    """Writes text with a run's stages, whichever peers serve them. The round is that whose weights write the newest
+    text, and before the first text `round_number`."""
 
     def __init__(self, hop: Hop, config: RunConfig, *, round_number: int | None = None) -> None:
         """`hop` leads to stage 0. Raises ValueError if the run's model cannot generate text."""

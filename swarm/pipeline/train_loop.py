@@ -30,11 +30,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class StepTotals:
-    """One trainer's figures since the last step.
-
-    Attributes:
-        losses: the mean loss and the number of targets of each microbatch that counts for the step's round.
-    """
+    """One trainer's figures since the last step, among them the mean loss and the number of targets of each microbatch
+    that counts for the step's round."""
 
     losses: list[tuple[float, int]] = field(default_factory=list)
     busy_seconds: float = 0.0

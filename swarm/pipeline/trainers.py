@@ -33,12 +33,7 @@ MAX_BANS = 4096
 
 
 class Trainer(NamedTuple):
-    """What identifies a trainer.
-
-    Attributes:
-        bearer: the token that the trainer uses; in an open run, its address.
-        trainer_id: the id that the trainer gives itself.
-    """
+    """What identifies a trainer: its token, or in an open run its address, and the id that it gives itself."""
 
     bearer: str
     trainer_id: str

@@ -31,11 +31,8 @@ class Window:
         return max(1, int(self._size))
 
     def finished(self, *, num_busy: int, in_flight: int) -> None:
-        """Adapt the window to a microbatch that came back; `num_busy` is how often peers answered Busy.
-
-        Args:
-            in_flight: how many microbatches are under way, this one included.
-        """
+        """Adapt the window to a microbatch that came back; `num_busy` is how often peers answered Busy, and `in_flight`
+        how many are under way, this one included."""
         is_older = self._num_older > 0
         self._num_older = max(0, self._num_older - 1)
         if num_busy:

@@ -47,14 +47,8 @@ _Entry = tuple[float, int, _Member]
 
 @dataclass(frozen=True, slots=True)
 class LeftAlone:
-    """A peer that is not chosen for a while.
-
-    Attributes:
-        reason: why, in words for people.
-        until: when the peer can be chosen again, in monotonic seconds.
-        is_busy: whether it merely has no room, and has not failed.
-        is_silent: whether it did not answer.
-    """
+    """A peer that is not chosen until a time, in monotonic seconds, and why, in words for people: it merely has no room
+    and `is_busy`, or has failed, and `is_silent` if it did not answer."""
 
     record: PeerRecord
     reason: str

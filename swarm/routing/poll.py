@@ -21,13 +21,8 @@ ANSWER_SECONDS = 3.0
 
 
 class Heard(NamedTuple):
-    """What came of asking one peer.
-
-    Attributes:
-        reply: None if there is none.
-        fault: why there is none.
-        was_asked: False if the peer cannot even be asked, say because one side has TLS and the other has not.
-    """
+    """What came of asking one peer: its reply, or why there is none. It was not even asked if it cannot be, say because
+    one side has TLS and the other has not."""
 
     record: PeerRecord
     reply: pb.DescribeReply | None = None
