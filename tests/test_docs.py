@@ -6,7 +6,7 @@ import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_type_hints
 
 import pytest
 
@@ -86,7 +86,11 @@ def _anchors(page: Path) -> set[str]:
 
 
 def _flags(options: type) -> set[str]:
-    return {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(options)} | {"--help"}
+    """The options of a program, those of a dataclass among its fields (such as Sampling) included."""
+    found = {"--help"}
+    for name, kind in get_type_hints(options).items():
+        found |= _flags(kind) if dataclasses.is_dataclass(kind) else {f"--{name.replace('_', '-')}"}
+    return found
 
 
 @page_by_page
