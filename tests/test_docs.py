@@ -89,7 +89,11 @@ def _flags(options: type) -> set[str]:
     """The options of a program, those of a dataclass among its fields (such as Sampling) included."""
     found = {"--help"}
     for name, kind in get_type_hints(options).items():
-        found |= _flags(kind) if dataclasses.is_dataclass(kind) else {f"--{name.replace('_', '-')}"}
+        found |= (
+            _flags(kind)
+            if isinstance(kind, type) and dataclasses.is_dataclass(kind)
+            else {f"--{name.replace('_', '-')}"}
+        )
     return found
 
 
