@@ -118,7 +118,6 @@ class Draft:
         Args:
             header: the checkpoint's header, with any 64 digits for the lineage and the digest.
             shapes: of all tensors, which are of float32.
-            owner: as for `write`.
         """
         self._path, self._temporary = folder / str(header.name), folder / f".{header.name}.{owner}.tmp"
         self._stream: tensor_file.Stream | None = None
@@ -308,12 +307,7 @@ def _other_text(theirs: DataConfig, ours: DataConfig) -> str:
 
 
 def _require_finite(what: str, tensors: Any) -> None:
-    """Raise IntegrityError if some tensor holds NaN or infinity.
-
-    Args:
-        what: names the tensors' source in the message.
-        tensors: a dictionary of tensors, or an open file of them.
-    """
+    """Raise IntegrityError if some tensor holds NaN or infinity."""
     for name in tensors.keys():  # noqa: SIM118 - a file has no other iterator
         tensor = tensors[name] if isinstance(tensors, Mapping) else tensors.get_tensor(name)
         if not bool(tensor.isfinite().all()):
@@ -321,11 +315,7 @@ def _require_finite(what: str, tensors: Any) -> None:
 
 
 def _sha256(metadata: Mapping[str, str], tensors: Any) -> str:
-    """Digest over everything that is in a file, except for this digest.
-
-    Args:
-        tensors: a dictionary of tensors, or a file of them.
-    """
+    """Digest over everything that is in a file, except for this digest."""
     digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
     for name in sorted(tensors.keys()):
         tensor = tensors[name] if isinstance(tensors, dict) else tensors.get_tensor(name)

@@ -42,8 +42,6 @@ class TextSize:
     """The text of an epoch.
 
     Attributes:
-        samples: how many samples it makes.
-        sample_tokens: the tokens of each of them.
         longest: the tokens that the longest document needs; 0 for texts, which may be cut anywhere.
     """
 

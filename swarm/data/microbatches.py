@@ -40,7 +40,6 @@ class HeldOut:
     """The held-out samples with which one dataset is evaluated.
 
     Attributes:
-        name: the dataset's name in figures.
         batches: microbatches in their wire form (training/samples); the last one may be smaller.
         share: the number of sequences of the held-out part for which each of the samples stands.
     """

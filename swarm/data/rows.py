@@ -107,11 +107,7 @@ def _kind(path: Path) -> str:
 
 
 def of_hugging_face(dataset: str, config: DataConfig, *, skipped: int = 0) -> Iterator[Row]:
-    """The rows of `hf:NAME` or `hf:NAME:CONFIGURATION`, as they are downloaded. Raises ValueError with one line.
-
-    Args:
-        skipped: how many rows to leave out at the beginning.
-    """
+    """The rows of `hf:NAME` or `hf:NAME:CONFIGURATION`, as they are downloaded. Raises ValueError with one line."""
     try:
         # Imported here, because the library is an extra, and slow to import.
         from datasets import load_dataset

@@ -91,7 +91,6 @@ class Writing:
         """
         Args:
             tokens: the caller closes this iterator.
-            prompt: the tokens before these.
             with_special: see TextStream.
             echoes: whether the text begins with the prompt, in which neither end tokens nor stops are looked for.
         """
@@ -153,7 +152,6 @@ class TextModel:
     """A model with its tokenizer.
 
     Attributes:
-        run: the run's id.
         end_tokens: the tokens with which a text ends.
         template: renders conversations; None if the model has no chat template.
     """
@@ -186,8 +184,6 @@ class TextModel:
         """Continue a prompt inside the block. At the block's end, what the engine keeps for the text is freed.
 
         Args:
-            with_special: whether special tokens are part of the text.
-            echoes: whether the text begins with the prompt.
             scores: see Engine.generate.
 
         Raises:
@@ -246,7 +242,6 @@ def read_text_model(
     """Make a text model, with the end tokens and the chat template that its configuration and folders have.
 
     Args:
-        config: the run's configuration.
         folders: of the tokenizer and the model, as transformers writes them. The first chat template is taken.
         now: gives the local time, for templates that write the date for the model.
 

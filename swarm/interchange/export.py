@@ -54,7 +54,6 @@ class Origin:
     """Where a model's weights come from.
 
     Attributes:
-        config: the run's configuration.
         load: gives parameters of the whole model, by name. If the run has adapters, their products are added.
         adapters: gives parameters of the adapters; None if the run has none.
         base_dtype: the type of the model's weights to which adapters belong; None if there are none.

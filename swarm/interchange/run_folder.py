@@ -41,7 +41,6 @@ class ImportOptions:
     Attributes:
         num_stages: the number of stages; 0 for two, or one if the model has a single layer.
         dataset: one or several datasets to train on; if empty, the configuration's default.
-        format: the format of the datasets.
         run: the run's name; if empty, the name of the source's folder.
         settings: further settings, each as `section.key=value`.
     """

@@ -74,9 +74,6 @@ class Source:
     """One folder with a model.
 
     Attributes:
-        family: the family that the model belongs to.
-        model: our configuration of the model.
-        shapes: the shape of each of our parameters.
         dtype: the type of the weights; if there are several, the widest.
     """
 

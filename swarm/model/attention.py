@@ -154,7 +154,6 @@ class CausalSelfAttention(nn.Module):
         """
         Args:
             shards: the shards that the heads of `model` are divided among.
-            fused: see functions.py.
         """
         super().__init__()
         head_width = model.width_of_heads

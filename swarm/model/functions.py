@@ -139,10 +139,6 @@ def _are_whole(table_TJ: Tensor, heads_BHTK: Tensor) -> bool:
 
 
 def _turned(heads_BHTK: Tensor, cos_TJ: Tensor, sin_TJ: Tensor, *, back: bool = False) -> Tensor:
-    """
-    Args:
-        back: whether to turn the other way.
-    """
     if _are_whole(cos_TJ, heads_BHTK):
         swapped_BHTK = heads_BHTK.roll(heads_BHTK.shape[-1] // 2, dims=-1)
         turned_BHTK = torch.addcmul(heads_BHTK * cos_TJ, swapped_BHTK, sin_TJ, value=-1 if back else 1)

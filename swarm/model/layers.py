@@ -105,7 +105,6 @@ class TransformerLayer(nn.Module):
         Args:
             shards: the shards that the layer's heads and feed-forward columns are divided among, if any. `model` then
                 has the sizes of those that this process holds, and hidden_BTR is their streams [N, B, T, R].
-            fused: see functions.py.
         """
         super().__init__()
         self.fused = fused

@@ -47,10 +47,7 @@ def summed_loss(
     computes the gradients, so the backward can run only once.
 
     Args:
-        hidden_BTD: the hidden state after the final norm.
-        weight_VD: the head's weight.
         targets_BT: int64, each below V, or NO_TARGET.
-        fused: whether to compute as on a GPU.
         gradient_scale: all gradients become those of the loss times this. The factor is there before a gradient is
             rounded to the products' type.
     """

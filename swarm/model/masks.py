@@ -20,12 +20,7 @@ Wellons' search (hash-prospector)."""
 
 @dataclass(frozen=True, kw_only=True)
 class DropoutKey:
-    """Names the dropout of one microbatch. Together with the place in the model it determines every mask.
-
-    Attributes:
-        seed: the run's seed.
-        microbatch: the microbatch's id.
-    """
+    """Names the dropout of one microbatch. Together with the place in the model it determines every mask."""
 
     seed: int
     microbatch: int

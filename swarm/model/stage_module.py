@@ -60,7 +60,6 @@ class StageModule(nn.Module):
         Args:
             shards: given if the layers have a block type and other processes hold some of the shards. This module then
                 has only this process's parts of the matrices, those of shards.part_of.
-            fused: whether to compute with the operations for a GPU (functions.py).
         """
         super().__init__()
         self.fused = fused
@@ -278,7 +277,6 @@ def stage_loss(
 
     Args:
         gradient_scale: all gradients become those of the loss times this.
-        options: further arguments of the module's forward.
     """
     if isinstance(module, StageModule):
         options |= {"targets_BT": targets_BT, "gradient_scale": gradient_scale}

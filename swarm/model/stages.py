@@ -158,12 +158,7 @@ def _set_own_initial_weights(module: nn.Module, config: RunConfig) -> None:
 
 
 def filled(make: Callable[[], _Module], config: RunConfig, weights: Mapping[str, Tensor] | None) -> _Module:
-    """Make a module, and give it weights and the run's adapters. Takes no more memory than is held in the end.
-
-    Args:
-        make: makes the module.
-        weights: as in build_stage.
-    """
+    """Make a module, and give it weights and the run's adapters. Takes no more memory than is held in the end."""
     with torch.device("meta"):
         module = make()
     held = dict[str, Tensor]()
@@ -204,10 +199,6 @@ class Transformer(StageModule):
     """
 
     def __init__(self, config: RunConfig, shards: Shards | None = None, *, fused: bool = False) -> None:
-        """
-        Args:
-            shards, fused: as in StageModule.
-        """
         uncut = dataclasses.replace(config, stages=StagesConfig(num_stages=1))
         super().__init__(uncut, 0, range(config.model.num_layers), shards, fused=fused)
         if self.shards is not None:

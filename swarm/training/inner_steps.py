@@ -21,13 +21,10 @@ class InnerSteps:
     """The inner steps of one round at one peer.
 
     Attributes:
-        count: number of steps.
         samples: all samples that they used.
         configured_samples: samples that one step is to use; 0 in the synchronous setting, which has no inner steps.
-        microbatches: number of microbatches that they used.
         staleness: versions of the weights that were made between a microbatch's forward and its step, summed over the
             microbatches.
-        largest_staleness: the largest staleness of a single microbatch.
     """
 
     count: int = 0

@@ -78,8 +78,6 @@ class RoundCost:
     """The cost of a committed round to one member, or to one member of each stage together. Used only in reports.
 
     Attributes:
-        bytes_sent: payload that the member sent.
-        bytes_received: payload that the member received.
         compression_ratio: see averaging/vectors/allreduce.
         seconds: time from the member's closing to the commit.
         exchange_seconds: the part of that time which the exchange itself took.
@@ -112,7 +110,6 @@ class RoundResult:
         attempts: number of the attempt that succeeded.
         digest: BLAKE3 over the members and the averaged bytes, in hexadecimal.
         cost: what the round cost this member; all zero if it took no part.
-        contributed: whether this member is one of `members`.
         closing: see Contribution; None: the newest one is in the average.
         partners: if stages share a block, digests of the results that the block's average was made of.
     """

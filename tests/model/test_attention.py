@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from swarm.config import ModelConfig
+from swarm.config import ModelConfig, RunConfig
 from swarm.model import attention as attention_module
 from swarm.model.attention import CausalSelfAttention, has_grouped_kernel, rotary_tables
 from swarm.model.functions import rotate
+from swarm.model.stages import build_transformer
 
 
 def test_rotary_scores_depend_on_distance_alone() -> None:
@@ -75,3 +76,18 @@ def test_attention_without_a_kernel_for_groups_is_the_same(num_kv_heads: int, mo
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     shape = torch.Size([2, 4, 9, 8])
     assert seen == [(shape, shape, shape, {"attn_mask": None, "is_causal": True, "enable_gqa": False})]
+
+
+def test_no_position_sees_a_later_one() -> None:
+    """The gradient of the logits at one position with respect to the embedded tokens is zero after it."""
+    model = ModelConfig(num_layers=3, d_model=48, num_heads=4, num_kv_heads=2, vocab_size=64, init_std=0.2)
+    transformer = build_transformer(RunConfig(model=model), device="cpu")
+    seen: list[torch.Tensor] = []
+    assert transformer.embedding is not None
+    transformer.embedding.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
+    logits = transformer(torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0)))
+    for position in (0, 7, 15):
+        (gradient,) = torch.autograd.grad(logits[:, position].square().sum(), seen[0], retain_graph=True)
+        reach = gradient.abs().amax(dim=(0, 2))
+        assert (reach[: position + 1] > 0).all()
+        assert (reach[position + 1 :] == 0).all()

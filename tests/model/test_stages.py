@@ -158,16 +158,6 @@ def test_initial_weights_stay_what_they_were() -> None:
     assert weight_VD[0, :3].tolist() == [0.03125564008951187, 0.01788170263171196, 0.02693355269730091]
 
 
-def test_parameter_names_and_edges() -> None:
-    first, middle, last = make_stages(make_config((1, 2, 1)))
-    assert (first.embedding is None, first.head is None) == (False, True)
-    assert (middle.embedding is None, middle.head is None) == (True, True)
-    assert (last.embedding is None, last.head is None) == (True, False)
-    assert {name.split(".")[1] for name in middle.state_dict()} == {"1", "2"}
-    assert {"head.norm.weight", "head.output.weight", "layers.3.attention.q.weight"} <= last.state_dict().keys()
-    assert "embedding.weight" in first.state_dict()
-
-
 @pytest.mark.parametrize("autocast", ["off", "bf16"])
 @pytest.mark.parametrize("cut", [(4,), (1, 2, 1)])
 def test_gradient_checkpointing_changes_no_gradient(cut: tuple[int, ...], autocast: str) -> None:
@@ -293,6 +283,11 @@ def test_a_custom_class_is_cut_and_initialised_like_the_built_in_one() -> None:
     assert whole[1].keys() == cut[1].keys()
     assert all(torch.equal(whole[1][name], cut[1][name]) for name in whole[1])
     assert torch.equal(parts[0].state_dict()["layers.0.bias"], torch.zeros(32))
+
+
+def test_a_custom_class_has_no_built_in_reference() -> None:
+    with pytest.raises(ValueError, match="build_stage"):
+        build_transformer(make_config((4,), custom_class="package.module:Class"), device="cpu")
 
 
 @pytest.mark.usefixtures("_custom_models")

@@ -80,10 +80,7 @@ class Answer:
     """One answer with its texts, in the form of a conversation's messages or of completions.
 
     Attributes:
-        is_chat: whether it is a conversation's message.
-        id: the answer's own id.
         created: when the answer was made, in seconds since the epoch.
-        model: the name of the model that gives it.
         includes_usage: whether a stream ends with the numbers of tokens.
     """
 

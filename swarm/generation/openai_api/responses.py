@@ -53,10 +53,6 @@ class ResponseAnswer:
     """What follows the last event."""
 
     def __init__(self, wanted: ResponseRequest, *, digits: str, created: int, model: str) -> None:
-        """
-        Args:
-            digits: make the answer's ids.
-        """
         self._message_id = f"msg_{digits}"
         sampling = wanted.sampling()
         self._about: dict[str, Any] = {

@@ -26,7 +26,6 @@ class Text:
 
     Attributes:
         index: its number in the request.
-        echoes: whether it begins with the prompt.
         scores: of its tokens; None if they are not wanted.
         writing: None until it begins.
         said: the pieces so far.
@@ -110,12 +109,7 @@ class Pieces:
 async def written(
     model: TextModel, texts: Sequence[Text], *, stops: Sequence[str], with_special: bool
 ) -> AsyncIterator[Pieces]:
-    """Write texts inside the block.
-
-    Args:
-        stops: strings before which each text ends.
-        with_special: whether special tokens are part of the texts.
-    """
+    """Write texts inside the block."""
     pieces = Pieces()
     # A task group around the block would cancel the block when a text fails. Instead the task is always ended below.
     writing = asyncio.create_task(pieces.write(model, texts, stops=stops, with_special=with_special))
