@@ -30,14 +30,11 @@ ASKED_PER_STAGE = 8
 """How many peers of each other stage are asked for its round."""
 SETTLE_SECONDS = 30.0
 """How long a peer with a checkpoint waits for others to start serving, or to commit the same round."""
-
 RETURN_SECONDS = 60.0
 """How long a peer waits for peers that held its stage and are no longer announced. They may only be frozen."""
-
 SILENT_SECONDS = 120.0
 """How long a peer waits for peers that are announced and never answer. A frozen one is announced for some 20 s. One
 that is announced for longer is cut off from here, or does not exist."""
-
 _SILENT = "announced but silent: waiting for an answer, or until it is no longer announced"
 _LEAVING = "which still holds it: waiting until it is gone, or stays"
 

@@ -36,7 +36,6 @@ GAP_SECONDS = 5.0
 cause."""
 WAITS_SECONDS = 600.0
 """The shortest time between two such lines with the same cause, unless a step comes in between."""
-
 EMPTY_SECONDS = 30.0
 """How long after a stage was found without a peer it counts as the cause why peers of earlier stages are busy."""
 

@@ -29,12 +29,9 @@ logger = logging.getLogger(__name__)
 
 CONCURRENCY = 4
 """How many chains of peers hold the round and compute at the same time."""
-
 ATTEMPTS = 5
 """How often an evaluation is tried if other trainers bring the swarm to the next round meanwhile."""
-
 PROGRESS_SECONDS = 0.5
-
 TEMPERATURE = 0.7
 
 

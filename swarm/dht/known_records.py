@@ -50,7 +50,6 @@ class RecordStore(Protocol):
     async def store(self, key: str, subkey: str, value: bytes, expiration: float) -> bool:
         """Store a sealed record until `expiration`, in seconds since the epoch; False if it was refused, because its
         signature is wrong or another record of this subkey expires no earlier. Raises PeerUnavailable."""
-        ...
 
     async def get(self, key: str, *, partly: bool = False) -> Found:
         """All unexpired records under a key. With `partly` a cheap answer is enough, even if it lacks a record.
@@ -58,11 +57,9 @@ class RecordStore(Protocol):
         Raises PeerUnavailable if no node or peer answers, and NoOtherNode if only this process's own node answers now,
         though others did a short time ago.
         """
-        ...
 
     def remember(self, addresses: Sequence[str]) -> None:
         """Remember the addresses of another node, to be tried when the known ones are gone."""
-        ...
 
 
 @dataclass(frozen=True)

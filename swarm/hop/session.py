@@ -115,10 +115,6 @@ def unpack_token(packed: pb.Sampled, order: Order) -> Token:
     return Token(packed.position, packed.token, scores)
 
 
-def pack_pieces(pieces: Iterable[Piece]) -> list[pb.Piece]:
-    return [pb.Piece(tokens=piece.tokens, hidden=piece.hidden) for piece in pieces]
-
-
 def unpack_pieces(packed: Iterable[pb.Piece]) -> list[Piece]:
     """The pieces in a message, unchecked."""
     return [Piece(tuple(piece.tokens), piece.hidden) for piece in packed]
@@ -148,9 +144,10 @@ class SessionCall:
 
     async def send(self, pieces: Sequence[Piece] = (), *, sample: bool = False) -> None:
         """Send the next positions, or none as a sign of life. Only one task may do so at a time."""
+        packed = [pb.Piece(tokens=piece.tokens, hidden=piece.hidden) for piece in pieces]
         try:
             async with self._stream as stream:
-                await stream.write(pb.GenerateRequest(pieces=pack_pieces(pieces), sample=sample), self._silence_seconds)
+                await stream.write(pb.GenerateRequest(pieces=packed, sample=sample), self._silence_seconds)
         except SwarmError as error:
             self._failed = error
             raise

@@ -166,7 +166,8 @@ class LeaseClient:
             try:
                 reply = await self._ask(record, request, wait_seconds + ANSWER_SECONDS)
             except (TryAnotherPeer, TryLater) as error:
-                self._note_failed(stage, record)
+                self._leaders.pop(stage, None)
+                self._failed_at[PeerId(record.peer_id)] = self.clock.monotonic()
                 faults.append((record, error))
                 self._failed[stage] = [left_alone(*fault, self.clock.monotonic()) for fault in faults]
                 continue
@@ -193,10 +194,6 @@ class LeaseClient:
             num_busy=failed.num_busy + max(0, num_serving - failed.num_peers),
             causes=failed.causes or "no leader yet",
         )  # fmt: skip
-
-    def _note_failed(self, stage: int, record: PeerRecord) -> None:
-        self._leaders.pop(stage, None)
-        self._failed_at[PeerId(record.peer_id)] = self.clock.monotonic()
 
     def _next_to_ask(self, stage: int, asked: Collection[str]) -> PeerRecord | None:
         candidates = [record for record in self.peers(stage) if record.peer_id not in asked]

@@ -169,7 +169,10 @@ class LeaseTable:
                 # A trainer gets only a share. If it got all, the others would have nothing to do, and all would be lost
                 # if it died.
                 share = math.ceil(len(fresh) / (2 * self._trainers.num_parts(trainer) - 1))
-                return self._lease(trainer, self._round.allowed(trainer, fresh)[: min(count, share)])
+                allowed = self._round.allowed(trainer, fresh)[: min(count, share)]
+                for microbatch in allowed:
+                    self._round.give(trainer, microbatch, is_replay=False, has_arrived=False)
+                return Grant(microbatches=allowed)
         if not all_granted:
             return Grant(microbatches=())
         # Microbatches of a member that does not answer are replayed, as a trainer that asks now has nothing better to
@@ -201,24 +204,12 @@ class LeaseTable:
     def _lease_replays(
         self, trainer: Trainer, microbatches: Sequence[int], count: int, *, all_granted: bool = False
     ) -> Grant:
-        allowed = self._round.allowed(trainer, microbatches)
-        return self._lease(trainer, allowed[:count], accumulate_only_at=self._stage, all_granted=all_granted)
-
-    def _lease(
-        self,
-        trainer: Trainer,
-        microbatches: list[int],
-        *,
-        accumulate_only_at: int | None = None,
-        all_granted: bool = False,
-    ) -> Grant:
-        if not microbatches:
-            return Grant(microbatches=(), all_granted=all_granted)
+        allowed = self._round.allowed(trainer, microbatches)[:count]
         # A replay may end before its trainer renews the lease, so its grant counts as arrived from the start.
-        is_replay = accumulate_only_at is not None
-        for microbatch in microbatches:
-            self._round.give(trainer, microbatch, is_replay=is_replay, has_arrived=is_replay)
-        return Grant(microbatches=microbatches, accumulate_only_at=accumulate_only_at, all_granted=all_granted)
+        for microbatch in allowed:
+            self._round.give(trainer, microbatch, is_replay=True, has_arrived=True)
+        only_at = self._stage if allowed else None
+        return Grant(microbatches=allowed, accumulate_only_at=only_at, all_granted=all_granted)
 
     def _grant_endless(self, view: RoundView, count: int, told: Collection[int]) -> Grant:
         """Grant new ids, above those that the trainer claims to hold from any leader. No id is granted twice, even if a
