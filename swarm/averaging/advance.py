@@ -23,6 +23,7 @@ from swarm.averaging.wire.context import Context
 from swarm.errors import IntegrityError, MalformedMessage, SwarmError
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import RoundMember, Snapshot
+from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +96,7 @@ class Advance:
                 ),
             )
             self._state_digest = await self.member.apply(result)
+            self.roster.passed_over.committed(PeerId(outcome.prepared.ballot.leader_id))
             before = self.place.standing
             self.place.group.commit(round_number, digest)
             self.place.committed(messages.standing_of(self.member.progress()), outcome)

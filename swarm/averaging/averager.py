@@ -30,6 +30,7 @@ from swarm.averaging.reporter import Reporter
 from swarm.averaging.roster import Roster
 from swarm.averaging.servicer import Handlers, ReportAnswers
 from swarm.averaging.state_transfer import StateTransfer
+from swarm.averaging.succession import Succession
 from swarm.averaging.survey import Survey
 from swarm.averaging.vectors.shared import SharedBlocks
 from swarm.averaging.watch import GroupView, RoundWatch
@@ -105,7 +106,7 @@ class Averager:
         self.shared = shared = SharedBlocks(context)
         self.own_round = own_round = OwnRound(context, place, member)
         advance = Advance(context, place, member, own_round, shared=shared, donor=donor, roster=roster)
-        participant = Participant(context, place, own_round, advance, shared)
+        participant = Participant(context, place, own_round, advance, shared, roster)
         call = Calls(context, roster, participant)
         survey = Survey(context, place, member, roster, advance, call)
         downloads = Downloads(
@@ -129,6 +130,7 @@ class Averager:
         self.reporter = reporter = Reporter(context, place, member, roster, own_round, survey, self.catch_up)
         self.watch = watch = RoundWatch(context, place, member, roster, reporter)
         barrier = Barrier(context, place, shared, watch, call, own_round)
+        self.succession = Succession(context, place, member, roster, survey, own_round, barrier, watch)
         broadcast = Broadcast(call=call, is_silent=roster.is_silent, timing=context.timing)
         blame = Blame(context.own_id)
         beginning = Beginning(context, watch, broadcast, blame)
@@ -144,6 +146,7 @@ class Averager:
             tasks.spawn(self.reporter.run())
             tasks.spawn(self.lead_loop.run())
             tasks.spawn(self.donor.run())
+            tasks.spawn(self.succession.run())
 
     def notify(self) -> None:
         """Tell the reporter that the stage's progress changed."""

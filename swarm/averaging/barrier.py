@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 RELAYED = 3
 """After this many relayed answers that name no result, the peers that could not be reached are tried again."""
+MISTRUSTED = 3
+"""After this many answers in a row that a stage is not ready, another one of its peers is asked to relay the question,
+because the peer that was asked may not lead its stage any more."""
 CONFIRMING = 4
 """How many more members of another stage are asked for the norm of its gradient."""
 
@@ -73,13 +76,32 @@ class Barrier:
         ready = {stage: reply for stage, reply in replies.items() if reply is not None}
         return ready if len(ready) == len(replies) else None
 
+    async def is_passed(self, round_number: int) -> bool:
+        """Whether all stages for which this one waits say at once that they have decided the round."""
+        timing = self.context.timing
+        try:
+            async with asyncio.timeout(timing.barrier_seconds + timing.report_seconds):
+                return await self.wait_for(self.awaited(round_number), round_number) is not None
+        except TimeoutError:
+            return False
+
+    def awaited(self, round_number: int) -> Collection[int]:
+        """The other stages that have to decide a round before this one commits it."""
+        config = self.context.config
+        if config.rounds.synchronous:
+            return set(range(config.stages.num_stages)) - {self.context.own.stage}
+        return self.shared.partners(round_number)
+
     async def _until_ready(self, stage: int, round_number: int) -> pb.BarrierReply | None:
         hint: PeerRecord | None = None
         unreachable: set[str] = set()
         failed: set[str] = set()
-        num_relayed = 0
+        num_relayed, num_unready = 0, 0
         while self.place.standing.round == round_number:
             target, hint = hint or self._next_to_ask(stage, unreachable), None
+            is_doubted = num_unready % (MISTRUSTED + 1) == MISTRUSTED
+            if is_doubted:
+                target = self._another(stage, target, num_unready // (MISTRUSTED + 1))
             if target is not None:
                 # A peer that failed before gets only a short time, because another one may be ready.
                 is_trial = target.peer_id in failed
@@ -89,7 +111,7 @@ class Barrier:
                     peer_id=self.context.own_id,
                     round=round_number,
                     wait_seconds=wait_seconds,
-                    relay=bool(unreachable),
+                    relay=is_doubted or bool(unreachable),
                 )
                 # A peer that relays the question waits for its leader's answer.
                 patience_seconds = wait_seconds + self.context.timing.report_seconds * (1 + request.relay)
@@ -102,16 +124,18 @@ class Barrier:
                     failed.discard(target.peer_id)
                     if reply.ready:
                         return reply
-                    num_relayed += request.relay
+                    num_unready += 1
+                    num_relayed += bool(unreachable)
                     if num_relayed >= RELAYED:
                         unreachable.clear()
                         num_relayed = 0
-                    if reply.leader.peer_id not in (target.peer_id, *unreachable):
+                    if not is_doubted and reply.leader.peer_id not in (target.peer_id, *unreachable):
                         hint = record_of(reply.leader, stage)
                 except SwarmError as error:
                     logger.debug("stage %d: %s", stage, error)
                     unreachable.add(target.peer_id)
                     failed.add(target.peer_id)
+                    num_unready += is_doubted
             await self.context.clock.sleep(self.context.timing.retry_seconds)
         return None
 
@@ -166,6 +190,12 @@ class Barrier:
             unreachable.clear()
         by_id = {record.peer_id: record for record in reachable or serving}
         return by_id[leader_of(by_id)] if by_id else None
+
+    def _another(self, stage: int, target: PeerRecord | None, turn: int) -> PeerRecord | None:
+        """One of the stage's peers beside `target`: each time the next one."""
+        serving = {record.peer_id: record for record in self.context.peers(stage) if record.state is PeerState.SERVING}
+        others = sorted(serving.keys() - {target.peer_id if target else ""})
+        return serving[others[turn % len(others)]] if others else target
 
     # -- for another stage -------------------------------------------------------------------------------------------
 

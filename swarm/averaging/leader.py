@@ -195,9 +195,7 @@ class Leader:
             norm += await self.shared.squared_norm_of_sum(round_number, [*shares, *_partners(ready, partners)])
         self.place.decide(Decision(round=round_number, prepared=prepared, squared_norm=norm))
         self.context.changes.signal()
-        config = self.context.config
-        others = set(range(config.stages.num_stages)) - {stage} if config.rounds.synchronous else partners
-        if not await wait_for(others - ready.keys()):
+        if not await wait_for(self.barrier.awaited(round_number) - ready.keys()):
             return
         norms = {stage: norm} | {other: reply.squared_norm for other, reply in ready.items()}
         # Added one by one and in the same order at every stage, so that the total has the same bits. `sum` rounds

@@ -16,6 +16,7 @@ from swarm.averaging.agreement.messages import MemberFailed
 from swarm.averaging.agreement.place import Place
 from swarm.averaging.agreement.shares import Counts, Shares, shares_of
 from swarm.averaging.own_round import Attempt, OwnRound, Result
+from swarm.averaging.roster import Roster
 from swarm.averaging.vectors.allreduce import Average
 from swarm.averaging.vectors.exchange import Closed
 from swarm.averaging.vectors.shared import SharedBlocks
@@ -91,6 +92,7 @@ class Participant:
     own_round: OwnRound
     advance: Advance
     shared: SharedBlocks
+    roster: Roster
 
     @property
     def answers(self) -> dict[str, Callable[[Any], Any]]:
@@ -123,6 +125,7 @@ class Participant:
                     raise Refused("this member is catching up")
                 if messages.unpack_standing(request.standing) != self.place.standing:
                     raise Refused(f"this member is at round {self.place.group.round}, or on another branch")
+                self._require_follower(ballot)
                 self.place.group.begin(request.standing.round, ballot)
             except Refused as refused:
                 return pb.BeginReply(refusal=self._refusal(refused))
@@ -317,6 +320,7 @@ class Participant:
     async def _abort(self, request: pb.AbortRequest, ballot: Ballot) -> Refused | None:
         async with self.place.lock:
             try:
+                self._require_follower(ballot)
                 was_active = self.place.group.active
                 self.place.group.abort(request.round, ballot, void=request.void)
             except Refused as refused:
@@ -324,6 +328,11 @@ class Participant:
             if was_active == ballot:
                 await self.own_round.reopen(request.reason, ballot)
         return None
+
+    def _require_follower(self, ballot: Ballot) -> None:
+        """Raise Refused if the leader of an attempt is passed over here: its numbers would outbid its successor's."""
+        if ballot.leader_id in self.roster.passed_over.peers - {self.context.own_id}:
+            raise Refused(f"{ballot.leader_id} does not lead here any more")
 
     def _refusal(self, refused: Refused) -> pb.Refusal:
         promised = messages.pack_ballot(self.place.group.promised)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Set
 
 from swarm.averaging.agreement import messages
 from swarm.averaging.agreement.messages import Standing
-from swarm.averaging.agreement.reports import Report, RoundReports, Suspicions
+from swarm.averaging.agreement.reports import PassedOver, Report, RoundReports, Suspicions
 from swarm.averaging.agreement.rules import leader_of
 from swarm.averaging.agreement.shares import most_samples
 from swarm.averaging.wire.contacts import Contacts
@@ -32,6 +32,7 @@ class Roster:
         contacts: their addresses.
         reports: what they have reported about the round.
         suspicions: the peers that are suspected, or left out.
+        passed_over: the peers that do not lead any more.
     """
 
     def __init__(self, context: Context, is_elsewhere: Callable[[PeerId], bool] = lambda peer_id: False) -> None:
@@ -44,6 +45,7 @@ class Roster:
         self.reports = RoundReports(config.round_microbatches)
         self._round_samples, self._most_samples = config.rounds.round_samples, most_samples(config)
         self.suspicions = Suspicions(context.clock, context.timing)
+        self.passed_over = PassedOver(context.own_id)
         self._own_id = context.own_id
         self._stage = context.own.stage
         self._clock = context.clock
@@ -68,7 +70,7 @@ class Roster:
         """Note a report. Returns whether it holds anything new. Raises MalformedMessage if it makes no sense."""
         standing, prepared = messages.unpack_standing(request.standing), messages.unpack_ballot(request.prepared)
         peer_id = PeerId(self.learn(request.sender).peer_id)
-        progress = self._progress(standing, request, request.highest_microbatch)
+        progress = self.progress(standing, request, request.highest_microbatch)
         previous = self.reports.current.get(peer_id)
         report = Report(progress=progress, prepared=prepared, heard_at=self._clock.monotonic())
         self.reports.current[peer_id] = report
@@ -87,11 +89,11 @@ class Roster:
     def heard_of_round(self, peer_id: PeerId, standing: Standing, reply: pb.ReportReply) -> None:
         """Note what a peer's answer says about the round. A leader's answer names the microbatches of all members,
         since any may lead next."""
-        progress = self._progress(standing, reply, -1)
+        progress = self.progress(standing, reply, -1)
         self.reports.count(self.reports.named(standing.round, reply.counted_gaps))
         self.reports.hear(peer_id, Report(progress=progress, prepared=None, heard_at=self._clock.monotonic()))
 
-    def _progress(
+    def progress(
         self, standing: Standing, told: pb.ReportRequest | pb.ReportReply, highest_microbatch: int
     ) -> Progress:
         """The progress of a peer at `standing`, read from its report or answer."""
@@ -144,6 +146,7 @@ class Roster:
         known = self.contacts.all().keys()
         self.reports.forget_others(known)
         self.suspicions.forget_others(known)
+        self.passed_over.forget_others(known)
         for by_peer in (self._standings, self._answered_at):
             for peer_id in by_peer.keys() - known:
                 del by_peer[peer_id]
@@ -164,9 +167,18 @@ class Roster:
         """The leader of the peers that serve, are not suspected, and stand at the same place as this peer or ahead of
         it.
 
-        This peer is one of them, unless another one is ahead of it. A peer on another branch is never one of them.
+        This peer is one of them, unless another one is ahead of it. A peer on another branch is never one of them, and
+        one that is passed over is none either.
         """
-        there, ahead = {self._own_id}, set[PeerId]()
+        there, ahead = self._beside(own)
+        candidates = (there | ahead) - self.passed_over.peers
+        if not ahead and self._own_id not in self.passed_over.peers:
+            candidates.add(self._own_id)
+        return leader_of(candidates or {self._own_id})
+
+    def _beside(self, own: Standing) -> tuple[set[PeerId], set[PeerId]]:
+        """The other peers that serve and are not suspected, at this peer's place and ahead of it."""
+        there, ahead = set[PeerId](), set[PeerId]()
         for peer_id in self.contacts.serving():
             standing = self._standings.get(peer_id, own)
             if peer_id in self.suspicions.suspected or self._is_elsewhere(peer_id):
@@ -175,9 +187,16 @@ class Roster:
                 ahead.add(peer_id)
             elif standing == own:
                 there.add(peer_id)
-        if ahead:
-            there.discard(self._own_id)
-        return leader_of(there | ahead)
+        return there, ahead
+
+    def judge(self, own: Standing) -> set[PeerId]:
+        """The peers that do not lead any more from now on; see PassedOver."""
+        return self.passed_over.judge(self._beside(own)[0])
+
+    @property
+    def round_seconds(self) -> float:
+        """How long this peer has been in its round."""
+        return self._clock.monotonic() - self._moved_at
 
     def members(self, own: Standing) -> dict[PeerId, Report]:
         """Other peers that reported lately, from the same round of the same branch."""

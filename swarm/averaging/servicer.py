@@ -89,9 +89,12 @@ class ReportAnswers:
             outcome=self.place.outcomes.get(theirs.round),
             leader=self.watch.leader_contact(),
             num_alive=len(self.roster.alive()),
+            idle_leader_ids=self.roster.passed_over.told,
         )
         if theirs != standing:
             reply.past.extend(self.place.branches.told)
+        elif self.context.config.rounds.synchronous and request.unanswered:
+            reply.committed_gaps.extend(messages.pack_indices(self.member.progress().committed))
         elif self.context.config.rounds.synchronous:
             self._tell_of_microbatches(peer_id, reply)
         else:

@@ -18,7 +18,7 @@ from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import REPORT, Caller, contact_of
 from swarm.errors import PeerUnavailable, SwarmError
 from swarm.rpc.v1 import averaging_pb2 as pb
-from swarm.training.round_member import RoundMember
+from swarm.training.round_member import Progress, RoundMember
 from swarm.types import PeerId, PeerRecord
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,29 @@ class Survey:
             for peer in self.roster.holders():
                 calls.create_task(self._ask(peer))
         return branches.choose(is_sound=self.place.is_sound, announced=self.roster.contacts.standings_announced())
+
+    async def look(self) -> dict[PeerId, Progress]:
+        """Ask all peers that serve what they have of this peer's round, and whom they do not follow. Returns the
+        progress of those that are at it. Nothing else follows from their answers."""
+        standing = self.place.standing
+        told: dict[PeerId, Progress] = {}
+
+        async def ask(peer_id: PeerId, peer: PeerRecord) -> None:
+            request = self.request(peer_id)
+            request.unanswered = True
+            try:
+                reply = await self.call(peer, REPORT, request, timeout_seconds=self.context.timing.call_seconds)
+                self._hear(peer_id, reply)
+                if messages.unpack_standing(reply.standing) == standing:
+                    told[peer_id] = self.roster.progress(standing, reply, -1)
+            except SwarmError as error:
+                self.lost(peer_id, error)
+
+        async with asyncio.TaskGroup() as calls:
+            for peer_id, peer in sorted(self.roster.contacts.serving().items()):
+                if peer_id not in self.roster.suspicions.suspected:
+                    calls.create_task(ask(peer_id, peer))
+        return told
 
     def has_newcomers(self) -> bool:
         """Whether peers have begun to serve since the last call of `choose`. Each peer counts once, so a peer that
@@ -109,6 +132,7 @@ class Survey:
             Where the other peer stands, and the attempt that it leads.
         """
         voice, leading = voice_of(reply), messages.unpack_ballot(reply.active)
+        self._hear(peer_id, reply)
         theirs = voice.standing
         self.place.branches.heard(peer_id, voice)
         # In the middle of a commit a leader still stands at the old round, while its members may not. So its standing
@@ -123,6 +147,9 @@ class Survey:
                 # Something that the commit needs is gone. The whole state will be downloaded instead.
                 logger.info("round %d cannot be committed here: %s", standing.round, refused)
         return theirs, leading
+
+    def _hear(self, peer_id: PeerId, reply: pb.ReportReply) -> None:
+        self.roster.passed_over.hear(peer_id, messages.unpack_ids(reply.idle_leader_ids))
 
     def lost(self, peer_id: PeerId, error: SwarmError) -> None:
         """Note that a peer does not answer."""

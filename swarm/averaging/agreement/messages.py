@@ -9,10 +9,12 @@ from swarm.errors import MalformedMessage, TryLater
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import Progress, Snapshot
 from swarm.training.run_rounds import next_lineage
-from swarm.types import LARGEST_COUNT
+from swarm.types import LARGEST_COUNT, PeerId
 
 PAST = 16
 """The number of earlier rounds whose lineages a peer sends to others."""
+MOST_IDS = 64
+"""The most peers that a peer names as leaders that it does not follow."""
 LONGEST_ID = 64
 """The most characters of a lineage or a peer's id. Bounded, because even those of strangers are kept in memory."""
 
@@ -89,6 +91,13 @@ def unpack_past(lineages: Sequence[str]) -> tuple[str, ...]:
     for lineage in told:
         _require_short(lineage, "a lineage")
     return told
+
+
+def unpack_ids(ids: Sequence[str]) -> list[PeerId]:
+    """The first MOST_IDS of these peers. Raises MalformedMessage for an id that is too long."""
+    for peer_id in ids[:MOST_IDS]:
+        _require_short(peer_id, "a leader's id")
+    return [PeerId(peer_id) for peer_id in ids[:MOST_IDS]]
 
 
 def pack_ballot(ballot: Ballot | None) -> pb.Ballot | None:

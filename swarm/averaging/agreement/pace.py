@@ -1,4 +1,5 @@
-"""Who is too slow, or says that it is too fast: the pace of a run, of a peer that follows its group, and of its line.
+"""Who is too slow, or says that it is too fast: the pace of a run and of its leaders, of a peer that follows its group,
+and of its line.
 
 A peer judges by its own measurements. In the synchronous setting every exchange waits for all members, so one slow line
 would slow the whole run; what others announce about their computing never keeps out a peer with a fast line.
@@ -11,13 +12,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from swarm.averaging.agreement.group import Ballot
 from swarm.averaging.agreement.messages import Standing
+from swarm.averaging.agreement.rules import Timing
 from swarm.compression.codec import contribution_codec
 from swarm.config import RunConfig
 from swarm.machine.clock import Clock
 from swarm.machine.words import counted
 from swarm.training.round_member import RoundMember
-from swarm.types import PeerRecord, PeerState
+from swarm.types import PeerId, PeerRecord, PeerState
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +46,10 @@ REST_FACTOR = 3.0
 """The least pause after a download, as a multiple of the download's time. So a waiting peer uses the others' lines for
 at most a quarter of the time."""
 FLOAT_BYTES = 4
+MOST_ATTEMPTS = 16
+"""A leader that has begun so many attempts at a whole round and committed none of them is passed over."""
+CLOSINGS, EXCHANGES = 2, 8
+"""For as many of the longest closings and exchanges as this, a leader may be busy with attempts at a whole round."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +133,48 @@ class RunPace:
 
     def _now(self) -> tuple[float, float]:
         return self._clock.monotonic(), self._clock.time()
+
+
+class Tenure:
+    """How long a whole round has been standing under one leader, as one member sees it.
+
+    Whatever the leader says, a round that is whole is to be begun soon, and to be committed some time: in the time of a
+    few slow attempts, or after many fast ones.
+    """
+
+    def __init__(self, timing: Timing) -> None:
+        self._timing = timing
+        self._of: tuple[Standing, PeerId] | None = None
+        self._whole_since: float | None = None
+        self._attempts: set[Ballot] = set()
+
+    def restart(self) -> None:
+        """Note that the round is not whole, or that it has to wait for another stage."""
+        self._whole_since = None
+
+    def idleness(
+        self, standing: Standing, leader_id: PeerId, promised: Ballot | None, *, num_bytes: int, now: float
+    ) -> str:
+        """Note that the round is whole. Returns why its leader is to be passed over; empty if there is no reason.
+
+        Args:
+            promised: the last attempt that this member promised.
+            num_bytes: the size of this member's contribution.
+        """
+        if self._of != (standing, leader_id):
+            self._of, self._whole_since, self._attempts = (standing, leader_id), None, set()
+        if self._whole_since is None:
+            self._whole_since = now
+        if promised is not None and promised.leader_id == leader_id:
+            self._attempts.add(promised)
+        seconds, timing = now - self._whole_since, self._timing
+        exchange_seconds = timing.average_seconds + 4 * num_bytes / timing.bytes_per_second
+        busy_seconds = CLOSINGS * timing.max_closing_seconds + EXCHANGES * exchange_seconds
+        if not self._attempts:
+            return f"it has begun no attempt for {seconds:.0f} s" if seconds >= timing.idle_seconds else ""
+        if len(self._attempts) >= MOST_ATTEMPTS and seconds >= timing.idle_seconds:
+            return f"it has begun {len(self._attempts)} attempts and committed none"
+        return f"it has committed nothing for {seconds:.0f} s" if seconds >= busy_seconds else ""
 
 
 @dataclass(frozen=True, kw_only=True)

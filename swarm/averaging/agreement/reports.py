@@ -186,3 +186,67 @@ class Suspicions:
         for by_peer in (self._suspected, self._num_failures):
             for peer_id in by_peer.keys() - known:
                 del by_peer[peer_id]
+
+
+class PassedOver:
+    """The peers that do not lead any more, because a whole round stood still under them, and who says so.
+
+    A peer that has itself seen it believes it once most of the others say so too. A peer that has not believes most of
+    the others, unless a round was committed here under that leader: no single member can so bring a leader down.
+
+    Attributes:
+        peers: those that this peer passes over.
+    """
+
+    def __init__(self, own_id: PeerId) -> None:
+        self._own_id = own_id
+        self.peers: set[PeerId] = set()
+        self._seen: set[PeerId] = set()
+        """Leaders under which this peer itself saw a whole round stand still."""
+        self._told: dict[PeerId, frozenset[PeerId]] = {}
+        """By peer, the leaders that it does not follow."""
+        self._proven: set[PeerId] = set()
+        """Leaders under which this peer took part in a commit."""
+
+    @property
+    def told(self) -> list[PeerId]:
+        """The leaders that this peer tells others that it does not follow."""
+        return sorted(self.peers | self._seen)
+
+    def hear(self, peer_id: PeerId, idle: Collection[PeerId]) -> None:
+        """Note which leaders a peer does not follow."""
+        self._told[peer_id] = frozenset(idle)
+
+    def see(self, leader_id: PeerId) -> None:
+        """Note that this peer saw a whole round stand still under a leader."""
+        self._seen.add(leader_id)
+
+    def committed(self, leader_id: PeerId) -> None:
+        """Note that this peer took part in a commit under a leader."""
+        self._proven.add(leader_id)
+
+    def judge(self, alive: Collection[PeerId]) -> set[PeerId]:
+        """Return the peers that are passed over from now on, and were not before.
+
+        Args:
+            alive: the peers at this peer's place in the run.
+        """
+        before = set(self.peers)
+        for leader_id in self._seen.union(*self._told.values()) - before:
+            # The word of a peer under which a round stood still does not count.
+            others = set(alive) - {leader_id, self._own_id} - self._seen
+            num_voters = sum(leader_id in self._told.get(peer, ()) for peer in others)
+            has_seen = leader_id in self._seen
+            is_believed = has_seen or leader_id not in self._proven
+            if is_believed and 2 * (num_voters + has_seen) > len(others) + has_seen:
+                self.peers.add(leader_id)
+        if self.peers >= {self._own_id, *alive}:
+            self.peers &= self._seen
+        return self.peers - before
+
+    def forget_others(self, known: Collection[PeerId]) -> None:
+        """Forget what was noted about peers that are not in `known`."""
+        known = {*known, self._own_id}
+        self._told = {peer: idle for peer, idle in self._told.items() if peer in known}
+        for peers in (self.peers, self._seen, self._proven):
+            peers.intersection_update(known)

@@ -46,6 +46,10 @@ class Timing:
     """How long a member that made an exchange fail is left out, the first time."""
     max_exclusion_seconds: float = 60.0
     """Longest time for which a member is left out."""
+    look_seconds: float = 10.0
+    """Time between two looks of a member at what all others have of an old round."""
+    idle_seconds: float = 60.0
+    """A leader that begins no attempt at a whole round for so long is passed over."""
     begin_seconds: float = 3.0
     """Least time that a member may take for one piece of closing its contribution."""
     closing_seconds: float = 1.0

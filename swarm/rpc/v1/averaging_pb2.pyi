@@ -307,6 +307,7 @@ class ReportReply(_message.Message):
     COUNTED_GAPS_FIELD_NUMBER: _builtins.int
     NUM_SAMPLES_FIELD_NUMBER: _builtins.int
     PAST_FIELD_NUMBER: _builtins.int
+    IDLE_LEADER_IDS_FIELD_NUMBER: _builtins.int
     num_alive: _builtins.int
     """The number of members that gave the answering peer a sign of life lately, including itself."""
     num_samples: _builtins.int
@@ -339,6 +340,10 @@ class ReportReply(_message.Message):
     def past(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """For a sender that stands elsewhere: the lineages of the last rounds before the answering peer's, oldest first."""
 
+    @_builtins.property
+    def idle_leader_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The peers that the answering peer does not follow as leaders, because a whole round stood still under each of them."""
+
     def __init__(
         self,
         *,
@@ -351,10 +356,11 @@ class ReportReply(_message.Message):
         counted_gaps: _abc.Iterable[_builtins.int] | None = ...,
         num_samples: _builtins.int = ...,
         past: _abc.Iterable[_builtins.str] | None = ...,
+        idle_leader_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "leader", b"leader", "outcome", b"outcome", "standing", b"standing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "committed_gaps", b"committed_gaps", "counted_gaps", b"counted_gaps", "leader", b"leader", "num_alive", b"num_alive", "num_samples", b"num_samples", "outcome", b"outcome", "past", b"past", "standing", b"standing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "committed_gaps", b"committed_gaps", "counted_gaps", b"counted_gaps", "idle_leader_ids", b"idle_leader_ids", "leader", b"leader", "num_alive", b"num_alive", "num_samples", b"num_samples", "outcome", b"outcome", "past", b"past", "standing", b"standing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
