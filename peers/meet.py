@@ -18,7 +18,7 @@ import grpc
 import tyro
 
 from peers.reach.listen import Outside, own_outside, private_advice
-from peers.shared import cli, logs, option_checks, stopping
+from peers.shared import cli, logs, stopping
 from peers.shared import option_types as takes
 from peers.shared.environment import cache_folder
 from peers.shared.sole_writer import claim_identity
@@ -85,8 +85,8 @@ def main(argv: Sequence[str]) -> int:
     """Run the program and return its exit code."""
     options = cli.parse(MeetOptions, prog=PROG, argv=argv)
     logs.setup_logging(PROG, options.log_level)
-    option_checks.require_own_host("--host", options.host)
-    option_checks.require_free_port("--port", options.host, options.port)
+    takes.require_own_host("--host", options.host)
+    takes.require_free_port("--port", options.host, options.port)
     claimed = claim_identity(options.identity, cache_folder() / "identities", "meet")
     own = dataclasses.replace(claimed.identity, authority=owners_of(options.token or _in_environment()))
     outside = [

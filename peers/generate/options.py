@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 
 import tyro
 
-from peers.shared import option_checks
 from peers.shared import option_types as takes
 from peers.shared.run_options import RunOptions
 from swarm.generation.sampling import Sampling
@@ -69,7 +68,7 @@ class GenerateOptions(RunOptions):
     """CPU threads for computing; 0 leaves the choice to PyTorch."""
 
     def __post_init__(self) -> None:
-        option_checks.require_one({
+        takes.require_one({
             "INVITE": self.invite is not None,
             "--lan": self.lan,
             "--initial-peers ADDRESS": bool(self.initial_peers),
@@ -82,7 +81,7 @@ class GenerateOptions(RunOptions):
             raise ValueError("--round needs --checkpoint DIR: a model's folder has no rounds")
         if self.base is not None and self.checkpoint is None:
             raise ValueError("--base needs --checkpoint DIR")
-        option_checks.require_one({
+        takes.require_one({
             "--prompt TEXT": self.prompt is not None,
             "--chat": self.chat,
             "--serve HOST:PORT": self.serve is not None,

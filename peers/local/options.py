@@ -6,7 +6,6 @@ from typing import Annotated
 
 import tyro
 
-from peers.shared import option_checks
 from peers.shared import option_types as takes
 from peers.shared.run_options import SettingsOption
 
@@ -84,7 +83,7 @@ class LocalOptions:
     def __post_init__(self) -> None:
         if self.config is not None and (self.preset or self.model) is not None:
             raise ValueError("--config, --preset and --model exclude each other")
-        option_checks.require_reporters(self)
+        takes.require_reporters(self)
         if self.checkpoint_every is not None and self.checkpoint is None:
             raise ValueError("--checkpoint-every needs --checkpoint DIR")
         for name in ("kill_at", "join_at"):

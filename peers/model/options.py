@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from peers.shared import cli, option_checks
+from peers.shared import cli
 from peers.shared import option_types as takes
 from peers.shared.run_options import RunOptions, SettingsOption, joins
 from swarm.config.data import Format
@@ -84,7 +84,7 @@ class ExportModelOptions(RunOptions):
     """A trainer's --output folder, or the metrics.jsonl in it: its losses go into the model card."""
 
     def __post_init__(self) -> None:
-        option_checks.require_one({
+        takes.require_one({
             "INVITE": self.invite is not None,
             "--lan": self.lan,
             "--initial-peers ADDRESS": bool(self.initial_peers),

@@ -1,12 +1,13 @@
 """What options take: types that refuse any other word as the command line is read, and say what would be right.
 
-A type is the Python type with tyro's own specification of how it is read, which names neither option nor program.
+A type is the Python type with tyro's own specification of how it is read, which names neither option nor program. Last
+come checks of several options together, and of what the machine has.
 """
 
 import contextlib
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import NoneType, UnionType
@@ -14,6 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from tyro.constructors import PrimitiveConstructorSpec
 
+from swarm.dht.addresses import free_port
 from swarm.machine.words import counted
 from swarm.types import LARGEST_COUNT, LONGEST_NAME, NAME_PATTERN
 
@@ -184,3 +186,52 @@ WandbProject = Annotated[
 Name = Annotated[str, taking("a name without control characters", "STR", _name)]
 """A peer's or a trainer's name, as announcements hold it."""
 Text = Annotated[str, taking("text", "STR", _text)]
+
+
+def require_one(given: Mapping[str, bool]) -> None:
+    """Raise ValueError unless just one of several ways is given.
+
+    Args:
+        given: the name of each way, and whether it was given.
+    """
+    names, chosen = list(given), [name for name, is_given in given.items() if is_given]
+    if len(chosen) != 1:
+        not_all = f", not both {' and '.join(chosen)}" if len(chosen) == 2 else f", not {', '.join(chosen)}"
+        raise ValueError(f"give one of {', '.join(names[:-1])} and {names[-1]}{not_all if chosen else ''}")
+
+
+def require_folder(option: str, folder: Path) -> None:
+    if not folder.is_dir():
+        raise ValueError(f"{option} {folder}: there is no such folder")
+
+
+def require_own_host(option: str, host: str) -> None:
+    """Raise ValueError, which names the option, if no process can listen at this host; an empty one is accepted."""
+    try:
+        if host:
+            free_port(host, 0)
+    except ValueError as error:
+        raise ValueError(f"{option} {host} is no IP address of this machine: {error}") from None
+
+
+def require_reporters(options: Any) -> None:
+    if options.wandb_online and options.wandb is None:
+        raise ValueError("--wandb-online needs --wandb PROJECT")
+
+
+def require_distinct_ports(options: object, names: Iterable[str]) -> None:
+    """Raise ValueError, which names both options, for a port that two of them name. None and 0 (any) are accepted."""
+    taken = dict[int, str]()
+    for name in names:
+        value, option = getattr(options, name), f"--{name.replace('_', '-')}"
+        if value and taken.setdefault(value, option) != option:
+            raise ValueError(f"{taken[value]} and {option} cannot both be {value}")
+
+
+def require_free_port(option: str, host: str, port: int) -> None:
+    """Raise ValueError, which names the option, if nothing can listen there: a server that starts later would find out
+    only then."""
+    try:
+        free_port(host, port)
+    except ValueError as error:
+        raise ValueError(f"{option} {port}: {error}; choose another port") from None

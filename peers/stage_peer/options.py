@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from peers.reach.listen import Outside
-from peers.shared import logs, option_checks
+from peers.shared import logs
 from peers.shared import option_types as takes
 from peers.shared.run_options import InviteOption, SettingsOption, joins
 from swarm.rpc.endpoint import ip_of
@@ -173,7 +173,7 @@ class PeerOptions:
         if not self.names_a_run and self.lora_options:
             raise ValueError("--lora-rank and the like belong to a new run's --preset, --config or --model")
         shared = [] if self.shares_port else ["dht_port"]
-        option_checks.require_distinct_ports(self, ["port", *shared, "metrics_port", "dashboard_port"])
+        takes.require_distinct_ports(self, ["port", *shared, "metrics_port", "dashboard_port"])
         for name in ("checkpoint_every", "keep_checkpoints"):
             if getattr(self, name) is not None and self.checkpoint is None:
                 option = f"--{name.replace('_', '-')}"

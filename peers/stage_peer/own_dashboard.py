@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from peers.commands import command_line
 from peers.dashboard.program import TOKEN_VARIABLE, DashboardOptions
-from peers.shared import cli, option_checks
+from peers.shared import cli, option_types
 from peers.shared.environment import cache_folder
 from peers.shared.token_option import VARIABLE
 from peers.stage_peer.options import PeerOptions
@@ -45,7 +45,7 @@ def require_page(options: PeerOptions, environment: Mapping[str, str], *, is_loc
             f"--dashboard-host {host} would show a locked run to everybody: set {TOKEN_VARIABLE} in the environment to "
             "what viewers must enter, or leave --dashboard-host out"
         )
-    option_checks.require_free_port("--dashboard-port", host, port)
+    option_types.require_free_port("--dashboard-port", host, port)
 
 
 class OwnDashboard:

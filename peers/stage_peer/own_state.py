@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from peers.shared import option_checks
+from peers.shared import option_types
 from peers.shared.network import Membership
 from peers.stage_peer import resume
 from peers.stage_peer.options import PeerOptions
@@ -131,7 +131,7 @@ def open_checkpoints(options: PeerOptions, owner: str) -> CheckpointWriter | Non
             owner=owner,
         )  # fmt: skip
     if options.resume is not None:
-        option_checks.require_folder("--resume", options.resume)
+        option_types.require_folder("--resume", options.resume)
     return writer
 
 

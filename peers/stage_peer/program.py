@@ -26,7 +26,7 @@ from peers.reach.listen import Announced, Listen, Outside, own_outside
 from peers.reach.own_port import reserved
 from peers.reach.reach import Reach
 from peers.reach.router_ports import RouterPorts, own_routers
-from peers.shared import cli, logs, option_checks, stopping
+from peers.shared import cli, logs, option_types, stopping
 from peers.shared.devices import device_of, peak_flops
 from peers.shared.entrance import Entrance, find_entrance
 from peers.shared.environment import cache_folder, keep_compiled_code
@@ -85,9 +85,9 @@ def main(argv: Sequence[str]) -> int:
     # If the stage is fixed, log lines name the stage, which says more than a process id.
     logs.setup_logging(name if options.first_stage == "auto" else options.name or options.label, options.log_level)
     clock, cache = SystemClock(), cache_folder()
-    option_checks.require_own_host("--host", options.host)
+    option_types.require_own_host("--host", options.host)
     if options.shares_port:
-        option_checks.require_free_port("--port", options.host, options.port)
+        option_types.require_free_port("--port", options.host, options.port)
     require_exporter(options.metrics_host, options.metrics_port)
     if options.lan:
         require_installed()

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from peers.shared import cli, logs, option_checks
+from peers.shared import cli, logs
 from peers.shared import option_types as takes
 from peers.shared.run_options import SettingsOption
 from swarm.config.rounds import CompressedCodec
@@ -98,7 +98,7 @@ class StaticOptions:
             raise ValueError("--steps and --epochs exclude each other")
         if self.compress is not None and (self.fsdp is not None or self.tp > 1 or self.pp > 1):
             raise ValueError("--compress is for --dp alone, without --fsdp, --tp and --pp")
-        option_checks.require_reporters(self)
+        takes.require_reporters(self)
 
 
 def explain(argv: Sequence[str]) -> None:

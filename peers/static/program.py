@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from peers.shared import logs, option_checks, process
+from peers.shared import logs, option_types, process
 from peers.shared.devices import num_cores, warn_of_emulation
 from peers.shared.environment import cache_folder, keep_compiled_code, kept_tokenizer
 from peers.shared.process import EXIT_FAILURE, EXIT_USAGE
@@ -96,7 +96,7 @@ def require_beginning(options: StaticOptions) -> None:
     """If --resume is given, raise ValueError unless it or --checkpoint has a checkpoint to go on from."""
     if options.resume is None or (options.checkpoint is not None and file.names(options.checkpoint)):
         return
-    option_checks.require_folder("--resume", options.resume)
+    option_types.require_folder("--resume", options.resume)
     if not file.names(options.resume):
         raise ValueError(f"--resume {options.resume}: there is no checkpoint in this folder")
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from peers.shared import option_checks
+from peers.shared import option_types
 from peers.status.figure import Figure, figures
 from swarm.machine import extras
 from swarm.rpc.endpoint import endpoint_of
@@ -54,7 +54,7 @@ def require_exporter(host: str, port: int | None) -> None:
     if port is None:
         return
     extras.require("--metrics-port", "prometheus-client", "metrics", modules=["prometheus_client"])
-    option_checks.require_free_port("--metrics-port", host, port)
+    option_types.require_free_port("--metrics-port", host, port)
 
 
 @asynccontextmanager

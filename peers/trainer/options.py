@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from peers.shared import logs, option_checks
+from peers.shared import logs
 from peers.shared import option_types as takes
 from peers.shared.run_options import RunOptions, joins
 from swarm.pipeline.window import MOST_IN_FLIGHT
@@ -65,4 +65,4 @@ class TrainerOptions(RunOptions):
             raise ValueError("INVITE, --initial-peers and --lan all say which run to enter: leave all but one out")
         if not joins(self) and not self.lan:
             raise ValueError("which run? type swarm-trainer INVITE, with the invite that every swarm-peer prints")
-        option_checks.require_reporters(self)
+        takes.require_reporters(self)

@@ -6,8 +6,7 @@ Two members of a stage, each a process of its own (sides/closing_stage.py), aver
 from dataclasses import dataclass
 from typing import Any
 
-from peers.shared import option_checks
-from scripts.benches.shared.common import OutputOptions, require_multiple, run_members, run_of, say
+from scripts.benches.shared.common import OutputOptions, require_at_least, require_multiple, run_members, run_of, say
 from scripts.benches.sides.closing_stage import MEMBERS, MICROBATCHES
 from swarm.config import RunConfig
 
@@ -28,7 +27,7 @@ class Options(OutputOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_multiple("d-model", self.d_model, 128)
-        option_checks.require_at_least(self, {"rounds": 2})
+        require_at_least(self, {"rounds": 2})
 
 
 def run(options: Options) -> dict[str, Any]:

@@ -15,8 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from peers.local.supervisor import Child, Supervisor, last_line
-from peers.shared import option_checks
-from scripts.benches.shared.common import POLL_SECONDS, BenchOptions, say, side, with_corpus, workplace, write_json
+from scripts.benches.shared.common import (
+    POLL_SECONDS,
+    BenchOptions,
+    require_known,
+    say,
+    side,
+    with_corpus,
+    workplace,
+    write_json,
+)
 from scripts.benches.sides.diloco_arm import ARMS, run_config
 from swarm.errors import PeerUnavailable
 
@@ -55,7 +63,7 @@ class Options(BenchOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        option_checks.require_known(self, "arms", ARMS)
+        require_known(self, "arms", ARMS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,13 +18,13 @@ from typing import Any, Literal
 import torch
 
 from peers.local.supervisor import Child
-from peers.shared import option_checks
 from scripts.benches.parity import BOUND, Trained, differences, train_reference, trained_by
 from scripts.benches.shared.common import (
     POLL_SECONDS,
     START_SECONDS,
     BenchOptions,
     fail_on_exit,
+    require_at_least,
     run_of,
     say,
     with_corpus,
@@ -63,7 +63,7 @@ class Options(BenchOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        option_checks.require_at_least(self, {"steps": 4})
+        require_at_least(self, {"steps": 4})
 
 
 def run(options: Options) -> dict[str, Any]:

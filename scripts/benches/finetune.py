@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from peers.commands import command_line
 from peers.local.supervisor import Supervisor
-from peers.shared import option_checks
-from scripts.benches.shared.common import OutputOptions, say, workplace
+from scripts.benches.shared.common import OutputOptions, require_distinct, say, workplace
 from scripts.benches.shared.swarm import SwarmProcesses
 from scripts.benches.shared.theirs import llama, loss_of
 from swarm.config import RunConfig
@@ -53,7 +52,7 @@ class Options(OutputOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        option_checks.require_distinct(self, ("kinds",))
+        require_distinct(self, ("kinds",))
 
 
 def run(options: Options) -> dict[str, Any]:

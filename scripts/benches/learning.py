@@ -16,10 +16,10 @@ from typing import Any, Literal
 
 from peers.commands import command_line
 from peers.local.supervisor import last_line
-from peers.shared import option_checks
 from scripts.benches.shared.common import (
     POLL_SECONDS,
     BenchOptions,
+    require_distinct,
     require_multiple,
     run_of,
     say,
@@ -71,7 +71,7 @@ class Options(BenchOptions):
         super().__post_init__()
         require_multiple("d-model", self.d_model, 32)
         require_multiple("inner-batch-samples", self.inner_batch_samples, MICROBATCH_SAMPLES)
-        option_checks.require_distinct(self, ("settings", "round_trips_ms"))
+        require_distinct(self, ("settings", "round_trips_ms"))
 
 
 def run(options: Options) -> dict[str, Any]:

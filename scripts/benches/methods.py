@@ -18,10 +18,10 @@ import psutil
 
 from peers.commands import command_line
 from peers.local.supervisor import Supervisor
-from peers.shared import option_checks
 from scripts.benches.shared import paired
 from scripts.benches.shared.common import (
     BenchOptions,
+    require_known,
     require_multiple,
     run_of,
     say,
@@ -64,7 +64,7 @@ class Options(BenchOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        option_checks.require_known(self, "methods", METHODS)
+        require_known(self, "methods", METHODS)
         require_multiple("steps", self.steps, BATCHES_A_ROUND)
 
 

@@ -9,8 +9,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from peers.shared import option_checks
-from scripts.benches.shared.common import BenchOptions, run_of, say, with_corpus, workplace
+from scripts.benches.shared.common import BenchOptions, require_at_least, run_of, say, with_corpus, workplace
 from scripts.benches.shared.swarm import SwarmProcesses
 from swarm.config import AveragingConfig, RoundsConfig, RunConfig, Setting
 
@@ -38,7 +37,7 @@ class Options(BenchOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if "diloco" in self.settings:
-            option_checks.require_at_least(self, {"iterations": self.inner_steps})
+            require_at_least(self, {"iterations": self.inner_steps})
 
 
 def run(options: Options) -> dict[str, Any]:

@@ -16,11 +16,11 @@ from typing import Any, Literal
 import torch
 
 from peers.local.supervisor import Supervisor
-from peers.shared import option_checks
 from scripts.benches.shared.common import (
     BenchOptions,
     compute_like_peers,
     largest_of,
+    require_at_least,
     run_of,
     say,
     with_corpus,
@@ -73,7 +73,7 @@ class Options(BenchOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        option_checks.require_at_least(self, {"steps": CONTROL_MICROBATCH // MICROBATCHES_PER_ROUND + 1})
+        require_at_least(self, {"steps": CONTROL_MICROBATCH // MICROBATCHES_PER_ROUND + 1})
 
 
 @dataclass(frozen=True, kw_only=True)

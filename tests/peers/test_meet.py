@@ -15,7 +15,7 @@ import pytest
 from peers import meet
 from peers.meet import MeetOptions, owners_of
 from peers.reach.listen import Outside
-from peers.shared import cli, option_checks
+from peers.shared import cli, option_types
 from peers.shared.entrance import Entrance
 from scripts.benches.shared.ports import free_ports
 from swarm.credentials.identity import Identity, Token
@@ -92,7 +92,7 @@ async def _serving(tokens: Sequence[Token]) -> AsyncIterator[Entry]:
 
 def _is_free(port: int) -> bool:
     try:
-        option_checks.require_free_port("--port", "127.0.0.1", port)
+        option_types.require_free_port("--port", "127.0.0.1", port)
     except ValueError:
         return False
     return True

@@ -20,13 +20,21 @@ from pathlib import Path
 from typing import Any
 
 from peers.local.supervisor import Supervisor
-from peers.shared import faults, option_checks, process
+from peers.shared import faults, process
 from scripts.benches.chaos import figures
 from scripts.benches.chaos.cast import Cast
 from scripts.benches.chaos.faults import KINDS, fault
 from scripts.benches.chaos.figures import Struck
 from scripts.benches.menu import run_module
-from scripts.benches.shared.common import POLL_SECONDS, BenchOptions, run_of, say, with_corpus, write_config
+from scripts.benches.shared.common import (
+    POLL_SECONDS,
+    BenchOptions,
+    require_known,
+    run_of,
+    say,
+    with_corpus,
+    write_config,
+)
 from scripts.benches.shared.throttle import Throttle
 from scripts.benches.sides.paced_stage import PACE
 from swarm.config import RunConfig, Setting
@@ -62,7 +70,7 @@ class Options(BenchOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        option_checks.require_known(self, "kinds", KINDS)
+        require_known(self, "kinds", KINDS)
         if self.keep is not None and self.keep.exists():
             raise ValueError(f"--keep {self.keep}: is there already; name a new folder")
 

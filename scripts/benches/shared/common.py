@@ -7,7 +7,7 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +70,27 @@ def require_multiple(option: str, value: int, of: int) -> None:
     """Raise ValueError for an option's value that is no multiple of a number."""
     if value < of or value % of:
         raise ValueError(f"--{option} must be a multiple of {of}, not {value}")
+
+
+def require_at_least(options: object, least: Mapping[str, int]) -> None:
+    """Raise ValueError, which names the option, for a number below its bound."""
+    for name, bound in least.items():
+        if (value := getattr(options, name)) < bound:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {bound}, not {value}")
+
+
+def require_known(options: object, name: str, known: Collection[str]) -> None:
+    """Raise ValueError for an option that lists a name that is none of the known ones."""
+    if unknown := [value for value in getattr(options, name) if value not in known]:
+        raise ValueError(f"--{name.replace('_', '-')}: {unknown[0]!r} is none of {', '.join(known)}")
+
+
+def require_distinct(options: object, names: Iterable[str]) -> None:
+    """Raise ValueError for an option that lists something twice."""
+    for name in names:
+        values = getattr(options, name)
+        if len(set(values)) < len(values):
+            raise ValueError(f"--{name.replace('_', '-')} must name none twice")
 
 
 def largest_of(errors: Iterable[float]) -> float:

@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from peers.local.supervisor import Child, Supervisor
 from scripts.benches.exactly_once import Options
 from scripts.benches.shared import swarm
-from scripts.benches.shared.common import wait_for_json, write_config, write_json
+from scripts.benches.shared.common import require_distinct, require_known, wait_for_json, write_config, write_json
 from scripts.benches.shared.swarm import SwarmProcesses
 from swarm import config as configs
 from swarm.config import DataConfig, RunConfig
@@ -67,3 +68,12 @@ def test_a_trainer_is_waited_for_while_it_takes_steps_and_given_up_if_it_takes_n
 def test_numbers_that_are_too_small_and_empty_lists_are_refused(options: dict[str, Any], line: str) -> None:
     with pytest.raises(ValueError, match=line):
         Options(**options)
+
+
+def test_a_list_of_names_has_known_ones_alone_and_none_twice() -> None:
+    require_known(SimpleNamespace(some_names=("a", "b")), "some_names", ("a", "b", "c"))
+    with pytest.raises(ValueError, match=r"^--some-names: 'd' is none of a, b$"):
+        require_known(SimpleNamespace(some_names=("a", "d")), "some_names", ("a", "b"))
+    require_distinct(SimpleNamespace(some_names=("a", "b")), ["some_names"])
+    with pytest.raises(ValueError, match=r"^--some-names must name none twice$"):
+        require_distinct(SimpleNamespace(some_names=("a", "b", "a")), ["some_names"])

@@ -17,8 +17,16 @@ from typing import Any, Literal
 
 import grpc
 
-from peers.shared import option_checks
-from scripts.benches.shared.common import START_SECONDS, BenchOptions, fail_on_exit, run_of, say, with_corpus, workplace
+from scripts.benches.shared.common import (
+    START_SECONDS,
+    BenchOptions,
+    fail_on_exit,
+    require_distinct,
+    run_of,
+    say,
+    with_corpus,
+    workplace,
+)
 from scripts.benches.shared.swarm import NEVER, ServingPeer, SwarmProcesses
 from scripts.benches.shared.throttle import Lines
 from scripts.benches.sides.paced_stage import PACE
@@ -162,7 +170,7 @@ class Options(BenchOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        option_checks.require_distinct(self, ["settings"])
+        require_distinct(self, ["settings"])
 
 
 def run(options: Options) -> dict[str, Any]:
