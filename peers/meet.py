@@ -82,7 +82,6 @@ class MeetOptions:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the program and return its exit code."""
     options = cli.parse(MeetOptions, prog=PROG, argv=argv)
     logs.setup_logging(PROG, options.log_level)
     takes.require_own_host("--host", options.host)

@@ -53,8 +53,6 @@ _STATIC = Path(__file__).parent / "static"
 
 
 class Hub:
-    """The state of a dashboard."""
-
     def __init__(self, history: Callable[[], State]) -> None:
         """
         Args:
@@ -185,15 +183,12 @@ def page_of(hub: Hub, *, token: str | None, names: Collection[str]) -> ASGIApp:
 
 
 class Viewers:
-    """The viewers that look at the page now."""
-
     def __init__(self, hub: Hub, token: str | None) -> None:
         self._hub = hub
         self._token = token
         self._room = MOST_VIEWERS
 
     async def serve(self, socket: WebSocket) -> None:
-        """Send one viewer the state and its changes until it goes."""
         await socket.accept()
         if self._room == 0:
             await socket.close(CLOSE_FULL)

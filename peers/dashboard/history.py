@@ -34,7 +34,6 @@ class Line(NamedTuple):
 
 
 def news(before: SwarmView | None, now: SwarmView) -> list[Line]:
-    """The lines that tell what has changed between two views."""
     if before is None:
         num_peers = sum(peer.stays for peer in now.peers)
         return [Line("plain", f"this page begins to watch: peers {num_peers}, trainers {len(now.trainers)}")]

@@ -64,7 +64,6 @@ class DashboardOptions(ViewOptions):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the program and return its exit code."""
     options = cli.parse(DashboardOptions, prog=PROG, argv=argv)
     logs.setup_logging("dashboard", options.log_level)
     entrances = options.entrances(os.environ, SystemClock())
@@ -79,13 +78,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def take_address(options: DashboardOptions, *, is_locked: bool) -> "tuple[Listener, str | None]":
-    """Listen at the page's address. Return the listener, and the token that viewers must have, if any.
-
-    Raises:
-        ValueError: the libraries are not installed, the address cannot be taken, or a locked run would be shown to
-            everybody.
-        OSError: the file with the token cannot be read.
-    """
+    """Listen at the page's address. Return the listener, and the token that viewers must have, if any. Raises
+    ValueError if the libraries are not installed, the address cannot be taken, or a locked run would be shown to
+    everybody, and OSError if the file with the token cannot be read."""
     extras.require(PROG, "starlette, uvicorn and websockets", "serve", modules=["starlette", "uvicorn", "websockets"])
     from peers.shared.web import Listener, find_secret
 
@@ -103,8 +98,6 @@ def take_address(options: DashboardOptions, *, is_locked: bool) -> "tuple[Listen
 
 
 class Watched(NamedTuple):
-    """A run that is shown, and the file with its history."""
-
     run_id: str
     watcher: Watcher
     file: HistoryFile
@@ -140,12 +133,8 @@ async def run(options: DashboardOptions, ways: Sequence[Way], listener: "Listene
 
 @contextmanager
 def watched(options: DashboardOptions, lookout: Lookout) -> Iterator[Watched]:
-    """A run, with its history, which is written to its file when the block ends.
-
-    Raises:
-        ValueError: another dashboard keeps this run's history in this folder.
-        OSError: the folder, or what it holds, cannot be read.
-    """
+    """A run, with its history, which is written to its file when the block ends. Raises ValueError if another dashboard
+    keeps this run's history in this folder, and OSError if the folder, or what it holds, cannot be read."""
     run_id = lookout.config.run_id
     folder = options.history or cache_folder() / "dashboard"
     folder.mkdir(parents=True, exist_ok=True)

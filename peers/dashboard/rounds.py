@@ -36,14 +36,11 @@ class Round:
 
 @dataclass
 class Rounds:
-    """The newest rounds, by number and in that order."""
-
     rounds: dict[int, Round] = field(default_factory=dict)
     serving: dict[int, list[str]] = field(default_factory=dict)
     """The ids of the peers that served each stage in the last view."""
 
     def add(self, view: SwarmView, at: float) -> None:
-        """Add what peers say of their last rounds."""
         followed = {row.stage: _followed(row, len(view.stages)) for row in view.stages}
         everybody = [peer for peers in followed.values() for peer in peers]
         if everybody:
@@ -66,7 +63,6 @@ class Rounds:
                 found.stages[stage].took_part.append(peer.peer_id)
 
     def to_json(self) -> dict[str, object]:
-        """The rounds as the page shows them, by number."""
         return {
             str(number): {
                 "at": found.at,
@@ -118,8 +114,6 @@ class Contribution:
 
 @dataclass
 class Contributions:
-    """What all peers have contributed, by their ids."""
-
     peers: dict[str, Contribution] = field(default_factory=dict)
 
     def add(self, view: SwarmView, at: float, *, seconds: float) -> None:

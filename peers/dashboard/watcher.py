@@ -102,8 +102,6 @@ class Place(Protocol):
 
 
 class Watcher:
-    """The watcher of one run."""
-
     def __init__(self, place: Place, history: History, *, clock: Clock, interval_seconds: float) -> None:
         self.history = history
         self._place = place
@@ -134,7 +132,6 @@ class Watcher:
             await self._clock.sleep(max(wait, self._interval_seconds / 2))
 
     async def look(self) -> None:
-        """Take a view, and add it to the history."""
         try:
             view = await self._place.view()
         except SwarmError as error:

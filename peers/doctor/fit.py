@@ -63,7 +63,6 @@ class StageFit:
 
     @classmethod
     def of(cls, config: RunConfig, stage: int, *, num_peers: int, on_gpu: bool) -> "StageFit":
-        """What a stage takes if it has so many peers."""
         whole, held = needs.Needs.of(config, stage, on_gpu=on_gpu), needs.state_bytes(config, stage)
         weights = held["parameters"] + held["version"] + held.get("casts", 0)
         share, num_stages = -(-config.microbatches_per_round // num_peers), config.stages.num_stages
@@ -87,7 +86,6 @@ class StageFit:
         )
 
     def verdict(self, free_bytes: int) -> str:
-        """Whether the stage fits into so much memory of its device."""
         if self.least > free_bytes:
             return f"lacks {in_words(self.least - free_bytes)}"
         whole = self.weights + self.frozen + self.optimizer + self.other + self.graphs

@@ -116,7 +116,6 @@ def reached(found: Distances) -> list[Distance]:
 
 
 def judge_peers(found: Distances) -> Finding:
-    """Whether the peers that were asked answer."""
     silent = [why for why in found.values() if isinstance(why, str)]
     if not found:
         return not_checked("peers", "no other peer serves")
@@ -189,7 +188,6 @@ def judge_packets(passing: Sequence[bool]) -> Finding:
 
 
 def judge_rates(found: Rates | str, config: RunConfig) -> Finding:
-    """Whether microbatches pass quickly enough."""
     if isinstance(found, str):
         return not_checked("bandwidth", found)
     slower = min(found.up_per_second, found.down_per_second)

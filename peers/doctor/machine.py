@@ -19,8 +19,6 @@ from swarm.machine.words import counted
 
 
 class State(StrEnum):
-    """The outcome of a check."""
-
     FINE = "fine"
     WRONG = "wrong"
     NOT_CHECKED = "not checked"
@@ -153,7 +151,6 @@ def disk(folder: Path, needed_bytes: int, what: str) -> Finding:
 
 
 def judge_disk(folder: Path, needed_bytes: int, free_bytes: int, what: str) -> Finding:
-    """Compare what is needed with what is free."""
     text = f"{in_words(free_bytes)} are free in {folder}, and {what} take {in_words(needed_bytes)}"
     if needed_bytes <= free_bytes:
         return fine("disk", text)

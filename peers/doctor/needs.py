@@ -42,7 +42,6 @@ class Needs:
 
     @classmethod
     def of(cls, config: RunConfig, stage: int, *, on_gpu: bool) -> "Needs":
-        """The needs of a stage by the run's configuration."""
         config = computing_on(config, on_gpu=on_gpu)
         held, trained = state_bytes(config, stage), _FLOAT_BYTES * num_parameters(config, stage)
         # With DiLoCo the outer step is taken on the CPU.

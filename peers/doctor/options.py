@@ -81,7 +81,6 @@ class DoctorOptions:
 
     @property
     def plans(self) -> bool:
-        """Whether the options name a run that does not exist yet."""
         return any(source is not None for source in (self.model, self.preset, self.config))
 
     @property

@@ -66,7 +66,6 @@ class Ports:
 
 
 def unasked(ports: Ports) -> list[Finding]:
-    """The findings about both ports when no peer was asked."""
     taken = ports.taken
     known = {finding.what for finding in taken}
     why = "whether others reach it is for the peers of a run to say"

@@ -94,7 +94,6 @@ async def _to_peers(run: Membership) -> list[Finding]:
 
 
 def _for_run(plan: DoctorOptions, run: Membership, device: Device | None) -> list[Finding]:
-    """Check this machine against what the run needs."""
     findings = [machine.files(len(run.known.everyone()))]
     if run.config.model.custom_class:
         why = "the run has a model of its own, whose size only its code knows"
@@ -126,7 +125,6 @@ def versions(peers: Sequence[PeerRecord]) -> Finding:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the program and return its exit code."""
     options = cli.parse(DoctorOptions, prog=PROG, argv=argv)
     logs.setup_logging("doctor", options.log_level)
     if options.plans:

@@ -45,11 +45,8 @@ from swarm.pipeline.swarm_engine import SwarmEngine
 
 @asynccontextmanager
 async def open_local_model(options: GenerateOptions) -> AsyncIterator[TextModel]:
-    """Load the model that --checkpoint or --model names, and run its engine inside the block.
-
-    Raises:
-        ValueError, IntegrityError, CorpusMismatch: the model or its tokenizer cannot be loaded.
-    """
+    """Load the model that --checkpoint or --model names, and run its engine inside the block. Raises ValueError,
+    IntegrityError or CorpusMismatch if the model or its tokenizer cannot be loaded."""
     device = device_of(options.device, SystemRandom())
     found = _origin(options)
     config = computing_in(found.config, options.dtype, device)
@@ -75,11 +72,7 @@ async def open_local_model(options: GenerateOptions) -> AsyncIterator[TextModel]
 
 def load(found: Origin, config: RunConfig, device: torch.device) -> Transformer:
     """The whole model with its weights on a device. Matrices have the type of model.autocast, and else float32: reading
-    them is most of what a token takes.
-
-    Raises:
-        IntegrityError: the weights are not those of the model.
-    """
+    them is most of what a token takes. Raises IntegrityError if the weights are not those of the model."""
     model = Transformer(config, fused=fuses(device))
     for name, parameter in model.named_parameters():
         value = found.load({name})[name]

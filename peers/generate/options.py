@@ -104,12 +104,10 @@ class GenerateOptions(RunOptions):
 
     @property
     def most_tokens(self) -> int:
-        """Tokens to write, at most."""
         return self.max_tokens or (200 if self.prompt is not None else 1024)
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port of --serve."""
         host, mark, port = (self.serve or "").rpartition(":")
         if not port.isdecimal() or int(port) > 65535 or (mark and not host):
             raise ValueError(f"--serve takes HOST:PORT or PORT, not {self.serve!r}")

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the program and return its exit code."""
     options = cli.parse(GenerateOptions, prog=PROG, argv=argv)
     logs.setup_logging(PROG, "warning")
     if options.threads:

@@ -22,15 +22,9 @@ MOST_WAITING = 64
 
 
 class Server:
-    """Takes an address, and serves a model there."""
-
     def __init__(self, options: GenerateOptions, environment: Mapping[str, str]) -> None:
-        """Take the address.
-
-        Raises:
-            ValueError: the address cannot be taken, or the token is malformed.
-            OSError: the file with the token cannot be read.
-        """
+        """Take the address. Raises ValueError if the address cannot be taken, or the token is malformed, and OSError if
+        the file with the token cannot be read."""
         self._options = options
         self._most_requests = options.max_sequences + MOST_WAITING
         self._token = find_secret(options.serve_token, environment, option="--serve-token", variable=TOKEN_VARIABLE)
@@ -55,11 +49,9 @@ class Server:
         await self._listener.serve(self.app(model), stop)
 
     def close(self) -> None:
-        """Give the address back."""
         self._listener.close()
 
     def app(self, model: TextModel) -> ASGIApp:
-        """What answers requests."""
         numbers = random.SystemRandom()
         api = Api(model, default_tokens=self._options.most_tokens, clock=SystemClock(), numbers=numbers)
         gate: ASGIApp = Gate(api.app(), token=self._token, most_requests=self._most_requests)

@@ -27,11 +27,8 @@ _READ_BYTES = 1 << 16
 
 
 async def write(model: TextModel, options: GenerateOptions) -> None:
-    """Print the prompt, its continuation as it is written, and then how fast that was and which model wrote it.
-
-    Raises:
-        ValueError: the prompt is too long.
-    """
+    """Print the prompt, its continuation as it is written, and then how fast that was and which model wrote it. Raises
+    ValueError if the prompt is too long."""
     assert options.prompt is not None
     longest, prompt = model.engine.longest, model.encode(options.prompt)
     max_tokens = min(options.most_tokens, longest - len(prompt))
@@ -69,7 +66,6 @@ def say(text: str) -> None:
 
 
 def tell(text: str) -> None:
-    """Say on stderr what the program is doing."""
     print(f"{PROG}: {text}", file=sys.stderr, flush=True)
 
 
@@ -131,8 +127,6 @@ class Keyboard:
 
 
 class Conversation:
-    """The messages so far, and the model that answers."""
-
     def __init__(self, model: TextModel, options: GenerateOptions) -> None:
         """Raise ValueError if the model has no chat template."""
         if model.template is None:

@@ -63,8 +63,6 @@ class Quiet(PeerUnavailable):
 
 
 class StageReader:
-    """Downloads one stage's weights from its peers."""
-
     def __init__(self, member: Membership, stage: int, transport: Transport) -> None:
         self._member = member
         self.stage = stage
@@ -89,12 +87,9 @@ class StageReader:
         return [reply.round for reply in replies]
 
     async def pin(self, round_number: int) -> None:
-        """Have the stage's peers keep the state with which a round begins, or keep it for longer.
-
-        Raises:
-            PeerUnavailable: they are not at this round, or no longer.
-            IntegrityError: no state is offered by more than half of the peers that were asked.
-        """
+        """Have the stage's peers keep the state with which a round begins, or keep it for longer. Raises
+        PeerUnavailable if they are not at this round, or no longer, and IntegrityError if no state is offered by more
+        than half of the peers that were asked."""
         num_asked = min(MAX_SOURCES, len(await self.rounds()))
         wanted = Wanted(
             max_bytes=self._max_bytes, is_useful=lambda standing: standing.round == round_number,
@@ -112,12 +107,8 @@ class StageReader:
         self._pinned = pinned
 
     async def fetch(self) -> Snapshot:
-        """Download the pinned weights: `anchor/NAME` for each parameter.
-
-        Raises:
-            PeerUnavailable: no peer has them any more.
-            IntegrityError: they are not the parameters of this stage.
-        """
+        """Download the pinned weights: `anchor/NAME` for each parameter. Raises PeerUnavailable if no peer has them any
+        more, and IntegrityError if they are not the parameters of this stage."""
         assert self._pinned is not None
         snapshot = (await self._transfer.fetch(self._pinned)).snapshot
         shapes = {name.removeprefix(ANCHOR): tuple(tensor.shape) for name, tensor in snapshot.tensors.items()}
@@ -127,8 +118,6 @@ class StageReader:
 
 
 class LiveModel:
-    """Downloads the weights of all stages of a running swarm."""
-
     def __init__(self, member: Membership, *, transport: Transport | None = None) -> None:
         """Raises ValueError if no architecture of transformers computes this model, before anything is downloaded."""
         family_of(member.config.model)
@@ -189,11 +178,7 @@ class LiveModel:
 
     async def _pin(self, chosen: int, *, quiet_seconds: float) -> None:
         """Pin every stage at a round. Wait for stages that have not reached it, while the others keep their state.
-
-        Raises:
-            PeerUnavailable: a stage is past the round.
-            Quiet: a stage does not reach it.
-        """
+        Raises PeerUnavailable if a stage is past the round, and Quiet if a stage does not reach it."""
         pinned = set[int]()
         quiet_since, said_at, before = self._clock.monotonic(), self._clock.monotonic(), list[int]()
         while True:

@@ -64,7 +64,6 @@ class MeasuredLoss:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the program and return its exit code."""
     return cli.run(PROG, ABOUT, {name: (COMMANDS[name], run) for name, run in _RUN.items()}, argv)
 
 

@@ -160,12 +160,8 @@ def arguments(options: Any) -> list[str]:
 
 
 def spelled_out(text: str) -> str:
-    """What an option or a variable says: the text itself, or for @FILE what the file holds.
-
-    Raises:
-        ValueError: the @ names no file.
-        OSError: the file cannot be read.
-    """
+    """What an option or a variable says: the text itself, or for @FILE what the file holds. Raises ValueError if the @
+    names no file, and OSError if the file cannot be read."""
     if text == "@":
         raise ValueError("@ names no file: write @FILE")
     return Path(text[1:]).read_text(encoding="utf-8", errors="replace").strip() if text.startswith("@") else text

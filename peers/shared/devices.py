@@ -1,11 +1,7 @@
 """Which device a process computes on, and how much of its memory autograd graphs may take.
 
-`choose`, `spread` and `graph_bytes` decide from what devices report, and are pure; the other functions ask the devices.
-
-    python -m peers.shared.devices     prints this machine's devices, as JSON
-
 A process that asks a GPU for its free memory takes hundreds of MB of it until it ends. So where there are several GPUs,
-a short-lived child asks.
+a short-lived child asks: python -m peers.shared.devices prints this machine's devices, as JSON.
 """
 
 import contextlib
@@ -74,7 +70,6 @@ class Device:
 
     @property
     def kind(self) -> str:
-        """The device's name without a number."""
         return self.name.partition(":")[0]
 
 
@@ -166,11 +161,8 @@ def known_peak_tflops(gpu: str, autocast: str) -> float:
 
 
 def device_of(name: str, rng: random.Random) -> "torch.device":
-    """The torch device for `--device name`; for `auto` and `cuda`, the one that `choose` takes.
-
-    Raises:
-        ValueError: there is no such device, or this PyTorch cannot compute on it.
-    """
+    """The torch device for `--device name`; for `auto` and `cuda`, the one that `choose` takes. Raises ValueError if
+    there is no such device, or this PyTorch cannot compute on it."""
     import torch
 
     # PyTorch would list the devices of all machines there are.
@@ -190,11 +182,8 @@ def device_of(name: str, rng: random.Random) -> "torch.device":
 
 
 def found() -> list[Device]:
-    """This machine's devices, as a child process that imports torch reports them.
-
-    Raises:
-        OSError: the child did not report them.
-    """
+    """This machine's devices, as a child process that imports torch reports them. Raises OSError if the child did not
+    report them."""
     try:
         result = subprocess.run(
             [sys.executable, "-P", "-m", "peers.shared.devices"],
@@ -224,7 +213,6 @@ def named(name: str) -> list[Device]:
 
 
 def warn_of_emulation(model: ModelConfig, device: "torch.device") -> None:
-    """Say what bf16_advice says of a device."""
     import torch
 
     if device.type == "cuda" and (advice := bf16_advice(model, torch.cuda.get_device_capability(device))):

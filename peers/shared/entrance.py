@@ -72,11 +72,8 @@ class Entrance:
         return await patiently(ask, clock, f"the run at {self.where}")
 
     async def node_addresses(self, clock: Clock) -> tuple[str, ...]:
-        """The addresses of the DHT as the entries themselves say, which need not know of any run.
-
-        Raises:
-            PeerUnavailable: none of the entries answered, for as long as `patiently` tries.
-        """
+        """The addresses of the DHT as the entries themselves say, which need not know of any run. Raises
+        PeerUnavailable if none of the entries answered, for as long as `patiently` tries."""
 
         async def ask() -> tuple[str, ...]:
             async with self._reading(clock) as (_, _, store):

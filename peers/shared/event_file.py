@@ -13,12 +13,8 @@ from swarm.machine.clock import Clock
 
 
 def open_events(path: Path | None, clock: Clock) -> Events:
-    """The event log, or one that writes nothing if no path is given.
-
-    Raises:
-        ValueError: another process writes to the file.
-        OSError: the file can neither be opened nor made.
-    """
+    """The event log, or one that writes nothing if no path is given. Raises ValueError if another process writes to the
+    file, and OSError if the file can neither be opened nor made."""
     if path is None:
         return Events()
     path.parent.mkdir(parents=True, exist_ok=True)

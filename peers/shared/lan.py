@@ -132,11 +132,8 @@ async def _answers(invite: Invite, *, insecure: bool) -> bool:
 
 
 async def find() -> dict[str, Invite]:
-    """The runs that are announced in this network, by id. Cancellation ends the search.
-
-    Raises:
-        ValueError: zeroconf is not installed, or this machine has no multicast.
-    """
+    """The runs that are announced in this network, by id. Cancellation ends the search. Raises ValueError if zeroconf
+    is not installed, or this machine has no multicast."""
     told = dict[str, tuple[str, Invite]]()
     asking = dict[str, asyncio.Task[None]]()
     first = asyncio.Event()
@@ -207,8 +204,6 @@ async def _is_set(event: asyncio.Event, seconds: float) -> bool:
 
 
 class Announcer:
-    """Announces one peer's invite while `run` runs."""
-
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
         self._invite: asyncio.Future[Invite] = asyncio.get_running_loop().create_future()

@@ -92,7 +92,6 @@ class KnownPeers:
 
     @property
     def round(self) -> int:
-        """The newest round of the run, by what its peers announce."""
         return RunRounds.of(
             {
                 stage: [record.round for record in row if record.state is not PeerState.JOINING]
@@ -183,7 +182,6 @@ def in_turns(rows: Iterable[Sequence[Item]]) -> list[Item]:
 
 
 def say_who_may_join(authority: Authority | None) -> None:
-    """Log once who may join the run."""
     if authority is None:
         logger.info("this run is open: whoever reaches one of its peers can join")
     else:

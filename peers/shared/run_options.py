@@ -137,11 +137,8 @@ def begun(config: "RunConfig", num_steps: int | None, cache: Path) -> "RunConfig
 
 @contextmanager
 def naming_options(options: object) -> Iterator[None]:
-    """In errors that the block raises, replace the fields in FIELDS by the options that set them, if these are given.
-
-    Raises:
-        ValueError, CorpusMismatch: the error that the block raised, with the names of options.
-    """
+    """In each ValueError and CorpusMismatch that the block raises, replace the fields in FIELDS by the options that set
+    them, if these are given."""
     given = {
         field: f"--{name.replace('_', '-')}"
         for name, field in FIELDS.items()

@@ -57,11 +57,8 @@ class ClaimedIdentity:
 def claim_identity(path: Path | None, folder: Path, label: str) -> ClaimedIdentity:
     """Claim the file `path`, or else the first free one with a label (`stage-2`, say) in `folder`; make it if missing.
 
-    Where the file system has no locks, no process is kept out.
-
-    Raises:
-        ValueError: the named file is in use by another peer.
-        IntegrityError: the file is no identity.
+    Where the file system has no locks, no process is kept out. Raises ValueError if the named file is in use by another
+    peer, and IntegrityError if the file is no identity.
     """
     if path is None:
         return next(filter(None, (_try_claim(folder / f"{label}.{number}.pem") for number in itertools.count())))

@@ -60,11 +60,7 @@ def folder_of(tokenizer: str) -> list[Path]:
 
 async def have(digest: str, folder: Path, fetcher: Fetcher) -> None:
     """Fetch a tokenizer's files into a folder, unless they are there. If this is cancelled, the folder stays as it was.
-
-    Raises:
-        PeerUnavailable: no peer that answers has them.
-        Fatal: they are too large, or cannot be kept.
-    """
+    Raises PeerUnavailable if no peer that answers has them, and Fatal if they are too large, or cannot be kept."""
     if await asyncio.to_thread(tokenizer_files.is_at, folder, digest):
         return
     lists = list[bytes]()

@@ -146,12 +146,9 @@ def _is_of_host(error: OSError | UnicodeError) -> bool:
 
 
 def find_secret(option_value: str | None, environment: Mapping[str, str], *, option: str, variable: str) -> str | None:
-    """The secret that users must send, from the option or else from the environment; None if neither has one.
-
-    Raises:
-        ValueError: it is empty, or has characters that no header can hold.
-        OSError: the file that it names cannot be read.
-    """
+    """The secret that users must send, from the option or else from the environment; None if neither has one. Raises
+    ValueError if it is empty, or has characters that no header can hold, and OSError if the file that it names cannot
+    be read."""
     name, secret = (option, option_value) if option_value is not None else (variable, environment.get(variable))
     if secret is None:
         return None

@@ -45,13 +45,10 @@ class Progress:
     lineage: str = ""
 
     def after(self, num_samples: int) -> "Progress":
-        """The progress once one more step has been taken."""
         return dataclasses.replace(self, step=self.step + 1, run_samples=self.run_samples + num_samples)
 
 
 class Checkpoints:
-    """The checkpoints of one run."""
-
     def __init__(self, config: RunConfig, model: Spread, options: StaticOptions, workers: Workers) -> None:
         """
         Args:
@@ -74,11 +71,8 @@ class Checkpoints:
             )
 
     def restore(self, optimizer: optim.Optimizer) -> Progress:
-        """Take the newest checkpoint's state, if there is one. All workers call this.
-
-        Raises:
-            Fatal: the checkpoints are of another run, or damaged, or not the same for all workers.
-        """
+        """Take the newest checkpoint's state, if there is one. All workers call this. Raises Fatal if the checkpoints
+        are of another run, or damaged, or not the same for all workers."""
         paths = (self._options.checkpoint, self._options.resume)
         folders = [CheckpointFolder(path, self._config) for path in paths if path is not None]
         folder = next((folder for folder in folders if not folder.is_empty), None)
@@ -112,7 +106,6 @@ class Checkpoints:
             raise Fatal(f"the last state of this run is in no checkpoint: step {self._written} could not be written")
 
     def is_due(self, step: int) -> bool:
-        """Whether a checkpoint of the state with which a step begins is due."""
         return self._options.checkpoint is not None and step % self._options.checkpoint_every == 0
 
     def write(self, progress: Progress, optimizer: optim.Optimizer) -> Progress:

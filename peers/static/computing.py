@@ -52,8 +52,6 @@ def microbatches_a_worker(config: RunConfig, shape: Shape) -> int:
 
 
 class Batches:
-    """The batches of one worker."""
-
     def __init__(self, config: RunConfig, data: Microbatches, workers: Workers) -> None:
         self._config = config
         self._data = data
@@ -62,7 +60,6 @@ class Batches:
         self.size = microbatches_a_worker(config, workers.shape)
 
     def of_step(self, step: int) -> Batch:
-        """This worker's microbatches of a step."""
         num = self._config.microbatches_per_round
         numbers = range(step * num + self._place, (step + 1) * num, self._dp)
         return self._batch([self._data.samples(number) for number in numbers], numbers)
@@ -172,8 +169,6 @@ def _weighted(loss_1: torch.Tensor, target: torch.Tensor, *, weight: float) -> t
 
 
 class CompressedAverage:
-    """One worker's side of the average."""
-
     def __init__(self, model: Spread, config: AveragingConfig, workers: Workers) -> None:
         """Have the model's DDP average with a codec from now on."""
         self._num_sent = 0
@@ -187,7 +182,6 @@ class CompressedAverage:
         model.module.register_comm_hook(None, self._hook)
 
     def bytes_sent(self) -> int:
-        """The bytes that this worker has sent since the last call."""
         num_sent, self._num_sent = self._num_sent, 0
         return num_sent
 

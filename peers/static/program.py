@@ -49,7 +49,6 @@ logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the program and return its exit code."""
     environment = os.environ
     if is_first_here(environment):
         options = parse(argv)
@@ -66,7 +65,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(options: StaticOptions, environment: Mapping[str, str]) -> int:
-    """Train as one of the workers, and return the exit code."""
     is_heard = is_first_here(environment) or options.log_level == "debug"
     if "TORCHELASTIC_RUN_ID" in environment:
         # Without this, the workers of a torchrun that was killed would go on, beside the workers of the next torchrun.

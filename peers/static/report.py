@@ -60,7 +60,6 @@ class Report:
         self._said_at = self._stepped_at = time.monotonic()
 
     def begin(self, step: int, last_step: int) -> None:
-        """Log that training begins at this step, and at which it is to end."""
         shape, samples = self._workers.shape, counted(self._config.rounds.round_samples, "sample")
         mesh = ", ".join(f"{axis} {size}" for axis, size in dataclasses.asdict(shape).items() if size > 1)
         workers = counted(math.prod(self._workers.mesh.shape), "worker") + (f" ({mesh})" if mesh else "")

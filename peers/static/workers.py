@@ -197,7 +197,6 @@ def interface_to_others(environment: Mapping[str, str], interfaces: Mapping[str,
 
 
 def _store(environment: Mapping[str, str]) -> Store:
-    """Make the store in which workers tell each other their addresses."""
     if "WORLD_SIZE" not in environment:
         return HashStore()
     store: Store

@@ -77,7 +77,6 @@ class Answer:
 
     @property
     def reached(self) -> str:
-        """How callers reach the peer, in a word."""
         lines = self.reply.lines
         if not lines.is_hidden:
             return "direct"

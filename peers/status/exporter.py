@@ -28,8 +28,6 @@ Source = Callable[[], Any]
 
 
 class OwnFigures:
-    """The figures of one process."""
-
     def __init__(self) -> None:
         self._source: Source = lambda: None
         self.labels: Mapping[str, str] = {}
@@ -76,8 +74,6 @@ async def exporting(own: OwnFigures, prefix: str, *, host: str, port: int | None
 
 
 class _Exporter:
-    """The metrics of one process, as prometheus_client collects them."""
-
     def __init__(self, own: OwnFigures, prefix: str) -> None:
         """
         Args:
@@ -89,11 +85,8 @@ class _Exporter:
 
     @asynccontextmanager
     async def serving(self, host: str, port: int) -> AsyncIterator[str]:
-        """Answer at a port inside the block, in other threads. Yields the URL.
-
-        Raises:
-            ValueError: the port cannot be had.
-        """
+        """Answer at a port inside the block, in other threads. Yields the URL. Raises ValueError if the port cannot be
+        had."""
         from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
 
         registry = CollectorRegistry()

@@ -37,8 +37,6 @@ class Screen(Console):
 
 @dataclass(frozen=True)
 class Strip:
-    """One column with its cells."""
-
     column: Column
     cells: Sequence[Text]
 
@@ -84,8 +82,6 @@ class FittingTable:
 
 
 class LiveTable:
-    """Shows one view after another while its `with` block runs."""
-
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Screen()
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
@@ -113,7 +109,6 @@ class LiveTable:
 
 
 def render(view: SwarmView) -> RenderableType:
-    """The view as a rich renderable."""
     parts: list[RenderableType] = [_peers(view)]
     if view.trainers:
         parts.append(FittingTable(_strips(TrainerRow, view.trainers), Table))

@@ -155,8 +155,6 @@ Outcome = TypeVar("Outcome")
 
 
 class Lookout:
-    """Takes views of one run."""
-
     def __init__(
         self, config: RunConfig, directory: Directory, channels: ChannelPool,
         on_peers: Callable[[Sequence[PeerRecord]], None] = lambda records: None,

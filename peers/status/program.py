@@ -124,7 +124,6 @@ class ViewOptions:
 
 
 def render_audit(report: Report) -> RenderableType:
-    """The table, and below it the violations and the verdict."""
     table = Table("figure", "value", title=f"{report.setting} run {report.run}, {counted(report.files, 'file')}")
     figures, found = report.to_json(), report.findings
     for name in _FIGURES:
@@ -170,7 +169,6 @@ class StatusOptions(ViewOptions):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the program and return its exit code."""
     options = cli.parse(StatusOptions, prog=PROG, argv=argv)
     logs.setup_logging("status", options.log_level)
     if options.audit:
@@ -182,7 +180,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def audit_files(options: StatusOptions) -> int:
-    """Audit event logs, and return the exit code."""
     report = audit(options.audit)
     if options.json:
         print(json.dumps(report.to_json()))
@@ -198,11 +195,8 @@ async def look_from(options: StatusOptions, ways: Sequence[Way]) -> None:
 
 
 async def look(options: StatusOptions, view: Look) -> None:
-    """Take views and show them: once, or with --watch until told to stop.
-
-    Raises:
-        PeerUnavailable: the directory cannot be read the first time.
-    """
+    """Take views and show them: once, or with --watch until told to stop. Raises PeerUnavailable if the directory
+    cannot be read the first time."""
     with LiveTable() as table:
 
         def show(seen: Sequence[SwarmView]) -> None:

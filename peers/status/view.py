@@ -78,8 +78,6 @@ def remedy(join_command: str, stage: int, run_round: int, *, may_return: bool) -
 
 @dataclass(frozen=True, kw_only=True)
 class StageRow:
-    """A stage and its peers."""
-
     stage: int
     peers: tuple[PeerRow, ...] = ()
     last_peer: LastPeer | None = None
@@ -93,8 +91,6 @@ class StageRow:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerRow:
-    """A trainer's announcement."""
-
     name: str = figure(
         "What it is called.",
         is_label=True,
@@ -134,8 +130,6 @@ class TrainerRow:
 
 @dataclass(frozen=True, kw_only=True)
 class SwarmView:
-    """A whole swarm."""
-
     run: str
     stages: tuple[StageRow, ...] = ()
     """One row for each stage of the configuration, also for stages without a peer."""

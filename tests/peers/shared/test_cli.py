@@ -9,16 +9,11 @@ import pytest
 import tyro
 
 from peers import commands
-from peers.dashboard.program import DashboardOptions
-from peers.doctor.options import DoctorOptions
-from peers.generate.options import GenerateOptions
 from peers.local.options import LocalOptions
-from peers.model.options import ExportModelOptions, ImportModelOptions
 from peers.shared.cli import arguments, parse
 from peers.shared.option_types import FolderOrName, StageOrAuto
 from peers.stage_peer.options import PeerOptions
 from peers.static.options import StaticOptions
-from peers.trainer.options import TrainerOptions
 from swarm.config import ModelConfig, RunConfig, with_settings
 
 
@@ -121,15 +116,14 @@ def test_a_wrong_line_is_one_line(argv: str, complaint: str, capsys: pytest.Capt
     [
         (_Arguments, ["", "--stage", "1"], "PATH takes a path, not ''"),
         (_Options, ["--stage", "1", "--dataset", "a", "--dataset", ""], "--dataset takes a path or a name, not ''"),
-        (PeerOptions, ["--checkpoint", ""], "--checkpoint takes a path, not ''"),
-        (StaticOptions, ["--model", ""], "--model takes a path or a name, not ''"),
-        (DashboardOptions, ["swarm://1x", "--history", ""], "--history takes a path, not ''"),
-        (GenerateOptions, ["--checkpoint", "", "--prompt", "a"], "--checkpoint takes a path, not ''"),
-        (TrainerOptions, ["--output", ""], "--output takes a path, not ''"),
-        (ExportModelOptions, ["--output", ""], "--output takes a path, not ''"),
+        (
+            _Options,
+            ["--stage", "1", "--initial-peers", "a", "--every", "x"],
+            "--every takes a whole number of 64 bits, not 'x'",
+        ),
     ],
-)  # fmt: skip
-def test_an_empty_path_is_not_taken_for_the_current_folder(
+)
+def test_a_wrong_word_is_told_wherever_it_stands(
     options: type[object], argv: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
@@ -163,42 +157,6 @@ def test_help_shows_the_docstrings(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        _Options, DashboardOptions, DoctorOptions, ExportModelOptions, GenerateOptions, ImportModelOptions,
-        LocalOptions, PeerOptions, StaticOptions, TrainerOptions,
-    ],
-)  # fmt: skip
-def test_help_names_neither_nothing_as_a_value_nor_as_a_default(
-    options: type[object], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    with pytest.raises(SystemExit):
-        parse(options, prog="swarm-x", argv=["--help"])
-    said = capsys.readouterr().out
-    assert "None" not in said
-    assert "(default: )" not in said
-    assert "(default: '')" not in said
-
-
-def test_help_shows_what_an_option_takes_and_what_may_be_left_out(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    for options in (PeerOptions, StaticOptions):
-        with pytest.raises(SystemExit):
-            parse(options, prog="swarm-x", argv=["--help"])
-    said = capsys.readouterr().out
-    assert "without one a new run begins." in said, "it has no line breaks of its own"
-    lines = " ".join(said.split())
-    for shown in (
-        "[INVITE]", "--preset STR", "--stage INT|{auto}", "--fsdp {zero3,zero2}", "--lora-targets STR [STR ...]",
-        "(repeatable)", "(default: 127.0.0.1)",
-    ):  # fmt: skip
-        assert shown in lines
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
         _Options(stage=0),
         _Options(stage=3, initial_peers=("a", "b"), output=Path("x y"), log_level="debug", insecure=True),
         _Options(stage=1, goes="auto", every=7, seconds=0.25, dataset=("a", "b c")),
@@ -210,11 +168,7 @@ def test_the_arguments_of_options_are_read_into_the_same_options(options: _Optio
     assert parse(_Options, prog="swarm-x", argv=arguments(options)) == options
 
 
-def test_the_default_needs_no_argument() -> None:
-    assert arguments(_Options(stage=0)) == ["--stage", "0"]
-
-
-@pytest.mark.parametrize("preset", ["gpt2-124m", "gpt2-355m", "llama-124m", "shakespeare", "smollm2", "llama-7b-lora"])
+@pytest.mark.parametrize("preset", ["gpt2-124m", "shakespeare", "llama-7b-lora"])
 def test_a_preset_that_needs_a_text_says_which_before_anything_begins(
     preset: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -224,14 +178,7 @@ def test_a_preset_that_needs_a_text_says_which_before_anything_begins(
     said = capsys.readouterr().err
     assert f"--preset {preset} needs " in said
     assert "--dataset" in said
-    for name in (
-        "/tinyshakespeare/input.txt",
-        "hf:Salesforce/wikitext",
-        "TinyStories",
-        "openwebtext",
-        "hf:allenai/c4:en",
-    ):
-        assert name in said, "where well-known texts are to be had"
+    assert "hf:Salesforce/wikitext" in said, "where well-known texts are to be had"
     assert parse(PeerOptions, prog="swarm-peer", argv=["--preset", preset, "--dataset", "text.txt"]).names_a_run
 
 
@@ -255,7 +202,7 @@ def test_a_preset_that_draws_its_weights_begins_with_no_model(capsys: pytest.Cap
     assert "--preset tiny and --model exclude each other" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", ["peer", "keys", "keys issue", "model export"])
+@pytest.mark.parametrize("words", ["keys", "model export"])
 def test_no_program_s_help_is_wider_than_the_terminal(
     words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

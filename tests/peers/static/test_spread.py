@@ -50,8 +50,7 @@ def num_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-@pytest.mark.parametrize("is_given", [False, True])
-@pytest.mark.parametrize("config", [CONFIG, ADAPTERS], ids=["whole", "adapters"])
+@pytest.mark.parametrize(("config", "is_given"), [(CONFIG, False), (ADAPTERS, True)], ids=["drawn", "given"])
 @pytest.mark.parametrize("shape", CUTS.values(), ids=CUTS)
 def test_a_worker_begins_with_its_part_and_never_holds_much_more(
     shape: Shape, config: RunConfig, is_given: bool
