@@ -1,4 +1,4 @@
-"""A run's configuration: a file for each section of the TOML file, run.py for the whole, reading.py to read it."""
+"""A run's configuration: the sections of the TOML file, run.py for the whole, reading.py to read it."""
 
 from swarm.config.data import DataConfig
 from swarm.config.lora import LoraConfig

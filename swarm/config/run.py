@@ -1,8 +1,8 @@
 """RunConfig: what a run trains and how. All peers of the run share this document.
 
 The first peer reads it from TOML (reading.py) and publishes it; joiners fetch it. It is identified by the digest of its
-canonical JSON. Settings of a single machine (device, port, memory) are options of a command instead. Each section is a
-file beside this one. Here they are put together, and checked against each other.
+canonical JSON. Settings of a single machine (device, port, memory) are options of a command instead. Here the sections
+are put together, and checked against each other.
 """
 
 import dataclasses
