@@ -191,7 +191,7 @@ def test_several_datasets_have_held_out_parts_of_their_own(format: Any, tmp_path
 
 
 def test_chat_needs_a_template(talks: Path, cache: Path) -> None:
-    with pytest.raises(ValueError, match="no chat template beside data.tokenizer"):
+    with pytest.raises(ValueError, match=r"no chat template beside data\.tokenizer"):
         corpora.prepare(_config(talks, tokenizer="bytes"), cache_dir=cache)
     with pytest.raises(ValueError, match=r"needs a data.dataset with such rows"):
         DataConfig(format="chat")
