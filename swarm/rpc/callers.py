@@ -101,7 +101,9 @@ class Quota:
 
     def fits(self, caller: Caller, amount: float = 1) -> bool:
         held = self.held(caller)
-        return self.total + amount <= self.most and (not held or held + amount <= self.each)
+        # What all have is added up only where that has a bound: there may be thousands of callers.
+        has_room = self.most == math.inf or self.total + amount <= self.most
+        return has_room and (not held or held + amount <= self.each)
 
     def take(self, caller: Caller, amount: float = 1) -> None:
         """Count something as the caller's. Raises Overloaded if it does not fit."""
