@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -59,8 +58,8 @@ class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does 
 
 
 def _storages(values: object) -> list[torch.UntypedStorage]:
-    """The memory of plain tensors. A DTensor has none of its own."""
-    tensors = [each for each in tree_leaves(values) if isinstance(each, torch.Tensor) and not isinstance(each, DTensor)]
+    """The memory of plain tensors. Others, such as DTensors, have none of their own."""
+    tensors = [each for each in tree_leaves(values) if type(each) in (torch.Tensor, torch.nn.Parameter)]
     return [tensor.untyped_storage() for tensor in tensors if not tensor.is_meta]
 
 
