@@ -12,7 +12,9 @@ import tyro
 from peers.shared import logs
 from peers.shared import option_types as takes
 from peers.shared.run_options import RunOptions, joins
-from swarm.pipeline.window import MOST_IN_FLIGHT
+
+MOST_IN_FLIGHT = 256
+"""The most microbatches that a trainer has in flight, unless the user chooses another number."""
 
 
 @dataclass(frozen=True, kw_only=True)

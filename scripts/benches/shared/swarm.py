@@ -13,7 +13,7 @@ from peers.commands import command_line
 from peers.local.supervisor import Child, Supervisor, last_line
 from peers.shared import cli
 from peers.stage_peer.options import PeerOptions
-from peers.trainer.options import TrainerOptions
+from peers.trainer.options import MOST_IN_FLIGHT, TrainerOptions
 from scripts.benches.shared.common import POLL_SECONDS, wait_for_json, write_config
 from scripts.benches.shared.throttle import Lines
 from swarm.config import RunConfig
@@ -23,7 +23,6 @@ from swarm.hop.answers import HopListener
 from swarm.hop.hop import Hop
 from swarm.machine.clock import SystemClock
 from swarm.metrics import read as read_metrics
-from swarm.pipeline.window import MOST_IN_FLIGHT
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
 from swarm.stage.boundary import GRADIENT, HIDDEN, reply_specs

@@ -7,11 +7,12 @@ microbatch whose peer failed is computed again further downstream as well, and n
 from collections.abc import Callable
 from functools import partial
 
+from peers.trainer.options import MOST_IN_FLIGHT
 from scripts.benches.simulate.microbatches.choosers import Answer
 from scripts.benches.simulate.microbatches.pipeline import SimulatedPeer, SimulatedPipeline, View
 from swarm.errors import Overloaded
 from swarm.hop.retries import PAUSE_SECONDS, SHORTEST_WAIT_SECONDS, HopLimits, most_sent_on
-from swarm.pipeline.window import MOST_IN_FLIGHT, Window
+from swarm.pipeline.leased_work import Window
 from swarm.types import PeerId
 
 NOTICE_SECONDS = 1.0  # The time from a peer's death until the senders of its microbatches know of it

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import grpc
 
+from peers.trainer.options import MOST_IN_FLIGHT
 from scripts.benches.shared.common import (
     START_SECONDS,
     BenchOptions,
@@ -37,7 +38,6 @@ from scripts.benches.simulate.timeline import Timeline
 from swarm.averaging.agreement.rules import Timing
 from swarm.config import RunConfig
 from swarm.errors import DeadlineExceeded, SwarmError
-from swarm.pipeline.window import MOST_IN_FLIGHT
 from swarm.rpc import tls
 from swarm.rpc.ask import describe
 from swarm.rpc.tls import CLIENT_OPTIONS, through
