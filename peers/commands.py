@@ -24,10 +24,8 @@ SLOW_SECONDS = 2.0
 
 
 def command_line(program: str, arguments: Iterable[str]) -> list[str]:
-    """The command line that runs one of the programs below in a new process. `cli.arguments` makes the arguments.
-
-    With -P, Python does not import modules of the same name from the current folder.
-    """
+    """The command line that runs one of the programs below in a new process. `cli.arguments` makes the arguments. With
+    -P, Python does not import modules of the same name from the current folder."""
     return [sys.executable, "-P", "-c", f"from peers.commands import {program}; {program}()", *arguments]
 
 
@@ -78,10 +76,8 @@ def _run(prog: str, module: str, options: tuple[str, str] | None = None, address
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """End the process at once, while it has nothing to clean up.
-
-    A KeyboardInterrupt in the middle of an import would leave libraries half imported, which can raise any error later.
-    """
+    """End the process at once, while it has nothing to clean up. A KeyboardInterrupt in the middle of an import would
+    leave libraries half imported, which can raise any error later."""
     os._exit(128 + number)
 
 
@@ -99,11 +95,9 @@ def said_if_slow(prog: str) -> Iterator[None]:
 
 
 def load(module: str) -> ModuleType:
-    """Import a program, and exclude the imported objects from cyclic garbage collection.
-
-    Imported modules stay until the process ends. Without this, the collector would examine them again and again, during
-    the import and later, and each time stop every thread for about 0.1 s.
-    """
+    """Import a program, and exclude the imported objects from cyclic garbage collection. Imported modules stay until
+    the process ends. Without this, the collector would examine them again and again, during the import and later, and
+    each time stop every thread for about 0.1 s."""
     gc.disable()
     try:
         program = import_module(module)

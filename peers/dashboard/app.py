@@ -54,11 +54,8 @@ _STATIC = Path(__file__).parent / "static"
 
 class Hub:
     def __init__(self, history: Callable[[], State]) -> None:
-        """
-        Args:
-            history: gives the figures over time. Viewers get them only with the whole state: they add later figures
-                themselves.
-        """
+        """`history` gives the figures over time. Viewers get them only with the whole state: they add later figures
+        themselves."""
         self._history = history
         self._state: State = {}
         self._number = 0
@@ -96,10 +93,8 @@ class Hub:
 
 
 def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON Merge Patch (RFC 7386) that turns `before` into `after`; the page applies it.
-
-    Objects are compared field by field, and lists are replaced. A field that is null counts as missing.
-    """
+    """The JSON Merge Patch (RFC 7386) that turns `before` into `after`; the page applies it. Objects are compared field
+    by field, and lists are replaced. A field that is null counts as missing."""
     patch: dict[str, Any] = {name: None for name in before if after.get(name) is None and before[name] is not None}
     for name, value in after.items():
         old = before.get(name)
@@ -163,12 +158,8 @@ class Door:
 
 
 def page_of(hub: Hub, *, token: str | None, names: Collection[str]) -> ASGIApp:
-    """The whole application.
-
-    Args:
-        token: the token that a viewer must have; None lets everybody see.
-        names: names of this host, besides its IP addresses.
-    """
+    """The whole application. Without a token everybody may see it. `names` are those of this host, besides its IP
+    addresses."""
     viewers = Viewers(hub, token)
 
     async def index(request: Request) -> FileResponse:

@@ -219,15 +219,8 @@ class History:
     last_look: float = 0.0
 
     def add(self, before: SwarmView | None, view: SwarmView, at: float) -> dict[str, float | None]:
-        """Add a view.
-
-        Args:
-            before: the view before it; None for the first that this process took.
-            at: when the view was taken, in seconds since the epoch.
-
-        Returns:
-            The figures that are followed over time.
-        """
+        """Add a view, and return its figures that are followed over time. `before` is the view before it; None for the
+        first that this process took. `at` is in seconds since the epoch."""
         passed = at - self.last_look
         figures = figures_over_time(view)
         for series in self.series.values():

@@ -75,10 +75,8 @@ async def nodes(dht_addresses: Sequence[str]) -> dict[str, bool]:
 
 
 async def passing(peers: Sequence[PeerRecord], channels: ChannelPool) -> list[bool]:
-    """For each peer that answers: whether messages of several packets reach it and come back.
-
-    Cancellation ends the calls.
-    """
+    """For each peer that answers: whether messages of several packets reach it and come back. Cancellation ends the
+    calls."""
 
     async def ask(peer: PeerRecord) -> bool | None:
         try:

@@ -27,12 +27,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found out about one thing.
-
-    Attributes:
-        what: what was looked at, in a word or two.
-        text: what was found; if it is wrong, also what to change.
-    """
+    """What was found out about one thing, which has a name of a word or two; if it is wrong, also what to change."""
 
     what: str
     state: State
@@ -120,10 +115,8 @@ def judge_files(limit: int | None, num_peers: int) -> Finding:
 
 
 def judge_memory(needs: Mapping[int, Needs], found: Device, free_ram: int, *, is_auto: bool) -> Finding:
-    """Compare what each stage needs with the free memory of the device and, beside a GPU, with the free RAM.
-
-    `needs` has one stage, or with `is_auto` all stages that the peer may serve.
-    """
+    """Compare what each stage needs with the free memory of the device and, beside a GPU, with the free RAM. `needs`
+    has one stage, or with `is_auto` all stages that the peer may serve."""
     lacking = [stage for stage, need in needs.items() if need.device > found.free_bytes or need.ram > free_ram]
     least, most = (choose(need.device for need in needs.values()) for choose in (min, max))
     stages = f"stage {next(iter(needs))} takes" if len(needs) == 1 else "a stage takes"

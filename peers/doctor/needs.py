@@ -128,11 +128,8 @@ def passing_bytes(config: RunConfig, stage: int) -> int:
 
 
 def graph_bytes(config: RunConfig, stage: int, *, fused: bool = False) -> int:
-    """Bytes that autograd keeps of one microbatch's layers, including the stage's input.
-
-    Args:
-        fused: whether the stage computes as on a GPU.
-    """
+    """Bytes that autograd keeps of one microbatch's layers, including the stage's input. `fused` says whether the stage
+    computes as on a GPU."""
     model, num_layers = config.model, len(layer_ranges(config)[stage])
     # On a GPU the tables of rotary positions are as wide as a head, twice.
     tables = (1 + fused) * config.data.sequence_length * model.width_of_heads * model.is_rotary

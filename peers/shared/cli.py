@@ -63,11 +63,7 @@ def parse(options: type[Options], *, prog: str, argv: Sequence[str]) -> Options:
 
 
 def run(prog: str, about: str | None, commands: Mapping[str, Command], argv: Sequence[str]) -> int:
-    """Run the command that the first word names, and return the exit code.
-
-    Args:
-        about: what --help says of the program.
-    """
+    """Run the command that the first word names, and return the exit code. --help says `about` of the program."""
     name, *arguments = argv or [""]
     if name in ("-h", "--help"):
         how = f"{prog} {'|'.join(commands)} --help explains the options."

@@ -148,11 +148,8 @@ def bf16_advice(model: ModelConfig, capability: tuple[int, int]) -> str:
 
 
 def known_peak_tflops(gpu: str, autocast: str) -> float:
-    """The TFLOP/s of matrix products, without sparsity, that a GPU's maker names; 0 for one that is not listed.
-
-    Args:
-        gpu: the GPU's name, as CUDA has it.
-    """
+    """The TFLOP/s of matrix products, without sparsity, that a GPU's maker names; 0 for one that is not listed. `gpu`
+    is the GPU's name, as CUDA has it."""
     narrow, single = next((peaks for name, peaks in PEAK_TFLOPS.items() if re.search(rf"\b{name}\b", gpu)), (0.0, 0.0))
     return single if autocast == "off" else narrow
 
@@ -221,10 +218,7 @@ def warn_of_emulation(model: ModelConfig, device: "torch.device") -> None:
 
 def peak_flops(given_tflops: float, config: RunConfig, dtype: Dtype | None, device: "torch.device") -> float:
     """The floating-point operations in a second that a device manages at best in a run's type; 0 if not known.
-
-    Args:
-        given_tflops: what the user says; 0 if nothing.
-    """
+    `given_tflops` is what the user says; 0 if nothing."""
     import torch
 
     if not given_tflops and device.type == "cuda":

@@ -166,11 +166,8 @@ def _invite(text: str) -> str:
 
 @asynccontextmanager
 async def reading(entrance: Entrance, clock: Clock) -> AsyncIterator[Membership]:
-    """Be in a run inside the block, under a new identity. No peer is known yet when the block begins.
-
-    Raises:
-        What Entrance.dht_addresses, dht_node.start and agree_on_config raise.
-    """
+    """Be in a run inside the block, under a new identity. No peer is known yet when the block begins. Raises what
+    Entrance.dht_addresses, dht_node.start and agree_on_config raise."""
     addresses = await entrance.dht_addresses(clock)
     # This blocks the loop for some seconds, but there is nothing else to do yet.
     node = dht_node.start(clock=clock, initial_peers=addresses, client_mode=True)

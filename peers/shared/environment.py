@@ -27,11 +27,8 @@ def kept_tokenizer(cache: Path, digest: str) -> Path:
 
 
 def keep_compiled_code(environment: MutableMapping[str, str]) -> None:
-    """Have torch.compile keep its code in this user's folder, unless the environment names another one.
-
-    By itself torch takes a folder of /tmp, which is gone when the machine starts again. Raises ValueError as
-    cache_folder.
-    """
+    """Have torch.compile keep its code in this user's folder, unless the environment names another one. By itself torch
+    takes a folder of /tmp, which is gone when the machine starts again. Raises ValueError as cache_folder."""
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
 
 

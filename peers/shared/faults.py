@@ -11,14 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
-from peers.shared.process import (
-    EXIT_FAILURE,
-    EXIT_INTERRUPTED,
-    EXIT_NO_READER,
-    EXIT_TERMINATED,
-    EXIT_USAGE,
-    address_limit,
-)
+from peers.shared import process
 from peers.shared.stopping import Terminated
 from swarm.errors import SwarmError
 from swarm.machine.out_of_memory import SMALLER, in_words, is_out_of_memory, what_was_asked
@@ -47,26 +40,26 @@ def run_program(prog: str, main: Callable[[], int]) -> int:
         return exit_code
     except Terminated:
         print(f"{prog}: terminated", file=sys.stderr)
-        return EXIT_TERMINATED
+        return process.EXIT_TERMINATED
     except KeyboardInterrupt:
         print(f"{prog}: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return process.EXIT_INTERRUPTED
     except Exception as error:
         faults = list(leaves(error))
         if any(isinstance(fault, BrokenPipeError) for fault in faults) and _has_lost_reader(sys.stdout):
             # Python flushes stdout when it ends, and would complain that nothing reads it.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return EXIT_NO_READER
+            return process.EXIT_NO_READER
         shortages = [shortage for fault in faults if (shortage := _shortage(fault)) is not None]
         if not all(isinstance(fault, _FAULTS) or _shortage(fault) for fault in faults):
             raise
         logging.getLogger().debug("where it went wrong:", exc_info=error)
         if shortages:
             print(f"{prog}: error: {_describe_shortage(shortages[0])}", file=sys.stderr)
-            return EXIT_FAILURE
+            return process.EXIT_FAILURE
         fault = faults[0]
         print(f"{prog}: error: {describe(fault)}", file=sys.stderr)
-        return EXIT_USAGE if isinstance(fault, ValueError) else EXIT_FAILURE
+        return process.EXIT_USAGE if isinstance(fault, ValueError) else process.EXIT_FAILURE
 
 
 def _has_lost_reader(stream: TextIO) -> bool:
@@ -117,6 +110,6 @@ def _shortage(error: BaseException | None) -> BaseException | None:
 
 def _describe_shortage(error: BaseException) -> str:
     text = f"out of memory: no room for {what_was_asked(error)}"
-    if (limit := address_limit()) is None:
+    if (limit := process.address_limit()) is None:
         return f"{text}; close other programs, take a machine with more memory, or in training {SMALLER}"
     return f"{text}; this process may have {in_words(limit)} of addresses (ulimit -v, prlimit --as): allow it more"

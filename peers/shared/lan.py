@@ -58,16 +58,8 @@ def with_invite(options: Options) -> Options:
 
 
 def found_invite(*, insecure: bool) -> str:
-    """The invite to the only run in this network.
-
-    Args:
-        insecure: whether the user wants a run without TLS. If there are several runs, those of the other kind are left
-            out.
-
-    Raises:
-        ValueError: there are several runs, or as of `find`.
-        PeerUnavailable: there is none.
-    """
+    """The invite to the only run in this network; if there are several, to the only one with TLS, or without it if
+    `insecure`. Raises ValueError if there are several, or as `find` does, and PeerUnavailable if there is none."""
     runs = _found(insecure=insecure)
     if len(runs) > 1:
         found = ", ".join(f"{name}: {invite}" for name, invite in sorted(runs.items()))
@@ -97,12 +89,9 @@ def _found(*, insecure: bool) -> dict[str, Invite]:
 
 
 async def answering(runs: Mapping[str, Invite], *, insecure: bool) -> dict[str, Invite]:
-    """The runs of which some peer in the invite answers: anybody can announce a run that does not exist.
-
-    Args:
-        insecure: whether runs without TLS are wanted, or runs with TLS. An invite does not say whether its run has TLS.
-            Runs of the other kind are left out as well, and named in the log.
-    """
+    """The runs of which some peer in the invite answers: anybody can announce a run that does not exist. `insecure`
+    says whether runs without TLS are wanted, or runs with TLS. An invite does not say whether its run has TLS. Runs of
+    the other kind are left out as well, and named in the log."""
     async with asyncio.TaskGroup() as tasks:
         answers = {run_id: tasks.create_task(_answers(invite, insecure=insecure)) for run_id, invite in runs.items()}
         others = {run_id: tasks.create_task(_answers(invite, insecure=not insecure)) for run_id, invite in runs.items()}

@@ -30,9 +30,7 @@ def setup_logging(name: str, level: LogLevel) -> None:
 
 def _log_faults(hook: Callable[[Any], object]) -> Callable[[Any], None]:
     """Wrap Python's hook for errors of threads or destructors: errors that are not bugs are logged without a traceback.
-
-    A lack of memory is not a bug. Nor is an OSError, such as a full disk when a library writes in its own thread.
-    """
+    A lack of memory is not a bug. Nor is an OSError, such as a full disk when a library writes in its own thread."""
 
     def log(raised: Any) -> None:
         error, logger = raised.exc_value, logging.getLogger(__name__)

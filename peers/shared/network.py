@@ -167,10 +167,8 @@ async def agree_on_config(
 
 
 def entries_of(rows: Iterable[Sequence[PeerRecord]]) -> list[Entry]:
-    """The peers that serve and are reached directly: one of each stage, then a second of each, and so on.
-
-    Their order does not depend on that of the records, so that two readings of a run give the same invite.
-    """
+    """The peers that serve and are reached directly: one of each stage, then a second of each, and so on. Their order
+    does not depend on that of the records, so that two readings of a run give the same invite."""
     ordered = [sorted(row, key=lambda record: record.peer_id) for row in rows]
     spread = in_turns([record for record in row if record.state is PeerState.SERVING] for row in ordered)
     return [Entry(PeerId(r.peer_id), ends[0]) for r in spread if (ends := direct(r.endpoints))]

@@ -189,11 +189,7 @@ Text = Annotated[str, taking("text", "STR", _text)]
 
 
 def require_one(given: Mapping[str, bool]) -> None:
-    """Raise ValueError unless just one of several ways is given.
-
-    Args:
-        given: the name of each way, and whether it was given.
-    """
+    """Raise ValueError unless just one of several ways, which have names, is given."""
     names, chosen = list(given), [name for name, is_given in given.items() if is_given]
     if len(chosen) != 1:
         not_all = f", not both {' and '.join(chosen)}" if len(chosen) == 2 else f", not {', '.join(chosen)}"

@@ -58,10 +58,8 @@ def keep_freed_memory() -> None:
 
 def require_addresses(num_bytes: int) -> None:
     """Raise MemoryError if this process's limit (ulimit -v, prlimit --as) leaves less address space than `num_bytes`.
-
     Call this before large libraries are imported, and before gRPC starts its threads. If address space runs out, some
-    libraries end the process without a message, and some wait for ever.
-    """
+    libraries end the process without a message, and some wait for ever."""
     if num_bytes == 0 or address_limit() is None:
         return
     try:
@@ -72,10 +70,8 @@ def require_addresses(num_bytes: int) -> None:
 
 
 def allow_open_files() -> None:
-    """Raise this process's limit of open files and connections (ulimit -n) as far as the system lets it.
-
-    By default it is 1024, so one stranger with as many idle connections would keep all others from a peer.
-    """
+    """Raise this process's limit of open files and connections (ulimit -n) as far as the system lets it. By default it
+    is 1024, so one stranger with as many idle connections would keep all others from a peer."""
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_OPEN_FILES if most == resource.RLIM_INFINITY else min(MOST_OPEN_FILES, most)
     if allowed != resource.RLIM_INFINITY and allowed < wanted:
@@ -91,15 +87,10 @@ def address_limit() -> int | None:
 
 
 def die_with_parent(parent: int | None = None) -> Callable[[], None]:
-    """Make the `preexec_fn` for a child that the kernel kills when this process dies, however it dies.
-
-    The kernel kills the child when the *thread* that started it ends: start such children from a thread that lives as
-    long as the process. Does nothing where the system has no prctl.
-
-    Args:
-        parent: the process id of the parent. By default this process; a process that calls the function for itself
-            names the process that started it.
-    """
+    """Make the `preexec_fn` for a child that the kernel kills when this process dies, however it dies. The kernel kills
+    the child when the *thread* that started it ends: start such children from a thread that lives as long as the
+    process. Does nothing where the system has no prctl. `parent` is the id of the parent's process, by default of this
+    one; a process that calls the function for itself names the one that started it."""
     parent = parent or os.getpid()
     # prctl is looked up here, because few operations are safe between fork and exec.
     prctl = getattr(ctypes.CDLL(None), "prctl", None)

@@ -31,11 +31,8 @@ class WandbRun(Reporter):
         super().__init__("wandb")
 
     def finish(self, *, timeout_seconds: float) -> str | None:
-        """Send what is left and close the run.
-
-        Returns:
-            The command that uploads an offline run; None for an online run, or if wandb failed or took too long.
-        """
+        """Send what is left and close the run. Return the command that uploads an offline run; None for an online run,
+        or if wandb failed or took too long."""
         if not self.close(timeout_seconds) or self._online or self._run_folder is None:
             return None
         return f"wandb sync {shlex.quote(str(self._run_folder))}"

@@ -43,11 +43,8 @@ def require_sole_writer(path: Path, given_as: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimedIdentity:
-    """An identity that no other process on this machine can claim while `lock` is open.
-
-    Attributes:
-        libp2p_path: the file of the key that the peer's DHT node uses, which need not exist yet.
-    """
+    """An identity that no other process on this machine can claim while `lock` is open. The file of the key that the
+    peer's DHT node uses (`libp2p_path`) need not exist yet."""
 
     identity: Identity
     libp2p_path: Path
@@ -56,10 +53,8 @@ class ClaimedIdentity:
 
 def claim_identity(path: Path | None, folder: Path, label: str) -> ClaimedIdentity:
     """Claim the file `path`, or else the first free one with a label (`stage-2`, say) in `folder`; make it if missing.
-
     Where the file system has no locks, no process is kept out. Raises ValueError if the named file is in use by another
-    peer, and IntegrityError if the file is no identity.
-    """
+    peer, and IntegrityError if the file is no identity."""
     if path is None:
         return next(filter(None, (_try_claim(folder / f"{label}.{number}.pem") for number in itertools.count())))
     claimed = _try_claim(path)

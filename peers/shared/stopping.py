@@ -34,12 +34,8 @@ def interruptible() -> Iterator[None]:
 
 
 class Stop(asyncio.Event):
-    """An event that is set when the program is to end.
-
-    Attributes:
-        exit_code: the program's exit code if it ends before its work is done. It depends on the signal; without one it
-            is that for Ctrl-C.
-    """
+    """An event that is set when the program is to end. The program's exit code, if it ends before its work is done,
+    depends on the signal; without one it is that for Ctrl-C."""
 
     exit_code = EXIT_INTERRUPTED
 

@@ -50,10 +50,7 @@ class Progress:
 
 class Checkpoints:
     def __init__(self, config: RunConfig, model: Spread, options: StaticOptions, workers: Workers) -> None:
-        """
-        Args:
-            config: cut into the mesh's stages.
-        """
+        """`config` is cut into the mesh's stages."""
         self._config = config
         self._model = model
         self._options = options
@@ -109,11 +106,8 @@ class Checkpoints:
         return self._options.checkpoint is not None and step % self._options.checkpoint_every == 0
 
     def write(self, progress: Progress, optimizer: optim.Optimizer) -> Progress:
-        """Write the state, unless that was done. All workers call this.
-
-        Returns:
-            The progress; at the worker that writes, with its new lineage.
-        """
+        """Write the state, unless that was done. All workers call this. Return the progress; at the worker that writes,
+        with its new lineage."""
         if self._options.checkpoint is None or progress.step == self._written:
             return progress
         self._written = progress.step

@@ -28,11 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Run:
-    """What the loop works with.
-
-    Attributes:
-        report: reports steps; None at all workers but the first.
-    """
+    """What the loop works with. Only the first worker has a report."""
 
     config: RunConfig
     workers: Workers

@@ -153,13 +153,9 @@ TERM_SECONDS = 20.0
 
 @contextlib.contextmanager
 def stopping(environment: Mapping[str, str]) -> Iterator[Stop]:
-    """Yields an event that Ctrl-C and SIGTERM set inside the block. Training then ends after its present step.
-
-    Without torchrun a second Ctrl-C ends the process at once.
-
-    Under torchrun, SIGTERM may also come because another worker has died. Then no step is finished any more, so a
-    worker that does not end by itself within TERM_SECONDS is ended.
-    """
+    """Yields an event that Ctrl-C and SIGTERM set inside the block. Training then ends after its present step. Without
+    torchrun a second Ctrl-C ends the process at once. Under torchrun, SIGTERM may also come because another worker has
+    died. Then no step is finished any more, so a worker that does not end by itself within TERM_SECONDS is ended."""
     is_alone = "WORLD_SIZE" not in environment
     stop = Stop()
 

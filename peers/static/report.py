@@ -46,10 +46,7 @@ class Report:
         workers: Workers,
         compressed: CompressedAverage | None,
     ) -> None:
-        """
-        Args:
-            compressed: averages the gradients; None if torch does, and the bytes sent follow by arithmetic.
-        """
+        """`compressed` averages the gradients; None if torch does, and the bytes sent follow by arithmetic."""
         self._config = config
         self._workers = workers
         self._plain_bytes = round(bytes_sent(config, options, workers.shape, model.parameters))
@@ -75,13 +72,7 @@ class Report:
     def step(
         self, progress: Progress, loss: float, gradient_norm: float, rate: float, held_out: HeldOutLoss | None
     ) -> None:
-        """Report a step.
-
-        Args:
-            progress: how far the run is after the step.
-            gradient_norm: the gradient's norm before clipping.
-            rate: the learning rate.
-        """
+        """Report a step: how far the run is after it, and the gradient's norm before clipping."""
         num_sent = self._plain_bytes if self._compressed is None else self._compressed.bytes_sent()
         now = time.monotonic()
         seconds, self._stepped_at = max(now - self._stepped_at, 1e-9), now
@@ -112,12 +103,8 @@ class Report:
             logger.info("step %d: loss %.3f%s  %s tokens/s", progress.step, loss, told, f"{tokens_per_second:,.0f}")
 
     def end(self, step: int, loss: float | None, held_out: HeldOutLoss | None, *, stopped: bool) -> None:
-        """Print where training has ended, and finish reporting.
-
-        Args:
-            loss: the loss of the last step; None if there was no step.
-            held_out: the held-out loss at the end; None if training was stopped before.
-        """
+        """Print where training has ended, and finish reporting. There is no `loss` if there was no step, and nothing
+        held out if training was stopped before."""
         told = "" if loss is None else f", loss {loss:.3f}"
         if held_out is not None:
             self._metrics.evaluation(step, held_out.mean, held_out.of_several)
@@ -129,13 +116,9 @@ class Report:
 def bytes_sent(
     config: RunConfig, options: StaticOptions, shape: Shape, parameters: Mapping[str, torch.Tensor]
 ) -> float:
-    """The bytes that one worker sends in a step with torch's own methods, which exchange in rings.
-
-    With a pipeline it is a mean over the stages.
-
-    Args:
-        parameters: the parameters of this worker's stage, cut by tensor parallelism but not by FSDP.
-    """
+    """The bytes that one worker sends in a step with torch's own methods, which exchange in rings. With a pipeline it
+    is a mean over the stages. `parameters` are the ones of this worker's stage, cut by tensor parallelism but not
+    by FSDP."""
     # A ring of N workers sends (N - 1) / N of a vector to gather or to scatter it, and twice that to sum it.
     dp, tp = (shape.dp - 1) / shape.dp, (shape.tp - 1) / shape.tp
     num_microbatches, model = microbatches_a_worker(config, shape), in_shards(config.model, shape.tp)

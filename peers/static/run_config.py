@@ -1,7 +1,4 @@
-"""The configuration of the run that static workers train, checked against their mesh.
-
-Used by program.py. Any run of a swarm can be trained; if its setting is diloco, it becomes synchronous: see `trained`.
-"""
+"""The configuration of the run that static workers train, checked against their mesh. Any run of a swarm can be."""
 
 import dataclasses
 import logging

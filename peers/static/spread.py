@@ -124,11 +124,9 @@ class Spread:
 
     @torch.no_grad()
     def _fill(self, stage: nn.Module, config: RunConfig, given: Weights | None) -> None:
-        """Give a stage on the meta device this worker's parts of the initial weights.
-
-        Each tensor is drawn or read as a whole, so that it can be checked, and a part of it is kept. So a worker holds
-        its part of the stage and one whole tensor. A frozen matrix that is not cut stays in its file.
-        """
+        """Give a stage on the meta device this worker's parts of the initial weights. Each tensor is drawn or read as a
+        whole, so that it can be checked, and a part of it is kept. So a worker holds its part of the stage and one
+        whole tensor. A frozen matrix that is not cut stays in its file."""
         number, device = self._workers.place("pp"), self._workers.device
         # All parts get their memory first: between tensors that are freed again they would leave holes.
         made = {

@@ -1,7 +1,4 @@
-"""The workers that torchrun has started, or this process alone, and the mesh that they form.
-
-Used by program.py, which joins them, and by all parts that add numbers up over workers.
-"""
+"""The workers that torchrun has started, or this process alone, and the mesh that they form."""
 
 import contextlib
 import gc
@@ -103,11 +100,7 @@ def device_of(name: str, environment: Mapping[str, str]) -> torch.device:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Workers:
-    """All workers, as one of them sees them.
-
-    Attributes:
-        is_first_here: whether this worker is its machine's first one.
-    """
+    """All workers, as one of them sees them. `is_first_here` says whether that is its machine's first one."""
 
     shape: Shape
     device: torch.device
@@ -177,10 +170,8 @@ def joined(shape: Shape, device: torch.device, environment: Mapping[str, str]) -
 
 
 def interface_to_others(environment: Mapping[str, str], interfaces: Mapping[str, Sequence[Any]]) -> str | None:
-    """The network interface by which this machine reaches the others, for gloo; None where it need not be told.
-
-    gloo itself takes the address of the machine's name, which is 127.0.1.1 on many Linux systems.
-    """
+    """The network interface by which this machine reaches the others, for gloo; None where it need not be told. gloo
+    itself takes the address of the machine's name, which is 127.0.1.1 on many Linux systems."""
     if environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE") or "GLOO_SOCKET_IFNAME" in environment:
         return None
     by_address = {each.address: name for name, addresses in interfaces.items() for each in addresses}

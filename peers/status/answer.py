@@ -49,12 +49,7 @@ class LastPeer:
 
 @dataclass(frozen=True)
 class Answer:
-    """A peer's reply to Describe, with its last round.
-
-    Attributes:
-        last: the report of its last committed round.
-        inner: the inner steps of that round.
-    """
+    """A peer's reply to Describe, with the report of its last committed round, and the inner steps of that round."""
 
     reply: pb.DescribeReply
     last: pb.RoundReport

@@ -44,11 +44,7 @@ class OwnFigures:
 
 def require_exporter(host: str, port: int | None) -> None:
     """Raise ValueError if --metrics-port cannot be served. Without this check, the error would come only after the
-    process has joined.
-
-    Args:
-        port: None if nothing is to be exported.
-    """
+    process has joined. `port` is None if nothing is to be exported."""
     if port is None:
         return
     extras.require("--metrics-port", "prometheus-client", "metrics", modules=["prometheus_client"])
@@ -75,10 +71,7 @@ async def exporting(own: OwnFigures, prefix: str, *, host: str, port: int | None
 
 class _Exporter:
     def __init__(self, own: OwnFigures, prefix: str) -> None:
-        """
-        Args:
-            prefix: what the names of all metrics begin with, such as swarm_peer.
-        """
+        """`prefix` is what the names of all metrics begin with, such as swarm_peer."""
         self._own = own
         self._prefix = prefix
         self._loop = asyncio.get_running_loop()
@@ -123,12 +116,9 @@ class _Exporter:
 
 
 def metrics(prefix: str, record: Any, labels: Mapping[str, str]) -> "Iterable[Metric]":
-    """The metrics of a record's figures.
-
-    A number is exported under its name, and so is a mapping of numbers, with the label `kind`. For a tuple the length
-    is exported; for a tuple of records also each number in a record, labelled with the texts in that record. The texts
-    that tell this process from others are the labels of PREFIX_info.
-    """
+    """The metrics of a record's figures. A number is exported under its name, and so is a mapping of numbers, with the
+    label `kind`. For a tuple the length is exported; for a tuple of records also each number in a record, labelled with
+    the texts in that record. The texts that tell this process from others are the labels of PREFIX_info."""
     from prometheus_client.core import InfoMetricFamily
 
     words = dict(labels)

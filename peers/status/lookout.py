@@ -46,10 +46,7 @@ async def observe(
     events: Sequence[str] = (), claims: Sequence[ClaimRecord] = (),
 ) -> SwarmView:  # fmt: skip
     """Ask all peers at once. A peer that does not answer in time is shown as unreachable, unless it leaves or moves.
-
-    Args:
-        run_id: the peers' run; empty if it is not known, so that answers of peers of any run are taken.
-    """
+    `run_id` is the peers' run; empty if it is not known, so that answers of peers of any run are taken."""
     numbers = sorted(stages)
     poll = Poll(run_id, channels, seconds=ANSWER_SECONDS)
     replies = await asyncio.gather(*(_replies(poll, stages[number]) for number in numbers))
@@ -66,10 +63,8 @@ async def observe(
 def with_moves(
     rows: Sequence[StageRow], stages: Mapping[int, Sequence[PeerRecord]], claims: Sequence[ClaimRecord]
 ) -> tuple[StageRow, ...]:
-    """Mark each peer that moves. It is listed at its old stage until it has left, and then at its new stage.
-
-    A peer that has announced that it leaves, and no longer answers, has left; it is not shown as unreachable.
-    """
+    """Mark each peer that moves. It is listed at its old stage until it has left, and then at its new stage. A peer
+    that has announced that it leaves, and no longer answers, has left; it is not shown as unreachable."""
     records = [record for row in stages.values() for record in row]
     leaving = {(record.peer_id, record.stage) for record in records if record.state is PeerState.LEAVING}
     serves_at = {record.peer_id: record.stage for record in records if record.state is PeerState.SERVING}
@@ -159,10 +154,7 @@ class Lookout:
         self, config: RunConfig, directory: Directory, channels: ChannelPool,
         on_peers: Callable[[Sequence[PeerRecord]], None] = lambda records: None,
     ) -> None:  # fmt: skip
-        """
-        Args:
-            on_peers: called with the records of the peers that serve, after each reading of the directory.
-        """
+        """`on_peers` is called with the records of the peers that serve, after each reading of the directory."""
         self.config = config
         self._directory = directory
         self._channels = channels
@@ -205,11 +197,9 @@ class Way(NamedTuple):
 
 @contextmanager
 def ways_to(entrances: Sequence[Entrance], *, all_runs: bool) -> Iterator[list[Way]]:
-    """Make a way for each entrance; inside the block, run nodes of the DHT where addresses or all runs need them.
-
-    Enter this block before the event loop starts, because it blocks the thread. Raises what dht_node.start and
-    Entrance.dht_addresses raise.
-    """
+    """Make a way for each entrance; inside the block, run nodes of the DHT where addresses or all runs need them. Enter
+    this block before the event loop starts, because it blocks the thread. Raises what dht_node.start and
+    Entrance.dht_addresses raise."""
     clock, ways = SystemClock(), []
     with ExitStack() as nodes:
         for entrance in entrances:
@@ -227,9 +217,7 @@ async def lookouts_on(ways: Sequence[Way]) -> AsyncIterator[list[Lookout]]:
     """Open a lookout for each run that is found, for as long as the block runs. A run that is found in several ways
     gets one.
 
-    Raises:
-        ValueError, IncompatibleVersion, PeerUnavailable: no run is found; as of discover_config, PeerStore.get and
-            agree_on_config.
+    Raises what discover_config, PeerStore.get and agree_on_config raise, if no run is found.
     """
     async with AsyncExitStack() as stack:
         opened = [stack.enter_async_context(_lookouts_at(way)) for way in ways]
@@ -270,10 +258,8 @@ async def _lookouts_at(way: Way) -> AsyncIterator[list[Lookout]]:
 
 
 async def _configs(way: Way, node: DhtNode, identity: Identity) -> list[RunConfig]:
-    """The configurations of the runs to show. From now on the node reads the records of these runs.
-
-    A client stores nothing for others, so it may belong to several runs.
-    """
+    """The configurations of the runs to show. From now on the node reads the records of these runs. A client stores
+    nothing for others, so it may belong to several runs."""
     entrance, clock, authority = way.entrance, SystemClock(), identity.authority
     if not way.all_runs:
         return [await agree_on_config(node, None, entrance.addresses, clock, authority)]

@@ -95,11 +95,7 @@ class ViewOptions:
 
     def entrances(self, environment: Mapping[str, str], clock: Clock) -> list[Entrance]:
         """One entrance for each invite, or else a single one. With --lan and --runs, runs that need a token which the
-        user has not given are left out, unless no run is left.
-
-        Raises:
-            What find_entrance and found_invite raise.
-        """
+        user has not given are left out, unless no run is left. Raises what find_entrance and found_invite raise."""
         if self.lan and self.runs:
             return self._enterable(lan.found_invites(insecure=self.insecure), environment, clock)
         found = [lan.found_invite(insecure=self.insecure)] if self.lan else []

@@ -23,13 +23,7 @@ from swarm.types import TrainerRecord
 
 @dataclass(frozen=True, kw_only=True)
 class Joining:
-    """The commands with which others join one run.
-
-    Attributes:
-        peer: gives a machine to the run.
-        trainer: feeds it text.
-        status: watches it.
-    """
+    """The commands with which others join one run: give a machine to it, feed it text, and watch it."""
 
     peer: str = "swarm-peer INVITE"
     trainer: str = "swarm-trainer INVITE --steps 100"
@@ -182,10 +176,8 @@ class SwarmView:
 
     @property
     def refusals(self) -> dict[str, str]:
-        """Lines about holders that peers do not follow.
-
-        Keys name only the two peers, because the rest changes in each view.
-        """
+        """Lines about holders that peers do not follow. Keys name only the two peers, because the rest changes in each
+        view."""
         return {
             f"{peer.peer_id} refuses {refusal.partition(' ')[0]}": f"{peer.name}: {refusal}"
             for peer in self.peers
