@@ -14,7 +14,7 @@ import re
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -255,33 +255,25 @@ def load(path: Path, wanted: Collection[str]) -> dict[str, torch.Tensor]:
 
 
 def _pack(header: Header) -> dict[str, str]:
-    values = {
+    values = {name: value for name, value in vars(header).items() if name != "config"} | {
         "format": FORMAT,
         "run": header.config.run,
         "config": configs.to_json(header.config),
         "config_digest": header.config.digest,
         "num_stages": header.config.stages.num_stages,
-        "stage": header.stage,
-        "round": header.round,
-        "run_samples": header.run_samples,
-        "lineage": header.lineage,
-        "highest_microbatch": header.highest_microbatch,
-        "state_digest": header.state_digest,
     }
     return {name: str(value) for name, value in values.items()}
 
 
 def _unpack(metadata: Mapping[str, str], path: Path) -> Header:
     try:
-        return Header(
-            config=configs.from_json(metadata["config"], source="its configuration"),
-            stage=int(metadata["stage"]),
-            round=int(metadata["round"]),
-            run_samples=int(metadata["run_samples"]),
-            lineage=metadata["lineage"],
-            highest_microbatch=int(metadata["highest_microbatch"]),
-            state_digest=metadata["state_digest"],
-        )
+        config = configs.from_json(metadata["config"], source="its configuration")
+        values: dict[str, Any] = {
+            each.name: int(metadata[each.name]) if each.type is int else metadata[each.name]
+            for each in fields(Header)
+            if each.name != "config"
+        }
+        return Header(config=config, **values)
     except (KeyError, ValueError) as error:
         raise IntegrityError(f"{path} was written by another release: {error}") from None
 
