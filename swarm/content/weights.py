@@ -31,14 +31,8 @@ class WeightsCache:
         self, folder: Path, digest: str, fetcher: Fetcher, waits: Waits, *, own: Weights | None = None,
         source: Source | None = None,
     ) -> None:  # fmt: skip
-        """
-        Args:
-            folder: where to keep what is fetched; made if it is not there.
-            digest: `model.weights` of the run.
-            waits: shows the progress of a download.
-            own: the weights in the run folder that the user named, if any.
-            source: the model's folder that the user named, if any.
-        """
+        """`folder` is where to keep what is fetched, made if it is not there, and `digest` the run's `model.weights`.
+        The user may have named a run folder, whose weights are `own`, or a model's folder, the `source`."""
         self.num_fetched = 0
         """Segments that other peers have sent."""
         self._folder = folder

@@ -64,14 +64,9 @@ class ChannelPool:
         self, *, insecure: bool = False, identity: Identity | None = None, clock: Clock | None = None,
         points: Points | None = None, run_id: str = "",
     ) -> None:  # fmt: skip
-        """
-        Args:
-            insecure: talk in the clear, and only with peers that do so too.
-            identity: this peer's own. A member of a locked run shows it, and calls only peers of the run.
-            clock: the time by which certificates are valid or not.
-            points: the meeting points of another pool of this process, to share them; left out, they are its own.
-            run_id: the run, which meeting points of its own are told.
-        """
+        """`identity` is this peer's own: a member of a locked run shows it, and calls only peers of the run. `insecure`
+        is to talk in the clear, and only with peers that do so too. The meeting points are those of another pool of
+        this process, to share them, or its own, which are told the run."""
         self.is_insecure = insecure
         self._identity = identity
         self._authority = identity.authority if identity is not None else None

@@ -197,14 +197,11 @@ class Turns:
 
     @asynccontextmanager
     async def turn(self, who: str, caller: Caller = NOBODY) -> AsyncIterator[None]:
-        """Give one piece to `who` inside the block, after a pause if this peer trains.
+        """Give one piece to `who` inside the block, after a pause if this peer trains. `caller` answers for that peer:
+        the bearer of its token, or its address. Callers have turns in turn, so one that makes up peers holds up another
+        caller by one of them at a time.
 
-        Args:
-            caller: who answers for that peer: the bearer of its token, or its address. Callers have turns in turn, so
-                one that makes up peers holds up another caller by one of them at a time.
-
-        Raises:
-            Overloaded: it is another peer's turn. The message gives the number of downloads that come first.
+        Raises Overloaded if it is another peer's turn; the message gives the number of downloads that come first.
         """
         now, peer = self.clock.monotonic(), (caller, who)
         if peer != self._holder or self._is_over(now):
