@@ -7,7 +7,8 @@ calls, Connect and Take, carry a connection piece by piece: TLS between the two 
 import asyncio
 import json
 import secrets
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -230,20 +231,27 @@ class MeetingPoint(MeetingServiceServicer):
         finally:
             answer.gone.set()
 
-    async def _connect(self, first: pb.Carried, caller: Caller, context: Any) -> None:
+    @asynccontextmanager
+    async def _wanted(self, first: pb.Carried | pb.MeetRequest, caller: Caller) -> AsyncIterator[_Answer]:
+        """Have the answer of the peer that a caller wants inside the block, and count that for the caller."""
         _require_same_run(first.run_id, self._run_id)
         with self.budget.connection(caller):
-            answer = await self._called(first.to, first.run_id, caller, is_meeting=False)
+            is_meeting = isinstance(first, pb.MeetRequest)
+            answer = await self._called(first.to, first.run_id, caller, is_meeting=is_meeting)
             try:
-                for end in (answer.context, context):
-                    await send(end, pb.Carried(data=b""), FIRST_SECONDS)
-                await first_of(
-                    self._pass_on(caller, context, answer.context),
-                    self._pass_on(caller, answer.context, context),
-                    _ended(answer),
-                )
+                yield answer
             finally:
                 answer.released.set()
+
+    async def _connect(self, first: pb.Carried, caller: Caller, context: Any) -> None:
+        async with self._wanted(first, caller) as answer:
+            for end in (answer.context, context):
+                await send(end, pb.Carried(data=b""), FIRST_SECONDS)
+            await first_of(
+                self._pass_on(caller, context, answer.context),
+                self._pass_on(caller, answer.context, context),
+                _ended(answer),
+            )
 
     async def _pass_on(self, caller: Caller, source: Any, target: Any) -> None:
         while (piece := await receive(source, IDLE_SECONDS)) is not None:
@@ -253,19 +261,14 @@ class MeetingPoint(MeetingServiceServicer):
             await send(target, piece, STALL_SECONDS)
 
     async def _meet(self, request: pb.MeetRequest, caller: Caller, context: Any) -> None:
-        _require_same_run(request.run_id, self._run_id)
-        with self.budget.connection(caller):
-            answer = await self._called(request.to, request.run_id, caller, is_meeting=True)
-            try:
-                here, there, secret = peer_address(context), peer_address(answer.context), secrets.token_bytes(32)
-                is_near = here[0] == there[0]
-                for end, address, local in ((answer.context, here, request.local), (context, there, answer.local)):
-                    reply = pb.MeetReply(observed=endpoint_of(*address), local=local if is_near else "", secret=secret)
-                    await send(end, reply, FIRST_SECONDS)
-                # The routers of both peers keep the ports for as long as these calls are open.
-                await first_of(asyncio.sleep(MEET_SECONDS), _ended(answer))
-            finally:
-                answer.released.set()
+        async with self._wanted(request, caller) as answer:
+            here, there, secret = peer_address(context), peer_address(answer.context), secrets.token_bytes(32)
+            is_near = here[0] == there[0]
+            for end, address, local in ((answer.context, here, request.local), (context, there, answer.local)):
+                reply = pb.MeetReply(observed=endpoint_of(*address), local=local if is_near else "", secret=secret)
+                await send(end, reply, FIRST_SECONDS)
+            # The routers of both peers keep the ports for as long as these calls are open.
+            await first_of(asyncio.sleep(MEET_SECONDS), _ended(answer))
 
 
 def signed_bytes(meeting_point: PeerId, peer_id: PeerId, challenge: bytes) -> bytes:
