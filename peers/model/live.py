@@ -21,8 +21,7 @@ from peers.shared.network import Membership
 from peers.shared.tokenizer import have_tokenizer
 from peers.stage_peer.own_model import kept_weights
 from swarm.averaging.agreement.rules import Timing
-from swarm.averaging.downloads import Downloads
-from swarm.averaging.state_transfer import StateTransfer, Wanted
+from swarm.averaging.state_transfer import Downloads, StateTransfer, Wanted
 from swarm.averaging.vectors.snapshots import PartialSnapshot
 from swarm.averaging.wire.transport import Transport
 from swarm.checkpoint import file

@@ -12,7 +12,7 @@ from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.others import RETURN_SECONDS, SILENT_SECONDS, find_others, named
 from peers.stage_peer.own_stage import ServerOptions
 from swarm.averaging.averager import Averager
-from swarm.averaging.downloads import name_of
+from swarm.averaging.state_transfer import name_of
 from swarm.checkpoint.file import Header
 from swarm.checkpoint.folder import CheckpointFolder
 from swarm.checkpoint.writer import DEFAULT_EVERY, CheckpointWriter

@@ -29,8 +29,7 @@ from scripts.benches.shared.common import (
 )
 from scripts.benches.shared.swarm import SwarmProcesses
 from scripts.benches.sides.reference import Reference
-from swarm.averaging.downloads import Downloads
-from swarm.averaging.state_transfer import StateTransfer
+from swarm.averaging.state_transfer import Downloads, StateTransfer
 from swarm.averaging.wire.transport import Transport
 from swarm.config import LoraConfig, RunConfig, StagesConfig
 from swarm.credentials import identity

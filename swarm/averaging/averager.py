@@ -18,18 +18,17 @@ from swarm.averaging.agreement.messages import Standing
 from swarm.averaging.agreement.pace import Entry
 from swarm.averaging.agreement.place import Place
 from swarm.averaging.barrier import Barrier
-from swarm.averaging.beginning import Beginning
 from swarm.averaging.catch_up import CatchUp
 from swarm.averaging.donor import Donor
-from swarm.averaging.downloads import Downloads
-from swarm.averaging.leader import Leader, LeadLoop
+from swarm.averaging.lead_loop import LeadLoop
 from swarm.averaging.own_round import OwnRound
 from swarm.averaging.participant import Participant
 from swarm.averaging.replay import Replay
 from swarm.averaging.reporter import Reporter
 from swarm.averaging.roster import Roster
+from swarm.averaging.round import Round
 from swarm.averaging.servicer import Handlers, ReportAnswers
-from swarm.averaging.state_transfer import StateTransfer
+from swarm.averaging.state_transfer import Downloads, StateTransfer
 from swarm.averaging.succession import Succession
 from swarm.averaging.survey import Survey
 from swarm.averaging.vectors.shared import SharedBlocks
@@ -132,10 +131,8 @@ class Averager:
         barrier = Barrier(context, place, shared, watch, call, own_round)
         self.succession = Succession(context, place, member, roster, survey, own_round, barrier, watch)
         broadcast = Broadcast(call=call, is_silent=roster.is_silent, timing=context.timing)
-        blame = Blame(context.own_id)
-        beginning = Beginning(context, watch, broadcast, blame)
-        leader = Leader(context, place, beginning, broadcast, barrier, shared, blame)
-        self.lead_loop = LeadLoop(context, place, roster, own_round, reporter, watch, leader)
+        attempts = Round(context, place, watch, broadcast, barrier, shared, Blame(context.own_id))
+        self.lead_loop = LeadLoop(context, place, roster, own_round, reporter, watch, attempts)
         reports = ReportAnswers(context, place, member, roster, reporter, watch)
         self.handlers = Handlers(context, participant, donor, shared, barrier, reports)
 

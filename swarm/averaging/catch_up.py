@@ -16,9 +16,8 @@ from swarm.averaging.agreement import messages
 from swarm.averaging.agreement.messages import Standing
 from swarm.averaging.agreement.pace import Entry
 from swarm.averaging.agreement.place import Place
-from swarm.averaging.downloads import name_of
 from swarm.averaging.replay import Replay
-from swarm.averaging.state_transfer import StateTransfer
+from swarm.averaging.state_transfer import StateTransfer, name_of
 from swarm.averaging.survey import Survey
 from swarm.averaging.wire.context import Context
 from swarm.errors import IntegrityError, Overloaded, SwarmError

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from swarm.averaging.advance import Advance
 from swarm.averaging.agreement.pace import Entry, Pace
 from swarm.averaging.agreement.place import Place
-from swarm.averaging.downloads import Downloads, name_of
-from swarm.averaging.state_transfer import Fetched, StateTransfer
+from swarm.averaging.state_transfer import Downloads, Fetched, StateTransfer, name_of
 from swarm.averaging.wire.context import Context
 from swarm.errors import IntegrityError, MalformedMessage, Overloaded, SwarmError
 from swarm.machine.words import counted

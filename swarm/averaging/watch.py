@@ -1,11 +1,10 @@
-"""This peer's view of its group's round: what the members have of it, which peer leads, whether an attempt may begin.
+"""This peer's view of its group's round: what the members have of it, which peer leads, who may commit it.
 
 It combines the reports of peers with this peer's own progress. Changes nothing.
 """
 
-import logging
 from collections.abc import Collection, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from swarm.averaging.agreement.place import Place
@@ -17,8 +16,6 @@ from swarm.averaging.wire.transport import contact_of
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import Progress, RoundMember
 from swarm.types import PeerId
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +55,6 @@ class RoundWatch:
     member: RoundMember
     roster: Roster
     reporter: Reporter
-    _waits_for_quorum: bool = field(default=False, init=False)
 
     # -- what there is of the round ----------------------------------------------------------------------------------
 
@@ -68,7 +64,7 @@ class RoundWatch:
         is_own_round = own.round == standing.round
         progress = {own_id: own} if is_own_round and not self.roster.excludes_self else {}
         progress |= {peer: report.progress for peer, report in self.roster.members(standing).items()}
-        overdue = self._overdue()
+        overdue = self.overdue()
         committed = frozenset[int]().union(*(p.committed for p in progress.values()))
         shown = frozenset[int]().union(*(p.committed for peer, p in progress.items() if peer not in overdue))
         num_samples = sum(p.num_samples for p in progress.values())
@@ -92,7 +88,8 @@ class RoundWatch:
             quiet_seconds=self.context.changes.quiet_seconds,
         )
 
-    def _overdue(self) -> Set[PeerId]:
+    def overdue(self) -> Set[PeerId]:
+        """Members that have missed a heartbeat; none while that says nothing."""
         # A peer that stood still has received no reports in that time, and during an attempt nothing is added to a
         # round.
         is_of_use = not self.reporter.may_be_behind and self.place.leads is None
@@ -159,24 +156,3 @@ class RoundWatch:
             last_members=self.place.last_members,
             announced=lambda: {self.context.own_id, *self.roster.contacts.serving()},
         )
-
-    def may_begin(self) -> bool:
-        """Whether this peer is to begin an attempt now."""
-        view, place = self.view(), self.place
-        if not view.is_leader or self.reporter.may_be_behind or place.group.active is not None:
-            return False
-        if place.branches.is_in_doubt:
-            # This peer may have been left behind: then it would commit a second result of a round that is over.
-            return False
-        members = self.roster.members(place.standing)
-        is_unfinished = place.group.prepared is not None or any(report.prepared for report in members.values())
-        # No attempt begins while a member is silent, because it would hold up the replays of that member's
-        # microbatches.
-        is_ready = view.complete and not self._overdue() and not self.roster.awaits_members(place.standing)
-        if not (is_unfinished or is_ready):
-            return False
-        is_present = self.has_quorum(view.progress.keys())
-        if not is_present and not self._waits_for_quorum:
-            logger.warning("round %d waits for a majority of the last round's members", view.round)
-        self._waits_for_quorum = not is_present
-        return is_present

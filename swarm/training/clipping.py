@@ -2,7 +2,7 @@
 
 - DiLoCo: each peer clips the mean gradient of an inner batch, by the norm over its own stage.
 - Synchronous: all stages clip by one norm over the whole model. Members of a stage know that of their average, the
-  stages' leaders tell it to each other (averaging/barrier), and each commit brings the sum (averaging/leader).
+  stages' leaders tell it to each other (averaging/barrier), and each commit brings the sum (averaging/round).
 - swarm-static: all workers clip by one norm, to which each adds its share (peers/static/loop).
 """
 

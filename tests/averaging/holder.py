@@ -13,7 +13,7 @@ from swarm.averaging.agreement.group import Ballot
 from swarm.averaging.agreement.messages import Standing, lineage_after
 from swarm.averaging.averager import place_of
 from swarm.averaging.donor import Donor, snapshot_id
-from swarm.averaging.downloads import Downloads
+from swarm.averaging.state_transfer import Downloads
 from swarm.averaging.vectors.results import Committed
 from swarm.config import from_dict
 from swarm.errors import DeadlineExceeded, PeerUnavailable

@@ -27,14 +27,14 @@ async def test_a_leader_that_takes_long_to_look_rests_and_misses_nothing() -> No
     look_seconds = QUICK.heartbeat_seconds / 10
     async with network_of(make_config(), 1) as network:
         peer, looks, time = network.peers[peer_id(1)], list[float](), asyncio.get_running_loop().time
-        look = peer.averager.watch.may_begin
+        look = peer.averager.lead_loop.may_begin
 
         def looks_long() -> bool:
             looks.append(time())
             peer.clock.lost_seconds += look_seconds
             return look()
 
-        with patch.object(peer.averager.watch, "may_begin", looks_long):
+        with patch.object(peer.averager.lead_loop, "may_begin", looks_long):
             for _ in range(100):
                 peer.averager.context.changes.signal()
                 await asyncio.sleep(look_seconds / 10)

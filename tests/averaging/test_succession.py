@@ -55,11 +55,11 @@ def spoil(network: Network, number: int, how: str) -> None:
 
     match how:
         case "begins nothing":
-            leader.watch.may_begin = lambda: False  # type: ignore[method-assign]
+            leader.lead_loop.may_begin = lambda: False  # type: ignore[method-assign]
         case "begins only":
             network.before = lose
         case "commits nothing":
-            leader.lead_loop.leader.barrier.wait_for = never  # type: ignore[method-assign, assignment]
+            leader.lead_loop.round.barrier.wait_for = never  # type: ignore[method-assign, assignment]
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -2,11 +2,12 @@
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from swarm.averaging.agreement import messages
 from swarm.averaging.agreement.group import Ballot
+from swarm.averaging.agreement.rules import Begun
 from swarm.averaging.agreement.shares import Counts
 from swarm.config import RunConfig
 from swarm.errors import DeadlineExceeded, Overloaded, PeerUnavailable, SwarmError
@@ -104,6 +105,23 @@ class Blame:
         if failed.excluded:
             logger.warning("left out, because they failed or are slow: %s", ", ".join(sorted(failed.excluded)))
         return failed
+
+    def require_obedience(
+        self, begun: Begun, unreached: Mapping[PeerId, SwarmError], has_quorum: Callable[[Collection[str]], bool]
+    ) -> None:
+        """Raise AttemptFailed if a member refused to begin, if one is slow for the first time, or if too few began."""
+        refused = {peer: reply.refusal for peer, reply in begun.items() if reply.HasField("refusal")}
+        if refused:
+            failed = self.failure("a member refused to begin", unreached)
+            failed.refused = set(refused)
+            failed.promised_attempt = max(refusal.promised.attempt for refusal in refused.values())
+            failed.excluded |= self.struck_out(refused)
+            raise failed
+        is_slow = any(isinstance(error, SLOW) for error in unreached.values())
+        if self.is_first_timeout(is_slow):
+            raise self.failure("a member is slow", unreached)
+        if not has_quorum(begun.keys()):
+            raise self.failure("too few members for a quorum", unreached)
 
     def failed_exchange(
         self,
@@ -212,6 +230,19 @@ def _refusing(replies: Mapping[PeerId, Any], ballot: Ballot) -> set[PeerId]:
         for peer, reply in replies.items()
         if isinstance(reply, pb.AverageReply) and reply.HasField("refusal") and reply.refusal.promised == promised
     }
+
+
+def require_true_results(begun: Begun, ballot: Ballot) -> None:
+    """Raise AttemptFailed if a member holds a result of an attempt that nobody has led, or that others hold."""
+    failed = AttemptFailed("a member holds a result that cannot be")
+    for peer, reply in begun.items():
+        if not reply.HasField("prepared"):
+            continue
+        if messages.require_ballot(reply.prepared.ballot) >= ballot or peer not in reply.prepared.member_ids:
+            logger.warning("%s is left out: it holds a result that cannot be", peer)
+            failed.excluded.add(peer)
+    if failed.excluded:
+        raise failed
 
 
 def without_the_useless(

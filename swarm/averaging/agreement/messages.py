@@ -1,11 +1,12 @@
 """Small records of averaging and their form on the wire."""
 
 import itertools
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from swarm.averaging.agreement.group import Ballot
-from swarm.errors import MalformedMessage, TryLater
+from swarm.errors import MalformedMessage, SwarmError, TryLater
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import Progress, Snapshot
 from swarm.training.run_rounds import next_lineage
@@ -163,3 +164,26 @@ def unpack_indices(gaps: Iterable[int]) -> frozenset[int]:
 def unpack_indices_of(round_indices: range, gaps: Iterable[int]) -> frozenset[int]:
     """Like `unpack_indices`, but leaves out indices that do not belong to the round."""
     return frozenset(index for index in itertools.accumulate(gaps, initial=-1) if index in round_indices)
+
+
+def checked_begin(reply: pb.BeginReply | SwarmError) -> pb.BeginReply | SwarmError:
+    """Return a member's answer, or MalformedMessage if the answer makes no sense."""
+    if isinstance(reply, SwarmError) or reply.HasField("refusal") or reply.HasField("closing"):
+        return reply
+    try:
+        unpack_indices(reply.committed_gaps)
+        require_ballot(reply.since)
+        if reply.HasField("prepared"):
+            require_ballot(reply.prepared.ballot)
+    except MalformedMessage as error:
+        return error
+    return reply
+
+
+def checked_average(reply: pb.AverageReply | SwarmError) -> pb.AverageReply | SwarmError:
+    """Return a member's answer, or MalformedMessage if the answer says nothing, or names an impossible result."""
+    if isinstance(reply, SwarmError) or reply.HasField("refusal") or reply.HasField("failure"):
+        return reply
+    if not (reply.prepared.digest and 0.0 <= reply.prepared.squared_norm < math.inf):
+        return MalformedMessage("its answer names no result that can be")
+    return reply

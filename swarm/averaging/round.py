@@ -1,4 +1,4 @@
-"""A leader's duties: it watches the round, and makes attempts to commit it.
+"""One attempt at a round, from closing to commit, as its leader drives it.
 
     Begin to all, and again to those that are still closing
     -> Average to all -> Barrier with the other stages -> Commit to all
@@ -17,25 +17,20 @@ from functools import cached_property
 from typing import Any
 
 from swarm.averaging.agreement import messages
-from swarm.averaging.agreement.blame import SLOW, AttemptFailed, Blame
+from swarm.averaging.agreement.blame import SLOW, AttemptFailed, Blame, require_true_results, without_the_useless
 from swarm.averaging.agreement.group import Ballot
 from swarm.averaging.agreement.messages import Standing
 from swarm.averaging.agreement.place import Decision, Place
-from swarm.averaging.agreement.rules import Begun, agreed, unfinished
+from swarm.averaging.agreement.rules import Begun, agreed, duplicates, unfinished
 from swarm.averaging.agreement.shares import Shares, clip_of, divide
 from swarm.averaging.barrier import Barrier
-from swarm.averaging.beginning import Beginning
-from swarm.averaging.own_round import OwnRound
-from swarm.averaging.reporter import Reporter
-from swarm.averaging.roster import Roster
 from swarm.averaging.vectors.allreduce import OWNER_PATIENCE
 from swarm.averaging.vectors.shared import SharedBlocks
 from swarm.averaging.watch import RoundWatch
 from swarm.averaging.wire.context import Context
-from swarm.averaging.wire.transport import ABORT, AVERAGE, COMMIT, Broadcast, Members, contact_of
+from swarm.averaging.wire.transport import ABORT, AVERAGE, BEGIN, COMMIT, Broadcast, Members, contact_of
 from swarm.compression.codec import Codec, contribution_codec
-from swarm.errors import MalformedMessage, SwarmError
-from swarm.machine.clock import wait
+from swarm.errors import DeadlineExceeded, NotReady, SwarmError
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerId
 
@@ -43,25 +38,26 @@ logger = logging.getLogger(__name__)
 
 MOST_COMMITS = 4
 """A result that was to be committed so often is none: its holders would have committed it, and moved on."""
-MOST_AHEAD = 1000
-"""The most by which an attempt's number follows what a member says it has promised. Numbers are bounded, and one that
-is used cannot be undone."""
-_REST_PER_LOOK = 4.0
-"""The pause between two looks at the round, as a multiple of the time that a look takes. It leaves time for other work
-of the event loop."""
+MOST_HALVINGS = 10
+TELL_SECONDS = 10.0
+"""Least time between two lines about members that are still closing."""
 
 
 @dataclass(eq=False)
-class Leader:
+class Round:
     """Leads the attempts of one stage's group."""
 
     context: Context
     place: Place
-    beginning: Beginning
+    watch: RoundWatch
     broadcast: Broadcast
     barrier: Barrier
     shared: SharedBlocks
     blame: Blame
+    _told_at: float = field(default=-math.inf, init=False)
+    _num_late: Counter[PeerId] = field(default_factory=Counter, init=False)
+    """How often each member has used up the longest time for closing, since it last closed in time. Each time it gets
+    half as long, because it may only pretend to close."""
     _num_commits: Counter[tuple[int, str]] = field(default_factory=Counter, init=False)
     """How often the commit of a round's result was sent, by round and digest."""
     _vector_bytes: int = field(default=0, init=False)
@@ -87,7 +83,7 @@ class Leader:
         ballot = Ballot(number, self.context.own_id)
         with self.place.leading(ballot):
             try:
-                begun = await self.beginning.of(members, standing, ballot)
+                begun = await self._begin(members, standing, ballot)
                 prepared = unfinished(begun)
                 if prepared is None:
                     prepared = await self._average(members, begun, standing, ballot)
@@ -103,7 +99,113 @@ class Leader:
                 await self._abort(reachable, standing.round, ballot, failed)
                 raise
 
-    # -- before anything is decided ----------------------------------------------------------------------------------
+    # -- all promise the attempt, and close their contributions
+
+    async def _begin(self, members: Members, standing: Standing, ballot: Ballot) -> Begun:
+        """Ask members to begin an attempt.
+
+        Returns:
+            The answers of the members that began. Either they show that an earlier attempt's result has to be finished,
+            or these members together hold all that the round needs, and no microbatch twice.
+
+        Raises:
+            AttemptFailed: the attempt cannot go on.
+        """
+
+        def request(drop: Collection[int] = ()) -> pb.BeginRequest:
+            return pb.BeginRequest(
+                address=self.context.address,
+                peer_id=self.context.own_id,
+                ballot=messages.pack_ballot(ballot),
+                standing=messages.pack_standing(standing),
+                drop_gaps=messages.pack_indices(drop),
+            )
+
+        replies = await self._close(members, dict.fromkeys(members, request()))
+        begun = {peer: reply for peer, reply in replies.items() if isinstance(reply, pb.BeginReply)}
+        unreached = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}
+        self.blame.require_obedience(begun, unreached, self.watch.has_quorum)
+        require_true_results(begun, ballot)
+        if unfinished(begun) is not None:
+            return begun
+        if self.context.config.rounds.synchronous:
+            # This can take long, because a member computes again the microbatches that it drops, or those that it
+            # keeps.
+            drops = {peer: request(drop) for peer, drop in duplicates(begun).items()}
+            for peer, reply in (await self._close(members, drops)).items():
+                if isinstance(reply, SwarmError) or reply.HasField("refusal"):
+                    raise self.blame.failure("a member could not drop a duplicate", {peer: reply})
+                begun[peer] = reply
+        failed = without_the_useless(begun, self.context.config, standing.round, self.context.own_id)
+        if failed is not None:
+            raise failed
+        self._require_whole_round(standing.round, begun, unreached)
+        return begun
+
+    def _require_whole_round(self, round_number: int, begun: Begun, unreached: dict[PeerId, SwarmError]) -> None:
+        committed = frozenset[int]().union(*(messages.unpack_indices(r.committed_gaps) for r in begun.values()))
+        num_samples = sum(reply.round_samples for reply in begun.values())
+        if not self.watch.is_complete(round_number, committed, num_samples, begun.keys()):
+            failed = self.blame.failure("the round is not complete any more", unreached)
+            failed.void = True
+            raise failed
+        if self.context.config.rounds.synchronous and num_samples != self.context.config.rounds.round_samples:
+            # Then some sum holds samples of other microbatches than it names, or holds some twice.
+            reason = f"{num_samples} samples were contributed to a round of another size"
+            raise self.blame.failure(reason, unreached)
+
+    async def _close(
+        self, members: Members, requests: dict[PeerId, pb.BeginRequest]
+    ) -> dict[PeerId, pb.BeginReply | SwarmError]:
+        """Ask members to close their contributions. Wait for slow ones as long as they make progress."""
+        started_at = self.context.clock.monotonic()
+        timeout_seconds = self.blame.deadline(self.context.timing.begin_seconds, 0.0)
+        wait_seconds = min(self.context.timing.closing_seconds, timeout_seconds / 2)
+        for request in requests.values():
+            request.wait_seconds = wait_seconds
+        answers: dict[PeerId, pb.BeginReply | SwarmError] = {}
+        waiting = dict(requests)
+        while waiting:
+            asked, asked_at = {peer: members[peer] for peer in waiting}, self.context.clock.monotonic()
+            for peer, answer in (await self.broadcast(asked, BEGIN, waiting, timeout_seconds)).items():
+                reply = messages.checked_begin(answer)
+                if isinstance(reply, pb.BeginReply) and reply.HasField("closing"):
+                    late = self._too_late(
+                        peer, reply.closing, self.context.clock.monotonic() - started_at, timeout_seconds
+                    )
+                    if late is None:
+                        continue
+                    reply = late
+                elif isinstance(reply, pb.BeginReply):
+                    del self._num_late[peer]
+                del waiting[peer]
+                answers[peer] = reply
+                if isinstance(reply, pb.BeginReply) and reply.HasField("refusal"):
+                    # The others go on closing, and the next attempt joins that.
+                    return answers
+            if waiting:
+                # A member may have answered at once that it is still closing: ask again only after the time that it was
+                # given.
+                await self.context.clock.sleep(max(0.0, asked_at + wait_seconds - self.context.clock.monotonic()))
+                self._tell_of(waiting)
+        return answers
+
+    def _too_late(self, peer: PeerId, closing: pb.Closing, seconds: float, timeout_seconds: float) -> SwarmError | None:
+        """The reason to wait no longer for a member that is still closing after `seconds`; None if there is none."""
+        if seconds > self.context.timing.max_closing_seconds / 2 ** min(self._num_late[peer], MOST_HALVINGS):
+            self._num_late[peer] += 1
+            # The progress is only the member's own claim, so it is not waited for without end.
+            return NotReady(f"it has not closed its contribution in {seconds:.0f} s")
+        if closing.quiet_seconds > timeout_seconds + 3 * closing.expected_seconds:
+            return DeadlineExceeded(f"it has been closing for {seconds:.0f} s, and makes no progress")
+        return None
+
+    def _tell_of(self, waiting: Collection[PeerId]) -> None:
+        if self.context.clock.monotonic() - self._told_at >= TELL_SECONDS:
+            self._told_at = self.context.clock.monotonic()
+            logger.info("waits for members that close their contributions: %s", ", ".join(sorted(waiting)))
+
+    # -- they exchange
 
     async def _average(self, members: Members, begun: Begun, standing: Standing, ballot: Ballot) -> pb.Prepared:
         started_at = self.context.clock.monotonic()
@@ -139,7 +241,7 @@ class Leader:
             request.timeout_seconds + self.context.timing.grace_seconds,
             until=_is_prepared,
         )
-        replies = {peer: _checked(reply) for peer, reply in replies.items()}
+        replies = {peer: messages.checked_average(reply) for peer, reply in replies.items()}
         results = {peer: reply.prepared for peer, reply in replies.items() if isinstance(reply, pb.AverageReply)}
         digests = {peer: prepared.digest for peer, prepared in results.items()}
         if len(results) < len(begun) or "" in digests.values():
@@ -172,7 +274,7 @@ class Leader:
         )
         await self.broadcast(members, ABORT, dict.fromkeys(members, request), self.context.timing.begin_seconds)
 
-    # -- once a result is decided --------------------------------------------------------------------------------------
+    # -- once a result is decided: the barrier, and the commit
 
     async def _finish(self, round_number: int, prepared: pb.Prepared, holders: Members) -> None:
         """Commit the decided result, once the stages that it waits for have decided theirs."""
@@ -234,102 +336,9 @@ class Leader:
             logger.error("members differ after the same round %d: %s", request.round, digests)
 
 
-def _checked(reply: pb.AverageReply | SwarmError) -> pb.AverageReply | SwarmError:
-    """Return a member's answer, or MalformedMessage if the answer says nothing, or names an impossible result."""
-    if isinstance(reply, SwarmError) or reply.HasField("refusal") or reply.HasField("failure"):
-        return reply
-    if not (reply.prepared.digest and 0.0 <= reply.prepared.squared_norm < math.inf):
-        return MalformedMessage("its answer names no result that can be")
-    return reply
-
-
 def _is_prepared(reply: Any) -> bool:
     return isinstance(reply, pb.AverageReply) and reply.HasField("prepared")
 
 
 def _partners(ready: Mapping[int, pb.BarrierReply], stages: Collection[int]) -> list[pb.Partner]:
     return [pb.Partner(stage=s, digest=ready[s].digest, contact=ready[s].leader) for s in sorted(stages)]
-
-
-@dataclass(eq=False)
-class LeadLoop:
-    """The attempts that one peer leads."""
-
-    context: Context
-    place: Place
-    roster: Roster
-    own_round: OwnRound
-    reporter: Reporter
-    watch: RoundWatch
-    leader: Leader
-    num_attempts: int = field(default=0, init=False)
-    aborted: Counter[str] = field(default_factory=Counter, init=False)
-    """The number of failed attempts, by reason."""
-    _attempts: Counter[int] = field(default_factory=Counter, init=False)
-    """The number of the last attempt, by round."""
-
-    async def run(self) -> None:
-        """Lead whenever it is this peer's turn, until cancelled. After a cancellation, members do not know how a
-        running attempt ends."""
-        clock, timing = self.context.clock, self.context.timing
-        num_failures = 0
-        await wait(self.context.changes.next, timing.heartbeat_seconds)
-        while True:
-            changed, looked_at = self.context.changes.next, clock.monotonic()
-            if not self.watch.may_begin():
-                # In a large group reports come faster than the round can be looked at.
-                rest_seconds = _REST_PER_LOOK * (clock.monotonic() - looked_at)
-                await clock.sleep(min(timing.heartbeat_seconds, rest_seconds))
-                await wait(changed, timing.heartbeat_seconds)
-            elif await self._attempt():
-                num_failures = 0
-            else:
-                num_failures += 1
-                backoff = timing.retry_seconds * 2 ** (num_failures - 2) if num_failures > 1 else 0.0
-                await clock.sleep(min(timing.max_retry_seconds, backoff))
-
-    async def _attempt(self) -> bool:
-        """Try to commit the round. Returns whether this peer has moved on."""
-        standing, promised = self.place.standing, self.place.group.promised
-        number = max(self._attempts[standing.round], promised.attempt if promised else 0) + 1
-        self._attempts = Counter({standing.round: number})
-        self.num_attempts += 1
-        ballot = Ballot(number, self.context.own_id)
-        members = self.roster.contacts.records(self.watch.view().progress)
-        if not self.roster.excludes_self:
-            members[self.context.own_id] = self.context.present
-        try:
-            await self.leader.attempt(members, standing, number)
-            # The result may be decided, though it was not committed here. Then the next attempt finishes it.
-            await self.own_round.step_back("it was decided, and not committed here", only=ballot)
-            if self.place.standing != standing:
-                for peer_id in members.keys() - set(self.place.last_members):
-                    self.roster.suspicions.failed(peer_id)
-        except AttemptFailed as failed:
-            logger.info("attempt %d at round %d failed: %s", number, standing.round, failed)
-            self.aborted[str(failed)] += 1
-            # A member's promise is no more than its word, and numbers have a bound.
-            self._attempts[standing.round] = max(number, min(failed.promised_attempt, number + MOST_AHEAD))
-            await self._learn_from(failed)
-            return False
-        except SwarmError as error:
-            # For example, no peer of another stage sends its average of a shared block. That stage may still decide
-            # anew.
-            logger.warning("round %d cannot be committed yet: %s", standing.round, error)
-            await self.own_round.step_back("what it takes to commit cannot be had", only=ballot)
-            return False
-        finally:
-            self.context.changes.notify()
-        return self.place.standing != standing
-
-    async def _learn_from(self, failed: AttemptFailed) -> None:
-        for peer_id in failed.unreachable:
-            self.roster.suspect(peer_id)
-        for peer_id in failed.excluded:
-            self.roster.suspicions.exclude(peer_id)
-        for peer_id in failed.refused:
-            self.roster.forget_report(peer_id)
-        self.context.changes.signal()
-        if failed.refused:
-            # Peers that refused may be at a later round. If this peer did not ask, it would go on alone.
-            await self.reporter.ask_all()

@@ -1,4 +1,5 @@
-"""Leaders die or freeze, or their messages are lost or late. Their members still end with the same round."""
+"""Leaders die or freeze, or their messages are lost or late, or two members count a microbatch. All end with the same
+round."""
 
 import asyncio
 from functools import partial
@@ -132,3 +133,62 @@ async def test_frozen_leader_wakes_and_is_refused(moment: str) -> None:
         assert len({stage.digest for stage in members}) == 1
         assert [len(stage.results) for stage in members[1:]] == [2, 2]
         assert network.peers[peer_id(1)].averager.view().is_leader
+
+
+@in_virtual_time
+async def test_duplicates_count_once() -> None:
+    async with network_of(make_config(microbatches=8), 1, 2, 3) as network:
+        members = stages(network, 1, 2, 3)
+        members[0].learn(0, 1, 2)
+        members[1].learn(2, 3, 6)
+        members[2].learn(0, 4, 7)
+        await asyncio.sleep(0.15)
+        members[0].learn(5)
+        await until(lambda: all(stage.round == 1 for stage in members))
+        assert members[0].results[0].num_samples == 16
+        np.testing.assert_allclose(result_vector(members[2]), expected_mean(*range(8)), rtol=1e-5, atol=1e-6)
+
+
+@in_virtual_time
+async def test_who_has_nothing_alone_gives_it_all_up_and_others_nothing() -> None:
+    """The member was away, for example, and its microbatches were replayed."""
+    async with network_of(make_config(), 1, 2, 3) as network:
+        returned, *others = stages(network, 1, 2, 3)
+        returned.learn(1, 3)
+        others[0].learn(0, 1, 2)
+        others[1].learn(3, 4)
+        await asyncio.sleep(0.15)
+        others[0].learn(5)
+        await until(lambda: all(stage.round == 1 for stage in (returned, *others)))
+        assert [stage.dropped for stage in (returned, *others)] == [{1, 3}, set(), set()]
+
+
+@in_virtual_time
+async def test_who_comes_back_before_all_of_it_was_replayed_gives_up_no_more_than_that() -> None:
+    async with network_of(make_config(), 1, 2, 3) as network:
+        leader, returned, other = stages(network, 1, 2, 3)
+        leader.learn(0, 1)
+        other.learn(2)
+        view = network.peers[peer_id(1)].averager.view
+        await until(lambda: view().committed == {0, 1, 2})
+        returned.learn(1, 2, 3)
+        await until(lambda: view().committed == {0, 1, 2, 3})
+        other.learn(4, 5)
+        await until(lambda: all(stage.round == 1 for stage in (leader, returned, other)))
+        assert leader.dropped | returned.dropped | other.dropped == {1, 2}
+        np.testing.assert_allclose(result_vector(other), expected_mean(*range(6)), rtol=1e-5, atol=1e-6)
+
+
+@in_virtual_time
+async def test_doubles_are_shared_by_those_that_have_them() -> None:
+    """Taking a microbatch out costs a forward and a backward."""
+    async with network_of(make_config(microbatches=14), 1, 2, 3) as network:
+        returned, *others = stages(network, 1, 2, 3)
+        returned.learn(*range(9))
+        others[0].learn(0, 1, 9, 10)
+        others[1].learn(2, 3, 11, 12)
+        await asyncio.sleep(0.15)
+        others[0].learn(13)
+        await until(lambda: all(stage.round == 1 for stage in (returned, *others)))
+        assert sorted(len(stage.dropped) for stage in (returned, *others)) == [1, 1, 2]
+        assert {0, 1, 2, 3} == returned.dropped | others[0].dropped | others[1].dropped

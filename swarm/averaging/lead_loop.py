@@ -1,0 +1,132 @@
+"""The attempts that one peer leads: when it begins one, and what it learns from one that failed."""
+
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+
+from swarm.averaging.agreement.blame import AttemptFailed
+from swarm.averaging.agreement.group import Ballot
+from swarm.averaging.agreement.place import Place
+from swarm.averaging.own_round import OwnRound
+from swarm.averaging.reporter import Reporter
+from swarm.averaging.roster import Roster
+from swarm.averaging.round import Round
+from swarm.averaging.watch import RoundWatch
+from swarm.averaging.wire.context import Context
+from swarm.errors import SwarmError
+from swarm.machine.clock import wait
+
+logger = logging.getLogger(__name__)
+
+MOST_AHEAD = 1000
+"""The most by which an attempt's number follows what a member says it has promised. Numbers are bounded, and one that
+is used cannot be undone."""
+_REST_PER_LOOK = 4.0
+"""The pause between two looks at the round, as a multiple of the time that a look takes. It leaves time for other work
+of the event loop."""
+
+
+@dataclass(eq=False)
+class LeadLoop:
+    """The attempts that one peer leads."""
+
+    context: Context
+    place: Place
+    roster: Roster
+    own_round: OwnRound
+    reporter: Reporter
+    watch: RoundWatch
+    round: Round
+    num_attempts: int = field(default=0, init=False)
+    aborted: Counter[str] = field(default_factory=Counter, init=False)
+    """The number of failed attempts, by reason."""
+    _attempts: Counter[int] = field(default_factory=Counter, init=False)
+    """The number of the last attempt, by round."""
+    _waits_for_quorum: bool = field(default=False, init=False)
+
+    async def run(self) -> None:
+        """Lead whenever it is this peer's turn, until cancelled. After a cancellation, members do not know how a
+        running attempt ends."""
+        clock, timing = self.context.clock, self.context.timing
+        num_failures = 0
+        await wait(self.context.changes.next, timing.heartbeat_seconds)
+        while True:
+            changed, looked_at = self.context.changes.next, clock.monotonic()
+            if not self.may_begin():
+                # In a large group reports come faster than the round can be looked at.
+                rest_seconds = _REST_PER_LOOK * (clock.monotonic() - looked_at)
+                await clock.sleep(min(timing.heartbeat_seconds, rest_seconds))
+                await wait(changed, timing.heartbeat_seconds)
+            elif await self._attempt():
+                num_failures = 0
+            else:
+                num_failures += 1
+                backoff = timing.retry_seconds * 2 ** (num_failures - 2) if num_failures > 1 else 0.0
+                await clock.sleep(min(timing.max_retry_seconds, backoff))
+
+    def may_begin(self) -> bool:
+        """Whether this peer is to begin an attempt now."""
+        view, place = self.watch.view(), self.place
+        if not view.is_leader or self.reporter.may_be_behind or place.group.active is not None:
+            return False
+        if place.branches.is_in_doubt:
+            # This peer may have been left behind: then it would commit a second result of a round that is over.
+            return False
+        members = self.roster.members(place.standing)
+        is_unfinished = place.group.prepared is not None or any(report.prepared for report in members.values())
+        # No attempt begins while a member is silent, because it would hold up the replays of that member's
+        # microbatches.
+        is_ready = view.complete and not self.watch.overdue() and not self.roster.awaits_members(place.standing)
+        if not (is_unfinished or is_ready):
+            return False
+        is_present = self.watch.has_quorum(view.progress.keys())
+        if not is_present and not self._waits_for_quorum:
+            logger.warning("round %d waits for a majority of the last round's members", view.round)
+        self._waits_for_quorum = not is_present
+        return is_present
+
+    async def _attempt(self) -> bool:
+        """Try to commit the round. Returns whether this peer has moved on."""
+        standing, promised = self.place.standing, self.place.group.promised
+        number = max(self._attempts[standing.round], promised.attempt if promised else 0) + 1
+        self._attempts = Counter({standing.round: number})
+        self.num_attempts += 1
+        ballot = Ballot(number, self.context.own_id)
+        members = self.roster.contacts.records(self.watch.view().progress)
+        if not self.roster.excludes_self:
+            members[self.context.own_id] = self.context.present
+        try:
+            await self.round.attempt(members, standing, number)
+            # The result may be decided, though it was not committed here. Then the next attempt finishes it.
+            await self.own_round.step_back("it was decided, and not committed here", only=ballot)
+            if self.place.standing != standing:
+                for peer_id in members.keys() - set(self.place.last_members):
+                    self.roster.suspicions.failed(peer_id)
+        except AttemptFailed as failed:
+            logger.info("attempt %d at round %d failed: %s", number, standing.round, failed)
+            self.aborted[str(failed)] += 1
+            # A member's promise is no more than its word, and numbers have a bound.
+            self._attempts[standing.round] = max(number, min(failed.promised_attempt, number + MOST_AHEAD))
+            await self._learn_from(failed)
+            return False
+        except SwarmError as error:
+            # For example, no peer of another stage sends its average of a shared block. That stage may still decide
+            # anew.
+            logger.warning("round %d cannot be committed yet: %s", standing.round, error)
+            await self.own_round.step_back("what it takes to commit cannot be had", only=ballot)
+            return False
+        finally:
+            self.context.changes.notify()
+        return self.place.standing != standing
+
+    async def _learn_from(self, failed: AttemptFailed) -> None:
+        for peer_id in failed.unreachable:
+            self.roster.suspect(peer_id)
+        for peer_id in failed.excluded:
+            self.roster.suspicions.exclude(peer_id)
+        for peer_id in failed.refused:
+            self.roster.forget_report(peer_id)
+        self.context.changes.signal()
+        if failed.refused:
+            # Peers that refused may be at a later round. If this peer did not ask, it would go on alone.
+            await self.reporter.ask_all()
