@@ -4,7 +4,7 @@ Trainers ask for microbatch i, and any trainer can make any other trainer's micr
 a pure function of the configuration and i. Evaluation asks for held-out sequences.
 
 The training part of a text is cut into windows of `sequence_length` tokens. Each also has the first token of the next
-window, as its last target. Conversations and completions are sequences already (data/packing). An epoch visits every
+window, as its last target. Conversations and completions are sequences already (data/documents). An epoch visits every
 sequence once, in an order of its own. With `data.weights` an epoch has the number of sequences of each dataset that the
 weights say, and the next epoch goes on where this one ended in each dataset.
 

@@ -51,7 +51,7 @@ class Prepared:
     """A dataset's tokens, or sequences, and their digest.
 
     Attributes:
-        tokens: every token of a text [num_tokens], or the sequences [num_sequences] as data/packing has them;
+        tokens: every token of a text [num_tokens], or the sequences [num_sequences] as data/documents has them;
             memory-mapped and read-only.
         digest: SHA-256, in hexadecimal, of the tokenizer's identity, the type of what is stored, and its bytes.
     """

@@ -45,7 +45,11 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        answer = _Sending(send)
+
+        async def answer(message: Message) -> None:
+            async with asyncio.timeout(_SEND_SECONDS):
+                await send(message)
+
         try:
             if scope["path"] != HEALTH:
                 self._require_token(scope)
@@ -74,15 +78,6 @@ class Gate:
         kind, _, token = given.partition(b" ")
         if kind.lower() != b"bearer" or not hmac.compare_digest(token.strip(), self.token.encode()):
             raise Refusal(401, "the token is missing or wrong: send it as a bearer token", code="invalid_api_key")
-
-
-class _Sending:
-    def __init__(self, send: Send) -> None:
-        self._send = send
-
-    async def __call__(self, message: Message) -> None:
-        async with asyncio.timeout(_SEND_SECONDS):
-            await self._send(message)
 
 
 async def _body(scope: Scope, receive: Receive) -> bytes:
