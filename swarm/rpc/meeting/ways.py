@@ -55,8 +55,7 @@ class Ways:
         # Sorting keeps the order of those that did not fail.
         for endpoint in sorted(self._endpoints, key=lambda end: max(0.0, self._failed_until.get(end, 0.0) - now)):
             try:
-                point = meeting_point_of(endpoint)
-                return await (self._dialled(endpoint) if point is None else self._relayed(endpoint, point))
+                return await self._opened(endpoint, meeting_point_of(endpoint))
             except (SwarmError, OSError, TimeoutError, ValueError) as error:
                 faults.append(f"{endpoint}: {str(error) or 'no answer in time'}")
         raise PeerUnavailable("; ".join(faults))
@@ -75,7 +74,7 @@ class Ways:
             try:
                 point = meeting_point_of(endpoint)
                 if point is None:
-                    await (await self._dialled(endpoint)).close()
+                    await (await self._opened(endpoint, None)).close()
                     return endpoint
             except (OSError, TimeoutError, ValueError):
                 continue
@@ -85,24 +84,17 @@ class Ways:
             )
         return None
 
-    async def _dialled(self, endpoint: str) -> Line:
-        host, port = host_and_port(endpoint)
+    async def _opened(self, endpoint: str, point: Entry | None) -> Line:
+        """Open a connection by one way, which if it fails is tried only after the others for a while."""
+        seconds = DIRECT_SECONDS if point is None else TUNNEL_SECONDS
         try:
-            async with asyncio.timeout(DIRECT_SECONDS):
-                stream = await asyncio.open_connection(host, port, limit=BUFFER_BYTES)
-        except (OSError, TimeoutError):
-            self._failed_until[endpoint] = self._clock.monotonic() + DIRECT_AGAIN_SECONDS
-            raise
-        self._failed_until.pop(endpoint, None)
-        return TcpLine(stream, Kind.DIRECT)
-
-    async def _relayed(self, endpoint: str, point: Entry) -> Line:
-        try:
-            async with asyncio.timeout(TUNNEL_SECONDS):
-                line = await self._through(point)
+            async with asyncio.timeout(seconds):
+                line = await (_dialled(endpoint) if point is None else self._through(point))
         except (SwarmError, OSError, TimeoutError):
-            self._failed_until[endpoint] = self._clock.monotonic() + TUNNEL_AGAIN_SECONDS
-            self._points.forget(point)
+            again_seconds = DIRECT_AGAIN_SECONDS if point is None else TUNNEL_AGAIN_SECONDS
+            self._failed_until[endpoint] = self._clock.monotonic() + again_seconds
+            if point is not None:
+                self._points.forget(point)
             raise
         self._failed_until.pop(endpoint, None)
         return line
@@ -146,3 +138,8 @@ class Road:
 
     def close(self) -> None:
         self._dialler.forget(self.target)
+
+
+async def _dialled(endpoint: str) -> Line:
+    host, port = host_and_port(endpoint)
+    return TcpLine(await asyncio.open_connection(host, port, limit=BUFFER_BYTES), Kind.DIRECT)
