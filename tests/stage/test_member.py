@@ -5,12 +5,14 @@ import dataclasses
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
 
 from swarm.config import RunConfig
 from swarm.errors import IntegrityError
+from swarm.stage.computation import Computation
 from swarm.stage.member import StageMember
 from swarm.stage.staging import HostReader
 from swarm.stage.state import digest_of
@@ -205,9 +207,18 @@ async def test_what_begins_between_an_abort_and_the_result_that_is_decided_all_t
 
 
 @BOTH
-async def test_what_comes_while_a_state_is_installed_is_not_taken_for_counted(config: RunConfig) -> None:
+async def test_what_comes_while_a_state_is_installed_is_not_taken_for_counted(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with running_chain(config) as chain:
-        last = chain.peers[2]
+        last, num_begun = chain.peers[2], 0
+        begin = last.stage.begin
+
+        async def counted(*arguments: Any) -> Computation:
+            nonlocal num_begun
+            num_begun += 1
+            return await begin(*arguments)
+
         member = StageMember(last.stage, num_alive=lambda: 1)
         snapshot = await member.snapshot()
         await chain.train(1)
@@ -215,8 +226,9 @@ async def test_what_comes_while_a_state_is_installed_is_not_taken_for_counted(co
             # Tentative gradients are rolled back first, and that has to wait.
             installing = asyncio.create_task(member.install(snapshot))
             await eventually(lambda: last.stage.ledger.find(1) is None)
+            monkeypatch.setattr(last.stage, "begin", counted)
             training = asyncio.create_task(chain.train(0))
-            await eventually(lambda: last.stage.admission.num_admitted > 0 or chain.counts("busy_replies")[2] > 0)
+            await eventually(lambda: num_begun > 0)
             await asyncio.sleep(0.1)
         await installing
         await chain.ack(await training)
