@@ -57,8 +57,7 @@ class Versions:
     def publish(self, copies: Mapping[str, torch.Tensor] | None = None) -> None:
         """Make a version of the present masters. The former version stays for the microbatches that use it.
 
-        Args:
-            copies: copies of some masters, to which nothing writes. Copies on the masters' device are used as they are.
+        Nothing may write to `copies` of some masters: those on the masters' device are used as they are.
         """
         self._old.add(self.newest)
         self.newest = self._make(copies or {})
@@ -158,11 +157,8 @@ class GradientBucket:
     def roll_back(self, leaving: Set[Source], again: Callable[[Source], Iterable[torch.Tensor]]) -> None:
         """Take gradients out of the sum.
 
-        Each is computed again and subtracted. If fewer gradients stay than leave, the staying ones are computed again
-        instead, and added to an empty sum.
-
-        Args:
-            again: computes the gradients of a source, times its scale.
+        Each is computed `again`, times its source's scale, and subtracted. If fewer gradients stay than leave, the
+        staying ones are computed again instead, and added to an empty sum.
         """
         staying = [source for source in self.sources if source not in leaving]
         left, kept = (sum((source.amount for source in some), start=NOTHING) for some in (leaving, staying))

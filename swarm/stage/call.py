@@ -81,8 +81,7 @@ class Incoming:
     def expect(self, specs: Mapping[str, TensorSpec], *, training: bool) -> None:
         """Note that the caller has begun to send these tensors. Raises Overloaded if too much is kept for it already.
 
-        Args:
-            training: whether the tensors are a microbatch's. (Slots limit the number of microbatches.)
+        With `training` they are a microbatch's, whose number slots limit.
         """
         if self._reader is None:
             num_bytes = _num_bytes(specs)

@@ -192,11 +192,7 @@ class Computation(HopListener):
     # -- the end ---------------------------------------------------------------------------------------------------
 
     async def settle(self, *, keep_answer: bool) -> None:
-        """Note that the gradient stays in the sum. Nothing is sent downstream.
-
-        Args:
-            keep_answer: keep the answer for a later computation of the same microbatch.
-        """
+        """Note that the gradient stays in the sum. The answer may be kept for a later computation of the microbatch."""
         if self._result is not None and not keep_answer:
             self._result, self._wire_hidden = dataclasses.replace(self._result, gradient=None), None
         accumulated = self._accumulated

@@ -54,10 +54,7 @@ class _Step:
 
 class Decoder:
     def __init__(self, backend: StageBackend, runtime: Runtime, *, most_bytes: int) -> None:
-        """
-        Args:
-            most_bytes: the most that all sessions together will take, as session_bytes counts it.
-        """
+        """All sessions together will take `most_bytes` at most, as session_bytes counts them."""
         self._config = backend.config
         self._module = backend.module
         self._is_first, self._is_last = backend.stage == 0, backend.is_last

@@ -110,10 +110,8 @@ class Graph:
     ) -> list[torch.Tensor]:
         """Compute the gradient of the inputs first, if wanted, and then that of each parameter, if wanted.
 
-        They are to be used up before another gradient is computed.
-
-        Args:
-            gradient: that of the hidden state; None at the last stage.
+        They are to be used up before another gradient is computed. `gradient` is that of the hidden state; None at the
+        last stage.
         """
         wanted = [*([self._inputs] if of_inputs else []), *(self._parameters if of_weights else [])]
         root = self.outputs if gradient is None else with_gradient(self.outputs, gradient)

@@ -276,11 +276,8 @@ class StageMember:
         self._stage.ledger.saw(highest_microbatch)
 
     async def begin(self, *, highest_microbatch: int = -1) -> None:
-        """Enter a run with the initial state, because no other peer has a later one.
-
-        Args:
-            highest_microbatch: new microbatches are to have higher ids.
-        """
+        """Enter a run with the initial state, because no other peer has a later one. New microbatches are to have
+        higher ids than this one."""
         self._stage.ledger.saw(highest_microbatch)
         now, digest = self._weights.round, await self.state_digest()
         self._events.write(Install(round=now.number, lineage=now.lineage, state=digest, source="initial"))

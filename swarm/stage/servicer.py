@@ -274,10 +274,8 @@ def ack_seconds(stage: int, way_seconds: float) -> float:
     """The seconds for which a peer of a stage waits for the acknowledgement of its answer.
 
     Until then the peer gets no message from its caller. The stages before it do their backwards first, one after the
-    other. So the wait is longer for deeper stages, and if the stages before are slow.
-
-    Args:
-        way_seconds: how long the microbatch was on its way here, by the caller's account.
+    other. So the wait is longer for deeper stages, and if the stages before are slow: if the microbatch was long on its
+    way here, by the caller's account.
     """
     if stage == 0:
         return TRAINER_ACK_SECONDS

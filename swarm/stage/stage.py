@@ -177,11 +177,8 @@ class Stage:
     # -- for the group's member --------------------------------------------------------------------------------------
 
     async def seal(self, drop: Collection[int]) -> None:
-        """Undo the computations that must not be in the round, which is about to end, if the setting wants that.
-
-        Args:
-            drop: microbatches that another member counts.
-        """
+        """Undo the computations that must not be in the round, which is about to end, if the setting wants that: those
+        in `drop`, among others, which another member counts."""
         leaving = self.setting.seal(drop)
         if leaving is not None:
             await self.endings.discard_all(leaving)

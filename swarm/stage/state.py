@@ -81,10 +81,7 @@ def digest_of(tensors: Mapping[str, torch.Tensor], reader: HostReader | None = N
     """BLAKE3 over a state's names and values, in hexadecimal, with as many threads as torch computes with.
 
     It is taken at every round's end, and SHA-256 took two and a half times as long, on a processor that has
-    instructions for it.
-
-    Args:
-        reader: brings tensors from a device to the CPU; None if all are on the CPU.
+    instructions for it. `reader` brings tensors from a device to the CPU; None if all are on the CPU.
     """
     digest = StateDigest(reader or HostReader())
     for name, value in sorted(tensors.items()):

@@ -65,11 +65,7 @@ class StageWeights(ABC):
         anchor_device: torch.device,
         lineage: str,
     ) -> None:
-        """
-        Args:
-            batch_samples: see Buckets.
-            anchor_device: where anchors are kept.
-        """
+        """Anchors are kept on `anchor_device`; for `batch_samples` see Buckets."""
         self._config = config
         self._memory = Recycler()
         self.masters = trained_parameters(module)
@@ -210,9 +206,8 @@ class StageWeights(ABC):
     def install(self, tensors: Mapping[str, torch.Tensor], new_round: Round, *, carry: bool = False) -> None:
         """Install a state that `state_tensors` gave, and drop every gradient and version of the past.
 
-        Args:
-            carry: with DiLoCo, keep the changes by inner steps that are in no average: they are added to the new
-                anchor, and their samples count towards the new round.
+        With DiLoCo, `carry` keeps the changes by inner steps that are in no average: they are added to the new anchor,
+        and their samples count towards the new round.
         """
         anchor, remembered = state.parts(tensors)
         self._load_masters(anchor)
@@ -223,11 +218,7 @@ class StageWeights(ABC):
         optim.load_state_tensors(self._ends_rounds, self._stepped(), remembered)
 
     def recall(self, moments: Tensors) -> None:
-        """Let inner steps go on with the moments of a run that was synchronous until now.
-
-        Args:
-            moments: what the optimizer of gradients remembers, by `NAME/KEY`.
-        """
+        """Let inner steps go on with the moments of a run that was synchronous until now, by `NAME/KEY`."""
         raise AssertionError("only DiLoCo has inner steps")
 
     def state_digest(self) -> str:

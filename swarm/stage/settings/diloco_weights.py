@@ -196,13 +196,10 @@ class DilocoWeights(StageWeights):
         return since, self.round.stepped - closed.stepped
 
     def _learnt(self, names: Iterable[str], num_samples: int) -> Tensors:
-        """What inner steps have added to parameters since their last average.
+        """What inner steps, which have used `num_samples`, have added to parameters since their last average.
 
-        Empty if it is not finite, because a peer must drop weights that diverged.
-
-        Args:
-            num_samples: the samples that these steps have used. With fragments all may be of earlier rounds, which
-                averaged other fragments.
+        Empty if it is not finite, because a peer must drop weights that diverged. With fragments all these samples may
+        be of earlier rounds, which averaged other fragments.
         """
         if not num_samples:
             return {}

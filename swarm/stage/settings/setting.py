@@ -115,14 +115,9 @@ class Setting(ABC):
 
     @abstractmethod
     def seal(self, drop: Collection[int]) -> list[Entry[Computation]] | None:
-        """Let no further gradient join the round, which is about to end. Returns the entries that must be undone before
-        that.
+        """Let no further gradient join the round, which is about to end. Another member counts the microbatches `drop`.
 
-        Args:
-            drop: microbatches that another member counts.
-
-        Returns:
-            None if training goes on meanwhile.
+        Returns the entries that must be undone before that, or None if training goes on meanwhile.
         """
 
     @abstractmethod
