@@ -207,7 +207,6 @@ class Advance:
         return None
 
     async def snapshot(self) -> Snapshot:
-        """The state at the last committed round."""
         async with self.place.lock:
             return await self.member.snapshot()
 

@@ -80,7 +80,6 @@ class Calls:
 
 
 def place_of(context: Context, standing: Standing) -> Place:
-    """Make the place of a peer that stands at `standing`."""
     config = context.config
     branches = Branches(standing, config, context.clock, context.timing, lambda: context.other_stages)
     return Place(standing, branches, num_fragments=config.averaging.num_fragments)
@@ -118,13 +117,7 @@ class Averager:
         entry = Entry(context.config, context.peers, member)
         replay = Replay(context, place, advance, transfer=transfer, downloads=downloads, entry=entry)
         self.catch_up = CatchUp(
-            context,
-            place,
-            advance=advance,
-            transfer=transfer,
-            survey=survey,
-            entry=entry,
-            replay=replay,
+            context, place, advance=advance, transfer=transfer, survey=survey, entry=entry, replay=replay
         )
         self.reporter = reporter = Reporter(context, place, member, roster, own_round, survey, self.catch_up)
         self.watch = watch = RoundWatch(context, place, member, roster, reporter)
@@ -146,7 +139,6 @@ class Averager:
             tasks.spawn(self.succession.run())
 
     def notify(self) -> None:
-        """Tell the reporter that the stage's progress changed."""
         self.context.changes.notify()
 
     async def join(self) -> None:
@@ -167,12 +159,10 @@ class Averager:
         await wait(self.context.changes.next, seconds)
 
     def view(self) -> GroupView:
-        """The round as this peer knows it."""
         return self.watch.view()
 
     @property
     def vain_seconds(self) -> float:
-        """See CatchUp.vain_seconds."""
         return self.catch_up.vain_seconds
 
     @property
@@ -201,7 +191,6 @@ class Averager:
         return self.place.last_members
 
     def misses_member(self) -> bool:
-        """See Roster.misses_member."""
         return self.roster.misses_member(self.place.standing)
 
     def awaits_reports(self) -> bool:

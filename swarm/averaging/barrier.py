@@ -86,7 +86,6 @@ class Barrier:
             return False
 
     def awaited(self, round_number: int) -> Collection[int]:
-        """The other stages that have to decide a round before this one commits it."""
         config = self.context.config
         if config.rounds.synchronous:
             return set(range(config.stages.num_stages)) - {self.context.own.stage}

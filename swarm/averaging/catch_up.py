@@ -94,7 +94,6 @@ class CatchUp:
             looking.set()
 
     async def ended(self) -> None:
-        """Wait for the end of the `look` that is under way, if one is."""
         if self._looking is not None:
             await self._looking.wait()
 

@@ -83,7 +83,6 @@ class Donor:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that is held for others."""
         return sum(pin.content.num_bytes for pin in self._pins) + self._log_bytes
 
     def serve(self, request: pb.DownloadRequest, caller: Caller = NOBODY) -> AsyncGenerator[pb.DownloadReply, None]:
@@ -135,7 +134,6 @@ class Donor:
         self._log.clear()
 
     def expire(self) -> None:
-        """Let go of what no peer has asked for lately."""
         now = self._clock.monotonic()
         self._pins = [pin for pin in self._pins if pin.expires_at > now]
         self._prune()

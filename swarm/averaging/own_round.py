@@ -150,7 +150,6 @@ class Attempt:
         return received
 
     def end(self, reason: str) -> None:
-        """Give the attempt up. All calls that wait for it, from here and from other members, end with the reason."""
         self._end = reason
         for scope in self._scopes:
             if not scope.expired():
@@ -209,7 +208,6 @@ class Closing:
         return self._outcome.done()
 
     def end(self, outcome: Closed | Exception) -> None:
-        """Note the frozen contribution, or the error of freezing it."""
         self._outcome.set_result(outcome)
 
     async def wait(self, seconds: float | None = None) -> bool:
@@ -294,12 +292,10 @@ class OwnRound:
         return True
 
     def end_exchange(self, reason: str) -> None:
-        """Give this member's exchange up, if there is one under way."""
         if self.attempt is not None:
             self.attempt.end(reason)
 
     def keep(self, result: Result) -> None:
-        """Keep the result of an exchange that succeeded."""
         self.result = result
 
     async def stop(self, reason: str) -> None:
@@ -346,5 +342,4 @@ class OwnRound:
         self.attempt = None
 
     def end(self) -> None:
-        """Forget the round, because the member stands elsewhere now."""
         self.attempt = self.result = self._closing = None

@@ -97,12 +97,7 @@ class Participant:
     @property
     def answers(self) -> dict[str, Callable[[Any], Any]]:
         """The method that answers each call of a leader, by the call's name."""
-        return {
-            BEGIN.name: self.begin,
-            AVERAGE.name: self.average,
-            COMMIT.name: self.commit,
-            ABORT.name: self.abort,
-        }
+        return {BEGIN.name: self.begin, AVERAGE.name: self.average, COMMIT.name: self.commit, ABORT.name: self.abort}
 
     # -- first phase -------------------------------------------------------------------------------------------------
 
@@ -212,7 +207,6 @@ class Participant:
         return attempt
 
     def _counts(self, closed: Closed) -> Counts:
-        """What this member says of its contribution."""
         return Counts.of(closed.contribution, closed.norm).bounded(self.context.config)
 
     def _others(self, request: pb.AverageRequest, attempt: Attempt) -> OtherMembers:

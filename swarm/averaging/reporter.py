@@ -57,7 +57,6 @@ class Reporter:
         return self.place.is_catching_up or self._is_waking or self._was_stopped()
 
     def nudge(self, peer_id: PeerId) -> None:
-        """Report to a peer that stands elsewhere, because its answer says where."""
         self._nudges.add(peer_id)
         self.context.changes.report_again()
 

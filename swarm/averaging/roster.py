@@ -190,12 +190,10 @@ class Roster:
         return there, ahead
 
     def judge(self, own: Standing) -> set[PeerId]:
-        """The peers that do not lead any more from now on; see PassedOver."""
         return self.passed_over.judge(self._beside(own)[0])
 
     @property
     def round_seconds(self) -> float:
-        """How long this peer has been in its round."""
         return self._clock.monotonic() - self._moved_at
 
     def members(self, own: Standing) -> dict[PeerId, Report]:
@@ -268,11 +266,9 @@ class Roster:
 
     @property
     def excludes_self(self) -> bool:
-        """Whether this peer's own contribution is left out of this round."""
         return self.suspicions.is_excluded(self._own_id)
 
     def holders(self) -> list[PeerRecord]:
-        """The peers to ask for their standing: all that are not suspected, or MOST_ASKED of these, chosen by hash."""
         known = {peer: record for peer, record in self.contacts.all().items() if peer not in self.suspicions.suspected}
         drawn = sorted(known, key=lambda peer: hashlib.sha256(f"{self._own_id} {peer}".encode()).digest())
         return [known[peer] for peer in sorted(drawn[:MOST_ASKED])]
@@ -303,7 +299,6 @@ class Roster:
         return [peer for peer in self.suspicions.due() if peer in known]
 
     def alive(self) -> Set[PeerId]:
-        """Peers, this one included, that gave a sign of life lately."""
         return self.contacts.recent() - self.suspicions.suspected | {self._own_id}
 
     def is_silent(self, peer_id: PeerId) -> bool:

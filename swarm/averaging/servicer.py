@@ -147,7 +147,6 @@ class Handlers:
         return reply
 
     async def exchange(self, opening: pb.ExchangeOpen, pieces: AsyncIterator[bytes]) -> Payload:
-        """Answer as the owner of a part; see Participant.exchange."""
         self._check(opening.address)
         with self._ends_without_memory():
             return await self.participant.exchange(opening, pieces)
@@ -155,7 +154,6 @@ class Handlers:
     async def download(
         self, request: pb.DownloadRequest, caller: Caller = NOBODY
     ) -> AsyncGenerator[pb.DownloadReply, None]:
-        """Answer a peer that is behind; see Donor.serve."""
         self._check(request.address)
         async with aclosing(self.donor.serve(request, caller)) as replies:
             async for reply in replies:

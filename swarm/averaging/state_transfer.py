@@ -96,7 +96,6 @@ class Downloads:
 
 
 def name_of(donor: PeerRecord) -> str:
-    """A donor's name, as logs have it."""
     return donor.name or donor.peer_id[:8]
 
 

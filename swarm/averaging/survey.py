@@ -76,7 +76,6 @@ class Survey:
         return not self._asked.issuperset(self.roster.contacts.serving())
 
     def behind(self, target: Standing) -> list[PeerRecord]:
-        """The peers that stand behind `target`, by their answers."""
         return list(self.roster.contacts.records(sorted(self.place.branches.behind(target))).values())
 
     async def _ask(self, peer: PeerRecord) -> None:
@@ -152,7 +151,6 @@ class Survey:
         self.roster.passed_over.hear(peer_id, messages.unpack_ids(reply.idle_leader_ids))
 
     def lost(self, peer_id: PeerId, error: SwarmError) -> None:
-        """Note that a peer does not answer."""
         logger.debug("report to %s: %s", peer_id, error)
         self.roster.suspect(peer_id)
         self.context.changes.signal()  # Other parts need not wait for that peer any more.

@@ -89,7 +89,6 @@ class RoundWatch:
         )
 
     def overdue(self) -> Set[PeerId]:
-        """Members that have missed a heartbeat; none while that says nothing."""
         # A peer that stood still has received no reports in that time, and during an attempt nothing is added to a
         # round.
         is_of_use = not self.reporter.may_be_behind and self.place.leads is None
@@ -103,7 +102,6 @@ class RoundWatch:
         return self.context.own_id if self.place.leads else self.roster.leader(self.place.standing)
 
     def leader_contact(self) -> pb.Contact:
-        """The contact by which others reach the leader."""
         return contact_of(self.roster.contacts.record(self.leader_id) or self.context.present)
 
     # -- what may be done --------------------------------------------------------------------------------------------

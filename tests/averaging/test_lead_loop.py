@@ -8,16 +8,7 @@ from unittest.mock import patch
 import pytest
 
 from swarm.types import PeerId
-from tests.averaging.doubles import (
-    QUICK,
-    all_past,
-    broken,
-    make_config,
-    network_of,
-    peer_id,
-    stages,
-    until,
-)
+from tests.averaging.doubles import QUICK, all_past, broken, make_config, network_of, peer_id, stages, until
 from tests.support.virtual_time import in_virtual_time
 
 

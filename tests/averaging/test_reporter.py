@@ -5,14 +5,7 @@ from collections.abc import Coroutine
 from typing import Any
 from unittest.mock import patch
 
-from tests.averaging.doubles import (
-    QUICK,
-    make_config,
-    network_of,
-    peer_id,
-    stages,
-    until,
-)
+from tests.averaging.doubles import QUICK, make_config, network_of, peer_id, stages, until
 from tests.support.virtual_time import in_virtual_time
 
 

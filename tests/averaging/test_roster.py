@@ -386,10 +386,7 @@ def test_with_diloco_nobody_asks_which_microbatches_a_member_has() -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [
-        {"standing": pb.Standing(lineage="0" * 65)},
-        {"prepared": pb.Ballot(attempt=1, leader_id="0" * 65)},
-    ],
+    [{"standing": pb.Standing(lineage="0" * 65)}, {"prepared": pb.Ballot(attempt=1, leader_id="0" * 65)}],
     ids=["lineage", "leader"],
 )
 def test_long_texts_are_not_kept(fields: dict[str, Any]) -> None:

@@ -129,10 +129,7 @@ class SlowDonor(Network):
 
 @asynccontextmanager
 async def slow_donor() -> AsyncIterator[SlowDonor]:
-    with (
-        patch("swarm.averaging.donor.SEGMENT_BYTES", 34),
-        patch("swarm.averaging.vectors.snapshots.CHUNK_BYTES", 8),
-    ):
+    with patch("swarm.averaging.donor.SEGMENT_BYTES", 34), patch("swarm.averaging.vectors.snapshots.CHUNK_BYTES", 8):
         network = SlowDonor()
         network.add(DONOR)
         try:

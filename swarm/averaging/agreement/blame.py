@@ -70,7 +70,6 @@ class Blame:
         return timed_out and self.num_timeouts == 1
 
     def exchanged(self, members: Collection[PeerId]) -> None:
-        """Note that an exchange of these members was completed in time."""
         self.num_timeouts = 0
         for peer in members:
             del self._strikes[peer]

@@ -76,13 +76,11 @@ class Branches:
     # -- this peer's moves ---------------------------------------------------------------------------------------------
 
     def committed(self, after: Standing) -> None:
-        """Note that this peer has committed a round, as one of its members."""
         self._pace.committed(after)
         self._has_voice = True
         self._move(after)
 
     def replayed(self, after: Standing) -> None:
-        """Note that this peer has applied a round that others committed."""
         self._pace.moved(after)
         self._has_voice = False
         self._move(after)
@@ -113,11 +111,9 @@ class Branches:
     # -- where others stand --------------------------------------------------------------------------------------------
 
     def listen(self) -> None:
-        """Forget all answers, because the holders are about to be asked again."""
         self._voices.clear()
 
     def heard(self, peer_id: PeerId, voice: Voice) -> None:
-        """Note a holder's answer."""
         self._voices[peer_id] = voice
         self.reported(peer_id, voice.standing)
 

@@ -67,7 +67,6 @@ class Group:
 
     @property
     def phase(self) -> Phase:
-        """The phase that the active attempt has reached."""
         if self.active is None:
             return Phase.IDLE
         if self.prepared is not None and self.prepared.ballot == self.active:
@@ -95,7 +94,6 @@ class Group:
         self.shares_digest = shares_digest
 
     def prepare(self, round_number: int, ballot: Ballot, digest: str) -> None:
-        """Note that the exchange is complete, and that its result has this digest."""
         self._require_round(round_number)
         if self.phase is not Phase.EXCHANGING or ballot != self.active:
             raise Refused(f"attempt {ballot.attempt} of {ballot.leader_id} was given up")

@@ -73,7 +73,6 @@ def standing_of(state: Progress | Snapshot) -> Standing:
 
 
 def pack_standing(standing: Standing) -> pb.Standing:
-    """A standing in its wire form."""
     return pb.Standing(round=standing.round, run_samples=standing.run_samples, lineage=standing.lineage)
 
 
@@ -102,7 +101,6 @@ def unpack_ids(ids: Sequence[str]) -> list[PeerId]:
 
 
 def pack_ballot(ballot: Ballot | None) -> pb.Ballot | None:
-    """A ballot in its wire form."""
     return None if ballot is None else pb.Ballot(attempt=ballot.attempt, leader_id=ballot.leader_id)
 
 
@@ -137,7 +135,6 @@ def _require_short(text: str, what: str) -> None:
 
 
 def pack_failure(failed: MemberFailed) -> pb.Failure:
-    """A failure in its wire form."""
     return pb.Failure(blamed_id=failed.peer_id, reason=str(failed), noticed_by_id=failed.noticed_by)
 
 

@@ -104,7 +104,6 @@ class RunPace:
         self.moved(after)
 
     def moved(self, own: Standing) -> None:
-        """Note where this peer stands now, however it got there."""
         self._own, self._since = own, self._now()
 
     def allows(self, theirs: Standing) -> bool:
@@ -197,7 +196,6 @@ class Slowness:
 
     @property
     def awaited(self) -> str:
-        """What the peer waits for."""
         what = f"an exchange would take {self.exchange_seconds:.1f} s over this line"
         if not self.is_certain:
             return f"{LEAST_INTERVALS} rounds to be seen, {self.num_intervals} so far, since {what}"
@@ -247,7 +245,6 @@ class Entry:
         """Why the peer stayed out, at the last call of `keeps_out`; None if it did not."""
 
     def begin(self) -> None:
-        """Forget all measurements, because the peer is new or has fallen behind."""
         self._bytes_per_second, self._look_at, self._group_round, self._told = 0.0, math.inf, -1, None
         self._intervals.clear()
 
@@ -257,7 +254,6 @@ class Entry:
         self._look_at = now + max(LEAST_REST_SECONDS, REST_FACTOR * seconds)
 
     def saw(self, group_round: int, *, now: float) -> None:
-        """Note the round that the group is in."""
         if group_round <= self._group_round:
             return
         if self._group_round >= 0:

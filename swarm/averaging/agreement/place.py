@@ -71,12 +71,10 @@ class Place:
         return last.prepared.member_ids if last else ()
 
     def committed(self, after: Standing, outcome: pb.Outcome) -> None:
-        """Note that this peer has committed a round, as one of its members."""
         self._move(after, [outcome])
         self.branches.committed(after)
 
     def replayed(self, after: Standing, outcome: pb.Outcome) -> None:
-        """Note that this peer has applied a round that others committed."""
         self._move(after, [outcome])
         self.branches.replayed(after)
 
@@ -94,7 +92,6 @@ class Place:
 
     @contextmanager
     def catching_up(self) -> Iterator[None]:
-        """Mark this peer as on its way to the group while the block runs."""
         self.is_catching_up = True
         try:
             yield
@@ -103,7 +100,6 @@ class Place:
 
     @contextmanager
     def leading(self, ballot: Ballot) -> Iterator[None]:
-        """Mark this peer as the leader of an attempt while the block runs."""
         self.leads = ballot
         try:
             yield
@@ -111,11 +107,9 @@ class Place:
             self.leads = self.decision = None
 
     def decide(self, decision: Decision) -> None:
-        """Note that the attempt that this peer leads has decided a result."""
         self.decision = decision
 
     def awaited(self, now: float) -> None:
-        """Note that another stage waits for this one to decide the round."""
         if self.awaited_since is None:
             self.awaited_since = now
 

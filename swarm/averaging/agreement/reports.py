@@ -31,7 +31,6 @@ class Report:
 
     @property
     def standing(self) -> Standing:
-        """The sender's standing."""
         return messages.standing_of(self.progress)
 
 
@@ -56,7 +55,6 @@ class RoundReports:
         return messages.unpack_indices_of(range(round_number * size, (round_number + 1) * size), gaps)
 
     def hear(self, peer_id: PeerId, report: Report) -> None:
-        """Note a peer's report."""
         before = self.last.get(peer_id)
         if before is not None and before.standing == report.standing:
             # The peer was started again, or gave up microbatches that others had as well.
@@ -80,7 +78,6 @@ class RoundReports:
         self._lost.clear()
 
     def forget_others(self, known: Collection[PeerId]) -> None:
-        """Forget the reports of peers that are not in `known`."""
         self.current = {peer: report for peer, report in self.current.items() if peer in known}
         self.last = {peer: report for peer, report in self.last.items() if peer in known}
 
@@ -133,16 +130,13 @@ class Suspicions:
         return self._suspected.keys()
 
     def suspect(self, peer_id: PeerId) -> None:
-        """Note that a call to a peer failed."""
         now, before = self._clock.monotonic(), self._suspected.get(peer_id)
         self._suspected[peer_id] = _Suspicion(since=before.since if before else now, called_at=now)
 
     def answered(self, peer_id: PeerId) -> None:
-        """Note that a peer gave a sign of life."""
         self._suspected.pop(peer_id, None)
 
     def suspect_none(self) -> None:
-        """Forget all suspicions: all peers have to be asked again."""
         self._suspected.clear()
 
     def due(self) -> list[PeerId]:
@@ -163,12 +157,10 @@ class Suspicions:
         self.failed(peer_id)
 
     def is_excluded(self, peer_id: PeerId) -> bool:
-        """Whether a peer is left out now."""
         exclusion = self._excluded.get(peer_id)
         return exclusion is not None and exclusion.ends_at > self._clock.monotonic()
 
     def failed(self, peer_id: PeerId) -> None:
-        """Note that an attempt failed because of a peer, or committed without it."""
         self._num_failures[peer_id] += 1
 
     def has_failed_for_good(self, peer_id: PeerId) -> bool:
@@ -182,7 +174,6 @@ class Suspicions:
         self._excluded.clear()
 
     def forget_others(self, known: Collection[PeerId]) -> None:
-        """Forget what was noted about peers that are not in `known`."""
         for by_peer in (self._suspected, self._num_failures):
             for peer_id in by_peer.keys() - known:
                 del by_peer[peer_id]
@@ -210,19 +201,15 @@ class PassedOver:
 
     @property
     def told(self) -> list[PeerId]:
-        """The leaders that this peer tells others that it does not follow."""
         return sorted(self.peers | self._seen)
 
     def hear(self, peer_id: PeerId, idle: Collection[PeerId]) -> None:
-        """Note which leaders a peer does not follow."""
         self._told[peer_id] = frozenset(idle)
 
     def see(self, leader_id: PeerId) -> None:
-        """Note that this peer saw a whole round stand still under a leader."""
         self._seen.add(leader_id)
 
     def committed(self, leader_id: PeerId) -> None:
-        """Note that this peer took part in a commit under a leader."""
         self._proven.add(leader_id)
 
     def judge(self, alive: Collection[PeerId]) -> set[PeerId]:
@@ -245,7 +232,6 @@ class PassedOver:
         return self.peers - before
 
     def forget_others(self, known: Collection[PeerId]) -> None:
-        """Forget what was noted about peers that are not in `known`."""
         known = {*known, self._own_id}
         self._told = {peer: idle for peer, idle in self._told.items() if peer in known}
         for peers in (self.peers, self._seen, self._proven):

@@ -119,7 +119,6 @@ class Share:
 
     @property
     def contributes(self) -> bool:
-        """Whether the member has samples."""
         return self.counts.num_samples > 0
 
 
@@ -140,28 +139,23 @@ class Shares:
 
     @property
     def num_elements(self) -> int:
-        """Length of the whole vector."""
         return sum(share.num_elements for share in self.members)
 
     @property
     def round_samples(self) -> int:
-        """Samples of the round."""
         return sum(share.counts.round_samples for share in self.members)
 
     @cached_property
     def parts(self) -> list[slice]:
-        """The part of each member."""
         ends = list(itertools.accumulate((share.num_elements for share in self.members), initial=0))
         return [slice(start, end) for start, end in itertools.pairwise(ends)]
 
     @property
     def has_one_owner(self) -> bool:
-        """Whether one member sums the whole vector."""
         return sum(share.num_elements > 0 for share in self.members) == 1
 
     @property
     def senders(self) -> list[Share]:
-        """The members that contribute."""
         return [share for share in self.members if share.contributes]
 
     def of(self, peer_id: str) -> Share:

@@ -94,7 +94,6 @@ class Terms:
 
     @property
     def own(self) -> Share:
-        """This member's share."""
         return self.shares.of(self.own_id)
 
 
@@ -136,7 +135,6 @@ async def with_all(fetches: Mapping[str, Callable[[], Coroutine[Any, Any, None]]
 
 
 def late(peer_id: str, seconds: float, own_id: str) -> MemberFailed:
-    """Make the error for a member whose contribution did not come in time."""
     return MemberFailed(peer_id, f"its contribution did not come within {seconds:.1f} s", noticed_by=own_id)
 
 

@@ -64,7 +64,6 @@ class Exchanges:
 
     @property
     def residual_bytes(self) -> int:
-        """Memory that error feedback takes."""
         return sum(feedback.num_bytes for feedback in self.feedback.values())
 
     async def close(self, contribution: Contribution) -> Closed:
@@ -147,7 +146,6 @@ class Exchanges:
         return own.contributes and own.weight * len(shares.senders) >= LEAST_WEIGHT
 
     def committed(self, fragment: int, residual: Residual) -> None:
-        """Keep the residual that a committed exchange left."""
         self._last = None
         if self.codec.needs_feedback and self._config.feedback_decay > 0:
             feedback = self.feedback.setdefault(fragment, ErrorFeedback(self._config.feedback_decay))

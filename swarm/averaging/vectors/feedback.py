@@ -35,7 +35,6 @@ class Owed:
         return Owed(slice(start, stop), self.sum_P[start - self.part.start : stop - self.part.start])
 
     def outside(self, part: slice) -> "list[Owed]":
-        """The debt for all elements outside of a part."""
         if self.within(part.start, part.stop) is None:
             return [self]
         rests = (self.within(self.part.start, part.start), self.within(part.stop, self.part.stop))
@@ -75,7 +74,6 @@ class ErrorFeedback:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the residual takes."""
         own_bytes = 0 if self._contribution_D is None else self._contribution_D.nbytes
         return own_bytes + sum(owed.sum_P.nbytes for owed in self._sums)
 
@@ -119,7 +117,6 @@ class ErrorFeedback:
         return still
 
     def commit(self, residual: Residual) -> None:
-        """Take over the residual that a committed exchange left."""
         if residual.contribution_D is not None:
             self._contribution_D = residual.contribution_D
         self._sums = list(residual.elsewhere)

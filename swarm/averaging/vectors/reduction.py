@@ -41,7 +41,6 @@ class _Answer:
         return outcome
 
     def fail(self, error: MemberFailed) -> None:
-        """Raise the error in all calls that wait for the result."""
         if not self._result.done():
             self._result.set_result(error.anew())
 
@@ -62,7 +61,6 @@ class HandOut(_Answer):
         return 0
 
     def offer(self, payload: Payload) -> None:
-        """Set the payload that all members get."""
         if not self._result.done():
             self._result.set_result(payload)
 
@@ -107,7 +105,6 @@ class Reduction(_Answer):
 
     @property
     def missing(self) -> Sequence[str]:
-        """Members from which no part has come yet."""
         return [share.peer_id for share in self._shares.senders if share.peer_id not in self._arrived]
 
     def num_bytes_from(self, peer_id: str) -> int:

@@ -137,7 +137,6 @@ class IncomingResult:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all bytes have come."""
         return self._num_filled == self._content.num_bytes
 
     def feed(self, data: bytes) -> None:
@@ -148,5 +147,4 @@ class IncomingResult:
         self._num_filled += len(data)
 
     def sha256(self) -> bytes:
-        """SHA-256 of all bytes of the result."""
         return self._content.sha256(0, self._content.num_bytes)

@@ -56,7 +56,6 @@ class SharedBlocks:
         return bool(self._shapes) and round_number % self._num_fragments == 0
 
     def partners(self, round_number: int) -> set[int]:
-        """The other stages whose averages a round needs."""
         return set(self._stages) - {self._stage} if self.is_due(round_number) else set()
 
     def counts_norm(self, stage: int, round_number: int) -> bool:
@@ -64,7 +63,6 @@ class SharedBlocks:
         return stage in self._counting and round_number % self._num_fragments == 0
 
     def squared_norm_of_rest(self, tensors: Mapping[str, torch.Tensor]) -> float:
-        """The squared norm of an average without the shared blocks."""
         return sum(squared_norm_of_vector(tensor) for name, tensor in tensors.items() if name not in self._shapes)
 
     async def offer(self, round_number: int, digest: str, tensors: Mapping[str, torch.Tensor]) -> str:

@@ -127,16 +127,13 @@ class PartialSnapshot:
 
     @property
     def is_young(self) -> bool:
-        """Whether less than half of the snapshot has come."""
         return 2 * self.segments.num_missing > self.num_segments
 
     @property
     def fastest_first(self) -> list[PeerRecord]:
-        """The sources, beginning with the one that most segments came from."""
         return sorted(self.sources, key=lambda donor: -self._num_sent[donor.peer_id])
 
     def arrived(self, donor: PeerRecord) -> None:
-        """Note that a segment has come from a donor."""
         self._num_sent[donor.peer_id] += 1
 
     def span(self, index: int) -> tuple[int, int]:

@@ -75,7 +75,6 @@ class Contacts:
     # -- questions ---------------------------------------------------------------------------------------------------
 
     def all(self) -> dict[PeerId, PeerRecord]:
-        """All other peers with known endpoints."""
         known = {peer_id: record for peer_id, (record, _) in self._heard_of.items()}
         known |= {PeerId(record.peer_id): record for record in self._directory()}
         known.pop(self._own_id, None)
@@ -94,7 +93,6 @@ class Contacts:
         return serving
 
     def recent(self) -> Set[PeerId]:
-        """The peers that gave a sign of life lately."""
         oldest = self._clock.monotonic() - self._timing.fresh_seconds
         return {peer_id for peer_id, (_, heard_at) in self._heard_of.items() if heard_at >= oldest}
 
@@ -108,12 +106,10 @@ class Contacts:
         return self.all().get(peer_id)
 
     def records(self, peer_ids: Iterable[PeerId]) -> dict[PeerId, PeerRecord]:
-        """The records of these peers, as far as they are known."""
         known = self.all()
         return {peer_id: known[peer_id] for peer_id in peer_ids if peer_id in known}
 
     def standings_announced(self) -> dict[PeerId, Standing]:
-        """The standings of the other peers, by the last records that they signed."""
         return {
             PeerId(record.peer_id): Standing(run_samples=record.samples, round=record.round, lineage=record.lineage)
             for record in self._directory()

@@ -67,7 +67,6 @@ class Changes:
 
     @property
     def quiet_seconds(self) -> float:
-        """The seconds since the progress of any member last changed."""
         return self._clock.monotonic() - self._progressed_at
 
     def signal(self) -> None:
@@ -81,12 +80,10 @@ class Changes:
         self.signal()
 
     def notify(self) -> None:
-        """Note that this peer has something new to report."""
         self.version += 1
         self._report_due.set()
 
     def report_again(self) -> None:
-        """Let a report be sent, even if it holds nothing new."""
         self._report_due.set()
 
     async def until_report_due(self, seconds: float) -> None:
@@ -120,17 +117,14 @@ class Context:
 
     @cached_property
     def changes(self) -> Changes:
-        """The signals of this peer's parts to each other."""
         return Changes(self.clock)
 
     @property
     def own_id(self) -> PeerId:
-        """This peer's id."""
         return PeerId(self.own.peer_id)
 
     @property
     def present(self) -> PeerRecord:
-        """This peer's record with the endpoints that it has now."""
         endpoints = tuple(self.endpoints()) if self.endpoints is not None else self.own.endpoints
         if endpoints == self.own.endpoints:
             return self.own
@@ -138,7 +132,6 @@ class Context:
 
     @property
     def other_stages(self) -> RunRounds:
-        """The rounds at which the other stages are, by what their peers announce."""
         stages = set(range(self.config.stages.num_stages)) - {self.own.stage}
         return RunRounds.of(
             {stage: [peer.round for peer in self.peers(stage) if peer.state is PeerState.SERVING] for stage in stages}
@@ -146,9 +139,7 @@ class Context:
 
     @property
     def address(self) -> Address:
-        """The address in this peer's messages to others of its stage."""
         return self.address_of(self.own.stage)
 
     def address_of(self, stage: int) -> Address:
-        """The address in messages to a peer of some stage."""
         return Address(run_id=self.config.run_id, protocol_version=PROTOCOL_VERSION, stage=stage)

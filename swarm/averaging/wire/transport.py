@@ -172,7 +172,6 @@ class Transport:
         return download(call, peer.peer_id, silence_seconds=silence_seconds)
 
     async def ping(self, peer: PeerRecord, *, timeout_seconds: float) -> None:
-        """Wait for an answer of a peer, which shows that it is alive."""
         health: Any = HealthStub(self._channels.channel(peer))
         await ask(health.Check, HealthCheckRequest(), seconds=timeout_seconds)
 
@@ -246,13 +245,11 @@ class Broadcast:
 
 
 def pieces_of(data: Buffer) -> Iterator[bytes]:
-    """Cut data into messages. Each is a copy, made only when it is asked for."""
     view = memoryview(data)
     return (bytes(view[start : start + CHUNK_BYTES]) for start in range(0, len(view), CHUNK_BYTES))
 
 
 def contact_of(peer: PeerRecord) -> pb.Contact:
-    """A peer's id, endpoints and certificate, in their wire form."""
     endpoints = " ".join(peer.endpoints)
     return pb.Contact(peer_id=peer.peer_id, endpoints=endpoints, certificate_pem=peer.certificate_pem)
 

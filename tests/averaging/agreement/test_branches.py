@@ -29,8 +29,7 @@ def voice(standing: Standing, *, since: int | None = None) -> Voice:
     branch = standing.lineage.removesuffix(str(standing.round))
     rounds = range(max(0, standing.round - PAST), standing.round)
     return Voice(
-        standing=standing,
-        past=tuple(at(n, branch if since is None or n > since else "").lineage for n in rounds),
+        standing=standing, past=tuple(at(n, branch if since is None or n > since else "").lineage for n in rounds)
     )
 
 
