@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from peers.shared.devices import num_cores
 from peers.static import workers
 from peers.static.workers import Shape, interface_to_others, joined, num_threads
 from swarm.errors import PeerUnavailable
@@ -43,10 +42,6 @@ def test_workers_share_a_machine_s_cores_unless_the_user_says_otherwise(
     environment: dict[str, str], expected: int | None
 ) -> None:
     assert num_threads(environment, 8) == expected
-
-
-def test_this_machine_has_a_core() -> None:
-    assert num_cores() >= 1
 
 
 def test_a_worker_that_is_alone_has_lost_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

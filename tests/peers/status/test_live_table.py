@@ -3,6 +3,7 @@
 import io
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -110,10 +111,27 @@ def test_every_column_has_its_place_and_its_own_figure() -> None:
     ]
 
 
-def test_a_late_event_loop_is_shown_and_usual_ones_are_not() -> None:
-    for seconds, is_shown in ((0.19, False), (1.26, True)):
-        drawn = _draw(replace(VIEW, stages=(StageRow(stage=0, peers=(PEER, replace(PEER, loop_lag_seconds=seconds))),)))
-        assert ("lag" in drawn) == ("1.3 s" in drawn) == is_shown
+STEPS = {"inner_steps": 15, "samples_per_inner_step": 16.0, "configured_samples_per_inner_step": 16}
+
+
+@pytest.mark.parametrize(
+    ("figures", "heading", "cell", "is_shown"),
+    [
+        ({"loop_lag_seconds": 0.19}, "lag", "0.2 s", False),
+        ({"loop_lag_seconds": 1.26}, "lag", "1.3 s", True),
+        ({"device": "cpu"}, "device", "cpu", False),
+        ({"device": "cuda:1"}, "device", "cuda:1", True),
+        ({}, "steps", "15 x 16", False),
+        (STEPS, "steps", "15 x 16", True),
+        (STEPS, "late", "0.7/3", False),
+        (STEPS | {"staleness": 0.74, "largest_staleness": 3}, "late", "0.7/3", True),
+    ],
+)
+def test_what_is_as_usual_at_all_peers_has_no_column(
+    figures: dict[str, Any], heading: str, cell: str, is_shown: bool
+) -> None:
+    drawn = _draw(replace(VIEW, stages=(StageRow(stage=0, peers=(PEER, replace(PEER, **figures))),)))
+    assert (heading in drawn) == (cell in drawn) == is_shown
 
 
 def test_whom_a_peer_does_not_follow_is_shown_and_elsewhere_said_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,22 +144,6 @@ def test_whom_a_peer_does_not_follow_is_shown_and_elsewhere_said_once(capsys: py
         for round_number in (1000, 1001):
             table.show(view(round_number))
     assert capsys.readouterr().out.count("of another branch") == 1
-
-
-def test_devices_are_shown_unless_all_compute_on_the_cpu() -> None:
-    on_cpu = replace(PEER, device="cpu")
-    for peers, is_shown in ([on_cpu, PEER], False), ([on_cpu, replace(PEER, device="cuda:1")], True):
-        drawn = _draw(replace(VIEW, stages=(StageRow(stage=0, peers=tuple(peers)),)))
-        assert ("device" in drawn, "cuda:1" in drawn, "cpu" in drawn) == (is_shown,) * 3
-
-
-def test_inner_steps_are_shown_with_diloco_and_lateness_where_there_is_any() -> None:
-    steps = replace(PEER, inner_steps=15, samples_per_inner_step=16.0, configured_samples_per_inner_step=16)
-    late = replace(steps, staleness=0.74, largest_staleness=3)
-    for peer, has_steps, has_late in ((PEER, False, False), (steps, True, False), (late, True, True)):
-        drawn = _draw(replace(VIEW, stages=(StageRow(stage=0, peers=(PEER, peer)),)))
-        assert ("steps" in drawn, "15 x 16" in drawn) == (has_steps,) * 2
-        assert ("late" in drawn, "0.7/3" in drawn) == (has_late,) * 2
 
 
 def test_names_from_strangers_are_no_markup() -> None:

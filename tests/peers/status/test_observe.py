@@ -223,22 +223,12 @@ async def test_every_figure_is_read_from_its_own_field() -> None:
     }  # fmt: skip
 
 
-async def test_how_late_a_peer_s_event_loop_was_is_shown() -> None:
-    (shown,) = await _ask([pb.DescribeReply(state="serving", loop_lag_seconds=0.75)])
-    assert shown["loop_lag_seconds"] == 0.75
-
-
-async def test_what_a_peer_computes_on_is_shown_though_it_does_not_answer() -> None:
-    """Older releases do not announce it."""
-    silent = [_record(OTHER, 9, PeerState.SERVING).model_copy(update={"device": name}) for name in ("cuda:1", "")]
-    shown = await _ask([], *silent)
-    assert [(peer["state"], peer["device"]) for peer in shown] == [("unreachable", "cuda:1"), ("unreachable", "")]
-
-
-async def test_when_a_peer_started_is_shown_though_it_does_not_answer() -> None:
-    silent = _record(OTHER, 9, PeerState.SERVING).model_copy(update={"started_at": 20.0})
+@pytest.mark.parametrize(("name", "value"), [("device", "cuda:1"), ("device", ""), ("started_at", 20.0)])
+async def test_what_a_peer_announces_is_shown_though_it_does_not_answer(name: str, value: str | float) -> None:
+    """Older releases announce no device."""
+    silent = _record(OTHER, 9, PeerState.SERVING).model_copy(update={name: value})
     (shown,) = await _ask([], silent)
-    assert (shown["state"], shown["started_at"]) == ("unreachable", 20.0)
+    assert (shown["state"], shown[name]) == ("unreachable", value)
 
 
 @pytest.mark.parametrize(("run_id", "state"), [("", "serving"), (RUN, "serving"), ("another", "unreachable")])
