@@ -136,9 +136,8 @@ class StageModule(nn.Module):
         cast_dtype = autocast_dtype(self.model)
         # If the model has no autocast of its own, an autocast of the caller stays in effect.
         with torch.autocast(inputs.device.type, cast_dtype) if cast_dtype else contextlib.nullcontext():
-            hidden_BTR = inputs
-            if self.is_first:
-                hidden_BTR, tokens_BT = self._embedded(inputs, positions_T, dropout_key), inputs
+            hidden_BTR = self._embedded(inputs, positions_T, dropout_key) if self.is_first else inputs
+            tokens_BT = inputs if self.is_first else tokens_BT
             fixed_BTC = None if self.fixed_columns is None else self.fixed_columns(tokens_BT)
             tables = rotary_tables(self.model, positions_T) if self.model.is_rotary else (None, None)
             if self.fused and tables[0] is not None:
