@@ -79,7 +79,9 @@ class StageServer:
                 limits=HopLimits(round_microbatches=config.round_microbatches), memory=staging.host_bytes,
             )  # fmt: skip
         self.stage = Stage(
-            StageContext(backend=backend, runtime=self._runtime, hop=hop, clock=clock, tasks=tasks, limits=limits)
+            StageContext(
+                config=config, backend=backend, runtime=self._runtime, hop=hop, clock=clock, tasks=tasks, limits=limits
+            )
         )
         self.member = StageMember(self.stage, num_alive=lambda: self.averager.num_alive, on_commit=self._committed)
         self.averager: Averager

@@ -149,10 +149,12 @@ class StageContext:
     """The things that all parts of one stage peer share.
 
     Attributes:
+        config: the run's, which names it. The backend's may compute in another type.
         hop: the hop to the next stage; None at the last stage.
         tasks: the group of all tasks that outlive the call that asked for them.
     """
 
+    config: RunConfig
     backend: StageBackend
     runtime: Runtime
     hop: Hop | None
@@ -160,10 +162,6 @@ class StageContext:
     tasks: asyncio.TaskGroup
     limits: StageLimits
     records: Records = field(default_factory=Records)
-
-    @property
-    def config(self) -> RunConfig:
-        return self.backend.config
 
     @property
     def stage(self) -> int:

@@ -166,8 +166,8 @@ class Peer:
         self.router, self.channels, self.hop = _hop(config, stage, hop_clock, hop_limits, staging.host_bytes)
         last = stage == config.stages.num_stages - 1
         context = StageContext(
-            backend=self.backend, runtime=self.runtime, hop=None if last else self.hop, clock=clock, tasks=tasks,
-            limits=stage_limits,
+            config=config, backend=self.backend, runtime=self.runtime, hop=None if last else self.hop, clock=clock,
+            tasks=tasks, limits=stage_limits,
         )  # fmt: skip
         self.stage = Stage(context)
         self.stage.admission.open()

@@ -106,7 +106,7 @@ class Worker:
         self._poll_seconds = poll_seconds
         self.stage = Stage(
             StageContext(
-                backend=backend, runtime=runtime, hop=hop, clock=clock, tasks=tasks,
+                config=config, backend=backend, runtime=runtime, hop=hop, clock=clock, tasks=tasks,
                 limits=StageLimits(max_in_flight=max_in_flight),
             )
         )  # fmt: skip
