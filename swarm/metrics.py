@@ -196,11 +196,7 @@ class MetricsLog:
         self._file.keep(is_earlier)
 
     def evaluation(self, step: int, loss: float, by_source: Mapping[str, float]) -> None:
-        """Append the losses on held-out text at a step, as a line of their own.
-
-        Args:
-            by_source: if there are several datasets, the loss of each by its name.
-        """
+        """Append the losses on held-out text at a step, as a line of their own: of each dataset, if there are several."""
         named: dict[str, Value] = {"val/loss": loss, **_by_source(by_source)}
         values = {"step": step, **{name: _finite(value) for name, value in named.items()}}
         self._append(values)

@@ -69,11 +69,7 @@ class Report:
 
 
 def judge(start: Start, rounds: CommittedRounds, findings: Findings, *, files: int, seen: Set[int]) -> Report:
-    """Give the report, after the checks that need all files.
-
-    Args:
-        seen: stages of which some file has events, and TRAINER_STAGE if some file is a trainer's.
-    """
+    """Give the report, after the checks that need all files. Some file has events of each stage in `seen`."""
     rounds.settle()
     _check_all_seen(start, seen, findings)
     for round_, silent in rounds.unmerged():

@@ -116,11 +116,7 @@ class CommittedRounds:
         self._merge(key)
 
     def committed(self, stage: int, event: Commit, *, file: str, at: tuple[str, float] | None) -> None:
-        """Note that a peer applied a result.
-
-        Args:
-            at: boot and monotonic time; None if it does not matter when.
-        """
+        """Note that a peer applied a result `at` a boot's monotonic time; None if it does not matter when."""
         known = self.rounds.get((stage, event.lineage))
         if known is None:
             known = self.rounds[stage, event.lineage] = CommittedRound(stage=stage, event=event)

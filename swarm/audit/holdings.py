@@ -130,12 +130,7 @@ class Holdings:
 
     def commit(self, event: Commit, closing: Closing | None, *, is_member: bool) -> None:
         """Note that a round was committed. What the round took, and what was lost at its end, counts towards no later
-        round.
-
-        Args:
-            closing: the contribution that the process closed last in this round.
-            is_member: whether the contribution is in the result.
-        """
+        round. The process closed `closing` last in it, which is in the result if it is a member."""
         if self._is_synchronous:
             self._buckets.clear()
             return

@@ -31,10 +31,7 @@ def clock_through_sleep(platform: str, clocks: Mapping[str, Any]) -> Callable[[]
     While the machine sleeps, Python's time.monotonic stands still on Linux (CLOCK_MONOTONIC, see clock_gettime(2)) and
     on macOS (mach_absolute_time), and goes on under Windows. Linux has CLOCK_BOOTTIME for this, and macOS
     mach_continuous_time, which its clock_gettime(3) calls CLOCK_MONOTONIC_RAW. (The Linux clock of that name stands
-    still.)
-
-    Args:
-        clocks: the names in Python's module `time` on this platform.
+    still.) `clocks` are the names in Python's module `time` on this platform.
     """
     name = {"linux": "CLOCK_BOOTTIME", "darwin": "CLOCK_MONOTONIC_RAW"}.get(platform)
     if name is None or name not in clocks:

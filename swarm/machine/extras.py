@@ -8,13 +8,7 @@ from swarm.errors import in_one_line
 
 
 def missing(what: str, needs: str, extra: str) -> ValueError:
-    """The error for a request that cannot be met without an extra.
-
-    Args:
-        what: the thing that was asked for.
-        needs: the libraries that are missing.
-        extra: the extra's name in pyproject.toml.
-    """
+    """The error for a request that cannot be met without libraries that are an extra in pyproject.toml."""
     command = f".venv/bin/pip install -c constraints.txt -e '.[{extra}]'"
     return ValueError(f"{what} needs {needs}; in swarm's folder: {command}")
 

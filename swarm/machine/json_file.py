@@ -35,10 +35,7 @@ def parse(text: str | bytes) -> Any:
 
 
 def read_object(path: Path, *, is_optional: bool = False) -> dict[str, Any]:
-    """Read the JSON object in a file.
-
-    Args:
-        is_optional: whether a missing file counts as an empty object.
+    """Read the JSON object in a file. A missing file may count as an empty object.
 
     Raises:
         ValueError: the file cannot be read, or holds no JSON object; the message is one line.
@@ -69,14 +66,7 @@ class LineFile:
     """
 
     def __init__(self, path: Path, what: str) -> None:
-        """Open the file, or make it.
-
-        Args:
-            what: names the lines in this process's log.
-
-        Raises:
-            OSError: the file can neither be opened nor made.
-        """
+        """Raises OSError if the file can neither be opened nor made. `what` names the lines in this process's log."""
         self._path = path
         self._what = what
         # If a killed writer left an unfinished line, the next line begins on a line of its own.

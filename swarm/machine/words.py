@@ -15,11 +15,7 @@ MOST_KEPT = 256
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with its noun, such as `1 peer`, `2 peers`, `1,200 microbatches`, `0 entries`.
-
-    Args:
-        noun: the noun in the singular.
-    """
+    """A number with its noun, such as `1 peer`, `2 peers`, `1,200 microbatches`, `0 entries`."""
     if number == 1:
         return f"1 {noun}"
     for ending, plural in _ENDINGS:

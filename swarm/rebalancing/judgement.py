@@ -66,11 +66,6 @@ class Stays:
         self._num_departures = 1
 
     def look(self, present: Set[PeerId], now: float) -> None:
-        """Take note of the peers that are there, those on their way to another stage included.
-
-        Args:
-            now: seconds, of a clock that never goes back.
-        """
         if self._seen_at is not None:
             self._peer_seconds += len(self._present) * (now - self._seen_at)
             self._num_departures += len(self._present - present)

@@ -115,9 +115,7 @@ def layout_of(
 def newcomers_before(claims: Iterable[ClaimRecord], own: ClaimRecord, layout: Layout) -> list[ClaimRecord]:
     """The claims of newcomers that are choosing a stage now, and come before this peer.
 
-    Args:
-        layout: the peers that count already. Their claims are left out: a peer that has just arrived may still be
-            listed with one.
+    Claims of peers that count already are left out: a peer that has just arrived may still be listed with one.
     """
     choosing = (claim for claim in claims if _is_choosing(claim) and claim.peer_id not in layout.workers)
     return [claim for claim in choosing if comes_before(claim, own)]

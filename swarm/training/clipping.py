@@ -26,11 +26,7 @@ def needs_norm_of_model(config: RunConfig) -> bool:
 
 
 def clip(gradients: Gradients, squared_norm: float, max_norm: float, *, scale: float = 1.0) -> None:
-    """Clip gradients in place.
-
-    Args:
-        scale: the gradients are too large by this factor, which is taken out as well. `squared_norm` is without it.
-    """
+    """Clip gradients in place. They are too large by `scale`, which is taken out too; `squared_norm` is without it."""
     factor = clip_factor(squared_norm, max_norm) / scale
     if factor != 1.0:
         torch._foreach_mul_(list(gradients.values()), factor)
