@@ -196,7 +196,7 @@ class MetricsLog:
         self._file.keep(is_earlier)
 
     def evaluation(self, step: int, loss: float, by_source: Mapping[str, float]) -> None:
-        """Append the losses on held-out text at a step, as a line of their own: of each dataset, if there are several."""
+        """Append the losses on held-out text at a step, as a line of their own; with several datasets, also of each."""
         named: dict[str, Value] = {"val/loss": loss, **_by_source(by_source)}
         values = {"step": step, **{name: _finite(value) for name, value in named.items()}}
         self._append(values)
