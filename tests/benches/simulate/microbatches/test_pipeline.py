@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from scripts.benches.simulate.microbatches.choosers import Ours
-from scripts.benches.simulate.microbatches.hop import NOTICE_SECONDS, SimulatedTrainer, train
+from scripts.benches.simulate.microbatches.hop import NOTICE_SECONDS, train
 from scripts.benches.simulate.microbatches.pipeline import Machine, SimulatedPipeline, View
 from scripts.benches.simulate.timeline import Timeline
 from swarm.types import PeerId
@@ -99,16 +99,6 @@ def test_nothing_is_lost_when_any_peer_dies_at_any_moment() -> None:
     assert len(done) == 200
     assert pipeline.num_reroutes > 5
     assert all(peer.queue_length == 0 and peer.grants() == 1 for peer in pipeline.peers.values()), "no slot is left"
-
-
-def test_a_trainer_finds_the_swarm_s_capacity_and_shares_follow_speed() -> None:
-    pipeline, view = build((0.2, 0.4, 0.6), link_seconds=0.01)
-    trainer = SimulatedTrainer(pipeline, view)
-    trainer.fill()
-    pipeline.timeline.run(20.0)
-    before = trainer.num_done
-    pipeline.timeline.run(120.0)
-    assert (trainer.num_done - before) / 100.0 == pytest.approx(1 / 0.2 + 1 / 0.4 + 1 / 0.6, rel=0.05)
 
 
 def test_where_work_waits_it_is_left_to_others() -> None:
