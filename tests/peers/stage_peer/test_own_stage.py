@@ -1,7 +1,9 @@
 """A stage that does not fit, and what the last one needs besides its weights."""
 
+import asyncio
 import dataclasses
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +20,10 @@ from swarm.model.stage_module import StageModule
 from swarm.stage.backend import StageBackend
 from swarm.stage.runtime import Runtime
 from swarm.stage.staging import Staging
-from tests.support.chain import SYNCHRONOUS
+from tests.support.chain import PATIENCE_SECONDS, SYNCHRONOUS
 from tests.support.manual_clock import ManualClock
 from tests.support.tape import TapeRecorder
+from tests.support.whole_swarm import whole_swarm
 
 _ENDLESS = 1 << 40
 """Tokens of a microbatch whose loss fits into no memory."""
@@ -50,6 +53,14 @@ def test_a_peer_may_compute_in_a_type_of_its_own() -> None:
     assert backend.config.model.autocast == "fp16"
     assert isinstance(backend.module, StageModule)
     assert backend.module.model.autocast == "fp16"
+
+
+async def test_it_serves_the_run_all_the_same_whatever_it_computes_in(tmp_path: Path) -> None:
+    """Imported models leave the type to each peer, and the run's id follows from what the run says."""
+    config = dataclasses.replace(SYNCHRONOUS, model=dataclasses.replace(SYNCHRONOUS.model, autocast="auto"))
+    async with whole_swarm(config, tmp_path / "logs", num_peers=(1, 1, 1)) as swarm:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            assert len(await swarm.train(1)) == 1
 
 
 async def _warmed_up(
