@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from swarm.errors import PeerUnavailable
-from tests.averaging.doubles import Network, Peer, make_config, peer_id, until
+from tests.averaging.doubles import Network, Peer, peer_id, until
+from tests.averaging.fake_stage import make_config
 from tests.averaging.witness import Testimony, WitnessStage, check_same_step
 from tests.support.virtual_time import PROCESS, virtual_loop
 

@@ -5,7 +5,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from unittest.mock import patch
 
-from tests.averaging.doubles import QUICK, Network, Peer, make_config, network_of, peer_id, until
+from tests.averaging.doubles import QUICK, Network, Peer, network_of, peer_id, until
+from tests.averaging.fake_stage import make_config
 
 
 class Group:

@@ -17,7 +17,8 @@ from swarm.rpc.channels import ChannelPool
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_server
 from swarm.types import PeerRecord
-from tests.averaging.doubles import QUICK, FakeStage, record
+from tests.averaging.doubles import QUICK, record
+from tests.averaging.fake_stage import FakeStage
 
 PATIENT = dataclasses.replace(
     QUICK, late_seconds=3.0, report_seconds=3.0, call_seconds=2.0, fresh_seconds=4.0, begin_seconds=5.0,

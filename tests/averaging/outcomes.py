@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from tests.averaging.doubles import FakeStage, gradient
+from tests.averaging.fake_stage import FakeStage, gradient
 
 
 def expected_mean(*indices: int) -> np.ndarray:

@@ -14,7 +14,8 @@ from swarm.averaging.roster import Roster
 from swarm.averaging.vectors.shared import SharedBlocks
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import Snapshot
-from tests.averaging.doubles import FakeStage, make_config, make_context, peer_id, record
+from tests.averaging.doubles import make_context, peer_id, record
+from tests.averaging.fake_stage import FakeStage, make_config
 from tests.support.virtual_time import in_virtual_time
 
 

@@ -10,7 +10,8 @@ import torch
 
 from swarm.averaging.wire.transport import COMMIT
 from swarm.types import PeerId
-from tests.averaging.doubles import QUICK, all_past, make_config, network_of, peer_id, stages, until
+from tests.averaging.doubles import QUICK, all_past, network_of, peer_id, stages, until
+from tests.averaging.fake_stage import make_config
 from tests.averaging.outcomes import assert_equal_and_once, expected_mean, result_vector
 from tests.support.virtual_time import in_virtual_time
 

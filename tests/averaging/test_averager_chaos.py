@@ -8,7 +8,8 @@ from contextlib import suppress
 import pytest
 
 from swarm.errors import PeerUnavailable
-from tests.averaging.doubles import Network, Peer, make_config, until
+from tests.averaging.doubles import Network, Peer, until
+from tests.averaging.fake_stage import make_config
 from tests.support.virtual_time import in_virtual_time
 
 NUM_PEERS, NUM_ROUNDS, MICROBATCHES = 5, 4, 6

@@ -14,17 +14,8 @@ from swarm.averaging.wire.transport import BARRIER, contact_of
 from swarm.errors import DeadlineExceeded
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerRecord
-from tests.averaging.doubles import (
-    FakeStage,
-    Network,
-    make_config,
-    make_context,
-    network_of,
-    peer_id,
-    record,
-    stages,
-    until,
-)
+from tests.averaging.doubles import Network, make_context, network_of, peer_id, record, stages, until
+from tests.averaging.fake_stage import FakeStage, make_config
 from tests.averaging.outcomes import assert_equal_and_once
 from tests.support.virtual_time import LoopClock, in_virtual_time
 

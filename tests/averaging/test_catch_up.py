@@ -15,7 +15,8 @@ from swarm.averaging.wire.transport import BEGIN
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import Contribution
 from swarm.types import PeerId
-from tests.averaging.doubles import QUICK, FakeStage, make_config, network_of, peer_id, stages, until
+from tests.averaging.doubles import QUICK, network_of, peer_id, stages, until
+from tests.averaging.fake_stage import FakeStage, make_config
 from tests.averaging.newcomer import group_of, is_download
 from tests.support.virtual_time import in_virtual_time
 

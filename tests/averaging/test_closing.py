@@ -10,7 +10,8 @@ import pytest
 
 from swarm.averaging.agreement.rules import Timing
 from swarm.training.round_member import Contribution
-from tests.averaging.doubles import QUICK, FakeStage, Network, make_config, peer_id, until
+from tests.averaging.doubles import QUICK, Network, peer_id, until
+from tests.averaging.fake_stage import FakeStage, make_config
 from tests.support.virtual_time import in_virtual_time
 
 PATIENCE_SECONDS = 400.0

@@ -12,7 +12,8 @@ import torch
 
 from swarm.errors import PeerUnavailable
 from swarm.machine import memory
-from tests.averaging.doubles import Network, gradient, make_config, network_of, peer_id, until
+from tests.averaging.doubles import Network, network_of, peer_id, until
+from tests.averaging.fake_stage import gradient, make_config
 from tests.support.virtual_time import run
 
 LONG_SECONDS = 1e6

@@ -17,7 +17,8 @@ from swarm.model.stages import shared_parameters
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import Contribution, RoundResult, Snapshot, known
 from swarm.types import PeerRecord
-from tests.averaging.doubles import FakeStage, make_config, make_context, record, until
+from tests.averaging.doubles import make_context, record, until
+from tests.averaging.fake_stage import FakeStage, make_config
 from tests.averaging.nodes import PATIENT, Node
 
 pytestmark = pytest.mark.usefixtures("guarded")

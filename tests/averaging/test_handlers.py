@@ -10,7 +10,8 @@ from swarm.averaging.wire.transport import ABORT, AVERAGE, BEGIN, Method
 from swarm.errors import MalformedMessage, PeerUnavailable
 from swarm.machine.out_of_memory import is_out_of_memory
 from swarm.rpc.v1 import averaging_pb2 as pb
-from tests.averaging.doubles import QUICK, Peer, make_config, network_of, peer_id, stages, until
+from tests.averaging.doubles import QUICK, Peer, network_of, peer_id, stages, until
+from tests.averaging.fake_stage import make_config
 from tests.support.virtual_time import in_virtual_time
 
 

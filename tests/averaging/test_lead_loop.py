@@ -8,7 +8,8 @@ from unittest.mock import patch
 import pytest
 
 from swarm.types import PeerId
-from tests.averaging.doubles import QUICK, all_past, broken, make_config, network_of, peer_id, stages, until
+from tests.averaging.doubles import QUICK, all_past, broken, network_of, peer_id, stages, until
+from tests.averaging.fake_stage import make_config
 from tests.support.virtual_time import in_virtual_time
 
 

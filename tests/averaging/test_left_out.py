@@ -8,7 +8,8 @@ import pytest
 
 from swarm.averaging.agreement.reports import MOST_FAILURES
 from swarm.types import PeerRecord
-from tests.averaging.doubles import MICROBATCH, QUICK, FakeStage, Network, make_config, record, until
+from tests.averaging.doubles import QUICK, Network, record, until
+from tests.averaging.fake_stage import MICROBATCH, FakeStage, make_config
 from tests.support.virtual_time import in_virtual_time
 
 ROUND_MICROBATCHES = 8

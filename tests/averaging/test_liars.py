@@ -15,7 +15,8 @@ from swarm.averaging.wire.transport import AVERAGE
 from swarm.config import RunConfig
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerId
-from tests.averaging.doubles import QUICK, FakeStage, Network, Peer, make_config, network_of, peer_id, until
+from tests.averaging.doubles import QUICK, Network, Peer, network_of, peer_id, until
+from tests.averaging.fake_stage import FakeStage, make_config
 from tests.support.virtual_time import in_virtual_time
 
 FAR = 1000

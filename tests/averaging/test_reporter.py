@@ -5,7 +5,8 @@ from collections.abc import Coroutine
 from typing import Any
 from unittest.mock import patch
 
-from tests.averaging.doubles import QUICK, make_config, network_of, peer_id, stages, until
+from tests.averaging.doubles import QUICK, network_of, peer_id, stages, until
+from tests.averaging.fake_stage import make_config
 from tests.support.virtual_time import in_virtual_time
 
 

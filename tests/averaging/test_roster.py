@@ -15,7 +15,8 @@ from swarm.averaging.wire.transport import contact_of
 from swarm.errors import MalformedMessage
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerId, PeerRecord, PeerState
-from tests.averaging.doubles import make_config, make_context, record
+from tests.averaging.doubles import make_context, record
+from tests.averaging.fake_stage import make_config
 from tests.support.manual_clock import ManualClock
 
 TIMING = Timing()

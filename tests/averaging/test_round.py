@@ -7,7 +7,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from tests.averaging.doubles import all_past, make_config, network_of, peer_id, stages, until
+from tests.averaging.doubles import all_past, network_of, peer_id, stages, until
+from tests.averaging.fake_stage import make_config
 from tests.averaging.outcomes import assert_equal_and_once, expected_mean, result_vector
 from tests.support.virtual_time import in_virtual_time
 

@@ -19,7 +19,8 @@ from swarm.rpc.v1.stage_pb2 import Address
 from swarm.training.round_member import Snapshot
 from swarm.types import PROTOCOL_VERSION, PeerRecord
 from tests.averaging import doubles
-from tests.averaging.doubles import FakeStage, make_config, make_context, record
+from tests.averaging.doubles import make_context, record
+from tests.averaging.fake_stage import FakeStage, make_config
 from tests.averaging.nodes import Node
 
 pytestmark = pytest.mark.usefixtures("guarded")

@@ -20,7 +20,8 @@ from swarm.errors import PeerUnavailable
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import Activity, Snapshot
 from swarm.types import PeerRecord, PeerState
-from tests.averaging.doubles import FakeStage, Network, Peer, make_config, peer_id, until
+from tests.averaging.doubles import Network, Peer, peer_id, until
+from tests.averaging.fake_stage import FakeStage, make_config
 from tests.support.virtual_time import in_virtual_time
 
 DONOR = 9

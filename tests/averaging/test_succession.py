@@ -9,7 +9,8 @@ import pytest
 
 from swarm.averaging.agreement.reports import PassedOver
 from swarm.types import PeerId
-from tests.averaging.doubles import QUICK, Network, Peer, make_config, network_of, peer_id, until
+from tests.averaging.doubles import QUICK, Network, Peer, network_of, peer_id, until
+from tests.averaging.fake_stage import make_config
 from tests.support.virtual_time import in_virtual_time
 
 TIMING = dataclasses.replace(QUICK, max_closing_seconds=4.0)

@@ -5,7 +5,8 @@ import pytest
 from swarm.averaging.agreement.messages import Standing
 from swarm.averaging.averager import Averager
 from swarm.types import PeerRecord, PeerState
-from tests.averaging.doubles import QUICK, FakeStage, make_config, make_context, record
+from tests.averaging.doubles import QUICK, make_context, record
+from tests.averaging.fake_stage import FakeStage, make_config
 from tests.support.virtual_time import in_virtual_time
 
 

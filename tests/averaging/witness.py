@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from swarm.training.round_member import Contribution, RoundResult, Snapshot, Tensors, known
-from tests.averaging.doubles import MICROBATCH, FakeStage, gradient
+from tests.averaging.fake_stage import MICROBATCH, FakeStage, gradient
 
 SLOTS = 512
 OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.9

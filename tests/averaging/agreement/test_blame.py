@@ -11,7 +11,8 @@ from swarm.averaging.vectors.allreduce import OWNER_PATIENCE
 from swarm.averaging.wire.transport import AVERAGE, BEGIN
 from swarm.errors import PeerUnavailable
 from swarm.rpc.v1 import averaging_pb2 as pb
-from tests.averaging.doubles import QUICK, Peer, broken, make_config, network_of, peer_id, stages, until
+from tests.averaging.doubles import QUICK, Peer, broken, network_of, peer_id, stages, until
+from tests.averaging.fake_stage import make_config
 from tests.averaging.outcomes import assert_equal_and_once, expected_mean, result_vector
 from tests.support.virtual_time import in_virtual_time
 

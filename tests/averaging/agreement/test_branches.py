@@ -10,7 +10,8 @@ import pytest
 from swarm.averaging.agreement.branches import MOST_DOUBTS, Branches, Voice, most_held
 from swarm.averaging.agreement.messages import PAST, Standing
 from swarm.types import PeerId, PeerRecord
-from tests.averaging.doubles import QUICK, make_config, make_context, record
+from tests.averaging.doubles import QUICK, make_context, record
+from tests.averaging.fake_stage import make_config
 from tests.support.manual_clock import ManualClock
 
 ROUND_SAMPLES, ROUND_SECONDS = 10, 2.0

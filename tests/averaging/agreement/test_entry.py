@@ -13,7 +13,8 @@ from swarm.averaging.agreement.pace import LEAST_REST_SECONDS, Entry
 from swarm.config import RunConfig
 from swarm.training.round_member import Activity
 from swarm.types import PeerRecord, PeerState
-from tests.averaging.doubles import MICROBATCH, QUICK, FakeStage, Network, Peer, make_config, record, until
+from tests.averaging.doubles import QUICK, Network, Peer, record, until
+from tests.averaging.fake_stage import MICROBATCH, FakeStage, make_config
 from tests.support.virtual_time import in_virtual_time
 
 ROUND_MICROBATCHES = 4

@@ -17,7 +17,7 @@ from swarm.averaging.agreement.shares import (
 )
 from swarm.errors import MalformedMessage
 from swarm.rpc.v1 import averaging_pb2 as pb
-from tests.averaging.doubles import make_config
+from tests.averaging.fake_stage import make_config
 
 
 def offer(name: str, samples: int, norm: float = 1.0, targets: int | None = None) -> tuple[str, pb.BeginReply]:

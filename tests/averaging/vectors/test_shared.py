@@ -16,18 +16,8 @@ from swarm.config import ModelConfig, RunConfig
 from swarm.errors import PeerUnavailable
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import Contribution, RoundResult
-from tests.averaging.doubles import (
-    QUICK,
-    FakeStage,
-    Network,
-    gradient,
-    make_config,
-    make_context,
-    network_of,
-    peer_id,
-    record,
-    until,
-)
+from tests.averaging.doubles import QUICK, Network, make_context, network_of, peer_id, record, until
+from tests.averaging.fake_stage import FakeStage, gradient, make_config
 from tests.support.virtual_time import in_virtual_time
 
 SHARED = "embedding.weight"

@@ -19,7 +19,8 @@ from swarm.errors import MalformedMessage, NotReady, PeerUnavailable
 from swarm.machine.waits import Waits
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.tensor_pb2 import TensorHeader
-from tests.averaging.doubles import Network, Peer, make_config, network_of, peer_id, stages, until
+from tests.averaging.doubles import Network, Peer, network_of, peer_id, stages, until
+from tests.averaging.fake_stage import make_config
 from tests.support.virtual_time import LoopClock, in_virtual_time
 
 SILENT_SECONDS = 6.0
