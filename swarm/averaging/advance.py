@@ -23,7 +23,6 @@ from swarm.averaging.wire.context import Context
 from swarm.errors import IntegrityError, MalformedMessage, SwarmError
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import RoundMember, Snapshot
-from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +95,7 @@ class Advance:
                 ),
             )
             self._state_digest = await self.member.apply(result)
-            self.roster.passed_over.committed(PeerId(outcome.prepared.ballot.leader_id))
+            self.roster.passed_over.committed(outcome)
             before = self.place.standing
             self.place.group.commit(round_number, digest)
             self.place.committed(messages.standing_of(self.member.progress()), outcome)
@@ -137,6 +136,8 @@ class Advance:
             self.own_round.exchanges.reset()
             self.donor.jumped()
             self.place.group.install(snapshot.round)
+            for outcome in outcomes[-1:]:
+                self.roster.passed_over.committed(outcome)
             self.place.installed(messages.standing_of(self.member.progress()), outcomes, past)
             self._moved()
         return None
@@ -201,6 +202,7 @@ class Advance:
                 self.donor.jumped()
                 return IntegrityError(f"round {committed.before.round} gave another state here than at its members")
             self.place.group.install(reached.round, last_digest=committed.result.digest)
+            self.roster.passed_over.committed(committed.outcome)
             self.place.replayed(reached, committed.outcome)
             self._moved()
             self.donor.committed(committed)

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from swarm.averaging.agreement.reports import PassedOver
+from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerId
 from tests.averaging.doubles import QUICK, Network, Peer, network_of, peer_id, until
 from tests.averaging.fake_stage import make_config
@@ -158,10 +159,14 @@ async def test_a_leader_that_waits_for_a_slow_member_or_another_stage_stays(capl
         assert {peer.averager.view().leader_id for peer in ready} == {peer_id(1)}
 
 
+def led_by(leader_id: str) -> pb.Outcome:
+    return pb.Outcome(prepared=pb.Prepared(ballot=pb.Ballot(attempt=1, leader_id=leader_id)))
+
+
 def test_nobody_is_passed_over_on_the_word_of_few() -> None:
     one, two, three, four = (PeerId(peer_id(number)) for number in (1, 2, 3, 4))
     own = PassedOver(two)
-    own.committed(one)
+    own.committed(led_by(one))
     own.hear(three, [one])
     own.hear(four, [one])
     assert not own.judge({one, three, four}), "a round was committed here under that leader"
@@ -169,12 +174,36 @@ def test_nobody_is_passed_over_on_the_word_of_few() -> None:
     assert own.judge({one, three, four}) == {one}
 
     new = PassedOver(two)
+    new.committed(led_by(four))
     new.hear(three, [one])
     assert not new.judge({one, three, four})
     new.hear(four, [one])
     assert new.judge({one, three, four}) == {one}
 
-    alone = PassedOver(two)
-    alone.hear(one, [two])
-    alone.see(one)
-    assert alone.judge({one}) == {one}, "the word of a peer under which a round stood still does not count"
+    for is_new in (True, False):
+        of_two = PassedOver(two)
+        if not is_new:
+            of_two.committed(led_by(two))
+        of_two.hear(one, [two])
+        assert of_two.judge({one}) == ({two} if is_new else set()), "one word against another"
+        of_two.see(one)
+        assert of_two.judge({one}) == {one}, "the word of a peer under which a round stood still does not count"
+        assert of_two.peers == {one}
+
+
+def test_where_everybody_failed_the_first_leads_again() -> None:
+    """Otherwise each would take itself for the only one that may lead."""
+    ids = [PeerId(peer_id(number)) for number in (1, 2, 3)]
+    views = [PassedOver(own_id) for own_id in ids]
+    for leader_id in ids:
+        for view, own_id in zip(views, ids, strict=True):
+            view.committed(led_by(ids[0]))
+            if own_id != leader_id:
+                view.see(leader_id)
+        told = [(own_id, list(view.told)) for view, own_id in zip(views, ids, strict=True)]
+        for view, own_id in zip(views, ids, strict=True):
+            for peer, idle in told:
+                if peer != own_id:
+                    view.hear(peer, idle)
+            view.judge(set(ids) - {own_id})
+    assert [view.peers for view in views] == [set(), set(), set()]

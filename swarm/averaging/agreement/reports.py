@@ -10,6 +10,7 @@ from swarm.averaging.agreement.messages import Standing
 from swarm.averaging.agreement.rules import Timing
 from swarm.machine.clock import Clock
 from swarm.rpc.bounds import LONGEST_LIST
+from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import Progress
 from swarm.types import PeerId
 
@@ -183,7 +184,7 @@ class PassedOver:
     """The peers that do not lead any more, because a whole round stood still under them, and who says so.
 
     A peer that has itself seen it believes it once most of the others say so too. A peer that has not believes most of
-    the others, unless a round was committed here under that leader: no single member can so bring a leader down.
+    the others, unless the last round was committed under that leader: no single member can so bring a leader down.
 
     Attributes:
         peers: those that this peer passes over.
@@ -196,8 +197,8 @@ class PassedOver:
         """Leaders under which this peer itself saw a whole round stand still."""
         self._told: dict[PeerId, frozenset[PeerId]] = {}
         """By peer, the leaders that it does not follow."""
-        self._proven: set[PeerId] = set()
-        """Leaders under which this peer took part in a commit."""
+        self._last: PeerId | None = None
+        """The leader of the last round that this peer knows to be committed."""
 
     @property
     def told(self) -> list[PeerId]:
@@ -209,8 +210,8 @@ class PassedOver:
     def see(self, leader_id: PeerId) -> None:
         self._seen.add(leader_id)
 
-    def committed(self, leader_id: PeerId) -> None:
-        self._proven.add(leader_id)
+    def committed(self, outcome: pb.Outcome) -> None:
+        self._last = PeerId(outcome.prepared.ballot.leader_id)
 
     def judge(self, alive: Collection[PeerId]) -> set[PeerId]:
         """Return the peers that are passed over from now on, and were not before.
@@ -220,19 +221,28 @@ class PassedOver:
         """
         before = set(self.peers)
         for leader_id in self._seen.union(*self._told.values()) - before:
-            # The word of a peer under which a round stood still does not count.
-            others = set(alive) - {leader_id, self._own_id} - self._seen
+            others = set(alive) - {leader_id, self._own_id}
+            if leader_id != self._own_id or len(others) == 1:
+                # The word of a peer under which a round stood still does not count, but most of several may be right.
+                others -= self._seen
             num_voters = sum(leader_id in self._told.get(peer, ()) for peer in others)
             has_seen = leader_id in self._seen
-            is_believed = has_seen or leader_id not in self._proven
+            # A single peer may not bring down the leader of the last round, be it this one or another.
+            is_believed = has_seen or leader_id != self._last or (leader_id == self._own_id and num_voters > 1)
             if is_believed and 2 * (num_voters + has_seen) > len(others) + has_seen:
                 self.peers.add(leader_id)
+        passed_over = self.peers - before
         if self.peers >= {self._own_id, *alive}:
-            self.peers &= self._seen
-        return self.peers - before
+            # Of two, the one that saw the other stand still leads. If more have all failed, they begin again in turn.
+            self.peers &= self._seen if len(alive) == 1 else set()
+            passed_over &= self.peers
+            if not self.peers:
+                self._seen.clear()
+                self._told.clear()
+        return passed_over
 
     def forget_others(self, known: Collection[PeerId]) -> None:
         known = {*known, self._own_id}
         self._told = {peer: idle for peer, idle in self._told.items() if peer in known}
-        for peers in (self.peers, self._seen, self._proven):
+        for peers in (self.peers, self._seen):
             peers.intersection_update(known)
