@@ -37,11 +37,11 @@ SYNCHRONOUS = RunConfig(
 )
 DILOCO = dataclasses.replace(SYNCHRONOUS, rounds=RoundsConfig(setting="diloco", round_samples=80))
 TIED = dataclasses.replace(DILOCO, model=dataclasses.replace(DILOCO.model, tied_embeddings=True))
-BEFORE = RunConfig(optimizer=OptimizerConfig(learning_rate=1e-3, warmup_samples=600))
+BEFORE = RunConfig(optimizer=OptimizerConfig(learning_rate=1e-3, warmup_samples=1000))
 NOW = dataclasses.replace(
     BEFORE,
     optimizer=OptimizerConfig(
-        learning_rate=3e-3, warmup_samples=60, schedule="cosine", total_samples=10_000, final_fraction=0.1
+        learning_rate=3e-3, warmup_samples=100, schedule="cosine", total_samples=10_000, final_fraction=0.1
     ),
     averaging=AveragingConfig(codec="int8"),
 )
