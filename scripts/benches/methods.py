@@ -177,7 +177,7 @@ class Training:
         return self._rows(), most_bytes
 
     def with_a_kill(self) -> dict[str, Any]:
-        self._until(lambda: len(self._steps()) >= self._rounds // 3)
+        self._until(lambda: len(self._steps()) >= max(1, self._rounds // 3))
         victim = self._victim()
         before, killed_at = self._steps(), time.monotonic()
         victim.kill()
