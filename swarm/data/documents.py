@@ -21,6 +21,9 @@ from swarm.machine import json_file
 from swarm.training import samples
 from swarm.training.samples import DOCUMENTS, TARGETS, TOKENS, TokenIds, token_dtype
 
+VERSION = 5
+"""Raise it with every change, here or in prepared.py, of the tokens or sequences that the same dataset becomes: it is
+part of the key of what is prepared, so that nobody takes what an earlier release has in the cache."""
 NUM_OPEN = 64
 """The most sequences that are open because they still have room. With this many, hardly any room is left empty."""
 _RECORDS_AT_ONCE = 1024

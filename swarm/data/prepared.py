@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from swarm.config import DataConfig
 from swarm.data.chat import ChatTemplate
-from swarm.data.documents import Documents, noun_of, record_dtype, sequences
+from swarm.data.documents import VERSION, Documents, noun_of, record_dtype, sequences
 from swarm.data.sources import DUMMY, Part, Source, Text, random_tokens
 from swarm.data.tokenizers import Tokenizer
 from swarm.errors import in_one_line
@@ -36,7 +36,6 @@ from swarm.training.samples import TARGETS, TokenIds, token_dtype
 
 logger = logging.getLogger(__name__)
 
-_CACHE_VERSION = 5
 _PREPARING, _LOCK = ".preparing-", "lock"
 _LOCKED_SECONDS = 60.0
 """A process locks its new folder within this time, so an older one without a lock was left by a dead process."""
@@ -87,7 +86,7 @@ class Recipe:
 
     def key(self, source: Source) -> str:
         config = self.config
-        origin = [_CACHE_VERSION, source.dataset, config.max_tokens, self.tokenizer.identity, source.identity]
+        origin = [VERSION, source.dataset, config.max_tokens, self.tokenizer.identity, source.identity]
         if config.has_targets:
             identity = self.template.identity if self.template is not None else ""
             origin += [config.format, config.too_long, repr(self.dtype), identity]
