@@ -30,6 +30,16 @@ Rate = Annotated[float, Field(ge=0, le=LARGEST_NUMBER)]
 Time = Annotated[float, Field(ge=0, le=LATEST_TIME)]
 """Seconds since the epoch, by the announcing machine's wall clock."""
 
+LEASE_SECONDS = 8.0
+"""Lifetime of a trainer's lease that is not renewed. An ack of its trainer may arrive even later. Synchronous: if
+another trainer has run the microbatch by then, one of the two copies is taken out before the average. DiLoCo: no other
+trainer ever runs it."""
+
+TRAINER_ACK_SECONDS = LEASE_SECONDS - 1.0
+"""After this long without a renewal a trainer acknowledges nothing, because another one may soon run the microbatch,
+and stage 0 accepts no acknowledgement later than this after its answer. A trainer acknowledges an answer as soon as it
+has it, but the network may delay the acknowledgement until another trainer has the microbatch."""
+
 TRAINER_STAGE = -1
 """A trainer is "stage -1": it hands microbatches to stage 0 with the code that every stage uses."""
 

@@ -18,16 +18,14 @@ from swarm.hop.answers import OnWaiting
 from swarm.machine.clock import Clock, wait
 from swarm.machine.words import counted
 from swarm.pipeline.lease_service import MAX_NAMED, LeaseClient
-from swarm.pipeline.leases import LEASE_SECONDS
 from swarm.rpc.v1 import lease_pb2 as pb
 from swarm.training.samples import Microbatch
+from swarm.types import LEASE_SECONDS, TRAINER_ACK_SECONDS
 
 logger = logging.getLogger(__name__)
 
 RENEW_SECONDS = 0.5
 """Leases are renewed at least this often, so that a new leader learns which are held before it grants anything."""
-HOLD_SECONDS = LEASE_SECONDS - 1.0
-"""After this long without a renewal no microbatch is acknowledged any more: another trainer may soon run it."""
 GRANT_WAIT_SECONDS = 0.25
 """How long a stage may wait for something to grant before it answers that there is nothing."""
 GAP_SECONDS = 0.02
@@ -128,7 +126,7 @@ class LeasedWork:
     @property
     def is_overdue(self) -> bool:
         """Whether the leases were not renewed for so long that another trainer may have them."""
-        return self._clock.monotonic() - self._renewed_at > HOLD_SECONDS
+        return self._clock.monotonic() - self._renewed_at > TRAINER_ACK_SECONDS
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

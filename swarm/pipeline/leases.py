@@ -15,12 +15,8 @@ from swarm.config import RunConfig
 from swarm.machine.clock import Clock
 from swarm.pipeline.round_leases import Finished, RoundLeases
 from swarm.pipeline.trainers import DOUBT_SECONDS, Trainer, Trainers
-from swarm.types import LARGEST_COUNT
+from swarm.types import LARGEST_COUNT, LEASE_SECONDS
 
-LEASE_SECONDS = 8.0
-"""Lifetime of a lease that is not renewed. An ack of its trainer may arrive even later. Synchronous: if another trainer
-has run the microbatch by then, one of the two copies is taken out before the average. DiLoCo: no other trainer ever
-runs it."""
 GATHER_SECONDS = 1.0
 """A peer that takes the lead grants nothing of a synchronous round for this long. Trainers renew their leases twice as
 often, so after this time the peer knows what they hold. They have enough to do meanwhile."""

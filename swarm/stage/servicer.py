@@ -27,6 +27,7 @@ from swarm.stage.evaluation import Evaluation
 from swarm.stage.stage import Stage
 from swarm.training import samples
 from swarm.training.samples import Microbatch
+from swarm.types import TRAINER_ACK_SECONDS
 
 PROGRESS_SECONDS = 1.0
 """Time between two looks at what a microbatch waits for."""
@@ -35,9 +36,6 @@ UNCHANGED = 3
 costs both ends about half a millisecond, for each microbatch in flight."""
 MAX_WAIT_SECONDS = 5.0
 """Longest wait for the next round."""
-TRAINER_ACK_SECONDS = 7.0
-"""Stage 0 accepts no acknowledgement later than this. A trainer acknowledges an answer as soon as it has it. But the
-network may have delayed the acknowledgement until another trainer got the microbatch."""
 ACK_SECONDS = 120.0
 """The least time that stages after stage 0 wait for an acknowledgement (see `ack_seconds`). Their caller first waits
 for its own acknowledgement, but it may also be frozen for ever."""

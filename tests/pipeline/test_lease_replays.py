@@ -4,7 +4,6 @@ are not."""
 import pytest
 
 from swarm.pipeline.leases import (
-    LEASE_SECONDS,
     LONGEST_GATHER_SECONDS,
     LONGEST_QUIET_SECONDS,
     LOST_SECONDS,
@@ -12,6 +11,7 @@ from swarm.pipeline.leases import (
     SHOWN_SECONDS,
 )
 from swarm.pipeline.trainers import KNOWN_SECONDS
+from swarm.types import LEASE_SECONDS
 from tests.pipeline.leader import SIZE, SYNCHRONOUS, Leader
 
 

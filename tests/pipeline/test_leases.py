@@ -8,14 +8,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from swarm.config import RoundsConfig, RunConfig
 from swarm.pipeline.leases import (
     GATHER_SECONDS,
-    LEASE_SECONDS,
     LEAST_SKIP,
     LONGEST_GATHER_SECONDS,
     MOST_SKIP,
     SHOWN_SECONDS,
 )
 from swarm.pipeline.trainers import DOUBT_SECONDS
-from swarm.types import LARGEST_COUNT
+from swarm.types import LARGEST_COUNT, LEASE_SECONDS
 from tests.pipeline.leader import DILOCO, SIZE, SYNCHRONOUS, Leader
 
 

@@ -16,13 +16,12 @@ from swarm.data.prepared import Prepared
 from swarm.hop.answers import HopListener, Obstacle
 from swarm.hop.hop import Hop
 from swarm.pipeline.lease_service import LeaseClient
-from swarm.pipeline.leased_work import HOLD_SECONDS, LeasedWork
-from swarm.pipeline.leases import LEASE_SECONDS
+from swarm.pipeline.leased_work import LeasedWork
 from swarm.pipeline.round_watcher import RoundWatcher
 from swarm.pipeline.train_loop import Step, TrainLoop
 from swarm.rpc.v1 import lease_pb2 as pb
 from swarm.training.samples import TOKENS, Microbatch
-from swarm.types import PeerId
+from swarm.types import LEASE_SECONDS, TRAINER_ACK_SECONDS, PeerId
 from tests.support.chain import DILOCO, SYNCHRONOUS, eventually
 from tests.support.manual_clock import ManualClock
 
@@ -402,10 +401,9 @@ async def test_what_was_about_to_begin_after_a_freeze_is_given_up_too() -> None:
 
 
 async def test_without_renewal_all_is_given_up_before_the_lease_ends() -> None:
-    assert HOLD_SECONDS < LEASE_SECONDS
     async with running() as world:
         world.reachable = False
-        for _ in range(int(HOLD_SECONDS / 0.1) + 5):
+        for _ in range(int(TRAINER_ACK_SECONDS / 0.1) + 5):
             pass_time(world)
             await asyncio.sleep(0.001)
         world.reachable = True
