@@ -11,15 +11,16 @@ import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated
 
 import tyro
 
 from peers.shared import cli
 from peers.shared.cli import Command
+from peers.shared.option_types import one_of
 from peers.shared.token_option import read_token
-from swarm.credentials.certificates import Role
 from swarm.credentials.identity import OwnerKey, new_owner
+from swarm.credentials.rights import Role
 
 PROG = "swarm-keys"
 _UNITS = {"d": "days", "h": "hours", "m": "minutes"}
@@ -39,8 +40,7 @@ class IssueOptions:
 
     file: tyro.conf.Positional[Path]
     """The owner's key file."""
-    role: Literal["peer", "trainer"]
-    """peer: serves stages, and all that a trainer may. trainer: feeds text, and watches."""
+    role: Annotated[Role, one_of(tuple(Role)), tyro.conf.arg(help=" ".join(f"{role}: {role.may}." for role in Role))]
     expires: str = "30d"
     """How long it holds: a number of days (30d), hours (12h) or minutes (45m)."""
     name: str = "token"
@@ -78,7 +78,7 @@ def new(options: NewOptions) -> None:
 
 def issue(options: IssueOptions) -> None:
     owner = OwnerKey.load(options.file)
-    print(owner.issue(Role(options.role), name=options.name, now=_now(), lifetime=options.lifetime))
+    print(owner.issue(options.role, name=options.name, now=_now(), lifetime=options.lifetime))
 
 
 def show(options: ShowOptions) -> None:

@@ -31,7 +31,7 @@ from peers.shared.network import Membership
 from peers.shared.process import EXIT_FAILURE
 from peers.shared.run_options import naming_options
 from swarm import __version__
-from swarm.credentials.certificates import Role
+from swarm.credentials.rights import Role
 from swarm.errors import SwarmError
 from swarm.machine.clock import SystemClock, run_loop
 from swarm.machine.words import printable

@@ -25,7 +25,7 @@ from peers.shared.run_options import naming_options
 from peers.shared.tokenizer import folder_of, have_tokenizer
 from peers.stage_peer.own_model import open_model
 from swarm.config import RunConfig
-from swarm.credentials.certificates import Role
+from swarm.credentials.rights import Role
 from swarm.data import tokenizers
 from swarm.data.own_tokenizer import trusted
 from swarm.generation.engine import LocalEngine, Room

@@ -20,8 +20,8 @@ from peers.shared.sole_writer import require_sole_writer
 from peers.shared.token_option import VARIABLE, admitted, find_token
 from swarm import config as configs
 from swarm.config import RunConfig
-from swarm.credentials.certificates import Role
 from swarm.credentials.identity import generate
+from swarm.credentials.rights import Role
 from swarm.machine.clock import SystemClock
 
 PROG = "swarm-local"

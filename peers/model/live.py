@@ -29,7 +29,7 @@ from swarm.checkpoint.file import Header
 from swarm.config import StagesConfig
 from swarm.content.fetcher import Kind
 from swarm.content.weights import WeightsCache
-from swarm.credentials.certificates import Role
+from swarm.credentials.rights import Role
 from swarm.errors import Fatal, IntegrityError, PeerUnavailable, SwarmError
 from swarm.interchange.families.known import family_of
 from swarm.interchange.weights import Weights

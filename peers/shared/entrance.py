@@ -13,8 +13,8 @@ from peers.shared.cli import spelled_out
 from peers.shared.network import KnownPeers, Membership, agree_on_config
 from peers.shared.run_options import EntranceOptions
 from peers.shared.token_option import admitted, find_token
-from swarm.credentials.certificates import Role
 from swarm.credentials.identity import Identity, Token, generate
+from swarm.credentials.rights import Role
 from swarm.dht import keys
 from swarm.dht import node as dht_node
 from swarm.dht.directory import Directory, discover_config

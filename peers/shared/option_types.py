@@ -63,7 +63,7 @@ def within(kind: type[int | float], least: float, most: float) -> PrimitiveConst
 
 def one_of(words: Sequence[str]) -> PrimitiveConstructorSpec[Any]:
     names = f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else words[0]
-    return taking(names, f"{{{','.join(words)}}}", lambda word: word if word in words else None)
+    return taking(names, f"{{{','.join(words)}}}", {word: word for word in words}.get)
 
 
 class Wrong(Exception):

@@ -9,8 +9,8 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from peers.shared.cli import spelled_out
-from swarm.credentials.certificates import Role
 from swarm.credentials.identity import Identity, Token
+from swarm.credentials.rights import Role
 from swarm.machine.clock import Clock
 
 logger = logging.getLogger(__name__)
@@ -37,8 +37,8 @@ def find_token(
         role: the role that the program needs.
 
     Raises:
-        ValueError: a token is malformed, empty, expired, or a trainer's where a peer's is needed; or there are two
-            different ones; or the run has no TLS.
+        ValueError: a token is malformed, empty, expired, or of a role that does not cover the needed one; or there are
+            two different ones; or the run has no TLS.
         OSError: a file with a token cannot be read.
     """
     parted = [address.partition("#") for address in given_addresses]
@@ -61,8 +61,8 @@ def find_token(
     if token.expires_at <= clock.time() + FAREWELL_SECONDS:
         how = "expired on" if token.expires_at <= clock.time() else "is about to end, at"
         raise ValueError(f"the token {how} {_date(token.expires_at)}: ask the run's owner for a new one")
-    if role is Role.PEER and token.role is not Role.PEER:
-        raise ValueError("the token is a trainer's: ask the run's owner for one with --role peer")
+    if not token.role.covers(role):
+        raise ValueError(f"the token is a {token.role}'s: ask the run's owner for one with --role {role}")
     if insecure:
         raise ValueError("--insecure leaves nothing locked: a run with a token needs TLS")
     return addresses, token

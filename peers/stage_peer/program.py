@@ -54,8 +54,8 @@ from swarm import config as configs
 from swarm.checkpoint import file
 from swarm.checkpoint.writer import CheckpointWriter
 from swarm.config import RunConfig
-from swarm.credentials.certificates import Role
 from swarm.credentials.identity import Identity
+from swarm.credentials.rights import Role
 from swarm.dht import node as dht_node
 from swarm.dht.addresses import OwnAddress
 from swarm.dht.directory import Announcement, Directory

@@ -35,7 +35,7 @@ from peers.status.live_table import LiveTable, Screen, render
 from peers.status.lookout import Way, lookouts_on, views, ways_to
 from peers.status.view import SwarmView
 from swarm.audit.audit import Report, audit
-from swarm.credentials.certificates import Role
+from swarm.credentials.rights import Role
 from swarm.errors import PeerUnavailable
 from swarm.machine.clock import Clock, SystemClock
 from swarm.machine.words import counted

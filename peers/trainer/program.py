@@ -33,7 +33,7 @@ from peers.trainer.options import TrainerOptions
 from peers.trainer.report import Report
 from peers.trainer.session import Session
 from swarm.config import RunConfig
-from swarm.credentials.certificates import Role
+from swarm.credentials.rights import Role
 from swarm.data import corpora, tokenizers
 from swarm.data.microbatches import Microbatches
 from swarm.dht.directory import Announcement

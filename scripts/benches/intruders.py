@@ -31,8 +31,8 @@ from scripts.benches.shared.common import (
 )
 from scripts.benches.shared.swarm import StageBefore, SwarmProcesses
 from swarm.config import RunConfig
-from swarm.credentials.certificates import Role
 from swarm.credentials.identity import Token, generate, new_owner
+from swarm.credentials.rights import Role
 from swarm.errors import IntegrityError
 from swarm.stage.boundary import HIDDEN, TOKENS
 

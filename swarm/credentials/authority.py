@@ -11,7 +11,7 @@ from cryptography import x509
 from cryptography.x509 import verification
 
 from swarm.credentials import certificates
-from swarm.credentials.certificates import Role
+from swarm.credentials.rights import Role
 from swarm.errors import IntegrityError, NotAllowed
 from swarm.types import PeerId
 

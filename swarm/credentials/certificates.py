@@ -8,15 +8,15 @@ import datetime
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from functools import lru_cache
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from cryptography.x509.oid import NameOID
 
+from swarm.credentials.rights import Role
 from swarm.errors import IntegrityError
 from swarm.types import PeerId
 
@@ -39,21 +39,6 @@ _LONG = datetime.timedelta(days=3650)
 _EARLIER = datetime.timedelta(days=1)
 """A certificate is valid from this long before it is made, so that machines with slow clocks accept it too."""
 _END = "-----END CERTIFICATE-----\n"
-
-
-class Role(StrEnum):
-    """What the holder of a token may do."""
-
-    PEER = "peer"
-    """May serve stages, and do everything that a trainer may do."""
-    TRAINER = "trainer"
-    """May feed text, and watch."""
-
-
-_USAGES = {
-    Role.PEER: [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH],
-    Role.TRAINER: [ExtendedKeyUsageOID.CLIENT_AUTH],
-}
 
 
 @contextmanager
@@ -114,7 +99,7 @@ def token(
 ) -> x509.Certificate:
     """Make a certificate for a token. It can issue certificates to peers, but these cannot issue further ones."""
     builder = _builder(name, key.public_key(), OWNER_NAME, now - _EARLIER, expires)
-    builder = builder.add_extension(x509.ExtendedKeyUsage(_USAGES[role]), critical=False)
+    builder = builder.add_extension(x509.ExtendedKeyUsage(role.usages), critical=False)
     return _authority(builder, key, owner_key, path_length=0).sign(owner_key, hashes.SHA256())
 
 
@@ -127,7 +112,7 @@ def member(
     )
     return (
         builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(x509.ExtendedKeyUsage(_USAGES[role_of(issuer)]), critical=False)
+        .add_extension(x509.ExtendedKeyUsage(role_of(issuer).usages), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()), critical=False)
         .add_extension(_PEER_NAMES, critical=False)
         .sign(issuer_key, hashes.SHA256())
@@ -239,7 +224,7 @@ def role_of(token_certificate: x509.Certificate) -> Role:
     """The role that a token's certificate gives its holder. Raises IntegrityError if it names none."""
     with _reading("a token's certificate names no role"):
         usages = list(token_certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value)
-    for role, named in _USAGES.items():
-        if usages == named:
+    for role in Role:
+        if usages == list(role.usages):
             return role
     raise IntegrityError("a token's certificate names no role")

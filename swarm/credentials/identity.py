@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from swarm.credentials import certificates
 from swarm.credentials.authority import Authority
-from swarm.credentials.certificates import Role
+from swarm.credentials.rights import Role
 from swarm.errors import IntegrityError, NotAllowed
 from swarm.machine.disk import write_private
 from swarm.types import PeerId

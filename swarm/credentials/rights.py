@@ -1,14 +1,46 @@
-"""Who may do what in a locked run: the one table of rights. In an open run everybody may do everything.
+"""Who may do what in a locked run: the kinds of tokens, and the one table of rights. In an open run everybody may do
+everything.
 
 Calls are checked before any servicer sees them (rpc/guard.py), announcements wherever a record of the DHT is read or
 stored (dht/records.py), and peers before they are called (rpc/channels.py).
 """
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
+from typing import Self
 
-from swarm.credentials.certificates import Role
+from cryptography.x509 import ObjectIdentifier
+from cryptography.x509.oid import ExtendedKeyUsageOID
+
 from swarm.errors import NotAllowed
+
+
+class Role(StrEnum):
+    """A kind of token. A new one needs a line here, and in the table of docs/security.md; all else follows."""
+
+    may: str
+    """What its holder may do, in words."""
+    usages: tuple[ObjectIdentifier, ...]
+    """The key usages by which a token's certificate names it, in this order. No two roles have the same."""
+    _included: frozenset[str]
+
+    PEER = (
+        "peer",
+        "serves stages, and all that a trainer may",
+        (ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH),
+        "trainer",
+    )
+    TRAINER = "trainer", "feeds text, and watches", (ExtendedKeyUsageOID.CLIENT_AUTH,)
+
+    def __new__(cls, name: str, may: str, usages: tuple[ObjectIdentifier, ...], *included: str) -> Self:
+        role = str.__new__(cls, name)
+        role._value_, role.may, role.usages = name, may, usages
+        role._included = frozenset({name, *included})
+        return role
+
+    def covers(self, needed: "Role") -> bool:
+        """Whether its holder may do all that the other's holder may."""
+        return needed in self._included
 
 
 class Who(Enum):
@@ -67,7 +99,7 @@ SERVING = Who.PEERS
 def require_call(role: Role, method: str, stage: int) -> None:
     """Raise NotAllowed unless a member with this role may make a call at a peer of this stage."""
     who = CALLS[method].who
-    if not _is_one(role, who) and not (who is Who.FEEDERS and stage == 0):
+    if not _is_one(role, who) and not (who is Who.FEEDERS and stage == 0 and role.covers(Role.TRAINER)):
         name = method.rpartition("/")[2]
         raise NotAllowed(f"a {role}'s token does not give the right to call {name} at stage {stage}")
 
@@ -83,4 +115,4 @@ def require_serving(role: Role) -> None:
 
 
 def _is_one(role: Role, who: Who) -> bool:
-    return role is Role.PEER or who is Who.MEMBERS
+    return who is Who.MEMBERS or role.covers(Role.PEER)

@@ -3,8 +3,8 @@
 import pytest
 
 from swarm.credentials import certificates
-from swarm.credentials.certificates import Role
 from swarm.credentials.identity import generate
+from swarm.credentials.rights import Role
 from swarm.errors import NotAllowed
 from tests.support import locked
 from tests.support.locked import OWNER, PEER, PEER_TOKEN, TRAINER

@@ -10,8 +10,8 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from swarm.credentials import certificates, identity
-from swarm.credentials.certificates import Role
 from swarm.credentials.identity import PREFIX, OwnerKey, Token, load_or_create
+from swarm.credentials.rights import Role
 from swarm.errors import IntegrityError
 from tests.support import locked
 from tests.support.locked import NOW, OWNER

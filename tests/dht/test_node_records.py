@@ -8,7 +8,7 @@ import pytest
 
 from swarm.credentials import identity
 from swarm.credentials.authority import Authority
-from swarm.credentials.certificates import Role
+from swarm.credentials.rights import Role
 from swarm.dht import keys, known_records
 from swarm.dht.node import DhtNode
 from swarm.dht.records import MAX_LIFETIME_SECONDS

@@ -15,8 +15,8 @@ import pytest
 from peers.commands import command_line
 from peers.local.supervisor import Child
 from swarm.config import load as load_config
-from swarm.credentials.certificates import Role
 from swarm.credentials.identity import generate
+from swarm.credentials.rights import Role
 from swarm.dht import keys
 from swarm.dht.known_records import MAX_OWNER_RECORDS
 from swarm.dht.records import seal

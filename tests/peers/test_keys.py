@@ -1,13 +1,19 @@
 """swarm-keys: what it writes, prints and refuses."""
 
+import contextlib
+import itertools
+import re
 import stat
 from pathlib import Path
 
 import pytest
 
 from peers import keys
+from peers.shared.token_option import find_token
 from swarm.credentials.identity import Token
+from swarm.credentials.rights import Role
 from tests.support import locked
+from tests.support.manual_clock import ManualClock
 
 
 def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -19,15 +25,33 @@ def test_an_owner_issues_tokens_that_say_what_they_are(tmp_path: Path, capsys: p
     file = tmp_path / "owner.pem"
     made = _run(capsys, "new", str(file))
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    for role in ("peer", "trainer"):
+    for role in Role:
         printed = _run(capsys, "issue", str(file), "--role", role, "--expires", "12h", "--name", "Ada").strip()
         token = Token.parse(printed)
-        assert token.role == role
+        assert token.role is role
         shown = _run(capsys, "show", printed)
         assert f"Ada: a {role}'s token of owner {token.authority.fingerprint}" in shown
         assert token.authority.fingerprint in made
         assert "holds until" in shown
         assert printed[60:90] not in shown
+
+
+def test_options_and_documentation_know_every_role(capsys: pytest.CaptureFixture[str]) -> None:
+    security = (Path(keys.__file__).parents[1] / "docs" / "security.md").read_text()
+    assert sorted(re.findall(r"^\| `(\w+)` \|", security, re.MULTILINE)) == sorted(Role)
+    with pytest.raises(SystemExit):
+        keys.main(["issue", "owner.pem", "--role", "none"])
+    complaint = re.search("--role takes (.+), not 'none'", capsys.readouterr().err)
+    assert complaint
+    assert re.split(", | or ", complaint[1]) == list(Role)
+
+
+@pytest.mark.parametrize(("role", "needed"), list(itertools.product(Role, Role)))
+def test_a_token_joins_where_its_role_covers_the_needed_one(role: Role, needed: Role) -> None:
+    clock, token = ManualClock(locked.NOW.timestamp()), str(locked.issue(role))
+    refusal = pytest.raises(ValueError, match=f"a {role}'s.* --role {needed}$")
+    with contextlib.nullcontext() if role.covers(needed) else refusal:
+        find_token(token, (), {}, role=needed, insecure=False, clock=clock)
 
 
 def test_an_expired_token_is_shown_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,8 +4,8 @@ import datetime
 from dataclasses import replace
 
 from swarm.credentials import certificates
-from swarm.credentials.certificates import Role
 from swarm.credentials.identity import Identity, OwnerKey, Token, generate, new_owner
+from swarm.credentials.rights import Role
 
 NOW = datetime.datetime.now(datetime.UTC)
 OWNER, STRANGER = (new_owner(NOW - datetime.timedelta(days=60)) for _ in range(2))

@@ -20,8 +20,8 @@ from peers.shared.entrance import find_entrance
 from scripts.benches.shared.ports import free_ports
 from swarm import __version__
 from swarm import config as configs
-from swarm.credentials.certificates import Role
 from swarm.credentials.identity import generate
+from swarm.credentials.rights import Role
 from swarm.machine.clock import SystemClock
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.entry import Entry

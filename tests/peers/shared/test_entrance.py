@@ -12,8 +12,8 @@ from peers.shared.entrance import Entrance, find_entrance
 from peers.shared.run_options import EntranceOptions, RunOptions, joins
 from scripts.benches.shared.ports import free_ports
 from swarm import config as configs
-from swarm.credentials.certificates import Role
 from swarm.credentials.identity import generate
+from swarm.credentials.rights import Role
 from swarm.errors import PeerUnavailable
 from swarm.machine import waits
 from swarm.machine.clock import SystemClock

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from peers.shared.token_option import FAREWELL_SECONDS, admitted, find_token, read_token, stop_or_expiry
-from swarm.credentials.certificates import Role
+from swarm.credentials.rights import Role
 from tests.support import locked
 from tests.support.manual_clock import ManualClock
 
