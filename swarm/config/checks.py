@@ -1,9 +1,10 @@
-"""Checks that several sections share.
+"""Checks that several sections share, and what is marked at fields: whether they may change when a run is resumed.
 
-Each raises ValueError with one line, which names the section and the field.
+Each check raises ValueError with one line, which names the section and the field.
 """
 
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic import ConfigDict
@@ -12,6 +13,21 @@ from swarm.types import LARGEST_COUNT
 
 STRICT = ConfigDict(extra="forbid")
 """pydantic's setting for every section: unknown keys are refused."""
+
+
+def may_change(when: Callable[[Any], bool]) -> Mapping[str, Any]:
+    """Metadata of a field, or of a section for all its fields: it may change when a run goes on from a checkpoint,
+    where `when` holds for the RunConfig that has the new value. A field without such a mark may not change.
+
+    Marked are those that decide how the run goes on, and not what it is: its parameters, and what they learnt from.
+    """
+    return {"may_change": when}
+
+
+MAY_CHANGE = may_change(lambda run: True)
+NO_CHANGE = {"may_change": None}
+"""Metadata of a field that only says where the text or the tokenizer is: `data.digest` covers the contents of both, so
+another value is no change. Earlier releases did not write all such fields."""
 
 
 def require(condition: bool, message: str) -> None:

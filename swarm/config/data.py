@@ -1,10 +1,10 @@
 """`[data]`: the text, and how it becomes microbatches."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, assert_never
 
-from swarm.config.checks import STRICT, is_sha256, require, require_not_negative, require_usable_numbers
+from swarm.config.checks import NO_CHANGE, STRICT, is_sha256, require, require_not_negative, require_usable_numbers
 
 Format = Literal["text", "chat", "completion"]
 HUGGING_FACE, CLASS = "hf:", "class:"
@@ -25,12 +25,12 @@ class DataConfig:
 
     __pydantic_config__ = STRICT
 
-    dataset: str | tuple[str, ...] = "stdlib"
+    dataset: str | tuple[str, ...] = field(default="stdlib", metadata=NO_CHANGE)
     """`stdlib`, a file, folder or glob, `hf:NAME` (`hf:NAME:CONFIGURATION`) for a Hugging Face dataset,
     `class:package.module:Class` for rows that a class of your own gives, or `dummy` for random tokens. Files that end
     in `.jsonl`, `.ndjson` or `.parquet` have rows with named fields, all others are text. Texts and JSONL may be
     compressed (`.gz`). A list names several datasets: part of each is held out, and has a loss of its own."""
-    validation: str = ""
+    validation: str = field(default="", metadata=NO_CHANGE)
     """A text of its own for evaluations, named as in `dataset`, of which then nothing is held out. For one dataset."""
     weights: tuple[float, ...] = ()
     """Of several datasets: how much each is trained on. With `[3, 1]` three samples of the first come for one of the
@@ -41,13 +41,13 @@ class DataConfig:
     """Split of Hugging Face datasets."""
     text_field: str = "text"
     """Field of a row that holds the text, where `format` is `text`."""
-    tokenizer: str = "bytes"
+    tokenizer: str = field(default="bytes", metadata=NO_CHANGE)
     """`bytes`, a folder with a tokenizer.json, the path of one, the name of a model on the hub, or
     `class:package.module:Class` for a class of your own. The first peer publishes `served` where there are files:
     others have them from the run's peers."""
-    tokenizer_identity: str = ""
+    tokenizer_identity: str = field(default="", metadata=NO_CHANGE)
     """`bytes`, or the SHA-256 of the tokenizer.json, or of what a class does; the first peer fills it in."""
-    tokenizer_files: str = ""
+    tokenizer_files: str = field(default="", metadata=NO_CHANGE)
     """Digest of the tokenizer's files, the chat template included, by which peers give them to others; empty for
     `bytes` and classes; the first peer fills it in."""
     max_tokens: int = 0
@@ -78,7 +78,7 @@ class DataConfig:
     """Order of the microbatches, initial weights and dropout all follow from it."""
     digest: str = ""
     """SHA-256 of the tokens and the tokenizer; the first peer fills it in."""
-    dataset_digests: tuple[str, ...] = ()
+    dataset_digests: tuple[str, ...] = field(default=(), metadata=NO_CHANGE)
     """Of several datasets the digest of each, so that trainers put theirs in order; the first peer fills it in."""
 
     def __post_init__(self) -> None:

@@ -1,8 +1,15 @@
 """`[lora]`: adapters that are trained instead of the model's own weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from swarm.config.checks import STRICT, require, require_not_negative, require_positive, require_usable_numbers
+from swarm.config.checks import (
+    MAY_CHANGE,
+    STRICT,
+    require,
+    require_not_negative,
+    require_positive,
+    require_usable_numbers,
+)
 from swarm.config.model import ModelConfig
 
 Group = tuple[str, ...]
@@ -40,7 +47,7 @@ class LoraConfig:
     """Columns of the one thin matrix, and rows of the other; 0 trains the model's own weights."""
     alpha: float = 16.0
     """An adapter's output is multiplied by alpha / rank."""
-    dropout: float = 0.0
+    dropout: float = field(default=0.0, metadata=MAY_CHANGE)
     """Probability with which each input of an adapter is zeroed."""
     targets: tuple[str, ...] = (ALL_LINEAR,)
     """The matrices of each layer that have an adapter: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and

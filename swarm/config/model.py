@@ -1,10 +1,12 @@
 """`[model]`: the transformer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 from typing import Any, Literal, assert_never, cast, get_args
 
 from swarm.config.checks import (
+    MAY_CHANGE,
     STRICT,
     is_sha256,
     require,
@@ -27,9 +29,9 @@ def _decides(default: Any, when: Callable[["ModelConfig"], bool]) -> Any:
     return field(default=default, metadata={_DECIDES: when})
 
 
-def _inert(default: Any) -> Any:
+def _inert(default: Any, marks: Mapping[str, Any] = MappingProxyType({})) -> Any:
     """A field that never decides which function the model computes."""
-    return _decides(default, lambda model: False)
+    return field(default=default, metadata={_DECIDES: lambda model: False, **marks})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +74,12 @@ class ModelConfig:
     learned positions."""
     vocab_size: int = 256
     """Number of tokens that the embedding has; at least the tokenizer's."""
-    bos_token_id: int = _inert(-1)
+    bos_token_id: int = _inert(-1, MAY_CHANGE)
     """Token with which a text begins, for an export to name; -1 for none. swarm-model import takes this and the next
     two over from the model."""
-    eos_token_ids: tuple[int, ...] = _inert(())
+    eos_token_ids: tuple[int, ...] = _inert((), MAY_CHANGE)
     """Tokens with which a text ends, unless a generation_config.json beside the run's tokenizer names others."""
-    pad_token_id: int = _inert(-1)
+    pad_token_id: int = _inert(-1, MAY_CHANGE)
     """Token that fills up short texts of a batch, for an export to name; -1 for none."""
     rope_theta: float = _decides(10_000.0, lambda model: model.is_rotary)
     """Base of the rotary position frequencies."""
@@ -98,7 +100,7 @@ class ModelConfig:
     """Standard deviation of the initial weights; projections into the residual stream get it / sqrt(2 * num_layers)."""
     tied_embeddings: bool = False
     """Use the embedding matrix as the output head as well."""
-    dropout: float = _inert(0.0)
+    dropout: float = _inert(0.0, MAY_CHANGE)
     """Probability of zeroing, after the embedding and after each attention and feed-forward block."""
     block_types: str | tuple[str, ...] = _decides("", lambda model: bool({*model.types_of_blocks} - {"tp"}))
     """`tp`, `spd` or `parallel` for all layers, or a list with one of them for each: how the shards of a layer work
@@ -106,12 +108,12 @@ class ModelConfig:
     do not."""
     num_shards: int = _decides(1, lambda model: bool({*model.types_of_blocks} - {"tp"}))
     """With block_types: into how many shards the heads and the feed-forward columns of each layer are divided."""
-    autocast: Literal["off", "bf16", "fp16", "auto"] = _inert("off")
+    autocast: Literal["off", "bf16", "fp16", "auto"] = _inert("off", MAY_CHANGE)
     """Run matrix products in bfloat16 or float16, with float32 weights and gradients. fp16 is for GPUs that would only
     emulate bfloat16; in the backward each stage scales its gradients by a power of two, so that small ones survive.
     `auto`: bf16 on a GPU that computes in it, fp16 on an older one, `off` elsewhere. A peer may choose another type for
     itself (--dtype)."""
-    gradient_checkpointing: bool = _inert(False)
+    gradient_checkpointing: bool = _inert(False, MAY_CHANGE)
     """Keep only each layer's input for the backward and compute the layer again."""
     weights: str = _inert("")
     """Digest of the weights that the run begins with, which swarm-model import shows; empty: they are drawn from

@@ -1,9 +1,17 @@
 """`[rounds]`, `[averaging]` and `[outer]`: when and how peers average, and DiLoCo's outer optimizer."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, assert_never
 
-from swarm.config.checks import STRICT, require, require_at_least_one, require_not_negative, require_usable_numbers
+from swarm.config.checks import (
+    MAY_CHANGE,
+    STRICT,
+    may_change,
+    require,
+    require_at_least_one,
+    require_not_negative,
+    require_usable_numbers,
+)
 
 Setting = Literal["synchronous", "diloco"]
 CompressedCodec = Literal["fp16", "bf16", "int8", "int4", "topk", "dct-topk", "dct-lowpass"]
@@ -19,6 +27,8 @@ would add up too many of them."""
 LONG_ROUND = 200
 """A round with at least this many inner batches, of all peers together, is long."""
 LEFT_OUT = -1.0
+_TO_DILOCO = may_change(lambda run: not run.rounds.synchronous)
+"""A synchronous round's number determines its microbatches, so that after a change it would repeat some."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,14 +37,14 @@ class RoundsConfig:
 
     __pydantic_config__ = STRICT
 
-    setting: Setting = "diloco"
+    setting: Setting = field(default="diloco", metadata=_TO_DILOCO)
     """`synchronous`: one optimizer step a round on the summed gradient, like one process. `diloco`: peers take
     inner steps of their own and average pseudo-gradients at the end of the round."""
-    round_samples: int = 256
+    round_samples: int = field(default=256, metadata=_TO_DILOCO)
     """Samples of the whole swarm in one round (one step of the commands); a multiple of the microbatch size, and in the
     synchronous setting at most 262,144 times that. 0 leaves it out, as runs do that begin with a model, and the first
     peer fills in up to 256, or 32 in the synchronous setting, as suits the text."""
-    inner_batch_samples: int = 16
+    inner_batch_samples: int = field(default=16, metadata=MAY_CHANGE)
     """DiLoCo only: samples a peer accumulates before each inner step; a multiple of the microbatch size. 0 leaves it
     out, and the first peer fills in up to 16, as suits the text."""
     max_staleness: int = 0

@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from swarm.config.checks import STRICT, is_sha256, require
+from swarm.config.checks import MAY_CHANGE, STRICT, is_sha256, may_change, require
 from swarm.config.data import DataConfig
 from swarm.config.lora import LoraConfig
 from swarm.config.model import ModelConfig
@@ -40,18 +40,22 @@ class RunConfig:
 
     run: str = "swarm"
     """Name of the run: letters, digits, `-` and `_`."""
-    owner: str = ""
+    owner: str = field(default="", metadata=MAY_CHANGE)
     """Locked runs: SHA-256 of the owner's public key, in hexadecimal; `swarm-peer --token` sets it. Empty:
     every machine that reaches a peer may join."""
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
-    stages: StagesConfig = field(default_factory=StagesConfig)
+    stages: StagesConfig = field(
+        # The shards of `parallel` blocks are added up at the ends of stages, so another cut would make another model.
+        default_factory=StagesConfig,
+        metadata=may_change(lambda run: "parallel" not in run.model.types_of_blocks),
+    )
     data: DataConfig = field(default_factory=DataConfig)
     rounds: RoundsConfig = field(default_factory=RoundsConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    outer: OuterConfig = field(default_factory=OuterConfig)
-    averaging: AveragingConfig = field(default_factory=AveragingConfig)
-    wire: WireConfig = field(default_factory=WireConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig, metadata=MAY_CHANGE)
+    outer: OuterConfig = field(default_factory=OuterConfig, metadata=MAY_CHANGE)
+    averaging: AveragingConfig = field(default_factory=AveragingConfig, metadata=MAY_CHANGE)
+    wire: WireConfig = field(default_factory=WireConfig, metadata=MAY_CHANGE)
 
     def __post_init__(self) -> None:
         require(
