@@ -1,4 +1,4 @@
-"""Which peers are in the group, as one peer sees it: reports, suspicions, and the leader.
+"""Which peers are in the group, and which are candidates for its leader, as one peer sees it: reports and suspicions.
 
 It uses the directory's last view and the peers' own messages, so the group goes on when the directory is out of reach.
 Pure but for its clock.

@@ -1,4 +1,4 @@
-"""Who leads if the leader does not do its work: members look at a round that grows old, and pass its leader over.
+"""How a leader that does not do its work is passed over: members look at a round that grows old, and name its leader.
 
 What a leader says proves nothing, so each member asks the others what they have of the round. If that is a whole round,
 and the leader neither begins nor commits it, the member says so to all that ask. Whom most of them name leads no more.

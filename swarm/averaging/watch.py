@@ -1,4 +1,4 @@
-"""This peer's view of its group's round: what the members have of it, which peer leads, who may commit it.
+"""This peer's view of its group's round: what the members have of it, whether that is all of it, and who may commit it.
 
 It combines the reports of peers with this peer's own progress. Changes nothing.
 """

@@ -4,6 +4,9 @@ This file has the interface, and chooses codecs by a run's configuration. A code
 vector at a time. Decoders trust no sender: they refuse wrong lengths and non-finite numbers, and allocate memory only
 in proportion to the expected vector. docs/protocol.md has every layout byte by byte.
 
+To add another codec, write a class that has this interface in a file of this folder, and give it a name in
+config/rounds.py and a case in `_codec`. In tests/compression/all_codecs.py its name puts it through the tests of all.
+
 Shapes: N elements of the part.
 """
 

@@ -2,6 +2,9 @@
 
 Names and shapes alone decide which parameters Muon steps, so that the choice is the same under every cut of a model; a
 tied embedding is an embedding at both of its stages.
+
+To add another inner optimizer, write an `Optimizer` (optim.py, which also says what the same bits need), and give it a
+name in config/optimizer.py and a case in `gradient_optimizer` and in `steps_whole_matrices`.
 """
 
 import math

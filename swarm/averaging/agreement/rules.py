@@ -1,5 +1,8 @@
-"""The rules of a group's rounds: which peer leads, when a round is complete, which members may commit it, which earlier
-result has to be finished first, who drops what two members count, and how long anything is waited for.
+"""The rules of a group's rounds: which candidate leads, when a round is complete, which members may commit it, which
+earlier result has to be finished first, who drops what two members count, and how long anything is waited for.
+
+Another rule for who leads goes into `leader_of`, and must be the same at all peers of a run. The roster says who the
+candidates are, and succession which peers are passed over.
 """
 
 from collections import Counter

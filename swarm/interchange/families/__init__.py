@@ -1,1 +1,1 @@
-"""How each family of models is configured and names its tensors: a file for each family."""
+"""How each family of models is configured and names its tensors, with relatives in one file."""
