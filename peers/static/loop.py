@@ -45,7 +45,6 @@ def train(
     """Train up to a step, from the newest checkpoint or the beginning. Return whether it was told to stop before.
 
     Args:
-        held_out: the text to evaluate on.
         stops: whether this worker was told to stop. If one was, all stop after their present step.
 
     Raises:
