@@ -271,7 +271,7 @@ class Participant:
             began_at=attempt.began_at,
         )
 
-    async def exchange(self, opening: pb.ExchangeOpen, pieces: AsyncIterator[bytes]) -> Payload:
+    async def serve(self, opening: pb.ExchangeOpen, pieces: AsyncIterator[bytes]) -> Payload:
         """Take another member's part and return the sum; or, in a gather, return this member's contribution.
 
         Raises:

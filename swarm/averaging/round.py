@@ -4,8 +4,9 @@
     -> Average to all -> Barrier with the other stages -> Commit to all
 
 If an earlier result may have been decided, Average is left out and that result is committed. If the attempt fails
-before a result is decided, Abort goes to all. A result is decided once every member of its exchange has prepared it;
-from then on no leader ever aborts it. Never touches tensors.
+before a result is decided, Abort goes to all. A result is decided once this leader has the answers of all members of
+its exchange that they have prepared it; from then on no leader ever aborts it. If one of these answers is lost, the
+attempt is aborted even though its sender has prepared the result. Never touches tensors.
 """
 
 import logging
@@ -74,19 +75,20 @@ class Round:
     async def attempt(self, members: Members, standing: Standing, number: int) -> None:
         """Try to commit the round among `members`.
 
-        Returns when a result is decided and its commit was sent. After a cancellation, members do not know how the
-        attempt ends.
+        Returns when a result is decided and its commit was sent, or when the round was committed in another way while
+        this attempt waited for other stages. After a cancellation, members do not know how the attempt ends.
 
         Raises:
-            AttemptFailed: nothing was decided.
+            AttemptFailed: nothing was decided here, and members were told so.
+            SwarmError: the averages of shared blocks that the commit needs cannot be had. The result stays prepared.
         """
         ballot = Ballot(number, self.context.own_id)
         with self.place.leading(ballot):
             try:
-                begun = await self._begin(members, standing, ballot)
+                begun = await self._ask_to_begin(members, standing, ballot)
                 prepared = unfinished(begun)
                 if prepared is None:
-                    prepared = await self._average(members, begun, standing, ballot)
+                    prepared = await self._ask_to_average(members, begun, standing, ballot)
                     holders = list(begun)
                 else:
                     logger.info("finishing attempt %d of %s", prepared.ballot.attempt, prepared.ballot.leader_id)
@@ -96,12 +98,12 @@ class Round:
                 await self._finish(standing.round, prepared, {peer: members[peer] for peer in holders})
             except AttemptFailed as failed:
                 reachable = {peer: record for peer, record in members.items() if peer not in failed.unreachable}
-                await self._abort(reachable, standing.round, ballot, failed)
+                await self._tell_abort(reachable, standing.round, ballot, failed)
                 raise
 
     # -- all promise the attempt, and close their contributions
 
-    async def _begin(self, members: Members, standing: Standing, ballot: Ballot) -> Begun:
+    async def _ask_to_begin(self, members: Members, standing: Standing, ballot: Ballot) -> Begun:
         """Ask members to begin an attempt.
 
         Returns:
@@ -121,7 +123,7 @@ class Round:
                 drop_gaps=messages.pack_indices(drop),
             )
 
-        replies = await self._close(members, dict.fromkeys(members, request()))
+        replies = await self._ask_to_close(members, dict.fromkeys(members, request()))
         begun = {peer: reply for peer, reply in replies.items() if isinstance(reply, pb.BeginReply)}
         unreached = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}
         self.blame.require_obedience(begun, unreached, self.watch.has_quorum)
@@ -132,7 +134,7 @@ class Round:
             # This can take long, because a member computes again the microbatches that it drops, or those that it
             # keeps.
             drops = {peer: request(drop) for peer, drop in duplicates(begun).items()}
-            for peer, reply in (await self._close(members, drops)).items():
+            for peer, reply in (await self._ask_to_close(members, drops)).items():
                 if isinstance(reply, SwarmError) or reply.HasField("refusal"):
                     raise self.blame.failure("a member could not drop a duplicate", {peer: reply})
                 begun[peer] = reply
@@ -154,7 +156,7 @@ class Round:
             reason = f"{num_samples} samples were contributed to a round of another size"
             raise self.blame.failure(reason, unreached)
 
-    async def _close(
+    async def _ask_to_close(
         self, members: Members, requests: dict[PeerId, pb.BeginRequest]
     ) -> dict[PeerId, pb.BeginReply | SwarmError]:
         """Ask members to close their contributions. Wait for slow ones as long as they make progress."""
@@ -207,7 +209,7 @@ class Round:
 
     # -- they exchange
 
-    async def _average(self, members: Members, begun: Begun, standing: Standing, ballot: Ballot) -> pb.Prepared:
+    async def _ask_to_average(self, members: Members, begun: Begun, standing: Standing, ballot: Ballot) -> pb.Prepared:
         started_at = self.context.clock.monotonic()
         through_one = self.blame.goes_through_one(standing.round, begun)
         shares = self._shares(begun, only_owner=self.context.own_id if through_one else None)
@@ -263,7 +265,7 @@ class Round:
             only_owner=only_owner,
         )
 
-    async def _abort(self, members: Members, round_number: int, ballot: Ballot, failed: AttemptFailed) -> None:
+    async def _tell_abort(self, members: Members, round_number: int, ballot: Ballot, failed: AttemptFailed) -> None:
         request = pb.AbortRequest(
             address=self.context.address,
             peer_id=self.context.own_id,
@@ -314,9 +316,9 @@ class Round:
             stage_squared_norm=norm,
             partners=[*shares, *_partners(ready, partners)] if partners else [],
         )
-        await self._commit(holders, request)
+        await self._tell_commit(holders, request)
 
-    async def _commit(self, holders: Members, request: pb.CommitRequest) -> None:
+    async def _tell_commit(self, holders: Members, request: pb.CommitRequest) -> None:
         started_at, key = self.context.clock.monotonic(), (request.round, request.digest)
         self._num_commits = Counter({key: self._num_commits[key] + 1})
         floor = self.context.timing.commit_seconds + self._vector_bytes / self.context.timing.work_bytes_per_second

@@ -146,10 +146,10 @@ class Handlers:
         self.context.changes.signal()
         return reply
 
-    async def exchange(self, opening: pb.ExchangeOpen, pieces: AsyncIterator[bytes]) -> Payload:
+    async def serve(self, opening: pb.ExchangeOpen, pieces: AsyncIterator[bytes]) -> Payload:
         self._check(opening.address)
         with self._ends_without_memory():
-            return await self.participant.exchange(opening, pieces)
+            return await self.participant.serve(opening, pieces)
 
     async def download(
         self, request: pb.DownloadRequest, caller: Caller = NOBODY
@@ -220,7 +220,7 @@ class AveragingServicer(AveragingServiceServicer):
             first = await _next(request_iterator)
             if first is None or first.WhichOneof("message") != "open":
                 raise MalformedMessage("an exchange begins with its open message")
-            reduced = await self._handlers.exchange(first.open, _pieces(request_iterator))
+            reduced = await self._handlers.serve(first.open, _pieces(request_iterator))
         except (Fatal, NotServed) as error:
             await abort(context, error)
         except SwarmError as error:

@@ -216,7 +216,7 @@ class MemoryTransport(Transport):
         reduced = await self._reach(
             target,
             "Exchange",
-            lambda: target.averager.handlers.exchange(opening, pieces()),
+            lambda: target.averager.handlers.serve(opening, pieces()),
             min(seconds, timeout_seconds),
         )
         assert len(reduced.encoded) == reply_bytes

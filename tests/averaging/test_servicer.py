@@ -95,7 +95,7 @@ async def test_member_that_stops_in_mid_exchange_is_left_out(
             stopping.append(asyncio.create_task(victim.kill()))
         await asyncio.sleep(30)
 
-    monkeypatch.setattr(victim.averager.handlers, "exchange", die)
+    monkeypatch.setattr(victim.averager.handlers, "serve", die)
     victim.stage.learn(8)
     nodes[2].stage.learn(0, 1)
     await asyncio.sleep(0.2)

@@ -1,7 +1,8 @@
 """One peer's place in its group: where it stands, how the last rounds ended, and what it has promised and leads in this
 round.
 
-Moved by advance, catch_up and leader, and read by all other parts.
+`Advance` alone moves it. `Participant`, `OwnRound`, `Round` and `Barrier` note what is promised, decided and awaited.
+The other parts read it.
 """
 
 import asyncio

@@ -69,7 +69,8 @@ class Timing:
     commit_seconds: float = 10.0
     """Least deadline for applying a result."""
     grace_seconds: float = 0.5
-    """After a first failure, the other members have this long to answer which member they blame."""
+    """After a failure, the other members have this long to answer which member they blame. The time begins again with
+    each further answer."""
     barrier_seconds: float = 2.0
     """How long another stage may hold a barrier request while it waits for its own result."""
     awaited_seconds: float = 20.0
