@@ -21,6 +21,8 @@ from swarm.dht.directory import Announcement
 from swarm.errors import PeerUnavailable
 from swarm.machine.clock import Clock
 from swarm.rpc.callers import Callers
+from swarm.rpc.entry import direct
+from swarm.rpc.meeting.meeting_point import MeetingPoint
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.member import StageMember
 from swarm.stage.stage import Stage
@@ -201,7 +203,7 @@ class Presence:
     # -- to those who ask --------------------------------------------------------------------------------------------
 
     def describe(
-        self, averager: Averager, generation: pb.GenerationCounters | None = None, lines: pb.Lines | None = None
+        self, averager: Averager, generation: pb.GenerationCounters | None = None, point: MeetingPoint | None = None
     ) -> pb.DescribeReply:  # fmt: skip
         stage, progress, averaging = self._stage, self._member.progress(), averager.counters()
         averaging.exchanged_bytes = self._member.exchanged_bytes
@@ -224,7 +226,7 @@ class Presence:
             ),
             averaging=averaging,
             generation=generation,
-            lines=lines,
+            lines=None if point is None else self._lines(point),
             waiting_for=self._membership.waits.present[:LONGEST_WAIT],
             links=self._links(),
             last_peers=self._last_peers(),
@@ -234,6 +236,14 @@ class Presence:
             resident_bytes=devices.most_resident_bytes(),
             device_bytes=devices.most_device_bytes(self._options.device),
         )
+
+    def _lines(self, point: MeetingPoint) -> pb.Lines:
+        announced = self.announced
+        return pb.Lines(
+            punched=announced.num_punched, relayed=announced.num_relayed, waiting=point.num_waiting,
+            carried=point.budget.num_connections, carried_bytes=point.budget.num_bytes,
+            is_hidden=not direct(announced.endpoints),
+        )  # fmt: skip
 
     def _time_shares(self) -> pb.TimeShares:
         shares, peak = self._times.shares, self._options.peak_flops

@@ -1,4 +1,4 @@
-"""The services of a stage peer on its gRPC server, and what it answers to Describe."""
+"""The services of a stage peer on its gRPC server."""
 
 import random
 
@@ -17,7 +17,6 @@ from swarm.dht.lookup import DirectoryServicer
 from swarm.pipeline.lease_service import GroupLead, LeaseServicer
 from swarm.pipeline.leases import RoundView
 from swarm.rpc.callers import Callers
-from swarm.rpc.entry import direct
 from swarm.rpc.meeting.meeting_point import MeetingPoint
 from swarm.rpc.probe import ProbeServicer
 from swarm.rpc.transfers import Turns
@@ -85,13 +84,7 @@ class Services:
         add_HealthServicer_to_server(self._presence.health, server)
 
     def describe(self) -> pb.DescribeReply:
-        announced, point = self._presence.announced, self._meeting_point
-        lines = pb.Lines(
-            punched=announced.num_punched, relayed=announced.num_relayed, waiting=point.num_waiting,
-            carried=point.budget.num_connections, carried_bytes=point.budget.num_bytes,
-            is_hidden=not direct(announced.endpoints),
-        )  # fmt: skip
-        return self._presence.describe(self._averager, self._generation.counters(), lines)
+        return self._presence.describe(self._averager, self._generation.counters(), self._meeting_point)
 
     def _is_exchanging(self) -> bool:
         return self._averager.is_exchanging

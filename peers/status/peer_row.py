@@ -2,7 +2,7 @@
 
 To show one more figure, add a field to PeerRow: JSON and Prometheus have it then, the table if it has a column, and
 docs/status.md once it is generated again. A figure that does not travel yet is also a field of DescribeReply
-(proto/swarm/rpc/v1/stage.proto), which services.py fills.
+(proto/swarm/rpc/v1/stage.proto), which stage_peer/presence.py fills.
 """
 
 from collections.abc import Mapping
