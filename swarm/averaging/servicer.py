@@ -1,7 +1,7 @@
 """One peer's answers to others: AveragingService over gRPC, and the handlers that give each call to the part that
 answers it.
 
-Every call is checked here. Decides nothing and keeps nothing.
+Every call is checked here. Nothing is decided here about a round.
 """
 
 import asyncio

@@ -80,10 +80,12 @@ class Changes:
         self.signal()
 
     def notify(self) -> None:
+        """Note that this peer has something new to report."""
         self.version += 1
         self._report_due.set()
 
     def report_again(self) -> None:
+        """Have the same report sent once more, for example to another leader."""
         self._report_due.set()
 
     async def until_report_due(self, seconds: float) -> None:
