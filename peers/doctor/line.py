@@ -8,7 +8,7 @@ import logging
 import statistics
 from collections.abc import Mapping, Sequence
 
-from peers.doctor.machine import Finding, fine, not_checked, wrong
+from peers.doctor.finding import Finding, fine, not_checked, wrong
 from swarm.config import RunConfig
 from swarm.dht import addresses
 from swarm.errors import SwarmError

@@ -1,4 +1,4 @@
-"""What an examination finds, and checks of this machine alone: device and driver, memory, disk, open files.
+"""Checks of this machine alone: device and driver, memory, disk, open files.
 
 The functions that compare are pure; the others ask the system.
 """
@@ -7,51 +7,14 @@ import re
 import resource
 import shutil
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from peers.doctor.finding import Finding, fine, wrong
 from peers.doctor.needs import Needs
 from peers.shared.devices import Device, device_of, here
 from swarm.machine.out_of_memory import in_words
 from swarm.machine.words import counted
-
-
-class State(StrEnum):
-    FINE = "fine"
-    WRONG = "wrong"
-    NOT_CHECKED = "not checked"
-    """The finding's text says why it was not checked."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What was found out about one thing, which has a name of a word or two; if it is wrong, also what to change."""
-
-    what: str
-    state: State
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.what:<10}  {self.state:<11}  {self.text}"
-
-
-def fine(what: str, text: str) -> Finding:
-    return Finding(what, State.FINE, text)
-
-
-def wrong(what: str, text: str) -> Finding:
-    return Finding(what, State.WRONG, text)
-
-
-def not_checked(what: str, text: str) -> Finding:
-    return Finding(what, State.NOT_CHECKED, text)
-
-
-def is_well(findings: Iterable[Finding]) -> bool:
-    return all(finding.state is not State.WRONG for finding in findings)
-
 
 OWN_FILES, FILES_OF_A_PEER = 192, 8
 """The most files that a stage peer opens: a fixed number for itself, and so many more for each other peer of the

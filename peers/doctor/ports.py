@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from peers.doctor.machine import Finding, fine, not_checked, wrong
+from peers.doctor.finding import Finding, fine, not_checked, wrong
 from peers.reach.listen import Outside, loopback_advice
 from peers.reach.own_port import answering, answering_as_node, reserved
 from swarm.credentials.identity import Identity

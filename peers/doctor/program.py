@@ -18,7 +18,7 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict
 
 from peers.doctor import line, machine
-from peers.doctor.machine import Finding, State, fine, is_well, not_checked, wrong
+from peers.doctor.finding import Finding, State, fine, is_well, not_checked, wrong
 from peers.doctor.needs import Needs
 from peers.doctor.options import DoctorOptions
 from peers.doctor.ports import from_outside, unasked

@@ -3,7 +3,7 @@
 import pytest
 
 from peers.doctor import line
-from peers.doctor.machine import Finding, State
+from peers.doctor.finding import Finding, State
 from swarm import config as configs
 from swarm.rpc.probe import Distance, Rates
 from swarm.types import PeerId

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from peers.doctor import machine
-from peers.doctor.machine import State
+from peers.doctor.finding import State
 from peers.doctor.needs import PROGRAM_BYTES, Needs
 from peers.shared.devices import Device
 from swarm import config as configs

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from peers.doctor.machine import State
+from peers.doctor.finding import State
 from peers.doctor.ports import Ports, from_outside, judge, unasked
 from scripts.benches.shared.ports import free_ports
 from swarm.credentials.identity import generate

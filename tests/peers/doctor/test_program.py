@@ -11,7 +11,7 @@ import pytest
 
 from peers.doctor import line, ports
 from peers.doctor import program as doctor
-from peers.doctor.machine import Finding, State
+from peers.doctor.finding import Finding, State
 from peers.doctor.options import DoctorOptions
 from peers.doctor.program import in_passing
 from peers.reach.own_port import answering_as_node
