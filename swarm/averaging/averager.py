@@ -59,6 +59,9 @@ class Calls:
         Raises the error that the peer answers with, PeerUnavailable or DeadlineExceeded.
         """
         if peer.peer_id == self.context.own_id:
+            if method.name not in self.participant.answers:
+                # Somebody takes this peer for one of another stage, or has not heard yet that it has moved.
+                raise PeerUnavailable(f"this peer does not answer {method.name} to itself")
             return await self._ask_itself(method, request, timeout_seconds)
         try:
             return await self.context.transport.call(peer, method, request, timeout_seconds=timeout_seconds)

@@ -155,6 +155,28 @@ async def test_no_stage_commits_before_all_are_prepared() -> None:
 
 
 @in_virtual_time
+async def test_a_leader_that_is_named_as_one_of_another_stage_asks_that_stage_all_the_same() -> None:
+    """A member of the other stage may say so, and a peer that has moved may still be announced at its former stage."""
+    async with two_stages() as network:
+        first, second = stages(network, 1, 2), stages(network, 3, 4)
+        other, named = network.peers[peer_id(3)], contact_of(network.peers[peer_id(1)].record)
+
+        async def name_the_asker(request: pb.BarrierRequest) -> pb.BarrierReply:
+            reply = await other.averager.handlers.handle(BARRIER, request)
+            return reply if reply.ready else pb.BarrierReply(ready=False, leader=named)
+
+        other.instead[BARRIER.name] = name_the_asker
+        for index in range(6):
+            first[index % 2].learn(index)
+        await until(lambda: all(stage.closed for stage in first))
+        await asyncio.sleep(5.0)
+        for index in range(6):
+            second[index % 2].learn(index)
+        await until(lambda: all(stage.round == 1 for stage in [*first, *second]))
+        assert_equal_and_once(first)
+
+
+@in_virtual_time
 async def test_what_is_decided_is_not_missed_when_its_member_goes() -> None:
     """A stage that waits at the barrier already has all that it needs, even if one of its members leaves."""
     async with two_stages() as network:
