@@ -127,6 +127,10 @@ class History:
 
     def _begin_round(self) -> None:
         self._closing: Closing | None = None
+        """The newest closing of the present round."""
+        self._prepared: tuple[str, Closing] | None = None
+        """The digest of the result that the process prepared last in the present round, and the closing that is in it. A
+        newer closing may follow before that result is committed."""
         self._begun: tuple[int, str] | None = None
         self._attempts: set[int] = set()
         """The attempts that it has begun in the present round."""
@@ -211,6 +215,7 @@ class History:
         if closing is None or closing.round != event.round or self._begun != (event.attempt, event.leader):
             self._violation("prepared the result of an attempt that it had not begun")
             return
+        self._prepared = event.digest, closing
         self._rounds.prepared(self._contribution(event, closing, line), event.digest, event.members)
 
     def _contribution(self, event: Begin | Prepare, closing: Closing, line: Line) -> Contribution:
@@ -244,7 +249,8 @@ class History:
         took_part = event.attempt in self._attempts or event.round == self._entered_round
         if is_member and not took_part:
             self._violation("committed a result as a member, but had not begun its attempt")
-        self._holdings.commit(event, self._closing, is_member=is_member)
+        digest, closing = self._prepared or ("", None)
+        self._holdings.commit(event, closing if digest == event.digest else self._closing, is_member=is_member)
         at = (self.start.boot, line.monotonic) if self._is_synchronous and self.start.boot else None
         self._rounds.committed(self.stage, event, file=self.name, at=at)
         self.round, self._lineage = event.round + 1, event.lineage

@@ -130,7 +130,11 @@ class Holdings:
 
     def commit(self, event: Commit, closing: Closing | None, *, is_member: bool) -> None:
         """Note that a round was committed. What the round took, and what was lost at its end, counts towards no later
-        round. The process closed `closing` last in it, which is in the result if it is a member."""
+        round.
+
+        Args:
+            closing: the one that is in the result, where the process prepared the result. Otherwise its last one.
+        """
         if self._is_synchronous:
             self._buckets.clear()
             return

@@ -99,6 +99,40 @@ def test_what_one_learnt_while_it_was_away_may_count_later(tmp_path: Path, *, do
         assert "6 samples were carried over, and 4 learnt from" in one_violation(report, "carried over")
 
 
+@pytest.mark.parametrize("said", [2, 4])
+def test_what_was_learnt_after_the_closing_that_is_committed_is_carried_over(tmp_path: Path, said: int) -> None:
+    """A member prepares a result and hears no more of its leader. It trains, and closes once more before it applies
+    that result."""
+    run = HonestRun(tmp_path, "diloco")
+    run.round(0)
+    run.write("trainer", Ack(microbatch=9))
+    learnt_since: Lines = [
+        {"event": "abort", "round": 0, "attempt": 1, "leader": "peer-1a", "reason": "the leader is silent"},
+        {"event": "accumulate", "microbatch": 9, "samples": 2, "bucket": 100},
+        {"event": "ack", "microbatch": 9},
+        {"event": "step", "bucket": 100, "samples": 2},
+        {"event": "close", "round": 0, "samples": 10, "round_samples": 10, "fragment": 0},
+    ]
+
+    def insert(lines: Lines) -> Lines:
+        place = [line["event"] for line in lines].index("prepare") + 1
+        times = {"time": lines[place]["time"], "monotonic": lines[place]["monotonic"]}
+        lines[place]["carried"] = said
+        return [*lines[:place], *(times | line for line in learnt_since), *lines[place:]]
+
+    edit(tmp_path / "peer-1b.jsonl", insert)
+    for peer, microbatch in {"peer-0a": 8, "peer-0b": 9, "peer-1a": 8}.items():
+        run.train(peer, microbatch)
+    run.write("trainer", Ack(microbatch=8))
+    run.average(1, {"peer-0a": [8], "peer-0b": [9], "peer-1a": [8], "peer-1b": [9]}, stepped={"peer-1b"})
+    report = audit(run.files)
+    if said == 2:
+        assert report.findings.violations == []
+        assert (report.findings.duplicates, report.findings.missing) == (0, 0)
+    else:
+        assert any("4 samples were carried over, and 2 came after" in line for line in report.findings.violations)
+
+
 def test_with_diloco_a_loss_is_a_share(tmp_path: Path) -> None:
     run = HonestRun(tmp_path, "diloco")
     run.write("trainer", Ack(microbatch=100))
