@@ -129,8 +129,8 @@ class History:
         self._closing: Closing | None = None
         """The newest closing of the present round."""
         self._prepared: tuple[str, Closing] | None = None
-        """The digest of the result that the process prepared last in the present round, and the closing that is in it. A
-        newer closing may follow before that result is committed."""
+        """The digest of the result that the process prepared last in the present round, and the closing that is in it.
+        A newer closing may follow before that result is committed."""
         self._begun: tuple[int, str] | None = None
         self._attempts: set[int] = set()
         """The attempts that it has begun in the present round."""

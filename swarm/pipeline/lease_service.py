@@ -42,6 +42,9 @@ ANSWER_SECONDS = 3.0
 FAILED_SECONDS = 0.5
 """A peer that failed within this time is not asked again, even if others still name it as the leader. They will soon
 notice that it is gone, and then one of them leads. That is faster than waiting for an answer that may not come."""
+DOUBT_SECONDS = 10.0
+"""A leader that has granted nothing for this long may have been passed over by its group without knowing it. So the
+stage's other peers are asked who leads, each time that this has passed."""
 LOOK_SECONDS = 0.1
 """A request that waits is tried again after this time even if nothing happened: some grants only take time."""
 GAP_SECONDS = 0.03
@@ -133,6 +136,8 @@ class LeaseClient:
     channels: ChannelPool
     clock: Clock
     _leaders: dict[int, PeerId] = field(default_factory=dict, init=False)
+    _believed_at: dict[int, float] = field(default_factory=dict, init=False)
+    """By stage: when its leader last granted something, or was doubted."""
     _failed_at: dict[PeerId, float] = field(default_factory=dict, init=False)
     _failed: dict[int, Sequence[LeftAlone]] = field(default_factory=dict, init=False)
     """By stage: the peers that failed when its leader was last looked for, if it was not found."""
@@ -157,9 +162,9 @@ class LeaseClient:
             request.newest_round = newest.round
             request.newest_is_granted, request.newest_is_complete = newest.round_granted, newest.round_complete
         asked: set[str] = set()
-        has_answer = False
+        doubted, has_answer = self._doubted(stage), False
         faults = list[tuple[PeerRecord, SwarmError]]()
-        while (record := self._next_to_ask(stage, asked)) is not None:
+        while (record := self._next_to_ask(stage, asked, doubted)) is not None:
             if has_answer and self._has_failed(record):
                 return None
             asked.add(record.peer_id)
@@ -173,6 +178,8 @@ class LeaseClient:
                 continue
             self._failed_at.pop(PeerId(record.peer_id), None)
             if not reply.leader_peer_id:
+                if reply.microbatches or not count:
+                    self._believed_at[stage] = self.clock.monotonic()
                 self._leaders[stage] = PeerId(record.peer_id)
                 self._failed.pop(stage, None)
                 return reply
@@ -195,15 +202,24 @@ class LeaseClient:
             causes=failed.causes or "no leader yet",
         )  # fmt: skip
 
-    def _next_to_ask(self, stage: int, asked: Collection[str]) -> PeerRecord | None:
+    def _doubted(self, stage: int) -> PeerId | None:
+        """The leader of a stage, which is forgotten, if it has granted nothing for DOUBT_SECONDS."""
+        now = self.clock.monotonic()
+        if now - self._believed_at.setdefault(stage, now) < DOUBT_SECONDS:
+            return None
+        self._believed_at[stage] = now
+        return self._leaders.pop(stage, None)
+
+    def _next_to_ask(self, stage: int, asked: Collection[str], doubted: PeerId | None) -> PeerRecord | None:
         candidates = [record for record in self.peers(stage) if record.peer_id not in asked]
         leader = self._leaders.get(stage)
 
-        def order(record: PeerRecord) -> tuple[bool, bool, float, str]:
+        def order(record: PeerRecord) -> tuple[bool, bool, bool, float, str]:
             # Each request to a frozen peer costs a timeout. So peers that answered, or whose failure is longest ago,
-            # come first.
+            # come first. A doubted leader is asked at once where others still name it, and else last.
             failed_at = self._failed_at.get(PeerId(record.peer_id), float("-inf"))
-            return self._has_failed(record), record.peer_id != leader, failed_at, record.peer_id
+            is_doubted = record.peer_id == doubted
+            return self._has_failed(record), record.peer_id != leader, is_doubted, failed_at, record.peer_id
 
         return min(candidates, key=order, default=None)
 

@@ -10,7 +10,15 @@ import grpc
 import pytest
 
 from swarm.errors import IncompatibleVersion, NotAllowed, PeerUnavailable, SwarmError, WrongStage
-from swarm.pipeline.lease_service import FAILED_SECONDS, GAP_SECONDS, MAX_WAITING, GroupLead, LeaseClient, LeaseServicer
+from swarm.pipeline.lease_service import (
+    DOUBT_SECONDS,
+    FAILED_SECONDS,
+    GAP_SECONDS,
+    MAX_WAITING,
+    GroupLead,
+    LeaseClient,
+    LeaseServicer,
+)
 from swarm.pipeline.leases import GATHER_SECONDS, RoundView
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server
@@ -150,6 +158,34 @@ async def test_a_leader_that_failed_is_not_waited_for_again_because_others_do_no
     leader = first
     clock.advance(FAILED_SECONDS)
     assert await outcome() == (False, [third, first, second]), "it may be back"
+
+
+async def test_a_leader_that_grants_nothing_is_left_once_others_name_another_one() -> None:
+    """The first peer still takes itself for the leader. Its group passes it over after a while."""
+    clock, leads, asked = ManualClock(), 0, list[int]()
+
+    def ask(record: PeerRecord) -> pb.AcquireReply:
+        asked.append(number := peers.index(record))
+        if number == 0:
+            return pb.AcquireReply(round=3)
+        return pb.AcquireReply(round=3, microbatches=[7]) if number == leads else other_leader()
+
+    def other_leader() -> pb.AcquireReply:
+        return pb.AcquireReply(leader_peer_id=peers[leads].peer_id)
+
+    acquire, peers = _client(3, ask, clock)
+    for _ in range(4):
+        assert (reply := await acquire()) is not None
+        assert not reply.microbatches
+        clock.advance(DOUBT_SECONDS / 2)
+    assert asked == [0, 0, 1, 0, 0], "once in a while another peer is asked, which still names the first one"
+    leads = 2
+    clock.advance(DOUBT_SECONDS)
+    assert (reply := await acquire()) is not None
+    assert list(reply.microbatches) == [7]
+    assert asked[5:] == [1, 2]
+    assert await acquire() is not None
+    assert asked[7:] == [2], "it stays with the new leader"
 
 
 async def test_an_answer_that_makes_no_sense_is_none() -> None:
