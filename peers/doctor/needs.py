@@ -55,7 +55,8 @@ class Needs:
             device=device if on_gpu else device + ram,
             ram=ram if on_gpu else 0,
             cache=_TOKENIZER_BYTES + _FLOAT_BYTES * own,
-            checkpoint=trained + (held["optimizer"] if config.rounds.synchronous else trained),
+            # In float32, even if moments are held in 8 bits.
+            checkpoint=trained + (_moment_bytes(config, stage) if config.rounds.synchronous else trained),
         )
 
 
@@ -96,15 +97,9 @@ def state_bytes(config: RunConfig, stage: int) -> dict[str, int]:
     _, shapes = _shapes(config, stage)
     size = _FLOAT_BYTES * num_parameters(config, stage)
     optimizer = gradient_optimizer(config, same_bits=False)
-    moments = sum(
-        math.prod(moment)
-        for name, shape in shapes.items()
-        for moment in optimizer.state_shapes(name, shape).values()
-        if moment == shape  # leaves out counters
-    )
     held = {
         "parameters": size,
-        "optimizer": _FLOAT_BYTES * moments,
+        "optimizer": sum(optimizer.num_bytes(name, shape) for name, shape in shapes.items()),
         "version": size,
         "gradient_bucket": size,
         # In the synchronous setting the round's anchor is the present version itself.
@@ -119,6 +114,12 @@ def state_bytes(config: RunConfig, stage: int) -> dict[str, int]:
     elif config.model.autocast != "off":
         held["casts"] = _HALF_BYTES * sum(math.prod(shape) for shape in shapes.values() if len(shape) > 1)
     return held
+
+
+def _moment_bytes(config: RunConfig, stage: int) -> int:
+    """Bytes of all that the optimizer remembers, in float32."""
+    in_full = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, moments="fp32"))
+    return state_bytes(in_full, stage)["optimizer"]
 
 
 def passing_bytes(config: RunConfig, stage: int) -> int:

@@ -201,7 +201,7 @@ def known(config: RunConfig, shapes: Mapping[str, torch.Size], restored: Restore
     anchor, remembered = parts(restored.tensors)
     # What ended synchronous rounds stepped along gradients, and an outer step does not.
     is_same = restored.config.rounds.setting == config.rounds.setting
-    return named(anchor, _used(round_optimizer(config), shapes, remembered) if is_same else {})
+    return dict(named(anchor, _used(round_optimizer(config), shapes, remembered) if is_same else {}))
 
 
 def _moments(config: RunConfig, shapes: Mapping[str, torch.Size], restored: Restored) -> dict[str, torch.Tensor]:

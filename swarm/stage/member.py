@@ -8,8 +8,10 @@ import asyncio
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
+
+import torch
 
 from swarm.events import Close, Commit, Install, State, ranges
 from swarm.rpc.v1 import stage_pb2 as pb
@@ -142,7 +144,7 @@ class StageMember:
         # count in this round, but its gradient would be added to the next round's sum.
         await self._stage.seal(frozenset())
 
-        def commit() -> tuple[float, InnerSteps, Tensors, HostReader]:
+        def commit() -> tuple[float, InnerSteps, Mapping[str, torch.Tensor], HostReader]:
             parent, inner_steps = self._weights.round.lineage, self._weights.inner_steps
             rate = self._weights.commit(result)
             self._events.write(
@@ -216,7 +218,7 @@ class StageMember:
     async def snapshot(self) -> Snapshot:
         """Copy the state at the last committed round while training goes on. Nothing writes to the copies."""
 
-        def pin() -> tuple[Round, Tensors, HostReader]:
+        def pin() -> tuple[Round, Mapping[str, torch.Tensor], HostReader]:
             return self._weights.round, self._weights.state(), self._staging.reader()
 
         async with self._may_commit:

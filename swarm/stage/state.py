@@ -6,6 +6,7 @@ remembers of the parameter.
 """
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from blake3 import blake3
@@ -18,11 +19,11 @@ LARGEST_WEIGHT = 1e15
 """No weight and no moment of an honest peer is larger: contributions to an average are bounded by it as well."""
 
 
-def named(anchor: Mapping[str, torch.Tensor], remembered: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Make a state from an anchor and an optimizer's state. The tensors are not copied."""
-    tensors = {f"anchor/{name}": value for name, value in anchor.items()}
-    tensors |= {f"outer/{key}": value for key, value in remembered.items()}
-    return {name: value.detach() for name, value in sorted(tensors.items())}
+def named(anchor: Mapping[str, torch.Tensor], remembered: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Make a state from an anchor and an optimizer's state, in the order of the names. The tensors are not copied."""
+    makers = {f"anchor/{name}": partial(anchor.__getitem__, name) for name in anchor}
+    makers |= {f"outer/{key}": partial(remembered.__getitem__, key) for key in remembered}
+    return optim.Views(dict(sorted(makers.items())))
 
 
 def parts(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -84,8 +85,8 @@ def digest_of(tensors: Mapping[str, torch.Tensor], reader: HostReader | None = N
     instructions for it. `reader` brings tensors from a device to the CPU; None if all are on the CPU.
     """
     digest = StateDigest(reader or HostReader())
-    for name, value in sorted(tensors.items()):
-        digest.add(name, value)
+    for name in sorted(tensors):
+        digest.add(name, tensors[name])
     return digest.hexdigest
 
 

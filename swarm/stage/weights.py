@@ -191,13 +191,13 @@ class StageWeights(ABC):
         """Anchor and outer state of the current round as named CPU tensors, which are copies."""
         return {name: value.to("cpu", copy=True) for name, value in self.state().items()}
 
-    def state(self) -> Tensors:
+    def state(self) -> Mapping[str, torch.Tensor]:
         """The tensors of `state_tensors` themselves. Any thread may read them until the next commit.
 
         A commit writes to the state of the optimizer that ends rounds. Anchors are replaced and never written to, and
         inner steps have an optimizer of their own.
         """
-        return state.named(self._anchor, optim.state_tensors(self._ends_rounds, self._stepped()))
+        return state.named(self._anchor, optim.state_views(self._ends_rounds, self._stepped()))
 
     def check(self, tensors: Mapping[str, torch.Tensor], digest: str, *, round_number: int) -> None:
         """Raise IntegrityError unless `tensors` are a whole and possible state of this stage; see state.check."""

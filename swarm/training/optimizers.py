@@ -70,10 +70,18 @@ class Muon(AdamW):
         super().update({name: value for name, value in parameters.items() if name not in hidden}, gradients, rate)
         for names in self._batches(hidden):
             for name in names:
-                if name not in self.state:
-                    self.state[name] = {"momentum_buffer": torch.zeros_like(hidden[name])}
-            buffers = [self.state[name]["momentum_buffer"] for name in names]
+                if name not in self.state and name not in self.packed:
+                    self.put(name, hidden[name], "momentum_buffer", torch.zeros_like(hidden[name]))
+            buffers = [
+                self.packed[name]["momentum_buffer"].unpacked()
+                if name in self.packed
+                else self.state[name]["momentum_buffer"]
+                for name in names
+            ]
             directions = self._directions([gradients[name] for name in names], buffers)
+            for name, buffer in zip(names, buffers, strict=True):
+                if name in self.packed:
+                    self.packed[name]["momentum_buffer"].pack(buffer)
             if self._cut is not None:
                 directions = [self._cut.whole(*named) for named in zip(names, directions, strict=True)]
             factor = rate * self._adjustment(directions[0].shape)

@@ -41,6 +41,15 @@ def treat(work: Work, groups: Sequence[Sequence[torch.Tensor]], *, together: boo
         work(_Lists, [torch.empty_like(piece) for piece in columns[0]], *columns)
 
 
+def treat_rows(work: Work, group: Sequence[torch.Tensor]) -> None:
+    """Do work on tensors that have equally many rows, of any widths and types: `xp` is torch for what is on a GPU."""
+    if group[0].device.type == "cpu":
+        _in_pieces(work, *group)
+        return
+    for piece in _cut(group):
+        work(torch, torch.empty_like(piece[0]), *piece)
+
+
 class _Lists:
     @staticmethod
     def add(left: Any, right: Any, out: Any) -> None:

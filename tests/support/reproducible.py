@@ -65,6 +65,7 @@ def of_arithmetic(device: torch.device = CPU) -> dict[str, str]:
     hidden = {"layers.0.matrix": torch.empty(301, 77), "layers.1.matrix": torch.empty(40, 203)}
     optimizers = {
         "AdamW": optim.AdamW(OptimizerConfig(weight_decay=0.1)),
+        "AdamW with moments in 8 bits": optim.AdamW(OptimizerConfig(weight_decay=0.1, moments="int8")),
         "Muon": Muon(OptimizerConfig(weight_decay=0.1), same_bits=True),
         "Nesterov": optim.OuterSgd(OuterConfig(momentum=0.9)),
     }
