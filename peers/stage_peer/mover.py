@@ -16,7 +16,7 @@ from peers.shared import stopping
 from peers.shared.faults import leaves
 from peers.shared.network import LOOK_SECONDS
 from peers.stage_peer.rebalancer import Rebalancer
-from peers.stage_peer.server import StageServer
+from peers.stage_peer.server import PeerServer
 from swarm import events
 from swarm.errors import Fatal, SwarmError
 from swarm.events import Events
@@ -49,7 +49,7 @@ class Move:
     """When it began to drain, on the monotonic clock."""
 
 
-ServerFactory = Callable[[int, int, bool, asyncio.TaskGroup], Awaitable[StageServer]]
+ServerFactory = Callable[[int, int, bool, asyncio.TaskGroup], Awaitable[PeerServer]]
 """Makes a stage's server, once the stage's initial weights are here. Its arguments are the stage, the number of moves
 until now, whether the peer comes from another stage, and the task group of the server."""
 
@@ -150,21 +150,21 @@ class Mover:
         await self._rebalancer.arrived(stage, move_seconds=seconds)
         logger.info("moved from stage %d to stage %d in %.1f s", move.from_stage, stage, seconds)
 
-    async def _stay(self, server: StageServer, stage: int) -> Move | None:
+    async def _stay(self, server: PeerServer, stage: int) -> Move | None:
         """Stay at the stage until the peer has left it. Return the move to the next stage; None if the peer leaves the
         run. Raises Fatal if it has left because it cannot go on."""
         while True:
             target = await stopping.before(
-                stopping.before(self._stop.wait(), server.stage.admission.gives_up()),
-                self._rebalancer.next_move(stage, lambda: server.stage.samples_per_second),
+                stopping.before(self._stop.wait(), server.gives_up()),
+                self._rebalancer.next_move(stage, lambda: server.samples_per_second(stage)),
             )
             if target is None:
-                if (fault := server.stage.admission.fault) is not None:
+                if (fault := server.fault) is not None:
                     logger.error("this peer cannot go on: %s", fault)
                 logger.info(
                     "leaving after this round, in %.0f s at most; another Ctrl-C ends it now", LAST_ROUND_SECONDS
                 )
-                server.presence.will_leave()
+                server.will_leave()
                 deadline = self._clock.monotonic() + LAST_ROUND_SECONDS
                 await self._hand_over(server, stage, deadline)
                 await server.end_of_round(deadline - self._clock.monotonic(), quiet_seconds=LAST_QUIET_SECONDS)
@@ -172,7 +172,7 @@ class Mover:
                 await server.drain(LAST_DRAIN_SECONDS)
                 await server.leave()
                 self._event_log.write(events.Leave())
-                if (fault := server.stage.admission.fault) is not None:
+                if (fault := server.fault) is not None:
                     raise fault
                 return None
             logger.info("moving to stage %d after this round", target)
@@ -193,14 +193,14 @@ class Mover:
                 await server.go_on()
             await self._rebalancer.gave_up(target)
 
-    async def _hand_over(self, server: StageServer, stage: int, deadline: float) -> None:
+    async def _hand_over(self, server: PeerServer, stage: int, deadline: float) -> None:
         """Go on serving, until the deadline, while a peer on its way here can get the stage's state only from this
         peer. At round 0 every peer can make the initial state itself."""
-        has_said = False
-        while server.stage.round > 0 and self._clock.monotonic() < deadline:
+        block, has_said = server.blocks[stage], False
+        while block.stage.round > 0 and self._clock.monotonic() < deadline:
             try:
                 if not await self._rebalancer.is_awaited(
-                    stage, round_number=server.stage.round, lineage=server.member.progress().lineage
+                    stage, round_number=block.stage.round, lineage=block.member.progress().lineage
                 ):
                     return
             except SwarmError as error:
@@ -211,15 +211,15 @@ class Mover:
                 has_said = True
             await self._clock.sleep(LOOK_SECONDS)
 
-    async def _can_spare(self, server: StageServer, stage: int) -> bool:
-        deadline = self._clock.monotonic() + COMMIT_SECONDS
+    async def _can_spare(self, server: PeerServer, stage: int) -> bool:
+        block, deadline = server.blocks[stage], self._clock.monotonic() + COMMIT_SECONDS
         while True:
             try:
                 if await self._rebalancer.can_spare(
                     stage,
-                    round_number=server.stage.round,
-                    lineage=server.member.progress().lineage,
-                    last_members=server.averager.last_members,
+                    round_number=block.stage.round,
+                    lineage=block.member.progress().lineage,
+                    last_members=block.averager.last_members,
                 ):
                     return True
             except SwarmError as error:

@@ -1,12 +1,14 @@
-"""One stage of this peer as it begins: the options of its server, and its model on this machine's device.
+"""The blocks of this peer as they begin: the options of each, and their models on this machine's devices.
 
-A stage that does not fit fails at the start, and not after an hour.
+What does not fit fails at the start, and not after an hour.
 """
 
 import logging
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from peers.shared import devices, process
 from peers.shared.devices import Dtype
@@ -34,13 +36,14 @@ from swarm.stage.graphs import GraphBudget
 from swarm.stage.runtime import Runtime
 from swarm.stage.stage import weights_of
 from swarm.stage.staging import Staging
+from swarm.stage.weights import StageWeights
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """The options of one stage's server."""
+    """The options of one served block. Those of a process differ only by the device, and in what belongs to a stage."""
 
     name: str
     device: torch.device
@@ -70,24 +73,35 @@ class ServerOptions:
     incarnation: Incarnation = field(default_factory=Incarnation)
 
 
-def own_backend(config: RunConfig, stage: int, options: ServerOptions, staging: Staging) -> StageBackend:
-    """Make the model and its weights, at their initial values: those in the options, or those drawn from the run's
-    seed. Raises Fatal if the stage does not fit on the device."""
-    device, given, graph_bytes = options.device, options.weights, options.graph_bytes
-    config = devices.computing_in(config, options.dtype, device)
-    devices.warn_of_emulation(config.model, device)
+def own_backends(
+    config: RunConfig, blocks: Mapping[int, ServerOptions], stagings: Mapping[torch.device, Staging]
+) -> dict[int, StageBackend]:
+    """Make the models of the blocks, by stage, and their weights, at their initial values: those in the options, or
+    those drawn from the run's seed. Blocks on one device share its memory for graphs. Raises Fatal if those of a device
+    do not fit there."""
+    backends: dict[int, StageBackend] = {}
+    for device, staging in stagings.items():
+        there = {stage: options for stage, options in blocks.items() if options.device == device}
+        backends |= _backends_on(config, device, staging, there)
+    return {stage: backends[stage] for stage in blocks}
+
+
+def _backends_on(
+    config: RunConfig, device: torch.device, staging: Staging, blocks: Mapping[int, ServerOptions]
+) -> dict[int, StageBackend]:
+    options = next(iter(blocks.values()))
+    own = devices.computing_in(config, options.dtype, device)
+    devices.warn_of_emulation(own.model, device)
     try:
-        tensors = None if given is None else given.load(parameter_shapes(config, stage))
-        module = build_stage(config, stage, device=device, weights=tensors)
-        del tensors
-        if options.compiles and isinstance(module, StageModule):
-            module.compile_layers()
-        weights = weights_of(config, module, lineage=genesis(config, stage), events=options.events)
+        made = {stage: _weights(own, stage, each) for stage, each in blocks.items()}
         # What the first step will allocate is allocated here and freed again: two moments, a second sum, another copy
         # of the weights, and at the last stage the loss. The server's threads need addresses as well.
-        first_step = [torch.empty_like(master) for master in weights.masters.values() for _ in range(4)]
-        if stage == config.stages.num_stages - 1:
-            num_bytes = loss_bytes(config.model, config.data.tokens_per_microbatch, fused=fuses(device))
+        first_step = [
+            torch.empty_like(master) for _, weights in made.values() for master in weights.masters.values()
+            for _ in range(4)
+        ]  # fmt: skip
+        if own.stages.num_stages - 1 in blocks:
+            num_bytes = loss_bytes(own.model, own.data.tokens_per_microbatch, fused=fuses(device))
             first_step.append(torch.empty(num_bytes, dtype=torch.uint8, device=device))
         first_step_bytes = sum(tensor.nbytes for tensor in first_step)
         process.require_addresses(process.THREAD_BYTES)
@@ -95,23 +109,41 @@ def own_backend(config: RunConfig, stage: int, options: ServerOptions, staging: 
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        asked = what_was_asked(error)
-        raise Fatal(
-            f"stage {stage} does not fit on {device} (no room for {asked}): take more stages, or another --device"
-        ) from None
-    logger.info("stage %d computes %s and sends %s", stage, devices.in_words(config, device), config.wire.dtype)
+        raise Fatal(_no_room(blocks, device, what_was_asked(error))) from None
+    for stage in blocks:
+        logger.info("stage %d computes %s and sends %s", stage, devices.in_words(own, device), own.wire.dtype)
+    graph_bytes = options.graph_bytes
     if graph_bytes is None:
         graph_bytes = devices.graph_bytes(devices.here(device), needed_bytes=first_step_bytes)
-    return StageBackend(
-        config=config,
-        stage=stage,
-        module=module,
-        staging=staging,
-        weights=weights,
-        budget=GraphBudget(limit_bytes=graph_bytes),
-        events=options.events,
-        recorder=options.recorder,
-    )
+        logger.info("autograd graphs may take up to %s of %s", in_words(graph_bytes), device)
+    budget = GraphBudget(limit_bytes=graph_bytes)
+    budgets = [budget, *(budget.beside() for _ in range(len(blocks) - 1))]
+    return {
+        stage: StageBackend(
+            config=own, stage=stage, module=module, staging=staging, weights=weights, budget=share,
+            events=blocks[stage].events, recorder=blocks[stage].recorder,
+        )
+        for (stage, (module, weights)), share in zip(made.items(), budgets, strict=True)
+    }  # fmt: skip
+
+
+def _weights(config: RunConfig, stage: int, options: ServerOptions) -> tuple[nn.Module, StageWeights]:
+    given = options.weights
+    tensors = None if given is None else given.load(parameter_shapes(config, stage))
+    module = build_stage(config, stage, device=options.device, weights=tensors)
+    del tensors
+    if options.compiles and isinstance(module, StageModule):
+        module.compile_layers()
+    return module, weights_of(config, module, lineage=genesis(config, stage), events=options.events)
+
+
+def _no_room(blocks: Collection[int], device: torch.device, asked: str) -> str:
+    if len(blocks) == 1:
+        what, advice = f"stage {min(blocks)} does", "take more stages, or another --device"
+    else:
+        what = f"stages {min(blocks)} to {max(blocks)} do"
+        advice = "serve fewer of them (--stage), begin the run with more stages, or take another --device, or more"
+    return f"{what} not fit on {device} (no room for {asked}): {advice}"
 
 
 async def warm_up(

@@ -48,7 +48,7 @@ from peers.stage_peer.own_stage import ServerOptions
 from peers.stage_peer.own_state import open_checkpoints
 from peers.stage_peer.rebalancer import Claim, Rebalancer
 from peers.stage_peer.resume import ResumeOptions
-from peers.stage_peer.server import StageServer
+from peers.stage_peer.server import PeerServer
 from peers.status.exporter import OwnFigures, exporting, require_exporter
 from swarm import config as configs
 from swarm.checkpoint import file
@@ -271,7 +271,7 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         arrival.serves(stage, announced)
         page.begin()
 
-    async def make_server(stage: int, moves: int, moved: bool, tasks: asyncio.TaskGroup) -> StageServer:
+    async def make_server(stage: int, moves: int, moved: bool, tasks: asyncio.TaskGroup) -> PeerServer:
         resumes = options.resume is not None and bool(file.names(options.resume))
         weights = await contents.initial_weights(stage, resumes=resumes)
         resume = start.resume_options(moved=moved, has_weights=weights is not None)
@@ -279,7 +279,7 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
             everywhere, moves=moves, weights=weights, resume=resume, shelves=contents.shelves, own_figures=own_figures,
             incarnation=incarnation,
         )  # fmt: skip
-        return StageServer(member, stage, tasks, local)
+        return PeerServer(member, {stage: local}, tasks)
 
     async with asyncio.TaskGroup() as tasks:
         # This task starts before anything that waits, because joiners may already look for the run.

@@ -1,260 +1,171 @@
-"""A stage peer's parts, wired together: weights, compute thread, hop, averager and the gRPC server over them.
+"""The server of a stage peer: its port, its compute threads, its devices, and the blocks that it serves on them.
 
-A stage is served only once its state is here, and announced only once it is served: bind -> get the state -> announce,
-average, write checkpoints -> drain -> leave.
+One process has one of it at a time. The blocks begin one after another, each as served_block.py says.
 """
 
 import asyncio
 import dataclasses
-import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 import grpc
 
 from peers.reach.listen import Announced, Listening
 from peers.shared.network import Membership
-from peers.stage_peer.news import StageNews
-from peers.stage_peer.own_stage import ServerOptions, own_backend, warm_up
-from peers.stage_peer.own_state import Checkpoints, OwnState
-from peers.stage_peer.presence import Presence
+from peers.stage_peer.own_process import OwnProcess
+from peers.stage_peer.own_stage import ServerOptions, own_backends
 from peers.stage_peer.resume import require_weights
-from peers.stage_peer.services import Services
+from peers.stage_peer.served_block import ServedBlock
+from peers.stage_peer.services import add_services_of
 from peers.status.peer_row import PeerRow
-from swarm.averaging.averager import Averager
-from swarm.averaging.wire.context import Context
-from swarm.averaging.wire.transport import Transport
-from swarm.events import Join
-from swarm.hop.hop import Hop, watch_connections
-from swarm.hop.retries import HopLimits
-from swarm.machine.out_of_memory import in_words
+from swarm.errors import Fatal
 from swarm.rpc import tls
 from swarm.rpc.callers import Callers
 from swarm.rpc.channels import ChannelPool
+from swarm.rpc.dispatch import Dispatch
 from swarm.rpc.guard import Guard
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server, start_server
 from swarm.rpc.transfers import Turns
-from swarm.stage.boundary import reply_specs, request_specs
+from swarm.stage.boundary import request_specs
 from swarm.stage.call import max_kept_bytes
-from swarm.stage.context import StageContext, StageLimits
-from swarm.stage.member import StageMember
+from swarm.stage.context import StageLimits
 from swarm.stage.runtime import Runtime
 from swarm.stage.slots import LARGEST_NUM_SLOTS
-from swarm.stage.stage import Stage
 from swarm.stage.staging import staging_of
-from swarm.stage.time_shares import TimeWatch
-
-logger = logging.getLogger(__name__)
-
-SETTLE_SECONDS = 5.0
-"""How long a peer that ends waits at most until it has passed on its acknowledgements. Passing on one takes no longer
-than this."""
 
 
-class StageServer:
-    def __init__(self, membership: Membership, stage: int, tasks: asyncio.TaskGroup, options: ServerOptions) -> None:
+class PeerServer:
+    def __init__(self, membership: Membership, blocks: Mapping[int, ServerOptions], tasks: asyncio.TaskGroup) -> None:
+        """`blocks` are the options of each block that is to be served, by its stage."""
         config, clock = membership.config, membership.clock
+        self._options = options = next(iter(blocks.values()))
         # The channels are closed with this server, because at another stage the peer has other neighbours.
         channels = ChannelPool(
             insecure=options.insecure, identity=membership.identity, clock=clock, points=membership.channels.points
         )
         self._membership = membership = dataclasses.replace(membership, channels=channels)
-        self._options = options
-        max_in_flight = options.max_in_flight or config.stages.num_stages + 2
-        limits = StageLimits(max_in_flight=max_in_flight, largest_in_flight=options.max_in_flight or LARGEST_NUM_SLOTS)
-        most_in_flight = max(limits.max_in_flight, limits.largest_in_flight)
-        self.callers = Callers(clock, max_training_bytes=max_kept_bytes(request_specs(config, stage), most_in_flight))
-        staging = staging_of(options.device)
-        self._runtime = Runtime(queue_capacity=1024, stopwatch=staging.stopwatch)
+        least = options.max_in_flight or config.stages.num_stages + 2
+        limits = StageLimits(max_in_flight=least, largest_in_flight=options.max_in_flight or LARGEST_NUM_SLOTS)
+        most = max(limits.max_in_flight, limits.largest_in_flight)
+        max_training_bytes = sum(max_kept_bytes(request_specs(config, stage), most) for stage in blocks)
+        self.callers = Callers(clock, max_training_bytes=max_training_bytes)
+        self._process = OwnProcess(membership, options, self.callers)
         if config.lora.is_on:
             # The state that is downloaded from peers of the stage does not include frozen base weights.
-            require_weights(config, stage, options.resume)
-        backend = own_backend(config, stage, options, staging)
-        hop = None
-        if not backend.is_last:
-            hop = Hop(
-                run_id=config.run_id, stage=stage + 1, reply_specs=reply_specs(config, stage + 1),
-                router=membership.known.router, channels=channels, clock=clock, events=options.events,
-                limits=HopLimits(round_microbatches=config.round_microbatches), memory=staging.host_bytes,
-            )  # fmt: skip
-        self.stage = Stage(
-            StageContext(
-                config=config, backend=backend, runtime=self._runtime, hop=hop, clock=clock, tasks=tasks, limits=limits
+            for stage, own in blocks.items():
+                require_weights(config, stage, own.resume)
+        stagings = {device: staging_of(device) for device in dict.fromkeys(own.device for own in blocks.values())}
+        self._runtimes = {
+            device: Runtime(queue_capacity=1024, stopwatch=staging.stopwatch) for device, staging in stagings.items()
+        }
+        self.blocks = {
+            stage: ServedBlock(
+                membership, backend, self._runtimes[blocks[stage].device], tasks, blocks[stage], limits, self._process
             )
-        )
-        self.member = StageMember(self.stage, num_alive=lambda: self.averager.num_alive, on_commit=self._committed)
-        self.averager: Averager
-        self.checkpoints = Checkpoints(
-            options.checkpoints, config, stage, self.member, tasks,
-            highest_microbatch=lambda: self.averager.view().highest_microbatch,
-        )  # fmt: skip
-        self._own_state = OwnState(membership, self.stage, self.member, options)
-        self._news = StageNews(clock)
-        times = TimeWatch(self.stage, clock)
-        self.presence = Presence(membership, self.stage, self.member, options, self.callers, times)
+            for stage, backend in own_backends(config, blocks, stagings).items()
+        }
 
     @asynccontextmanager
     async def serving(self, listen: Listening) -> AsyncIterator[Announced]:
-        """Get the stage's state, and serve the stage inside the block. Yields the addresses that others are told.
+        """Get the blocks' states, and serve the blocks inside. Yields the addresses that others are told.
 
-        Raises ValueError if the port is in use, what OwnState.begin does, and in a group NotReady if the stage's state
+        Raises ValueError if the port is in use, what OwnState.begin does, and in a group NotReady if a block's state
         could not be downloaded from the peers that hold it.
         """
-        if self._options.graph_bytes is None:
-            limit_bytes = self.stage.context.backend.budget.limit_bytes
-            logger.info("autograd graphs may take up to %s of %s", in_words(limit_bytes), self._options.device)
-        self._runtime.start()
+        for runtime in self._runtimes.values():
+            runtime.start()
         try:
-            with self._membership.waits.on(f"the first computation of stage {self.stage.number}"):
-                await warm_up(
-                    self.stage.context.backend, self._runtime, self._membership.clock, device=self._options.device,
-                    compiles=self._options.compiles,
-                )  # fmt: skip
-            await self._own_state.begin()
-            waits = self._membership.waits
-            async with self._server(listen) as services, asyncio.TaskGroup() as tasks:
-                averaging = tasks.create_task(self.averager.run())
-                reporting = tasks.create_task(self.stage.endings.report_changes(self.averager.notify))
-                await asyncio.sleep(0)
-                await self._own_state.arrive(self.averager)
-                await self.averager.arrived()
-                self.stage.admission.open()
-                await self.presence.serves()
-                self._options.events.write(Join())
-                works = (*self.presence.works(self._news), self._watch_connections())
-                background = [tasks.create_task(work) for work in works]
+            async with AsyncExitStack() as stack:
+                first, *others = self.blocks.values()
+                await first.begin()
+                dispatch, turns = await stack.enter_async_context(self._server(listen))
+                await stack.enter_async_context(first.serving(dispatch, turns))
+                for block in others:
+                    await block.begin()
+                    await stack.enter_async_context(block.serving(dispatch, turns))
                 self._options.own_figures.follow(
-                    lambda: PeerRow.of(self.presence.record(), services.describe()),
-                    run=self._membership.config.run_id,
-                    stage=str(self.stage.number),
-                )
-                with waits.on(self._waits_for_round), waits.on(self._waits_for_stage):
-                    yield self.presence.announced
-                for task in (averaging, reporting, *background):
-                    task.cancel()
+                    lambda: PeerRow.of(first.presence.record(), first.describe()),
+                    run=self._membership.config.run_id, stage=str(first.stage.number),
+                )  # fmt: skip
+                yield self._process.announced
         finally:
-            self.stage.end()
-            await self._settle()
+            for block in self.blocks.values():
+                block.stage.end()
+            await asyncio.gather(*(block.settle() for block in self.blocks.values()))
             await self._membership.channels.close()
-            self._runtime.stop(timeout_seconds=2.0)
+            for runtime in self._runtimes.values():
+                runtime.stop(timeout_seconds=2.0)
 
     @asynccontextmanager
-    async def _server(self, listen: Listening) -> AsyncIterator[Services]:
-        """Have this peer's port inside the block, and serve there. Makes the averager, which is served too."""
-        identity, clock = self._membership.identity, self._membership.clock
-        guard = Guard(authority=identity.authority, callers=self.callers, clock=clock, stage=lambda: self.stage.number)
+    async def _server(self, listen: Listening) -> AsyncIterator[tuple[Dispatch, Turns]]:
+        """Have this peer's port inside the block, and serve there what does not belong to a stage. Yields what the
+        blocks add themselves to."""
+        identity, clock, process = self._membership.identity, self._membership.clock, self._process
+        guard = Guard(authority=identity.authority, callers=self.callers, clock=clock, stage=lambda: dispatch.first)
+        dispatch = Dispatch(guard.require_right)
         credentials = None if self._options.insecure else tls.server_credentials(identity)
         server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[guard])
-        async with listen.held():
-            self.presence.listens(partial(listen.announced, bind_server(server, listen.host, listen.port, credentials)))
-            turns = Turns(clock, is_training=lambda: self.stage.is_busy)
-            self.averager = Averager(self._context(turns), self.member)
-            services = Services(
-                self._membership, self.stage, self.averager, self.presence, self._options, callers=self.callers,
-                turns=turns,
-            )  # fmt: skip
-            services.add_to(server)
+        async with listen.held(), asyncio.TaskGroup() as tasks:
+            process.listens(partial(listen.announced, bind_server(server, listen.host, listen.port, credentials)))
+            turns = Turns(clock, is_training=process.is_busy)
+            server.add_generic_rpc_handlers((dispatch,))
+            add_services_of(process, self._membership, self._options, turns, server)
+            measuring = tasks.create_task(process.loop_lag.run())
             try:
                 await start_server(server)
-                yield services
+                yield dispatch, turns
             finally:
+                measuring.cancel()
                 self._options.own_figures.follow(lambda: None)
-                self.stage.end()
+                for block in self.blocks.values():
+                    block.stage.end()
                 await server.stop(grace=1.0)
 
-    def _context(self, turns: Turns) -> Context:
-        member = self._membership
-        return Context(
-            config=member.config, own=self.presence.record(), endpoints=lambda: self.presence.announced.endpoints,
-            peers=member.known.peers, transport=Transport(member.channels), clock=member.clock,
-            events=self._options.events, waits=member.waits, turns=turns,
-        )  # fmt: skip
+    # -- the end ---------------------------------------------------------------------------------------------------
 
-    async def _settle(self) -> None:
-        """Wait until acknowledgements are passed on downstream: without them the peers there would roll back."""
-        clock = self._membership.clock
-        deadline = clock.monotonic() + SETTLE_SECONDS
-        while self.stage.answers.num_settling and clock.monotonic() < deadline:
-            await clock.sleep(0.02)
+    async def gives_up(self) -> None:
+        """Return once some block cannot go on, because it lacks memory."""
+        waiting = [asyncio.create_task(block.stage.admission.gives_up()) for block in self.blocks.values()]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waiting:
+                task.cancel()
 
-    async def _watch_connections(self) -> None:
-        member, next_stage = self._membership, self.stage.number + 1
-        if next_stage in member.stages:
-            await watch_connections(
-                stage=next_stage, router=member.known.router, channels=member.channels, clock=member.clock
-            )
+    def samples_per_second(self, stage: int) -> float:
+        return self._process.samples_per_second(self.blocks[stage].stage)
+
+    @property
+    def fault(self) -> Fatal | None:
+        faults = (block.stage.admission.fault for block in self.blocks.values())
+        return next((fault for fault in faults if fault is not None), None)
+
+    def will_leave(self) -> None:
+        """See Presence.will_leave."""
+        for block in self.blocks.values():
+            block.presence.will_leave()
 
     async def end_of_round(self, seconds: float, *, quiet_seconds: float) -> None:
-        """Serve until the present round is closed, and wait for its commit. Call `drain` next.
+        """Serve until every block's round has ended; see ServedBlock.end_of_round. A block that is done takes no more,
+        since what it took would be lost with this peer."""
 
-        Returns sooner if `seconds` have passed, if this peer has no samples in the round, if no other peer serves some
-        stage, this one included, or if nothing has been under way here for `quiet_seconds` while all members are there:
-        then no trainer trains.
-        """
-        with self._membership.waits.on(f"the end of round {self.stage.round}, to leave after it"):
-            await self._end_of_round(seconds, quiet_seconds)
+        async def one(block: ServedBlock) -> None:
+            await block.end_of_round(seconds, quiet_seconds=quiet_seconds)
+            if len(self.blocks) > 1:
+                block.stage.admission.close()
 
-    async def _end_of_round(self, seconds: float, quiet_seconds: float) -> None:
-        number, clock = self.stage.round, self._membership.clock
-        busy_at, deadline = clock.monotonic(), clock.monotonic() + seconds
-        while (
-            self.stage.round == number
-            and (self.member.progress().num_samples > 0 or self.stage.is_busy)
-            and all(self._membership.known.others(stage) for stage in self._membership.stages)
-        ):
-            closed = self.stage.is_closed
-            # A microbatch that comes between the close and the commit belongs to the next round, and would be lost with
-            # this peer.
-            if closed:
-                self.stage.admission.close()
-            else:
-                self.stage.admission.open()
-            now = clock.monotonic()
-            if closed or self.stage.is_busy or self.averager.misses_member():
-                # While a round waits for a silent member, nothing is under way although somebody trains.
-                busy_at = now
-            quiet = min(now - busy_at, self.averager.view().quiet_seconds)
-            if now >= deadline or quiet >= quiet_seconds:
-                return
-            await clock.sleep(0.05)
+        await asyncio.gather(*map(one, self.blocks.values()))
 
     async def drain(self, seconds: float) -> bool:
-        """Take no more microbatches, and finish those in flight, until their acknowledgements are passed on. Returns
-        whether all were finished within `seconds`."""
-        self.stage.admission.close()
-        await self.presence.leaves()
-        await self.presence.announce()
-        clock = self._membership.clock
-        deadline = clock.monotonic() + seconds
-        with self._membership.waits.on("what is in flight here, to leave then"):
-            while clock.monotonic() < deadline and self.stage.is_busy:
-                await clock.sleep(0.1)
-        return not self.stage.is_busy
+        """See ServedBlock.drain."""
+        return all(await asyncio.gather(*(block.drain(seconds) for block in self.blocks.values())))
 
     async def go_on(self) -> None:
-        self.stage.admission.open()
-        await self.presence.serves()
-        await self.presence.announce()
+        for block in self.blocks.values():
+            await block.go_on()
 
     async def leave(self) -> None:
-        """Write a last checkpoint if the newest one is older, unless the disk hangs, and withdraw from the DHT."""
-        await self.checkpoints.last()
-        await self.presence.withdraw()
-
-    def _waits_for_round(self, _: float) -> str:
-        """What the peer waits for at the end of a synchronous round; empty with DiLoCo, where training goes on
-        meanwhile."""
-        is_held_up = self._membership.config.rounds.synchronous and self.stage.is_closed
-        return f"the commit of round {self.stage.round}" if is_held_up else ""
-
-    def _waits_for_stage(self, _: float) -> str:
-        hop = self.stage.context.hop
-        obstacle = None if hop is None else hop.obstacle
-        return "" if hop is None or obstacle is None else f"stage {hop.stage} ({obstacle.causes or 'it has no peer'})"
-
-    def _committed(self) -> None:
-        self._news.committed(
-            self.member.reports[-1], samples_per_second=self.stage.samples_per_second, is_behind=self.averager.is_behind
-        )
-        self.checkpoints.committed()
+        """See ServedBlock.leave."""
+        for block in self.blocks.values():
+            await block.leave()

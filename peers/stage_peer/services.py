@@ -1,14 +1,16 @@
-"""The services of a stage peer on its gRPC server."""
+"""The services on a stage peer's gRPC server: those of each block, and those of the process."""
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import grpc
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 from peers.shared.network import Membership
 from peers.stage_peer.incarnation import Rivals
+from peers.stage_peer.own_process import OwnProcess
 from peers.stage_peer.own_stage import ServerOptions
-from peers.stage_peer.presence import Presence
 from swarm.averaging.averager import Averager
 from swarm.averaging.servicer import AveragingServicer
 from swarm.content.servicer import ContentServicer
@@ -16,8 +18,7 @@ from swarm.dht import keys
 from swarm.dht.lookup import DirectoryServicer
 from swarm.pipeline.lease_service import GroupLead, LeaseServicer
 from swarm.pipeline.leases import RoundView
-from swarm.rpc.callers import Callers
-from swarm.rpc.meeting.meeting_point import MeetingPoint
+from swarm.rpc.dispatch import BlockHandlers
 from swarm.rpc.probe import ProbeServicer
 from swarm.rpc.transfers import Turns
 from swarm.rpc.v1 import stage_pb2 as pb
@@ -35,59 +36,44 @@ from swarm.stage.stage import Stage
 from swarm.types import PeerId
 
 
-class Services:
-    def __init__(
-        self, membership: Membership, stage: Stage, averager: Averager, presence: Presence, options: ServerOptions, *,
-        callers: Callers, turns: Turns,
-    ) -> None:  # fmt: skip
-        self._membership = membership
-        self._stage = stage
-        self._averager = averager
-        self._presence = presence
-        self._options = options
-        self._callers = callers
-        self._turns = turns
-        self._generation = GenerationServicer(stage, options.sessions)
-        self._meeting_point = MeetingPoint(
-            membership.identity.peer_id, options.meeting, membership.clock, insecure=options.insecure,
-            is_exchanging=self._is_exchanging, run_id=membership.config.run_id,
-        )  # fmt: skip
-        membership.channels.points.serve_here(self._meeting_point.line_to)
+def block_handlers(
+    membership: Membership, stage: Stage, averager: Averager, generation: GenerationServicer, options: ServerOptions,
+    process: OwnProcess, *, describe: Callable[[], pb.DescribeReply],
+) -> BlockHandlers:  # fmt: skip
+    """The services of one block."""
+    config, handlers = membership.config, BlockHandlers()
+    rivals = Rivals(membership, own=options.incarnation, endpoint=lambda: process.endpoint)
+    lease = LeaseServicer(
+        config=config, stage=stage.number, clock=membership.clock, rng=random.SystemRandom(),
+        lead=lambda: group_lead(averager), changed=averager.changed, events=options.events,
+    )  # fmt: skip
+    server: Any = handlers
+    add_stage_servicer(StageServicer(stage, describe=describe, callers=process.callers, rival_of=rivals.of), server)
+    add_GenerationServiceServicer_to_server(generation, server)
+    add_LeaseServiceServicer_to_server(lease, server)
+    add_AveragingServiceServicer_to_server(AveragingServicer(averager.handlers, own_id=membership.peer_id), server)
+    return handlers
 
-    def add_to(self, server: grpc.aio.Server) -> None:
-        config, clock = self._membership.config, self._membership.clock
-        averager, options = self._averager, self._options
-        rivals = Rivals(self._membership, own=options.incarnation, endpoint=lambda: self._presence.endpoint)
-        stage = StageServicer(self._stage, describe=self.describe, callers=self._callers, rival_of=rivals.of)
-        lease = LeaseServicer(
-            config=config, stage=self._stage.number, clock=clock, rng=random.SystemRandom(),
-            lead=lambda: group_lead(averager), changed=averager.changed, events=options.events,
-        )  # fmt: skip
-        directory = DirectoryServicer(
-            store=self._membership.directory.store,
-            keys=keys.of_run(config.run_id, config.stages.num_stages),
-            clock=clock,
-            dht_addresses=lambda: self._presence.announced.dht_addresses,
-        )
-        content = ContentServicer(
-            config.run_id, options.shelves, is_exchanging=self._is_exchanging, clock=clock, turns=self._turns
-        )
-        averaging = AveragingServicer(averager.handlers, own_id=self._membership.peer_id)
-        add_stage_servicer(stage, server)
-        add_GenerationServiceServicer_to_server(self._generation, server)
-        add_LeaseServiceServicer_to_server(lease, server)
-        add_AveragingServiceServicer_to_server(averaging, server)
-        add_DirectoryServiceServicer_to_server(directory, server)
-        add_ContentServiceServicer_to_server(content, server)
-        add_MeetingServiceServicer_to_server(self._meeting_point, server)
-        add_ProbeServiceServicer_to_server(ProbeServicer(is_exchanging=self._is_exchanging, clock=clock), server)
-        add_HealthServicer_to_server(self._presence.health, server)
 
-    def describe(self) -> pb.DescribeReply:
-        return self._presence.describe(self._averager, self._generation.counters(), self._meeting_point)
-
-    def _is_exchanging(self) -> bool:
-        return self._averager.is_exchanging
+def add_services_of(
+    process: OwnProcess, membership: Membership, options: ServerOptions, turns: Turns, server: grpc.aio.Server
+) -> None:
+    """Add what belongs to no block."""
+    config, clock = membership.config, membership.clock
+    directory = DirectoryServicer(
+        store=membership.directory.store,
+        keys=keys.of_run(config.run_id, config.stages.num_stages),
+        clock=clock,
+        dht_addresses=lambda: process.announced.dht_addresses,
+    )
+    content = ContentServicer(
+        config.run_id, options.shelves, is_exchanging=process.is_exchanging, clock=clock, turns=turns
+    )
+    add_DirectoryServiceServicer_to_server(directory, server)
+    add_ContentServiceServicer_to_server(content, server)
+    add_MeetingServiceServicer_to_server(process.meeting_point, server)
+    add_ProbeServiceServicer_to_server(ProbeServicer(is_exchanging=process.is_exchanging, clock=clock), server)
+    add_HealthServicer_to_server(process.health, server)
 
 
 def group_lead(averager: Averager) -> GroupLead:

@@ -56,7 +56,7 @@ class Guard(grpc.aio.ServerInterceptor):
     callers: Callers
     clock: Clock
     stage: Callable[[], int]
-    """Gives the stage that this peer serves now."""
+    """Gives the first stage that this peer serves now: what is not allowed there is refused at once."""
     _refused: Quota = field(default_factory=lambda: Quota("refusals", each=MAX_CALLS), init=False)
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
@@ -141,8 +141,7 @@ class Guard(grpc.aio.ServerInterceptor):
                     is_wasted = False
                     await self.clock.sleep(seconds)
                     is_wasted = True
-                if self.authority is not None:
-                    self._require_right(method, self.authority, context)
+                self.require_right(method, self.stage(), context)
                 if isinstance(request, Message):
                     require_bounds(request, finite=True)
                 self._require_own_words(method, request, caller)
@@ -170,9 +169,11 @@ class Guard(grpc.aio.ServerInterceptor):
                 await self.clock.sleep(RETRY_SECONDS)
         await abort(context, error)
 
-    def _require_right(self, method: str, authority: Authority, context: Context) -> None:
-        member = authority.member(chain_of(context), self.clock.time())
-        require_call(member.role, method, self.stage())
+    def require_right(self, method: str, stage: int, context: Context) -> None:
+        """Raise NotAllowed, in a locked run, unless the caller may make this call at a stage."""
+        if self.authority is not None:
+            member = self.authority.member(chain_of(context), self.clock.time())
+            require_call(member.role, method, stage)
 
     def _require_own_words(self, method: str, request: Any, caller: Caller) -> None:
         if isinstance(request, Unreadable):

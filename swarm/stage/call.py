@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 from swarm.errors import DeadlineExceeded, MalformedMessage, PeerUnavailable, SwarmError
 from swarm.machine.out_of_memory import is_out_of_memory, what_was_asked
 from swarm.rpc.callers import MAX_KEPT_BYTES, Caller, Callers
+from swarm.rpc.dispatch import FIRST_SECONDS
 from swarm.rpc.failures import abort
 from swarm.rpc.serving import MESSAGE_SECONDS, receive
 from swarm.rpc.wire import NewBytes, Piece, TensorReader, TensorSpec, new_bytes, parsed
@@ -18,8 +19,6 @@ from swarm.stage.slots import LARGEST_NUM_SLOTS
 
 logger = logging.getLogger(__name__)
 
-FIRST_SECONDS = 10.0
-"""Longest wait for the first message. A silent stream is not kept."""
 SLOWEST_BYTES_PER_SECOND = 32 << 10
 """A caller that sends tensors more slowly than this, beyond the wait for a message, is cut off: it may hold a slot."""
 DRAIN_SECONDS = 5.0

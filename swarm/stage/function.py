@@ -100,7 +100,7 @@ class StageFunction:
         try:
             self._captured = CapturedStage(
                 recorder, self._call, lambda arguments: self._live(version, arguments), made_up, version,
-                cast_types=cast_types(self.module), limit_bytes=self.budget.limit_bytes,
+                cast_types=cast_types(self.module), limit_bytes=self.budget.most_bytes,
             )  # fmt: skip
             self.budget.recorded_bytes = self._captured.num_bytes
         except Exception as error:  # noqa: BLE001 - torch raises errors of many kinds, and the stage can do without
@@ -173,7 +173,7 @@ class StageFunction:
 
     def _recordings(self, wire_inputs: WireInputs) -> CapturedStage | None:
         """The recordings that can compute a microbatch, if there are any."""
-        if self._captured is not None and self.budget.recorded_bytes > self.budget.limit_bytes:
+        if self._captured is not None and self.budget.recorded_bytes > self.budget.most_bytes:
             logger.warning("stage %d goes on without CUDA graphs: their memory is needed", self.stage)
             self._captured, self.budget.recorded_bytes = None, 0
         return self._captured if wire_inputs[TOKENS].shape == self._shape else None

@@ -16,12 +16,13 @@ from swarm.generation.choice import NO_SCORING, Scorer
 from swarm.hop.continuation import Continuation
 from swarm.hop.session import PIECE_TOKENS, Order, Piece, Token, pack_token, unpack_order, unpack_pieces
 from swarm.rpc.callers import RETRY_SECONDS, Caller, Quota, caller_of
+from swarm.rpc.dispatch import FIRST_SECONDS
 from swarm.rpc.serving import MESSAGE_SECONDS, check_address, receive, send
 from swarm.rpc.v1 import generation_pb2 as pb
 from swarm.rpc.v1 import stage_pb2
 from swarm.rpc.v1.generation_pb2_grpc import GenerationServiceServicer
 from swarm.stage.boundary import Boundary, boundary_of
-from swarm.stage.call import FIRST_SECONDS, Context, refuse
+from swarm.stage.call import Context, refuse
 from swarm.stage.decoder import Computed, Decoder, session_bytes
 from swarm.stage.held_rounds import ROUND_SECONDS
 from swarm.stage.stage import Stage

@@ -15,7 +15,7 @@ gradients stay outside. What a recording is, and what it may not hold, is told i
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -39,7 +39,10 @@ Arguments = Mapping[str, torch.Tensor]
 
 @dataclass
 class GraphBudget:
-    """Bytes of autograd graphs that may be kept between forward and backward."""
+    """Bytes of autograd graphs that one block may keep between forward and backward.
+
+    Blocks on one device share `limit_bytes`: each has a budget `beside` the others'.
+    """
 
     limit_bytes: int
     graph_bytes: int = 0
@@ -49,10 +52,25 @@ class GraphBudget:
     """Forwards that were computed again, because there was no room for their graphs."""
     recorded_bytes: int = 0
     """What recordings take, which have memory for graphs of their own. They are given back if it is too much."""
+    _sharing: "list[GraphBudget]" = field(default_factory=list, repr=False, compare=False)
+    """All budgets that share the limit, this one included."""
+
+    def __post_init__(self) -> None:
+        self._sharing.append(self)
+
+    def beside(self) -> "GraphBudget":
+        """The budget of another block on the same device."""
+        return GraphBudget(self.limit_bytes, _sharing=self._sharing)
+
+    @property
+    def most_bytes(self) -> int:
+        """What the recordings of other blocks leave to this one of the limit."""
+        return self.limit_bytes - sum(other.recorded_bytes for other in self._sharing if other is not self)
 
     def has_room(self) -> bool:
         """Whether one more graph fits."""
-        return (self.num_kept + 1) * self.graph_bytes + self.recorded_bytes <= self.limit_bytes
+        taken_bytes = sum(one.num_kept * one.graph_bytes + one.recorded_bytes for one in self._sharing)
+        return taken_bytes + self.graph_bytes <= self.limit_bytes
 
     def keep(self, *, recomputed: bool = False) -> None:
         """Count one more graph that is kept, even beyond the limit."""
@@ -63,8 +81,10 @@ class GraphBudget:
         self.num_kept -= 1
 
     def halve(self) -> None:
-        """Allow half as many graphs as are kept now."""
-        self.limit_bytes = self.num_kept // 2 * self.graph_bytes
+        """Allow half as many graphs as are kept now, of this block and of those on the same device."""
+        limit_bytes = sum(one.num_kept // 2 * one.graph_bytes for one in self._sharing)
+        for one in self._sharing:
+            one.limit_bytes = limit_bytes
 
     def build(self, compute: Callable[[], torch.Tensor], version: Version) -> torch.Tensor:
         """Run `compute` with these weights. The first time, measure what autograd saves for the backward.

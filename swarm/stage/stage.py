@@ -70,10 +70,9 @@ class Stage:
         return self.is_closed and (not self.setting.takes_gradients or self.setting.num_waiting > 0)
 
     @property
-    def samples_per_second(self) -> float:
-        """The rate of the compute thread, for forward and backward together; 0 before the first microbatch."""
-        seconds = self.context.records.seconds_per_sample.value
-        return 1.0 / seconds if seconds else 0.0
+    def seconds_per_sample(self) -> float:
+        """The time of the compute thread, for forward and backward together; 0 before the first microbatch."""
+        return self.context.records.seconds_per_sample.value or 0.0
 
     @property
     def is_busy(self) -> bool:

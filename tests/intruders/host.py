@@ -15,7 +15,8 @@ import torch
 from peers.shared.network import Membership
 from peers.stage_peer.own_stage import ServerOptions
 from peers.stage_peer.resume import ResumeOptions
-from peers.stage_peer.server import StageServer
+from peers.stage_peer.served_block import ServedBlock
+from peers.stage_peer.server import PeerServer
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.credentials.identity import Identity
 from swarm.events import Events
@@ -24,6 +25,7 @@ from swarm.hop.hop import Hop
 from swarm.machine.clock import SystemClock
 from swarm.routing.router import Router
 from swarm.rpc import tls
+from swarm.rpc.callers import Callers
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.tls import CLIENT_OPTIONS
 from swarm.rpc.v1.stage_pb2 import Address
@@ -51,7 +53,8 @@ class Host:
 
     config: RunConfig
     record: PeerRecord
-    server: StageServer
+    server: ServedBlock
+    callers: Callers
     hop: Hop
     num_honest: int = 0
     num_busy: int = 0
@@ -88,8 +91,8 @@ class Host:
     @property
     def is_idle(self) -> bool:
         """Whether no slot is taken, no call is under way, and no byte is kept for one."""
-        callers = self.server.callers
-        return (self.server.stage.admission.num_admitted, callers.num_calls, callers.num_bytes) == (0, 0, 0)
+        admitted = self.server.stage.admission.num_admitted
+        return (admitted, self.callers.num_calls, self.callers.num_bytes) == (0, 0, 0)
 
     async def idles(self) -> None:
         await eventually(lambda: self.is_idle)
@@ -115,12 +118,13 @@ async def running(
         clock=clock,
     )  # fmt: skip
     async with cancelled_tasks() as tasks:
-        server = StageServer(member, STAGE, tasks, options)
+        server = PeerServer(member, {STAGE: options}, tasks)
         async with server.serving(HERE) as announced:
-            record = server.presence.record()
+            block = server.blocks[STAGE]
+            record = block.presence.record()
             assert record.endpoints == announced.endpoints
             router.update(STAGE, [record])
-            host = Host(config, record, server, hop)
+            host = Host(config, record, block, server.callers, hop)
             yield host
             await host.idles()
             await channels.close()

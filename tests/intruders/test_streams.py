@@ -13,6 +13,7 @@ import torch
 
 from swarm.credentials import certificates
 from swarm.errors import Overloaded
+from swarm.rpc import dispatch
 from swarm.rpc.callers import MAX_CALLS, MAX_KEPT_BYTES, Caller
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
@@ -58,7 +59,7 @@ def _open(host: Host, microbatch: int, **fields: Any) -> pb.TrainRequest:
 @pytest.mark.parametrize("num_streams", [100, pytest.param(10_000, marks=pytest.mark.slow)])
 async def test_idle_streams(num_streams: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """They send nothing, until they are ended. Honest work goes on meanwhile."""
-    monkeypatch.setattr(stage_call, "FIRST_SECONDS", 2.0)
+    monkeypatch.setattr(dispatch, "FIRST_SECONDS", 2.0)
     most_calls = most_bytes = num_honest = 0
     async with running() as host, host.connected(INTRUDER) as channel:
         await host.train()
@@ -67,7 +68,7 @@ async def test_idle_streams(num_streams: int, monkeypatch: pytest.MonkeyPatch) -
         async with asyncio.TaskGroup() as tasks:
             ending = [tasks.create_task(_ended(call)) for call in calls]
             while not all(task.done() for task in ending):
-                most_calls = max(most_calls, host.server.callers.num_calls)
+                most_calls = max(most_calls, host.callers.num_calls)
                 most_bytes = max(most_bytes, resident_bytes() - before)
                 assert await host.train() > 0
                 num_honest += 1
@@ -199,7 +200,7 @@ async def test_a_decompression_bomb_stays_packed() -> None:
 async def test_what_is_kept_for_one_caller_is_bounded() -> None:
     """Evaluations wait for the compute thread with their tensors."""
     async with running() as host, host.connected(INTRUDER) as channel:
-        host.server.callers.kept[False].each = 10 * (2 * 17 * 4 + 2 * 16 * 32 * 4)
+        host.callers.kept[False].each = 10 * (2 * 17 * 4 + 2 * 16 * 32 * 4)
         opening = pb.EvaluateRequest(open=pb.EvaluateOpen(address=host.address, num_samples=2, sequence_length=16))
         calls = [_call(channel, EVALUATE) for _ in range(15)]
         for call in calls:
@@ -219,7 +220,7 @@ async def test_what_is_kept_for_one_caller_follows_from_how_much_is_admitted(
     Ack."""
     monkeypatch.setattr(stage_call, "MAX_KEPT_BYTES", 1)
     async with running(max_in_flight=max_in_flight) as host:
-        callers = host.server.callers
+        callers = host.callers
         num_bytes = 2 * 17 * 4 + 2 * 16 * 32 * 4
         for _ in range(max_in_flight + LARGEST_NUM_SLOTS):
             callers.keep(Caller("neighbour"), num_bytes, training=True)

@@ -55,7 +55,7 @@ async def test_stages_on_a_gpu_accumulate_the_gradient_of_one_process_on_the_cpu
         assert losses == pytest.approx(expected_losses, abs=1e-4)
         assert_close(chain.sums(), expected, 1e-4)
         chain.assert_idle()
-        assert all(peer.stage.samples_per_second > 0 for peer in chain.peers)
+        assert all(peer.stage.seconds_per_sample > 0 for peer in chain.peers)
 
 
 def test_what_comes_over_the_network_is_uploaded_from_where_it_was_written() -> None:

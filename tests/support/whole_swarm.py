@@ -19,7 +19,8 @@ from peers.shared.event_file import start_of
 from peers.shared.network import KnownPeers, Membership
 from peers.stage_peer.own_stage import ServerOptions
 from peers.stage_peer.resume import ResumeOptions
-from peers.stage_peer.server import StageServer
+from peers.stage_peer.served_block import ServedBlock
+from peers.stage_peer.server import PeerServer
 from swarm.config import RunConfig
 from swarm.credentials import identity as identities
 from swarm.data.microbatches import Microbatches
@@ -50,7 +51,7 @@ class WholePeer:
     peer_id: str
     log: EventLog
     task: asyncio.Task[None] | None = None
-    server: StageServer | None = None
+    server: ServedBlock | None = None
 
     async def kill(self) -> None:
         """End the peer without any message to others. This is as similar to kill -9 as is possible within a process;
@@ -101,8 +102,9 @@ class WholeSwarm:
         async with asyncio.TaskGroup() as tasks:
             await member.known.look(member.directory, stages)
             tasks.create_task(member.directory.watch(stages, member.known.update, LOOK_SECONDS))
-            peer.server = StageServer(member, peer.stage, tasks, options)
-            async with peer.server.serving(HERE):
+            server = PeerServer(member, {peer.stage: options}, tasks)
+            peer.server = server.blocks[peer.stage]
+            async with server.serving(HERE):
                 serving.set_result(None)
                 await asyncio.Event().wait()
 

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 from peers.shared import process
-from peers.stage_peer.presence import LoopLag
+from peers.stage_peer.own_process import LoopLag
 from scripts.benches.shared.common import all_there, cpu_backend, write_json
 from scripts.benches.sides.worker import Place, Worker
 from swarm import config as configs

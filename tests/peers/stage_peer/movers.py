@@ -17,7 +17,8 @@ from peers.stage_peer.own_model import OwnModel
 from peers.stage_peer.own_stage import ServerOptions
 from peers.stage_peer.rebalancer import Claim, Rebalancer
 from peers.stage_peer.resume import ResumeOptions
-from peers.stage_peer.server import StageServer
+from peers.stage_peer.served_block import ServedBlock
+from peers.stage_peer.server import PeerServer
 from swarm.checkpoint import file
 from swarm.checkpoint.writer import CheckpointWriter
 from swarm.config import RunConfig
@@ -93,10 +94,10 @@ class LocalPeer:
         self.stop = asyncio.Event()
         self.served: asyncio.Queue[int] = asyncio.Queue()
         """Gets the number of every stage once the peer serves it."""
-        self.server: StageServer | None = None
+        self.server: ServedBlock | None = None
         self.tasks: asyncio.TaskGroup | None = None
         """The tasks of `server`."""
-        self.made: list[weakref.ref[StageServer]] = []
+        self.made: list[weakref.ref[ServedBlock]] = []
 
     @asynccontextmanager
     async def running(self, stage: int) -> AsyncIterator["LocalPeer"]:
@@ -143,7 +144,7 @@ class LocalPeer:
 
     async def make_server(
         self, stage: int, moves: int, comes_from_another: bool, tasks: asyncio.TaskGroup
-    ) -> StageServer:
+    ) -> PeerServer:
         weights, shelves = None, Shelves()
         if self._contents is not None:
             weights = await self._contents.initial_weights(stage, resumes=bool(file.names(self._resume)))
@@ -156,10 +157,11 @@ class LocalPeer:
             ),
             checkpoints=self.writer, events=self.log, movable=True, moves=moves, weights=weights, shelves=shelves,
         )  # fmt: skip
-        self.server = StageServer(self._membership, stage, tasks, options)
+        server = PeerServer(self._membership, {stage: options}, tasks)
+        self.server = server.blocks[stage]
         self.tasks = tasks
         self.made.append(weakref.ref(self.server))
-        return self.server
+        return server
 
 
 @asynccontextmanager

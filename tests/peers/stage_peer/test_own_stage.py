@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from peers.stage_peer.own_stage import ServerOptions, own_backend, warm_up
+from peers.stage_peer.own_stage import ServerOptions, own_backends, warm_up
 from peers.stage_peer.resume import ResumeOptions
 from swarm.config import RunConfig
 from swarm.errors import Fatal
@@ -34,7 +34,7 @@ def _backend(config: RunConfig, stage: int, *, graph_bytes: int = 0, **more: Any
         name="", device=torch.device("cpu"), insecure=True, max_in_flight=1, graph_bytes=graph_bytes,
         resume=ResumeOptions(), checkpoints=None, events=Events(), **more,
     )  # fmt: skip
-    return own_backend(config, stage, options, Staging())
+    return own_backends(config, {stage: options}, {options.device: Staging()})[stage]
 
 
 def test_the_last_stage_alone_needs_room_for_the_loss() -> None:

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from peers.reach.listen import Announced
 from peers.shared.network import Membership
-from peers.stage_peer.presence import KEPT_SECONDS, LoopLag, Presence
+from peers.stage_peer.own_process import KEPT_SECONDS, LoopLag
+from peers.stage_peer.presence import Presence
 from swarm.config import ModelConfig, RunConfig, StagesConfig
 from swarm.credentials.identity import generate
 from swarm.types import PeerRecord, PeerState
@@ -33,7 +35,7 @@ class _Present(Presence):
     """A peer whose stage has nothing to say."""
 
     def __init__(self, membership: Membership) -> None:
-        nothing: Any = SimpleNamespace(round=0)
+        nothing: Any = SimpleNamespace(round=0, announced=Announced())
         super().__init__(membership, nothing, nothing, nothing, nothing, nothing)
         self.membership = membership
 

@@ -1,0 +1,119 @@
+"""What the blocks of one process share: how others reach it, its meeting point, and what it says of itself as a whole.
+
+It knows which blocks the process serves now, so that each of them finds the others.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from grpc_health.v1 import health_pb2
+from grpc_health.v1._async import HealthServicer
+
+from peers.reach.listen import Announced
+from peers.shared.network import Membership
+from peers.stage_peer.own_stage import ServerOptions
+from swarm.machine.clock import Clock
+from swarm.rpc.callers import Callers
+from swarm.rpc.entry import direct
+from swarm.rpc.meeting.meeting_point import MeetingPoint
+from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.stage.stage import Stage
+
+if TYPE_CHECKING:
+    from peers.stage_peer.served_block import ServedBlock
+
+KEPT_SECONDS = 60.0
+"""A lag is remembered for at least this long, and at most twice as long."""
+_GAP_SECONDS = 0.02
+"""Time between two measurements. A lag may be longer than its measurement by up to this time."""
+
+
+class LoopLag:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._largest = self._largest_before = 0.0
+        """The largest lag of the present period, and of the one before it."""
+
+    @property
+    def seconds(self) -> float:
+        """The longest lag within the last KEPT_SECONDS, or up to twice that."""
+        return max(self._largest, self._largest_before)
+
+    async def run(self) -> None:
+        began_at = self._clock.monotonic()
+        while True:
+            due_at = self._clock.monotonic() + _GAP_SECONDS
+            await self._clock.sleep(_GAP_SECONDS)
+            now = self._clock.monotonic()
+            if now >= began_at + KEPT_SECONDS:
+                began_at, self._largest_before, self._largest = now, self._largest, 0.0
+            self._largest = max(self._largest, now - due_at)
+
+
+class Health(HealthServicer):
+    """gRPC's health service, without Watch: with Watch, a caller that does not read its updates would block all
+    others."""
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Watch is not offered here; use Check")
+
+
+class OwnProcess:
+    """One process while it serves blocks.
+
+    Attributes:
+        blocks: the blocks that it serves now, by stage.
+        callers: counts what is kept for each caller, at all blocks together.
+    """
+
+    def __init__(self, membership: Membership, options: ServerOptions, callers: Callers) -> None:
+        self.blocks: dict[int, ServedBlock] = {}
+        self.callers = callers
+        self.health = Health()
+        self.loop_lag = LoopLag(membership.clock)
+        self._announced: Callable[[], Announced] = Announced
+        self.meeting_point = MeetingPoint(
+            membership.identity.peer_id, options.meeting, membership.clock, insecure=options.insecure,
+            is_exchanging=self.is_exchanging, run_id=membership.config.run_id,
+        )  # fmt: skip
+        membership.channels.points.serve_here(self.meeting_point.line_to)
+
+    def listens(self, announced: Callable[[], Announced]) -> None:
+        self._announced = announced
+
+    @property
+    def announced(self) -> Announced:
+        return self._announced()
+
+    @property
+    def endpoint(self) -> str:
+        """The best endpoint of this process; empty while it does not listen."""
+        return self.announced.endpoints[0]
+
+    async def set_serving(self, serves: bool) -> None:
+        statuses = health_pb2.HealthCheckResponse
+        await self.health.set("", statuses.SERVING if serves else statuses.NOT_SERVING)
+
+    def is_exchanging(self) -> bool:
+        """Whether the average of some block is under way, to which other traffic on this process's line gives way."""
+        return any(block.averager.is_exchanging for block in self.blocks.values())
+
+    def is_busy(self) -> bool:
+        return any(block.stage.is_busy for block in self.blocks.values())
+
+    def samples_per_second(self, stage: Stage) -> float:
+        """What a stage manages beside the others that its compute thread serves; 0 before its first microbatch. One
+        sample of the run passes through all of them."""
+        runtime = stage.context.runtime
+        beside = (block.stage for block in self.blocks.values() if block.stage.context.runtime is runtime)
+        seconds = sum(one.seconds_per_sample for one in {stage, *beside})
+        return 1.0 / seconds if stage.seconds_per_sample else 0.0
+
+    def lines(self) -> pb.Lines:
+        announced, point = self.announced, self.meeting_point
+        return pb.Lines(
+            punched=announced.num_punched, relayed=announced.num_relayed, waiting=point.num_waiting,
+            carried=point.budget.num_connections, carried_bytes=point.budget.num_bytes,
+            is_hidden=not direct(announced.endpoints),
+        )  # fmt: skip

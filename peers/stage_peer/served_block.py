@@ -1,0 +1,223 @@
+"""One block as a process serves it: its stage, its part in the averages, its state, its record and its checkpoints.
+
+It is served only once its state is here, and announced only once it is served: get the state -> announce, average,
+write checkpoints -> drain -> leave. What the blocks of a process share is in own_process.py and server.py.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from peers.shared.network import Membership
+from peers.stage_peer.news import StageNews
+from peers.stage_peer.own_process import OwnProcess
+from peers.stage_peer.own_stage import ServerOptions, warm_up
+from peers.stage_peer.own_state import Checkpoints, OwnState
+from peers.stage_peer.presence import Presence
+from peers.stage_peer.services import block_handlers
+from swarm.averaging.averager import Averager
+from swarm.averaging.wire.context import Context
+from swarm.averaging.wire.transport import Transport
+from swarm.events import Join
+from swarm.hop.hop import Hop, watch_connections
+from swarm.hop.retries import HopLimits
+from swarm.rpc.dispatch import Dispatch
+from swarm.rpc.transfers import Turns
+from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.stage.backend import StageBackend
+from swarm.stage.boundary import reply_specs
+from swarm.stage.context import StageContext, StageLimits
+from swarm.stage.generation import GenerationServicer
+from swarm.stage.member import StageMember
+from swarm.stage.runtime import Runtime
+from swarm.stage.stage import Stage
+from swarm.stage.time_shares import TimeWatch
+
+SETTLE_SECONDS = 5.0
+"""How long a peer that ends waits at most until it has passed on its acknowledgements. Passing on one takes no longer
+than this."""
+
+
+class ServedBlock:
+    def __init__(
+        self, membership: Membership, backend: StageBackend, runtime: Runtime, tasks: asyncio.TaskGroup,
+        options: ServerOptions, limits: StageLimits, process: OwnProcess,
+    ) -> None:  # fmt: skip
+        config, number = membership.config, backend.stage
+        hop = None
+        if not backend.is_last:
+            hop = Hop(
+                run_id=config.run_id, stage=number + 1, reply_specs=reply_specs(config, number + 1),
+                router=membership.known.router, channels=membership.channels, clock=membership.clock,
+                events=options.events, limits=HopLimits(round_microbatches=config.round_microbatches),
+                memory=backend.staging.host_bytes,
+            )  # fmt: skip
+        self._membership = membership
+        self._options = options
+        self._process = process
+        self.stage = Stage(
+            StageContext(
+                config=config, backend=backend, runtime=runtime, hop=hop, clock=membership.clock, tasks=tasks,
+                limits=limits,
+            )
+        )  # fmt: skip
+        self.member = StageMember(self.stage, num_alive=lambda: self.averager.num_alive, on_commit=self._committed)
+        self.averager: Averager
+        self.checkpoints = Checkpoints(
+            options.checkpoints, config, number, self.member, tasks,
+            highest_microbatch=lambda: self.averager.view().highest_microbatch,
+        )  # fmt: skip
+        self._own_state = OwnState(membership, self.stage, self.member, options)
+        self._news = StageNews(membership.clock)
+        self._generation = GenerationServicer(self.stage, options.sessions)
+        self.presence = Presence(
+            membership, self.stage, self.member, options, process, TimeWatch(self.stage, membership.clock)
+        )
+
+    async def begin(self) -> None:
+        """Compute for the first time, and take a checkpoint's state if there is one to be taken. Raises what
+        OwnState.begin does."""
+        context = self.stage.context
+        with self._membership.waits.on(f"the first computation of stage {self.stage.number}"):
+            await warm_up(
+                context.backend, context.runtime, self._membership.clock, device=self._options.device,
+                compiles=self._options.compiles,
+            )  # fmt: skip
+        await self._own_state.begin()
+
+    @asynccontextmanager
+    async def serving(self, dispatch: Dispatch, turns: Turns) -> AsyncIterator[None]:
+        """Get the block's state, and serve the block inside. `begin` comes before.
+
+        Raises in a group NotReady if the state could not be downloaded from the peers that hold it.
+        """
+        self.averager = Averager(self._context(turns), self.member)
+        handlers = block_handlers(
+            self._membership, self.stage, self.averager, self._generation, self._options, self._process,
+            describe=self.describe,
+        )  # fmt: skip
+        dispatch.add(self.stage.number, handlers)
+        self._process.blocks[self.stage.number] = self
+        waits = self._membership.waits
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                averaging = tasks.create_task(self.averager.run())
+                reporting = tasks.create_task(self.stage.endings.report_changes(self.averager.notify))
+                await asyncio.sleep(0)
+                await self._own_state.arrive(self.averager)
+                await self.averager.arrived()
+                self.stage.admission.open()
+                await self.presence.serves()
+                self._options.events.write(Join())
+                works = (*self.presence.works(self._news), self._watch_connections())
+                background = [tasks.create_task(work) for work in works]
+                with waits.on(self._waits_for_round), waits.on(self._waits_for_stage):
+                    yield
+                for task in (averaging, reporting, *background):
+                    task.cancel()
+        finally:
+            self.stage.end()
+
+    def describe(self) -> pb.DescribeReply:
+        return self.presence.describe(self.averager, self._generation.counters())
+
+    def _context(self, turns: Turns) -> Context:
+        member = self._membership
+        return Context(
+            config=member.config, own=self.presence.record(), endpoints=lambda: self._process.announced.endpoints,
+            peers=member.known.peers, transport=Transport(member.channels), clock=member.clock,
+            events=self._options.events, waits=member.waits, turns=turns,
+        )  # fmt: skip
+
+    async def _watch_connections(self) -> None:
+        member, next_stage = self._membership, self.stage.number + 1
+        if next_stage in member.stages:
+            await watch_connections(
+                stage=next_stage, router=member.known.router, channels=member.channels, clock=member.clock
+            )
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    async def end_of_round(self, seconds: float, *, quiet_seconds: float) -> None:
+        """Serve until the present round is closed, and wait for its commit. Call `drain` next.
+
+        Returns sooner if `seconds` have passed, if this peer has no samples in the round, if no other peer serves some
+        stage, this one included, or if nothing has been under way here for `quiet_seconds` while all members are there:
+        then no trainer trains.
+        """
+        with self._membership.waits.on(f"the end of round {self.stage.round}, to leave after it"):
+            await self._end_of_round(seconds, quiet_seconds)
+
+    async def _end_of_round(self, seconds: float, quiet_seconds: float) -> None:
+        number, clock = self.stage.round, self._membership.clock
+        busy_at, deadline = clock.monotonic(), clock.monotonic() + seconds
+        while (
+            self.stage.round == number
+            and (self.member.progress().num_samples > 0 or self.stage.is_busy)
+            and all(self._membership.known.others(stage) for stage in self._membership.stages)
+        ):
+            closed = self.stage.is_closed
+            # A microbatch that comes between the close and the commit belongs to the next round, and would be lost with
+            # this peer.
+            if closed:
+                self.stage.admission.close()
+            else:
+                self.stage.admission.open()
+            now = clock.monotonic()
+            if closed or self.stage.is_busy or self.averager.misses_member():
+                # While a round waits for a silent member, nothing is under way although somebody trains.
+                busy_at = now
+            quiet = min(now - busy_at, self.averager.view().quiet_seconds)
+            if now >= deadline or quiet >= quiet_seconds:
+                return
+            await clock.sleep(0.05)
+
+    async def drain(self, seconds: float) -> bool:
+        """Take no more microbatches, and finish those in flight, until their acknowledgements are passed on. Returns
+        whether all were finished within `seconds`."""
+        self.stage.admission.close()
+        await self.presence.leaves()
+        await self.presence.announce()
+        clock = self._membership.clock
+        deadline = clock.monotonic() + seconds
+        with self._membership.waits.on("what is in flight here, to leave then"):
+            while clock.monotonic() < deadline and self.stage.is_busy:
+                await clock.sleep(0.1)
+        return not self.stage.is_busy
+
+    async def go_on(self) -> None:
+        self.stage.admission.open()
+        await self.presence.serves()
+        await self.presence.announce()
+
+    async def leave(self) -> None:
+        """Write a last checkpoint if the newest one is older, unless the disk hangs, and withdraw from the DHT."""
+        await self.checkpoints.last()
+        await self.presence.withdraw()
+
+    async def settle(self) -> None:
+        """Wait until acknowledgements are passed on downstream: without them the peers there would roll back."""
+        clock = self._membership.clock
+        deadline = clock.monotonic() + SETTLE_SECONDS
+        while self.stage.answers.num_settling and clock.monotonic() < deadline:
+            await clock.sleep(0.02)
+
+    # -- news ------------------------------------------------------------------------------------------------------
+
+    def _waits_for_round(self, _: float) -> str:
+        """What the peer waits for at the end of a synchronous round; empty with DiLoCo, where training goes on
+        meanwhile."""
+        is_held_up = self._membership.config.rounds.synchronous and self.stage.is_closed
+        return f"the commit of round {self.stage.round}" if is_held_up else ""
+
+    def _waits_for_stage(self, _: float) -> str:
+        hop = self.stage.context.hop
+        obstacle = None if hop is None else hop.obstacle
+        return "" if hop is None or obstacle is None else f"stage {hop.stage} ({obstacle.causes or 'it has no peer'})"
+
+    def _committed(self) -> None:
+        self._news.committed(
+            self.member.reports[-1], samples_per_second=self._process.samples_per_second(self.stage),
+            is_behind=self.averager.is_behind,
+        )  # fmt: skip
+        self.checkpoints.committed()
