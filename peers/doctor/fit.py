@@ -1,7 +1,7 @@
 """What fits where, before there is a run: each stage's memory, the bytes over its line, and the seconds of a step.
 
-Memory is computed, with needs.py, and one layer of the model is measured. Of a model on the hub only the configuration
-is downloaded, and its tokenizer where a text is named.
+Memory is computed, by shared/needs.py, and one layer of the model is measured. Of a model on the hub only the
+configuration is downloaded, and its tokenizer where a text is named.
 """
 
 import dataclasses
@@ -16,11 +16,14 @@ from typing import Any
 
 import torch
 
-from peers.doctor import machine, needs
+from peers.doctor import machine
 from peers.doctor.options import DoctorOptions
+from peers.shared import needs
 from peers.shared.devices import Device
 from peers.shared.environment import cache_folder
+from peers.shared.needs import Needs
 from peers.shared.process import EXIT_FAILURE
+from peers.shared.room import Room
 from peers.shared.run_options import begun
 from swarm import config as configs
 from swarm.config import RunConfig, StagesConfig, WireConfig
@@ -39,57 +42,26 @@ _MEASURING_SECONDS, _FIRST_TOKENS = 3.0, 32
 
 @dataclass(frozen=True, kw_only=True)
 class StageFit:
-    """What a stage takes of each of its peers, in bytes.
+    """What a stage takes of each of its peers.
 
     Attributes:
-        weights: those that are trained, with the copies that microbatches compute with.
-        frozen: the model's own weights beside adapters.
-        other: gradients, anchors, the loss and what is held for a moment; on the CPU also all that is `ram` on a GPU.
-        graphs: of the microbatches in flight, with their inputs and outputs.
-        sent: what a peer sends in a step; it receives about as much.
-        least: the least memory of the device: all forwards but one are computed again.
+        sent: the bytes that a peer sends in a step; it receives about as many.
     """
 
     layers: int
-    weights: int
-    frozen: int
-    optimizer: int
-    other: int
-    graphs: int
-    in_flight: int
-    ram: int
+    needs: Needs
     sent: int
-    least: int
-
-    @classmethod
-    def of(cls, config: RunConfig, stage: int, *, num_peers: int, on_gpu: bool) -> "StageFit":
-        whole, held = needs.Needs.of(config, stage, on_gpu=on_gpu), needs.state_bytes(config, stage)
-        weights = held["parameters"] + held["version"] + held.get("casts", 0)
-        share, num_stages = -(-config.microbatches_per_round // num_peers), config.stages.num_stages
-        # The last stage goes backward at once.
-        in_flight = 1 if stage == num_stages - 1 else min(num_stages + 2, share)
-        kept, light = (needs.in_flight_bytes(config, stage, is_kept=kept, fused=on_gpu) for kept in (True, False))
-        again = needs.layer_graph_bytes(config, fused=on_gpu) if config.model.gradient_checkpointing else 0
-        wire, settled = needs.wire_bytes(config, stage), share * needs.settled_bytes(config, stage)
-        device = whole.device + (0 if on_gpu else settled)
-        return cls(
-            layers=len(layer_ranges(config)[stage]),
-            weights=weights,
-            frozen=held.get("frozen", 0),
-            optimizer=held["optimizer"],
-            other=device - weights - held.get("frozen", 0) - held["optimizer"],
-            graphs=in_flight * kept + again,
-            in_flight=in_flight,
-            ram=whole.ram + settled if on_gpu else 0,
-            sent=share * (wire["input"] + wire["output"]) + needs.exchanged_bytes(config, stage, num_members=num_peers),
-            least=device + kept + (in_flight - 1) * light + again,
-        )
 
     def verdict(self, free_bytes: int) -> str:
-        if self.least > free_bytes:
-            return f"lacks {in_words(self.least - free_bytes)}"
-        whole = self.weights + self.frozen + self.optimizer + self.other + self.graphs
-        return "fits" if whole <= free_bytes else "fits if forwards are computed again"
+        if self.needs.least > free_bytes:
+            return f"lacks {in_words(self.needs.least - free_bytes)}"
+        return "fits" if self.needs.whole <= free_bytes else "fits if forwards are computed again"
+
+    @property
+    def figures(self) -> dict[str, int]:
+        """All figures by name, in bytes but for two counts."""
+        sizes = vars(self.needs) | {"other": self.needs.other + self.needs.turns, "least": self.needs.least}
+        return {"layers": self.layers, **sizes, "sent": self.sent}
 
 
 def planned(options: DoctorOptions) -> RunConfig:
@@ -127,12 +99,16 @@ def planned(options: DoctorOptions) -> RunConfig:
 
 
 def of_stages(config: RunConfig, num_peers: int, *, on_gpu: bool) -> list[StageFit]:
-    """What each stage takes. Stages of the same shape are computed once."""
+    """What each stage takes."""
     config = needs.computing_on(config, on_gpu=on_gpu)
-    ranges = layer_ranges(config)
-    shapes = [(len(layers), stage == 0, stage == len(ranges) - 1) for stage, layers in enumerate(ranges)]
-    found = {shape: StageFit.of(config, shapes.index(shape), num_peers=num_peers, on_gpu=on_gpu) for shape in {*shapes}}
-    return [found[shape] for shape in shapes]
+    share = -(-config.microbatches_per_round // num_peers)
+    each, found = needs.of_stages(config, on_gpu=on_gpu, num_peers=num_peers), list[StageFit]()
+    for stage, layers in enumerate(layer_ranges(config)):
+        wire = needs.wire_bytes(config, stage)
+        averaged = needs.exchanged_bytes(config, stage, num_members=num_peers)
+        sent = share * (wire["input"] + wire["output"]) + averaged
+        found.append(StageFit(layers=len(layers), needs=each[stage], sent=sent))
+    return found
 
 
 def helpful(config: RunConfig, free_bytes: int, num_peers: int, *, on_gpu: bool) -> list[list[str]]:
@@ -144,7 +120,7 @@ def helpful(config: RunConfig, free_bytes: int, num_peers: int, *, on_gpu: bool)
             stages = of_stages(configs.with_settings(config, settings), num_peers, on_gpu=on_gpu)
         except ValueError:
             return False
-        return all(stage.least <= free_bytes for stage in stages)
+        return all(stage.needs.least <= free_bytes for stage in stages)
 
     kinds = [kind for kind in _kinds(config) if kind]
     if alone := [choice for kind in kinds if (choice := next(filter(fits, kind), None)) is not None]:
@@ -217,11 +193,11 @@ def measured_step(config: RunConfig, stages: Sequence[StageFit], num_peers: int,
 def report(options: DoctorOptions) -> int:
     """Print what the run would take and where it fits. Return an exit code, which is 1 if it does not fit here."""
     config, num_peers = planned(options), options.peers
-    finding, device = machine.device(options.device)
+    finding, device = machine.device(options.device, options.memory)
     if device is None:
         raise ValueError(finding.text)
     here = device.kind == "cuda"
-    places = [(device.name, device.free_bytes, here)]
+    places = [(device.name, Room.on(device).device_bytes, here)]
     places += [(f"a GPU of {size} GiB", (size << 30) - RESERVED_BYTES, True) for size in COMMON_GIB]
     fits = list[dict[str, Any]]()
     for name, free_bytes, on_gpu in places:
@@ -233,7 +209,7 @@ def report(options: DoctorOptions) -> int:
     stages = of_stages(config, num_peers, on_gpu=here)
     seconds = measured_step(config, stages, num_peers, device)
     if options.json:
-        rows = [dataclasses.asdict(stage) for stage in stages]
+        rows = [stage.figures for stage in stages]
         print(json.dumps({"fits": fits[0]["fits"], "stages": rows, "devices": fits, "step_seconds": seconds}))
     else:
         _print(config, stages, fits, seconds)
@@ -255,8 +231,9 @@ def _print(
     print(f"A step has {microbatches} of {data.microbatch_size} x {data.sequence_length} tokens.\n")
     print(f"stage  layers  in flight  {'  '.join(f'{column:>9}' for column in columns)}")
     for number, stage in enumerate(stages):
-        sizes = "  ".join(f"{in_words(getattr(stage, column)):>9}" for column in columns)
-        print(f"{number:>5}  {stage.layers:>6}  {stage.in_flight:>9}  {sizes}")
+        figures = stage.figures
+        sizes = "  ".join(f"{in_words(figures[column]):>9}" for column in columns)
+        print(f"{number:>5}  {stage.layers:>6}  {stage.needs.in_flight:>9}  {sizes}")
     print("\nAll but ram is memory of the device. Graphs are of the microbatches in flight; sent is for each step.\n")
     for fit in fits:
         said = {text: [str(n) for n, verdict in enumerate(fit["stages"]) if verdict == text] for text in fit["stages"]}

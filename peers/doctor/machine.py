@@ -7,12 +7,13 @@ import re
 import resource
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from peers.doctor.finding import Finding, fine, wrong
-from peers.doctor.needs import Needs
 from peers.shared.devices import Device, device_of, here
+from peers.shared.needs import Needs
+from peers.shared.room import Room
 from swarm.machine.out_of_memory import in_words
 from swarm.machine.words import counted
 
@@ -22,8 +23,9 @@ run."""
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def device(name: str) -> tuple[Finding, Device | None]:
-    """Find the device that `--device name` means, and check that PyTorch can use it. Imports torch, for seconds."""
+def device(name: str, memory_bytes: int | None = None) -> tuple[Finding, Device | None]:
+    """Find the device that `--device name` means, and check that PyTorch can use it. Imports torch, for seconds. With
+    `memory_bytes` the peer is to have so many of its memory."""
     import random
 
     import torch
@@ -31,7 +33,7 @@ def device(name: str) -> tuple[Finding, Device | None]:
     with warnings.catch_warnings(record=True) as complaints:
         warnings.simplefilter("always")
         try:
-            found = here(device_of(name, random.SystemRandom()))
+            found = here(device_of(name, random.SystemRandom()), memory_bytes)
         except ValueError as error:
             return wrong("device", str(error)), None
     driver = driver_version(_DRIVER.read_text() if _DRIVER.exists() else "")
@@ -77,23 +79,14 @@ def judge_files(limit: int | None, num_peers: int) -> Finding:
     return wrong("files", f"{limit} may be open, and about {needed} are needed: ulimit -n {max(1024, 2 * needed)}")
 
 
-def judge_memory(needs: Mapping[int, Needs], found: Device, free_ram: int, *, is_auto: bool) -> Finding:
-    """Compare what each stage needs with the free memory of the device and, beside a GPU, with the free RAM. `needs`
-    has one stage, or with `is_auto` all stages that the peer may serve."""
-    lacking = [stage for stage, need in needs.items() if need.device > found.free_bytes or need.ram > free_ram]
-    least, most = (choose(need.device for need in needs.values()) for choose in (min, max))
-    stages = f"stage {next(iter(needs))} takes" if len(needs) == 1 else "a stage takes"
-    amount = in_words(least) if in_words(least) == in_words(most) else f"{in_words(least)} to {in_words(most)}"
-    beside = max(need.ram for need in needs.values())
-    text = f"{stages} {amount} besides what is in flight, and {in_words(found.free_bytes)} of {found.name} are free"
-    if beside:
-        text += f"; beside it {in_words(beside)} of RAM, and {in_words(free_ram)} are free"
-    if not lacking:
-        return fine("memory", text)
-    fitting = [stage for stage in needs if stage not in lacking]
-    if fitting and is_auto:
-        return wrong("memory", f"{text}: take --stage {fitting[0]}, which fits, or a run with more stages")
-    return wrong("memory", f"{text}: close other programs, take a run with more stages, or another --device")
+def judge_memory(each: Sequence[Needs], room: Room, span: range | None) -> Finding:
+    """Compare what stages need with the memory that a peer may have. `each` has the needs of all of a run's stages,
+    and `span` those that it is to serve together; None: one that it takes by itself."""
+    if fault := room.fault(each, span):
+        return wrong("memory", fault)
+    fitting = [str(stage) for stage, needs in enumerate(each) if room.holds(needs)]
+    some = f": --stage auto takes {' or '.join(fitting)}" if span is None and len(fitting) < len(each) else ""
+    return fine("memory", room.comparison(each, span) + some)
 
 
 def disk(folder: Path, needed_bytes: int, what: str) -> Finding:

@@ -31,6 +31,8 @@ class DoctorOptions:
     """Stage that the peer is to serve."""
     device: str = "auto"
     """Device that the peer is to compute on."""
+    memory: takes.Memory | None = None
+    """Memory of the device that the peer is to have, such as 20GiB, instead of what is free."""
     host: str = ""
     """IP address to listen on; left out, all of this machine's."""
     port: takes.Port = 0

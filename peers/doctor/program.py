@@ -19,16 +19,17 @@ from dataclasses import asdict
 
 from peers.doctor import line, machine
 from peers.doctor.finding import Finding, State, fine, is_well, not_checked, wrong
-from peers.doctor.needs import Needs
 from peers.doctor.options import DoctorOptions
 from peers.doctor.ports import from_outside, unasked
 from peers.shared import cli, logs
-from peers.shared.devices import Device, free_ram_bytes
+from peers.shared.devices import Device
 from peers.shared.entrance import Entrance, dht_addresses_of, find_entrance
 from peers.shared.environment import cache_folder
 from peers.shared.lan import with_invite
+from peers.shared.needs import of_stages
 from peers.shared.network import Membership
 from peers.shared.process import EXIT_FAILURE
+from peers.shared.room import Room
 from peers.shared.run_options import naming_options
 from swarm import __version__
 from swarm.credentials.rights import Role
@@ -53,7 +54,7 @@ async def thoroughly(plan: DoctorOptions, run: Membership | str, dht_addresses: 
         run: the run, with its known peers; or text that says why nothing is known of the run.
         dht_addresses: where a peer would enter the run's DHT.
     """
-    on_device = asyncio.create_task(asyncio.to_thread(machine.device, plan.device))
+    on_device = asyncio.create_task(asyncio.to_thread(machine.device, plan.device, plan.memory))
     on_line = [] if isinstance(run, str) else await _on_line(plan, run, dht_addresses)
     device_finding, device = await on_device
     findings = [device_finding]
@@ -98,18 +99,18 @@ def _for_run(plan: DoctorOptions, run: Membership, device: Device | None) -> lis
     if run.config.model.custom_class:
         why = "the run has a model of its own, whose size only its code knows"
         return [*findings, not_checked("memory", why), not_checked("disk", why)]
-    stages = range(run.config.stages.num_stages) if plan.stage == "auto" else [plan.stage]
+    span = None if plan.stage == "auto" else range(plan.stage, plan.stage + 1)
+    num_peers = 1 + min(len(run.known.others(stage)) for stage in span or run.stages)
+    each = of_stages(run.config, on_gpu=device is not None and device.kind == "cuda", num_peers=num_peers)
     if device is None:
         findings.append(not_checked("memory", "there is no device"))
-    needs = {
-        stage: Needs.of(run.config, stage, on_gpu=device is not None and device.kind == "cuda") for stage in stages
-    }
-    if device is not None:
-        findings.append(machine.judge_memory(needs, device, free_ram_bytes(), is_auto=plan.stage == "auto"))
-    findings.append(machine.disk(cache_folder(), max(need.cache for need in needs.values()), "what is fetched may"))
+    else:
+        findings.append(machine.judge_memory(each, Room.on(device), span))
+    needs = [each[stage] for stage in span or run.stages]
+    findings.append(machine.disk(cache_folder(), max(need.cache for need in needs), "what is fetched may"))
     if plan.checkpoint is not None:
         # There is one more for a while: the next checkpoint is whole before the oldest is deleted.
-        most = (plan.keep_checkpoints + 1) * max(need.checkpoint for need in needs.values())
+        most = (plan.keep_checkpoints + 1) * max(need.checkpoint for need in needs)
         findings.append(machine.disk(plan.checkpoint, most, f"{plan.keep_checkpoints + 1} checkpoints"))
     return findings
 

@@ -36,7 +36,8 @@ ALIKE = 0.9
 processes that start together see the same figures."""
 GPU_SHARE, RAM_SHARE = 0.5, 0.25
 """The share that a stage's graphs may take of the memory that is free beside its weights and optimizer. The rest of a
-GPU is for computing one microbatch. Other programs need RAM too, and the system kills a process that takes too much."""
+GPU, or of the memory that the user gives, is for computing one microbatch. Other programs need RAM too, and the system
+kills a process that takes too much."""
 ASKING_SECONDS = 60.0
 PEAK_TFLOPS = {
     "H200": (989.0, 495.0),
@@ -63,10 +64,17 @@ _CGROUPS, _OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """Something to compute on: `cpu`, `mps` or `cuda:N`, with the bytes that are free there."""
+    """Something to compute on: `cpu`, `mps` or `cuda:N`, with the bytes that are free there.
+
+    Attributes:
+        own_bytes: what this process has taken there already.
+        is_given: whether the user has said how much this process may have there.
+    """
 
     name: str
     free_bytes: int
+    own_bytes: int = 0
+    is_given: bool = False
 
     @property
     def kind(self) -> str:
@@ -105,7 +113,7 @@ def graph_bytes(device: Device, *, needed_bytes: int = 0, num_processes: int = 1
         needed_bytes: how much of the free memory the process will take for other things.
         num_processes: how many processes share the device.
     """
-    share = GPU_SHARE if device.kind == "cuda" else RAM_SHARE
+    share = GPU_SHARE if device.kind == "cuda" or device.is_given else RAM_SHARE
     return int(share * max(0, device.free_bytes // num_processes - needed_bytes))
 
 
@@ -228,20 +236,25 @@ def peak_flops(given_tflops: float, config: RunConfig, dtype: Dtype | None, devi
     return given_tflops * 1e12
 
 
-def here(device: "torch.device") -> Device:
-    """A device that this process computes on, with the bytes that are free for this process."""
+def here(device: "torch.device", memory_bytes: int | None = None) -> Device:
+    """A device that this process computes on, with the bytes that are free for this process; if the user gives it
+    `memory_bytes` there, what is left of these."""
     import torch
 
-    free_bytes = free_ram_bytes()
+    free_bytes, own_bytes = free_ram_bytes(), resident_bytes()
     if device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(device)
+        own_bytes = torch.cuda.memory_allocated(device)
         # What torch holds without using it is free as well, for this process.
-        free_bytes += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free_bytes += torch.cuda.memory_reserved(device) - own_bytes
     elif device.type == "mps":
         # MPS takes its memory from the machine's, up to a limit.
-        own_bytes = torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-        free_bytes = min(free_bytes, own_bytes)
-    return Device(name=str(device), free_bytes=max(0, free_bytes))
+        own_bytes = torch.mps.driver_allocated_memory()
+        free_bytes = min(free_bytes, torch.mps.recommended_max_memory() - own_bytes)
+    if memory_bytes is not None:
+        free_bytes = memory_bytes - own_bytes
+    is_given = memory_bytes is not None
+    return Device(name=str(device), free_bytes=max(0, free_bytes), own_bytes=own_bytes, is_given=is_given)
 
 
 def free_ram_bytes() -> int:
@@ -251,6 +264,10 @@ def free_ram_bytes() -> int:
     if limit != resource.RLIM_INFINITY:
         free.append(limit - psutil.Process().memory_info().vms)
     return int(min(free))
+
+
+def resident_bytes() -> int:
+    return int(psutil.Process().memory_info().rss)
 
 
 def most_resident_bytes() -> int:

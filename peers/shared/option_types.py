@@ -143,6 +143,15 @@ def _name(word: str) -> str | None:
     return _text(word) if re.fullmatch(NAME_PATTERN, word) else None
 
 
+def _size(word: str) -> int | None:
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?) ?(?:([MGT])iB)?", word)
+    if found is None:
+        return None
+    num_bytes = int(float(found[1]) * _UNITS[found[2]])
+    # A few bytes are meant as something else.
+    return num_bytes if num_bytes >= _UNITS["M"] else None
+
+
 def _text(word: str) -> str:
     """Refuse a text in which Python put stand-ins for bytes of the command line that are not UTF-8."""
     try:
@@ -153,6 +162,7 @@ def _text(word: str) -> str:
     return word
 
 
+_UNITS = {None: 1, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 PATH = taking("a path", "PATH", lambda word: Path(word) if word else None)
 """An empty path would be the current folder."""
 _PLAIN_TYPES = {int: whole(), float: number(), Path: PATH}
@@ -170,6 +180,8 @@ Port = Annotated[int, whole(0, 65535)]
 Threads = Annotated[int, whole(0, 1024)]
 """More than any machine has cores. With many more PyTorch ends with a long traceback."""
 Mebibytes = Annotated[int, whole(0, 1 << 30)]
+Memory = Annotated[int, taking("a size such as 512MiB or 20GiB", "SIZE", _size)]
+"""In bytes."""
 Seed = Annotated[int, whole(0, 2**63 - 1)]
 Seconds = Annotated[float, number(0, 10**6, above=True)]
 File = Annotated[Path, taking("a path", "PATH", _file)]

@@ -51,10 +51,11 @@ async def say_what_is_wrong(options: PeerOptions, member: Membership, device: to
     plan = DoctorOptions(
         stage=options.first_stage,
         device=str(device),
+        memory=options.memory,
         checkpoint=options.checkpoint,
         keep_checkpoints=options.keep_checkpoints or 3,
     )
-    for finding in await in_passing(plan, member, here(device)):
+    for finding in await in_passing(plan, member, here(device, options.memory)):
         logger.warning("%s: %s", finding.what, finding.text)
 
 

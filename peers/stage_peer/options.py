@@ -79,6 +79,9 @@ class PeerOptions:
     device: str = "auto"
     """cpu, cuda, cuda:1, ... or mps; auto takes a GPU if there is one. Of several GPUs it takes the one with the most
     free memory, as cuda does."""
+    memory: takes.Memory | None = None
+    """Memory of the device that this peer may have, such as 20GiB, instead of what is free. It takes no stage that
+    needs more, and graphs get half of what is left beside the stage's weights and optimizer."""
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Type of matrix products here; weights are kept in fp32. Left out, it is what model.autocast of the run says."""
     threads: takes.Threads = 0

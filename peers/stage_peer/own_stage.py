@@ -4,14 +4,18 @@ What does not fit fails at the start, and not after an hour.
 """
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import nn
 
-from peers.shared import devices, process
+from peers.shared import devices, needs, process
 from peers.shared.devices import Dtype
+from peers.shared.needs import Needs
+from peers.shared.network import Membership
+from peers.shared.room import Room
 from peers.stage_peer.incarnation import Incarnation
 from peers.stage_peer.resume import ResumeOptions, genesis
 from peers.status.exporter import OwnFigures
@@ -54,6 +58,8 @@ class ServerOptions:
     resume: ResumeOptions
     checkpoints: CheckpointWriter | None
     events: Events
+    memory_bytes: int | None = None
+    """Memory of the device that the process may have; None for what is free."""
     dtype: Dtype | None = None
     """The type of matrix products; None for that of the run."""
     peak_flops: float = 0.0
@@ -71,6 +77,36 @@ class ServerOptions:
     moves: int = 0
     own_figures: OwnFigures = field(default_factory=OwnFigures)
     incarnation: Incarnation = field(default_factory=Incarnation)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnRoom:
+    """What this peer's process may have of its device's memory, and what the run's stages need of it."""
+
+    room: Room
+    each: Sequence[Needs]
+    """By stage; empty for a run with a class of its own, whose size only its code knows."""
+
+    @classmethod
+    def of(
+        cls, member: Membership, device: torch.device, *, dtype: Dtype | None, memory_bytes: int | None
+    ) -> "OwnRoom":
+        """Blocks for a moment, while the stages' shapes are found out."""
+        config, each = devices.computing_in(member.config, dtype, device), list[Needs]()
+        if not config.model.custom_class:
+            num_peers = 1 + min(len(member.known.others(stage)) for stage in member.stages)
+            each = needs.of_stages(config, on_gpu=device.type == "cuda", num_peers=num_peers)
+        return cls(room=Room.on(devices.here(device, memory_bytes)), each=each)
+
+    def require(self, stage: int | Literal["auto"]) -> None:
+        """Raise ValueError, which says what would fit, if a stage does not fit, or with `auto` none of the run's."""
+        if self.each and (fault := self.room.fault(self.each, None if stage == "auto" else range(stage, stage + 1))):
+            raise ValueError(fault)
+
+    @property
+    def unfit(self) -> set[int]:
+        """The stages that do not fit."""
+        return {stage for stage, needs in enumerate(self.each) if not self.room.holds(needs)}
 
 
 def own_backends(
@@ -94,16 +130,14 @@ def _backends_on(
     devices.warn_of_emulation(own.model, device)
     try:
         made = {stage: _weights(own, stage, each) for stage, each in blocks.items()}
-        # What the first step will allocate is allocated here and freed again: two moments, a second sum, another copy
-        # of the weights, and at the last stage the loss. The server's threads need addresses as well.
-        first_step = [
-            torch.empty_like(master) for _, weights in made.values() for master in weights.masters.values()
-            for _ in range(4)
-        ]  # fmt: skip
+        # What the first step will allocate is allocated here and freed again. The server's threads need addresses too.
+        first_step_bytes = sum(
+            needs.first_step_bytes(own, {name: master.shape for name, master in weights.masters.items()})
+            for _, weights in made.values()
+        )
         if own.stages.num_stages - 1 in blocks:
-            num_bytes = loss_bytes(own.model, own.data.tokens_per_microbatch, fused=fuses(device))
-            first_step.append(torch.empty(num_bytes, dtype=torch.uint8, device=device))
-        first_step_bytes = sum(tensor.nbytes for tensor in first_step)
+            first_step_bytes += loss_bytes(own.model, own.data.tokens_per_microbatch, fused=fuses(device))
+        first_step = torch.empty(first_step_bytes, dtype=torch.uint8, device=device)
         process.require_addresses(process.THREAD_BYTES)
         del first_step
     except (RuntimeError, MemoryError) as error:
@@ -114,7 +148,7 @@ def _backends_on(
         logger.info("stage %d computes %s and sends %s", stage, devices.in_words(own, device), own.wire.dtype)
     graph_bytes = options.graph_bytes
     if graph_bytes is None:
-        graph_bytes = devices.graph_bytes(devices.here(device), needed_bytes=first_step_bytes)
+        graph_bytes = devices.graph_bytes(devices.here(device, options.memory_bytes), needed_bytes=first_step_bytes)
         logger.info("autograd graphs may take up to %s of %s", in_words(graph_bytes), device)
     budget = GraphBudget(limit_bytes=graph_bytes)
     budgets = [budget, *(budget.beside() for _ in range(len(blocks) - 1))]

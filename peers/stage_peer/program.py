@@ -44,7 +44,7 @@ from peers.stage_peer.news import Arrival, require_ready_file, say_what_is_wrong
 from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_dashboard import OwnDashboard, require_page
 from peers.stage_peer.own_model import OwnModel, open_model, own_config, require_allowed_class, require_stage
-from peers.stage_peer.own_stage import ServerOptions
+from peers.stage_peer.own_stage import OwnRoom, ServerOptions
 from peers.stage_peer.own_state import open_checkpoints
 from peers.stage_peer.rebalancer import Claim, Rebalancer
 from peers.stage_peer.resume import ResumeOptions
@@ -242,8 +242,8 @@ async def options_for(start: Start, member: Membership) -> ServerOptions:
         name=options.name, device=device, insecure=options.insecure, max_in_flight=options.max_in_flight,
         graph_bytes=None if options.graph_memory_mib is None else options.graph_memory_mib << 20,
         sessions=SessionLimits(max_sessions=options.max_sessions, max_bytes=options.session_memory_mib << 20),
-        checkpoints=start.checkpoints, events=start.events, dtype=options.dtype, compiles=compiles,
-        recorder=None if options.compile == "off" else recorder_of(device),
+        checkpoints=start.checkpoints, events=start.events, memory_bytes=options.memory, dtype=options.dtype,
+        compiles=compiles, recorder=None if options.compile == "off" else recorder_of(device),
         peak_flops=peak_flops(options.peak_tflops, member.config, options.dtype, device),
         meeting=MeetingLimits.of(options.relay_mbit), movable=options.rebalance_seconds > 0,
         resume=start.resume_options(moved=False, has_weights=False),
@@ -256,10 +256,6 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
     member = await enter(start)
     incarnation = incarnations.begin(clock)
     rivals, claim = Rivals(member, own=incarnation), Claim(member, options.name)
-    rebalancer = Rebalancer(
-        member, claim, random.Random(identity.peer_id), every_seconds=options.rebalance_seconds,
-        checkpoints=options.resume,
-    )  # fmt: skip
     announcer = Announcer(member.config.run_id) if options.lan else None
     is_new = not (options.joins or start.returns or options.resume)
     arrival = Arrival(options, member, str(start.device), is_new=is_new, announcer=announcer)
@@ -286,6 +282,14 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         announcing = published(member.directory, member.peer_id, member.config, clock).keep()
         background = list(map(tasks.create_task, (announcing, member.waits.run(clock))))
         await member.known.look_first(member.directory, member.stages, clock, returns=start.returns)
+        room = await asyncio.to_thread(
+            OwnRoom.of, member, start.device, dtype=options.dtype, memory_bytes=options.memory
+        )
+        room.require(options.first_stage if options.joins or options.first_stage != "auto" else 0)
+        rebalancer = Rebalancer(
+            member, claim, random.Random(identity.peer_id), every_seconds=options.rebalance_seconds,
+            checkpoints=options.resume, unfit=room.unfit,
+        )  # fmt: skip
         await say_what_is_wrong(options, member, start.device)
         everywhere = await options_for(start, member)
         # Rivals are looked for before anything is announced: an announcement would replace the records of another

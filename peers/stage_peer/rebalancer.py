@@ -71,10 +71,10 @@ class Claim:
 class Rebalancer:
     def __init__(
         self, membership: Membership, claim: Claim, rng: random.Random, *, every_seconds: float,
-        checkpoints: Path | None,
+        checkpoints: Path | None, unfit: Collection[int] = (),
     ) -> None:  # fmt: skip
         """It checks every so many seconds on average whether to move, and never with 0. A stage that no peer holds can
-        be restored from `checkpoints`, if there are any."""
+        be restored from `checkpoints`, if there are any. For `unfit` stages this machine has too little memory."""
         self._membership = membership
         self._own_id = PeerId(membership.peer_id)
         self._claim = claim
@@ -83,6 +83,7 @@ class Rebalancer:
         self._rng = rng
         self._every_seconds = every_seconds
         self._checkpoints = checkpoints
+        self._unfit = set(unfit)
         self._costs = stage_costs(membership.config)
         self._poll = membership.poll()
         self._judgement = Judgement(own_id=self._own_id, costs=self._costs)
@@ -94,12 +95,12 @@ class Rebalancer:
         holds any stage of the run any more."""
         records, claims = await self._look()
         former = [stage for stage, row in records.items() if any(record.peer_id == self._own_id for record in row)]
-        first = _some(self._judgement.first_choice(records, claims, self._lost()))
+        first = self._some(self._judgement.first_choice(records, claims, self._closed()))
         own = await self._claim.make(first, from_stage=None)
         await self._clock.sleep(SETTLE_SECONDS)
         records, claims = await self._look()
         lost = self._lost()
-        stage = _some(self._judgement.choice(records, claims, own, lost))
+        stage = self._some(self._judgement.choice(records, claims, own, self._unfit | lost))
         await self._claim.confirm(stage)
         left = "".join(_why_not(before, stage, lost) for before in former if before != stage)
         logger.info("chose stage %d of 0 to %d%s", stage, len(self._costs) - 1, left)
@@ -127,7 +128,7 @@ class Rebalancer:
     async def _check(self, stage: int) -> int | None:
         records, claims = await self._look()
         layout = layout_of(records, claims, self._costs)
-        target = self._judgement.wants(layout, self._lost(), self._clock.monotonic())
+        target = self._judgement.wants(layout, self._closed(), self._clock.monotonic())
         if target is None:
             return None
         if not await self.can_spare(stage) or not await self._can_enter(target):
@@ -138,7 +139,7 @@ class Rebalancer:
             await self._clock.sleep(SETTLE_SECONDS)
             records, claims = await self._look()
             layout = layout_of(records, claims, self._costs, own=own)
-            if not self._judgement.still_wants(layout, target, self._lost(), self._clock.monotonic()):
+            if not self._judgement.still_wants(layout, target, self._closed(), self._clock.monotonic()):
                 logger.info("stays at stage %d: others are on their way to stage %d", stage, target)
                 return None
             await self._claim.confirm(target)
@@ -232,11 +233,25 @@ class Rebalancer:
         self._judgement.look(present | under_way, self._clock.monotonic())
         return records, claims
 
-    def _lost(self) -> Collection[int]:
+    def _closed(self) -> set[int]:
+        """Stages that this peer cannot enter."""
+        return self._unfit | self._lost()
+
+    def _lost(self) -> set[int]:
         """Stages that no peer can enter: no peer and no checkpoint has what they learnt."""
         if not self._known.round:
-            return ()
+            return set()
         return {stage for stage in range(len(self._costs)) if not self._known.others(stage)} - self._restorable()
+
+    def _some(self, stage: int | None) -> int:
+        if stage is None:
+            fits = " that fits into this machine's memory" if self._unfit else ""
+            raise Fatal(
+                f"nobody holds any stage of this run{fits} any more: if its peers are only frozen or cut off, start "
+                "this one again when they are back; if they are gone for good, start a peer with --stage N and a "
+                "checkpoint (--resume DIR)"
+            )
+        return stage
 
     def _restorable(self) -> set[int]:
         if self._checkpoints is None:
@@ -258,13 +273,3 @@ def _why_not(former: int, stage: int, lost: Collection[int]) -> str:
         f", and not stage {former}, at which this peer was before: it came back without the state, and no other peer "
         "and no checkpoint (--resume DIR) has it"
     )
-
-
-def _some(stage: int | None) -> int:
-    if stage is None:
-        raise Fatal(
-            "nobody holds any stage of this run any more: if its peers are only frozen or cut off, start this one "
-            "again when they are back; if they are gone for good, start a peer with --stage N and a checkpoint "
-            "(--resume DIR)"
-        )
-    return stage

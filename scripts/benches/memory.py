@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from peers.doctor import needs as sizes
+from peers.shared import needs as sizes
 from scripts.benches.shared import paired
 from scripts.benches.shared.common import (
     OutputOptions,

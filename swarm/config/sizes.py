@@ -100,7 +100,7 @@ def _sample_tokens(config: "RunConfig", text: TextSize) -> int:
 
 
 def _token_bytes(config: "RunConfig") -> int:
-    """About what a stage keeps of each token for its backward (peers/doctor/needs.py has more exact figures)."""
+    """About what a stage keeps of each token for its backward (peers/shared/needs.py has more exact figures)."""
     model, stages = config.model, config.stages
     heads = (model.num_heads + model.kv_heads) * model.width_of_heads
     layer = 4 * model.d_model + 2 * heads + 3 * model.feed_forward_width

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from peers.doctor import needs as sizes
+from peers.shared import needs as sizes
 from scripts.benches import memory
 from scripts.benches.memory import SETTINGS, Options, bytes_per_frozen, expected_bytes, loss_config, run_config
 from scripts.benches.shared import common

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from peers.doctor import fit, needs
+from peers.doctor import fit
 from peers.doctor import program as doctor
 from peers.doctor.options import DoctorOptions
-from peers.shared import faults
+from peers.shared import faults, needs
 from swarm import config as configs
 from swarm.config import RunConfig
 
@@ -54,20 +54,20 @@ def test_stages_fit_or_lack_memory(
 )
 def test_settings_that_would_make_it_fit_do(name: str, gib: int, num_together: int, tmp_path: Path) -> None:
     config = _config(tmp_path, name, **_LARGE)
-    assert not all(stage.least <= gib * GIB for stage in fit.of_stages(config, 1, on_gpu=True))
+    assert not all(stage.needs.least <= gib * GIB for stage in fit.of_stages(config, 1, on_gpu=True))
     choices = fit.helpful(config, gib * GIB, 1, on_gpu=True)
     assert choices
     for settings in choices:
         assert len(settings) == num_together
         stages = fit.of_stages(configs.with_settings(config, settings), 1, on_gpu=True)
-        assert all(stage.least <= gib * GIB for stage in stages)
+        assert all(stage.needs.least <= gib * GIB for stage in stages)
     assert not fit.helpful(config, GIB // 8, 1, on_gpu=True)
 
 
 def test_a_model_is_trained_further_with_two_moments(tmp_path: Path) -> None:
     config = _config(tmp_path, "HuggingFaceTB/SmolLM2-360M")
     for number, stage in enumerate(fit.of_stages(config, 1, on_gpu=True)):
-        assert stage.optimizer == 8 * needs.num_parameters(config, number)
+        assert stage.needs.optimizer == 8 * needs.num_parameters(config, number)
 
 
 def _fine_tuned(folder: Path, size: str, lora_rank: int, setting: str) -> RunConfig:

@@ -15,7 +15,7 @@ from peers.doctor.options import DoctorOptions
 from peers.generate.options import GenerateOptions
 from peers.local.options import LocalOptions
 from peers.model.options import COMMANDS
-from peers.shared.cli import parse
+from peers.shared.cli import arguments, parse
 from peers.stage_peer.options import PeerOptions
 from peers.static.options import StaticOptions
 from peers.status.program import StatusOptions
@@ -99,7 +99,7 @@ def test_every_number_that_an_option_cannot_take_is_refused_in_a_line_that_says_
         if options is GenerateOptions and (option, word) in MEANT:
             continue
         line = _refused(options, [*_required(options), option, word], capsys)
-        assert re.match(rf"{option} takes a (whole )?number(,| from| above| of) ", line)
+        assert re.match(rf"{option} takes a (size such|(whole )?number(,| from| above| of)) ", line)
         assert line.endswith(f", not {word!r}")
 
 
@@ -107,6 +107,10 @@ def test_every_number_that_an_option_cannot_take_is_refused_in_a_line_that_says_
     ("options", "option", "word", "complaint"),
     [
         (PeerOptions, "--steps", "0", "a whole number from 1 to 1,000,000,000"),
+        (PeerOptions, "--memory", "20GB", "a size such as 512MiB or 20GiB"),
+        (PeerOptions, "--memory", "20", "a size such as 512MiB or 20GiB"),
+        (DoctorOptions, "--memory", "-1GiB", "a size such as 512MiB or 20GiB"),
+        (DoctorOptions, "--memory", "0GiB", "a size such as 512MiB or 20GiB"),
         (PeerOptions, "--stage", "last", "a whole number from 0 to 4,095, or auto"),
         (PeerOptions, "--port", "65536", "a whole number from 0 to 65,535"),
         (PeerOptions, "--threads", "1025", "a whole number from 0 to 1,024"),
@@ -194,3 +198,12 @@ def test_the_bounds_themselves_are_taken(options: type[Any], argv: str) -> None:
 def test_of_a_very_long_number_the_beginning_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     line = _refused(PeerOptions, ["--port", "9" * 5000], capsys)
     assert line == f"--port takes a whole number from 0 to 65,535, not '{'9' * 60}...'"
+
+
+@pytest.mark.parametrize(
+    ("word", "num_bytes"), [("20GiB", 20 << 30), ("1.5 GiB", 3 << 29), ("512MiB", 512 << 20), ("2TiB", 2 << 40)]
+)
+def test_sizes_have_a_unit_but_for_those_that_a_program_writes(word: str, num_bytes: int) -> None:
+    assert parse(DoctorOptions, prog="swarm-x", argv=["--memory", word]).memory == num_bytes
+    again = parse(DoctorOptions, prog="swarm-x", argv=arguments(DoctorOptions(memory=num_bytes)))
+    assert again.memory == num_bytes

@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from peers.stage_peer.own_stage import ServerOptions, own_backends, warm_up
+from peers.shared.network import Membership
+from peers.stage_peer.own_stage import OwnRoom, ServerOptions, own_backends, warm_up
 from peers.stage_peer.resume import ResumeOptions
-from swarm.config import RunConfig
+from swarm.config import RunConfig, StagesConfig, load_preset
+from swarm.credentials.identity import generate
 from swarm.errors import Fatal
 from swarm.events import Events
 from swarm.machine.recording import Recorder
@@ -22,6 +24,7 @@ from swarm.stage.runtime import Runtime
 from swarm.stage.staging import Staging
 from tests.support.chain import PATIENCE_SECONDS, SYNCHRONOUS
 from tests.support.manual_clock import ManualClock
+from tests.support.memory_store import MemoryStore
 from tests.support.tape import TapeRecorder
 from tests.support.whole_swarm import whole_swarm
 
@@ -29,7 +32,7 @@ _ENDLESS = 1 << 40
 """Tokens of a microbatch whose loss fits into no memory."""
 
 
-def _backend(config: RunConfig, stage: int, *, graph_bytes: int = 0, **more: Any) -> StageBackend:
+def _backend(config: RunConfig, stage: int, *, graph_bytes: int | None = 0, **more: Any) -> StageBackend:
     options = ServerOptions(
         name="", device=torch.device("cpu"), insecure=True, max_in_flight=1, graph_bytes=graph_bytes,
         resume=ResumeOptions(), checkpoints=None, events=Events(), **more,
@@ -61,6 +64,39 @@ async def test_it_serves_the_run_all_the_same_whatever_it_computes_in(tmp_path: 
     async with whole_swarm(config, tmp_path / "logs", num_peers=(1, 1, 1)) as swarm:
         async with asyncio.timeout(PATIENCE_SECONDS):
             assert len(await swarm.train(1)) == 1
+
+
+def _room(config: RunConfig, memory_bytes: int | None) -> OwnRoom:
+    clock = ManualClock()
+    member = Membership.enter(config, MemoryStore(clock), generate(), clock, insecure=True)
+    return OwnRoom.of(member, torch.device("cpu"), dtype=None, memory_bytes=memory_bytes)
+
+
+def test_a_stage_for_which_there_is_no_memory_is_refused_in_a_line() -> None:
+    """The outer stages of GPT-2 have a vocabulary besides their layers."""
+    config = dataclasses.replace(load_preset("gpt2-124m").begun(), stages=StagesConfig(num_stages=12))
+    room = _room(config, 2 << 30)
+    assert room.unfit == {0, 11}
+    room.require(1)
+    room.require("auto")
+    fault = r"stage 11 takes \S+ GiB or more, and 2.0 GiB of cpu are there: take --stage 1, which fits, or a run with "
+    with pytest.raises(ValueError, match=fault):
+        room.require(11)
+    with pytest.raises(ValueError, match=r"a stage takes .* or more, and 512.0 MiB of cpu are there: close other"):
+        _room(config, 512 << 20).require("auto")
+
+
+def test_what_a_class_of_the_user_s_own_needs_is_not_known() -> None:
+    config = dataclasses.replace(SYNCHRONOUS, model=dataclasses.replace(SYNCHRONOUS.model, custom_class="a:B"))
+    room = _room(config, 1 << 20)
+    room.require(0)
+    assert room.unfit == set()
+
+
+def test_memory_that_the_user_gives_limits_graphs() -> None:
+    budget = _backend(SYNCHRONOUS, 0, graph_bytes=None, memory_bytes=1 << 40).budget
+    assert budget.limit_bytes == pytest.approx(1 << 39, rel=0.01)
+    assert _backend(SYNCHRONOUS, 0, graph_bytes=None, memory_bytes=1 << 20).budget.limit_bytes == 0
 
 
 async def _warmed_up(

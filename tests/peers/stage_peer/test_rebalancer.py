@@ -55,7 +55,7 @@ class SlowStore(MemoryStore):
 class Peer:
     """Announces itself, and does what its rebalancer says."""
 
-    def __init__(self, world: "World", number: int) -> None:
+    def __init__(self, world: "World", number: int, unfit: Sequence[int] = ()) -> None:
         self.world = world
         identity = generate()
         self.peer_id = PeerId(identity.peer_id)
@@ -64,7 +64,7 @@ class Peer:
         self.directory, self.known = member.directory, member.known
         self.claim = Claim(member, str(number))
         self.rebalancer = Rebalancer(
-            member, self.claim, rng, every_seconds=PERIOD_SECONDS, checkpoints=world.checkpoints
+            member, self.claim, rng, every_seconds=PERIOD_SECONDS, checkpoints=world.checkpoints, unfit=unfit
         )
         self.stage: int | None = None
         self.state = PeerState.SERVING
@@ -355,6 +355,14 @@ async def test_a_claim_that_cannot_be_settled_is_dropped(monkeypatch: pytest.Mon
             assert await moving == 1
         for other in world.peers:
             other.kill()
+
+
+@in_virtual_time
+async def test_a_newcomer_takes_no_stage_that_does_not_fit() -> None:
+    world = World()
+    assert await Peer(world, 11, unfit=(0, 1)).rebalancer.choose_stage() == 2
+    with pytest.raises(Fatal, match="nobody holds any stage of this run that fits into this machine's memory any more"):
+        await Peer(world, 12, unfit=(0, 1, 2)).rebalancer.choose_stage()
 
 
 @in_virtual_time

@@ -5,6 +5,7 @@ The formulas are for the built-in model, without dropout, bottleneck and compile
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -26,38 +27,101 @@ _TOKENIZER_BYTES = 32 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What one stage needs besides microbatches in flight, in bytes.
+    """What one peer needs for a stage, or for several that it serves together, in bytes.
 
     Attributes:
-        device: memory of the device; if that is the CPU, all memory.
+        weights: memory of the device for those that are trained, with the copies that microbatches compute with.
+        frozen: the same for the model's own weights beside adapters.
+        optimizer: the same for its state.
+        other: the same for sums of gradients and anchors; if the device is the CPU, for all that is `ram` on a GPU too.
+        turns: the same for what only one stage at a time takes, or all have in common: one microbatch's gradient, the
+            loss, a layer that is computed again, and on the CPU the program.
+        graphs: the same for the microbatches in flight.
+        fewest: `graphs`, if all forwards but one are computed again.
+        in_flight: how many microbatches these are.
         ram: memory of the machine, besides a GPU's own; 0 if the device is the CPU.
         cache: disk for what is fetched before the stage begins.
         checkpoint: disk for one checkpoint.
     """
 
-    device: int
+    weights: int
+    frozen: int
+    optimizer: int
+    other: int
+    turns: int
+    graphs: int
+    fewest: int
+    in_flight: int
     ram: int
     cache: int
     checkpoint: int
 
     @classmethod
-    def of(cls, config: RunConfig, stage: int, *, on_gpu: bool) -> "Needs":
+    def of(cls, config: RunConfig, stage: int, *, on_gpu: bool, num_peers: int = 1) -> "Needs":
+        """The needs for one stage, which has so many peers."""
         config = computing_on(config, on_gpu=on_gpu)
-        held, trained = state_bytes(config, stage), _FLOAT_BYTES * num_parameters(config, stage)
+        held, size = state_bytes(config, stage), _FLOAT_BYTES * num_parameters(config, stage)
+        # In float32, even if moments are held in 8 bits.
+        checkpoint = size + (_moment_bytes(config, stage) if config.rounds.synchronous else size)
+        weights = held.pop("parameters") + held.pop("version") + held.pop("casts", 0)
+        frozen, optimizer = held.pop("frozen", 0), held.pop("optimizer")
         # With DiLoCo the outer step is taken on the CPU.
         outer = 0 if config.rounds.synchronous else held.pop("anchors") + held.pop("outer_momentum", 0)
-        device = sum(held.values()) + passing_bytes(config, stage)
-        if stage == config.stages.num_stages - 1:
-            device += loss_bytes(config.model, config.data.tokens_per_microbatch, fused=on_gpu)
-        ram = outer + averaging_bytes(config, stage, num_members=2) + PROGRAM_BYTES
-        own = num_own_parameters(config, stage) if config.model.weights else 0
+        share = -(-config.microbatches_per_round // num_peers)
+        # Parts are computed for two members at least: a peer that is alone now may get company.
+        averaging = averaging_bytes(config, stage, num_members=max(2, num_peers))
+        ram = outer + averaging + residual_bytes(config, stage) + share * settled_bytes(config, stage)
+        turns, is_last = size, stage == config.stages.num_stages - 1
+        if is_last:
+            turns += loss_bytes(config.model, config.data.tokens_per_microbatch, fused=on_gpu)
+        if config.model.gradient_checkpointing:
+            turns += layer_graph_bytes(config, fused=on_gpu)
+        # The last stage goes backward at once.
+        in_flight = 1 if is_last else min(config.stages.num_stages + 2, share)
+        kept, light = (in_flight_bytes(config, stage, is_kept=kept, fused=on_gpu) for kept in (True, False))
         return cls(
-            device=device if on_gpu else device + ram,
-            ram=ram if on_gpu else 0,
-            cache=_TOKENIZER_BYTES + _FLOAT_BYTES * own,
-            # In float32, even if moments are held in 8 bits.
-            checkpoint=trained + (_moment_bytes(config, stage) if config.rounds.synchronous else trained),
+            weights=weights,
+            frozen=frozen,
+            optimizer=optimizer,
+            other=sum(held.values()) + passing_bytes(config, stage) - size + (0 if on_gpu else ram),
+            turns=turns + (0 if on_gpu else PROGRAM_BYTES),
+            graphs=in_flight * kept,
+            fewest=kept + (in_flight - 1) * light,
+            in_flight=in_flight,
+            ram=ram + PROGRAM_BYTES if on_gpu else 0,
+            cache=_TOKENIZER_BYTES + _FLOAT_BYTES * (num_own_parameters(config, stage) if config.model.weights else 0),
+            checkpoint=checkpoint,
         )
+
+    def __add__(self, more: "Needs") -> "Needs":
+        """The needs for the stages of both at one peer."""
+        values = {name: value + getattr(more, name) for name, value in vars(self).items()}
+        ram = values["ram"] - (PROGRAM_BYTES if self.ram and more.ram else 0)
+        cache = values["cache"] - _TOKENIZER_BYTES
+        return Needs(**values | {"turns": max(self.turns, more.turns), "ram": ram, "cache": cache})
+
+    @property
+    def device(self) -> int:
+        """Memory of the device besides microbatches in flight; if that is the CPU, all such memory."""
+        return self.weights + self.frozen + self.optimizer + self.other + self.turns
+
+    @property
+    def whole(self) -> int:
+        """Memory of the device with the microbatches in flight."""
+        return self.device + self.graphs
+
+    @property
+    def least(self) -> int:
+        """`whole`, if all forwards but one are computed again."""
+        return self.device + self.fewest
+
+
+def of_stages(config: RunConfig, *, on_gpu: bool, num_peers: int = 1) -> list[Needs]:
+    """What each stage needs. Stages of the same shape are computed once."""
+    ranges = layer_ranges(config)
+    shapes = [(len(layers), stage == 0, stage == len(ranges) - 1) for stage, layers in enumerate(ranges)]
+    found = {shape: Needs.of(config, shapes.index(shape), on_gpu=on_gpu, num_peers=num_peers) for shape in set(shapes)}
+    return [found[shape] for shape in shapes]
 
 
 def computing_on(config: RunConfig, *, on_gpu: bool) -> RunConfig:
@@ -96,10 +160,9 @@ def state_bytes(config: RunConfig, stage: int) -> dict[str, int]:
     and their gradients are not included."""
     _, shapes = _shapes(config, stage)
     size = _FLOAT_BYTES * num_parameters(config, stage)
-    optimizer = gradient_optimizer(config, same_bits=False)
     held = {
         "parameters": size,
-        "optimizer": sum(optimizer.num_bytes(name, shape) for name, shape in shapes.items()),
+        "optimizer": optimizer_bytes(config, shapes),
         "version": size,
         "gradient_bucket": size,
         # In the synchronous setting the round's anchor is the present version itself.
@@ -120,6 +183,18 @@ def _moment_bytes(config: RunConfig, stage: int) -> int:
     """Bytes of all that the optimizer remembers, in float32."""
     in_full = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, moments="fp32"))
     return state_bytes(in_full, stage)["optimizer"]
+
+
+def optimizer_bytes(config: RunConfig, shapes: Mapping[str, Size]) -> int:
+    """Bytes of the state with which parameters of these shapes are stepped."""
+    optimizer = gradient_optimizer(config, same_bits=False)
+    return sum(optimizer.num_bytes(name, shape) for name, shape in shapes.items())
+
+
+def first_step_bytes(config: RunConfig, shapes: Mapping[str, Size]) -> int:
+    """Bytes that the first step takes of the device beside weights of these shapes: the optimizer's state, a second sum
+    of gradients, and another copy of the weights."""
+    return optimizer_bytes(config, shapes) + 2 * _FLOAT_BYTES * sum(map(math.prod, shapes.values()))
 
 
 def passing_bytes(config: RunConfig, stage: int) -> int:
@@ -202,6 +277,14 @@ def averaging_bytes(config: RunConfig, stage: int, *, num_members: int) -> int:
     # For the parts that others sum: the member's encoded contribution, which goes out, and the encoded sums, which come
     # back.
     return round(whole + own + exchanged_bytes(config, stage, num_members=num_members))
+
+
+def residual_bytes(config: RunConfig, stage: int) -> int:
+    """Bytes of what the codec dropped of contributions and sums, which are kept from round to round; as many are new
+    until the next round commits. With two members a sum is half of the parameters."""
+    codec = contribution_codec(config.averaging)
+    keeps = codec.needs_feedback and config.averaging.feedback_decay > 0
+    return keeps * 2 * 3 * _FLOAT_BYTES // 2 * num_parameters(config, stage)
 
 
 def exchanged_bytes(config: RunConfig, stage: int, *, num_members: int) -> int:

@@ -1,0 +1,88 @@
+"""How much memory one process may have on its device, and which stages it can serve with it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+
+from peers.shared.devices import Device, free_ram_bytes, resident_bytes
+from peers.shared.needs import Needs
+from swarm.machine.out_of_memory import in_words
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """The memory that one process may have, with what it has taken already.
+
+    Attributes:
+        device: the device's name.
+        device_bytes: memory of the device; if that is the CPU, all memory.
+        ram_bytes: memory of the machine.
+    """
+
+    device: str
+    device_bytes: int
+    ram_bytes: int
+
+    @classmethod
+    def on(cls, device: Device) -> "Room":
+        """The room of this process, which computes on this device."""
+        num_bytes = device.free_bytes + device.own_bytes
+        ram_bytes = free_ram_bytes() + resident_bytes() if device.kind == "cuda" else num_bytes
+        return cls(device=device.name, device_bytes=num_bytes, ram_bytes=ram_bytes)
+
+    def holds(self, needs: Needs) -> bool:
+        return needs.least <= self.device_bytes and needs.ram <= self.ram_bytes
+
+    def spans(self, each: Sequence[Needs]) -> list[range]:
+        """All spans of adjacent stages for which there is room, of a run whose stages need so much each."""
+        found = list[range]()
+        for first in range(len(each)):
+            for last in range(first, len(each)):
+                if not self.holds(together(each, range(first, last + 1))):
+                    break
+                found.append(range(first, last + 1))
+        return found
+
+    def largest(self, each: Sequence[Needs], wanted: range) -> range | None:
+        """The longest span for which there is room, no longer than the wanted one, and as much of that as can be; None
+        if no stage fits."""
+        spans = [span for span in self.spans(each) if len(span) <= len(wanted)]
+        return max(spans, key=lambda span: (len(span), len({*span} & {*wanted}), -span.start), default=None)
+
+    def comparison(self, each: Sequence[Needs], span: range | None) -> str:
+        """What a span takes, or with None a single stage of the run, and what there is, in words."""
+        needs = each if span is None else [together(each, span)]
+        least, most = (in_words(choose(one.least for one in needs)) for choose in (min, max))
+        what = "a stage" if span is None else named(span)
+        text = f"{what} {'take' if span is not None and len(span) > 1 else 'takes'} "
+        text += f"{least if least == most else f'{least} to {most}'} or more"
+        text += f", and {in_words(self.device_bytes)} of {self.device} are there"
+        if ram := max(one.ram for one in needs):
+            text += f"; beside it {in_words(ram)} of RAM, and {in_words(self.ram_bytes)} are there"
+        return text
+
+    def fault(self, each: Sequence[Needs], span: range | None) -> str:
+        """What is wrong, and what to do, if there is no room for a span, or with None for any stage; empty if there is
+        room."""
+        if self.holds(together(each, span)) if span is not None else any(map(self.holds, each)):
+            return ""
+        fitting = self.largest(each, span or range(1))
+        advice = "close other programs, take a run with more stages, or another --device"
+        if fitting is not None:
+            advice = f"take --stage {written(fitting)}, which fits, or a run with more stages"
+        return f"{self.comparison(each, span)}: {advice}"
+
+
+def together(each: Sequence[Needs], span: range) -> Needs:
+    """What a span needs at one peer, of a run whose stages need so much each."""
+    return reduce(add, (each[stage] for stage in span))
+
+
+def named(span: range) -> str:
+    return f"stage {span.start}" if len(span) == 1 else f"stages {span.start} to {span[-1]}"
+
+
+def written(span: range) -> str:
+    """A span as --stage names it."""
+    return str(span.start) if len(span) == 1 else f"{span.start}-{span[-1]}"

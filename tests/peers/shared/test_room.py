@@ -1,0 +1,68 @@
+"""Which stages fit into the memory that one process may have."""
+
+import pytest
+
+from peers.shared.devices import Device
+from peers.shared.needs import PROGRAM_BYTES
+from peers.shared.room import Room
+from tests.peers.shared.rooms import GIB, some_needs
+
+EACH = [some_needs(4.0, turns_gib=1.0), some_needs(2.0, turns_gib=1.0), some_needs(3.0, turns_gib=1.0)]
+
+
+def _room(gib: float, ram_gib: float = 64.0) -> Room:
+    return Room(device="cuda:0", device_bytes=int(gib * GIB), ram_bytes=int(ram_gib * GIB))
+
+
+@pytest.mark.parametrize(
+    ("gib", "spans"),
+    [
+        (1.9, []),
+        (2.0, [range(1, 2)]),
+        (4.0, [range(1), range(1, 2), range(1, 3), range(2, 3)]),
+        (5.0, [range(1), range(2), range(1, 2), range(1, 3), range(2, 3)]),
+        (7.0, [range(1), range(2), range(3), range(1, 2), range(1, 3), range(2, 3)]),
+    ],
+)
+def test_spans_that_fit_are_adjacent_and_take_turns(gib: float, spans: list[range]) -> None:
+    assert _room(gib).spans(EACH) == spans
+
+
+@pytest.mark.parametrize(
+    ("gib", "wanted", "fitting"),
+    [
+        (7.0, range(3), range(3)),
+        (6.9, range(3), range(2)),
+        (4.5, range(3), range(1, 3)),
+        (4.5, range(2), range(1, 3)),
+        (3.9, range(1), range(1, 2)),
+        (1.0, range(3), None),
+    ],
+)
+def test_the_longest_span_that_fits_is_as_much_of_the_wanted_one_as_can_be(
+    gib: float, wanted: range, fitting: range | None
+) -> None:
+    assert _room(gib).largest(EACH, wanted) == fitting
+
+
+def test_a_gpu_needs_ram_beside_it_and_the_program_is_there_once() -> None:
+    each = [some_needs(1.0, 2.0), some_needs(1.0, 2.0)]
+    both = 4.0 - PROGRAM_BYTES / GIB
+    assert _room(8.0, both).spans(each) == [range(1), range(2), range(1, 2)]
+    assert _room(8.0, both - 0.1).spans(each) == [range(1), range(1, 2)]
+    assert _room(8.0, 1.0).fault(each, range(2)) == (
+        "stages 0 to 1 take 2.0 GiB or more, and 8.0 GiB of cuda:0 are there; beside it 3.5 GiB of RAM, and 1.0 GiB "
+        "are there: close other programs, take a run with more stages, or another --device"
+    )
+
+
+def test_a_span_that_does_not_fit_is_told_which_one_does() -> None:
+    assert _room(6.0).fault(EACH, range(3)) == (
+        "stages 0 to 2 take 7.0 GiB or more, and 6.0 GiB of cuda:0 are there: take --stage 0-1, which fits, or a run "
+        "with more stages"
+    )
+    assert _room(7.0).fault(EACH, range(3)) == ""
+
+
+def test_what_the_process_has_taken_already_is_its_own() -> None:
+    assert Room.on(Device(name="cpu", free_bytes=3 * GIB, own_bytes=GIB)).spans(EACH[:1]) == [range(1)]
