@@ -68,13 +68,18 @@ class Device:
 
     Attributes:
         own_bytes: what this process has taken there already.
-        is_given: whether the user has said how much this process may have there.
+        given_bytes: what the user gives this process there; None for what it finds.
     """
 
     name: str
     free_bytes: int
     own_bytes: int = 0
-    is_given: bool = False
+    given_bytes: int | None = None
+
+    @property
+    def all_bytes(self) -> int:
+        """What this process may have there, with what it has taken already."""
+        return self.free_bytes + self.own_bytes if self.given_bytes is None else self.given_bytes
 
     @property
     def kind(self) -> str:
@@ -113,7 +118,7 @@ def graph_bytes(device: Device, *, needed_bytes: int = 0, num_processes: int = 1
         needed_bytes: how much of the free memory the process will take for other things.
         num_processes: how many processes share the device.
     """
-    share = GPU_SHARE if device.kind == "cuda" or device.is_given else RAM_SHARE
+    share = GPU_SHARE if device.kind == "cuda" or device.given_bytes is not None else RAM_SHARE
     return int(share * max(0, device.free_bytes // num_processes - needed_bytes))
 
 
@@ -253,8 +258,7 @@ def here(device: "torch.device", memory_bytes: int | None = None) -> Device:
         free_bytes = min(free_bytes, torch.mps.recommended_max_memory() - own_bytes)
     if memory_bytes is not None:
         free_bytes = memory_bytes - own_bytes
-    is_given = memory_bytes is not None
-    return Device(name=str(device), free_bytes=max(0, free_bytes), own_bytes=own_bytes, is_given=is_given)
+    return Device(name=str(device), free_bytes=max(0, free_bytes), own_bytes=own_bytes, given_bytes=memory_bytes)
 
 
 def free_ram_bytes() -> int:

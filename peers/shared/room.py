@@ -27,9 +27,8 @@ class Room:
     @classmethod
     def on(cls, device: Device) -> "Room":
         """The room of this process, which computes on this device."""
-        num_bytes = device.free_bytes + device.own_bytes
-        ram_bytes = free_ram_bytes() + resident_bytes() if device.kind == "cuda" else num_bytes
-        return cls(device=device.name, device_bytes=num_bytes, ram_bytes=ram_bytes)
+        ram_bytes = free_ram_bytes() + resident_bytes() if device.kind == "cuda" else device.all_bytes
+        return cls(device=device.name, device_bytes=device.all_bytes, ram_bytes=ram_bytes)
 
     def holds(self, needs: Needs) -> bool:
         return needs.least <= self.device_bytes and needs.ram <= self.ram_bytes

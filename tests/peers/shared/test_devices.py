@@ -72,7 +72,7 @@ def test_without_gpus_all_are_on_the_cpu() -> None:
         (CPU, 0, 1, 16),
         (CPU, 0, 8, 2),
         (MPS, 8, 1, 2),
-        (Device(name="cpu", free_bytes=64 * GIB, is_given=True), 0, 1, 32),
+        (Device(name="cpu", free_bytes=64 * GIB, given_bytes=1), 0, 1, 32),
     ],
 )
 def test_graphs_take_a_share_of_what_is_free(device: Device, needed_gib: int, num_processes: int, gib: int) -> None:
@@ -114,8 +114,9 @@ def test_the_ram_that_is_free_is_the_least_of_what_the_limits_leave(
 def test_memory_that_the_user_gives_overrides_what_is_free() -> None:
     device = here(torch.device("cpu"), 10_000 * GIB)
     assert device.own_bytes > 10 << 20
-    assert device.free_bytes + device.own_bytes == 10_000 * GIB
-    assert here(torch.device("cpu"), 1 << 20).free_bytes == 0
+    assert device.free_bytes + device.own_bytes == device.all_bytes == 10_000 * GIB
+    little = here(torch.device("cpu"), 1 << 20)
+    assert (little.free_bytes, little.all_bytes) == (0, 1 << 20)
 
 
 @pytest.mark.parametrize(
