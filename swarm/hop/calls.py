@@ -40,7 +40,7 @@ class Line:
         """Write tensors in several messages. The first has the fields of `request`."""
         self._num_sending += 1
         try:
-            for message in frames(request, tensors):
+            for message in frames(request, tensors, whole=call.is_local):
                 await call.write(message, self._silence_seconds)
         finally:
             self._num_sending -= 1
@@ -255,7 +255,7 @@ def _require_targets(num_targets: int, tensors: Tensors) -> None:
         raise PeerUnavailable(f"it counts {num_targets} targets, and there are {expected}")
 
 
-def _reply(data: bytes) -> tuple[pb.TrainReply, list[Piece]]:
+def _reply(data: Any) -> tuple[pb.TrainReply, list[Piece]]:
     with well_formed():
         return parsed(pb.TrainReply, data)
 

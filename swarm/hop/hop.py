@@ -26,6 +26,7 @@ from swarm.machine.clock import Clock
 from swarm.machine.words import Repeats
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
+from swarm.rpc.local import LocalBlock
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.generation_pb2_grpc import GenerationServiceStub
 from swarm.rpc.wire import NewBytes, TensorSpec, new_bytes, stage_stub
@@ -49,9 +50,13 @@ class Hop:
     def __init__(
         self, *, run_id: str, stage: int, reply_specs: Mapping[str, TensorSpec], router: Router,
         channels: ChannelPool, clock: Clock, limits: HopLimits | None = None, events: Events | None = None,
-        memory: NewBytes = new_bytes,
+        memory: NewBytes = new_bytes, own: Callable[[PeerRecord], LocalBlock | None] = lambda _: None,
     ) -> None:  # fmt: skip
-        """`memory` makes the memory of the tensors that the stage answers."""
+        """
+        Args:
+            memory: makes the memory of the tensors that the stage answers.
+            own: finds the block that a record announces, if this very process serves it: it is called without gRPC.
+        """
         self.stage = stage
         self._router = router
         self._clock = clock
@@ -63,12 +68,14 @@ class Hop:
         address = pb.Address(run_id=run_id, protocol_version=PROTOCOL_VERSION, stage=stage)
 
         self._calls = Calls(
-            address=address, reply_specs=reply_specs, stub=lambda record: stage_stub(channels.channel(record)),
+            address=address, reply_specs=reply_specs,
+            stub=lambda record: own(record) or stage_stub(channels.channel(record)),
             router=router, clock=clock, limits=self._limits, line=self._line, memory=memory,
         )  # fmt: skip
         self._session_calls = SessionCalls(
-            address=address, stub=lambda record: GenerationServiceStub(channels.channel(record)), limits=self._limits
-        )
+            address=address, stub=lambda record: own(record) or GenerationServiceStub(channels.channel(record)),
+            limits=self._limits,
+        )  # fmt: skip
 
     @property
     def is_held_up(self) -> bool:

@@ -182,7 +182,9 @@ class Retries:
 
     def offered(self, peer_id: PeerId) -> None:
         """Note that a peer is about to be asked, and decide whether it may leave the microbatch to others."""
-        self.has_others = peer_id != self.route.own and self.num_sent_on < self._most_sent_on(peer_id)
+        # What waits in this very process is no reason to go elsewhere: only a lack of slots is.
+        stays = peer_id in (self.route.own, self._router.own)
+        self.has_others = not stays and self.num_sent_on < self._most_sent_on(peer_id)
 
     def _most_sent_on(self, peer_id: PeerId) -> int:
         num_peers = self._router.num_peers(self._stage)

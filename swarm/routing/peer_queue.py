@@ -25,6 +25,7 @@ CHANCE = 0.25
 """The most by which chance changes a charge, as a share. With more, some peers' queues grow while others are idle."""
 LONGEST_BUSY_SECONDS = 300.0
 """A peer that says that it is busy is asked again after this time, however long it claims to be."""
+NOBODY = PeerId("")
 STAGE_SMOOTHING = 0.01
 """Weight of the newest observation in the stage's typical time."""
 
@@ -60,8 +61,10 @@ class LeftAlone:
 class PeerQueue:
     """The serving peers of one stage. Every `now` is monotonic seconds."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, own: PeerId = NOBODY) -> None:
+        """`own` is the peer that this process is, if it is one: a hop to it costs nothing."""
         self._rng = rng
+        self._own = own
         self._members: dict[PeerId, _Member] = {}
         self._bans = Bans()
         # Heap by virtual time; an entry's key may lag behind its member's priority.
@@ -133,12 +136,14 @@ class PeerQueue:
     def choose(
         self, num_samples: int, now: float, *, exclude: Collection[PeerId], prefer: Sequence[PeerId]
     ) -> PeerRecord | None:
-        """Choose and charge the first of `prefer` that is not banned, or else the peer with the least finish time.
+        """Choose and charge the first of `prefer` that is not banned, or else the own peer unless it is busy, or else
+        the peer with the least finish time.
 
         Preferred peers are chosen even when busy: they know the microbatch already. None if no peer can be asked.
         """
         self._num_samples = num_samples
-        for peer_id in prefer:
+        own = self._members.get(self._own)
+        for peer_id in prefer if own is None or own.busy_until > now else [*prefer, self._own]:
             if peer_id in self._members and peer_id not in exclude and self._bans.until(peer_id) <= now:
                 # Its heap entry catches up when it reaches the head.
                 return self._charge(self._members[peer_id], num_samples)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from swarm.machine.clock import Clock
-from swarm.routing.peer_queue import LeftAlone, PeerQueue
+from swarm.routing.peer_queue import NOBODY, LeftAlone, PeerQueue
 from swarm.routing.throughput import Link, Observation
 from swarm.types import PeerId, PeerRecord, PeerState
 
@@ -33,9 +33,12 @@ class Gone:
 class Router:
     """The known peers of every stage. With the same seed and the same calls it makes the same choices."""
 
-    def __init__(self, clock: Clock, rng: random.Random) -> None:
+    def __init__(self, clock: Clock, rng: random.Random, own: PeerId = NOBODY) -> None:
+        """`own` is the peer that this process is, if it is one. Where it serves it is chosen first, while it has
+        room."""
+        self.own = own
         self._clock = clock
-        self._queues: defaultdict[int, PeerQueue] = defaultdict(lambda: PeerQueue(rng))
+        self._queues: defaultdict[int, PeerQueue] = defaultdict(lambda: PeerQueue(rng, own))
         self._stage_of: dict[PeerId, int] = {}
         self._gone: dict[int, Gone] = {}
 
@@ -65,7 +68,8 @@ class Router:
     ) -> PeerRecord | None:
         """Choose the peer that is to compute `num_samples` samples next; None if no peer can be asked now.
 
-        Of those in `prefer` the first that serves and is not banned is chosen, and charged as usual.
+        Of those in `prefer` the first that serves and is not banned is chosen, and charged as usual; after them this
+        very peer, if it serves the stage and has not said that it is busy.
         """
         return self._queues[stage].choose(num_samples, self._clock.monotonic(), exclude=exclude, prefer=prefer)
 

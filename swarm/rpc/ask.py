@@ -10,6 +10,7 @@ import grpc
 from swarm.errors import DeadlineExceeded, MalformedMessage, PeerUnavailable, SwarmError, WrongRun
 from swarm.rpc.bounds import require_bounds
 from swarm.rpc.failures import translate
+from swarm.rpc.local import is_local
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
 
@@ -64,6 +65,8 @@ class Stream:
 
     def __init__(self, call: Any) -> None:
         self._call = call
+        self.is_local = is_local(call)
+        """Whether the peer is this very process, which takes tensors as they are."""
 
     async def __aenter__(self) -> Self:
         return self

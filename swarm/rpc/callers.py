@@ -51,6 +51,9 @@ Caller = NewType("Caller", str)
 _THIS_MACHINE = ("ipv4:127.", "ipv6:[::1]", "unix:")
 """How the addresses of this machine begin. In an open run all of its processes are one caller, and must not wait for
 each other."""
+OWN = Caller("this process")
+"""This peer itself, which calls another block of its own (local.py). Nothing is counted of it, because tensors that it
+passes on are kept only once."""
 _handed_on: dict[str, str] = {}
 """For each loopback address from which a connection of somebody else is handed on (serving.py), who that is."""
 _TUNNELLED = "127.77."
@@ -202,10 +205,12 @@ class Callers:
     def keep(self, caller: Caller, num_bytes: int, *, training: bool = False) -> None:
         """Count bytes as kept for a call, until `release`. Raises Overloaded if that would be too much for one caller.
         Not raised if nothing is kept for this caller yet."""
-        self.kept[training].take(caller, num_bytes)
+        if caller != OWN:
+            self.kept[training].take(caller, num_bytes)
 
     def release(self, caller: Caller, num_bytes: int, *, training: bool = False) -> None:
-        self.kept[training].give_back(caller, num_bytes)
+        if caller != OWN:
+            self.kept[training].give_back(caller, num_bytes)
 
     @property
     def num_calls(self) -> int:

@@ -1,7 +1,8 @@
 """Tensors on the wire: the messages that carry them, what a receiver expects, and how it puts them together again.
 
 The bytes are protobuf's (docs/protocol.md), read and written without its three copies each way: a piece of a tensor is
-copied once into its message, and the reader gets a view into what has come.
+copied once into its message, and the reader gets a view into what has come. Within one process (local.py) there are no
+bytes: a tensor is one piece, which the receiver uses as it is.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -49,8 +50,8 @@ _HEADER, _DATA = (TensorChunk.DESCRIPTOR.fields_by_name[name].number for name in
 _WITH_LENGTH = 2
 """protobuf's type of a field whose bytes follow its length. All fields in messages with chunks are of this type."""
 
-Piece = tuple[TensorHeader | None, memoryview]
-"""A piece of a tensor, with the header if it is the first one."""
+Piece = tuple[TensorHeader | None, memoryview | torch.Tensor]
+"""A piece of a tensor, with the header if it is the first one; or, from this very process, a whole tensor."""
 NewBytes = Callable[[int], torch.Tensor]
 """Makes memory for this many bytes, whatever they are: a tensor of uint8 on the CPU."""
 _Message = TypeVar("_Message", bound=Message)
@@ -99,12 +100,18 @@ class TensorReader:
         self._bytes, self._buffer, self.tensors = new_bytes(0), memoryview(b""), {}
 
     def feed(self, piece: Piece) -> None:
-        """Take the next piece, which is copied. Raises MalformedMessage if the piece is empty, or has an unexpected or
-        repeated name, or another shape, encoding or size than expected."""
+        """Take the next piece, which is copied unless it is a whole tensor. Raises MalformedMessage if the piece is
+        empty, or has an unexpected or repeated name, or another shape, encoding or size than expected."""
         header, data = piece
         if header is not None:
-            self._begin(header)
-        if self._current is None:
+            spec = self._begin(header)
+            if isinstance(data, torch.Tensor):
+                self._finish(data)
+                return
+            # Not cleared: a tensor is given out once all of its bytes have come.
+            self._bytes = self._memory(spec.num_bytes)
+            self._buffer = self._bytes.numpy().data
+        if self._current is None or isinstance(data, torch.Tensor):
             raise MalformedMessage("a tensor chunk came before its header")
         if self._buffer and not data:
             raise MalformedMessage(f"an empty chunk of tensor {self._name!r}")
@@ -114,9 +121,9 @@ class TensorReader:
         self._buffer[self._filled : end] = data
         self._filled = end
         if end == len(self._buffer):
-            self._finish(self._current)
+            self._finish(self._bytes.view(ENCODINGS[self._current.encoding]).reshape(self._current.shape))
 
-    def _begin(self, header: TensorHeader) -> None:
+    def _begin(self, header: TensorHeader) -> TensorSpec:
         if self._current is not None:
             raise MalformedMessage(f"tensor {header.name!r} begins before {self._name!r} is complete")
         spec = self._missing.pop(header.name, None)
@@ -130,13 +137,10 @@ class TensorReader:
         if header.num_bytes != spec.num_bytes:
             raise MalformedMessage(f"tensor {header.name!r} has {header.num_bytes} bytes, expected {spec.num_bytes}")
         self._name, self._current, self._filled = header.name, spec, 0
-        # Not cleared: a tensor is given out once all of its bytes have come.
-        self._bytes = self._memory(spec.num_bytes)
-        self._buffer = self._bytes.numpy().data
+        return spec
 
-    def _finish(self, spec: TensorSpec) -> None:
-        self.tensors[self._name] = self._bytes.view(ENCODINGS[spec.encoding]).reshape(spec.shape)
-        self._current = None
+    def _finish(self, tensor: torch.Tensor) -> None:
+        self.tensors[self._name], self._current = tensor, None
 
 
 def require_in_range(name: str, tensor: torch.Tensor) -> None:
@@ -158,47 +162,59 @@ def require_in_range(name: str, tensor: torch.Tensor) -> None:
 
 @dataclass(eq=False)
 class Frame:
-    """A message to be sent, in parts that are put together only when it is."""
+    """A message to be sent, and pieces of tensors in it, whose bytes may not change until it is sent."""
 
-    parts: list[bytes | memoryview] = field(default_factory=list)
-    num_tensor_bytes: int = 0
+    message: Message
+    pieces: list[Piece] = field(default_factory=list)
 
-    def add(self, message: Message) -> None:
-        self.parts.append(message.SerializeToString())
-
-    def add_piece(self, chunks: int, header: TensorHeader | None, data: memoryview) -> None:
-        """Add a chunk. Its bytes may not change until the message is sent. `chunks` is the number of the message's
-        field with the chunks."""
-        start = TensorChunk(header=header).SerializeToString() + _key(_DATA, len(data))
-        self.parts += _key(chunks, len(start) + len(data)), start, data
-        self.num_tensor_bytes += len(data)
+    @property
+    def num_tensor_bytes(self) -> int:
+        return sum(data.nbytes for _, data in self.pieces)
 
 
-def frames(first: Message, tensors: Mapping[str, torch.Tensor]) -> Iterator[Frame]:
+def frames(first: Message, tensors: Mapping[str, torch.Tensor], *, whole: bool = False) -> Iterator[Frame]:
     """Yield messages that carry CPU tensors, of types in ENCODINGS, as chunks; the first has the fields of `first`.
 
-    There is at least one message, and each but the last has CHUNK_BYTES or more.
+    There is at least one message, and each but the last has CHUNK_BYTES or more. With `whole` there is one, and each
+    tensor is one piece of it, as it is and on any device.
     """
-    frame, chunks = Frame(), _chunks(first.DESCRIPTOR)
-    frame.add(first)
+    frame = Frame(first)
     for name, tensor in tensors.items():
-        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        header = TensorHeader(name=name, encoding=NAMES[tensor.dtype], shape=tuple(tensor.shape), num_bytes=raw.nbytes)
+        tensor = tensor.detach()
+        header = TensorHeader(
+            name=name, encoding=NAMES[tensor.dtype], shape=tuple(tensor.shape), num_bytes=tensor.nbytes
+        )
+        if whole:
+            frame.pieces.append((header, tensor))
+            continue
+        raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
         for start in range(0, max(1, raw.nbytes), CHUNK_BYTES):
             if frame.num_tensor_bytes >= CHUNK_BYTES:
                 yield frame
-                frame = Frame()
-            frame.add_piece(chunks, header if start == 0 else None, raw[start : start + CHUNK_BYTES])
+                frame = Frame(type(first)())
+            frame.pieces.append((header if start == 0 else None, raw[start : start + CHUNK_BYTES]))
     yield frame
 
 
 def serialized(message: Frame | Message) -> bytes:
-    return b"".join(message.parts) if isinstance(message, Frame) else message.SerializeToString()
+    if not isinstance(message, Frame):
+        return message.SerializeToString()
+    parts: list[bytes | memoryview] = [message.message.SerializeToString()]
+    for header, data in message.pieces:
+        assert isinstance(data, memoryview), "whole tensors stay in this process"
+        start = TensorChunk(header=header).SerializeToString() + _key(_DATA, data.nbytes)
+        parts += _key(_chunks(message.message.DESCRIPTOR), len(start) + data.nbytes), start, data
+    return b"".join(parts)
 
 
-def parsed(kind: type[_Message], data: bytes) -> tuple[_Message, list[Piece]]:
+def parsed(kind: type[_Message], data: bytes | Frame | Message) -> tuple[_Message, list[Piece]]:
     """Read a message without its chunks, and its chunks. Raises MalformedMessage if it is no message of this kind, or
-    its numbers or lists are out of bounds."""
+    its numbers or lists are out of bounds. What comes from this process was never written as bytes."""
+    if not isinstance(data, bytes):
+        frame = data if isinstance(data, Frame) else Frame(data)
+        if not isinstance(frame.message, kind):
+            raise MalformedMessage("that is no message of this call")
+        return frame.message, frame.pieces
     chunks, others, pieces = _chunks(kind.DESCRIPTOR), list[memoryview](), list[Piece]()
     for number, whole, content in _fields(memoryview(data)):
         if number == chunks:

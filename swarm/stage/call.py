@@ -69,7 +69,7 @@ class Incoming:
             self._expected_bytes = 0
             return None, []
         message, pieces = parsed(self._kind, data)
-        self._expected_bytes -= sum(len(piece) for _, piece in pieces)
+        self._expected_bytes -= sum(piece.nbytes for _, piece in pieces)
         return message, pieces
 
     async def opening(self) -> Any:

@@ -22,6 +22,9 @@ from swarm.stage.staging import Stopwatch
 
 _Result = TypeVar("_Result")
 
+MOST_AGES = 1024
+"""How many microbatches' ages are remembered; more than are under way at one peer."""
+
 
 class Priority(IntEnum):
     """Kinds of work, most urgent first."""
@@ -128,6 +131,8 @@ class Runtime:
         self._now = now
         self._queue = TaskQueue(queue_capacity)
         self._ages = itertools.count()
+        self._age_of: dict[int, int] = {}
+        """The newest microbatches, newest last, and their ages."""
         self._condition = threading.Condition()
         self._stopping = False
         self._running = False
@@ -171,6 +176,17 @@ class Runtime:
     def next_age(self) -> int:
         """The age of new work: it comes after earlier work of the same kind."""
         return next(self._ages)
+
+    def age_of(self, microbatch: int) -> int:
+        """A microbatch's age, which is the same at all blocks that compute on this thread.
+
+        So it goes on to the next one of them before a newer one begins at the first, and few forwards are kept.
+        """
+        if microbatch not in self._age_of:
+            self._age_of[microbatch] = self.next_age()
+            if len(self._age_of) > MOST_AGES:
+                del self._age_of[next(iter(self._age_of))]
+        return self._age_of[microbatch]
 
     async def run(self, work: Callable[[], _Result], *, priority: Priority, age: int = 0) -> tuple[_Result, float]:
         """Run `work` on the thread. Once the device has finished it, return its result and the seconds that it took.

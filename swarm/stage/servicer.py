@@ -16,6 +16,7 @@ from swarm.errors import DeadlineExceeded, MalformedMessage, NotReady, Overloade
 from swarm.hop.answers import pack_obstacle, pack_route, unpack_route
 from swarm.machine.out_of_memory import is_out_of_memory, what_was_asked
 from swarm.rpc.callers import Callers, caller_of
+from swarm.rpc.local import is_local
 from swarm.rpc.serving import check_address, send
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceServicer
@@ -217,7 +218,7 @@ class StageServicer(StageServiceServicer):
                 credits=self._stage.admission.grants(has_others=has_others),
                 num_reroutes=result.num_reroutes,
             )
-            last.add(pb.TrainReply(done=done))
+            last.message.MergeFrom(pb.TrainReply(done=done))
             await send(context, last)
 
     def _incoming(self, kind: type[Message], context: Context) -> Incoming:
@@ -260,7 +261,7 @@ class StageServicer(StageServiceServicer):
 
 async def _send_tensors(context: Context, tensors: Mapping[str, torch.Tensor]) -> Frame:
     """Send all messages of the tensors except the last one. Return the last one, so that the caller can add to it."""
-    messages = frames(pb.TrainReply(), tensors)
+    messages = frames(pb.TrainReply(), tensors, whole=is_local(context))
     last = next(messages)
     for following in messages:
         await send(context, last)

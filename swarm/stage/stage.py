@@ -144,7 +144,7 @@ class Stage:
             wire_inputs=tensors,
             accumulate=accumulate,
             answers_gradient=answers_gradient,
-            age=context.runtime.next_age(),
+            age=context.runtime.age_of(microbatch.index),
             hints=hints,
             adopts=start.adopts,
             earlier=start.earlier,

@@ -126,6 +126,29 @@ def test_hints_come_first_unless_excluded_banned_or_gone() -> None:
     assert chosen(exclude={id_of(1)}) == id_of(3)
 
 
+def test_the_own_peer_comes_after_hints_and_before_all_others_unless_it_is_busy_banned_or_excluded() -> None:
+    clock = ManualClock()
+    router = Router(clock, random.Random(0), own=id_of(2))
+    router.update(0, [record_of(number) for number in (1, 2, 3)])
+    router.update(1, [record_of(number) for number in (4, 5)])
+
+    def chosen(**how: Any) -> str | None:
+        record = router.choose(0, 4, **how)
+        return None if record is None else record.peer_id
+
+    assert {chosen() for _ in range(20)} == {id_of(2)}
+    assert chosen(prefer=[id_of(3)]) == id_of(3)
+    assert chosen(exclude={id_of(2)}) != id_of(2)
+    router.busy(id_of(2), 1.0)
+    assert {chosen() for _ in range(20)} == {id_of(1), id_of(3)}
+    clock.advance(1.5)
+    assert chosen() == id_of(2)
+    router.failed(id_of(2))
+    assert {chosen() for _ in range(20)} == {id_of(1), id_of(3)}
+    other = router.choose(1, 4)
+    assert other is not None, "a stage that the own peer does not serve"
+
+
 def test_empty_and_available() -> None:
     router, clock = _router()
     assert router.next_available_seconds(0) is None

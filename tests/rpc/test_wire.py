@@ -201,14 +201,42 @@ def test_a_frame_is_what_protobuf_would_write_and_is_read_without_copies(message
     rest, [(header, piece)] = parsed(type(message), data)
     assert rest == _without_chunks(message)
     assert header == _FRAMED
+    assert isinstance(piece, memoryview)
     assert bytes(piece) == _CHUNK.data
     assert piece.obj is data
 
 
 def test_fields_may_be_added_to_the_last_frame_of_a_tensor() -> None:
     [frame] = frames(TrainReply(), {"hidden": _FRAME_DATA})
-    frame.add(TrainReply(done=Done(loss=2.5)))
+    frame.message.MergeFrom(TrainReply(done=Done(loss=2.5)))
     assert TrainReply.FromString(serialized(frame)) == _MESSAGES[2]
+
+
+def test_within_a_process_whole_tensors_are_passed_on_as_they_are_and_checked_as_others_are() -> None:
+    strided = torch.arange(24, dtype=torch.int32).reshape(4, 6).T
+    [frame] = frames(TrainReply(done=Done(loss=2.5)), {"hidden": _FRAME_DATA, "tokens": strided}, whole=True)
+    message, pieces = parsed(TrainReply, frame)
+    assert message.done.loss == 2.5
+    specs = {
+        name: TensorSpec(shape=tuple(tensor.shape), encoding=encoding)
+        for name, tensor, encoding in (("hidden", _FRAME_DATA, "int32"), ("tokens", strided, "int32"))
+    }
+    reader = TensorReader(specs, memory=_no_memory)
+    for piece in pieces:
+        reader.feed(piece)
+    assert reader.complete
+    assert reader.tensors["hidden"].data_ptr() == _FRAME_DATA.data_ptr()
+    assert torch.equal(reader.tensors["tokens"], strided)
+    with pytest.raises(MalformedMessage, match="is not expected here"):
+        TensorReader({"hidden": specs["hidden"]}).feed(pieces[1])
+    with pytest.raises(MalformedMessage, match=r"expected .int32. \[300\]"):
+        TensorReader({"tokens": specs["hidden"]}).feed(pieces[1])
+    with pytest.raises(MalformedMessage, match="no message of this call"):
+        parsed(TrainRequest, frame)
+
+
+def _no_memory(num_bytes: int) -> torch.Tensor:
+    raise AssertionError(f"{num_bytes} bytes are copied")
 
 
 def test_a_message_without_chunks_is_only_read() -> None:

@@ -21,6 +21,7 @@ from swarm.stage.runtime import Runtime
 from swarm.stage.slots import FEW
 from swarm.training.samples import Microbatch
 from tests.support.chain import (
+    ANY_HOP,
     DILOCO,
     GRAPH_BYTES,
     SYNCHRONOUS,
@@ -54,6 +55,7 @@ async def test_a_peer_with_its_part_of_a_round_in_flight_leaves_others_the_rest(
             admission.leave(slot)
 
 
+@ANY_HOP
 @pytest.mark.parametrize("full", [0, 1])
 async def test_busy_is_waited_out_and_bans_nobody(full: int) -> None:
     """At the first stage the trainer waits. At a later stage the stage before waits."""
@@ -83,6 +85,7 @@ async def test_a_peer_whose_microbatches_are_all_elsewhere_takes_on_more() -> No
         chain.assert_idle()
 
 
+@ANY_HOP
 async def test_a_peer_that_is_refused_further_on_is_held_up() -> None:
     async with running_chain(SYNCHRONOUS, max_in_flight=(16, 16, 1)) as chain:
         hop = chain.peers[1].hop
@@ -136,6 +139,7 @@ async def test_where_work_waits_everywhere_the_last_one_that_is_asked_takes_it(
         chain.assert_accumulated([0])
 
 
+@ANY_HOP
 async def test_busy_against_a_credit_bans_nobody() -> None:
     """A credit promises nothing: when it is used, another caller may already have taken the slot."""
     async with running_chain(SYNCHRONOUS, max_in_flight=(1, 1, 1)) as chain:
@@ -177,6 +181,7 @@ async def test_a_slow_peer_with_a_full_queue_is_not_taken_for_stalled() -> None:
         await chain.ack(reply)
 
 
+@ANY_HOP
 @pytest.mark.usefixtures("talkative")
 async def test_who_stalls_alone_is_asked_again_and_given_longer() -> None:
     """The peer has answered no call yet, so it may simply be slow."""
@@ -196,6 +201,7 @@ async def test_who_stalls_alone_is_asked_again_and_given_longer() -> None:
         await chain.ack(reply)
 
 
+@ANY_HOP
 async def test_a_leaving_peer_is_left_alone_and_not_banned() -> None:
     async with running_chain(SYNCHRONOUS, num_peers=(1, 2, 1)) as chain:
         leaving, staying = chain.at(1)
@@ -268,6 +274,7 @@ async def _train_all(chain: Chain, indices: Sequence[int]) -> None:
         await chain.train_all(indices)
 
 
+@ANY_HOP
 @pytest.mark.parametrize(("stage", "method"), [(0, "forward"), (1, "forward"), (1, "_collect"), (2, "forward_loss")])
 async def test_a_peer_that_fails_with_many_in_flight_takes_fewer_and_loses_nothing(
     stage: int, method: str, monkeypatch: pytest.MonkeyPatch
@@ -289,6 +296,7 @@ async def test_a_peer_that_fails_with_many_in_flight_takes_fewer_and_loses_nothi
         chain.assert_idle()
 
 
+@ANY_HOP
 async def test_a_peer_that_fails_at_every_microbatch_gives_up_and_another_does_its_work(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

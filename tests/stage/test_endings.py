@@ -4,7 +4,9 @@ import pytest
 
 from swarm.errors import NotReady
 from swarm.training.samples import Microbatch
-from tests.support.chain import SYNCHRONOUS, running_chain, samples_of
+from tests.support.chain import ANY_HOP, SYNCHRONOUS, running_chain, samples_of
+
+pytestmark = ANY_HOP
 
 
 async def test_a_call_that_outlives_its_peer_neither_fails_nor_begins_anything() -> None:

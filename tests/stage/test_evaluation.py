@@ -21,8 +21,10 @@ from swarm.stage.boundary import HIDDEN
 from swarm.stage.held_rounds import MAX_ROUNDS_OF_USER
 from swarm.stage.runtime import Priority
 from swarm.training.samples import TOKENS
-from tests.support.chain import DILOCO, DROPOUT, SYNCHRONOUS, Chain, eventually, running_chain, tokens
+from tests.support.chain import ANY_HOP, DILOCO, DROPOUT, SYNCHRONOUS, Chain, eventually, running_chain, tokens
 from tests.support.chain_rounds import apply_average, begin_next_round, commit_round
+
+pytestmark = ANY_HOP
 
 BATCH = {TOKENS: tokens(SYNCHRONOUS, 99)}
 

@@ -9,8 +9,10 @@ import pytest
 from swarm.config import RunConfig
 from swarm.errors import StaleMicrobatch
 from swarm.stage.ledger import EntryState
-from tests.support.chain import BOTH, DILOCO, ORPHAN_SECONDS, SYNCHRONOUS, Peer, eventually, running_chain
+from tests.support.chain import ANY_HOP, BOTH, DILOCO, ORPHAN_SECONDS, SYNCHRONOUS, Peer, eventually, running_chain
 from tests.support.manual_clock import ManualClock
+
+pytestmark = ANY_HOP
 
 # -- repeats -----------------------------------------------------------------------------------------------------------
 

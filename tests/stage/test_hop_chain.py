@@ -19,6 +19,7 @@ from swarm.stage.buckets import Version
 from swarm.stage.staging import Staging
 from swarm.training import samples
 from tests.support.chain import (
+    ANY_HOP,
     DILOCO,
     DROPOUT,
     LORA,
@@ -68,6 +69,7 @@ async def test_a_chain_accumulates_the_gradient_of_one_process(config: RunConfig
         assert chain.counts("committed") == chain.counts("forwards") == chain.counts("backwards") == [6, 6, 6]
 
 
+@ANY_HOP
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "int8"])
 async def test_a_chain_that_rounds_is_one_process_that_rounds_there(dtype: Any) -> None:
     """The same holds for its evaluation. Token ids are not rounded."""
@@ -84,6 +86,7 @@ async def test_a_chain_that_rounds_is_one_process_that_rounds_there(dtype: Any) 
         chain.assert_idle()
 
 
+@ANY_HOP
 async def test_conversations_are_learnt_as_in_one_process() -> None:
     """The rows hold several documents with few targets, and one microbatch has none."""
     config = partial_config(num_stages=3)
@@ -167,6 +170,7 @@ async def test_a_step_between_forward_and_backward_does_not_change_the_gradient(
             assert await peer.runtime.control(partial(step, peer)), "now nothing is computed with the version before"
 
 
+@ANY_HOP
 async def test_nothing_is_left_of_a_microbatch_that_counts() -> None:
     """With DiLoCo this holds without garbage collection. A leftover would keep an inner step's weights and bucket in
     memory."""

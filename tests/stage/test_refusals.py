@@ -3,6 +3,7 @@
 import asyncio
 import gc
 from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -29,7 +30,7 @@ from swarm.rpc.tls import CLIENT_OPTIONS, MAX_MESSAGE_BYTES
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
 from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
-from swarm.rpc.wire import CHUNK_BYTES, Frame, TensorReader
+from swarm.rpc.wire import CHUNK_BYTES, TensorReader
 from swarm.stage import call as stage_call
 from swarm.stage.boundary import TOKENS
 from swarm.types import PROTOCOL_VERSION
@@ -293,18 +294,28 @@ async def test_bytes_that_are_no_message_are_refused(method: str, data: bytes) -
 # -- what the hop makes of it ------------------------------------------------------------------------------------------
 
 
+@dataclass
+class _Garbage:
+    """A message that is none."""
+
+    data: bytes
+
+    def SerializeToString(self) -> bytes:
+        return self.data
+
+
 _ACCEPTED, _DONE = pb.TrainReply(accepted=pb.Accepted()), pb.TrainReply(done=pb.Done())
 
 
-def _answer(gradient: torch.Tensor, done: pb.TrainReply = _DONE) -> list[pb.TrainReply | Frame]:
+def _answer(gradient: torch.Tensor, done: pb.TrainReply = _DONE) -> list[pb.TrainReply | _Garbage]:
     return [_ACCEPTED, *(pb.TrainReply(chunks=[chunk]) for chunk in chunks("hidden_gradient", gradient)), done]
 
 
 @pytest.mark.parametrize(
     ("config", "garbage"),
     [
-        (SYNCHRONOUS, [Frame([b"\xff"])]),
-        (SYNCHRONOUS, [_ACCEPTED, Frame([b"\x22\x05\x12"])]),
+        (SYNCHRONOUS, [_Garbage(b"\xff")]),
+        (SYNCHRONOUS, [_ACCEPTED, _Garbage(b"\x22\x05\x12")]),
         (SYNCHRONOUS, [_DONE]),
         (SYNCHRONOUS, [_ACCEPTED]),
         (SYNCHRONOUS, [_ACCEPTED, pb.TrainReply()]),
@@ -318,7 +329,7 @@ def _answer(gradient: torch.Tensor, done: pb.TrainReply = _DONE) -> list[pb.Trai
     ],
 )
 async def test_a_peer_that_answers_nonsense_is_banned_and_another_one_asked(
-    config: RunConfig, garbage: list[pb.TrainReply | Frame], monkeypatch: pytest.MonkeyPatch
+    config: RunConfig, garbage: list[pb.TrainReply | _Garbage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_chain(config, num_peers=(1, 2, 1)) as chain:
         first, (bad, good) = chain.peers[0], chain.at(1)

@@ -9,7 +9,9 @@ import torch
 from swarm.errors import Overloaded
 from swarm.stage.call import Incoming
 from swarm.training.samples import Microbatch
-from tests.support.chain import INT8, SYNCHRONOUS, eventually, running_chain
+from tests.support.chain import ANY_HOP, INT8, SYNCHRONOUS, eventually, running_chain
+
+pytestmark = ANY_HOP
 
 
 async def test_an_int8_replay_is_accumulated_with_the_same_numbers() -> None:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.errors import Overloaded
-from swarm.stage.runtime import Priority, Runtime, TaskQueue
+from swarm.stage.runtime import MOST_AGES, Priority, Runtime, TaskQueue
 from swarm.stage.staging import Stopwatch
 from tests.support.chain import eventually
 from tests.support.manual_clock import ManualClock
@@ -86,6 +86,15 @@ async def runtime() -> AsyncIterator[Runtime]:
     runtime.start()
     yield runtime
     runtime.stop(5.0)
+
+
+def test_a_microbatch_keeps_its_age_at_all_blocks_of_a_thread() -> None:
+    runtime = Runtime(queue_capacity=8)
+    ages = [runtime.age_of(index) for index in (7, 9, 7, 8, 9)]
+    assert ages[0] == ages[2] < ages[1] == ages[4] < ages[3]
+    for index in range(1000, 1000 + MOST_AGES):
+        runtime.age_of(index)
+    assert runtime.age_of(7) > ages[3], "only the newest are remembered"
 
 
 async def test_how_the_thread_gets_on_is_known() -> None:

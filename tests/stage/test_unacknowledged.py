@@ -12,11 +12,12 @@ from swarm.errors import PeerUnavailable
 from swarm.rpc.ask import Stream
 from swarm.stage import servicer
 from swarm.stage.ledger import EntryState
-from tests.support.chain import BOTH, DILOCO, ORPHAN_SECONDS, SYNCHRONOUS, Chain, eventually, running_chain
+from tests.support.chain import ANY_HOP, BOTH, DILOCO, ORPHAN_SECONDS, SYNCHRONOUS, Chain, eventually, running_chain
 from tests.support.manual_clock import ManualClock
 from tests.support.proxy import Direction, Proxy
 
 
+@ANY_HOP
 @BOTH
 async def test_an_answer_that_nobody_acknowledges_is_rolled_back_at_every_stage(config: RunConfig) -> None:
     clock = ManualClock()
@@ -37,6 +38,7 @@ async def test_an_answer_that_nobody_acknowledges_is_rolled_back_at_every_stage(
         chain.assert_accumulated([0, 1])
 
 
+@ANY_HOP
 @BOTH
 async def test_a_retry_in_time_adopts_what_was_left(config: RunConfig) -> None:
     clock = ManualClock()
@@ -84,6 +86,7 @@ async def test_a_cancellation_that_is_answered_with_a_broken_connection_is_still
         chain.assert_accumulated([])
 
 
+@ANY_HOP
 @BOTH
 async def test_what_a_dead_trainer_had_under_way_is_not_computed_any_more(config: RunConfig) -> None:
     """Stage 0 gives it up at once, because a trainer retries elsewhere. At later stages a retry could join it."""
@@ -191,6 +194,7 @@ def test_seconds_that_an_ack_is_waited_for(stage: int, way_seconds: float, secon
     assert servicer.ack_seconds(stage, way_seconds) == seconds
 
 
+@ANY_HOP
 async def test_batches_of_which_gradients_were_taken_out_are_filled_again() -> None:
     """A late gradient has already begun the next batch. The two incomplete batches together would fill one, but neither
     is enough for a step."""

@@ -33,9 +33,11 @@ from swarm.machine.clock import Clock, SystemClock
 from swarm.machine.recording import Recorder, recorder_of
 from swarm.model.masks import DropoutKey
 from swarm.model.stages import build_stage, build_transformer
+from swarm.routing.peer_queue import NOBODY
 from swarm.routing.router import Router
 from swarm.rpc.callers import Callers
 from swarm.rpc.channels import ChannelPool
+from swarm.rpc.local import LocalBlock
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
@@ -78,6 +80,8 @@ INT8 = dataclasses.replace(SYNCHRONOUS, wire=WireConfig(dtype="int8"))
 
 BOTH = pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO], ids=["synchronous", "diloco"])
 """For tests of both settings."""
+ANY_HOP = pytest.mark.usefixtures("hops")
+"""For tests that hold for hops between processes, and for those within one."""
 
 
 def tokens(config: RunConfig, microbatch: int) -> torch.Tensor:
@@ -148,11 +152,33 @@ async def held(runtime: Runtime) -> AsyncIterator[None]:
         await waiting
 
 
+@dataclasses.dataclass
+class Spans:
+    """Whether a chain's peers of several stages are one process unless its test says so."""
+
+    by_default: bool = False
+
+
+SPANS = Spans()
+
+
+@dataclasses.dataclass
+class Process:
+    """A process that serves one block, or a block of each stage."""
+
+    blocks: dict[str, LocalBlock] = dataclasses.field(default_factory=dict)
+    """Its blocks, by the ids of their peers."""
+
+    def block(self, record: PeerRecord) -> LocalBlock | None:
+        return self.blocks.get(record.peer_id)
+
+
 class Peer:
     def __init__(
         self, *, config: RunConfig, number: int, stage: int, clock: Clock, tasks: asyncio.TaskGroup,
         hop_clock: Clock, stage_limits: StageLimits, hop_limits: HopLimits, graph_bytes: int, device: str,
-        session_limits: SessionLimits, recorder: Recorder | None,
+        session_limits: SessionLimits, recorder: Recorder | None, runtime: Runtime, process: Process,
+        own_next: PeerId,
     ) -> None:  # fmt: skip
         staging = staging_of(torch.device(device))
         module = build_stage(config, stage, device=device)
@@ -162,8 +188,10 @@ class Peer:
             config=config, stage=stage, module=module, weights=self.weights, staging=staging,
             budget=GraphBudget(limit_bytes=graph_bytes), recorder=recorder,
         )  # fmt: skip
-        self.runtime = Runtime(queue_capacity=64, name=f"compute-{number}", stopwatch=staging.stopwatch)
-        self.router, self.channels, self.hop = _hop(config, stage, hop_clock, hop_limits, staging.host_bytes)
+        self.runtime = runtime
+        self.router, self.channels, self.hop = _hop(
+            config, stage, hop_clock, hop_limits, staging.host_bytes, own=process.block, own_id=own_next
+        )
         last = stage == config.stages.num_stages - 1
         context = StageContext(
             config=config, backend=self.backend, runtime=self.runtime, hop=None if last else self.hop, clock=clock,
@@ -178,17 +206,19 @@ class Peer:
         add_stage_servicer(self.servicer, self.server)
         self.generation = GenerationServicer(self.stage, session_limits)
         add_GenerationServiceServicer_to_server(self.generation, self.server)
+        self.local = LocalBlock(self.servicer, self.generation)
+        process.blocks[self.peer_id] = self.local
         self.record = PeerRecord(
             peer_id=self.peer_id, stage=stage, announced_at=0.0, state=PeerState.SERVING, samples_per_second=1.0,
             endpoint=f"127.0.0.1:{bind_server(self.server, '127.0.0.1', 0, None)}",
         )  # fmt: skip
 
     async def start(self) -> None:
-        self.runtime.start()
         await self.server.start()
 
     async def stop(self) -> None:
         await self.server.stop(0)
+        await self.local.stop(0)
         await self.channels.close()
 
     def held(self) -> AbstractAsyncContextManager[None]:
@@ -312,6 +342,7 @@ async def running_chain(
     hop_limits: HopLimits | None = None, largest_in_flight: int = 0, round_wait_seconds: float = 30.0,
     devices: Sequence[str] = ("cpu", "cpu", "cpu"), session_limits: SessionLimits | None = None,
     new_recorder: Callable[[torch.device], Recorder | None] = recorder_of, warms_up: bool = False,
+    spans: bool | None = None, one_thread: bool = False,
 ) -> AsyncIterator[Chain]:  # fmt: skip
     """Start `num_peers` peers at each stage; `clock` is the stages', `hop_clock` that of routers and hops.
 
@@ -319,9 +350,21 @@ async def running_chain(
         devices: the device of each stage's peers.
         new_recorder: makes the recorder of a peer.
         warms_up: whether peers warm up, and so record their stage.
+        spans: whether the first peers of all stages are one process, and so are the second ones, and so on. Left out,
+            the fixture `hops` says it.
+        one_thread: whether all peers have one compute thread.
     """
     hop_limits = hop_limits or HopLimits(retry_seconds=0.02)
+    spans = SPANS.by_default if spans is None else spans
     stages = [stage for stage, count in enumerate(num_peers) for _ in range(count)]
+    columns = [column for count in num_peers for column in range(count)]
+    processes = [Process() for _ in stages]
+    runtimes = [
+        Runtime(
+            queue_capacity=64, name=f"compute-{number}", stopwatch=staging_of(torch.device(devices[stage])).stopwatch
+        )
+        for number, stage in enumerate(stages)
+    ]
     async with AsyncExitStack() as stack:
         tasks = await stack.enter_async_context(cancelled_tasks())
         peers = [
@@ -335,10 +378,14 @@ async def running_chain(
                 hop_limits=hop_limits, graph_bytes=graph_bytes, device=devices[stage],
                 session_limits=session_limits or SessionLimits(),
                 recorder=new_recorder(torch.device(devices[stage])),
+                runtime=runtimes[0 if one_thread else number], process=processes[columns[number] if spans else number],
+                own_next=PeerId(f"{sum(num_peers[: stage + 1]) + columns[number]:040x}") if spans else NOBODY,
             )
             for number, stage in enumerate(stages)
         ]  # fmt: skip
         router, channels, trainer = _hop(config, TRAINER_STAGE, hop_clock or SystemClock(), hop_limits)
+        for runtime in {peer.runtime for peer in peers}:
+            runtime.start()
         for peer in peers:
             await peer.start()
             stack.callback(peer.runtime.stop, PATIENCE_SECONDS)
@@ -352,13 +399,14 @@ async def running_chain(
 
 
 def _hop(
-    config: RunConfig, stage: int, clock: Clock, limits: HopLimits, memory: NewBytes = new_bytes
-) -> tuple[Router, ChannelPool, Hop]:
+    config: RunConfig, stage: int, clock: Clock, limits: HopLimits, memory: NewBytes = new_bytes,
+    own: Callable[[PeerRecord], LocalBlock | None] = lambda _: None, own_id: PeerId = NOBODY,
+) -> tuple[Router, ChannelPool, Hop]:  # fmt: skip
     """The hop from `stage` to the next one, with its router and channels."""
-    router, channels = Router(clock, random.Random(0)), ChannelPool(insecure=True)
+    router, channels = Router(clock, random.Random(0), own_id), ChannelPool(insecure=True)
     hop = Hop(
         run_id=config.run_id, stage=stage + 1, reply_specs=reply_specs(config, stage + 1), router=router,
-        channels=channels, clock=clock, limits=limits, memory=memory,
+        channels=channels, clock=clock, limits=limits, memory=memory, own=own,
     )  # fmt: skip
     return router, channels, hop
 
