@@ -71,7 +71,8 @@ class Needs:
         # Parts are computed for two members at least: a peer that is alone now may get company.
         averaging = averaging_bytes(config, stage, num_members=max(2, num_peers))
         ram = outer + averaging + residual_bytes(config, stage) + share * settled_bytes(config, stage)
-        turns, is_last = size, stage == config.stages.num_stages - 1
+        gradient, is_last = version_bytes(config, _shapes(config, stage)[1]), stage == config.stages.num_stages - 1
+        turns = gradient
         if is_last:
             turns += loss_bytes(config.model, config.data.tokens_per_microbatch, fused=on_gpu)
         if config.model.gradient_checkpointing:
@@ -83,7 +84,7 @@ class Needs:
             weights=weights,
             frozen=frozen,
             optimizer=optimizer,
-            other=sum(held.values()) + passing_bytes(config, stage) - size + (0 if on_gpu else ram),
+            other=sum(held.values()) + passing_bytes(config, stage) - gradient + (0 if on_gpu else ram),
             turns=turns + (0 if on_gpu else PROGRAM_BYTES),
             graphs=in_flight * kept,
             fewest=kept + (in_flight - 1) * light,
@@ -159,14 +160,14 @@ def state_bytes(config: RunConfig, stage: int) -> dict[str, int]:
     """Bytes that a stage always holds while it trains, by what they are for. Microbatches in flight, the second bucket
     and their gradients are not included."""
     _, shapes = _shapes(config, stage)
-    size = _FLOAT_BYTES * num_parameters(config, stage)
+    size, version = _FLOAT_BYTES * num_parameters(config, stage), version_bytes(config, shapes)
     held = {
         "parameters": size,
         "optimizer": optimizer_bytes(config, shapes),
-        "version": size,
+        "version": version,
         "gradient_bucket": size,
         # In the synchronous setting the round's anchor is the present version itself.
-        "anchors": size if config.rounds.synchronous else 2 * size,
+        "anchors": version if config.rounds.synchronous else 2 * size,
     }
     if not config.rounds.synchronous and config.outer_step.momentum:
         held["outer_momentum"] = size
@@ -174,7 +175,7 @@ def state_bytes(config: RunConfig, stage: int) -> dict[str, int]:
         # The model's own matrices are held in 16 bits, and its vectors in float32.
         own = _shapes(config, stage)[0].values()
         held["frozen"] = sum(math.prod(s) * (_HALF_BYTES if len(s) > 1 else _FLOAT_BYTES) for s in own)
-    elif config.model.autocast != "off":
+    elif config.model.autocast not in ("off", config.model.versions):
         held["casts"] = _HALF_BYTES * sum(math.prod(shape) for shape in shapes.values() if len(shape) > 1)
     return held
 
@@ -191,16 +192,24 @@ def optimizer_bytes(config: RunConfig, shapes: Mapping[str, Size]) -> int:
     return sum(optimizer.num_bytes(name, shape) for name, shape in shapes.items())
 
 
+def version_bytes(config: RunConfig, shapes: Mapping[str, Size]) -> int:
+    """Bytes of a version of weights of these shapes, and of one gradient by it: with model.versions `bf16` two for each
+    number of a matrix."""
+    matrix_bytes = _FLOAT_BYTES if config.model.versions == "fp32" else _HALF_BYTES
+    return sum(math.prod(s) * (matrix_bytes if len(s) > 1 else _FLOAT_BYTES) for s in shapes.values())
+
+
 def first_step_bytes(config: RunConfig, shapes: Mapping[str, Size]) -> int:
     """Bytes that the first step takes of the device beside weights of these shapes: the optimizer's state, a second sum
     of gradients, and another copy of the weights."""
-    return optimizer_bytes(config, shapes) + 2 * _FLOAT_BYTES * sum(map(math.prod, shapes.values()))
+    sums = _FLOAT_BYTES * sum(map(math.prod, shapes.values()))
+    return optimizer_bytes(config, shapes) + sums + version_bytes(config, shapes)
 
 
 def passing_bytes(config: RunConfig, stage: int) -> int:
     """Bytes that are held only for a moment: one microbatch's gradient of the weights, and with DiLoCo also a third
     version of the weights right after a round."""
-    return (1 if config.rounds.synchronous else 2) * _FLOAT_BYTES * num_parameters(config, stage)
+    return (1 if config.rounds.synchronous else 2) * version_bytes(config, _shapes(config, stage)[1])
 
 
 def graph_bytes(config: RunConfig, stage: int, *, fused: bool = False) -> int:

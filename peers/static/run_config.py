@@ -43,6 +43,11 @@ def trained(options: StaticOptions, shape: Shape, device: torch.device) -> tuple
         averaging = dataclasses.replace(config.averaging, num_fragments=1)
         config = dataclasses.replace(config, rounds=rounds, averaging=averaging, optimizer=config.gradient_step)
         logger.info("the run's setting is diloco: a static run takes a step every %d samples, its inner batch", size)
+    if config.model.versions != "fp32":
+        raise ValueError(
+            f"model.versions = {config.model.versions!r} is for a swarm's peers, which compute with copies of the "
+            "weights: take --set model.versions=fp32"
+        )
     config = computing_in(config, options.dtype, device)
     config = _fitted(config, options, shape)
     if not config.model.weights:

@@ -6,11 +6,12 @@ peak of a round's averaging, and after it with nothing in flight. Every case is 
 library keeps freed memory), and with freed memory given back at once (`returning`), which shows what is really held.
 """
 
+import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from peers.shared import needs as sizes
 from scripts.benches.shared import paired
@@ -23,6 +24,7 @@ from scripts.benches.shared.common import (
     run_of,
     say,
 )
+from scripts.benches.sides import memory_losses
 from scripts.benches.sides.memory_stage import LAST_STAGE, MEMBERS, STAGE, WAVES, random_inputs
 from swarm.config import RunConfig
 from swarm.model.loss import loss_bytes
@@ -51,6 +53,16 @@ class Options(OutputOptions):
     """Microbatches, of 2 samples of 256 tokens, that wait for their gradients."""
     lora_rank: int = 0
     """Train adapters of this rank, beside weights that are frozen in bfloat16; 0 trains the weights."""
+    moments: Literal["fp32", "int8"] = "fp32"
+    """How the optimizer's moments are held."""
+    versions: Literal["fp32", "bf16"] = "fp32"
+    """The type of the copies that microbatches compute with."""
+    losses: int = 0
+    """Train a small model with each option on this many tokens instead, and compare held-out losses."""
+    seeds: int = 3
+    """With --losses: seeds of data and initial weights: 0, 1, ..."""
+    dataset: str = "stdlib"
+    """With --losses: the text to train on."""
     vocabulary: int = 0
     """Measure the last stage's loss instead, with a vocabulary of this many tokens."""
 
@@ -64,6 +76,8 @@ class Options(OutputOptions):
 def run(options: Options) -> dict[str, Any]:
     if options.vocabulary:
         return loss_figures(loss_config(options))
+    if options.losses:
+        return held_out_losses(options)
     cases: dict[str, dict[str, Any]] = {}
     for setting in SETTINGS:
         config = run_config(setting, options)
@@ -78,6 +92,7 @@ def run(options: Options) -> dict[str, Any]:
                 },
                 "bytes_per_microbatch": sizes.in_flight_bytes(config, STAGE, is_kept=graphs == "kept"),
             }  # fmt: skip
+            case["device_bytes_per_parameter"] = device_bytes_per_parameter(config, measured)
             if options.lora_rank:
                 case["bytes_per_frozen_parameter"] = bytes_per_frozen(config, measured)
             say(f"{setting}, graphs {graphs}: {case['ratio']}")
@@ -96,7 +111,8 @@ def run_config(setting: str, options: Options) -> RunConfig:
     return run_of(
         "memory", width=options.d_model, layers=3 * options.layers, stages=3, setting=setting, length=256, microbatch=2,
         round_samples=MEMBERS * WAVES * wave_samples, lora={"rank": options.lora_rank},
-        rounds={"inner_batch_samples": wave_samples, "max_staleness": 1},
+        rounds={"inner_batch_samples": wave_samples, "max_staleness": 1}, optimizer={"moments": options.moments},
+        model={"versions": options.versions},
     )  # fmt: skip
 
 
@@ -127,6 +143,28 @@ def loss_figures(config: RunConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def held_out_losses(options: Options) -> dict[str, Any]:
+    """The losses of each arm, one for each seed, and the mean of its rises above those of the default."""
+    compute_like_peers()
+    runs = [memory_losses.losses(seed, options.losses, options.dataset) for seed in range(options.seeds)]
+    rises = [memory_losses.rises(found) for found in runs]
+    return {
+        "losses": {name: [found[name] for found in runs] for name in runs[0]},
+        "rises": {name: statistics.mean(found[name] for found in rises) for name in rises[0]},
+    }
+
+
+def device_bytes_per_parameter(config: RunConfig, measured: Mapping[str, Figures]) -> dict[str, float]:
+    """The bytes per trained parameter, once a round is over, of what a GPU would hold: all but what is on the CPU."""
+    held = sizes.state_bytes(config, STAGE)
+    on_cpu = 0 if config.rounds.synchronous else held["anchors"] + held["outer_momentum"]
+    num_parameters = sizes.num_parameters(config, STAGE)
+    return {
+        "expected": (sum(held.values()) - on_cpu) / num_parameters,
+        "measured": (measured["returning"]["after_round"] - on_cpu) / num_parameters,
+    }
+
+
 def bytes_per_frozen(config: RunConfig, measured: Mapping[str, Figures]) -> float:
     """The bytes per frozen parameter once a round is over: all bytes except those of trained parameters."""
     held = sizes.state_bytes(config, STAGE)
@@ -139,7 +177,7 @@ def expected_bytes(config: RunConfig, num_in_flight: int, *, is_kept: bool) -> d
     state = sum(sizes.state_bytes(config, STAGE).values())
     size = 4 * sizes.num_parameters(config, STAGE)
     # The weights before an inner step, which microbatches in flight still use.
-    delayed = 0 if config.rounds.synchronous else size
+    delayed = 0 if config.rounds.synchronous else sizes.passing_bytes(config, STAGE) // 2
     waiting = num_in_flight * sizes.in_flight_bytes(config, STAGE, is_kept=is_kept)
     wave_settled = num_in_flight * sizes.settled_bytes(config, STAGE)
     again = 0 if is_kept else sizes.graph_bytes(config, STAGE)

@@ -77,6 +77,9 @@ class LoraConfig:
         if not self.is_on:
             return
         require(not model.custom_class, "lora is for the built-in model, not for a model.custom_class")
+        require(
+            model.versions == "fp32", "model.versions = 'bf16' is for weights that are trained: leave it out with lora"
+        )
         require(not model.bottleneck_dim, "lora is not for a model with a model.bottleneck_dim")
         require(self.rank <= model.d_model, f"lora.rank ({self.rank}) must not exceed model.d_model ({model.d_model})")
         known = targets_of(model)

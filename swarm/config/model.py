@@ -113,6 +113,10 @@ class ModelConfig:
     emulate bfloat16; in the backward each stage scales its gradients by a power of two, so that small ones survive.
     `auto`: bf16 on a GPU that computes in it, fp16 on an older one, `off` elsewhere. A peer may choose another type for
     itself (--dtype)."""
+    versions: Literal["fp32", "bf16"] = _inert("fp32", MAY_CHANGE)
+    """The type of the versions of the weights, the copies of matrices that microbatches compute with. With `bf16` a
+    version takes two bytes a parameter; the weights that the optimizer steps stay in float32, and sums of gradients
+    too. Not for adapters (LoRA), which take little."""
     gradient_checkpointing: bool = _inert(False, MAY_CHANGE)
     """Keep only each layer's input for the backward and compute the layer again."""
     weights: str = _inert("")
@@ -161,6 +165,10 @@ class ModelConfig:
         require(
             not (self.weights and self.custom_class),
             "model.weights is for the built-in model, not for a model.custom_class",
+        )
+        require(
+            self.versions == "fp32" or not self.custom_class,
+            "model.versions = 'bf16' is for the built-in model, not for a model.custom_class",
         )
         require(0.0 <= self.dropout < 1.0, f"model.dropout must be in [0, 1), not {self.dropout}")
         self._check_blocks()

@@ -9,6 +9,7 @@ round's vectors leave, and the next round's vectors do not fit there.
 import os
 import weakref
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -43,22 +44,28 @@ class Recycler:
         weakref.finalize(lent, unused.append, memory).atexit = False
         return torch.from_numpy(lent)
 
-    def like(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Uninitialized tensors of the same names, shapes, types and devices. Only float32 on the CPU is recycled."""
-        return {name: self._like(tensor) for name, tensor in tensors.items()}
+    def like(
+        self, tensors: Mapping[str, torch.Tensor], types: Mapping[str, torch.dtype] = MappingProxyType({})
+    ) -> dict[str, torch.Tensor]:
+        """Uninitialized tensors of the same names, shapes and devices, and of the same types or those in `types`. Only
+        what is on the CPU is recycled."""
+        return {name: self._like(tensor, types.get(name, tensor.dtype)) for name, tensor in tensors.items()}
 
-    def copies(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def copies(
+        self, tensors: Mapping[str, torch.Tensor], types: Mapping[str, torch.dtype] = MappingProxyType({})
+    ) -> dict[str, torch.Tensor]:
         """Copies of tensors, in the memory that `like` gives."""
-        copies = self.like(tensors)
+        copies = self.like(tensors, types)
         if copies:
             with torch.no_grad():
                 torch._foreach_copy_(list(copies.values()), [tensors[name] for name in copies])
         return copies
 
-    def _like(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device.type == "cpu" and tensor.dtype == torch.float32:
-            return self.vector(tensor.numel()).view(tensor.shape)
-        return torch.empty_like(tensor, requires_grad=False)
+    def _like(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if tensor.device.type == "cpu" and dtype.itemsize <= 4:
+            num_elements = tensor.numel()
+            return self.vector(-(-num_elements * dtype.itemsize // 4)).view(dtype)[:num_elements].view(tensor.shape)
+        return torch.empty_like(tensor, dtype=dtype, requires_grad=False)
 
 
 def _aligned(num_elements: int) -> np.ndarray:

@@ -64,14 +64,23 @@ def swiglu(gate_BTF: Tensor, up_BTF: Tensor, *, fused: bool = False) -> Tensor:
 
 
 def product(hidden_BTD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
-    """torch's linear, for weights that are trained in float32, or frozen in any type.
+    """torch's linear, for weights of any type.
 
-    Frozen weights are converted to the type of the computation (with autocast, its type) for each product, forward and
-    backward, and no converted copy is kept in between.
+    Weights of another type than that of the computation (with autocast, its type), and frozen ones, are converted for
+    each product, forward and backward, and no converted copy is kept in between.
     """
-    if weight_ED.requires_grad:
+    is_cast = weight_ED.dtype is hidden_BTD.dtype or torch.is_autocast_enabled(hidden_BTD.device.type)
+    if is_cast and weight_ED.requires_grad:
         return F.linear(hidden_BTD, weight_ED, bias_E)
-    return _apply(_FrozenProduct, hidden_BTD, weight_ED, bias_E)
+    return _apply(_ConvertedProduct, hidden_BTD, weight_ED, bias_E)
+
+
+def rows(numbers: Tensor, table_VD: Tensor) -> Tensor:
+    """The rows of a table, in float32 or wider. The gradients of rows that come often are added up in this type."""
+    dtype = torch.promote_types(table_VD.dtype, torch.float32)
+    if table_VD.requires_grad and table_VD.dtype is not dtype:
+        return _apply(_Rows, numbers, table_VD)
+    return F.embedding(numbers, table_VD).to(dtype)
 
 
 def as_cast(weight: Tensor, cast_weight: Tensor) -> Tensor:
@@ -178,20 +187,42 @@ class _AsCast(torch.autograd.Function):
         return gradient.to(ctx.dtype), None
 
 
-class _FrozenProduct(torch.autograd.Function):
+class _ConvertedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_BTD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
-        # The weight is not saved with autograd, which would check it for changes: it is frozen, and needs no gradient.
+        # The weight is not saved with autograd, which would check it for changes: nothing writes to it.
         ctx.weight_ED, ctx.dtype = weight_ED, hidden_BTD.dtype
         device = hidden_BTD.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_BTD.dtype
         bias_E = None if bias_E is None else bias_E.to(dtype)
-        return F.linear(hidden_BTD.to(dtype), weight_ED.to(dtype), bias_E)
+        hidden_BTD = hidden_BTD.to(dtype)
+        if weight_ED.requires_grad:
+            ctx.save_for_backward(hidden_BTD)
+        return F.linear(hidden_BTD, weight_ED.to(dtype), bias_E)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient_BTE: Tensor) -> tuple[Tensor, None, None]:
-        return (gradient_BTE @ ctx.weight_ED.to(gradient_BTE.dtype)).to(ctx.dtype), None, None
+    def backward(ctx: Any, gradient_BTE: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        hidden_gradient_BTD = (gradient_BTE @ ctx.weight_ED.to(gradient_BTE.dtype)).to(ctx.dtype)
+        if not ctx.needs_input_grad[1]:
+            return hidden_gradient_BTD, None, None
+        (hidden_BTD,), gradient_NE = ctx.saved_tensors, gradient_BTE.flatten(0, -2)
+        weight_gradient_ED = (gradient_NE.T @ hidden_BTD.flatten(0, -2)).to(ctx.weight_ED.dtype)
+        return hidden_gradient_BTD, weight_gradient_ED, gradient_NE.sum(0) if ctx.needs_input_grad[2] else None
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, numbers: Tensor, table_VD: Tensor) -> Tensor:
+        ctx.save_for_backward(numbers)
+        ctx.num_rows, ctx.dtype = len(table_VD), table_VD.dtype
+        return F.embedding(numbers, table_VD).float()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        (numbers,) = ctx.saved_tensors
+        return None, torch.ops.aten.embedding_dense_backward(gradient, numbers, ctx.num_rows, -1, False).to(ctx.dtype)
 
 
 class RMSNorm(nn.Module):

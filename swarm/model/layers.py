@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from swarm.config import ModelConfig
 from swarm.model.attention import Attend, CausalSelfAttention, Documents, attention
 from swarm.model.cache import Cache
-from swarm.model.functions import make_norm, product, swiglu
+from swarm.model.functions import make_norm, product, rows, swiglu
 from swarm.model.loss import summed_loss
 from swarm.model.masks import Dropout, DropoutKey, key_digest
 from swarm.model.projection import Projection, WritingProjection
@@ -191,8 +191,7 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(model.vocab_size, model.hidden_width))
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        # A frozen matrix may be of another type.
-        return F.embedding(tokens_BT, self.weight).float()
+        return rows(tokens_BT, self.weight)
 
 
 class Positions(nn.Module):
@@ -203,7 +202,7 @@ class Positions(nn.Module):
         self.weight = nn.Parameter(torch.empty(model.max_positions, model.hidden_width))
 
     def forward(self, embedded_BTR: Tensor, positions_T: Tensor) -> Tensor:
-        return embedded_BTR + F.embedding(positions_T, self.weight)
+        return embedded_BTR + rows(positions_T, self.weight)
 
 
 class Head(nn.Module):

@@ -214,7 +214,7 @@ def with_shared_casts(
     Args:
         casts: the casts of these parameters. The first call with these parameters fills it, and later ones use it.
     """
-    types = cast_types(module)
+    types = {name: dtype for name, dtype in cast_types(module).items() if parameters[name].dtype is not dtype}
     if types and not casts:
         masters = {name: parameters[name].detach() for name in types}
         casts |= {name: torch.empty_like(master, dtype=types[name]) for name, master in masters.items()}

@@ -40,9 +40,17 @@ class Version:
 
 
 class Versions:
-    """The newest version, and those before it that are in use. They are copies of `masters`."""
+    """The newest version, and those before it that are in use. They are copies of `masters`.
 
-    def __init__(self, masters: Mapping[str, torch.Tensor], memory: Recycler) -> None:
+    Args:
+        rounds: whether matrices are copied in bfloat16.
+    """
+
+    def __init__(self, masters: Mapping[str, torch.Tensor], memory: Recycler, *, rounds: bool = False) -> None:
+        self.rounds = rounds
+        self._types = {
+            name: torch.bfloat16 if rounds and master.ndim > 1 else master.dtype for name, master in masters.items()
+        }
         self._masters = masters
         self._memory = memory
         self._num_made = 0
@@ -57,7 +65,8 @@ class Versions:
     def publish(self, copies: Mapping[str, torch.Tensor] | None = None) -> None:
         """Make a version of the present masters. The former version stays for the microbatches that use it.
 
-        Nothing may write to `copies` of some masters: those on the masters' device are used as they are.
+        Nothing may write to `copies` of some masters: those on the masters' device are used as they are, unless their
+        type is another one.
         """
         self._old.add(self.newest)
         self.newest = self._make(copies or {})
@@ -68,8 +77,13 @@ class Versions:
         self.newest = self._make({})
 
     def _make(self, copies: Mapping[str, torch.Tensor]) -> Version:
-        taken = {name: copy for name, copy in copies.items() if copy.device == self._masters[name].device}
-        made = self._memory.copies({name: master for name, master in self._masters.items() if name not in taken})
+        taken = {
+            name: copy
+            for name, copy in copies.items()
+            if copy.device == self._masters[name].device and copy.dtype is self._types[name]
+        }
+        masters = {name: master for name, master in self._masters.items() if name not in taken}
+        made = self._memory.copies(masters, self._types)
         self._num_made += 1
         parameters = {name: (taken | made)[name].requires_grad_() for name in self._masters}
         return Version(parameters=parameters, number=self._num_made - 1)

@@ -272,6 +272,8 @@ class StageMember:
             )
 
         async with self._stage.changing_state(), self._may_commit:
+            if self._readings:
+                await asyncio.wait(set(self._readings))
             await self._runtime.control(install)
             self._digest = known(snapshot.digest)
         self._stage.round_began()

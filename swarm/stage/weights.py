@@ -73,13 +73,13 @@ class StageWeights(ABC):
         """The staging for tensors that go to the device, or come from it, at a round's end."""
         self._ends_rounds = round_optimizer(config)
         self.buckets = Buckets(lambda: self._memory.like(self.masters), batch_samples)
-        self._versions = Versions(self.masters, self._memory)
+        self._versions = Versions(self.masters, self._memory, rounds=config.model.versions == "bf16")
         self._anchor_device = anchor_device
         self._anchors: dict[int, Tensors] = {}
         """By round, the weights that began it. Nothing writes to them."""
         self.inner_steps = InnerSteps()
         self.round: Round
-        self._begin(Round(lineage=lineage), self.version.parameters)
+        self._begin(Round(lineage=lineage), self._present())
 
     # -- microbatches ------------------------------------------------------------------------------------------
 
@@ -214,7 +214,7 @@ class StageWeights(ABC):
         self.buckets.clear()
         self._anchors.clear()
         self._versions.restart()
-        self._begin(new_round, self.version.parameters)
+        self._begin(new_round, self._present())
         optim.load_state_tensors(self._ends_rounds, self._stepped(), remembered)
 
     def recall(self, moments: Tensors) -> None:
@@ -234,6 +234,10 @@ class StageWeights(ABC):
     @property
     def _anchor(self) -> Tensors:
         return self._anchors[self.round.number]
+
+    @abstractmethod
+    def _present(self) -> Tensors:
+        """The present weights, as the anchor of a round that begins with them. Nothing writes to them."""
 
     def _load_masters(self, values: Mapping[str, torch.Tensor]) -> None:
         with torch.no_grad():

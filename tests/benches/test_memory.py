@@ -25,10 +25,14 @@ from swarm.stage.boundary import GRADIENT, reply_specs
 from tests.support.commits import end_round
 
 
-def _config(setting: str = "synchronous", lora_rank: int = 0, optimizer: str = "adamw") -> RunConfig:
+def _config(
+    setting: str = "synchronous", lora_rank: int = 0, optimizer: str = "adamw", moments: str = "fp32",
+    versions: str = "fp32",
+) -> RunConfig:  # fmt: skip
     return run_of(
         "memory", width=64, layers=6, head_width=16, stages=3, setting=setting, length=32, microbatch=2,
-        round_samples=4, rounds={"inner_batch_samples": 2}, lora={"rank": lora_rank}, optimizer={"name": optimizer},
+        round_samples=4, rounds={"inner_batch_samples": 2}, lora={"rank": lora_rank},
+        optimizer={"name": optimizer, "moments": moments}, model={"versions": versions},
     )  # fmt: skip
 
 
@@ -71,11 +75,13 @@ def test_parameters_and_graphs_are_as_computed(model: dict[str, Any], lora_rank:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("lora_rank", [0, 4])
+@pytest.mark.parametrize(
+    "options", [{}, {"lora_rank": 4}, {"moments": "int8", "versions": "bf16"}], ids=["", "lora", "small"]
+)
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_a_stage_holds_what_is_computed_and_no_copy_more(setting: str, lora_rank: int, optimizer: str) -> None:
+def test_a_stage_holds_what_is_computed_and_no_copy_more(setting: str, options: dict[str, Any], optimizer: str) -> None:
     """With adapters, a frozen weight takes two bytes, and a frozen norm's weight four."""
-    config = _config(setting, lora_rank=lora_rank, optimizer=optimizer)
+    config = _config(setting, optimizer=optimizer, **options)
     before_bytes = _tensor_bytes()
     backend = common.cpu_backend(config, 1, graph_bytes=1 << 30)
     for _ in range(2):

@@ -73,6 +73,8 @@ from swarm.config import RunConfig
             "[model]\nnum_shards = 2\nblock_types = 'spd'\nbottleneck_dim = 16",
             "model.block_types is not for a model with a model.bottleneck_dim",
         ),
+        ("[model]\nversions = 'bf16'\ncustom_class = 'a:B'", "model.versions = 'bf16' is for the built-in model"),
+        ("[model]\nversions = 'bf16'\n[lora]\nrank = 2", "model.versions = 'bf16' is for weights that are trained"),
         (
             "[model]\nnum_shards = 2\nblock_types = 'spd'\ncustom_class = 'a:B'",
             "model.block_types is not for a model with a model.custom_class",

@@ -36,11 +36,10 @@ that take much longer than others, for example because a later peer has died."""
 
 
 class _Closing(NamedTuple):
-    """The names of a contribution's parameters, the weights from which it was taken, and the round's inner steps by
-    then: their number, and the amount that they used."""
+    """A contribution's tensors, anchor minus weights, to which nothing writes, and the round's inner steps by then:
+    their number, and the amount that they used."""
 
-    names: frozenset[str]
-    version: Version
+    tensors: Tensors
     num_steps: int
     stepped: Amount
 
@@ -148,7 +147,7 @@ class DilocoWeights(StageWeights):
                 subtract = partial(torch.sub, anchor[name], out=difference)
                 self._staging.download(self.masters[name].detach(), subtract).wait()
         number = 1 + max(self._closings, default=-1)
-        self._closings[number] = _Closing(frozenset(tensors), self.version, self.inner_steps.count, self.round.stepped)
+        self._closings[number] = _Closing(tensors, self.inner_steps.count, self.round.stepped)
         self._closings.pop(number - KEPT_CLOSINGS, None)
         amount = self._unaveraged[fragment]
         return Contribution(
@@ -190,9 +189,17 @@ class DilocoWeights(StageWeights):
             return learnt, self.round.stepped if learnt else NOTHING
         # There is no closing if the result was decided without this peer's knowledge, after a restart of the attempt.
         closed = self._closings.get(max(self._closings, default=-1) if result.closing is None else result.closing)
-        if closed is None or closed.version is self.version or closed.names != result.tensors.keys():
+        if (
+            closed is None
+            or closed.num_steps == self.inner_steps.count
+            or closed.tensors.keys() != result.tensors.keys()
+        ):
             return {}, NOTHING
-        since = {name: (self.masters[name] - closed.version.parameters[name]).detach() for name in result.tensors}
+        anchor = self._anchor
+        since = {
+            name: (self.masters[name] - self._staging.upload(anchor[name] - difference)).detach()
+            for name, difference in closed.tensors.items()
+        }
         return since, self.round.stepped - closed.stepped
 
     def _learnt(self, names: Iterable[str], num_samples: int) -> Tensors:
@@ -226,6 +233,10 @@ class DilocoWeights(StageWeights):
         self._closings = {}
         self.inner_steps = InnerSteps(configured_samples=self._config.rounds.inner_batch_samples)
         super()._begin(new_round, anchor)
+
+    def _present(self) -> Tensors:
+        # What is on the CPU may be the version itself, but not if that is in bfloat16.
+        return self._memory.copies(self.masters) if self._versions.rounds else self.version.parameters
 
     def _stepped(self) -> optim.Parameters:
         return self._anchor

@@ -103,7 +103,15 @@ class SynchronousWeights(StageWeights):
         del gradients  # Frees memory for what follows.
         self.buckets.clear()
         self._versions.publish()
-        return NOTHING, self.version.parameters
+        return NOTHING, self._present()
+
+    def _present(self) -> Tensors:
+        return self.version.parameters
+
+    @property
+    def _anchor(self) -> Tensors:
+        # Versions may be in bfloat16, and nothing writes to masters before the round commits.
+        return {**self.masters}
 
     def _begin(self, new_round: Round, anchor: Tensors) -> None:
         self._earlier = None
