@@ -49,7 +49,7 @@ def run_config(changes: Changes, seed: int, num_tokens: int, dataset: str) -> Ru
         "diet", width=128, layers=2, head_width=32, setting="diloco", length=LENGTH, microbatch=MICROBATCH,
         round_samples=ROUND_STEPS * MICROBATCH, dataset=dataset, data={"seed": seed, "held_out_fraction": 0.02},
         rounds={"inner_batch_samples": MICROBATCH}, model=changes.get("model", {}), lora=changes.get("lora", {}),
-        optimizer=optimizer | changes.get("optimizer", {}),
+        optimizer={**optimizer, **changes.get("optimizer", {})},
     )  # fmt: skip
 
 
