@@ -1,18 +1,18 @@
-"""The values that cross package borders: peers' announcements and the names of microbatches and rounds.
+"""The values that cross package borders: peers' announcements and the names of blocks, microbatches and rounds.
 
 Frozen records without behaviour. Announcements are pydantic models because they come from strangers: unknown fields are
 ignored (for compatibility with later releases), and wrong ones are refused.
 """
 
 from enum import StrEnum
-from typing import Annotated, NewType
+from typing import Annotated, NamedTuple, NewType, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
 PeerId = NewType("PeerId", str)
 """40 hexadecimal digits: the digest of a peer's public key (see swarm.credentials.identity)."""
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 """Peers of different protocol versions refuse each other."""
 
 LARGEST_COUNT = 1 << 48
@@ -39,6 +39,35 @@ TRAINER_ACK_SECONDS = LEASE_SECONDS - 1.0
 """After this long without a renewal a trainer acknowledges nothing, because another one may soon run the microbatch,
 and stage 0 accepts no acknowledgement later than this after its answer. A trainer acknowledges an answer as soon as it
 has it, but the network may delay the acknowledgement until another trainer has the microbatch."""
+
+LARGEST_STAGE, LARGEST_VARIANT = 4095, 4095
+
+
+class Block(NamedTuple):
+    """What a peer serves, announces, averages and writes checkpoints of: one variant of one stage of the pipeline. A
+    stage that has no variants is the block of its variant 0."""
+
+    stage: int
+    variant: int = 0
+
+    def __str__(self) -> str:
+        """The block's name: 2 for variant 0 of stage 2, and 2.1 for its variant 1."""
+        return f"{self.stage}.{self.variant}" if self.variant else str(self.stage)
+
+    @classmethod
+    def parse(cls, name: str) -> Self:
+        """The block with a name. Raises ValueError."""
+        stage, point, variant = name.partition(".")
+        if not all(part.isascii() and part.isdecimal() for part in (stage, variant if point else "0")):
+            raise ValueError(f"{name!r} names no block: give a stage, such as 2, or a stage and a variant, such as 2.1")
+        block = cls(int(stage), int(variant or 0))
+        if block.stage > LARGEST_STAGE or block.variant > LARGEST_VARIANT:
+            raise ValueError(f"{name!r} names no block: the largest is {LARGEST_STAGE}.{LARGEST_VARIANT}")
+        return block
+
+
+_Stage = Annotated[int, Field(ge=0, le=LARGEST_STAGE)]
+_Variant = Annotated[int, Field(ge=0, le=LARGEST_VARIANT)]
 
 TRAINER_STAGE = -1
 """A trainer is "stage -1": it hands microbatches to stage 0 with the code that every stage uses."""
@@ -103,9 +132,11 @@ class _Sender(_Announcement):
 
 
 class PeerRecord(_Sender):
-    """A stage peer's announcement: key `RUN.stage.N`, one subkey a peer."""
+    """A stage peer's announcement of one block that it serves: key `RUN.stage.N`, or `RUN.stage.N.V` for a variant V
+    other than 0, one subkey a peer."""
 
-    stage: Annotated[int, Field(ge=0, le=4095)]
+    stage: _Stage
+    variant: _Variant = 0
     endpoint: Annotated[str, Field(max_length=320, pattern=ENDPOINT_PATTERN)]
     """The best way to the peer's gRPC server: host:port, or tunnel:PEER_ID@HOST:PORT through that meeting point."""
     other_endpoints: Annotated[
@@ -142,6 +173,10 @@ class PeerRecord(_Sender):
     """When the process started."""
 
     @property
+    def block(self) -> Block:
+        return Block(self.stage, self.variant)
+
+    @property
     def endpoints(self) -> tuple[str, ...]:
         """All ways to the peer's server, the best first."""
         return self.endpoint, *self.other_endpoints
@@ -170,16 +205,21 @@ class ClaimState(StrEnum):
 
 
 class ClaimRecord(_Announcement):
-    """A peer's announcement that it is about to serve a stage: key `RUN.claims`, one subkey a peer."""
+    """A peer's announcement that it is about to serve a block: key `RUN.claims`, one subkey a peer."""
 
-    stage: Annotated[int, Field(ge=0, le=4095)]
-    from_stage: Annotated[int, Field(ge=0, le=4095)] | None = None
+    stage: _Stage
+    variant: _Variant = 0
+    from_stage: _Stage | None = None
     """The stage that the peer serves until then; None for a peer that joins the run."""
     state: ClaimState
     waiting_for: Annotated[str, Field(max_length=LONGEST_WAIT, pattern=NAME_PATTERN)] = ""
     """What the peer waits for on its way, in words."""
     claimed_at: Time
     """When the peer first claimed. Of two claims the earlier counts."""
+
+    @property
+    def block(self) -> Block:
+        return Block(self.stage, self.variant)
 
 
 class TrainerRecord(_Sender):

@@ -6,7 +6,7 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from swarm.types import LATEST_TIME, Ban, ClaimRecord, PeerRecord, PeerState, RunRecord, TrainerRecord
+from swarm.types import LATEST_TIME, Ban, Block, ClaimRecord, PeerRecord, PeerState, RunRecord, TrainerRecord
 
 RECORD: dict[str, Any] = {
     "peer_id": "ab" * 20,
@@ -21,6 +21,27 @@ def test_record_survives_its_json() -> None:
     record = PeerRecord(**RECORD, samples_per_second=12.5, lineage="0f")
     assert PeerRecord.model_validate_json(record.model_dump_json()) == record
     assert record.state is PeerState.SERVING
+
+
+def test_a_block_is_named_as_its_stage_unless_it_is_a_variant() -> None:
+    for name, block in (("2", Block(2)), ("2.1", Block(2, 1)), ("10.12", Block(10, 12)), ("0", Block(0))):
+        assert (str(block), Block.parse(name)) == (name, block)
+    assert sorted(map(Block.parse, ("10", "2.1", "0", "2"))) == [Block(0), Block(2), Block(2, 1), Block(10)]
+
+
+@pytest.mark.parametrize("name", ["", "x", "1.", ".1", "1.x", "-1", "1.2.3", "4096", "1.4096", "1 ", "\u0661"])
+def test_what_names_no_block_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="names no block"):
+        Block.parse(name)
+
+
+def test_a_record_without_a_variant_is_of_the_first_one() -> None:
+    assert PeerRecord(**RECORD).block == Block(2)
+    assert PeerRecord(**RECORD, variant=3).block == Block(2, 3)
+    claim = {"peer_id": "ab" * 20, "announced_at": 1.0, "claimed_at": 1.0, "stage": 2, "state": "pending"}
+    assert [ClaimRecord.model_validate(claim | more).block for more in ({}, {"variant": 1})] == [Block(2), Block(2, 1)]
+    with pytest.raises(ValidationError):
+        PeerRecord(**RECORD, variant=4096)
 
 
 def test_fields_of_later_versions_are_ignored() -> None:

@@ -100,13 +100,13 @@ def _for_run(plan: DoctorOptions, run: Membership, device: Device | None) -> lis
         why = "the run has a model of its own, whose size only its code knows"
         return [*findings, not_checked("memory", why), not_checked("disk", why)]
     span = None if plan.stage == "auto" else range(plan.stage, plan.stage + 1)
-    num_peers = 1 + min(len(run.known.others(stage)) for stage in span or run.stages)
+    num_peers = 1 + min(len(run.known.others(block)) for block in run.blocks if span is None or block.stage in span)
     each = of_stages(run.config, on_gpu=device is not None and device.kind == "cuda", num_peers=num_peers)
     if device is None:
         findings.append(not_checked("memory", "there is no device"))
     else:
         findings.append(machine.judge_memory(each, Room.on(device), span))
-    needs = [each[stage] for stage in span or run.stages]
+    needs = [each[stage] for stage in span or range(len(each))]
     findings.append(machine.disk(cache_folder(), max(need.cache for need in needs), "what is fetched may"))
     if plan.checkpoint is not None:
         # There is one more for a while: the next checkpoint is whole before the oldest is deleted.
@@ -153,7 +153,7 @@ async def examine(options: DoctorOptions, entrance: Entrance) -> list[Finding]:
         try:
             async with asyncio.timeout(LOOK_SECONDS):
                 member, store = await stack.enter_async_context(entrance.asking(SystemClock()))
-                await member.known.look(member.directory, member.stages)
+                await member.known.look(member.directory, member.blocks)
         except TimeoutError:
             fault = f"no answer within {LOOK_SECONDS:.0f} s: check the network, and that a peer of the invite runs"
             return [wrong("run", fault), *await thoroughly(options, "no peer of the run answers")]

@@ -41,6 +41,7 @@ from swarm.model.stage_module import autocast_dtype
 from swarm.model.stages import Transformer
 from swarm.pipeline.round_watcher import RoundWatcher
 from swarm.pipeline.swarm_engine import SwarmEngine
+from swarm.types import Block
 
 
 @asynccontextmanager
@@ -104,7 +105,7 @@ async def open_swarm(options: GenerateOptions) -> AsyncIterator[TextModel]:
     entrance = find_entrance(options, os.environ, role=Role.TRAINER, clock=clock)
     async with reading(entrance, clock) as member:
         config = member.config
-        await member.known.look_first(member.directory, member.stages, clock)
+        await member.known.look_first(member.directory, member.blocks, clock)
         named = options.tokenizer or await have_tokenizer(member, cache_folder())
         data = dataclasses.replace(config.data, tokenizer=named)
         with naming_options(options):
@@ -117,10 +118,13 @@ async def open_swarm(options: GenerateOptions) -> AsyncIterator[TextModel]:
 async def _engine(member: Membership) -> AsyncIterator[SwarmEngine]:
     """Make an engine, and inside the block keep its peers of stage 0 up to date."""
     known, channels, clock = member.known, member.channels, member.clock
-    hop = Hop(run_id=member.config.run_id, stage=0, reply_specs={}, router=known.router, channels=channels, clock=clock)
+    first = Block(0)
+    hop = Hop(
+        run_id=member.config.run_id, block=first, reply_specs={}, router=known.router, channels=channels, clock=clock
+    )
     watcher = RoundWatcher(
         run_id=member.config.run_id,
-        num_stages=len(member.stages),
+        blocks=member.blocks,
         synchronous=member.config.rounds.synchronous,
         peers=known.peers,
         channels=channels,
@@ -130,8 +134,8 @@ async def _engine(member: Membership) -> AsyncIterator[SwarmEngine]:
     try:
         async with asyncio.TaskGroup() as tasks:
             watching = [
-                tasks.create_task(member.directory.watch(member.stages, known.update, REFRESH_SECONDS)),
-                tasks.create_task(watch_connections(stage=0, router=known.router, channels=channels, clock=clock)),
+                tasks.create_task(member.directory.watch(member.blocks, known.update, REFRESH_SECONDS)),
+                tasks.create_task(watch_connections(block=first, router=known.router, channels=channels, clock=clock)),
             ]
             yield engine
             for task in watching:

@@ -26,7 +26,7 @@ from swarm.machine import json_file
 from swarm.metrics import MetricsLog, plot_loss
 from swarm.metrics import read as read_metrics
 from swarm.rpc.channels import ChannelPool
-from swarm.types import PeerRecord
+from swarm.types import Block, PeerRecord
 
 START_SECONDS, START_SECONDS_PER_PEER = 300.0, 60.0
 """Longest wait until the peers after the first serve: they import, connect and perhaps compile, all at once. The first
@@ -246,13 +246,13 @@ class LocalSwarm:
         return view.trainers[0].step if view.trainers else self.output.first_step
 
     async def _view(self) -> SwarmView:
-        stages: dict[int, list[PeerRecord]] = {stage: [] for stage in range(self.peers.num_stages)}
+        announced: dict[Block, list[PeerRecord]] = {Block(stage): [] for stage in range(self.peers.num_stages)}
         for peer in self.peers.running:
             if peer.record is not None:
-                stages[peer.stage].append(peer.record)
+                announced[Block(peer.stage)].append(peer.record)
         # The run's id ends with a digest that depends on the text. The first peer computes it; here only the run's name
         # is known.
-        view = await observe("", stages, (), self._channels, self._events)
+        view = await observe("", announced, (), self._channels, self._events)
         rows = tuple(dataclasses.replace(row, peers=row.peers + self._starting(row.stage)) for row in view.stages)
         return SwarmView(run=self._run_name, stages=rows, trainers=self.output.trainer_rows(), events=view.events)
 

@@ -37,11 +37,11 @@ from swarm.machine.clock import SystemClock, run_loop
 from swarm.machine.waits import patiently
 from swarm.machine.words import counted
 from swarm.model.stages import parameter_shapes, trained_shapes
+from swarm.rpc.ask import address_of
 from swarm.rpc.transfers import MAX_SOURCES
-from swarm.rpc.v1.stage_pb2 import Address
 from swarm.training.round_member import Snapshot
 from swarm.training.run_rounds import RunRounds
-from swarm.types import PROTOCOL_VERSION
+from swarm.types import Block
 
 logger = logging.getLogger(__name__)
 
@@ -62,16 +62,16 @@ class Quiet(PeerUnavailable):
 
 
 class StageReader:
-    def __init__(self, member: Membership, stage: int, transport: Transport) -> None:
+    def __init__(self, member: Membership, block: Block, transport: Transport) -> None:
         self._member = member
-        self.stage = stage
+        self.block = block
         config = member.config
-        shapes = trained_shapes(config, stage)
+        shapes = trained_shapes(config, block.stage)
         self._shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self._max_bytes = SIZE_FACTOR * sum(4 * shape.numel() for shape in shapes.values())
         downloads = Downloads(
             transport,
-            address=Address(run_id=config.run_id, protocol_version=PROTOCOL_VERSION, stage=stage),
+            address=address_of(config.run_id, block),
             own_id=member.peer_id,
             silence_seconds=Timing().silence_seconds,
         )
@@ -80,9 +80,9 @@ class StageReader:
 
     async def rounds(self) -> list[int]:
         """The rounds of the stage's peers that answer. Raises PeerUnavailable if none does."""
-        replies = await self._member.poll().replies(self._member.known.others(self.stage))
+        replies = await self._member.poll().replies(self._member.known.others(self.block))
         if not replies:
-            raise PeerUnavailable(f"no peer of stage {self.stage} answers")
+            raise PeerUnavailable(f"no peer of stage {self.block} answers")
         return [reply.round for reply in replies]
 
     async def pin(self, round_number: int) -> None:
@@ -94,15 +94,15 @@ class StageReader:
             max_bytes=self._max_bytes, is_useful=lambda standing: standing.round == round_number,
             round_number=round_number, only=ANCHOR,
         )  # fmt: skip
-        pinned = await self._transfer.begin(self._member.known.others(self.stage), wanted)
+        pinned = await self._transfer.begin(self._member.known.others(self.block), wanted)
         if 2 * len(pinned.sources) <= num_asked:
             self._transfer.forget()
             raise IntegrityError(
-                f"of {counted(num_asked, 'peer')} of stage {self.stage} only {len(pinned.sources)} have the same "
+                f"of {counted(num_asked, 'peer')} of stage {self.block} only {len(pinned.sources)} have the same "
                 f"weights at round {round_number}: they do not agree, or do not answer"
             )
         if len(pinned.sources) == 1 and self._pinned is None:
-            logger.warning("stage %d has a single peer: there is no other to compare its weights with", self.stage)
+            logger.warning("stage %s has a single peer: there is no other to compare its weights with", self.block)
         self._pinned = pinned
 
     async def fetch(self) -> Snapshot:
@@ -112,7 +112,7 @@ class StageReader:
         snapshot = (await self._transfer.fetch(self._pinned)).snapshot
         shapes = {name.removeprefix(ANCHOR): tuple(tensor.shape) for name, tensor in snapshot.tensors.items()}
         if shapes != self._shapes:
-            raise IntegrityError(f"what the peers of stage {self.stage} hold is another model")
+            raise IntegrityError(f"what the peers of stage {self.block} hold is another model")
         return snapshot
 
 
@@ -123,7 +123,7 @@ class LiveModel:
         self._member = member
         self._clock = member.clock
         transport = transport or Transport(member.channels)
-        self._readers = [StageReader(member, stage, transport) for stage in member.stages]
+        self._readers = [StageReader(member, block, transport) for block in member.blocks]
 
     async def write_checkpoints(self, folder: Path, round_number: int | None = None) -> int:
         """Write the weights of one round, a file for each stage, and return the round. One stage is in memory at a
@@ -140,13 +140,13 @@ class LiveModel:
         """
         chosen = await self._pin_all(round_number)
         async with asyncio.TaskGroup() as tasks:
-            for reader in self._readers:
-                keeping = [tasks.create_task(self._keep(later, chosen)) for later in self._readers[reader.stage + 1 :]]
+            for number, reader in enumerate(self._readers):
+                keeping = [tasks.create_task(self._keep(later, chosen)) for later in self._readers[number + 1 :]]
                 snapshot = await reader.fetch()
                 for task in keeping:
                     task.cancel()
-                await asyncio.to_thread(self._write, folder, reader.stage, snapshot)
-                logger.info("stage %d of 0 to %d is here", reader.stage, len(self._readers) - 1)
+                await asyncio.to_thread(self._write, folder, reader.block, snapshot)
+                logger.info("stage %s of 0 to %s is here", reader.block, self._readers[-1].block)
         return chosen
 
     async def _pin_all(self, round_number: int | None) -> int:
@@ -178,7 +178,7 @@ class LiveModel:
     async def _pin(self, chosen: int, *, quiet_seconds: float) -> None:
         """Pin every stage at a round. Wait for stages that have not reached it, while the others keep their state.
         Raises PeerUnavailable if a stage is past the round, and Quiet if a stage does not reach it."""
-        pinned = set[int]()
+        pinned = set[Block]()
         quiet_since, said_at, before = self._clock.monotonic(), self._clock.monotonic(), list[int]()
         while True:
             outcomes = await asyncio.gather(*(r.pin(chosen) for r in self._readers), return_exceptions=True)
@@ -186,8 +186,8 @@ class LiveModel:
                 if isinstance(outcome, BaseException) and not isinstance(outcome, PeerUnavailable):
                     raise outcome
                 if outcome is None:
-                    pinned.add(reader.stage)
-                elif reader.stage in pinned:
+                    pinned.add(reader.block)
+                elif reader.block in pinned:
                     raise outcome
             if len(pinned) == len(self._readers):
                 return
@@ -214,15 +214,16 @@ class LiveModel:
         """The round of each stage. If no peer of a stage answers, look for others for a while."""
 
         async def ask() -> list[int]:
-            await self._member.known.look(self._member.directory, self._member.stages)
-            said = dict(enumerate(await asyncio.gather(*(r.rounds() for r in self._readers))))
-            return [RunRounds.of(said).stages[stage] for stage in said]
+            await self._member.known.look(self._member.directory, self._member.blocks)
+            rows = await asyncio.gather(*(reader.rounds() for reader in self._readers))
+            said = {reader.block: row for reader, row in zip(self._readers, rows, strict=True)}
+            return list(RunRounds.of(said).blocks.values())
 
         return await patiently(ask, self._clock, "an answer from a peer of every stage")
 
-    def _write(self, folder: Path, stage: int, snapshot: Snapshot) -> None:
+    def _write(self, folder: Path, block: Block, snapshot: Snapshot) -> None:
         header = Header(
-            config=self._member.config, stage=stage, round=snapshot.round, run_samples=snapshot.run_samples,
+            config=self._member.config, stage=block.stage, round=snapshot.round, run_samples=snapshot.run_samples,
             lineage=snapshot.lineage, highest_microbatch=-1, state_digest=snapshot.digest,
         )  # fmt: skip
         file.write(folder, header, snapshot.tensors, owner="export")

@@ -63,7 +63,7 @@ class Entrance:
 
         async def ask() -> tuple[str, ...]:
             async with self.asking(clock) as (member, store):
-                await member.known.look(member.directory, member.stages)
+                await member.known.look(member.directory, member.blocks)
                 addresses = dht_addresses_of(member, store)
             if not addresses:
                 raise PeerUnavailable(f"no peer of the run at {self.where} says where the DHT is entered")

@@ -109,7 +109,7 @@ async def _answers(invite: Invite, *, insecure: bool) -> bool:
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
             async with entrance.asking(SystemClock()) as (member, _):
-                await member.known.look(member.directory, member.stages)
+                await member.known.look(member.directory, member.blocks)
     except (TimeoutError, PeerUnavailable, DeadlineExceeded):
         return False
     except ValueError:

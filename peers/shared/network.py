@@ -6,7 +6,7 @@ import logging
 import os
 import random
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -29,7 +29,7 @@ from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.entry import Entry, direct
 from swarm.training.run_rounds import RunRounds
-from swarm.types import MOST_BANS, Ban, PeerId, PeerRecord, PeerState
+from swarm.types import MOST_BANS, Ban, Block, PeerId, PeerRecord, PeerState
 
 logger = logging.getLogger(__name__)
 
@@ -50,21 +50,28 @@ class KnownPeers:
 
     router: Router
     own_id: str = ""
-    records: dict[int, Sequence[PeerRecord]] = field(default_factory=dict)
+    records: dict[Block, Sequence[PeerRecord]] = field(default_factory=dict)
+    _hopped_to: Collection[Block] = ()
 
-    def update(self, stage: int, records: Sequence[PeerRecord]) -> None:
-        self.records[stage] = records
-        self.router.update(stage, [record for record in records if record.peer_id != self.own_id])
+    def hop_within(self, blocks: Collection[Block]) -> None:
+        """From the next update on, this process's own records of these blocks are passed to the router too: it hands
+        microbatches to itself there."""
+        self._hopped_to = blocks
 
-    async def look(self, directory: Directory, stages: Sequence[int]) -> None:
-        """Read the records of every stage once, all at the same time. Raises PeerUnavailable."""
-        for stage, records in zip(stages, await asyncio.gather(*map(directory.peers, stages)), strict=True):
-            self.update(stage, records)
+    def update(self, block: Block, records: Sequence[PeerRecord]) -> None:
+        self.records[block] = records
+        left_out = "" if block in self._hopped_to else self.own_id
+        self.router.update(block, [record for record in records if record.peer_id != left_out])
+
+    async def look(self, directory: Directory, blocks: Sequence[Block]) -> None:
+        """Read the records of every block once, all at the same time. Raises PeerUnavailable."""
+        for block, records in zip(blocks, await asyncio.gather(*map(directory.peers, blocks)), strict=True):
+            self.update(block, records)
 
     async def look_first(
-        self, directory: Directory, stages: Sequence[int], clock: Clock, *, returns: bool = False
+        self, directory: Directory, blocks: Sequence[Block], clock: Clock, *, returns: bool = False
     ) -> None:
-        """Read the records of every stage once, and try again if that fails: a busy node of the DHT may not answer.
+        """Read the records of every block once, and try again if that fails: a busy node of the DHT may not answer.
 
         Args:
             returns: whether this process was in the run before and knows no peer to ask. Others may still know its
@@ -73,60 +80,60 @@ class KnownPeers:
         Raises:
             PeerUnavailable: the DHT does not answer.
         """
-        await patiently(lambda: self.look(directory, stages), clock, "the run's peers in the DHT")
-        if returns and not any(map(self.others, stages)):
+        await patiently(lambda: self.look(directory, blocks), clock, "the run's peers in the DHT")
+        if returns and not any(map(self.others, blocks)):
             logger.info(
                 "this peer was here before: looking for others that may still be in the run, for %.0f s", RETURN_SECONDS
             )
             deadline = clock.monotonic() + RETURN_SECONDS
-            while not any(map(self.others, stages)) and clock.monotonic() < deadline:
+            while not any(map(self.others, blocks)) and clock.monotonic() < deadline:
                 await clock.sleep(LOOK_SECONDS)
                 with suppress(PeerUnavailable):
-                    await self.look(directory, stages)
-            # The last reading may have missed peers that appeared after their stage had been read, so read once more.
-            await patiently(lambda: self.look(directory, stages), clock, "the run's peers in the DHT")
+                    await self.look(directory, blocks)
+            # The last reading may have missed peers that appeared after their block had been read, so read once more.
+            await patiently(lambda: self.look(directory, blocks), clock, "the run's peers in the DHT")
 
-    def peers(self, stage: int) -> Sequence[PeerRecord]:
-        """The records of a stage that have not expired, this process's own included."""
-        return self.records.get(stage, ())
+    def peers(self, block: Block) -> Sequence[PeerRecord]:
+        """The records of a block that have not expired, this process's own included."""
+        return self.records.get(block, ())
 
     @property
     def round(self) -> int:
         return RunRounds.of(
             {
-                stage: [record.round for record in row if record.state is not PeerState.JOINING]
-                for stage, row in self.records.items()
+                block: [record.round for record in row if record.state is not PeerState.JOINING]
+                for block, row in self.records.items()
             }
         ).latest
 
-    def others(self, stage: int) -> list[PeerRecord]:
-        return self._others(stage, PeerState.SERVING)
+    def others(self, block: Block) -> list[PeerRecord]:
+        return self._others(block, PeerState.SERVING)
 
     def everyone(self) -> list[PeerRecord]:
-        return [record for stage in sorted(self.records) for record in self.others(stage)]
+        return [record for block in sorted(self.records) for record in self.others(block)]
 
-    def leaving(self, stage: int) -> list[PeerRecord]:
-        """The other peers that are about to leave a stage, or have just left it."""
-        return self._others(stage, PeerState.LEAVING)
+    def leaving(self, block: Block) -> list[PeerRecord]:
+        """The other peers that are about to leave a block, or have just left it."""
+        return self._others(block, PeerState.LEAVING)
 
-    def _others(self, stage: int, state: PeerState) -> list[PeerRecord]:
-        return [r for r in self.peers(stage) if r.state is state and r.peer_id != self.own_id]
+    def _others(self, block: Block, state: PeerState) -> list[PeerRecord]:
+        return [r for r in self.peers(block) if r.state is state and r.peer_id != self.own_id]
 
-    def bans(self, stage: int, clock: Clock) -> tuple[Ban, ...]:
-        """The peers of a stage that this process has banned because they failed, the longest bans first."""
+    def bans(self, block: Block, clock: Clock) -> tuple[Ban, ...]:
+        """The peers of a block that this process has banned because they failed, the longest bans first."""
         offset = clock.time() - clock.monotonic()
-        banned = [each for each in self.router.left_alone(stage) if not each.is_busy]
+        banned = [each for each in self.router.left_alone(block) if not each.is_busy]
         longest = heapq.nlargest(MOST_BANS, banned, key=lambda each: each.until)
         return tuple(
             Ban(peer_id=each.record.peer_id, reason=each.reason, until=offset + each.until) for each in longest
         )
 
     def entries(self, limit: int) -> list[Entry]:
-        """Up to `limit` other serving peers that are reached directly, spread over the stages."""
+        """Up to `limit` other serving peers that are reached directly, spread over the blocks."""
         return entries_of(map(self.others, sorted(self.records)))[:limit]
 
     def dht_addresses(self, limit: int) -> list[str]:
-        """The DHT addresses of up to `limit` other peers, spread over the stages."""
+        """The DHT addresses of up to `limit` other peers, spread over the blocks."""
         spread = in_turns(records for _, records in sorted(self.records.items()))
         enterable = list(dict.fromkeys(record.dht_addresses for record in spread if record.dht_addresses))[:limit]
         return list(dict.fromkeys(address for addresses in enterable for address in addresses))
@@ -162,12 +169,12 @@ async def agree_on_config(
         )
         if own is not None:
             configs.check_same(own, published)
-    node.belong_to(keys.of_run(published.run_id, published.stages.num_stages), authority)
+    node.belong_to(keys.of_run(published.run_id, published.blocks), authority)
     return published
 
 
 def entries_of(rows: Iterable[Sequence[PeerRecord]]) -> list[Entry]:
-    """The peers that serve and are reached directly: one of each stage, then a second of each, and so on. Their order
+    """The peers that serve and are reached directly: one of each block, then a second of each, and so on. Their order
     does not depend on that of the records, so that two readings of a run give the same invite."""
     ordered = [sorted(row, key=lambda record: record.peer_id) for row in rows]
     spread = in_turns([record for record in row if record.state is PeerState.SERVING] for row in ordered)
@@ -228,5 +235,5 @@ class Membership:
         return Poll(self.config.run_id, self.channels)
 
     @property
-    def stages(self) -> range:
-        return range(self.config.stages.num_stages)
+    def blocks(self) -> tuple[Block, ...]:
+        return self.config.blocks

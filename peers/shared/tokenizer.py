@@ -41,7 +41,7 @@ async def have_tokenizer(member: Membership, cache: Path) -> str:
         except PeerUnavailable:
             # The run's first peer may have started just now.
             with suppress(PeerUnavailable):
-                await member.known.look(member.directory, member.stages)
+                await member.known.look(member.directory, member.blocks)
             raise
 
     try:

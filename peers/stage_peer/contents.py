@@ -18,6 +18,7 @@ from swarm.interchange.origin import TOKENIZER_FOLDER
 from swarm.interchange.weights import Weights
 from swarm.model.stages import parameter_shapes
 from swarm.training.run_rounds import RunRounds
+from swarm.types import Block
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +71,9 @@ class Contents:
     def _tokenizer_content(self, sha256: str) -> bytes | None:
         return None if self._tokenizer is None else self._tokenizer.content(sha256)
 
-    async def initial_weights(self, stage: int, *, resumes: bool) -> Weights | None:
-        """The weights with which a stage begins: the ones on this machine, or else weights fetched from peers. None if
-        they are drawn from the seed, if no peer that answers has them, or if they are not needed, because the stage
+    async def initial_weights(self, block: Block, *, resumes: bool) -> Weights | None:
+        """The weights with which a block begins: the ones on this machine, or else weights fetched from peers. None if
+        they are drawn from the seed, if no peer that answers has them, or if they are not needed, because the block
         `resumes` from checkpoints here.
 
         With LoRA they are always needed, because the state that is downloaded from a stage's peers has no frozen
@@ -80,15 +81,15 @@ class Contents:
         """
         if self._weights is None:
             return None
-        member, shapes = self._member, parameter_shapes(self._member.config, stage)
+        member, shapes = self._member, parameter_shapes(self._member.config, block.stage)
         is_always_needed = member.config.lora.is_on
         if (here := self._weights.here(shapes)) is not None or (resumes and not is_always_needed):
             return here
         until, num_fetched = member.clock.monotonic() + WAIT_SECONDS, self._weights.num_fetched
         # While the stage is at round 0 there is no state to download, so the weights are needed; peers at round 0 have
         # them.
-        with member.waits.on(f"a peer that has the weights with which stage {stage} begins"):
-            while is_always_needed or not await self._has_gone_on(stage):
+        with member.waits.on(f"a peer that has the weights with which stage {block} begins"):
+            while is_always_needed or not await self._has_gone_on(block):
                 try:
                     return await self._weights.of(shapes)
                 except PeerUnavailable as error:
@@ -97,13 +98,13 @@ class Contents:
                         until, num_fetched = member.clock.monotonic() + WAIT_SECONDS, self._weights.num_fetched
                     if member.clock.monotonic() >= until:
                         return None
-                    logger.debug("the weights of stage %d are not to be had yet: %s", stage, error)
+                    logger.debug("the weights of stage %s are not to be had yet: %s", block, error)
                 await member.clock.sleep(LOOK_SECONDS)
                 with suppress(PeerUnavailable):
-                    await member.known.look(member.directory, member.stages)
+                    await member.known.look(member.directory, member.blocks)
         return None
 
-    async def _has_gone_on(self, stage: int) -> bool:
-        """Whether most of the peers that answer hold a later state of the stage."""
-        replies = await self._member.poll().replies(self._member.known.others(stage))
-        return RunRounds.of({stage: [reply.round for reply in replies]}).middle > 0
+    async def _has_gone_on(self, block: Block) -> bool:
+        """Whether most of the peers that answer hold a later state of the block."""
+        replies = await self._member.poll().replies(self._member.known.others(block))
+        return RunRounds.of({block: [reply.round for reply in replies]}).middle > 0

@@ -192,7 +192,7 @@ async def require_alone_at(
     config = await agree_on_config(node, None, addresses, clock, identity.authority)
     member = Membership.enter(config, node, identity, clock, insecure=insecure)
     try:
-        await member.known.look_first(member.directory, member.stages, clock)
+        await member.known.look_first(member.directory, member.blocks, clock)
         await Rivals(member, own=begin(clock)).require_alone()
     finally:
         await member.channels.close()

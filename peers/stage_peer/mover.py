@@ -22,6 +22,7 @@ from swarm.errors import Fatal, SwarmError
 from swarm.events import Events
 from swarm.machine.clock import Clock
 from swarm.machine.out_of_memory import SMALLER, is_out_of_memory, what_was_asked
+from swarm.types import Block
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +157,7 @@ class Mover:
         while True:
             target = await stopping.before(
                 stopping.before(self._stop.wait(), server.gives_up()),
-                self._rebalancer.next_move(stage, lambda: server.samples_per_second(stage)),
+                self._rebalancer.next_move(stage, lambda: server.samples_per_second(Block(stage))),
             )
             if target is None:
                 if (fault := server.fault) is not None:
@@ -196,7 +197,7 @@ class Mover:
     async def _hand_over(self, server: PeerServer, stage: int, deadline: float) -> None:
         """Go on serving, until the deadline, while a peer on its way here can get the stage's state only from this
         peer. At round 0 every peer can make the initial state itself."""
-        block, has_said = server.blocks[stage], False
+        block, has_said = server.blocks[Block(stage)], False
         while block.stage.round > 0 and self._clock.monotonic() < deadline:
             try:
                 if not await self._rebalancer.is_awaited(
@@ -212,7 +213,7 @@ class Mover:
             await self._clock.sleep(LOOK_SECONDS)
 
     async def _can_spare(self, server: PeerServer, stage: int) -> bool:
-        block, deadline = server.blocks[stage], self._clock.monotonic() + COMMIT_SECONDS
+        block, deadline = server.blocks[Block(stage)], self._clock.monotonic() + COMMIT_SECONDS
         while True:
             try:
                 if await self._rebalancer.can_spare(

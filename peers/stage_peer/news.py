@@ -31,7 +31,7 @@ from swarm.rpc.entry import Entry, direct, points_of, where
 from swarm.rpc.invite import Invite
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.training.inner_steps import InnerSteps
-from swarm.types import PeerId
+from swarm.types import Block, PeerId
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ class Around:
     Attributes:
         num_calls: how many calls, from any caller, have arrived since this peer began to serve.
         num_others: how many trainers and other peers of its stage there are. All of them would call this peer.
-        empty_stages: the other stages that no peer serves.
+        empty_blocks: the other blocks that no peer serves.
         left_alone_by: the senders that say that they have banned this peer, each with its reason.
     """
 
@@ -176,7 +176,7 @@ class Around:
     num_calls: int
     num_others: int
     has_trainer: bool
-    empty_stages: Sequence[int]
+    empty_blocks: Sequence[Block]
     left_alone_by: Mapping[str, str]
 
     @property
@@ -187,9 +187,9 @@ class Around:
                 f"no connection has reached this peer yet, though {counted(self.num_others, 'other')} would use it: "
                 f"see that they reach it {where(self.endpoint)} (firewall, router, VPN), and that --announce is right"
             )
-        if self.empty_stages:
-            stages = ", ".join(map(str, self.empty_stages))
-            return f"stage{'' if len(self.empty_stages) == 1 else 's'} {stages} without a peer"
+        if self.empty_blocks:
+            stages = ", ".join(map(str, self.empty_blocks))
+            return f"stage{'' if len(self.empty_blocks) == 1 else 's'} {stages} without a peer"
         if not self.has_trainer:
             return "no trainer is in the run"
         return "the trainers send none to this peer"
@@ -238,9 +238,9 @@ class StageNews:
             logger.info("no microbatch for %d s: %s", QUIET_SECONDS, around.why_quiet)
 
     def look_at(self, shares: pb.TimeShares, around: Around) -> None:
-        """Log why this peer has little to do, if it has, but not often. While a stage is empty, nothing else is the
+        """Log why this peer has little to do, if it has, but not often. While a block has no peer, nothing else is the
         reason."""
-        reason = "" if around.empty_stages else idle_because(shares)
+        reason = "" if around.empty_blocks else idle_because(shares)
         self._idle_looks = self._idle_looks + 1 if reason else 0
         if self._idle_looks >= IDLE_LOOKS and self._idle.count(""):
             logger.info("this peer is %s", reason)

@@ -22,7 +22,7 @@ from swarm.model.stages import shared_parameters
 from swarm.routing.poll import Poll
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.training.run_rounds import RunRounds
-from swarm.types import PeerRecord
+from swarm.types import Block, PeerRecord
 
 logger = logging.getLogger(__name__)
 
@@ -44,22 +44,22 @@ class Others:
     """The rounds at which the peers that answer are.
 
     Attributes:
-        held_at: the round of the peers that hold our stage; None if no such peer answers.
-        rounds: the round of each other stage.
+        held_at: the round of the peers that hold our block; None if no such peer answers.
+        rounds: the round of each other block.
         latest: the newest round of the run; 0 where no peer answers.
         samples: the run's samples at that round.
-        repeating: the stages of which some peer at the stage's round also took part in committing the round before.
+        repeating: the blocks of which some peer at the block's round also took part in committing the round before.
             Such a peer still has the weights of the round before.
         has_begun: whether a peer that answered has been given microbatches.
-        silent: names of peers that held our stage a moment ago, and when they were last heard of; empty if there are
+        silent: names of peers that held our block a moment ago, and when they were last heard of; empty if there are
             none.
     """
 
     held_at: int | None = None
-    rounds: Mapping[int, int] = field(default_factory=dict)
+    rounds: Mapping[Block, int] = field(default_factory=dict)
     latest: int = 0
     samples: int = 0
-    repeating: frozenset[int] = frozenset()
+    repeating: frozenset[Block] = frozenset()
     has_begun: bool = False
     silent: str = ""
 
@@ -76,7 +76,7 @@ class _Awaited:
 
 
 async def find_others(
-    membership: Membership, stage: int, *, patient: bool, gives_up: bool = False, needs_holder: bool = False
+    membership: Membership, block: Block, *, patient: bool, gives_up: bool = False, needs_holder: bool = False
 ) -> Others:
     """Ask the announced peers at which rounds they are.
 
@@ -97,13 +97,13 @@ async def find_others(
     began_at = clock.monotonic()
     deadline = began_at + (SETTLE_SECONDS if patient else 0.0)
     warned = set[str]()
-    holders, rng, poll = _Holders(known, stage), random.Random(membership.peer_id), membership.poll()
+    holders, rng, poll = _Holders(known, block), random.Random(membership.peer_id), membership.poll()
     while True:
         holders.look()
         is_patient = clock.monotonic() < began_at + SILENT_SECONDS
-        found = await _ask_all(config, stage, known, poll, rng, is_patient=is_patient)
+        found = await _ask_all(config, block, known, poll, rng, is_patient=is_patient)
         if isinstance(found, Others):
-            together = {found.rounds[number] for number in partners(config, stage) if number in found.rounds}
+            together = {found.rounds[other] for other in partners(config, block) if other in found.rounds}
             is_settled = found.held_at is not None or (bool(found.rounds) and len(together) <= 1)
             if needs_holder and found.held_at is None and found.latest > 0 and holders.gone:
                 found = dataclasses.replace(found, silent=named(holders.gone))
@@ -120,38 +120,38 @@ async def find_others(
                 raise PeerUnavailable(found.fault)
         await clock.sleep(LOOK_SECONDS)
         with suppress(PeerUnavailable):
-            await known.look(membership.directory, membership.stages)
+            await known.look(membership.directory, membership.blocks)
 
 
 class _Holders:
-    """The peers that held a stage when they were last announced."""
+    """The peers that held a block when they were last announced."""
 
-    def __init__(self, known: KnownPeers, stage: int) -> None:
+    def __init__(self, known: KnownPeers, block: Block) -> None:
         self._known = known
-        self._stage = stage
+        self._block = block
         self._seen: dict[str, PeerRecord] = {}
         self._missed_since: float | None = None
 
     def look(self) -> None:
         """Note the holders that are announced, and forget those that say that they leave."""
-        announced = self._known.others(self._stage)
+        announced = self._known.others(self._block)
         self._seen |= {record.peer_id: record for record in announced}
-        for record in self._known.leaving(self._stage):
+        for record in self._known.leaving(self._block):
             self._seen.pop(record.peer_id, None)
         if announced:
             self._missed_since = None
 
     @property
     def gone(self) -> list[PeerRecord]:
-        announced = {record.peer_id for record in self._known.others(self._stage)}
+        announced = {record.peer_id for record in self._known.others(self._block)}
         return [record for peer_id, record in self._seen.items() if peer_id not in announced]
 
     def missed_seconds(self, clock: Clock) -> float:
         if self._missed_since is None:
             self._missed_since = clock.monotonic()
             logger.warning(
-                "stage %d was held by %s: waiting for %.0f s in case they are back, since what it has learnt is with "
-                "them", self._stage, named(self.gone), RETURN_SECONDS,
+                "stage %s was held by %s: waiting for %.0f s in case they are back, since what it has learnt is with "
+                "them", self._block, named(self.gone), RETURN_SECONDS,
             )  # fmt: skip
         return clock.monotonic() - self._missed_since
 
@@ -164,38 +164,38 @@ def named(peers: Collection[PeerRecord]) -> str:
     return f"{names}{more}, silent since {since}"
 
 
-def partners(config: RunConfig, stage: int) -> Collection[int]:
-    """The other stages that have to be at the same round as this one."""
+def partners(config: RunConfig, block: Block) -> Collection[Block]:
+    """The other blocks that have to be at the same round as this one."""
     if config.rounds.synchronous:
-        return set(range(config.stages.num_stages)) - {stage}
-    sharing = [set(shared.stages) for shared in shared_parameters(config) if stage in shared.stages]
-    return set[int]().union(*sharing) - {stage}
+        return set(config.blocks) - {block}
+    sharing = [set(map(Block, shared.stages)) for shared in shared_parameters(config) if block.stage in shared.stages]
+    return set[Block]().union(*sharing) - {block}
 
 
 async def _ask_all(
-    config: RunConfig, stage: int, known: KnownPeers, poll: Poll, rng: random.Random, *, is_patient: bool
+    config: RunConfig, block: Block, known: KnownPeers, poll: Poll, rng: random.Random, *, is_patient: bool
 ) -> Others | _Awaited:
-    announced, leaving = known.others(stage), known.leaving(stage)
+    announced, leaving = known.others(block), known.leaving(block)
     holders = await poll.replies(announced)
     if len({reply.round > 0 for reply in holders}) == 1:
-        return Others(held_at=_rounds({stage: holders}).stages[stage], has_begun=_has_begun(holders))
+        return Others(held_at=_rounds({block: holders}).blocks[block], has_begun=_has_begun(holders))
     if is_patient and announced and not holders:
         fault = "those who hold it do not answer"
-        return _Awaited(peers=announced, what=f"stage {stage} is held by", why=_SILENT, fault=fault)
+        return _Awaited(peers=announced, what=f"stage {block} is held by", why=_SILENT, fault=fault)
     if is_patient and not holders and await poll.replies(leaving):
         fault = "those who hold it are leaving it"
-        return _Awaited(peers=leaving, what=f"stage {stage} is being left by", why=_LEAVING, fault=fault)
+        return _Awaited(peers=leaving, what=f"stage {block} is being left by", why=_LEAVING, fault=fault)
     asked = {
-        number: rng.sample(records, min(ASKED_PER_STAGE, len(records)))
-        for number in range(config.stages.num_stages)
-        if number != stage and (records := known.others(number))
+        other: rng.sample(records, min(ASKED_PER_STAGE, len(records)))
+        for other in config.blocks
+        if other != block and (records := known.others(other))
     }
     rows = await asyncio.gather(*map(poll.replies, asked.values()))
-    replies = {number: row for number, row in zip(asked, rows, strict=True) if row}
+    replies = {other: row for other, row in zip(asked, rows, strict=True) if row}
     if holders:
         # They do not agree whether the run has gone on. The other stages' peers decide that.
-        rounds = _rounds(replies | {stage: holders})
-        return Others(held_at=rounds.stages[stage], has_begun=_has_begun(holders))
+        rounds = _rounds(replies | {block: holders})
+        return Others(held_at=rounds.blocks[block], has_begun=_has_begun(holders))
     gone_on = [record for row in [announced, *asked.values()] for record in row if record.round > 0]
     if gone_on and not replies:
         if not is_patient:
@@ -205,24 +205,24 @@ async def _ask_all(
     return _from_other_stages(replies)
 
 
-def _from_other_stages(replies: Mapping[int, Sequence[pb.DescribeReply]]) -> Others:
+def _from_other_stages(replies: Mapping[Block, Sequence[pb.DescribeReply]]) -> Others:
     rounds = _rounds(replies)
     newest = [reply.run_samples for row in replies.values() for reply in row if reply.round == rounds.latest]
     return Others(
-        rounds=rounds.stages,
+        rounds=rounds.blocks,
         latest=rounds.latest,
         samples=statistics.median_low(newest or [0]),
         repeating=frozenset(
-            number
-            for number, row in replies.items()
-            if any(_can_repeat(reply) for reply in row if reply.round == rounds.stages[number])
+            block
+            for block, row in replies.items()
+            if any(_can_repeat(reply) for reply in row if reply.round == rounds.blocks[block])
         ),
         has_begun=any(map(_has_begun, replies.values())),
     )
 
 
-def _rounds(replies: Mapping[int, Sequence[pb.DescribeReply]]) -> RunRounds:
-    return RunRounds.of({number: [reply.round for reply in row] for number, row in replies.items()})
+def _rounds(replies: Mapping[Block, Sequence[pb.DescribeReply]]) -> RunRounds:
+    return RunRounds.of({block: [reply.round for reply in row] for block, row in replies.items()})
 
 
 def _has_begun(row: Sequence[pb.DescribeReply]) -> bool:

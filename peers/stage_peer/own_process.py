@@ -19,6 +19,7 @@ from swarm.rpc.entry import direct
 from swarm.rpc.meeting.meeting_point import MeetingPoint
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.stage import Stage
+from swarm.types import Block
 
 if TYPE_CHECKING:
     from peers.stage_peer.served_block import ServedBlock
@@ -63,12 +64,12 @@ class OwnProcess:
     """One process while it serves blocks.
 
     Attributes:
-        blocks: the blocks that it serves now, by stage.
+        blocks: the blocks that it serves now.
         callers: counts what is kept for each caller, at all blocks together.
     """
 
     def __init__(self, membership: Membership, options: ServerOptions, callers: Callers) -> None:
-        self.blocks: dict[int, ServedBlock] = {}
+        self.blocks: dict[Block, ServedBlock] = {}
         self.callers = callers
         self.health = Health()
         self.loop_lag = LoopLag(membership.clock)

@@ -41,6 +41,7 @@ from swarm.stage.runtime import Runtime
 from swarm.stage.stage import weights_of
 from swarm.stage.staging import Staging
 from swarm.stage.weights import StageWeights
+from swarm.types import Block
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class OwnRoom:
         """Blocks for a moment, while the stages' shapes are found out."""
         config, each = devices.computing_in(member.config, dtype, device), list[Needs]()
         if not config.model.custom_class:
-            num_peers = 1 + min(len(member.known.others(stage)) for stage in member.stages)
+            num_peers = 1 + min(len(member.known.others(block)) for block in member.blocks)
             each = needs.of_stages(config, on_gpu=device.type == "cuda", num_peers=num_peers)
         return cls(room=Room.on(devices.here(device, memory_bytes)), each=each)
 
@@ -110,32 +111,32 @@ class OwnRoom:
 
 
 def own_backends(
-    config: RunConfig, blocks: Mapping[int, ServerOptions], stagings: Mapping[torch.device, Staging]
-) -> dict[int, StageBackend]:
-    """Make the models of the blocks, by stage, and their weights, at their initial values: those in the options, or
+    config: RunConfig, blocks: Mapping[Block, ServerOptions], stagings: Mapping[torch.device, Staging]
+) -> dict[Block, StageBackend]:
+    """Make the models of the blocks, and their weights, at their initial values: those in the options, or
     those drawn from the run's seed. Blocks on one device share its memory for graphs. Raises Fatal if those of a device
     do not fit there."""
-    backends: dict[int, StageBackend] = {}
+    backends: dict[Block, StageBackend] = {}
     for device, staging in stagings.items():
-        there = {stage: options for stage, options in blocks.items() if options.device == device}
+        there = {block: options for block, options in blocks.items() if options.device == device}
         backends |= _backends_on(config, device, staging, there)
-    return {stage: backends[stage] for stage in blocks}
+    return {block: backends[block] for block in blocks}
 
 
 def _backends_on(
-    config: RunConfig, device: torch.device, staging: Staging, blocks: Mapping[int, ServerOptions]
-) -> dict[int, StageBackend]:
+    config: RunConfig, device: torch.device, staging: Staging, blocks: Mapping[Block, ServerOptions]
+) -> dict[Block, StageBackend]:
     options = next(iter(blocks.values()))
     own = devices.computing_in(config, options.dtype, device)
     devices.warn_of_emulation(own.model, device)
     try:
-        made = {stage: _weights(own, stage, each) for stage, each in blocks.items()}
+        made = {block: _weights(own, block, each) for block, each in blocks.items()}
         # What the first step will allocate is allocated here and freed again. The server's threads need addresses too.
         first_step_bytes = sum(
             needs.first_step_bytes(own, {name: master.shape for name, master in weights.masters.items()})
             for _, weights in made.values()
         )
-        if own.stages.num_stages - 1 in blocks:
+        if any(block.stage == own.stages.num_stages - 1 for block in blocks):
             first_step_bytes += loss_bytes(own.model, own.data.tokens_per_microbatch, fused=fuses(device))
         first_step = torch.empty(first_step_bytes, dtype=torch.uint8, device=device)
         process.require_addresses(process.THREAD_BYTES)
@@ -144,8 +145,8 @@ def _backends_on(
         if not is_out_of_memory(error):
             raise
         raise Fatal(_no_room(blocks, device, what_was_asked(error))) from None
-    for stage in blocks:
-        logger.info("stage %d computes %s and sends %s", stage, devices.in_words(own, device), own.wire.dtype)
+    for block in blocks:
+        logger.info("stage %s computes %s and sends %s", block, devices.in_words(own, device), own.wire.dtype)
     graph_bytes = options.graph_bytes
     if graph_bytes is None:
         graph_bytes = devices.graph_bytes(devices.here(device, options.memory_bytes), needed_bytes=first_step_bytes)
@@ -153,25 +154,25 @@ def _backends_on(
     budget = GraphBudget(limit_bytes=graph_bytes)
     budgets = [budget, *(budget.beside() for _ in range(len(blocks) - 1))]
     return {
-        stage: StageBackend(
-            config=own, stage=stage, module=module, staging=staging, weights=weights, budget=share,
-            events=blocks[stage].events, recorder=blocks[stage].recorder,
+        block: StageBackend(
+            config=own, stage=block.stage, module=module, staging=staging, weights=weights, budget=share,
+            events=blocks[block].events, recorder=blocks[block].recorder,
         )
-        for (stage, (module, weights)), share in zip(made.items(), budgets, strict=True)
+        for (block, (module, weights)), share in zip(made.items(), budgets, strict=True)
     }  # fmt: skip
 
 
-def _weights(config: RunConfig, stage: int, options: ServerOptions) -> tuple[nn.Module, StageWeights]:
+def _weights(config: RunConfig, block: Block, options: ServerOptions) -> tuple[nn.Module, StageWeights]:
     given = options.weights
-    tensors = None if given is None else given.load(parameter_shapes(config, stage))
-    module = build_stage(config, stage, device=options.device, weights=tensors)
+    tensors = None if given is None else given.load(parameter_shapes(config, block.stage))
+    module = build_stage(config, block.stage, device=options.device, weights=tensors)
     del tensors
     if options.compiles and isinstance(module, StageModule):
         module.compile_layers()
-    return module, weights_of(config, module, lineage=genesis(config, stage), events=options.events)
+    return module, weights_of(config, module, lineage=genesis(config, block), events=options.events)
 
 
-def _no_room(blocks: Collection[int], device: torch.device, asked: str) -> str:
+def _no_room(blocks: Collection[Block], device: torch.device, asked: str) -> str:
     if len(blocks) == 1:
         what, advice = f"stage {min(blocks)} does", "take more stages, or another --device"
     else:

@@ -47,16 +47,16 @@ class OwnState:
         options = self._options.resume
         folder = options.folder
         resumes = folder is not None and not CheckpointFolder(folder, self._membership.config).is_empty
-        with self._membership.waits.on(f"word of the other peers, before stage {self._stage.number} begins"):
+        with self._membership.waits.on(f"word of the other peers, before stage {self._stage.block} begins"):
             others = await find_others(
-                self._membership, self._stage.number, patient=options.joins and resumes, gives_up=options.moves,
+                self._membership, self._stage.block, patient=options.joins and resumes, gives_up=options.moves,
                 needs_holder=not (resumes or options.starts_over or options.moves),
             )  # fmt: skip
         self._held_at = others.held_at or 0
-        self._holders = self._membership.known.others(self._stage.number)
+        self._holders = self._membership.known.others(self._stage.block)
         shapes = {name: master.shape for name, master in self._stage.context.backend.weights.masters.items()}
         await resume.begin(
-            self._membership.config, self._stage.number, self._member, shapes, others, options,
+            self._membership.config, self._stage.block, self._member, shapes, others, options,
             checkpoints=self._options.checkpoints,
         )  # fmt: skip
 
@@ -70,7 +70,7 @@ class OwnState:
         """
 
         def awaited(_: float) -> str:
-            return f"the state of stage {self._stage.number}" + (f" ({averager.obstacle})" if averager.obstacle else "")
+            return f"the state of stage {self._stage.block}" + (f" ({averager.obstacle})" if averager.obstacle else "")
 
         with self._membership.waits.on(awaited), suppress(TimeoutError):
             async with asyncio.timeout(None) as waiting:
@@ -87,15 +87,15 @@ class OwnState:
     async def _until_here(self, averager: Averager) -> None:
         clock, silent_since = self._membership.clock, None
         while self._lacks_state(averager):
-            if others := self._membership.known.others(self._stage.number):
+            if others := self._membership.known.others(self._stage.block):
                 self._holders, silent_since = others, None
             elif not self._holders:
                 return
             elif silent_since is None:
                 silent_since = clock.monotonic()
                 logger.warning(
-                    "the state of stage %d is with %s: waiting for %.0f s in case they are back",
-                    self._stage.number, named(self._holders), RETURN_SECONDS,
+                    "the state of stage %s is with %s: waiting for %.0f s in case they are back",
+                    self._stage.block, named(self._holders), RETURN_SECONDS,
                 )  # fmt: skip
             elif clock.monotonic() - silent_since >= RETURN_SECONDS:
                 return
@@ -107,8 +107,8 @@ class OwnState:
         waiting.reschedule(0.0)
 
     def _missing(self, averager: Averager) -> str:
-        what = f"the state of stage {self._stage.number} could not be downloaded"
-        if others := self._membership.known.others(self._stage.number):
+        what = f"the state of stage {self._stage.block} could not be downloaded"
+        if others := self._membership.known.others(self._stage.block):
             names = ", ".join(map(name_of, others[:3]))
             why = averager.obstacle or "announced, and silent when asked for it"
             return (

@@ -19,7 +19,7 @@ from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.member import StageMember
 from swarm.stage.stage import Stage
 from swarm.stage.time_shares import TimeWatch
-from swarm.types import LONGEST_WAIT, MOST_DHT_ADDRESSES, PROTOCOL_VERSION, PeerRecord, PeerState, TrainerRecord
+from swarm.types import LONGEST_WAIT, MOST_DHT_ADDRESSES, PROTOCOL_VERSION, Block, PeerRecord, PeerState, TrainerRecord
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,11 @@ class Presence:
             level=logging.WARNING,
         )  # fmt: skip
 
+    @property
+    def _next(self) -> Block:
+        """The block to which microbatches go from here."""
+        return Block(self._stage.block.stage + 1)
+
     async def serves(self) -> None:
         self.state = PeerState.SERVING
         await self._process.set_serving(True)
@@ -73,7 +78,8 @@ class Presence:
             name=options.name,
             software_version=swarm.__version__,
             announced_at=self._membership.clock.time(),
-            stage=stage.number,
+            stage=stage.block.stage,
+            variant=stage.block.variant,
             endpoint=announced.endpoints[0],
             other_endpoints=announced.endpoints[1:],
             certificate_pem="" if options.insecure else identity.certificate_pem,
@@ -90,7 +96,7 @@ class Presence:
             moves=options.moves,
             nonce=options.incarnation.nonce,
             started_at=options.incarnation.started_at,
-            bans=self._membership.known.bans(stage.number + 1, self._membership.clock),
+            bans=self._membership.known.bans(self._next, self._membership.clock),
         )
 
     async def announce(self) -> None:
@@ -113,17 +119,17 @@ class Presence:
             news.look_at(self._time_shares(), around)
 
     async def _around(self) -> Around:
-        number, member = self._stage.number, self._membership
+        block, member = self._stage.block, self._membership
         known, now = member.known, member.clock.time()
         with contextlib.suppress(PeerUnavailable):
             self._trainers = await member.directory.trainers(partly=True)
-        senders = self._trainers if number == 0 else known.peers(number - 1)
+        senders = self._trainers if block.stage == 0 else known.peers(Block(block.stage - 1))
         return Around(
             endpoint=self._process.endpoint,
             num_calls=self._process.callers.num_begun,
-            num_others=len(known.others(number)) + len(self._trainers),
+            num_others=len(known.others(block)) + len(self._trainers),
             has_trainer=bool(self._trainers),
-            empty_stages=[stage for stage in member.stages if stage != number and not known.others(stage)],
+            empty_blocks=[other for other in member.blocks if other != block and not known.others(other)],
             left_alone_by={
                 sender.name or sender.peer_id[:8]: ban.reason
                 for sender in senders
@@ -138,7 +144,7 @@ class Presence:
 
     async def withdraw(self) -> None:
         try:
-            await self._membership.directory.withdraw()
+            await self._membership.directory.withdraw(self._stage.block)
         except PeerUnavailable as error:
             logger.debug("not withdrawn: %s", error)
 
@@ -153,7 +159,8 @@ class Presence:
             protocol_version=PROTOCOL_VERSION,
             software_version=swarm.__version__,
             run_id=self._membership.config.run_id,
-            stage=stage.number,
+            stage=stage.block.stage,
+            variant=stage.block.variant,
             state=PeerState.LEAVING if self._will_leave else self.state,
             round=progress.round,
             run_samples=progress.run_samples,
@@ -185,16 +192,19 @@ class Presence:
 
     def _last_peers(self) -> list[pb.LastPeer]:
         member, clock = self._membership, self._membership.clock
-        gone = {stage: member.known.router.gone(stage) for stage in member.stages if stage != self._stage.number}
+        gone = {block: member.known.router.gone(block) for block in member.blocks if block != self._stage.block}
         offset = clock.time() - clock.monotonic()
         return [
-            pb.LastPeer(stage=stage, name=last.name, last_at=offset + last.last_at, has_left=last.has_left)
-            for stage, last in gone.items()
+            pb.LastPeer(
+                stage=block.stage, variant=block.variant, name=last.name, last_at=offset + last.last_at,
+                has_left=last.has_left,
+            )
+            for block, last in gone.items()
             if last is not None
-        ]
+        ]  # fmt: skip
 
     def _links(self) -> list[pb.Link]:
-        links = self._membership.known.router.links(self._stage.number + 1)
+        links = self._membership.known.router.links(self._next)
         measured = [(peer_id, link) for peer_id, link in links.items() if link.bytes_per_second is not None]
         return [
             pb.Link(

@@ -70,7 +70,7 @@ from swarm.rpc.entry import Entry
 from swarm.rpc.meeting.carrying import MeetingLimits
 from swarm.rpc.serving import Front
 from swarm.stage.generation import SessionLimits
-from swarm.types import RunRecord
+from swarm.types import Block, RunRecord
 
 logger = logging.getLogger(__name__)
 
@@ -269,19 +269,19 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
 
     async def make_server(stage: int, moves: int, moved: bool, tasks: asyncio.TaskGroup) -> PeerServer:
         resumes = options.resume is not None and bool(file.names(options.resume))
-        weights = await contents.initial_weights(stage, resumes=resumes)
+        weights = await contents.initial_weights(Block(stage), resumes=resumes)
         resume = start.resume_options(moved=moved, has_weights=weights is not None)
         local = dataclasses.replace(
             everywhere, moves=moves, weights=weights, resume=resume, shelves=contents.shelves, own_figures=own_figures,
             incarnation=incarnation,
         )  # fmt: skip
-        return PeerServer(member, {stage: local}, tasks)
+        return PeerServer(member, {Block(stage): local}, tasks)
 
     async with asyncio.TaskGroup() as tasks:
         # This task starts before anything that waits, because joiners may already look for the run.
         announcing = published(member.directory, member.peer_id, member.config, clock).keep()
         background = list(map(tasks.create_task, (announcing, member.waits.run(clock))))
-        await member.known.look_first(member.directory, member.stages, clock, returns=start.returns)
+        await member.known.look_first(member.directory, member.blocks, clock, returns=start.returns)
         room = await asyncio.to_thread(
             OwnRoom.of, member, start.device, dtype=options.dtype, memory_bytes=options.memory
         )
@@ -295,7 +295,7 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         # Rivals are looked for before anything is announced: an announcement would replace the records of another
         # process with this identity.
         await rivals.require_alone()
-        watching = member.directory.watch(member.stages, member.known.update, REFRESH_SECONDS)
+        watching = member.directory.watch(member.blocks, member.known.update, REFRESH_SECONDS)
         background += map(tasks.create_task, (watching, reach.keep(), claim.keep()))
         await reach.found_out()
         with member.waits.on("a stage that needs this peer"):

@@ -19,7 +19,7 @@ from swarm.rebalancing.decision import next_check_seconds
 from swarm.rebalancing.judgement import SETTLE_SECONDS, Judgement, stage_costs
 from swarm.rebalancing.layout import layout_of
 from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.types import LONGEST_WAIT, ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState
+from swarm.types import LONGEST_WAIT, Block, ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +164,7 @@ class Rebalancer:
         holders = await self._holders(stage, round_number, lineage)
         return bool(holders) and has_quorum(
             self._membership.config.averaging.quorum, holders, last_members=last_members,
-            announced=lambda: {self._own_id, *(record.peer_id for record in self._known.others(stage))},
+            announced=lambda: {self._own_id, *(record.peer_id for record in self._known.others(Block(stage)))},
         )  # fmt: skip
 
     async def is_awaited(self, stage: int, *, round_number: int, lineage: str) -> bool:
@@ -183,7 +183,7 @@ class Rebalancer:
         leaving = {
             claim.peer_id for claim in claims if claim.from_stage == stage and claim.state is ClaimState.CONFIRMED
         }
-        staying = [record for record in self._known.others(stage) if record.peer_id not in leaving]
+        staying = [record for record in self._known.others(Block(stage)) if record.peer_id not in leaving]
         needs_all = self._membership.config.averaging.needs_majority
         return {
             reply.peer_id
@@ -192,7 +192,7 @@ class Rebalancer:
         }
 
     async def _can_enter(self, stage: int) -> bool:
-        others = self._known.others(stage)
+        others = self._known.others(Block(stage))
         if not others:
             # Nothing was learnt yet, or there is a checkpoint: otherwise `_lost` would have the stage.
             return True
@@ -226,8 +226,8 @@ class Rebalancer:
         # Claims are read before records: a peer that arrives in between then has both, and is counted once, at its
         # record.
         claims = await self._membership.directory.claims()
-        await self._known.look(self._membership.directory, range(len(self._costs)))
-        records = dict(self._known.records)
+        await self._known.look(self._membership.directory, self._membership.blocks)
+        records = {block.stage: row for block, row in self._known.records.items()}
         present = {PeerId(record.peer_id) for row in records.values() for record in row}
         under_way = {PeerId(claim.peer_id) for claim in claims}
         self._judgement.look(present | under_way, self._clock.monotonic())
@@ -241,7 +241,7 @@ class Rebalancer:
         """Stages that no peer can enter: no peer and no checkpoint has what they learnt."""
         if not self._known.round:
             return set()
-        return {stage for stage in range(len(self._costs)) if not self._known.others(stage)} - self._restorable()
+        return {stage for stage in range(len(self._costs)) if not self._known.others(Block(stage))} - self._restorable()
 
     def _some(self, stage: int | None) -> int:
         if stage is None:

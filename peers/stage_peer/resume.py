@@ -26,6 +26,7 @@ from swarm.stage.state import digest_of, named, parts
 from swarm.training.optim import Optimizer, learning_rate
 from swarm.training.optimizers import gradient_optimizer, round_optimizer
 from swarm.training.round_member import Snapshot
+from swarm.types import Block
 
 logger = logging.getLogger(__name__)
 
@@ -83,12 +84,12 @@ def with_sizes_of(folder: Path, config: RunConfig) -> RunConfig:
     return config
 
 
-def genesis(config: RunConfig, stage: int) -> str:
-    return hashlib.sha256(f"{config.run_id} stage {stage}".encode()).hexdigest()
+def genesis(config: RunConfig, block: Block) -> str:
+    return hashlib.sha256(f"{config.run_id} stage {block}".encode()).hexdigest()
 
 
 async def begin(
-    config: RunConfig, stage: int, member: StageMember, shapes: Mapping[str, torch.Size], others: Others,
+    config: RunConfig, block: Block, member: StageMember, shapes: Mapping[str, torch.Size], others: Others,
     options: ResumeOptions, *, checkpoints: CheckpointWriter | None,
 ) -> None:  # fmt: skip
     """Begin a stage with a checkpoint's state, if there is one and no peer holds the stage, or with its initial state.
@@ -99,7 +100,7 @@ async def begin(
     """
     # The folder is read only now: a leaving peer may have written its last checkpoint here while `find_others` waited.
     folder = CheckpointFolder(options.folder, config) if options.folder is not None else None
-    beginning = await asyncio.to_thread(choose, config, stage, shapes, others, folder, options)
+    beginning = await asyncio.to_thread(choose, config, block, shapes, others, folder, options)
     if beginning is None:
         # Peers of this stage that are gone may have granted microbatch ids in this very round. No peer that is alive
         # knows which.
@@ -125,11 +126,11 @@ async def begin(
     logger.info("resumes at round %d, from %s", beginning.round, ", ".join(map(str, restored.files)))
     say_changes(restored.config, config, round_number=beginning.round, run_samples=beginning.run_samples)
     if checkpoints is not None:
-        checkpoints.went_back(config, beginning.round, stage=stage if others.rounds else None)
+        checkpoints.went_back(config, beginning.round, stage=block.stage if others.rounds else None)
 
 
 def choose(
-    config: RunConfig, stage: int, shapes: Mapping[str, torch.Size], others: Others, folder: CheckpointFolder | None,
+    config: RunConfig, block: Block, shapes: Mapping[str, torch.Size], others: Others, folder: CheckpointFolder | None,
     options: ResumeOptions,
 ) -> Beginning | None:  # fmt: skip
     """Choose the state that a peer brings into the run. Blocks while it reads checkpoints from `folder`. None if it
@@ -141,38 +142,38 @@ def choose(
     """
     if others.held_at is not None:
         if others.held_at == 0:
-            require_weights(config, stage, options)
+            require_weights(config, block, options)
         if folder is not None:
-            logger.info("peers hold stage %d at round %d: theirs is taken, no checkpoint", stage, others.held_at)
+            logger.info("peers hold stage %s at round %d: theirs is taken, no checkpoint", block, others.held_at)
         return None
     if folder is None or folder.is_empty:
         if folder is not None and options.round_number is not None:
             raise Fatal(f"{folder.path} has no checkpoint of round {options.round_number}")
         if options.moves and others.latest > 0:
-            raise PeerUnavailable(f"nobody holds stage {stage} any more, and there is no checkpoint")
+            raise PeerUnavailable(f"nobody holds stage {block} any more, and there is no checkpoint")
         if options.had_checkpoints:
             raise ValueError("--checkpoint names a folder with checkpoints: go on with --resume, or take another one")
         if folder is not None and others.latest == 0:
             logger.info("%s has no checkpoint: the run begins at round 0", folder.path)
-        return _start_over(config, stage, others, folder, options)
-    bound = {number for number in partners(config, stage) if number in others.rounds}
+        return _start_over(config, block, others, folder, options)
+    bound = {other for other in partners(config, block) if other in others.rounds}
     if bound:
         rounds = {others.rounds[partner] for partner in bound}
         ahead = {partner for partner in bound if others.rounds[partner] == max(rounds)}
         can_repeat = config.rounds.synchronous and ahead <= others.repeating
-        return _begin_with(_at_their_round(stage, shapes, rounds, folder, options, can_repeat=can_repeat))
+        return _begin_with(_at_their_round(block, shapes, rounds, folder, options, can_repeat=can_repeat))
     if others.rounds and others.latest == 0:
         raise Fatal("the run begins anew at round 0: start its first peer with --resume as well, or leave --resume out")
     wanted = options.round_number
     restored = None
     if wanted is None and others.rounds:
-        restored = folder.restore(stage, shapes, round_number=others.latest)
-    restored = restored or folder.restore(stage, shapes, round_number=wanted)
+        restored = folder.restore(block.stage, shapes, round_number=others.latest)
+    restored = restored or folder.restore(block.stage, shapes, round_number=wanted)
     if restored is None:
         of_round = "" if wanted is None else f" of round {wanted}"
-        raise Fatal(f"{folder.path} has no sound checkpoint{of_round} with all of stage {stage}")
+        raise Fatal(f"{folder.path} has no sound checkpoint{of_round} with all of stage {block}")
     if others.rounds and restored.round != others.latest:
-        return _enter_late(config, stage, restored, others)
+        return _enter_late(config, block, restored, others)
     return _begin_with(restored)
 
 
@@ -220,7 +221,7 @@ def _used(
 
 
 def _at_their_round(
-    stage: int, shapes: Mapping[str, torch.Size], rounds: set[int], folder: CheckpointFolder, options: ResumeOptions,
+    block: Block, shapes: Mapping[str, torch.Size], rounds: set[int], folder: CheckpointFolder, options: ResumeOptions,
     *, can_repeat: bool,
 ) -> Restored:  # fmt: skip
     """The checkpoint of this stage for the round at which the stages are that commit together with it.
@@ -234,16 +235,16 @@ def _at_their_round(
         wanted.append(max(rounds) - 1)
     for number in wanted:
         fits = min(rounds) >= number and options.round_number in (None, number)
-        if fits and (restored := folder.restore(stage, shapes, round_number=number)):
+        if fits and (restored := folder.restore(block.stage, shapes, round_number=number)):
             if number < max(rounds):
                 logger.info("the other stages repeat round %d for this one", number)
             return restored
-    newest = folder.restore(stage, shapes, round_number=options.round_number)
+    newest = folder.restore(block.stage, shapes, round_number=options.round_number)
     stand = f"the other stages stand at round {' and '.join(map(str, sorted(rounds)))}"
     if newest is None:
-        raise Fatal(f"{stand}, and {folder.path} has no sound checkpoint with all of stage {stage}")
+        raise Fatal(f"{stand}, and {folder.path} has no sound checkpoint with all of stage {block}")
     raise Fatal(
-        f"{stand}, and stage {stage} in {folder.path} at round {newest.round}: to go on from one cut, stop every peer "
+        f"{stand}, and stage {block} in {folder.path} at round {newest.round}: to go on from one cut, stop every peer "
         f"and start all with --resume and --resume-round {newest.round}"
     )
 
@@ -259,46 +260,46 @@ def _begin_with(restored: Restored) -> Beginning:
 
 
 def _start_over(
-    config: RunConfig, stage: int, others: Others, folder: CheckpointFolder | None, options: ResumeOptions
+    config: RunConfig, block: Block, others: Others, folder: CheckpointFolder | None, options: ResumeOptions
 ) -> Beginning | None:
     if others.latest == 0 or options.starts_over:
-        require_weights(config, stage, options)
+        require_weights(config, block, options)
     if others.latest == 0:
         return None
     if not options.starts_over:
         if others.silent:
             raise Fatal(
-                f"stage {stage} was held by {others.silent}: what it has learnt is with them, so start this peer again "
+                f"stage {block} was held by {others.silent}: what it has learnt is with them, so start this peer again "
                 "when they are back"
             )
         # This raises an error, because another peer may be about to bring a checkpoint of the stage, and would find
         # these initial weights in its place.
         begins = "" if folder is None else f"--resume {folder.path} has no checkpoint, and "
         raise Fatal(
-            f"{begins}nobody holds stage {stage} any more: if its peers are only frozen or cut off, start this one "
+            f"{begins}nobody holds stage {block} any more: if its peers are only frozen or cut off, start this one "
             "again when they are back; if they are gone for good, begin with a checkpoint (--resume DIR). Without one, "
             "--start-over begins with initial weights, and what the stage had learnt is gone"
         )
     logger.warning(
-        "nobody holds stage %d any more, and there is no checkpoint: it starts again from its initial weights at "
-        "round %d", stage, others.latest,
+        "nobody holds stage %s any more, and there is no checkpoint: it starts again from its initial weights at "
+        "round %d", block, others.latest,
     )  # fmt: skip
-    return _late(config, None, genesis(config, stage), others)
+    return _late(config, None, genesis(config, block), others)
 
 
-def require_weights(config: RunConfig, stage: int, options: ResumeOptions) -> None:
+def require_weights(config: RunConfig, block: Block, options: ResumeOptions) -> None:
     """Raise Fatal, or PeerUnavailable if the peer moves, if the weights with which the run begins are not here."""
     if config.model.weights and not options.has_weights:
         raise (PeerUnavailable if options.moves else Fatal)(
-            f"no peer that answers has the weights with which stage {stage} begins: start a peer where the run's model "
+            f"no peer that answers has the weights with which stage {block} begins: start a peer where the run's model "
             "is, with --model DIR"
         )
 
 
-def _enter_late(config: RunConfig, stage: int, restored: Restored, others: Others) -> Beginning:
+def _enter_late(config: RunConfig, block: Block, restored: Restored, others: Others) -> Beginning:
     logger.warning(
-        "nobody holds stage %d any more: it enters at round %d as it was at round %d; what it learnt since is lost",
-        stage, others.latest, restored.round,
+        "nobody holds stage %s any more: it enters at round %d as it was at round %d; what it learnt since is lost",
+        block, others.latest, restored.round,
     )  # fmt: skip
     return _late(config, restored, restored.lineage, others)
 

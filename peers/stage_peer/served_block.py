@@ -32,6 +32,7 @@ from swarm.stage.member import StageMember
 from swarm.stage.runtime import Runtime
 from swarm.stage.stage import Stage
 from swarm.stage.time_shares import TimeWatch
+from swarm.types import Block
 
 SETTLE_SECONDS = 5.0
 """How long a peer that ends waits at most until it has passed on its acknowledgements. Passing on one takes no longer
@@ -40,14 +41,14 @@ than this."""
 
 class ServedBlock:
     def __init__(
-        self, membership: Membership, backend: StageBackend, runtime: Runtime, tasks: asyncio.TaskGroup,
+        self, membership: Membership, block: Block, backend: StageBackend, runtime: Runtime, tasks: asyncio.TaskGroup,
         options: ServerOptions, limits: StageLimits, process: OwnProcess,
     ) -> None:  # fmt: skip
-        config, number = membership.config, backend.stage
+        config = membership.config
         hop = None
         if not backend.is_last:
             hop = Hop(
-                run_id=config.run_id, stage=number + 1, reply_specs=reply_specs(config, number + 1),
+                run_id=config.run_id, block=Block(block.stage + 1), reply_specs=reply_specs(config, block.stage + 1),
                 router=membership.known.router, channels=membership.channels, clock=membership.clock,
                 events=options.events, limits=HopLimits(round_microbatches=config.round_microbatches),
                 memory=backend.staging.host_bytes,
@@ -58,13 +59,13 @@ class ServedBlock:
         self.stage = Stage(
             StageContext(
                 config=config, backend=backend, runtime=runtime, hop=hop, clock=membership.clock, tasks=tasks,
-                limits=limits,
+                limits=limits, variant=block.variant,
             )
         )  # fmt: skip
         self.member = StageMember(self.stage, num_alive=lambda: self.averager.num_alive, on_commit=self._committed)
         self.averager: Averager
         self.checkpoints = Checkpoints(
-            options.checkpoints, config, number, self.member, tasks,
+            options.checkpoints, config, block.stage, self.member, tasks,
             highest_microbatch=lambda: self.averager.view().highest_microbatch,
         )  # fmt: skip
         self._own_state = OwnState(membership, self.stage, self.member, options)
@@ -78,7 +79,7 @@ class ServedBlock:
         """Compute for the first time, and take a checkpoint's state if there is one to be taken. Raises what
         OwnState.begin does."""
         context = self.stage.context
-        with self._membership.waits.on(f"the first computation of stage {self.stage.number}"):
+        with self._membership.waits.on(f"the first computation of stage {self.stage.block}"):
             await warm_up(
                 context.backend, context.runtime, self._membership.clock, device=self._options.device,
                 compiles=self._options.compiles,
@@ -96,8 +97,8 @@ class ServedBlock:
             self._membership, self.stage, self.averager, self._generation, self._options, self._process,
             describe=self.describe,
         )  # fmt: skip
-        dispatch.add(self.stage.number, handlers)
-        self._process.blocks[self.stage.number] = self
+        dispatch.add(self.stage.block, handlers)
+        self._process.blocks[self.stage.block] = self
         waits = self._membership.waits
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -130,10 +131,10 @@ class ServedBlock:
         )  # fmt: skip
 
     async def _watch_connections(self) -> None:
-        member, next_stage = self._membership, self.stage.number + 1
-        if next_stage in member.stages:
+        member, hop = self._membership, self.stage.context.hop
+        if hop is not None:
             await watch_connections(
-                stage=next_stage, router=member.known.router, channels=member.channels, clock=member.clock
+                block=hop.block, router=member.known.router, channels=member.channels, clock=member.clock
             )
 
     # -- the end ---------------------------------------------------------------------------------------------------
@@ -154,7 +155,7 @@ class ServedBlock:
         while (
             self.stage.round == number
             and (self.member.progress().num_samples > 0 or self.stage.is_busy)
-            and all(self._membership.known.others(stage) for stage in self._membership.stages)
+            and all(self._membership.known.others(block) for block in self._membership.blocks)
         ):
             closed = self.stage.is_closed
             # A microbatch that comes between the close and the commit belongs to the next round, and would be lost with
@@ -213,7 +214,7 @@ class ServedBlock:
     def _waits_for_stage(self, _: float) -> str:
         hop = self.stage.context.hop
         obstacle = None if hop is None else hop.obstacle
-        return "" if hop is None or obstacle is None else f"stage {hop.stage} ({obstacle.causes or 'it has no peer'})"
+        return "" if hop is None or obstacle is None else f"stage {hop.block} ({obstacle.causes or 'it has no peer'})"
 
     def _committed(self) -> None:
         self._news.committed(

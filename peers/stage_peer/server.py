@@ -33,11 +33,12 @@ from swarm.stage.context import StageLimits
 from swarm.stage.runtime import Runtime
 from swarm.stage.slots import LARGEST_NUM_SLOTS
 from swarm.stage.staging import staging_of
+from swarm.types import Block
 
 
 class PeerServer:
-    def __init__(self, membership: Membership, blocks: Mapping[int, ServerOptions], tasks: asyncio.TaskGroup) -> None:
-        """`blocks` are the options of each block that is to be served, by its stage."""
+    def __init__(self, membership: Membership, blocks: Mapping[Block, ServerOptions], tasks: asyncio.TaskGroup) -> None:
+        """`blocks` are the options of each block that is to be served."""
         config, clock = membership.config, membership.clock
         self._options = options = next(iter(blocks.values()))
         # The channels are closed with this server, because at another stage the peer has other neighbours.
@@ -48,23 +49,24 @@ class PeerServer:
         least = options.max_in_flight or config.stages.num_stages + 2
         limits = StageLimits(max_in_flight=least, largest_in_flight=options.max_in_flight or LARGEST_NUM_SLOTS)
         most = max(limits.max_in_flight, limits.largest_in_flight)
-        max_training_bytes = sum(max_kept_bytes(request_specs(config, stage), most) for stage in blocks)
+        max_training_bytes = sum(max_kept_bytes(request_specs(config, block.stage), most) for block in blocks)
         self.callers = Callers(clock, max_training_bytes=max_training_bytes)
         self._process = OwnProcess(membership, options, self.callers)
         if config.lora.is_on:
             # The state that is downloaded from peers of the stage does not include frozen base weights.
-            for stage, own in blocks.items():
-                require_weights(config, stage, own.resume)
+            for block, own in blocks.items():
+                require_weights(config, block, own.resume)
         stagings = {device: staging_of(device) for device in dict.fromkeys(own.device for own in blocks.values())}
         self._runtimes = {
             device: Runtime(queue_capacity=1024, stopwatch=staging.stopwatch) for device, staging in stagings.items()
         }
         self.blocks = {
-            stage: ServedBlock(
-                membership, backend, self._runtimes[blocks[stage].device], tasks, blocks[stage], limits, self._process
+            block: ServedBlock(
+                membership, block, backend, self._runtimes[blocks[block].device], tasks, blocks[block], limits,
+                self._process,
             )
-            for stage, backend in own_backends(config, blocks, stagings).items()
-        }
+            for block, backend in own_backends(config, blocks, stagings).items()
+        }  # fmt: skip
 
     @asynccontextmanager
     async def serving(self, listen: Listening) -> AsyncIterator[Announced]:
@@ -86,7 +88,7 @@ class PeerServer:
                     await stack.enter_async_context(block.serving(dispatch, turns))
                 self._options.own_figures.follow(
                     lambda: PeerRow.of(first.presence.record(), first.describe()),
-                    run=self._membership.config.run_id, stage=str(first.stage.number),
+                    run=self._membership.config.run_id, stage=str(first.stage.block),
                 )  # fmt: skip
                 yield self._process.announced
         finally:
@@ -102,7 +104,9 @@ class PeerServer:
         """Have this peer's port inside the block, and serve there what does not belong to a stage. Yields what the
         blocks add themselves to."""
         identity, clock, process = self._membership.identity, self._membership.clock, self._process
-        guard = Guard(authority=identity.authority, callers=self.callers, clock=clock, stage=lambda: dispatch.first)
+        guard = Guard(
+            authority=identity.authority, callers=self.callers, clock=clock, stage=lambda: dispatch.first.stage
+        )
         dispatch = Dispatch(guard.require_right)
         credentials = None if self._options.insecure else tls.server_credentials(identity)
         server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[guard])
@@ -133,8 +137,8 @@ class PeerServer:
             for task in waiting:
                 task.cancel()
 
-    def samples_per_second(self, stage: int) -> float:
-        return self._process.samples_per_second(self.blocks[stage].stage)
+    def samples_per_second(self, block: Block) -> float:
+        return self._process.samples_per_second(self.blocks[block].stage)
 
     @property
     def fault(self) -> Fatal | None:

@@ -44,7 +44,7 @@ def block_handlers(
     config, handlers = membership.config, BlockHandlers()
     rivals = Rivals(membership, own=options.incarnation, endpoint=lambda: process.endpoint)
     lease = LeaseServicer(
-        config=config, stage=stage.number, clock=membership.clock, rng=random.SystemRandom(),
+        config=config, block=stage.block, clock=membership.clock, rng=random.SystemRandom(),
         lead=lambda: group_lead(averager), changed=averager.changed, events=options.events,
     )  # fmt: skip
     server: Any = handlers
@@ -62,7 +62,7 @@ def add_services_of(
     config, clock = membership.config, membership.clock
     directory = DirectoryServicer(
         store=membership.directory.store,
-        keys=keys.of_run(config.run_id, config.stages.num_stages),
+        keys=keys.of_run(config.run_id, config.blocks),
         clock=clock,
         dht_addresses=lambda: process.announced.dht_addresses,
     )

@@ -31,7 +31,7 @@ from swarm.machine.waits import patiently
 from swarm.routing.poll import Poll
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.types import ClaimRecord, ClaimState, PeerRecord, PeerState, TrainerRecord
+from swarm.types import Block, ClaimRecord, ClaimState, PeerRecord, PeerState, TrainerRecord
 
 logger = logging.getLogger(__name__)
 
@@ -42,15 +42,16 @@ MOST_RUNS = 16
 
 
 async def observe(
-    run_id: str, stages: Mapping[int, Sequence[PeerRecord]], trainers: Sequence[TrainerRecord], channels: ChannelPool,
-    events: Sequence[str] = (), claims: Sequence[ClaimRecord] = (),
+    run_id: str, announced: Mapping[Block, Sequence[PeerRecord]], trainers: Sequence[TrainerRecord],
+    channels: ChannelPool, events: Sequence[str] = (), claims: Sequence[ClaimRecord] = (),
 ) -> SwarmView:  # fmt: skip
     """Ask all peers at once. A peer that does not answer in time is shown as unreachable, unless it leaves or moves.
     `run_id` is the peers' run; empty if it is not known, so that answers of peers of any run are taken."""
-    numbers = sorted(stages)
+    blocks = sorted(announced)
     poll = Poll(run_id, channels, seconds=ANSWER_SECONDS)
-    replies = await asyncio.gather(*(_replies(poll, stages[number]) for number in numbers))
-    rows = [_stage_row(number, stages[number], row) for number, row in zip(numbers, replies, strict=True)]
+    replies = await asyncio.gather(*(_replies(poll, announced[block]) for block in blocks))
+    stages = {block.stage: announced[block] for block in blocks}
+    rows = [_stage_row(block.stage, announced[block], row) for block, row in zip(blocks, replies, strict=True)]
     told = [Answer.of(reply).last_peers for row in replies for reply in row if reply is not None]
     return SwarmView(
         run=run_id,
@@ -164,13 +165,13 @@ class Lookout:
 
     async def view(self) -> SwarmView:
         """Take a view of the run now: read the directory, and ask every peer. Raises what RecordStore.get raises."""
-        numbers = range(self.config.stages.num_stages)
+        blocks = self.config.blocks
         rows, trainers, claims = await asyncio.gather(
-            asyncio.gather(*map(self._directory.peers, numbers)), self._directory.trainers(), self._directory.claims()
+            asyncio.gather(*map(self._directory.peers, blocks)), self._directory.trainers(), self._directory.claims()
         )
         self._on_peers([record for row in rows for record in row if record.state is PeerState.SERVING])
-        stages = dict(zip(numbers, rows, strict=True))
-        view = await observe(self.config.run_id, stages, trainers, self._channels, claims=claims)
+        announced = dict(zip(blocks, rows, strict=True))
+        view = await observe(self.config.run_id, announced, trainers, self._channels, claims=claims)
         self.joining = Joining.at(self.config, entries_of(rows), insecure=self._channels.is_insecure)
         return dataclasses.replace(view, join_command=self.joining.peer)
 
@@ -275,5 +276,5 @@ async def _configs(way: Way, node: DhtNode, identity: Identity) -> list[RunConfi
             entrance.where,
         )
     shown = found[:MOST_RUNS]
-    node.belong_to([key for one in shown for key in keys.of_run(one.run_id, one.stages.num_stages)], authority)
+    node.belong_to([key for one in shown for key in keys.of_run(one.run_id, one.blocks)], authority)
     return shown

@@ -18,7 +18,7 @@ from swarm.machine.words import counted
 from swarm.rpc.entry import Entry
 from swarm.rpc.invite import Invite
 from swarm.training.run_rounds import RunRounds
-from swarm.types import TrainerRecord
+from swarm.types import Block, TrainerRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +153,10 @@ class SwarmView:
         """The newest round of the run, by what its peers say or announce."""
         # A peer on its way to a stage has a row at round 0, which says nothing about the run.
         return RunRounds.of(
-            {row.stage: [at.round for at in row.peers if at.round or at.state == "serving"] for row in self.stages}
+            {
+                Block(row.stage): [at.round for at in row.peers if at.round or at.state == "serving"]
+                for row in self.stages
+            }
         ).latest
 
     @property

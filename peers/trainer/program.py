@@ -47,7 +47,7 @@ from swarm.pipeline.lease_service import LeaseClient
 from swarm.pipeline.leased_work import LeasedWork
 from swarm.pipeline.round_watcher import RoundWatcher
 from swarm.pipeline.train_loop import TrainLoop
-from swarm.types import TRAINER_STAGE, TrainerRecord
+from swarm.types import TRAINER_STAGE, Block, TrainerRecord
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ PROG = "swarm-trainer"
 def cure_of(stage: int, member: Membership, *, insecure: bool) -> str:
     """Text that says when and how the last peer of an empty stage ended, and what the user can do to fill the stage."""
     command = Joining.at(member.config, member.known.entries(4), insecure=insecure).peer
-    gone = member.known.router.gone(stage)
+    gone = member.known.router.gone(Block(stage))
     cure = remedy(command, stage, member.known.round, may_return=gone is not None and not gone.has_left)
     return cure if gone is None else f"{gone.in_words(member.clock.monotonic())}; {cure}"
 
@@ -98,11 +98,11 @@ async def run(
     say_who_may_join(member.identity.authority)
     name = options.name or default_name()
     begin(events, options.events, start_of(config, peer_id=member.peer_id, name=name, stage=TRAINER_STAGE))
-    await member.known.look_first(member.directory, member.stages, member.clock)
+    await member.known.look_first(member.directory, member.blocks, member.clock)
     reported = reporting.start(options, options.output, config)
     metrics = MetricsLog(options.output / "metrics.jsonl", reporters=reported.reporters)
     watcher = RoundWatcher(
-        run_id=config.run_id, num_stages=len(member.stages), synchronous=config.rounds.synchronous,
+        run_id=config.run_id, blocks=member.blocks, synchronous=config.rounds.synchronous,
         peers=member.known.peers, channels=member.channels,
     )  # fmt: skip
     report = Report(
@@ -126,8 +126,8 @@ def make_session(
 ) -> Session:  # fmt: skip
     config, clock, channels = member.config, member.clock, member.channels
     hop = Hop(
-        run_id=config.run_id, stage=0, reply_specs={}, router=member.known.router, channels=channels, clock=clock,
-        events=events, limits=HopLimits(round_microbatches=config.round_microbatches),
+        run_id=config.run_id, block=Block(0), reply_specs={}, router=member.known.router, channels=channels,
+        clock=clock, events=events, limits=HopLimits(round_microbatches=config.round_microbatches),
     )  # fmt: skip
     leases = LeaseClient(
         config=config, trainer_id=member.peer_id, peers=member.known.peers, channels=channels, clock=clock
@@ -149,9 +149,11 @@ async def carry_out(member: Membership, session: Session, name: str) -> int:
     announcement = Announcement(directory, "this trainer", lambda: record_of(member, session, name), clock)
     async with asyncio.TaskGroup() as tasks:
         background = [
-            tasks.create_task(directory.watch(member.stages, known.update, REFRESH_SECONDS)),
+            tasks.create_task(directory.watch(member.blocks, known.update, REFRESH_SECONDS)),
             tasks.create_task(announcement.keep()),
-            tasks.create_task(watch_connections(stage=0, router=known.router, channels=member.channels, clock=clock)),
+            tasks.create_task(
+                watch_connections(block=Block(0), router=known.router, channels=member.channels, clock=clock)
+            ),
         ]
         work = session.only_evaluate() if session.options.evaluate_only else session.train()
         await stopping.before(stop_or_expiry(stop, member.identity, clock), work)
@@ -171,7 +173,7 @@ def record_of(member: Membership, session: Session, name: str) -> TrainerRecord:
         tokens=figures.own_tokens,
         tokens_per_second=figures.tokens_per_second,
         in_flight=session.loop.num_in_flight,
-        bans=member.known.bans(0, member.clock),
+        bans=member.known.bans(Block(0), member.clock),
     )
 
 

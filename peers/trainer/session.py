@@ -82,9 +82,9 @@ class Session:
         await self.watcher.poll()
         # A resumed run begins at a later round than 0, and some of its stages may have no peer yet.
         while (present := self.watcher.known_round) is None:
-            for stage in range(self.config.stages.num_stages):
-                if (obstacle := self.watcher.obstacle(stage)) is not None:
-                    self.report.waiting(stage, obstacle)
+            for block in self.config.blocks:
+                if (obstacle := self.watcher.obstacle(block)) is not None:
+                    self.report.waiting(block.stage, obstacle)
             await asyncio.sleep(0.5)
             await self.watcher.poll()
         return present

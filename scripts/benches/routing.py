@@ -18,7 +18,7 @@ from scripts.benches.simulate.timeline import Timeline
 from swarm.dht.directory import NUM_OFTEN
 from swarm.routing.router import Router
 from swarm.routing.throughput import Observation
-from swarm.types import PeerId, PeerRecord, PeerState
+from swarm.types import Block, PeerId, PeerRecord, PeerState
 
 NUM_SAMPLES, NUM_CHOICES = 4, 20_000
 SEED = 0  # Of the peers' speeds, of the router's chance, and of when each peer begins
@@ -80,17 +80,18 @@ class _Table:
         self._router = Router(self._clock, random.Random(seed + 1))
         self._seconds = {f"{number:040x}": self._rng.uniform(0.2, 2.0) for number in range(size)}
         self._records = [_simple_record(peer_id) for peer_id in self._seconds]
-        self._router.update(0, self._records)
+        self._router.update(Block(0), self._records)
 
     def choose(self, count: int) -> float:
         """Make this many choices, and report the outcome of each to the router. Return the CPU seconds."""
         router, clock, all_seconds = self._router, self._clock, self._seconds
         began = time.process_time()
         for _ in range(count):
-            record = router.choose(0, NUM_SAMPLES)
+            record = router.choose(Block(0), NUM_SAMPLES)
             assert record is not None, "a peer serves"
             clock.run(clock.monotonic() + 1e-4)
             router.succeeded(
+                Block(0),
                 PeerId(record.peer_id),
                 Observation(
                     num_samples=NUM_SAMPLES, busy_seconds=all_seconds[record.peer_id], link_seconds=0.05, queue_length=1
@@ -101,7 +102,7 @@ class _Table:
     def update(self) -> float:
         """Give the router the whole directory, as happens every few seconds. Return the CPU seconds."""
         began = time.process_time()
-        self._router.update(0, self._records)
+        self._router.update(Block(0), self._records)
         return time.process_time() - began
 
 

@@ -66,7 +66,7 @@ class Calls:
         try:
             return await self.context.transport.call(peer, method, request, timeout_seconds=timeout_seconds)
         except (PeerUnavailable, NotReady) as error:
-            if peer.stage == self.context.own.stage:
+            if peer.block == self.context.own.block:
                 is_gone = isinstance(error, PeerUnavailable) and error.is_gone
                 self.roster.suspect(PeerId(peer.peer_id), is_gone=is_gone)
                 self.context.changes.signal()  # Other parts need not wait for that peer any more.
@@ -84,7 +84,7 @@ class Calls:
 
 def place_of(context: Context, standing: Standing) -> Place:
     config = context.config
-    branches = Branches(standing, config, context.clock, context.timing, lambda: context.other_stages)
+    branches = Branches(standing, config, context.clock, context.timing, lambda: context.other_blocks)
     return Place(standing, branches, num_fragments=config.averaging.num_fragments)
 
 

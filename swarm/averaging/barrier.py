@@ -24,7 +24,7 @@ from swarm.errors import MalformedMessage, SwarmError
 from swarm.machine.clock import wait
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.clipping import needs_norm_of_model
-from swarm.types import PeerRecord, PeerState
+from swarm.types import Block, PeerRecord, PeerState
 
 logger = logging.getLogger(__name__)
 
@@ -50,30 +50,30 @@ class Barrier:
 
     # -- for this stage ----------------------------------------------------------------------------------------------
 
-    async def wait_for(self, stages: Collection[int], round_number: int) -> dict[int, pb.BarrierReply] | None:
-        """Wait until every one of these stages has decided the round. Returns their answers, in the order of stages.
+    async def wait_for(self, blocks: Collection[Block], round_number: int) -> dict[Block, pb.BarrierReply] | None:
+        """Wait until every one of these blocks has decided the round. Returns their answers, in the order of blocks.
 
         There is no deadline: this stage's own result is decided, so it cannot be given up any more.
 
         Returns:
             None if another leader of this stage committed the round meanwhile.
         """
-        replies: dict[int, pb.BarrierReply | None] = dict.fromkeys(sorted(stages))
+        replies: dict[Block, pb.BarrierReply | None] = dict.fromkeys(sorted(blocks))
 
-        async def ask(stage: int) -> None:
-            if (reply := await self._until_ready(stage, round_number)) is not None and self._clips:
-                await self._confirm(reply, stage, round_number)
-            replies[stage] = reply
+        async def ask(block: Block) -> None:
+            if (reply := await self._until_ready(block, round_number)) is not None and self._clips:
+                await self._confirm(reply, block, round_number)
+            replies[block] = reply
 
         def waited_for(_: float) -> str:
-            late = ", ".join(str(stage) for stage, reply in replies.items() if reply is None)
+            late = ", ".join(str(block) for block, reply in replies.items() if reply is None)
             return f"round {round_number} to be averaged at stage {late}" if late else ""
 
         with self.context.waits.on(waited_for):
             async with asyncio.TaskGroup() as tasks:
-                for stage in stages:
-                    tasks.create_task(ask(stage))
-        ready = {stage: reply for stage, reply in replies.items() if reply is not None}
+                for block in blocks:
+                    tasks.create_task(ask(block))
+        ready = {block: reply for block, reply in replies.items() if reply is not None}
         return ready if len(ready) == len(replies) else None
 
     async def is_passed(self, round_number: int) -> bool:
@@ -85,28 +85,28 @@ class Barrier:
         except TimeoutError:
             return False
 
-    def awaited(self, round_number: int) -> Collection[int]:
+    def awaited(self, round_number: int) -> Collection[Block]:
         config = self.context.config
         if config.rounds.synchronous:
-            return set(range(config.stages.num_stages)) - {self.context.own.stage}
+            return set(config.blocks) - {self.context.own.block}
         return self.shared.partners(round_number)
 
-    async def _until_ready(self, stage: int, round_number: int) -> pb.BarrierReply | None:
+    async def _until_ready(self, block: Block, round_number: int) -> pb.BarrierReply | None:
         hint: PeerRecord | None = None
         unreachable: set[str] = set()
         failed: set[str] = set()
         num_relayed, num_unready = 0, 0
         while self.place.standing.round == round_number:
-            target, hint = hint or self._next_to_ask(stage, unreachable), None
+            target, hint = hint or self._next_to_ask(block, unreachable), None
             is_doubted = num_unready % (MISTRUSTED + 1) == MISTRUSTED
             if is_doubted:
-                target = self._another(stage, target, num_unready // (MISTRUSTED + 1))
+                target = self._another(block, target, num_unready // (MISTRUSTED + 1))
             if target is not None:
                 # A peer that failed before gets only a short time, because another one may be ready.
                 is_trial = target.peer_id in failed
                 wait_seconds = 0.0 if is_trial else self.context.timing.barrier_seconds
                 request = pb.BarrierRequest(
-                    address=self.context.address_of(stage),
+                    address=self.context.address_of(block),
                     peer_id=self.context.own_id,
                     round=round_number,
                     wait_seconds=wait_seconds,
@@ -129,9 +129,9 @@ class Barrier:
                         unreachable.clear()
                         num_relayed = 0
                     if not is_doubted and reply.leader.peer_id not in (target.peer_id, *unreachable):
-                        hint = record_of(reply.leader, stage)
+                        hint = record_of(reply.leader, block)
                 except SwarmError as error:
-                    logger.debug("stage %d: %s", stage, error)
+                    logger.debug("stage %s: %s", block, error)
                     unreachable.add(target.peer_id)
                     failed.add(target.peer_id)
                     num_unready += is_doubted
@@ -142,19 +142,19 @@ class Barrier:
     def _clips(self) -> bool:
         return needs_norm_of_model(self.context.config)
 
-    async def _confirm(self, reply: pb.BarrierReply, stage: int, round_number: int) -> None:
+    async def _confirm(self, reply: pb.BarrierReply, block: Block, round_number: int) -> None:
         """Ask some more members of another stage for the norm of its gradient. If most of them name another one than
         the peer that answered for the stage, that counts: else one member could have all gradients clipped to nothing.
 
         Of two that differ the smaller one counts, since it clips less. What they do not say within grace_seconds does
         not count. A stage's shared blocks are a part that its leader alone knows.
         """
-        serving = sorted(record.peer_id for record in self.context.peers(stage) if record.state is PeerState.SERVING)
+        serving = sorted(record.peer_id for record in self.context.peers(block) if record.state is PeerState.SERVING)
         asked = [peer for peer in serving if peer != reply.leader.peer_id]
         first = round_number % max(1, len(asked))
-        records = {record.peer_id: record for record in self.context.peers(stage)}
+        records = {record.peer_id: record for record in self.context.peers(block)}
         request = pb.BarrierRequest(
-            address=self.context.address_of(stage), peer_id=self.context.own_id, round=round_number
+            address=self.context.address_of(block), peer_id=self.context.own_id, round=round_number
         )
         said: list[pb.BarrierReply] = []
 
@@ -171,28 +171,28 @@ class Barrier:
         same = [answer for answer in said if answer.digest == reply.digest]
         norms = sorted(answer.own_squared_norm for answer in [reply, *(same or said)])
         middle = norms[(len(norms) - 1) // 2]
-        shared = reply.squared_norm - reply.own_squared_norm if self.shared.counts_norm(stage, round_number) else 0.0
+        shared = reply.squared_norm - reply.own_squared_norm if self.shared.counts_norm(block, round_number) else 0.0
         if not math.isclose(reply.squared_norm - shared, middle, rel_tol=1e-3):
             logger.warning(
-                "%s says that the squared norm of stage %d is %g in round %d, and %s there %g: that counts",
-                reply.leader.peer_id, stage, reply.squared_norm - shared, round_number,
+                "%s says that the squared norm of stage %s is %g in round %d, and %s there %g: that counts",
+                reply.leader.peer_id, block, reply.squared_norm - shared, round_number,
                 "most" if len(norms) > 2 else "another", middle,
             )  # fmt: skip
             reply.squared_norm = middle + max(0.0, shared)
 
-    def _next_to_ask(self, stage: int, unreachable: set[str]) -> PeerRecord | None:
+    def _next_to_ask(self, block: Block, unreachable: set[str]) -> PeerRecord | None:
         """The leader among the peers that are not known to be unreachable. If none is left, all peers are considered
         again."""
-        serving = [record for record in self.context.peers(stage) if record.state is PeerState.SERVING]
+        serving = [record for record in self.context.peers(block) if record.state is PeerState.SERVING]
         reachable = [record for record in serving if record.peer_id not in unreachable]
         if not reachable:
             unreachable.clear()
         by_id = {record.peer_id: record for record in reachable or serving}
         return by_id[leader_of(by_id)] if by_id else None
 
-    def _another(self, stage: int, target: PeerRecord | None, turn: int) -> PeerRecord | None:
+    def _another(self, block: Block, target: PeerRecord | None, turn: int) -> PeerRecord | None:
         """One of the stage's peers beside `target`: each time the next one."""
-        serving = {record.peer_id: record for record in self.context.peers(stage) if record.state is PeerState.SERVING}
+        serving = {record.peer_id: record for record in self.context.peers(block) if record.state is PeerState.SERVING}
         others = sorted(serving.keys() - {target.peer_id if target else ""})
         return serving[others[turn % len(others)]] if others else target
 
@@ -230,7 +230,7 @@ class Barrier:
             round=round_number,
             wait_seconds=max(0.0, seconds),
         )
-        target = record_of(leader, self.context.own.stage)
+        target = record_of(leader, self.context.own.block)
         timeout_seconds = request.wait_seconds + self.context.timing.report_seconds
         try:
             return await self.call(target, BARRIER, request, timeout_seconds=timeout_seconds)

@@ -217,8 +217,8 @@ class Participant:
             ballot=request.ballot,
             shares_digest=self.place.group.shares_digest,
         )
-        stage = self.context.own.stage
-        records = {share.contact.peer_id: record_of(share.contact, stage) for share in request.shares}
+        block = self.context.own.block
+        records = {share.contact.peer_id: record_of(share.contact, block) for share in request.shares}
         return OtherMembers(
             context=self.context,
             records=records,

@@ -47,7 +47,7 @@ class Roster:
         self.suspicions = Suspicions(context.clock, context.timing)
         self.passed_over = PassedOver(context.own_id)
         self._own_id = context.own_id
-        self._stage = context.own.stage
+        self._block = context.own.block
         self._clock = context.clock
         self._timing = context.timing
         self._branches_yield = not config.averaging.needs_majority
@@ -61,7 +61,7 @@ class Roster:
 
     def learn(self, contact: pb.Contact) -> PeerRecord:
         """Remember a peer's address, and return the peer's record. Raises MalformedMessage for a wrong contact."""
-        record = record_of(contact, self._stage)
+        record = record_of(contact, self._block)
         if self.contacts.add(record):
             self._forget_unknown()
         return record

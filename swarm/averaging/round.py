@@ -33,7 +33,7 @@ from swarm.averaging.wire.transport import ABORT, AVERAGE, BEGIN, COMMIT, Broadc
 from swarm.compression.codec import Codec, contribution_codec
 from swarm.errors import DeadlineExceeded, NotReady, SwarmError
 from swarm.rpc.v1 import averaging_pb2 as pb
-from swarm.types import PeerId
+from swarm.types import Block, PeerId
 
 logger = logging.getLogger(__name__)
 
@@ -280,18 +280,18 @@ class Round:
 
     async def _finish(self, round_number: int, prepared: pb.Prepared, holders: Members) -> None:
         """Commit the decided result, once the stages that it waits for have decided theirs."""
-        stage = self.context.own.stage
+        block = self.context.own.block
         norm = prepared.squared_norm
         partners = self.shared.partners(round_number)
-        shares = [pb.Partner(stage=stage, digest=prepared.digest, contact=contact_of(next(iter(holders.values()))))]
-        ready: dict[int, pb.BarrierReply] = {}
+        shares = [_partner(block, prepared.digest, contact_of(next(iter(holders.values()))))]
+        ready: dict[Block, pb.BarrierReply] = {}
 
-        async def wait_for(stages: Collection[int]) -> bool:
-            replies = await self.barrier.wait_for(stages, round_number)
+        async def wait_for(blocks: Collection[Block]) -> bool:
+            replies = await self.barrier.wait_for(blocks, round_number)
             ready.update(replies or {})
             return replies is not None
 
-        if self.shared.counts_norm(stage, round_number):
+        if self.shared.counts_norm(block, round_number):
             # The other stages need this stage's norm, which depends on the partners' averages. So the partners are
             # awaited first: they decide without waiting for this stage.
             if not await wait_for(partners):
@@ -301,12 +301,12 @@ class Round:
         self.context.changes.signal()
         if not await wait_for(self.barrier.awaited(round_number) - ready.keys()):
             return
-        norms = {stage: norm} | {other: reply.squared_norm for other, reply in ready.items()}
+        norms = {block: norm} | {other: reply.squared_norm for other, reply in ready.items()}
         # Added one by one and in the same order at every stage, so that the total has the same bits. `sum` rounds
         # differently in some releases of Python.
         total_squared_norm = 0.0
-        for number in sorted(norms):
-            total_squared_norm += norms[number]
+        for each in sorted(norms):
+            total_squared_norm += norms[each]
         request = pb.CommitRequest(
             address=self.context.address,
             peer_id=self.context.own_id,
@@ -342,5 +342,9 @@ def _is_prepared(reply: Any) -> bool:
     return isinstance(reply, pb.AverageReply) and reply.HasField("prepared")
 
 
-def _partners(ready: Mapping[int, pb.BarrierReply], stages: Collection[int]) -> list[pb.Partner]:
-    return [pb.Partner(stage=s, digest=ready[s].digest, contact=ready[s].leader) for s in sorted(stages)]
+def _partner(block: Block, digest: str, contact: pb.Contact) -> pb.Partner:
+    return pb.Partner(stage=block.stage, variant=block.variant, digest=digest, contact=contact)
+
+
+def _partners(ready: Mapping[Block, pb.BarrierReply], blocks: Collection[Block]) -> list[pb.Partner]:
+    return [_partner(block, ready[block].digest, ready[block].leader) for block in sorted(blocks)]

@@ -178,7 +178,7 @@ class Handlers:
             raise
 
     def _check(self, address: Address) -> None:
-        check_address(address, run_id=self.context.config.run_id, stage=self.context.own.stage)
+        check_address(address, run_id=self.context.config.run_id, block=self.context.own.block)
         self.context.tasks.require_running()
 
 

@@ -143,7 +143,7 @@ class RoundWatch:
         timing, now = self.context.timing, self.context.clock.monotonic()
         if since is not None and now - since >= timing.awaited_seconds:
             return True
-        theirs = self.context.other_stages.latest
+        theirs = self.context.other_blocks.latest
         return theirs > round_number and self.place.branches.is_at_pace(theirs)
 
     def has_quorum(self, present: Collection[str]) -> bool:

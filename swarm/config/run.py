@@ -21,6 +21,7 @@ from swarm.config.rounds import AveragingConfig, OuterConfig, RoundsConfig
 from swarm.config.sizes import PLENTY, SIZES, TextSize, sized
 from swarm.config.stages import StagesConfig, WireConfig
 from swarm.errors import ConfigMismatch
+from swarm.types import Block
 
 MOST_MICROBATCHES = 1 << 18
 """The most microbatches of a synchronous round: peers name all that they have in one list, and refuse a longer list
@@ -135,6 +136,11 @@ class RunConfig:
                 f"rounds.inner_batch_samples ({rounds.inner_batch_samples}) must be a multiple of "
                 f"data.microbatch_size ({size})",
             )
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """All blocks of the run, in the order of the pipeline."""
+        return tuple(map(Block, range(self.stages.num_stages)))
 
     @property
     def lacks_sizes(self) -> bool:

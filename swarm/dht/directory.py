@@ -1,4 +1,4 @@
-"""The directory of a run: which peers serve which stage, which claim to be on their way, and which trainers there are.
+"""The directory of a run: which peers serve which block, which claim to be on their way, and which trainers there are.
 
 Every record is signed and checked. The directory never calls the peers that it lists, and decides nothing about them.
 """
@@ -14,7 +14,7 @@ from swarm.dht.known_records import MAX_OWNER_RECORDS, KnownRecords, Record, Rec
 from swarm.dht.records import MAX_LIFETIME_SECONDS, seal
 from swarm.errors import IncompatibleVersion, PeerUnavailable
 from swarm.machine.clock import Clock
-from swarm.types import PROTOCOL_VERSION, ClaimRecord, PeerRecord, PeerState, RunRecord, TrainerRecord
+from swarm.types import PROTOCOL_VERSION, Block, ClaimRecord, PeerRecord, PeerState, RunRecord, TrainerRecord
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +40,10 @@ class Directory:
         self._identity = identity
         self._run_id = run_id
         self._clock = clock
-        self._stages: dict[int, KnownRecords[PeerRecord]] = {}
+        self._blocks: dict[Block, KnownRecords[PeerRecord]] = {}
         self._trainers = self._known(keys.of_trainers(run_id), TrainerRecord)
         self._claims = self._known(keys.of_claims(run_id), ClaimRecord)
-        self._announced: PeerRecord | None = None
+        self._announced: dict[Block, PeerRecord] = {}
         self._expirations: dict[str, float] = {}
         self.num_returns = 0
         """How often `watch` has seen the DHT answer again after an outage."""
@@ -51,8 +51,8 @@ class Directory:
         """Keys with records of another protocol version, which are left out."""
 
     async def announce(self, record: Announced, lifetime_seconds: float) -> None:
-        """List this process: a peer under its stage, and others under the key of their kind. Raises PeerUnavailable if
-        the DHT cannot be reached, or refused the record."""
+        """List this process: a peer under the record's block, and others under the key of their kind. Raises
+        PeerUnavailable if the DHT cannot be reached, or refused the record."""
         key, now = self._key_of(record), self._clock.time()
         # Of two records the DHT keeps the one that expires later. So a new record must expire after the last one, which
         # may still be on its way.
@@ -71,12 +71,12 @@ class Directory:
                 f"does its token hold, and do at most {MAX_OWNER_RECORDS} processes use that token?"
             )
         if isinstance(record, PeerRecord):
-            self._announced = record
+            self._announced[record.block] = record
 
     def _key_of(self, record: Announced) -> str:
         match record:
             case PeerRecord():
-                return keys.of_stage(self._run_id, record.stage)
+                return keys.of_block(self._run_id, record.block)
             case TrainerRecord():
                 return self._trainers.key
             case ClaimRecord():
@@ -84,41 +84,39 @@ class Directory:
             case RunRecord():
                 return keys.RUNS
 
-    async def withdraw(self) -> None:
-        """List this peer as leaving the stage it last announced, for as long as its last record would have lasted.
-        Raises PeerUnavailable if the DHT cannot be reached; the record then expires by itself."""
-        if self._announced is not None:
-            leaving = self._announced.model_copy(
-                update={"state": PeerState.LEAVING, "announced_at": self._clock.time()}
-            )
+    async def withdraw(self, block: Block) -> None:
+        """List this peer as leaving a block, if it has announced itself there, for as long as its last record would
+        have lasted. Raises PeerUnavailable if the DHT cannot be reached; the record then expires by itself."""
+        if (announced := self._announced.get(block)) is not None:
+            leaving = announced.model_copy(update={"state": PeerState.LEAVING, "announced_at": self._clock.time()})
             await self.announce(leaving, LEAVING_SECONDS)
-            self._announced = None
+            del self._announced[block]
 
-    async def peers(self, stage: int, *, partly: bool = False) -> list[PeerRecord]:
-        """The peers of a stage, in any state. Raises PeerUnavailable.
+    async def peers(self, block: Block, *, partly: bool = False) -> list[PeerRecord]:
+        """The peers of a block, in any state. Raises PeerUnavailable.
 
         `partly` asks only one of the DHT's nodes, for callers that ask again and again: unexpired records of earlier
         answers stay, and a later answer has the records that this one lacks.
         """
-        known = self._stage(stage)
+        known = self._block(block)
         records = self._compatible(known, await known.read(partly=partly))
         for record in records:
             if record.dht_addresses:
                 self.store.remember(record.dht_addresses)
-        return [record for record in records if record.stage == stage]
+        return [record for record in records if record.block == block]
 
     async def trainers(self, *, partly: bool = False) -> list[TrainerRecord]:
         """The trainers of the run; `partly` is as in `peers`. Raises PeerUnavailable."""
         return self._compatible(self._trainers, await self._trainers.read(partly=partly))
 
     async def claims(self) -> list[ClaimRecord]:
-        """The claims of peers that are about to serve a stage, or were a moment ago. Raises PeerUnavailable."""
+        """The claims of peers that are about to serve a block, or were a moment ago. Raises PeerUnavailable."""
         return self._compatible(self._claims, await self._claims.read())
 
     async def watch(
-        self, stages: Sequence[int], on_update: Callable[[int, Sequence[PeerRecord]], None], interval_seconds: float
+        self, blocks: Sequence[Block], on_update: Callable[[Block, Sequence[PeerRecord]], None], interval_seconds: float
     ) -> None:
-        """Read the stages again and again, and call `on_update` with their peers, except while the DHT does not answer.
+        """Read the blocks again and again, and call `on_update` with their peers, except while the DHT does not answer.
 
         Runs until cancelled. With more peers the intervals are longer, by `stretch`, because each peer reads the
         records of all. They stay so short that a record expires only if two readings in a row miss its renewal.
@@ -126,8 +124,8 @@ class Directory:
         lost = False
         while True:
             try:
-                for stage in stages:
-                    on_update(stage, await self.peers(stage, partly=True))
+                for block in blocks:
+                    on_update(block, await self.peers(block, partly=True))
                 if lost:
                     logger.info("the DHT answers again")
                     self.num_returns += 1
@@ -136,13 +134,13 @@ class Directory:
                 if not lost:
                     logger.warning("going on with the peers known so far: %s", error)
                 lost = True
-            num_peers = sum(len(self._stage(stage)) for stage in stages)
+            num_peers = sum(len(self._block(block)) for block in blocks)
             await self._clock.sleep(interval_seconds * stretch(num_peers))
 
-    def _stage(self, stage: int) -> KnownRecords[PeerRecord]:
-        if stage not in self._stages:
-            self._stages[stage] = self._known(keys.of_stage(self._run_id, stage), PeerRecord)
-        return self._stages[stage]
+    def _block(self, block: Block) -> KnownRecords[PeerRecord]:
+        if block not in self._blocks:
+            self._blocks[block] = self._known(keys.of_block(self._run_id, block), PeerRecord)
+        return self._blocks[block]
 
     def _known(self, key: str, model: type[Record]) -> KnownRecords[Record]:
         return KnownRecords(self.store, key, model, self._identity.authority, self._clock)

@@ -4,14 +4,17 @@ Pure.
 """
 
 import re
+from collections.abc import Iterable
+
+from swarm.types import Block
 
 RUNS = "swarm.runs"
 """The key under which a joiner that has only an address finds the run."""
-_OF_A_RUN = re.compile(r"[^\x00-\x1f]{1,200}\.(stage\.\d{1,4}|trainers|claims)")
+_OF_A_RUN = re.compile(r"[^\x00-\x1f]{1,200}\.(stage\.\d{1,4}(\.\d{1,4})?|trainers|claims)")
 
 
-def of_stage(run_id: str, stage: int) -> str:
-    return f"{run_id}.stage.{stage}"
+def of_block(run_id: str, block: Block) -> str:
+    return f"{run_id}.stage.{block}"
 
 
 def of_trainers(run_id: str) -> str:
@@ -27,6 +30,5 @@ def is_of_a_run(key: str) -> bool:
     return key == RUNS or _OF_A_RUN.fullmatch(key) is not None
 
 
-def of_run(run_id: str, num_stages: int) -> list[str]:
-    stages = [of_stage(run_id, stage) for stage in range(num_stages)]
-    return [RUNS, *stages, of_trainers(run_id), of_claims(run_id)]
+def of_run(run_id: str, blocks: Iterable[Block]) -> list[str]:
+    return [RUNS, *(of_block(run_id, block) for block in blocks), of_trainers(run_id), of_claims(run_id)]

@@ -17,7 +17,7 @@ from swarm.routing.peer_queue import LeftAlone
 from swarm.rpc.ask import Stream
 from swarm.rpc.entry import where
 from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.types import LONGEST_REASON, PeerId, PeerRecord
+from swarm.types import LONGEST_REASON, Block, PeerId, PeerRecord
 
 logger = logging.getLogger(__name__)
 
@@ -140,41 +140,43 @@ def obstacle_of(progress: pb.Progress) -> Obstacle | None:
 
 
 class Route:
-    """The peers that work on one microbatch, or worked on it before, by stage, from a hop's own stage on; and whether
+    """The peers that work on one microbatch, or worked on it before, by block, from a hop's own block on; and whether
     one has passed the forward on to the stage after it."""
 
-    def __init__(self, stage: int, hints: Mapping[int, PeerId]) -> None:
+    def __init__(self, block: Block, hints: Mapping[Block, PeerId]) -> None:
         self.peers = dict(hints)
         self.forward_passed = False
-        self._stage = stage
+        self._block = block
 
     @property
     def own(self) -> PeerId | None:
-        """The peer of the hop's own stage that has worked on the microbatch, and may need no tensors."""
-        return self.peers.get(self._stage)
+        """The peer of the hop's own block that has worked on the microbatch, and may need no tensors."""
+        return self.peers.get(self._block)
 
     def handed_over(self, peer_id: PeerId) -> None:
-        self.peers = {**self.peers, self._stage: peer_id}
+        self.peers = {**self.peers, self._block: peer_id}
 
-    def progressed(self, peer_id: PeerId, stage: int, downstream: Mapping[int, PeerId]) -> bool:
+    def progressed(self, peer_id: PeerId, stage: int, downstream: Mapping[Block, PeerId]) -> bool:
         """Note which stage a peer says it waits for, and the peers downstream. Returns whether the route changed."""
-        self.forward_passed |= stage != self._stage or bool(downstream)
-        peers = {**downstream, self._stage: peer_id}
+        self.forward_passed |= stage != self._block.stage or bool(downstream)
+        peers = {**downstream, self._block: peer_id}
         if not downstream or self.peers == peers:
             return False
         self.peers = peers
         return True
 
     def failed(self) -> None:
-        self.peers.pop(self._stage, None)
+        self.peers.pop(self._block, None)
 
 
-def pack_route(route: Mapping[int, PeerId]) -> list[pb.RouteEntry]:
-    return [pb.RouteEntry(stage=stage, peer_id=peer) for stage, peer in sorted(route.items())]
+def pack_route(route: Mapping[Block, PeerId]) -> list[pb.RouteEntry]:
+    return [
+        pb.RouteEntry(stage=block.stage, variant=block.variant, peer_id=peer) for block, peer in sorted(route.items())
+    ]
 
 
-def unpack_route(entries: Iterable[pb.RouteEntry]) -> dict[int, PeerId]:
-    return {entry.stage: PeerId(entry.peer_id) for entry in entries}
+def unpack_route(entries: Iterable[pb.RouteEntry]) -> dict[Block, PeerId]:
+    return {Block(entry.stage, entry.variant): PeerId(entry.peer_id) for entry in entries}
 
 
 class HopListener:
@@ -183,7 +185,7 @@ class HopListener:
     def progress(self, stage: int, *, obstacle: Obstacle | None) -> None:
         """Called with the deepest stage that is waited for, and the reason if none of its peers takes work."""
 
-    def routed(self, route: Mapping[int, PeerId]) -> None:
+    def routed(self, route: Mapping[Block, PeerId]) -> None:
         """Called when the route downstream has changed."""
 
 
@@ -193,7 +195,7 @@ class HopReply:
 
     loss: float
     tensors: Tensors
-    route: Mapping[int, PeerId]
+    route: Mapping[Block, PeerId]
     num_reroutes: int
     num_busy: int
     """How often a peer of this hop had no room. Peers that merely left the microbatch to others are not counted."""

@@ -13,13 +13,13 @@ from swarm.hop.retries import HopLimits, Retries
 from swarm.machine.clock import Clock
 from swarm.routing.router import Router
 from swarm.routing.throughput import Observation
-from swarm.rpc.ask import Stream
+from swarm.rpc.ask import Stream, address_of
 from swarm.rpc.bounds import require_bounds
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.wire import CHUNK_BYTES, NewBytes, Piece, TensorReader, TensorSpec, frames, parsed, require_in_range
 from swarm.training import samples
 from swarm.training.samples import Microbatch
-from swarm.types import PeerId, PeerRecord
+from swarm.types import Block, PeerId, PeerRecord
 
 OpenStub = Callable[[PeerRecord], Any]
 """Gives a service's stub for a peer. It counts as Any: generated types expect all requests when a call begins."""
@@ -90,15 +90,15 @@ class Hold:
 
 
 class Calls:
-    """Calls to peers of one stage, each over a stream of its own."""
+    """Calls to peers of one block, each over a stream of its own."""
 
     def __init__(
-        self, *, address: pb.Address, reply_specs: Mapping[str, TensorSpec], stub: OpenStub, router: Router,
+        self, *, run_id: str, block: Block, reply_specs: Mapping[str, TensorSpec], stub: OpenStub, router: Router,
         clock: Clock, limits: HopLimits, line: Line, memory: NewBytes,
     ) -> None:  # fmt: skip
         """`memory` makes the memory of the tensors that are answered."""
-        self._address = address
-        self._stage = address.stage
+        self._address = address_of(run_id, block)
+        self._block = block
         self._reply_specs = reply_specs
         self._stub = stub
         self._router = router
@@ -115,7 +115,7 @@ class Calls:
         """Let a peer, and all stages after it, compute one microbatch. Raises any SwarmError that `translate` gives.
         Cancellation closes the stream, which makes the peer roll back."""
         peer_id, way = PeerId(record.peer_id), _Way(self._clock)
-        specs = self._reply_specs if microbatch.answers_gradient(self._stage) else {}
+        specs = self._reply_specs if microbatch.answers_gradient(self._block.stage) else {}
         reader = TensorReader(specs, self._memory)
         retries.offered(peer_id)
         async with Stream(self._stub(record).Train()) as call:
@@ -127,7 +127,7 @@ class Calls:
             self._learn(peer_id, microbatch, done, way)
             return HopReply(
                 loss=done.loss, tensors=reader.tensors,
-                route={**unpack_route(done.route), self._stage: peer_id},
+                route={**unpack_route(done.route), self._block: peer_id},
                 num_reroutes=done.num_reroutes + retries.num_failures, num_busy=retries.num_busy, _call=call,
             )  # fmt: skip
 
@@ -178,7 +178,7 @@ class Calls:
                 return reply.done
             if reply.HasField("progress"):
                 progress = reply.progress
-                if progress.stage != self._stage:
+                if progress.stage != self._block.stage:
                     stalled_since = self._clock.monotonic()
                 else:
                     waited_seconds = self._clock.monotonic() - stalled_since
@@ -204,7 +204,7 @@ class Calls:
             num_bytes=way.num_bytes,
             queue_length=done.queue_length,
         )
-        self._router.succeeded(peer_id, reply)
+        self._router.succeeded(self._block, peer_id, reply)
 
     async def evaluate(
         self, record: PeerRecord, tensors: Tensors, held: Sequence[pb.HeldRound], listener: HopListener

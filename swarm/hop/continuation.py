@@ -24,7 +24,7 @@ from swarm.hop.session import PIECE_BYTES, PIECE_TOKENS, Order, Piece, SessionCa
 from swarm.machine.clock import Clock
 from swarm.machine.words import Repeats
 from swarm.routing.router import Router
-from swarm.types import PeerId, PeerRecord
+from swarm.types import Block, PeerId, PeerRecord
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class Continuation:
     it began elsewhere."""
 
     def __init__(
-        self, order: Order, *, stage: int, calls: SessionCalls, router: Router, clock: Clock, limits: HopLimits,
+        self, order: Order, *, block: Block, calls: SessionCalls, router: Router, clock: Clock, limits: HopLimits,
         rounds: tuple[int, ...] = (), newest_round: int | None = None,
     ) -> None:  # fmt: skip
         """Its rounds and `newest_round` are those of SessionCalls.open, for the next stage."""
@@ -107,13 +107,13 @@ class Continuation:
         self.begun = asyncio.Event()
         self._newest_round = newest_round
         self._order = order
-        self._stage = stage
+        self._block = block
         self._calls = calls
         self._router = router
         self._clock = clock
         self._limits = limits
         self._repeats = Repeats(clock)
-        self._transcript = Transcript(vocab_size=order.vocab_size, writes_itself=stage == 0)
+        self._transcript = Transcript(vocab_size=order.vocab_size, writes_itself=block.stage == 0)
         self._call: SessionCall | None = None
         self._standby: SessionCall | None = None
         self._without: set[PeerId] = set()
@@ -159,7 +159,7 @@ class Continuation:
 
     async def _next_token(self) -> Token:
         retries = Retries(
-            stage=self._stage,
+            block=self._block,
             router=self._router,
             clock=self._clock,
             limits=self._limits,
@@ -167,7 +167,7 @@ class Continuation:
             without=self._without,
         )
         since = self._clock.monotonic()
-        why: SwarmError = NotReady(f"stage {self._stage} has no peer that can be asked")
+        why: SwarmError = NotReady(f"stage {self._block} has no peer that can be asked")
         while True:
             record = await self._choose(retries, since, why) if self._call is None else self._call.peer
             try:
@@ -194,7 +194,9 @@ class Continuation:
         if obstacle is None or not isinstance(why, PeerUnavailable):
             raise why
         # What gRPC says of a failed connection names neither the stage nor the peer.
-        raise PeerUnavailable(obstacle.in_words(self._stage), is_gone=why.is_gone, is_unreachable=why.is_unreachable)
+        raise PeerUnavailable(
+            obstacle.in_words(self._block.stage), is_gone=why.is_gone, is_unreachable=why.is_unreachable
+        )
 
     async def _open(self, record: PeerRecord, *, standby: bool) -> SessionCall:
         return await self._calls.open(
@@ -229,7 +231,7 @@ class Continuation:
             await self._clock.sleep(STANDBY_SECONDS)
 
     async def _find_standby(self, present: PeerId) -> None:
-        record = self._router.choose(self._stage, 1, exclude={present, *self._without})
+        record = self._router.choose(self._block, 1, exclude={present, *self._without})
         if record is None:
             return
         try:

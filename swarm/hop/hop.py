@@ -31,7 +31,7 @@ from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.generation_pb2_grpc import GenerationServiceStub
 from swarm.rpc.wire import NewBytes, TensorSpec, new_bytes, stage_stub
 from swarm.training.samples import Microbatch
-from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord
+from swarm.types import Block, PeerId, PeerRecord
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +45,10 @@ PATIENCE_SECONDS = 10.0
 
 
 class Hop:
-    """Hands microbatches to the peers of one stage."""
+    """Hands microbatches to the peers of one block."""
 
     def __init__(
-        self, *, run_id: str, stage: int, reply_specs: Mapping[str, TensorSpec], router: Router,
+        self, *, run_id: str, block: Block, reply_specs: Mapping[str, TensorSpec], router: Router,
         channels: ChannelPool, clock: Clock, limits: HopLimits | None = None, events: Events | None = None,
         memory: NewBytes = new_bytes, own: Callable[[PeerRecord], LocalBlock | None] = lambda _: None,
     ) -> None:  # fmt: skip
@@ -57,7 +57,7 @@ class Hop:
             memory: makes the memory of the tensors that the stage answers.
             own: finds the block that a record announces, if this very process serves it: it is called without gRPC.
         """
-        self.stage = stage
+        self.block = block
         self._router = router
         self._clock = clock
         self._limits = limits or HopLimits()
@@ -65,16 +65,14 @@ class Hop:
         self._repeats = Repeats(clock)
         self._under_way: set[Retries] = set()
         self._line = Line(self._limits.silence_seconds)
-        address = pb.Address(run_id=run_id, protocol_version=PROTOCOL_VERSION, stage=stage)
-
         self._calls = Calls(
-            address=address, reply_specs=reply_specs,
+            run_id=run_id, block=block, reply_specs=reply_specs,
             stub=lambda record: own(record) or stage_stub(channels.channel(record)),
             router=router, clock=clock, limits=self._limits, line=self._line, memory=memory,
         )  # fmt: skip
         self._session_calls = SessionCalls(
-            address=address, stub=lambda record: own(record) or GenerationServiceStub(channels.channel(record)),
-            limits=self._limits,
+            run_id=run_id, block=block, limits=self._limits,
+            stub=lambda record: own(record) or GenerationServiceStub(channels.channel(record)),
         )  # fmt: skip
 
     @property
@@ -89,10 +87,10 @@ class Hop:
         return next((each for each in obstacles if each is not None), None)
 
     async def train(
-        self, microbatch: Microbatch, tensors: Tensors, listener: HopListener, hints: Mapping[int, PeerId]
+        self, microbatch: Microbatch, tensors: Tensors, listener: HopListener, hints: Mapping[Block, PeerId]
     ) -> HopReply:
         """Let the stage, and all stages after it, compute one microbatch. The `hints` are peers that worked on it
-        before, by stage.
+        before, by block.
 
         Raises Fatal if a peer refused the request itself, or too many peers failed. Cancellation closes the stream,
         which makes the peer roll back.
@@ -102,7 +100,7 @@ class Hop:
         async def once(record: PeerRecord) -> HopReply:
             self._events.write(
                 HopEvent(
-                    microbatch=microbatch.index, round=microbatch.round, stage=self.stage, peer=record.peer_id,
+                    microbatch=microbatch.index, round=microbatch.round, stage=self.block.stage, peer=record.peer_id,
                     attempt=retries.num_failures + retries.num_busy + retries.num_sent_on + 1,
                 )
             )  # fmt: skip
@@ -136,7 +134,7 @@ class Hop:
         round peers hold for this caller, and which peers, which are asked first. Raises RoundGone if no peer of a stage
         has its round's weights any more, and what `train` does. Cancellation closes the stream.
         """
-        heard_by, retries = listener or HopListener(), self._retries({self.stage: PeerId(held[0].peer_id)})
+        heard_by, retries = listener or HopListener(), self._retries({self.block: PeerId(held[0].peer_id)})
         return await self._until_answered(
             lambda record: self._calls.evaluate(record, tensors, held, heard_by),
             tensors["tokens"].shape[0],
@@ -149,13 +147,13 @@ class Hop:
     ) -> Continuation:
         """The continuation of a session at this stage and all after it; see SessionCalls.open."""
         return Continuation(
-            order, stage=self.stage, calls=self._session_calls, router=self._router, clock=self._clock,
+            order, block=self.block, calls=self._session_calls, router=self._router, clock=self._clock,
             limits=self._limits, rounds=rounds, newest_round=newest_round,
         )  # fmt: skip
 
-    def _retries(self, hints: Mapping[int, PeerId] | None = None) -> Retries:
+    def _retries(self, hints: Mapping[Block, PeerId] | None = None) -> Retries:
         return Retries(
-            stage=self.stage, router=self._router, clock=self._clock, limits=self._limits, repeats=self._repeats,
+            block=self.block, router=self._router, clock=self._clock, limits=self._limits, repeats=self._repeats,
             hints=hints,
         )  # fmt: skip
 
@@ -178,7 +176,7 @@ class Hop:
                     raise asyncio.CancelledError
                 record = retries.choose(num_samples)
                 if record is None:
-                    listener.progress(self.stage, obstacle=retries.candidates.obstacle())
+                    listener.progress(self.block.stage, obstacle=retries.candidates.obstacle())
                     await self._clock.sleep(retries.candidates.wait_seconds())
                     continue
                 try:
@@ -197,7 +195,7 @@ def _num_cancels() -> int:
     return 0 if task is None else task.cancelling()
 
 
-async def watch_connections(*, stage: int, router: Router, channels: ChannelPool, clock: Clock) -> Never:
+async def watch_connections(*, block: Block, router: Router, channels: ChannelPool, clock: Clock) -> Never:
     """Tell the router which peers' connections break, and which unreachable peers serve again or still do not.
 
     Runs until it is cancelled. Each peer that the router takes for unreachable gets one call at a time, of gRPC's own
@@ -214,24 +212,24 @@ async def watch_connections(*, stage: int, router: Router, channels: ChannelPool
             logger.debug("%s is still out of reach: %s", record.name, error)
         else:
             if reply.status == HealthCheckResponse.SERVING:
-                router.answered(PeerId(record.peer_id))
+                router.answered(block, PeerId(record.peer_id))
         finally:
             under_way.discard(record.place)
 
     async with asyncio.TaskGroup() as tasks:
         while True:
-            records = router.records(stage)
+            records = router.records(block)
             connected, previously = {r.place for r in records if channels.is_connected(r)}, connected
             broken = previously - connected
             for record in records:
                 if record.place in broken:
                     # Counted as a failure now, whichever call noticed the break, because a hop would wait for the next
                     # connection.
-                    router.failed(PeerId(record.peer_id), is_unreachable=True, reason="its connection broke")
-            for record in router.unreachable(stage):
+                    router.failed(block, PeerId(record.peer_id), is_unreachable=True, reason="its connection broke")
+            for record in router.unreachable(block):
                 if record.place in under_way:
                     # The peer stays banned until this probe has ended and the next check has come.
-                    router.unanswered(PeerId(record.peer_id), 4 * GAP_SECONDS)
+                    router.unanswered(block, PeerId(record.peer_id), 4 * GAP_SECONDS)
                 else:
                     under_way.add(record.place)
                     tasks.create_task(probe(record))

@@ -27,7 +27,7 @@ from swarm.machine.clock import Clock
 from swarm.machine.words import Repeats, counted
 from swarm.routing.peer_queue import LeftAlone
 from swarm.routing.router import Router
-from swarm.types import PeerId, PeerRecord
+from swarm.types import Block, PeerId, PeerRecord
 
 logger = logging.getLogger(__name__)
 
@@ -59,10 +59,10 @@ finish a second one."""
 
 
 class Candidates:
-    """The peers of one stage, as one microbatch sees them."""
+    """The peers of one block, as one microbatch sees them."""
 
-    def __init__(self, stage: int, router: Router, clock: Clock, *, retry_seconds: float) -> None:
-        self._stage = stage
+    def __init__(self, block: Block, router: Router, clock: Clock, *, retry_seconds: float) -> None:
+        self._block = block
         self._router = router
         self._clock = clock
         self._retry_seconds = retry_seconds
@@ -76,7 +76,7 @@ class Candidates:
         now = self._clock.monotonic()
         self._left_alone = {peer: each for peer, each in self._left_alone.items() if each.until > now}
         preferred = [] if prefer is None else [prefer]
-        record = self._router.choose(self._stage, num_samples, exclude=self._left_alone.keys(), prefer=preferred)
+        record = self._router.choose(self._block, num_samples, exclude=self._left_alone.keys(), prefer=preferred)
         if record is None and self._stuck_since is None:
             self._stuck_since = now
         return record
@@ -99,27 +99,27 @@ class Candidates:
     def has_other(self, peer_id: PeerId) -> bool:
         soon = self._clock.monotonic() + PAUSE_SECONDS
         later = {other for other, each in self._left_alone.items() if each.until > soon}
-        return any(other not in later for other in self._router.others(peer_id))
+        return any(other not in later for other in self._router.others(self._block, peer_id))
 
     def obstacle(self) -> Obstacle | None:
         """Why there is no peer to ask; None if there will soon be one, or a peer has taken the microbatch."""
         if self._stuck_since is None:
             return None
         now = self._clock.monotonic()
-        available_seconds = self._router.next_available_seconds(self._stage)
+        available_seconds = self._router.next_available_seconds(self._block)
         if available_seconds is None:
             return Obstacle(num_peers=0)
         is_stuck = now - self._stuck_since >= STUCK_SECONDS
         at_once = min((each.until for each in self._left_alone.values()), default=now) <= now + NOBODY_SECONDS
         if available_seconds <= NOBODY_SECONDS and at_once and not is_stuck:
             return None
-        left = {each.record.peer_id: each for each in self._router.left_alone(self._stage)}
+        left = {each.record.peer_id: each for each in self._router.left_alone(self._block)}
         for peer_id, own in self._left_alone.items():
             known = left.get(peer_id)
             left[peer_id] = own if known is None or own.until > known.until else known
-        peers = [left[record.peer_id] for record in self._router.records(self._stage) if record.peer_id in left]
+        peers = [left[record.peer_id] for record in self._router.records(self._block) if record.peer_id in left]
         obstacle = Obstacle.of(peers, now)
-        if len(peers) < self._router.num_peers(self._stage) or (obstacle.seconds <= NOBODY_SECONDS and not is_stuck):
+        if len(peers) < self._router.num_peers(self._block) or (obstacle.seconds <= NOBODY_SECONDS and not is_stuck):
             return None
         return None if obstacle.is_business and not is_stuck else obstacle
 
@@ -153,14 +153,14 @@ class Retries:
     """
 
     def __init__(
-        self, *, stage: int, router: Router, clock: Clock, limits: HopLimits, repeats: Repeats,
-        hints: Mapping[int, PeerId] | None = None, without: set[PeerId] | None = None,
+        self, *, block: Block, router: Router, clock: Clock, limits: HopLimits, repeats: Repeats,
+        hints: Mapping[Block, PeerId] | None = None, without: set[PeerId] | None = None,
     ) -> None:  # fmt: skip
         """`repeats` knows which failures, of any microbatch, the log has named a moment ago. Peers that say that they
         lack the weights of the round are added to those in `without`."""
-        self.candidates = Candidates(stage, router, clock, retry_seconds=limits.retry_seconds)
-        self.route = Route(stage, hints or {})
-        self._stage = stage
+        self.candidates = Candidates(block, router, clock, retry_seconds=limits.retry_seconds)
+        self.route = Route(block, hints or {})
+        self._block = block
         self._router = router
         self._limits = limits
         self._repeats = repeats
@@ -187,12 +187,15 @@ class Retries:
         self.has_others = not stays and self.num_sent_on < self._most_sent_on(peer_id)
 
     def _most_sent_on(self, peer_id: PeerId) -> int:
-        num_peers = self._router.num_peers(self._stage)
+        num_peers = self._router.num_peers(self._block)
         num_microbatches = self._limits.round_microbatches
         if num_microbatches is None or num_microbatches > FEW_EACH * num_peers or num_peers >= PEERS_TO_SEND_ON:
             return most_sent_on(num_peers)
-        own = self._router.expected_seconds(peer_id, 1) or 0.0
-        others = [self._router.expected_seconds(other, 1) or 0.0 for other in self._router.others(peer_id)]
+        own = self._router.expected_seconds(self._block, peer_id, 1) or 0.0
+        others = [
+            self._router.expected_seconds(self._block, other, 1) or 0.0
+            for other in self._router.others(self._block, peer_id)
+        ]
         return sum(seconds <= AS_FAST * own for seconds in others)
 
     def accepted(self) -> None:
@@ -205,7 +208,7 @@ class Retries:
         A slow peer with a full queue is not stalled. After each stall of the microbatch twice as long is allowed, since
         the next peer may never have answered, and then nothing is known of its speed.
         """
-        expected = self._router.expected_seconds(peer_id, num_samples) or 0.0
+        expected = self._router.expected_seconds(self._block, peer_id, num_samples) or 0.0
         patience = max(self._limits.stall_seconds, STALL_FACTOR * expected)
         if seconds > patience * 2.0 ** min(self._num_stalls, MOST_DOUBLINGS):
             self._num_stalls += 1
@@ -222,8 +225,8 @@ class Retries:
         peer_id = PeerId(record.peer_id)
         if isinstance(error, RoundMismatch):
             self._without.add(peer_id)
-            if len(self._without) >= min(ENOUGH_PEERS, self._router.num_peers(self._stage)):
-                raise RoundGone(f"no peer of stage {self._stage} has that round's weights any more: {error}")
+            if len(self._without) >= min(ENOUGH_PEERS, self._router.num_peers(self._block)):
+                raise RoundGone(f"no peer of stage {self._block} has that round's weights any more: {error}")
         if isinstance(error, Overloaded):
             self._busy(record, error)
             return
@@ -231,11 +234,11 @@ class Retries:
             # One peer's answer is not enough, because that peer's own weights may be broken. A second peer has to
             # agree.
             self._num_refusals += 1
-            if self._num_refusals > 1 or not self._router.others(peer_id):
+            if self._num_refusals > 1 or not self._router.others(self._block, peer_id):
                 raise error
         if num := self._repeats.count((peer_id, reason_of(error))):
             often = f", {num} times since this was said last" if num > 1 else ""
-            logger.info("stage %d: %s failed: %s%s", self._stage, record.name or peer_id[:8], error, often)
+            logger.info("stage %s: %s failed: %s%s", self._block, record.name or peer_id[:8], error, often)
         self._ban_if_at_fault(peer_id, error)
         self._leave_alone(record, error)
         self._count(error)
@@ -246,18 +249,22 @@ class Retries:
         else:
             self.num_busy += 1
             self.is_refused = True
-        self._router.busy(PeerId(record.peer_id), error.retry_after_seconds, reason_of(error))
+        self._router.busy(self._block, PeerId(record.peer_id), error.retry_after_seconds, reason_of(error))
         self.candidates.leave_alone(record, error, error.retry_after_seconds)
 
     def _ban_if_at_fault(self, peer_id: PeerId, error: SwarmError) -> None:
         if isinstance(error, PeerUnavailable):
             self._router.failed(
-                peer_id, is_gone=error.is_gone, is_unreachable=error.is_unreachable, reason=reason_of(error)
+                self._block,
+                peer_id,
+                is_gone=error.is_gone,
+                is_unreachable=error.is_unreachable,
+                reason=reason_of(error),
             )
         elif isinstance(error, NotAllowed | IncompatibleVersion | MalformedMessage):
             # These are faults of the peer as well. If its clock is wrong, this process's token may seem to it to have
             # expired; and a process of another release may listen at its port now.
-            self._router.failed(peer_id, reason=reason_of(error))
+            self._router.failed(self._block, peer_id, reason=reason_of(error))
 
     def _leave_alone(self, record: PeerRecord, error: SwarmError) -> None:
         """Ask other peers first for a while, which is longer if this peer is slow and another one can be asked."""
@@ -270,12 +277,12 @@ class Retries:
             self._num_not_ready += 1
             if self._num_not_ready == self._limits.max_failures:
                 # Perhaps no peer will ever take it, so the log says why.
-                logger.warning("stage %d: nobody can take a microbatch, and it is tried on: %s", self._stage, error)
+                logger.warning("stage %s: nobody can take a microbatch, and it is tried on: %s", self._block, error)
         # Peers that join, move, leave or lack a round's weights say nothing about the others.
         self.num_failures += not isinstance(error, NotReady | WrongStage | WrongRun)
         if self.num_failures >= self._limits.max_failures:
             raise RetriesExhausted(
-                f"stage {self._stage}: {counted(self.num_failures, 'peer')} failed in a row; the last: {error}"
+                f"stage {self._block}: {counted(self.num_failures, 'peer')} failed in a row; the last: {error}"
             )
 
 

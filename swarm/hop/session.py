@@ -12,10 +12,9 @@ from swarm.errors import MalformedMessage, PeerUnavailable, SwarmError
 from swarm.generation.sampling import Sampling, Scores, Scoring, require_few
 from swarm.hop.calls import OpenStub
 from swarm.hop.retries import HopLimits
-from swarm.rpc.ask import Stream
+from swarm.rpc.ask import Stream, address_of
 from swarm.rpc.v1 import generation_pb2 as pb
-from swarm.rpc.v1 import stage_pb2
-from swarm.types import PeerId, PeerRecord
+from swarm.types import Block, PeerId, PeerRecord
 
 PIECE_TOKENS = 256
 """Most positions that are computed together, so that other work gets its turn between the pieces of a long prompt."""
@@ -172,8 +171,8 @@ class SessionCall:
 
 
 class SessionCalls:
-    def __init__(self, *, address: stage_pb2.Address, stub: OpenStub, limits: HopLimits) -> None:
-        self._address = address
+    def __init__(self, *, run_id: str, block: Block, stub: OpenStub, limits: HopLimits) -> None:
+        self._address = address_of(run_id, block)
         self._stub = stub
         self._limits = limits
 

@@ -19,15 +19,14 @@ from swarm.machine.clock import Clock
 from swarm.pipeline.leases import Grant, LeaseTable, RoundView
 from swarm.pipeline.trainers import Trainer
 from swarm.routing.peer_queue import LeftAlone
-from swarm.rpc.ask import ask
+from swarm.rpc.ask import address_of, ask
 from swarm.rpc.callers import Quota, bearer_of, caller_of
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.failures import abort
 from swarm.rpc.serving import check_address
 from swarm.rpc.v1 import lease_pb2 as pb
 from swarm.rpc.v1.lease_pb2_grpc import LeaseServiceServicer, LeaseServiceStub
-from swarm.rpc.v1.stage_pb2 import Address
-from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord, PeerState
+from swarm.types import Block, PeerId, PeerRecord, PeerState
 
 MAX_COUNT = 1024
 MAX_WAIT_SECONDS = 5.0
@@ -62,7 +61,7 @@ class GroupLead:
 @dataclass(eq=False)
 class LeaseServicer(LeaseServiceServicer):
     config: RunConfig
-    stage: int
+    block: Block
     clock: Clock
     rng: random.Random
     lead: Callable[[], GroupLead]
@@ -105,10 +104,10 @@ class LeaseServicer(LeaseServiceServicer):
 
     def _grant(self, view: RoundView, request: pb.AcquireRequest, trainer: Trainer) -> Grant:
         if self._table is None:
-            self._table = LeaseTable(self.config, self.stage, self.clock, self.rng)
+            self._table = LeaseTable(self.config, self.block.stage, self.clock, self.rng)
         # If stage 0 has not begun this round yet, this stage lacks all microbatches, and no trainer can run them.
         too_new = request.HasField("newest_round") and view.round > request.newest_round
-        is_first, is_older = self.stage == 0, view.round < request.newest_round
+        is_first, is_older = self.block.stage == 0, view.round < request.newest_round
         grant = self._table.acquire(
             view, trainer, 0 if too_new else min(MAX_COUNT, request.count),
             holding=set(request.holding), released=set(request.released), acknowledged=set(request.acknowledged),
@@ -120,7 +119,7 @@ class LeaseServicer(LeaseServiceServicer):
         return grant
 
     def _check(self, request: pb.AcquireRequest) -> None:
-        check_address(request.address, run_id=self.config.run_id, stage=self.stage)
+        check_address(request.address, run_id=self.config.run_id, block=self.block)
         named = max(len(request.holding), len(request.released), len(request.acknowledged))
         if named > MAX_NAMED or len(request.trainer_id) > MAX_ID_LENGTH:
             raise MalformedMessage(f"a request names at most {MAX_NAMED} microbatches, and a trainer's id is short")
@@ -132,21 +131,21 @@ class LeaseClient:
 
     config: RunConfig
     trainer_id: str
-    peers: Callable[[int], Sequence[PeerRecord]]
+    peers: Callable[[Block], Sequence[PeerRecord]]
     channels: ChannelPool
     clock: Clock
-    _leaders: dict[int, PeerId] = field(default_factory=dict, init=False)
-    _believed_at: dict[int, float] = field(default_factory=dict, init=False)
-    """By stage: when its leader last granted something, or was doubted."""
+    _leaders: dict[Block, PeerId] = field(default_factory=dict, init=False)
+    _believed_at: dict[Block, float] = field(default_factory=dict, init=False)
+    """By block: when its leader last granted something, or was doubted."""
     _failed_at: dict[PeerId, float] = field(default_factory=dict, init=False)
-    _failed: dict[int, Sequence[LeftAlone]] = field(default_factory=dict, init=False)
-    """By stage: the peers that failed when its leader was last looked for, if it was not found."""
+    _failed: dict[Block, Sequence[LeftAlone]] = field(default_factory=dict, init=False)
+    """By block: the peers that failed when its leader was last looked for, if it was not found."""
 
     async def acquire(
-        self, stage: int, count: int, *, holding: Collection[int], released: Collection[int], wait_seconds: float,
+        self, block: Block, count: int, *, holding: Collection[int], released: Collection[int], wait_seconds: float,
         acknowledged: Collection[int] = (), newest: pb.AcquireReply | None = None,
     ) -> pb.AcquireReply | None:  # fmt: skip
-        """Ask the leader of a stage for microbatches, and renew those in `holding`; None if no leader was reached.
+        """Ask the leader of a block for microbatches, and renew those in `holding`; None if no leader was reached.
 
         `acknowledged` are microbatches that this trainer has lately acknowledged to stage 0, or is about to. A later
         stage that gets stage 0's `newest` answer grants nothing of a round that stage 0 has not begun.
@@ -154,36 +153,35 @@ class LeaseClient:
         Raises NotAllowed or IncompatibleVersion if every peer of the stage refused so, and MalformedMessage.
         """
         request = pb.AcquireRequest(
-            address=Address(run_id=self.config.run_id, protocol_version=PROTOCOL_VERSION, stage=stage),
-            trainer_id=self.trainer_id, count=count, wait_seconds=wait_seconds, holding=holding, released=released,
-            acknowledged=acknowledged,
+            address=address_of(self.config.run_id, block), trainer_id=self.trainer_id, count=count,
+            wait_seconds=wait_seconds, holding=holding, released=released, acknowledged=acknowledged,
         )  # fmt: skip
         if newest is not None:
             request.newest_round = newest.round
             request.newest_is_granted, request.newest_is_complete = newest.round_granted, newest.round_complete
         asked: set[str] = set()
-        doubted, has_answer = self._doubted(stage), False
+        doubted, has_answer = self._doubted(block), False
         faults = list[tuple[PeerRecord, SwarmError]]()
-        while (record := self._next_to_ask(stage, asked, doubted)) is not None:
+        while (record := self._next_to_ask(block, asked, doubted)) is not None:
             if has_answer and self._has_failed(record):
                 return None
             asked.add(record.peer_id)
             try:
                 reply = await self._ask(record, request, wait_seconds + ANSWER_SECONDS)
             except (TryAnotherPeer, TryLater) as error:
-                self._leaders.pop(stage, None)
+                self._leaders.pop(block, None)
                 self._failed_at[PeerId(record.peer_id)] = self.clock.monotonic()
                 faults.append((record, error))
-                self._failed[stage] = [left_alone(*fault, self.clock.monotonic()) for fault in faults]
+                self._failed[block] = [left_alone(*fault, self.clock.monotonic()) for fault in faults]
                 continue
             self._failed_at.pop(PeerId(record.peer_id), None)
             if not reply.leader_peer_id:
                 if reply.microbatches or not count:
-                    self._believed_at[stage] = self.clock.monotonic()
-                self._leaders[stage] = PeerId(record.peer_id)
-                self._failed.pop(stage, None)
+                    self._believed_at[block] = self.clock.monotonic()
+                self._leaders[block] = PeerId(record.peer_id)
+                self._failed.pop(block, None)
                 return reply
-            self._leaders[stage] = PeerId(reply.leader_peer_id)
+            self._leaders[block] = PeerId(reply.leader_peer_id)
             has_answer = True
         # One peer's clock may be wrong, or another release may have its port, so only a refusal by all of them counts.
         refusals = [fault for _, fault in faults if isinstance(fault, NotAllowed | IncompatibleVersion)]
@@ -191,9 +189,9 @@ class LeaseClient:
             raise refusals[-1]
         return None
 
-    def obstacle(self, stage: int) -> Obstacle:
-        failed = Obstacle.of(self._failed.get(stage, ()), self.clock.monotonic())
-        num_serving = sum(record.state is PeerState.SERVING for record in self.peers(stage))
+    def obstacle(self, block: Block) -> Obstacle:
+        failed = Obstacle.of(self._failed.get(block, ()), self.clock.monotonic())
+        num_serving = sum(record.state is PeerState.SERVING for record in self.peers(block))
         if not num_serving:
             return Obstacle(num_peers=0)
         return dataclasses.replace(
@@ -202,17 +200,17 @@ class LeaseClient:
             causes=failed.causes or "no leader yet",
         )  # fmt: skip
 
-    def _doubted(self, stage: int) -> PeerId | None:
-        """The leader of a stage, which is forgotten, if it has granted nothing for DOUBT_SECONDS."""
+    def _doubted(self, block: Block) -> PeerId | None:
+        """The leader of a block, which is forgotten, if it has granted nothing for DOUBT_SECONDS."""
         now = self.clock.monotonic()
-        if now - self._believed_at.setdefault(stage, now) < DOUBT_SECONDS:
+        if now - self._believed_at.setdefault(block, now) < DOUBT_SECONDS:
             return None
-        self._believed_at[stage] = now
-        return self._leaders.pop(stage, None)
+        self._believed_at[block] = now
+        return self._leaders.pop(block, None)
 
-    def _next_to_ask(self, stage: int, asked: Collection[str], doubted: PeerId | None) -> PeerRecord | None:
-        candidates = [record for record in self.peers(stage) if record.peer_id not in asked]
-        leader = self._leaders.get(stage)
+    def _next_to_ask(self, block: Block, asked: Collection[str], doubted: PeerId | None) -> PeerRecord | None:
+        candidates = [record for record in self.peers(block) if record.peer_id not in asked]
+        leader = self._leaders.get(block)
 
         def order(record: PeerRecord) -> tuple[bool, bool, bool, float, str]:
             # Each request to a frozen peer costs a timeout. So peers that answered, or whose failure is longest ago,

@@ -20,7 +20,7 @@ from swarm.machine.words import counted
 from swarm.pipeline.lease_service import MAX_NAMED, LeaseClient
 from swarm.rpc.v1 import lease_pb2 as pb
 from swarm.training.samples import Microbatch
-from swarm.types import LEASE_SECONDS, TRAINER_ACK_SECONDS
+from swarm.types import LEASE_SECONDS, TRAINER_ACK_SECONDS, Block
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class Work:
     """A microbatch that was granted."""
 
     microbatch: Microbatch
-    granted_by: int
+    granted_by: Block
     answered: bool = False
     """Whether the answer has come. The ack may still be under way, so no other trainer may run the microbatch, but its
     place in the window is free."""
@@ -100,8 +100,8 @@ class LeasedWork:
         self._window = Window(start=2 * config.stages.num_stages, largest=max_in_flight)
         self._queue: deque[Work] = deque()
         self._in_flight: dict[int, tuple[Work, asyncio.Task[None]]] = {}
-        self._released: dict[int, list[int]] = {stage: [] for stage in range(config.stages.num_stages)}
-        """By the stage whose leader granted them."""
+        self._released: dict[Block, list[int]] = {block: [] for block in config.blocks}
+        """By the block whose leader granted them."""
         self._acknowledged: deque[tuple[float, int]] = deque(maxlen=MAX_NAMED)
         """The latest acknowledged microbatches, each with the time of its ack. They are sent to the leaders of later
         stages."""
@@ -216,15 +216,16 @@ class LeasedWork:
                 continue
             await wait(self._wanted, RENEW_SECONDS)
 
-    async def replay_lost(self, stage: int, last_round: int) -> None:
-        """Synchronous: lease microbatches that a later stage has lost with a peer. Runs until it is cancelled."""
+    async def replay_lost(self, block: Block, last_round: int) -> None:
+        """Synchronous: lease microbatches that a block of a later stage has lost with a peer. Runs until it is
+        cancelled."""
         while True:
             if self._stage_0 is not None:
-                num_held = sum(work.granted_by == stage for work in self._held() if not work.answered)
+                num_held = sum(work.granted_by == block for work in self._held() if not work.answered)
                 room = 0 if self._is_paused else max(0, self._window.size - num_held)
-                lost = await self._ask(stage, room, wait_seconds=GRANT_WAIT_SECONDS, stage_0=self._stage_0)
+                lost = await self._ask(block, room, wait_seconds=GRANT_WAIT_SECONDS, stage_0=self._stage_0)
                 if lost is not None:
-                    self._take(stage, lost, last_round)
+                    self._take(block, lost, last_round)
             await self._clock.sleep(LOST_GAP_SECONDS)
 
     async def give_back(self) -> None:
@@ -233,8 +234,8 @@ class LeasedWork:
             self.release(work)
         self._queue.clear()
         self._in_flight.clear()
-        stages = [stage for stage, released in self._released.items() if released]
-        await asyncio.gather(*(self._ask(stage, 0, wait_seconds=0.0) for stage in stages))
+        blocks = [block for block, released in self._released.items() if released]
+        await asyncio.gather(*(self._ask(block, 0, wait_seconds=0.0) for block in blocks))
 
     def let_go(self) -> None:
         """Give up all work, because the leases were not renewed and another trainer may soon run the same."""
@@ -248,13 +249,13 @@ class LeasedWork:
 
     async def _acquire(self, last_round: int) -> bool:
         room = self._room()
-        leased = await self._ask(0, room, wait_seconds=GRANT_WAIT_SECONDS if room else 0.0)
+        leased = await self._ask(Block(0), room, wait_seconds=GRANT_WAIT_SECONDS if room else 0.0)
         if leased is None:
             if not self._queue and not self._in_flight:
-                self._on_waiting(0, self._leases.obstacle(0))
+                self._on_waiting(0, self._leases.obstacle(Block(0)))
             return False
         self._stage_0 = leased
-        self._take(0, leased, last_round)
+        self._take(Block(0), leased, last_round)
         return True
 
     def _room(self) -> int:
@@ -270,36 +271,36 @@ class LeasedWork:
         return max(0, self._window.size + math.ceil(self._window.size / 2) - num_held)
 
     async def _ask(
-        self, stage: int, count: int, wait_seconds: float, stage_0: pb.AcquireReply | None = None
+        self, block: Block, count: int, wait_seconds: float, stage_0: pb.AcquireReply | None = None
     ) -> pb.AcquireReply | None:
-        holding = [work.microbatch.index for work in self._held() if work.granted_by == stage]
-        released, self._released[stage] = self._released[stage], []
+        holding = [work.microbatch.index for work in self._held() if work.granted_by == block]
+        released, self._released[block] = self._released[block], []
         # Acks are repeated for LEASE_SECONDS, because another peer may just be taking the lead.
         while self._acknowledged and self._clock.monotonic() - self._acknowledged[0][0] > LEASE_SECONDS:
             self._acknowledged.popleft()
         leased = await self._leases.acquire(
-            stage, count, holding=holding, released=released, wait_seconds=wait_seconds,
+            block, count, holding=holding, released=released, wait_seconds=wait_seconds,
             acknowledged=[microbatch for _, microbatch in self._acknowledged], newest=stage_0,
         )  # fmt: skip
         if leased is None:
-            self._released[stage] += released
+            self._released[block] += released
         return leased
 
     def _held(self) -> list[Work]:
         return [*self._queue, *(work for work, _ in self._in_flight.values())]
 
-    def _take(self, stage: int, leased: pb.AcquireReply, last_round: int) -> None:
-        self._drop_needless(stage, leased)
+    def _take(self, block: Block, leased: pb.AcquireReply, last_round: int) -> None:
+        self._drop_needless(block, leased)
         # Microbatches that were granted for a request from before a pause are given back. Otherwise others would wait
         # for them.
         if self._config.rounds.synchronous and (self._is_paused or leased.round > last_round):
-            self._released[stage] += leased.microbatches
+            self._released[block] += leased.microbatches
             return
-        known = {work.microbatch.index for work in self._held() if work.granted_by == stage}
+        known = {work.microbatch.index for work in self._held() if work.granted_by == block}
         only_at = leased.accumulate_only_at if leased.HasField("accumulate_only_at") else None
         size = self._config.data.microbatch_size
         new = [
-            Work(Microbatch(index=index, round=leased.round, num_samples=size, accumulate_only_at=only_at), stage)
+            Work(Microbatch(index=index, round=leased.round, num_samples=size, accumulate_only_at=only_at), block)
             for index in leased.microbatches
             if index not in known
         ]
@@ -308,14 +309,14 @@ class LeasedWork:
         self._queue = deque([*new, *self._queue] if is_first else [*self._queue, *new])
         self._changed.set()
 
-    def _drop_needless(self, stage: int, leased: pb.AcquireReply) -> None:
+    def _drop_needless(self, block: Block, leased: pb.AcquireReply) -> None:
         """Drop the work whose round is over, or that the stage which granted it counts by now: another trainer has run
         it, or a peer has come back with it."""
         counted = frozenset(leased.counted)
 
         def is_needless(work: Work) -> bool:
             is_over = self._config.rounds.synchronous and work.microbatch.round < leased.round
-            return work.granted_by == stage and (is_over or work.microbatch.index in counted)
+            return work.granted_by == block and (is_over or work.microbatch.index in counted)
 
         self._queue = deque(work for work in self._queue if not is_needless(work))
         for work, task in self._in_flight.values():

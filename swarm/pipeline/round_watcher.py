@@ -17,7 +17,7 @@ from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.training.inner_steps import InnerSteps
 from swarm.training.round_member import RoundCost
 from swarm.training.run_rounds import MOST_APART, RunRounds
-from swarm.types import PeerRecord, PeerState
+from swarm.types import Block, PeerRecord, PeerState
 
 _KEPT_REPORTS = 64
 _ANSWER_SECONDS = 2.0
@@ -53,68 +53,69 @@ class StepReport:
 
 
 class RoundWatcher:
-    """Asks some peers of each stage at which round it is, others at each poll."""
+    """Asks some peers of each block at which round it is, others at each poll."""
 
     def __init__(
-        self, *, run_id: str, num_stages: int, synchronous: bool, peers: Callable[[int], Sequence[PeerRecord]],
-        channels: ChannelPool,
+        self, *, run_id: str, blocks: Sequence[Block], synchronous: bool,
+        peers: Callable[[Block], Sequence[PeerRecord]], channels: ChannelPool,
     ) -> None:  # fmt: skip
+        """`blocks` are those of the run."""
         self._synchronous = synchronous
         self._peers = peers
         self._poll = Poll(run_id, channels, seconds=_ANSWER_SECONDS)
-        self._reports: list[dict[int, pb.RoundReport]] = [{} for _ in range(num_stages)]
-        self._num_stages = num_stages
-        self._rounds: dict[int, int] = {}
-        """The highest round that each stage has reached, once it has answered."""
-        self._present: dict[int, int] = {}
-        """The present round of each stage. It may be lower than in `_rounds`: a lost stage may have come back at an
+        self._reports: dict[Block, dict[int, pb.RoundReport]] = {block: {} for block in blocks}
+        self._rounds: dict[Block, int] = {}
+        """The highest round that each block has reached, once it has answered."""
+        self._present: dict[Block, int] = {}
+        """The present round of each block. It may be lower than in `_rounds`: a lost block may have come back at an
         earlier round."""
         self._latest = self._num_polls = 0
-        self._obstacles: dict[int, Obstacle] = {}
-        """By stage: why none of its peers answered."""
+        self._obstacles: dict[Block, Obstacle] = {}
+        """By block: why none of its peers answered."""
         self._device_bytes = 0
         self._aborted: dict[str, int] = {}
 
     @property
     def round(self) -> int:
-        return min(self._rounds.values()) if len(self._rounds) == self._num_stages else 0
+        return min(self._rounds.values()) if len(self._rounds) == len(self._reports) else 0
 
     @property
     def known_round(self) -> int | None:
-        """The round that all stages which have answered have reached; None while none has answered."""
+        """The round that all blocks which have answered have reached; None while none has answered."""
         return min(self._rounds.values(), default=None)
 
     @property
     def latest_round(self) -> int:
         return self._latest
 
-    def obstacle(self, stage: int) -> Obstacle | None:
-        """None if a peer of the stage answered when the stage was last asked."""
-        return self._obstacles.get(stage)
+    def obstacle(self, block: Block) -> Obstacle | None:
+        """None if a peer of the block answered when the block was last asked."""
+        return self._obstacles.get(block)
 
     async def poll(self, wait_seconds: float = 0.0) -> None:
-        """Ask every stage once. If a stage does not answer, its earlier answer is kept. A peer whose stage is still at
+        """Ask every block once. If a block does not answer, its earlier answer is kept. A peer whose block is still at
         the same round may wait for `wait_seconds`."""
-        rows = await asyncio.gather(*(self._describe(stage, wait_seconds) for stage in range(self._num_stages)))
+        answers = await asyncio.gather(*(self._describe(block, wait_seconds) for block in self._reports))
+        rows = dict(zip(self._reports, answers, strict=True))
         self._num_polls += 1
-        found = RunRounds.of({stage: [reply.round for reply in row] for stage, row in enumerate(rows)})
+        found = RunRounds.of({block: [reply.round for reply in row] for block, row in rows.items()})
         self._latest = max(self._latest, found.latest)
-        for stage, said in found.stages.items():
-            reply = next(reply for reply in rows[stage] if reply.round == said)
-            present = self._present[stage] = min(said, found.middle + MOST_APART)
-            self._rounds[stage] = max(self._rounds.get(stage, 0), present)
+        for block, said in found.blocks.items():
+            reply = next(reply for reply in rows[block] if reply.round == said)
+            present = self._present[block] = min(said, found.middle + MOST_APART)
+            self._rounds[block] = max(self._rounds.get(block, 0), present)
             self._device_bytes = max(self._device_bytes, reply.device_bytes)
             self._aborted[reply.peer_id] = sum(reply.averaging.aborted.values())
-            reports = self._reports[stage]
+            reports = self._reports[block]
             reports.update({report.round: report for report in reply.rounds if report.round < present})
             for round_number in sorted(reports)[:-_KEPT_REPORTS]:
                 del reports[round_number]
 
     def report(self, step: int) -> StepReport | None:
-        """The figures of a round that all stages have committed; None if those of a stage are missing."""
-        if not all(step in reports for reports in self._reports):
+        """The figures of a round that all blocks have committed; None if those of a block are missing."""
+        if not all(step in reports for reports in self._reports.values()):
             return None
-        rounds = [reports[step] for reports in self._reports]
+        rounds = [reports[step] for reports in self._reports.values()]
         norms = [entry.gradient_norm for entry in rounds]
         sent = sum(entry.bytes_sent for entry in rounds)
         plain = sum(entry.bytes_sent * entry.compression_ratio for entry in rounds)
@@ -141,19 +142,19 @@ class RoundWatcher:
             inner_steps=() if self._synchronous else tuple(InnerSteps.read(entry.inner_steps) for entry in rounds),
         )
 
-    async def _describe(self, stage: int, wait_seconds: float) -> list[pb.DescribeReply]:
+    async def _describe(self, block: Block, wait_seconds: float) -> list[pb.DescribeReply]:
         """The answers of some peers; no more are awaited once most of these are at a new round."""
-        serving = [record for record in self._peers(stage) if record.state is PeerState.SERVING]
+        serving = [record for record in self._peers(block) if record.state is PeerState.SERVING]
         serving.sort(key=lambda record: record.peer_id)
         first = self._num_polls % max(1, len(serving))
         asked = (serving[first:] + serving[:first])[:_NUM_ASKED]
-        heard = await self._poll.ask(asked, after_round=self._present.get(stage), wait_seconds=wait_seconds)
+        heard = await self._poll.ask(asked, after_round=self._present.get(block), wait_seconds=wait_seconds)
         if replies := [one.reply for one in heard if one.reply is not None]:
-            self._obstacles.pop(stage, None)
+            self._obstacles.pop(block, None)
             return replies
         failed = [left_alone(one.record, one.fault, 0.0) for one in heard if one.fault is not None]
         # Peers that were not asked count as busy: nothing is known to be wrong with them.
-        self._obstacles[stage] = dataclasses.replace(
+        self._obstacles[block] = dataclasses.replace(
             Obstacle.of(failed, 0.0), num_peers=len(serving), num_busy=len(serving) - len(failed)
         )
         return []

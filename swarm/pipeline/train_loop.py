@@ -23,7 +23,7 @@ from swarm.pipeline.leased_work import LeasedWork, Work
 from swarm.pipeline.round_watcher import RoundWatcher, StepReport
 from swarm.training import samples
 from swarm.training.samples import Microbatch
-from swarm.types import PeerId
+from swarm.types import Block, PeerId
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class TrainLoop(HopListener):
         self._on_waiting = on_waiting
         self._events = events or Events()
         self._tally = Tally(clock)
-        self._routes: dict[int, Mapping[int, PeerId]] = {}
+        self._routes: dict[int, Mapping[Block, PeerId]] = {}
         """Synchronous: which peers worked on each microbatch of the round, for its replays."""
         self._num_failures = 0
         self._repeats = Repeats(clock)
@@ -148,12 +148,12 @@ class TrainLoop(HopListener):
         Cancellation stops at once: peers roll back what was in flight, and leases are given back.
         """
         last_round = first + count - 1
-        later = range(1, self._config.stages.num_stages if self._config.rounds.synchronous else 1)
+        later = [block for block in self._config.blocks if block.stage > 0 and self._config.rounds.synchronous]
         try:
             async with asyncio.TaskGroup() as tasks:
                 background = [
                     tasks.create_task(self._work.keep_leased(last_round)),
-                    *(tasks.create_task(self._work.replay_lost(stage, last_round)) for stage in later),
+                    *(tasks.create_task(self._work.replay_lost(block, last_round)) for block in later),
                     tasks.create_task(self._dispatch(tasks)),
                 ]
                 await self._follow(first, count, on_step)

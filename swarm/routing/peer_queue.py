@@ -1,4 +1,4 @@
-"""One stage's priority queue of peers, for the router (swarm.routing.router).
+"""One block's priority queue of peers, for the router (swarm.routing.router).
 
 Every choice takes the peer with the least expected finish time, and adds to that time what the work will take there. So
 shares follow throughput (interleaved weighted round-robin, SWARM, arXiv 2301.11913, Algorithm 1). Finish times are in
@@ -59,7 +59,7 @@ class LeftAlone:
 
 
 class PeerQueue:
-    """The serving peers of one stage. Every `now` is monotonic seconds."""
+    """The serving peers of one block. Every `now` is monotonic seconds."""
 
     def __init__(self, rng: random.Random, own: PeerId = NOBODY) -> None:
         """`own` is the peer that this process is, if it is one: a hop to it costs nothing."""
@@ -98,18 +98,16 @@ class PeerQueue:
     def records(self) -> list[PeerRecord]:
         return [member.record for member in self._members.values()]
 
-    def update(self, records: Sequence[PeerRecord], now: float) -> list[PeerId]:
-        """Make the peers of `records` the members; returns those that are members no longer. O(peers)."""
+    def update(self, records: Sequence[PeerRecord], now: float) -> None:
+        """Make the peers of `records` the members. O(peers)."""
         present = {record.peer_id for record in records}
-        vanished = [peer_id for peer_id in self._members if peer_id not in present]
-        for peer_id in vanished:
-            self.remove(peer_id)
+        for peer_id in [peer_id for peer_id in self._members if peer_id not in present]:
+            self._remove(peer_id)
         for record in records:
             self._announced(record, now)
         self._bans.forget(now, but=self._members.keys())
-        return vanished
 
-    def remove(self, peer_id: PeerId) -> None:
+    def _remove(self, peer_id: PeerId) -> None:
         """Forget a member, but not its ban."""
         self._members.pop(peer_id).ticket = -1
 
@@ -118,7 +116,7 @@ class PeerQueue:
         member = self._members.get(peer_id)
         if member is not None and member.record.place != record.place:
             # It is another process now, perhaps on another machine, of which no measurement need be true.
-            self.remove(peer_id)
+            self._remove(peer_id)
             member = None
         if member is None:
             member = self._members[peer_id] = _Member(record, SecondsPerSample(), Link())

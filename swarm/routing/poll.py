@@ -13,7 +13,7 @@ from swarm.errors import PeerUnavailable, SwarmError, WrongStage
 from swarm.rpc.ask import describe
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.types import PeerRecord
+from swarm.types import Block, PeerRecord
 
 logger = logging.getLogger(__name__)
 
@@ -52,12 +52,20 @@ class Poll:
         that are likely to answer are, no other answer is awaited, and those peers are left out. If the `caller` is
         named, the replies tell whether another process serves under its identity.
         """
-        request = pb.DescribeRequest(
-            run_id=self._run_id, caller=caller, after_round=after_round, wait_seconds=wait_seconds
-        )
         num_likely, num_later = sum(record.peer_id not in self._silent for record in records), 0
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._ask(record, request)) for record in records]
+            tasks = [
+                group.create_task(
+                    self._ask(
+                        record,
+                        pb.DescribeRequest(
+                            run_id=self._run_id, caller=caller, after_round=after_round, wait_seconds=wait_seconds,
+                            stage=record.stage, variant=record.variant,
+                        ),
+                    )
+                )
+                for record in records
+            ]  # fmt: skip
             for answered in asyncio.as_completed(tasks):
                 reply = (await answered).reply
                 num_later += reply is not None and after_round is not None and reply.round > after_round
@@ -85,8 +93,8 @@ class Poll:
             return Heard(record, fault=error, was_asked=False)
         try:
             reply = await describe(channel, request, seconds=request.wait_seconds + self._seconds)
-            if reply.stage != record.stage:
-                raise WrongStage(f"it is at stage {reply.stage} by now")
+            if (block := Block(reply.stage, reply.variant)) != record.block:
+                raise WrongStage(f"it is at stage {block} by now")
         except SwarmError as error:
             logger.debug("%s does not describe itself: %s", record.peer_id, error)
             self._silent.add(record.peer_id)

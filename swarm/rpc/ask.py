@@ -13,11 +13,16 @@ from swarm.rpc.failures import translate
 from swarm.rpc.local import is_local
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
+from swarm.types import PROTOCOL_VERSION, Block
 
 Reply = TypeVar("Reply")
 SLOWEST_BYTES_PER_SECOND = 32 << 10
 """A download that is slower than this on average is given up, since another peer may be faster. One longest silence is
 not counted."""
+
+
+def address_of(run_id: str, block: Block) -> pb.Address:
+    return pb.Address(run_id=run_id, protocol_version=PROTOCOL_VERSION, stage=block.stage, variant=block.variant)
 
 
 async def ask(call: Callable[[Any], Awaitable[Reply]], request: Any, *, seconds: float, finite: bool = True) -> Reply:

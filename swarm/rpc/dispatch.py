@@ -16,6 +16,7 @@ from swarm.errors import DeadlineExceeded, MalformedMessage, SwarmError
 from swarm.rpc.failures import abort
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.wire import parsed
+from swarm.types import Block
 
 FIRST_SECONDS = 10.0
 """Longest wait for the first message of a stream. A silent stream is not kept."""
@@ -56,20 +57,20 @@ class Dispatch(grpc.GenericRpcHandler):
 
     def __init__(self, allow: Allow) -> None:
         self._allow = allow
-        self._blocks: dict[int, BlockHandlers] = {}
+        self._blocks: dict[Block, BlockHandlers] = {}
 
     @property
-    def first(self) -> int:
-        """The first stage that is served; 0 before there is one. The guard lets a call through that is allowed
-        there."""
-        return min(self._blocks, default=0)
+    def first(self) -> Block:
+        """The first block that is served; that of stage 0 before there is one. The guard lets a call through that is
+        allowed there."""
+        return min(self._blocks, default=Block(0))
 
-    def add(self, stage: int, handlers: BlockHandlers) -> None:
-        self._blocks[stage] = handlers
+    def add(self, block: Block, handlers: BlockHandlers) -> None:
+        self._blocks[block] = handlers
 
     def service(self, details: grpc.HandlerCallDetails) -> Any:
         """The handler of a call, which gRPC asks for when the call comes in; None if no block has such a call."""
-        found = {stage: one for stage, block in self._blocks.items() if (one := block.find(details)) is not None}
+        found = {block: one for block, own in self._blocks.items() if (one := own.find(details)) is not None}
         if not found:
             return None
         usual = found[min(found)]
@@ -77,19 +78,19 @@ class Dispatch(grpc.GenericRpcHandler):
 
         async def opened(request: Any, context: Any) -> tuple[Any, Any, Any]:
             """The behaviour that answers, and its two arguments."""
-            address = getattr(request, "address", None)
+            address = _address_in_one(request)
             if usual.request_streaming:
                 reading = anext(aiter(request), None) if is_generator else context.read()
                 first = await _in_time(reading, context)
                 address = _address_in(method, first)
                 request, context = _again(first, request), _Again(context, first)
-            stage = getattr(address, "stage", self.first)
+            block = self.first if address is None else Block(address.stage, address.variant)
             try:
-                if stage in found and stage != self.first:
-                    self._allow(method, stage, context)
+                if block in found and block != self.first:
+                    self._allow(method, block.stage, context)
             except SwarmError as error:
                 await abort(context, error)
-            return _behaviour(found.get(stage, usual)), request, context
+            return _behaviour(found.get(block, usual)), request, context
 
         async def coroutine(request: Any, context: Any) -> Any:
             behaviour, *arguments = await opened(request, context)
@@ -137,6 +138,13 @@ async def _in_time(reading: Awaitable[Any], context: Any) -> Any:
 
 def _behaviour(handler: Any) -> Any:
     return handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+
+
+def _address_in_one(request: Any) -> Any:
+    """What in a request names the block, by its stage and variant; None where the request is for any block."""
+    if isinstance(request, pb.DescribeRequest):
+        return request if request.HasField("stage") else None
+    return getattr(request, "address", None)
 
 
 def _address_in(method: str, first: Any) -> Any:

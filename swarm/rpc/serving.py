@@ -19,7 +19,7 @@ from swarm.rpc.endpoint import LOOPBACK, endpoint_of
 from swarm.rpc.meeting.carrying import BUFFER_BYTES, Accepted, Kind, TcpLine, TcpStream
 from swarm.rpc.tls import MAX_MESSAGE_BYTES, Options
 from swarm.rpc.v1.stage_pb2 import Address
-from swarm.types import PROTOCOL_VERSION
+from swarm.types import PROTOCOL_VERSION, Block
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +46,8 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 """A connection whose other end is gone is closed after about a minute. The servers on the loopback do not see that."""
 
 
-def check_address(address: Address, *, run_id: str, stage: int) -> None:
-    """Raise IncompatibleVersion, WrongRun or WrongStage unless a request names this protocol, run and stage."""
+def check_address(address: Address, *, run_id: str, block: Block) -> None:
+    """Raise IncompatibleVersion, WrongRun or WrongStage unless a request names this protocol, run and block."""
     if address.protocol_version != PROTOCOL_VERSION:
         raise IncompatibleVersion(
             f"protocol version {address.protocol_version} is not {PROTOCOL_VERSION}, which this peer speaks: "
@@ -55,8 +55,13 @@ def check_address(address: Address, *, run_id: str, stage: int) -> None:
         )
     if address.run_id != run_id:
         raise WrongRun(f"run {address.run_id[:80]!r} is not {run_id!r}, which this peer serves")
-    if address.stage != stage:
-        raise WrongStage(f"this peer serves stage {stage}, not {address.stage}")
+    require_block(Block(address.stage, address.variant), block)
+
+
+def require_block(asked: Block, block: Block) -> None:
+    """Raise WrongStage unless the block that is asked for is the one that is served."""
+    if asked != block:
+        raise WrongStage(f"this peer serves stage {block}, not {asked}")
 
 
 def bind_server(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:

@@ -26,7 +26,7 @@ from swarm.stage.runtime import Priority, Runtime
 from swarm.stage.staging import Download
 from swarm.training import samples
 from swarm.training.samples import Microbatch
-from swarm.types import PeerId
+from swarm.types import Block, PeerId
 
 _Result = TypeVar("_Result")
 
@@ -37,7 +37,7 @@ class Result:
 
     loss: float
     gradient: torch.Tensor | None
-    route: Mapping[int, PeerId]
+    route: Mapping[Block, PeerId]
     num_reroutes: int
     busy_seconds: float
 
@@ -64,7 +64,7 @@ class Order:
     accumulate: bool
     answers_gradient: bool
     age: int
-    hints: Mapping[int, PeerId]
+    hints: Mapping[Block, PeerId]
     adopts: "Computation | None" = None
     earlier: "Computation | None" = None
 
@@ -101,7 +101,7 @@ class Computation(HopListener):
         self.order = order
         self.waiting_stage = backend.stage
         self.obstacle: Obstacle | None = None
-        self.route: Mapping[int, PeerId] = {}
+        self.route: Mapping[Block, PeerId] = {}
         self.subscriber: object | None = None
         self._backend = backend
         self._runtime = runtime
@@ -164,7 +164,7 @@ class Computation(HopListener):
     def progress(self, stage: int, *, obstacle: Obstacle | None) -> None:
         self.waiting_stage, self.obstacle = stage, obstacle
 
-    def routed(self, route: Mapping[int, PeerId]) -> None:
+    def routed(self, route: Mapping[Block, PeerId]) -> None:
         self.route = dict(route)
         self._news.set()
 
@@ -299,7 +299,7 @@ class Computation(HopListener):
         if self.order.accumulate:
             self._wire_hidden = hidden
         tensors = {**samples.of(self.order.wire_inputs), HIDDEN: hidden}
-        self.waiting_stage = self._hop.stage
+        self.waiting_stage = self._hop.block.stage
         try:
             self._reply = reply = await self._hop.train(self.microbatch, tensors, self, self.order.hints)
         except MalformedMessage as error:

@@ -19,6 +19,7 @@ from swarm.stage.computation import Computation
 from swarm.stage.ledger import Ledger
 from swarm.stage.runtime import Runtime
 from swarm.stage.weights import StageWeights
+from swarm.types import Block
 
 Result = TypeVar("Result")
 
@@ -151,6 +152,7 @@ class StageContext:
     Attributes:
         config: the run's, which names it. The backend's may compute in another type.
         hop: the hop to the next stage; None at the last stage.
+        variant: which variant of the backend's stage the peer serves.
         tasks: the group of all tasks that outlive the call that asked for them.
     """
 
@@ -162,6 +164,11 @@ class StageContext:
     tasks: asyncio.TaskGroup
     limits: StageLimits
     records: Records = field(default_factory=Records)
+    variant: int = 0
+
+    @property
+    def block(self) -> Block:
+        return Block(self.stage, self.variant)
 
     @property
     def stage(self) -> int:

@@ -57,7 +57,7 @@ class Evaluation:
             NotReady: the round has not begun here, or was held for as long as it may be.
             SwarmError: what the next stages raise.
         """
-        check_address(request.address, run_id=self._config.run_id, stage=self._backend.stage)
+        check_address(request.address, run_id=self._config.run_id, block=self._stage.block)
         if not self._stage.admission.is_open:
             raise NotReady("this peer is joining or leaving")
         number = request.newest_round
@@ -68,7 +68,7 @@ class Evaluation:
             stack.enter_context(self._stage.held_rounds.held(number, caller_of(context), linger_seconds=0.0))
             held = pb.Held(round=number)
             if self._hop is not None:
-                awaited = _Awaited(self._hop.stage)
+                awaited = _Awaited(self._hop.block.stage)
                 opening = asyncio.ensure_future(self._hop.hold(request.newest_round, awaited))
                 later = await _with_progress(context, opening, awaited, pb.HoldReply)
                 stack.callback(later.close)
@@ -88,7 +88,7 @@ class Evaluation:
         opening: pb.EvaluateOpen | None = await incoming.opening()
         if opening is None:
             raise MalformedMessage("an evaluation begins with its open message")
-        check_address(opening.address, run_id=self._config.run_id, stage=self._backend.stage)
+        check_address(opening.address, run_id=self._config.run_id, block=self._stage.block)
         self._check(opening)
         specs = request_specs(self._config, self._backend.stage, opening.num_samples, opening.sequence_length)
         incoming.expect(specs, training=False)
@@ -107,7 +107,7 @@ class Evaluation:
         tensors: Mapping[str, torch.Tensor],
         hidden: torch.Tensor,
     ) -> float:
-        awaited, inputs = _Awaited(hop.stage), {**samples.of(tensors), HIDDEN: hidden}
+        awaited, inputs = _Awaited(hop.block.stage), {**samples.of(tensors), HIDDEN: hidden}
         downstream = asyncio.ensure_future(hop.evaluate(inputs, opening.later, awaited))
         loss: float = await _with_progress(context, downstream, awaited, pb.EvaluateReply)
         return loss

@@ -202,7 +202,7 @@ class GenerationServicer(GenerationServiceServicer):
 
     async def _serve(self, opening: pb.SessionOpen, context: Context, name: Caller) -> None:
         stage = self._stage.number
-        check_address(opening.address, run_id=self._config.run_id, stage=stage)
+        check_address(opening.address, run_id=self._config.run_id, block=self._stage.block)
         order = self._order(opening)
         if not self._stage.admission.is_open:
             raise NotReady("this peer is joining or leaving")

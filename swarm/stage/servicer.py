@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from google.protobuf.message import Message
 
-from swarm.errors import DeadlineExceeded, MalformedMessage, NotReady, Overloaded, StaleMicrobatch
+from swarm.errors import DeadlineExceeded, MalformedMessage, NotReady, Overloaded, StaleMicrobatch, WrongStage
 from swarm.hop.answers import pack_obstacle, pack_route, unpack_route
 from swarm.machine.out_of_memory import is_out_of_memory, what_was_asked
 from swarm.rpc.callers import Callers, caller_of
 from swarm.rpc.local import is_local
-from swarm.rpc.serving import check_address, send
+from swarm.rpc.serving import check_address, require_block, send
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceServicer
 from swarm.rpc.wire import Frame, frames
@@ -28,7 +28,7 @@ from swarm.stage.evaluation import Evaluation
 from swarm.stage.stage import Stage
 from swarm.training import samples
 from swarm.training.samples import Microbatch
-from swarm.types import TRAINER_ACK_SECONDS
+from swarm.types import TRAINER_ACK_SECONDS, Block
 
 PROGRESS_SECONDS = 1.0
 """Time between two looks at what a microbatch waits for."""
@@ -71,6 +71,12 @@ class StageServicer(StageServiceServicer):
         self._specs = request_specs(self._config, stage.number)
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeReply:
+        try:
+            # A process of another run describes itself: its answer names its run.
+            if request.HasField("stage") and request.run_id in ("", self._config.run_id):
+                require_block(Block(request.stage, request.variant), self._stage.block)
+        except WrongStage as error:
+            await refuse(context, error)
         if request.HasField("after_round"):
             # A stranger may send a negative number or NaN: then there is no wait.
             seconds = min(MAX_WAIT_SECONDS, request.wait_seconds) if request.wait_seconds > 0 else 0.0
@@ -105,7 +111,7 @@ class StageServicer(StageServiceServicer):
             raise MalformedMessage("a microbatch begins with Open")
         if opening.eager:
             incoming.expect(self._specs, training=True)
-        check_address(opening.address, run_id=self._config.run_id, stage=self._stage.number)
+        check_address(opening.address, run_id=self._config.run_id, block=self._stage.block)
         microbatch = self._microbatch(opening)
         computation = await self._compute(context, incoming, opening, microbatch)
         try:

@@ -25,7 +25,7 @@ from swarm.stage.settings.setting import Setting, Start
 from swarm.stage.settings.synchronous import SynchronousSetting, SynchronousWeights
 from swarm.stage.weights import StageWeights
 from swarm.training.samples import Microbatch
-from swarm.types import PeerId
+from swarm.types import Block, PeerId
 
 
 class Stage:
@@ -52,7 +52,12 @@ class Stage:
         """Whether another state is about to be installed, so that nothing is accumulated in the present one."""
 
     @property
+    def block(self) -> Block:
+        return self.context.block
+
+    @property
     def number(self) -> int:
+        """The block's place in the pipeline."""
         return self.context.stage
 
     @property
@@ -90,7 +95,7 @@ class Stage:
         self,
         microbatch: Microbatch,
         tensors: Mapping[str, torch.Tensor],
-        hints: Mapping[int, PeerId],
+        hints: Mapping[Block, PeerId],
         subscriber: object,
         still_waiting: Callable[[], Awaitable[None]] | None = None,
     ) -> Computation:
@@ -130,7 +135,7 @@ class Stage:
         return self.setting.repeated(microbatch, entry)
 
     def _start(
-        self, start: Start, tensors: Mapping[str, torch.Tensor], hints: Mapping[int, PeerId], answers_gradient: bool
+        self, start: Start, tensors: Mapping[str, torch.Tensor], hints: Mapping[Block, PeerId], answers_gradient: bool
     ) -> Computation:
         if start.accumulate and self._is_changing_state:
             raise NotReady("this peer takes over another state")

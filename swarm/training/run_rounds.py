@@ -1,4 +1,4 @@
-"""At which rounds a run and its stages are, by what their peers say, and the lineage that tells runs' branches apart.
+"""At which rounds a run and its blocks are, by what their peers say, and the lineage that tells runs' branches apart.
 
 Any peer can say any round. So what counts is what most of them say, never the highest that one of them names.
 """
@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Self
 
+from swarm.types import Block
+
 MOST_APART = 4
-"""The most rounds by which a stage may be ahead of the run. In the synchronous setting it is one: such a stage is just
-committing a round. With DiLoCo stages that lost samples with a peer are behind the others until they have caught up."""
+"""The most rounds by which a block may be ahead of the run. In the synchronous setting it is one: such a block is just
+committing a round. With DiLoCo blocks that lost samples with a peer are behind the others until they have caught up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,37 +21,37 @@ class RunRounds:
     """The rounds at which a run is.
 
     Attributes:
-        stages: the round of each stage of which a peer has said something.
+        blocks: the round of each block of which a peer has said something.
         middle: a round that more than half of all these peers have reached; 0 if there are none.
     """
 
-    stages: Mapping[int, int] = field(default_factory=dict)
+    blocks: Mapping[Block, int] = field(default_factory=dict)
     middle: int = 0
 
     @classmethod
-    def of(cls, said: Mapping[int, Iterable[int]]) -> Self:
-        """Conclude it from the rounds that the peers of each stage say.
+    def of(cls, said: Mapping[Block, Iterable[int]]) -> Self:
+        """Conclude it from the rounds that the peers of each block say.
 
-        A stage is at the round in the middle of its peers' rounds. If there are two middles, because its peers are just
+        A block is at the round in the middle of its peers' rounds. If there are two middles, because its peers are just
         committing a round or because one of two does not say the truth, the one that is nearer to the whole run counts,
         and of equally near ones the lower.
         """
-        rows = {stage: sorted(row) for stage, row in said.items()}
+        rows = {block: sorted(row) for block, row in said.items()}
         everybody = sorted(chain.from_iterable(rows.values()))
         if not everybody:
             return cls()
         middle = _middles(everybody)[0]
         return cls(
-            stages={
-                stage: min(_middles(row), key=lambda number: abs(number - middle)) for stage, row in rows.items() if row
+            blocks={
+                block: min(_middles(row), key=lambda number: abs(number - middle)) for block, row in rows.items() if row
             },
             middle=middle,
         )
 
     @property
     def latest(self) -> int:
-        """The newest round of a stage that is at most MOST_APART ahead of the middle."""
-        return max((number for number in self.stages.values() if number <= self.middle + MOST_APART), default=0)
+        """The newest round of a block that is at most MOST_APART ahead of the middle."""
+        return max((number for number in self.blocks.values() if number <= self.middle + MOST_APART), default=0)
 
 
 def _middles(ordered: list[int]) -> tuple[int, int]:

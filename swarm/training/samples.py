@@ -23,7 +23,7 @@ import torch
 
 from swarm.config import DataConfig
 from swarm.errors import MalformedMessage
-from swarm.types import PeerId
+from swarm.types import Block, PeerId
 
 TOKENS, TARGETS, DOCUMENTS = "tokens", "targets", "documents"
 Samples = Mapping[str, torch.Tensor]
@@ -53,9 +53,9 @@ class Microbatch:
         """Whether a stage accumulates this microbatch's gradient. In a replay, only the stage that lost it does."""
         return self.accumulate_only_at in (None, stage)
 
-    def known_by(self, route: Mapping[int, PeerId]) -> dict[int, PeerId]:
+    def known_by(self, route: Mapping[Block, PeerId]) -> dict[Block, PeerId]:
         """The peers of a route that still know the microbatch. For a replay, the stage that lost it is left out."""
-        return {stage: peer for stage, peer in route.items() if stage != self.accumulate_only_at}
+        return {block: peer for block, peer in route.items() if block.stage != self.accumulate_only_at}
 
     def answers_gradient(self, stage: int) -> bool:
         """Whether a stage's answer contains the gradient of its input. For a replay, only later stages' answers do."""

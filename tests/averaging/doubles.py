@@ -18,7 +18,7 @@ from swarm.events import Events
 from swarm.machine.clock import Clock
 from swarm.rpc.transfers import Turns
 from swarm.rpc.v1 import averaging_pb2 as pb
-from swarm.types import PeerRecord, PeerState
+from swarm.types import Block, PeerRecord, PeerState
 from tests.averaging.fake_stage import FakeStage, make_config
 from tests.support.virtual_time import LoopClock
 
@@ -46,7 +46,7 @@ def record(number: int, stage: int = 0, endpoint: str = "memory:1") -> PeerRecor
 
 def make_context(
     own: PeerRecord,
-    peers: Callable[[int], Sequence[PeerRecord]] = lambda stage: (),
+    peers: Callable[[Block], Sequence[PeerRecord]] = lambda block: (),
     *,
     config: RunConfig | None = None,
     timing: Timing = QUICK,
@@ -152,9 +152,9 @@ class Network:
         self.after: Hook = _nothing
         self.tamper: Callable[[int, pb.DownloadReply], None] = lambda target, reply: None
 
-    def directory(self, stage: int) -> list[PeerRecord]:
+    def directory(self, block: Block) -> list[PeerRecord]:
         """All peers that were ever announced, including dead ones, as in a DHT."""
-        return [peer.announcement for peer in self.peers.values() if peer.record.stage == stage]
+        return [peer.announcement for peer in self.peers.values() if peer.record.block == block]
 
     def add(self, number: int, stage_number: int = 0, *, lineage: str = "00") -> Peer:
         """Add a new peer, which is running."""

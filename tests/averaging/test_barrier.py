@@ -13,7 +13,7 @@ from swarm.averaging.barrier import Barrier
 from swarm.averaging.wire.transport import BARRIER, contact_of
 from swarm.errors import DeadlineExceeded
 from swarm.rpc.v1 import averaging_pb2 as pb
-from swarm.types import PeerRecord
+from swarm.types import Block, PeerRecord
 from tests.averaging.doubles import Network, make_context, network_of, peer_id, record, stages, until
 from tests.averaging.fake_stage import FakeStage, make_config
 from tests.averaging.outcomes import assert_equal_and_once
@@ -59,14 +59,14 @@ class OtherStage:
     async def wait(self) -> float:
         """Wait for the other stage as stage 0 does. Return for how many seconds the other stage had been ready at the
         end."""
-        context = make_context(record(9), lambda stage: [record(1, stage), record(2, stage)], timing=TIMING)
+        context = make_context(record(9), lambda block: [record(1, block.stage), record(2, block.stage)], timing=TIMING)
         member = FakeStage()
         member.round = 7
         own = Averager(context, member)
         barrier = Barrier(context, own.place, own.shared, own.watch, self.call, own.own_round)
-        replies = await barrier.wait_for([1], 7)
+        replies = await barrier.wait_for([Block(1)], 7)
         assert replies is not None
-        assert (replies[1].ready, replies[1].squared_norm) == (True, 4.0)
+        assert (replies[Block(1)].ready, replies[Block(1)].squared_norm) == (True, 4.0)
         return self.clock.monotonic() - self.ready_at
 
 

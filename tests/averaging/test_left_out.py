@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from swarm.averaging.agreement.reports import MOST_FAILURES
-from swarm.types import PeerRecord
+from swarm.types import Block, PeerRecord
 from tests.averaging.doubles import QUICK, Network, record, until
 from tests.averaging.fake_stage import MICROBATCH, FakeStage, make_config
 from tests.support.virtual_time import in_virtual_time
@@ -33,9 +33,9 @@ class BusyLine(Network):
         self.holder = self.add(holder).stage
         self.newcomers = [self.add(number).stage for number in (2, 3)]
 
-    def directory(self, stage: int) -> list[PeerRecord]:
-        if stage == 0:
-            return super().directory(stage)
+    def directory(self, block: Block) -> list[PeerRecord]:
+        if block == Block(0):
+            return super().directory(block)
         return [record(9, 1).model_copy(update={"round": int(self.is_next_ahead)})]
 
     async def _before(self, name: str, source: int, target: int) -> None:

@@ -19,7 +19,7 @@ from swarm.averaging.wire.transport import REPORT
 from swarm.errors import PeerUnavailable
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import Activity, Snapshot
-from swarm.types import PeerRecord, PeerState
+from swarm.types import Block, PeerRecord, PeerState
 from tests.averaging.doubles import Network, Peer, peer_id, until
 from tests.averaging.fake_stage import FakeStage, make_config
 from tests.support.virtual_time import in_virtual_time
@@ -69,7 +69,7 @@ class SlowDonor(Network):
         """How many bytes the donor has given to each peer that downloads and that have not passed the line yet."""
         self._round, self._began_at, self._left = -1, 0.0, list[int]()
 
-    def directory(self, stage: int) -> list[PeerRecord]:
+    def directory(self, block: Block) -> list[PeerRecord]:
         return [
             each.model_copy(
                 update={
@@ -79,7 +79,7 @@ class SlowDonor(Network):
                     "samples_per_second": 200.0,
                 }
             )
-            for each in super().directory(stage)
+            for each in super().directory(block)
         ]
 
     async def _send(self, num_bytes: float) -> None:

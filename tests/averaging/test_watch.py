@@ -16,7 +16,7 @@ def averaging_with(*others: PeerRecord, num_stages: int = 3) -> Averager:
     member.learn(0)
     context = make_context(
         record(1),
-        lambda stage: [other for other in others if other.stage == stage],
+        lambda block: [other for other in others if other.block == block],
         config=make_config("diloco", stages=num_stages),
     )
     return Averager(context, member)

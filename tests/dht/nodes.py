@@ -12,6 +12,7 @@ from swarm.credentials import identity
 from swarm.dht import keys
 from swarm.dht.node import DhtNode
 from swarm.dht.records import seal
+from swarm.types import Block
 
 if TYPE_CHECKING:
     from tests.support.dht_stranger import Stranger
@@ -21,7 +22,7 @@ KEYS = [
     "notes", "nothing", "forged.1", "forged.2", "forged.3", "prolonged", "ahead", "rubbish", "lies", "cached", "after",
     "and others can join there", "a client finds it", "own", "parted", "survives",
     "again", "whatever",
-    *(f"restart {number}" for number in range(3)), *keys.of_run("run.0", 1),
+    *(f"restart {number}" for number in range(3)), *keys.of_run("run.0", [Block(0)]),
 ]  # fmt: skip
 Start = Callable[..., DhtNode]
 

@@ -14,7 +14,7 @@ from swarm.dht.directory import NUM_RENEWALS, RENEW_SECONDS, Announcement, Direc
 from swarm.dht.records import MAX_LIFETIME_SECONDS, seal
 from swarm.errors import PeerUnavailable
 from swarm.machine.clock import DOUBT_SECONDS
-from swarm.types import PROTOCOL_VERSION, PeerRecord, PeerState, TrainerRecord
+from swarm.types import PROTOCOL_VERSION, Block, PeerRecord, PeerState, TrainerRecord
 from tests.support import locked
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
@@ -67,18 +67,18 @@ async def test_peers_find_each_other(store: Store, clock: ManualClock) -> None:
     await ours.announce(_record(OURS), 30)
     addresses = ("/ip4/192.0.2.2/tcp/1/p2p/X", "/ip6/2001:db8::2/tcp/1/p2p/X")
     await theirs.announce(_record(THEIRS, dht_address=addresses[0], other_dht_addresses=addresses[1:]), 60)
-    assert {record.peer_id for record in await ours.peers(1)} == {OURS.peer_id, THEIRS.peer_id}
-    assert await ours.peers(0) == []
+    assert {record.peer_id for record in await ours.peers(Block(1))} == {OURS.peer_id, THEIRS.peer_id}
+    assert await ours.peers(Block(0)) == []
     assert store.remembered == list(addresses)
     clock.advance(31)
-    assert [record.peer_id for record in await ours.peers(1)] == [THEIRS.peer_id]
+    assert [record.peer_id for record in await ours.peers(Block(1))] == [THEIRS.peer_id]
 
 
 async def test_who_says_that_it_announced_itself_in_the_future_is_left_out(store: Store, clock: ManualClock) -> None:
     ours, theirs = Directory(store, OURS, RUN, clock), Directory(store, THEIRS, RUN, clock)
     await ours.announce(_record(OURS), 30)
     await theirs.announce(_record(THEIRS, announced_at=1000.0 + MAX_LIFETIME_SECONDS + 1), MAX_LIFETIME_SECONDS)
-    assert [record.peer_id for record in await ours.peers(1)] == [OURS.peer_id]
+    assert [record.peer_id for record in await ours.peers(Block(1))] == [OURS.peer_id]
 
 
 async def test_of_two_records_on_their_way_the_newer_one_stays(store: Store, clock: ManualClock) -> None:
@@ -95,16 +95,16 @@ async def test_of_two_records_on_their_way_the_newer_one_stays(store: Store, clo
     late = asyncio.create_task(ours.announce(_record(OURS), 60))
     await asyncio.sleep(0)
     store.store = store_at_once  # type: ignore[method-assign]
-    await ours.withdraw()
+    await ours.withdraw(Block(1))
     first_may_go.set()
     with pytest.raises(PeerUnavailable):
         await late
-    assert [record.state for record in await ours.peers(1)] == [PeerState.LEAVING]
+    assert [record.state for record in await ours.peers(Block(1))] == [PeerState.LEAVING]
 
 
 async def test_runs_are_apart(store: Store, clock: ManualClock) -> None:
     await Directory(store, OURS, RUN, clock).announce(_record(OURS), 30)
-    assert await Directory(store, OURS, "another.run", clock).peers(1) == []
+    assert await Directory(store, OURS, "another.run", clock).peers(Block(1)) == []
 
 
 async def test_trainers_are_listed(store: Store, clock: ManualClock) -> None:
@@ -119,18 +119,38 @@ async def test_a_shorter_life_replaces_a_longer_one(store: Store, clock: ManualC
     directory = Directory(store, OURS, RUN, clock)
     await directory.announce(_record(OURS, queue_length=1), 60)
     await directory.announce(_record(OURS, queue_length=2), 10)
-    assert [record.queue_length for record in await directory.peers(1)] == [2]
+    assert [record.queue_length for record in await directory.peers(Block(1))] == [2]
 
 
 async def test_who_withdraws_is_leaving(store: Store, clock: ManualClock) -> None:
     directory, reader = Directory(store, OURS, RUN, clock), Directory(store, THEIRS, RUN, clock)
-    await directory.withdraw()
+    await directory.withdraw(Block(1))
     await directory.announce(_record(OURS), 60)
-    assert [record.state for record in await reader.peers(1)] == [PeerState.SERVING]
-    await directory.withdraw()
-    assert [record.state for record in await reader.peers(1)] == [PeerState.LEAVING]
+    assert [record.state for record in await reader.peers(Block(1))] == [PeerState.SERVING]
+    await directory.withdraw(Block(1))
+    assert [record.state for record in await reader.peers(Block(1))] == [PeerState.LEAVING]
     await directory.announce(_record(OURS, stage=2), 60)
-    assert [record.state for record in await reader.peers(2)] == [PeerState.SERVING]
+    assert [record.state for record in await reader.peers(Block(2))] == [PeerState.SERVING]
+
+
+async def test_a_peer_is_listed_at_each_block_that_it_serves_until_it_leaves_that_one(
+    store: Store, clock: ManualClock
+) -> None:
+    directory, reader = Directory(store, OURS, RUN, clock), Directory(store, THEIRS, RUN, clock)
+    blocks = (Block(1), Block(2), Block(2, 1))
+
+    async def states() -> list[list[PeerState]]:
+        return [[record.state for record in await reader.peers(block)] for block in blocks]
+
+    for block in blocks:
+        await directory.announce(_record(OURS, stage=block.stage, variant=block.variant), 60)
+    assert await states() == [[PeerState.SERVING]] * 3
+    await directory.withdraw(Block(2))
+    assert await states() == [[PeerState.SERVING], [PeerState.LEAVING], [PeerState.SERVING]]
+    await directory.withdraw(Block(2))
+    await directory.withdraw(Block(7))
+    assert len(store.records[f"{RUN}.stage.2.1"]) == 1
+    assert f"{RUN}.stage.7" not in store.records, "what was not announced is not withdrawn"
 
 
 async def test_a_refused_record_is_an_error(store: Store, clock: ManualClock) -> None:
@@ -154,14 +174,14 @@ async def test_what_a_signer_may_not_say_is_left_out(store: Store, clock: Manual
     await store.store(key, THEIRS.peer_id, seal(THEIRS, key, _record(THEIRS, **lie), 1060.0), 1060.0)
     directory = Directory(store, OURS, RUN, clock)
     await directory.announce(_record(OURS), 30)
-    assert [record.peer_id for record in await directory.peers(1)] == [OURS.peer_id]
+    assert [record.peer_id for record in await directory.peers(Block(1))] == [OURS.peer_id]
 
 
 async def test_rubbish_is_left_out(store: Store, clock: ManualClock) -> None:
     key = f"{RUN}.stage.1"
     await store.store(key, THEIRS.peer_id, b"rubbish", 1060.0)
     await store.store(key, "x", seal(THEIRS, key, _record(THEIRS), 1060.0), 1060.0)
-    assert await Directory(store, OURS, RUN, clock).peers(1) == []
+    assert await Directory(store, OURS, RUN, clock).peers(Block(1)) == []
 
 
 async def test_other_versions_are_left_out_and_said_once(
@@ -170,13 +190,13 @@ async def test_other_versions_are_left_out_and_said_once(
     ours, theirs = Directory(store, OURS, RUN, clock), Directory(store, THEIRS, RUN, clock)
     await theirs.announce(_record(THEIRS, protocol_version=PROTOCOL_VERSION + 1), 30)
     for _ in range(3):
-        assert await ours.peers(1) == []
+        assert await ours.peers(Block(1)) == []
     said = [f"left out, since they run another release of swarm: 1 under {RUN}.stage.1"]
     assert caplog.messages == said
     clock.advance(31)
-    assert await ours.peers(1) == []
+    assert await ours.peers(Block(1)) == []
     await theirs.announce(_record(THEIRS, protocol_version=PROTOCOL_VERSION + 1), 30)
-    assert await ours.peers(1) == []
+    assert await ours.peers(Block(1)) == []
     assert caplog.messages == 2 * said
 
 
@@ -184,11 +204,11 @@ async def test_a_record_holds_until_it_expires(store: Store, clock: ManualClock)
     """A reading that misses some records, as after a neighbour's death, loses none."""
     directory = Directory(store, OURS, RUN, clock)
     await directory.announce(_record(OURS), 30)
-    assert len(await directory.peers(1)) == 1
+    assert len(await directory.peers(Block(1))) == 1
     store.records.clear()
-    assert len(await directory.peers(1)) == 1
+    assert len(await directory.peers(Block(1))) == 1
     clock.advance(31)
-    assert await directory.peers(1) == []
+    assert await directory.peers(Block(1)) == []
 
 
 @pytest.mark.parametrize("ahead", [100.0, -1000.0])
@@ -199,32 +219,32 @@ async def test_a_clock_that_is_set_for_a_while_makes_nobody_vanish(
     ours = SetClock(1000.0)
     directory = Directory(store, OURS, RUN, ours)
     await Directory(store, THEIRS, RUN, clock).announce(_record(THEIRS), 20)
-    assert len(await directory.peers(1)) == 1
+    assert len(await directory.peers(Block(1))) == 1
     ours.ahead = ahead
-    assert len(await directory.peers(1)) == 1
+    assert len(await directory.peers(Block(1))) == 1
     for own in (clock, ours):
         own.advance(DOUBT_SECONDS - 1)
-    assert len(await directory.peers(1)) == 1, "for all that is known, the clock is wrong"
+    assert len(await directory.peers(Block(1))) == 1, "for all that is known, the clock is wrong"
     ours.ahead = 0.0
-    assert len(await directory.peers(1)) == 1, "it was, and is not believed at once either"
+    assert len(await directory.peers(Block(1))) == 1, "it was, and is not believed at once either"
     await Directory(store, THEIRS, RUN, clock).announce(_record(THEIRS), 40)
     for own in (clock, ours):
         own.advance(DOUBT_SECONDS)
-    assert len(await directory.peers(1)) == 1
+    assert len(await directory.peers(Block(1))) == 1
     for own in (clock, ours):
         own.advance(11.0)
-    assert await directory.peers(1) == []
+    assert await directory.peers(Block(1)) == []
 
 
 async def test_a_clock_that_stays_where_it_was_set_is_believed_in_the_end(store: Store, clock: ManualClock) -> None:
     ours = SetClock(1000.0)
     directory = Directory(store, OURS, RUN, ours)
     await Directory(store, THEIRS, RUN, clock).announce(_record(THEIRS), 90)
-    assert len(await directory.peers(1)) == 1
+    assert len(await directory.peers(Block(1))) == 1
     ours.ahead = 100.0
-    assert len(await directory.peers(1)) == 1
+    assert len(await directory.peers(Block(1))) == 1
     ours.advance(DOUBT_SECONDS)
-    assert await directory.peers(1) == [], "now it holds, and so does the record's end"
+    assert await directory.peers(Block(1)) == [], "now it holds, and so does the record's end"
 
 
 class Strict(Store):
@@ -247,7 +267,7 @@ async def test_a_clock_that_was_ahead_leaves_a_peer_that_can_announce_itself(clo
         own.advance(1.0)
     await directory.announce(_record(OURS, queue_length=2), 20)
     reader = Directory(store, THEIRS, RUN, clock)
-    assert [record.queue_length for record in await reader.peers(1)] == [2]
+    assert [record.queue_length for record in await reader.peers(Block(1))] == [2]
 
 
 async def _advance(clock: ManualClock, seconds: float) -> None:
@@ -264,12 +284,12 @@ async def test_watching_survives_the_loss_of_the_dht(
     caplog.set_level(logging.INFO)
     seen: list[tuple[int, int]] = []
 
-    def on_update(stage: int, records: Sequence[PeerRecord]) -> None:
-        seen.append((stage, len(records)))
+    def on_update(block: Block, records: Sequence[PeerRecord]) -> None:
+        seen.append((block.stage, len(records)))
 
     directory = Directory(store, OURS, RUN, clock)
     await directory.announce(_record(OURS), 60)
-    watching = asyncio.create_task(directory.watch([0, 1], on_update, 2.0))
+    watching = asyncio.create_task(directory.watch([Block(0), Block(1)], on_update, 2.0))
     await _advance(clock, 0)
     assert seen == [(0, 0), (1, 1)]
     store.is_gone = True
@@ -294,7 +314,7 @@ async def test_many_peers_are_read_less_often(
     monkeypatch.setattr("swarm.dht.directory.NUM_OFTEN", 1)
     read_at: list[float] = []
     directory = Directory(store, OURS, RUN, clock)
-    watching = asyncio.create_task(directory.watch([1], lambda *_: read_at.append(clock.time()), 2.0))
+    watching = asyncio.create_task(directory.watch([Block(1)], lambda *_: read_at.append(clock.time()), 2.0))
     for who in (OURS, THEIRS, *(identity.generate() for _ in range(4))):
         await _advance(clock, 0)
         await Directory(store, who, RUN, clock).announce(_record(who), 60)
@@ -320,9 +340,9 @@ async def test_members_see_members_alone() -> None:
         await directory.announce(_record(who, announced_at=now.time()), 30)
         await directory.announce(TrainerRecord(peer_id=who.peer_id, announced_at=now.time()), 30)
     reader = Directory(store, locked.OTHER_PEER, RUN, now)
-    assert [record.peer_id for record in await reader.peers(1)] == [locked.PEER.peer_id]
+    assert [record.peer_id for record in await reader.peers(Block(1))] == [locked.PEER.peer_id]
     assert {record.peer_id for record in await reader.trainers()} == {locked.PEER.peer_id, locked.TRAINER.peer_id}
-    assert len(await Directory(store, locked.OPEN, RUN, now).peers(1)) == 5
+    assert len(await Directory(store, locked.OPEN, RUN, now).peers(Block(1))) == 5
 
 
 @in_virtual_time

@@ -24,7 +24,7 @@ from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1 import directory_pb2 as pb
 from swarm.rpc.v1.directory_pb2_grpc import add_DirectoryServiceServicer_to_server
 from swarm.rpc.v1.probe_pb2_grpc import add_ProbeServiceServicer_to_server
-from swarm.types import ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState, RunRecord, TrainerRecord
+from swarm.types import Block, ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState, RunRecord, TrainerRecord
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
 from tests.support.proxy import Direction, Proxy
@@ -71,7 +71,9 @@ class Swarm:
 
     async def serve(self, identity: Identity, *, store: MemoryStore | None = None) -> PeerRecord:
         server = grpc.aio.server(options=SERVER_OPTIONS)
-        servicer = DirectoryServicer(store=store or self.dht, keys=keys.of_run(RUN, 2), clock=self.clock)
+        servicer = DirectoryServicer(
+            store=store or self.dht, keys=keys.of_run(RUN, map(Block, range(2))), clock=self.clock
+        )
         add_DirectoryServiceServicer_to_server(servicer, server)
         add_ProbeServiceServicer_to_server(ProbeServicer(is_exchanging=lambda: False, clock=self.clock), server)
         port = bind_server(server, "127.0.0.1", 0, tls.server_credentials(identity))
@@ -122,20 +124,20 @@ async def test_a_directory_reads_the_same_through_a_peer(swarm: Swarm) -> None:
     store = swarm.reader(record)
     assert (await discover_config(store, swarm.clock, address="")).run_id == RUN
     without = Directory(store, generate(), RUN, swarm.clock)
-    assert [await without.peers(stage) for stage in range(2)] == [[record], []]
+    assert [await without.peers(Block(stage)) for stage in range(2)] == [[record], []]
     assert [trainer.step for trainer in await without.trainers()] == [3]
     assert await without.claims() == [claim]
 
 
 async def test_a_peer_that_makes_records_up_is_not_believed(swarm: Swarm) -> None:
-    record, key = await swarm.serve(THEIRS), keys.of_stage(RUN, 0)
+    record, key = await swarm.serve(THEIRS), keys.of_block(RUN, Block(0))
     forged = record.model_copy(update={"peer_id": OURS.peer_id})
     await swarm.dht.store(key, OURS.peer_id, seal(THEIRS, key, forged, 1020.0), 1020.0)
     prolonged = seal(THEIRS, key, record, 1020.0)
     await swarm.dht.store(key, THEIRS.peer_id, prolonged, 1060.0)
     store = swarm.reader(record)
     assert len(await store.get(key)) == 2
-    assert await Directory(store, generate(), RUN, swarm.clock).peers(0) == []
+    assert await Directory(store, generate(), RUN, swarm.clock).peers(Block(0)) == []
 
 
 async def test_many_questions_cost_one_lookup(swarm: Swarm) -> None:
@@ -150,7 +152,7 @@ async def test_many_questions_cost_one_lookup(swarm: Swarm) -> None:
 
 
 async def test_who_gives_up_does_not_cost_another_lookup(swarm: Swarm) -> None:
-    servicer = DirectoryServicer(store=swarm.dht, keys=keys.of_run(RUN, 2), clock=swarm.clock)
+    servicer = DirectoryServicer(store=swarm.dht, keys=keys.of_run(RUN, map(Block, range(2))), clock=swarm.clock)
     swarm.dht.answers.clear()
     for _ in range(5):
         asking = asyncio.create_task(servicer.Read(pb.ReadRequest(key=keys.RUNS), None))
@@ -169,22 +171,22 @@ async def test_a_peer_whose_dht_has_lost_all_others_still_shows_itself(swarm: Sw
     left, other = await swarm.serve(OURS, store=alone), await swarm.serve(THEIRS)
     await Directory(alone, OURS, RUN, swarm.clock).announce(left, 20.0)
     with pytest.raises(PeerUnavailable, match="no other node"):
-        await Directory(alone, OURS, RUN, swarm.clock).peers(0)
-    assert await Directory(swarm.reader(left), generate(), RUN, swarm.clock).peers(0) == [left]
+        await Directory(alone, OURS, RUN, swarm.clock).peers(Block(0))
+    assert await Directory(swarm.reader(left), generate(), RUN, swarm.clock).peers(Block(0)) == [left]
     await Directory(swarm.dht, THEIRS, RUN, swarm.clock).announce(other, 20.0)
-    assert await Directory(swarm.reader(left, other), generate(), RUN, swarm.clock).peers(0) == [other]
+    assert await Directory(swarm.reader(left, other), generate(), RUN, swarm.clock).peers(Block(0)) == [other]
 
 
 async def test_nothing_is_looked_up_but_the_keys_of_the_run(swarm: Swarm) -> None:
     store = swarm.reader(await swarm.serve(OURS))
-    for key in ("", "swarm.runs.", keys.of_stage(RUN, 2), keys.of_trainers("another")):
+    for key in ("", "swarm.runs.", keys.of_block(RUN, Block(2)), keys.of_trainers("another")):
         with pytest.raises(WrongRun, match="is no key of the run"):
             await store.get(key)
     assert swarm.dht.num_lookups == 0
 
 
 async def test_a_reply_is_bounded_and_says_so(swarm: Swarm, caplog: pytest.LogCaptureFixture) -> None:
-    key = keys.of_stage(RUN, 0)
+    key = keys.of_block(RUN, Block(0))
     for number in range(5):
         await swarm.dht.store(key, str(number), bytes(MAX_REPLY_BYTES // 4), 1060.0)
     with caplog.at_level(logging.WARNING):

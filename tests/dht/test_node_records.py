@@ -13,6 +13,7 @@ from swarm.dht import keys, known_records
 from swarm.dht.node import DhtNode
 from swarm.dht.records import MAX_LIFETIME_SECONDS
 from swarm.machine.clock import SystemClock
+from swarm.types import Block
 from tests.dht.nodes import KEYS, OWNER, THIEF, Start, sealed_note, send, stranger_at
 from tests.support import locked
 
@@ -115,11 +116,11 @@ async def test_keys_of_other_runs_are_not_stored(start: Start) -> None:
     """A trainer's token may announce trainers, and in an open run any peer may, but only of this run."""
     for authority, signer in ((locked.OWNER.authority, locked.TRAINER), (None, OWNER)):
         node = start()
-        node.belong_to(keys.of_run("run.0", 1), authority)
+        node.belong_to(keys.of_run("run.0", [Block(0)]), authority)
         with stranger_at(node) as intruder:
             for number in range(4):
                 made_up = f"made up {number}.trainers", f"made up {number}.stage.0"
-                for key in (*made_up, keys.of_stage("run.0", number + 1)):
+                for key in (*made_up, keys.of_block("run.0", Block(number + 1))):
                     assert send(intruder, node, key, [signer], 30) == 0
                     assert intruder.ask(node.addresses()[0], key) == {}
             assert send(intruder, node, keys.of_trainers("run.0"), [signer], 30) == 1
@@ -131,7 +132,7 @@ async def test_a_node_that_knows_no_run_yet_stores_what_runs_there_are_and_nothi
     node = start()
     node.belong_to([keys.RUNS], None)
     with stranger_at(node) as intruder:
-        assert send(intruder, node, keys.of_stage("run.0", 0), [OWNER], 30) == 0
+        assert send(intruder, node, keys.of_block("run.0", Block(0)), [OWNER], 30) == 0
         assert send(intruder, node, keys.RUNS, [OWNER], 30) == 1
     node.shutdown()
 
@@ -197,11 +198,11 @@ async def test_a_node_of_all_runs_stores_what_belongs_to_any_run_and_nothing_els
     node = start()
     node.belong_to(None, authority)
     expiration = time.time() + 30
-    for key, signer in ((keys.of_stage("a.1", 0), locked.PEER), (keys.of_claims("b.2"), locked.OTHER_PEER)):
+    for key, signer in ((keys.of_block("a.1", Block(0, 2)), locked.PEER), (keys.of_claims("b.2"), locked.OTHER_PEER)):
         assert await node.store(key, signer.peer_id, sealed_note(key, expiration, signer), expiration)
     stranger = locked.OPEN
-    key = keys.of_stage("c.3", 1)
+    key = keys.of_block("c.3", Block(1))
     took = await node.store(key, stranger.peer_id, sealed_note(key, expiration, stranger), expiration)
     assert took is (authority is None)
-    for key in ("notes", ".stage.1", "a.1.stage.x"):
+    for key in ("notes", ".stage.1", "a.1.stage.x", "a.1.stage.1.x"):
         assert not await node.store(key, locked.PEER.peer_id, sealed_note(key, expiration, locked.PEER), expiration)

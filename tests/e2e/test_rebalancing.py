@@ -18,7 +18,7 @@ from swarm.credentials.identity import generate
 from swarm.dht import node as dht_node
 from swarm.dht.directory import Directory
 from swarm.machine.clock import SystemClock
-from swarm.types import PeerState
+from swarm.types import Block, PeerState
 from tests.support.swarm import RealPeer, RealSwarm, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(1500)]
@@ -84,7 +84,7 @@ class Watch:
             config = await agree_on_config(node, None, [self._address], clock, None)
             directory = Directory(node, generate(), config.run_id, clock)
             while not self._stop.is_set():
-                rows = {stage: await directory.peers(stage) for stage in range(NUM_STAGES)}
+                rows = {stage: await directory.peers(Block(stage)) for stage in range(NUM_STAGES)}
                 serving = {s: {r.peer_id for r in row if r.state is PeerState.SERVING} for s, row in rows.items()}
                 self.readings.append((time.monotonic(), serving))
                 await clock.sleep(0.5)

@@ -12,7 +12,7 @@ from swarm.rpc.serving import MESSAGE_SECONDS
 from swarm.rpc.wire import NewBytes, Piece
 from swarm.stage import servicer
 from swarm.stage.call import Incoming
-from swarm.types import PeerId
+from swarm.types import Block, PeerId
 from tests.support.chain import DILOCO, SYNCHRONOUS, running_chain
 from tests.support.manual_clock import ManualClock
 from tests.support.proxy import Direction, Proxy
@@ -33,7 +33,7 @@ async def test_the_time_that_tensors_take_is_the_links() -> None:
             ])  # fmt: skip
             for index in range(12):
                 await chain.train_all([index])
-            seconds = chain.peers[0].router.expected_seconds(far.peer_id, 1)
+            seconds = chain.peers[0].router.expected_seconds(Block(1), far.peer_id, 1)
             assert seconds is not None
             hidden_bytes = 2 * 512 * 32 * 4
             assert seconds > 0.5 * hidden_bytes / 200_000 / 2
@@ -49,9 +49,9 @@ async def test_a_link_is_measured_with_a_credit_and_without_one(eager: bool, mon
         router, slow = chain.peers[0].router, chain.peers[1]
         succeeded = router.succeeded
 
-        def note(peer_id: PeerId, reply: Observation) -> None:
+        def note(block: Block, peer_id: PeerId, reply: Observation) -> None:
             links.append(reply.link_seconds)
-            succeeded(peer_id, reply)
+            succeeded(block, peer_id, reply)
 
         class Slowly(Incoming):
             def __init__(
@@ -79,13 +79,13 @@ async def test_nothing_sent_says_nothing_of_the_link(monkeypatch: pytest.MonkeyP
     async with running_chain(SYNCHRONOUS) as chain:
         succeeded = chain.router.succeeded
 
-        def note(peer_id: PeerId, reply: Observation) -> None:
+        def note(block: Block, peer_id: PeerId, reply: Observation) -> None:
             links.append(reply.link_seconds)
-            succeeded(peer_id, reply)
+            succeeded(block, peer_id, reply)
 
         monkeypatch.setattr(chain.router, "succeeded", note)
         first = await chain.train(0)
-        again = await chain.train(0, hints={0: chain.peers[0].peer_id})
+        again = await chain.train(0, hints={Block(0): chain.peers[0].peer_id})
         first.close()
         await chain.ack(again)
     assert [link is None for link in links] == [False, True]

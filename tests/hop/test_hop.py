@@ -22,7 +22,7 @@ from swarm.routing.router import Router
 from swarm.routing.throughput import BASE_BAN_SECONDS, LEAST_BAN_SHARE
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server
-from swarm.types import PeerId, PeerRecord, PeerState
+from swarm.types import Block, PeerId, PeerRecord, PeerState
 from tests.support.chain import eventually
 from tests.support.manual_clock import ManualClock
 
@@ -53,7 +53,7 @@ class _Peer:
         endpoint = f"127.0.0.1:{self.port}"
         record = PeerRecord(peer_id=_ID, stage=0, endpoint=endpoint, state=PeerState.SERVING, announced_at=0.0)
         self.record = record
-        self.router.update(0, [record])
+        self.router.update(Block(0), [record])
 
     async def come_back(self) -> None:
         bind_server(self.server, "127.0.0.1", self.port, None)
@@ -71,7 +71,7 @@ class _Peer:
 
     @property
     def is_banned(self) -> bool:
-        return self.router.choose(0, 1) is None
+        return self.router.choose(Block(0), 1) is None
 
 
 @asynccontextmanager
@@ -80,7 +80,7 @@ async def probed() -> AsyncIterator[_Peer]:
     channels = ChannelPool(insecure=True)
     peer = _Peer(channels)
     probing = asyncio.create_task(
-        watch_connections(stage=0, router=peer.router, channels=channels, clock=SystemClock())
+        watch_connections(block=Block(0), router=peer.router, channels=channels, clock=SystemClock())
     )
     try:
         yield peer
@@ -94,7 +94,7 @@ async def probed() -> AsyncIterator[_Peer]:
 
 async def test_a_peer_is_asked_again_as_soon_as_it_serves() -> None:
     async with probed() as peer:
-        peer.router.failed(_ID, is_gone=True, is_unreachable=True)
+        peer.router.failed(Block(0), _ID, is_gone=True, is_unreachable=True)
         peer.clock.advance(LEAST_BAN_SHARE * BASE_BAN_SECONDS)
         await asyncio.sleep(1.0)
         assert peer.is_banned
@@ -111,7 +111,7 @@ async def test_a_frozen_peer_stays_banned_until_it_wakes(monkeypatch: pytest.Mon
     async with probed() as peer:
         # The peer's machine takes connections, but nobody there answers.
         with socket.create_server(("127.0.0.1", peer.port)):
-            peer.router.failed(_ID, is_unreachable=True)
+            peer.router.failed(Block(0), _ID, is_unreachable=True)
             peer.clock.advance(BASE_BAN_SECONDS - 0.5 * GAP_SECONDS)
             await asyncio.sleep(2.5 * GAP_SECONDS)
             for _ in range(4):
@@ -129,7 +129,7 @@ async def test_nobody_else_is_asked(failure: str) -> None:
         await peer.says(health_pb2.HealthCheckResponse.SERVING)
         await peer.come_back()
         if failure == "its own answer":
-            peer.router.failed(_ID)
+            peer.router.failed(Block(0), _ID)
         peer.clock.advance(LEAST_BAN_SHARE * BASE_BAN_SECONDS)
         await asyncio.sleep(1.0)
         assert (peer.health.num_asked, peer.is_banned) == (0, failure == "its own answer")
@@ -152,7 +152,7 @@ async def test_a_look_at_many_connections_takes_no_time() -> None:
     looks: list[float] = []
 
     class Everybody(Router):
-        def records(self, stage: int) -> list[PeerRecord]:
+        def records(self, block: Block) -> list[PeerRecord]:
             return records
 
     class Connected(ChannelPool):
@@ -167,7 +167,9 @@ async def test_a_look_at_many_connections_takes_no_time() -> None:
 
     clock, channels = Looks(), Connected(insecure=True)
     with suppress(asyncio.CancelledError):
-        await watch_connections(stage=0, router=Everybody(clock, random.Random(0)), channels=channels, clock=clock)
+        await watch_connections(
+            block=Block(0), router=Everybody(clock, random.Random(0)), channels=channels, clock=clock
+        )
     assert looks[2] - looks[1] < 0.1
 
 
@@ -175,7 +177,7 @@ async def test_a_peer_that_is_announced_elsewhere_is_not_banned() -> None:
     async with probed() as peer:
         await peer.serve_and_be_called()
         moved = peer.record.model_copy(update={"endpoint": "127.0.0.1:1", "announced_at": 1.0})
-        peer.router.update(0, [moved])
+        peer.router.update(Block(0), [moved])
         await peer.server.stop(None)
         await asyncio.sleep(2 * GAP_SECONDS)
         assert not peer.is_banned

@@ -27,7 +27,7 @@ from swarm.routing.peer_queue import LeftAlone
 from swarm.routing.router import Router
 from swarm.routing.throughput import Observation
 from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.types import PeerId, PeerRecord, PeerState
+from swarm.types import Block, PeerId, PeerRecord, PeerState
 from tests.routing.records import id_of, record_of
 from tests.support.manual_clock import ManualClock
 
@@ -48,11 +48,11 @@ class World:
             )
             for n in range(num_peers)
         ]  # fmt: skip
-        self.router.update(0, self.records)
+        self.router.update(Block(0), self.records)
         self.retries = self.another()
 
     def another(self, limits: HopLimits = LIMITS) -> Retries:
-        return Retries(stage=0, router=self.router, clock=self.clock, limits=limits, repeats=self.repeats)
+        return Retries(block=Block(0), router=self.router, clock=self.clock, limits=limits, repeats=self.repeats)
 
     def seconds_until_asked_again(self, record: PeerRecord) -> float:
         """How long this microbatch does not ask a peer which another microbatch could ask at once."""
@@ -64,7 +64,7 @@ class World:
 
     @property
     def is_banned(self) -> bool:
-        return bool(self.router.banned(0))
+        return bool(self.router.banned(Block(0)))
 
 
 def test_a_peer_that_failed_is_asked_again_after_others() -> None:
@@ -87,10 +87,10 @@ def test_a_peer_that_stalls_is_left_alone_for_long_only_if_another_one_can_be_as
     assert alone.seconds_until_asked_again(alone.records[0]) == PAUSE_SECONDS
     two = World(2)
     two.retries.note(two.records[0], DeadlineExceeded("no result"))
-    two.router.busy(PeerId(two.records[1].peer_id), 300.0)
+    two.router.busy(Block(0), PeerId(two.records[1].peer_id), 300.0)
     assert two.seconds_until_asked_again(two.records[0]) == LIMITS.stall_seconds
     with_a_banned_one = World(2)
-    with_a_banned_one.router.failed(PeerId(with_a_banned_one.records[1].peer_id))
+    with_a_banned_one.router.failed(Block(0), PeerId(with_a_banned_one.records[1].peer_id))
     with_a_banned_one.retries.note(with_a_banned_one.records[0], DeadlineExceeded("no result"))
     assert with_a_banned_one.seconds_until_asked_again(with_a_banned_one.records[0]) == PAUSE_SECONDS
 
@@ -191,7 +191,7 @@ def test_it_is_not_sent_on_to_a_peer_that_takes_longer_than_this_one_would_for_t
     world = World(2)
     for record, busy_seconds in zip(world.records, (1.0, seconds), strict=True):
         observation = Observation(num_samples=1, busy_seconds=busy_seconds, link_seconds=0.0, queue_length=0)
-        world.router.succeeded(PeerId(record.peer_id), observation)
+        world.router.succeeded(Block(0), PeerId(record.peer_id), observation)
     retries = world.another(HopLimits(round_microbatches=2))
     retries.offered(PeerId(world.records[0].peer_id))
     assert retries.has_others == has_others
@@ -244,7 +244,7 @@ def test_that_a_stage_has_no_peer_is_told_of_an_empty_stage_alone() -> None:
             world.clock.advance(0.1)
         assert told is not None, "a microbatch that has waited for five seconds"
         assert "gpu-0" in told.in_words(0)
-    world.router.update(0, [])
+    world.router.update(Block(0), [])
     assert world.retries.choose(4) is None
     assert world.retries.candidates.obstacle() == Obstacle(num_peers=0)
 

@@ -31,7 +31,7 @@ from swarm.rpc.tls import CLIENT_OPTIONS
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.stage.boundary import HIDDEN, TOKENS, reply_specs
 from swarm.training.samples import Microbatch
-from swarm.types import PROTOCOL_VERSION, PeerRecord
+from swarm.types import PROTOCOL_VERSION, Block, PeerRecord
 from tests.support import locked
 from tests.support.chain import cancelled_tasks, eventually
 from tests.support.here import HERE
@@ -114,16 +114,16 @@ async def running(
     )  # fmt: skip
     channels = ChannelPool(identity=honest)
     hop = Hop(
-        run_id=config.run_id, stage=STAGE, reply_specs=reply_specs(config, STAGE), router=router, channels=channels,
-        clock=clock,
+        run_id=config.run_id, block=Block(STAGE), reply_specs=reply_specs(config, STAGE), router=router,
+        channels=channels, clock=clock,
     )  # fmt: skip
     async with cancelled_tasks() as tasks:
-        server = PeerServer(member, {STAGE: options}, tasks)
+        server = PeerServer(member, {Block(STAGE): options}, tasks)
         async with server.serving(HERE) as announced:
-            block = server.blocks[STAGE]
+            block = server.blocks[Block(STAGE)]
             record = block.presence.record()
             assert record.endpoints == announced.endpoints
-            router.update(STAGE, [record])
+            router.update(Block(STAGE), [record])
             host = Host(config, record, block, server.callers, hop)
             yield host
             await host.idles()

@@ -14,7 +14,7 @@ from swarm.credentials.identity import Identity
 from swarm.dht.directory import Directory
 from swarm.dht.known_records import RecordValidator
 from swarm.dht.records import Envelope, seal
-from swarm.types import PeerRecord, PeerState
+from swarm.types import Block, PeerRecord, PeerState
 from tests.intruders.mutations import changed_bytes
 from tests.support import locked
 from tests.support.manual_clock import ManualClock
@@ -106,7 +106,10 @@ async def test_no_changed_record_is_believed(num_records: int) -> None:
             await store.store(KEY, f"{subkey}#{number}" if number % 2 else subkey, value, lasts)
     assert accepted == 0
     reader = Directory(store, locked.TRAINER, "run.0123", clock)
-    assert {record.peer_id for record in await reader.peers(1)} <= {locked.PEER.peer_id, locked.OTHER_PEER.peer_id}
+    assert {record.peer_id for record in await reader.peers(Block(1))} <= {
+        locked.PEER.peer_id,
+        locked.OTHER_PEER.peer_id,
+    }
 
 
 def _says_the_same(value: bytes, original: bytes) -> bool:

@@ -29,7 +29,7 @@ from swarm.rpc.entry import Entry
 from swarm.rpc.meeting.check import is_node
 from swarm.rpc.meeting.dialler import Points
 from swarm.rpc.meeting.waiting import Waiting
-from swarm.types import PeerId
+from swarm.types import Block, PeerId
 from tests.support import locked
 from tests.support.chain import eventually
 from tests.support.memory_store import MemoryStore
@@ -102,7 +102,7 @@ async def _reads(entry: Entry, own: Identity) -> bool:
     channels = ChannelPool(identity=own)
     store = PeerStore([entry], channels, own, insecure=False)
     try:
-        return await store.get(keys.of_stage("any.run", 0)) == {}
+        return await store.get(keys.of_block("any.run", Block(0))) == {}
     except SwarmError:
         return False
     finally:

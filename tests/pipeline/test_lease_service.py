@@ -25,7 +25,7 @@ from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1 import lease_pb2 as pb
 from swarm.rpc.v1.lease_pb2_grpc import LeaseServiceServicer, add_LeaseServiceServicer_to_server
 from swarm.rpc.v1.stage_pb2 import Address
-from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord, PeerState
+from swarm.types import PROTOCOL_VERSION, Block, PeerId, PeerRecord, PeerState
 from tests.support.chain import SYNCHRONOUS
 from tests.support.manual_clock import ManualClock
 
@@ -65,7 +65,7 @@ class Leader:
         self.clock = ManualClock()
         self.changed = asyncio.Event()
         self.servicer = LeaseServicer(
-            config=SYNCHRONOUS, stage=stage, clock=self.clock, rng=random.Random(0),
+            config=SYNCHRONOUS, block=Block(stage), clock=self.clock, rng=random.Random(0),
             lead=lambda: GroupLead(leader_id=PeerId("me"), view=self.view), changed=self._wait,
         )  # fmt: skip
 
@@ -101,7 +101,7 @@ def _client(
         config=SYNCHRONOUS, trainer_id="trainer", peers=lambda stage: peers, channels=ChannelPool(),
         clock=clock or ManualClock(),
     )  # fmt: skip
-    return lambda: client.acquire(1, 1, holding=(), released=(), wait_seconds=0.0), peers
+    return lambda: client.acquire(Block(1), 1, holding=(), released=(), wait_seconds=0.0), peers
 
 
 async def test_a_peer_that_serves_another_stage_by_now_is_passed_over() -> None:
@@ -206,7 +206,7 @@ async def test_an_answer_that_makes_no_sense_is_none() -> None:
     client = LeaseClient(
         config=SYNCHRONOUS, trainer_id="trainer", peers=lambda stage: [record], channels=channels, clock=ManualClock()
     )
-    leased = [await client.acquire(0, 1, holding=(), released=(), wait_seconds=0.0) for _ in range(2)]
+    leased = [await client.acquire(Block(0), 1, holding=(), released=(), wait_seconds=0.0) for _ in range(2)]
     assert leased[0] is None
     assert leased[1] is not None
     assert leased[1].round == 3

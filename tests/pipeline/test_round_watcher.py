@@ -13,15 +13,17 @@ from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.training.inner_steps import InnerSteps
 from swarm.training.round_member import RoundCost
-from swarm.types import PeerRecord, PeerState
+from swarm.types import Block, PeerRecord, PeerState
 from tests.support.chain import DILOCO, Chain, running_chain
 from tests.support.describing import describing
+
+TWO = Block(0), Block(1)
 
 
 def _watcher(chain: Chain, *, synchronous: bool = False) -> RoundWatcher:
     return RoundWatcher(
-        run_id=chain.config.run_id, num_stages=len(chain.peers), synchronous=synchronous,
-        peers=lambda stage: [chain.peers[stage].record], channels=chain.peers[0].channels,
+        run_id=chain.config.run_id, blocks=chain.config.blocks, synchronous=synchronous,
+        peers=lambda block: [chain.peers[block.stage].record], channels=chain.peers[0].channels,
     )  # fmt: skip
 
 
@@ -117,12 +119,12 @@ async def test_an_answer_that_makes_no_sense_is_none(figure: dict[str, float]) -
         watcher = _watcher(chain)
         await watcher.poll()
         assert (watcher.round, watcher.latest_round, watcher.report(0)) == (0, 1, None)
-        obstacle = watcher.obstacle(1)
+        obstacle = watcher.obstacle(Block(1))
         assert obstacle is not None
         assert next(iter(figure)) in obstacle.causes
         _tell(chain, 1)
         await watcher.poll()
-        assert (watcher.round, watcher.obstacle(1)) == (1, None)
+        assert (watcher.round, watcher.obstacle(Block(1))) == (1, None)
         assert watcher.report(0) is not None
 
 
@@ -134,17 +136,17 @@ async def test_who_is_announced_and_cannot_be_reached_is_named() -> None:
     ]
     channels = ChannelPool(insecure=True)
     watcher = RoundWatcher(
-        run_id="run", num_stages=2, synchronous=True, peers=lambda stage: records if stage == 1 else [],
+        run_id="run", blocks=TWO, synchronous=True, peers=lambda block: records if block.stage == 1 else [],
         channels=channels,
     )  # fmt: skip
     await watcher.poll()
     assert watcher.known_round is None
-    assert watcher.obstacle(0) == Obstacle(num_peers=0)
+    assert watcher.obstacle(Block(0)) == Obstacle(num_peers=0)
     cause = "gpu-box at 127.0.0.1:1: nothing listens there"
-    assert watcher.obstacle(1) == Obstacle(num_peers=1, num_silent=1, causes=cause)
+    assert watcher.obstacle(Block(1)) == Obstacle(num_peers=1, num_silent=1, causes=cause)
     records.clear()
     await watcher.poll()
-    assert watcher.obstacle(1) == Obstacle(num_peers=0)
+    assert watcher.obstacle(Block(1)) == Obstacle(num_peers=0)
     await channels.close()
 
 
@@ -170,7 +172,11 @@ async def test_what_one_peer_says_of_the_round_changes_nothing(lie: int) -> None
         channels = ChannelPool(insecure=True)
         stack.push_async_callback(channels.close)
         watcher = RoundWatcher(
-            run_id="", num_stages=2, synchronous=True, peers=lambda stage: rows[stage], channels=channels
+            run_id="",
+            blocks=TWO,
+            synchronous=True,
+            peers=lambda block: rows[block.stage],
+            channels=channels,
         )
         for present in (5, 5, 6, 6):
             await watcher.poll()
@@ -183,7 +189,11 @@ async def test_a_stage_that_says_any_round_ends_no_step_before_the_others() -> N
         channels = ChannelPool(insecure=True)
         stack.push_async_callback(channels.close)
         watcher = RoundWatcher(
-            run_id="", num_stages=2, synchronous=False, peers=lambda stage: [records[stage]], channels=channels
+            run_id="",
+            blocks=TWO,
+            synchronous=False,
+            peers=lambda block: [records[block.stage]],
+            channels=channels,
         )
         await watcher.poll()
         assert (watcher.round, watcher.latest_round) == (5, 5)

@@ -21,7 +21,7 @@ from swarm.pipeline.round_watcher import RoundWatcher
 from swarm.pipeline.train_loop import Step, TrainLoop
 from swarm.rpc.v1 import lease_pb2 as pb
 from swarm.training.samples import TOKENS, Microbatch
-from swarm.types import LEASE_SECONDS, TRAINER_ACK_SECONDS, PeerId
+from swarm.types import LEASE_SECONDS, TRAINER_ACK_SECONDS, Block, PeerId
 from tests.support.chain import DILOCO, SYNCHRONOUS, eventually
 from tests.support.manual_clock import ManualClock
 
@@ -30,7 +30,7 @@ class Reply:
     loss, num_reroutes, num_busy = 1.0, 0, 0
 
     def __init__(self) -> None:
-        self.route = {0: PeerId("a"), 1: PeerId("b"), 2: PeerId("c")}
+        self.route = {Block(0): PeerId("a"), Block(1): PeerId("b"), Block(2): PeerId("c")}
         self.acked = self.closed = False
         self.ack_arrives = asyncio.Event()
         self.ack_arrives.set()
@@ -75,7 +75,7 @@ class World:
         self.told: dict[int, list[int]] = {}
         """By stage: the microbatches of which it was last told that stage 0 has them."""
         self.trained: list[Microbatch] = []
-        self.hints: list[dict[int, PeerId]] = []
+        self.hints: list[dict[Block, PeerId]] = []
         self.round = 0
         self.steps: list[Step] = []
         self.numbers: list[int] = []
@@ -84,16 +84,17 @@ class World:
         self.part.set_running_or_notify_cancel()
         self.waits_for_part = False
 
-    def obstacle(self, stage: int) -> Obstacle:
+    def obstacle(self, block: Block) -> Obstacle:
         assert not self.reachable
         return Obstacle(num_peers=1, num_silent=1, causes="gpu-1: no answer")
 
     async def acquire(
-        self, stage: int, count: int, *, holding: Collection[int], released: Collection[int], wait_seconds: float,
+        self, block: Block, count: int, *, holding: Collection[int], released: Collection[int], wait_seconds: float,
         acknowledged: Collection[int] = (), newest: pb.AcquireReply | None = None,
     ) -> pb.AcquireReply | None:  # fmt: skip
         if not self.reachable:
             return None
+        stage = block.stage
         self.told[stage] = list(acknowledged)
         if stage:
             self.num_asked += 1
@@ -112,7 +113,7 @@ class World:
         return pb.AcquireReply(round=self.stage_0_round, microbatches=fresh)
 
     async def train(
-        self, microbatch: Microbatch, tensors: Mapping[str, Any], listener: HopListener, hints: Mapping[int, Any]
+        self, microbatch: Microbatch, tensors: Mapping[str, Any], listener: HopListener, hints: Mapping[Block, Any]
     ) -> Reply:
         self.num_runs += 1
         self.trained.append(microbatch)
@@ -240,12 +241,12 @@ async def test_what_is_granted_while_a_trainer_evaluates_is_given_back() -> None
         await eventually(lambda: world.num_granted == 4, meanwhile=lambda: world.clock.advance(0.02))
         acquire, pause = world.acquire, ExitStack()
 
-        async def acquire_late(stage: int, count: int, **options: Any) -> pb.AcquireReply | None:
-            if stage == 0:
+        async def acquire_late(block: Block, count: int, **options: Any) -> pb.AcquireReply | None:
+            if block == Block(0):
                 world.acquire = acquire  # type: ignore[method-assign]
                 world.num_there = 6
                 pause.enter_context(world.work.paused())
-            return await acquire(stage, count, **options)
+            return await acquire(block, count, **options)
 
         world.acquire = acquire_late  # type: ignore[method-assign]
         await eventually(lambda: world.acquire is acquire, meanwhile=lambda: pass_time(world))
@@ -299,7 +300,7 @@ async def test_a_replay_goes_to_those_who_know_it_but_where_it_is_lost() -> None
         world.lost = [0, 5]
         await eventually(lambda: world.num_runs == 3, meanwhile=lambda: pass_time(world))
         assert [m.index for m in world.trained] == [0, 0, 5]
-        assert world.hints == [{}, {0: "a", 2: "c"}, {}]
+        assert world.hints == [{}, {Block(0): "a", Block(2): "c"}, {}]
 
 
 async def test_what_two_stages_have_lost_is_replayed_for_one_and_then_at_once_for_the_other() -> None:
@@ -311,7 +312,8 @@ async def test_what_two_stages_have_lost_is_replayed_for_one_and_then_at_once_fo
         assert [(m.index, m.accumulate_only_at) for m in world.trained[1:]] == [(5, 1), (6, 2)]
         world.answer.set()
         await eventually(lambda: world.num_runs == 4, meanwhile=lambda: pass_time(world))
-        assert (world.trained[3].index, world.trained[3].accumulate_only_at, world.hints[3]) == (5, 2, {0: "a", 1: "b"})
+        assert (world.trained[3].index, world.trained[3].accumulate_only_at) == (5, 2)
+        assert world.hints[3] == {Block(0): "a", Block(1): "b"}
 
 
 async def test_what_is_lost_comes_before_all_else() -> None:

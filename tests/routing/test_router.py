@@ -10,7 +10,7 @@ import pytest
 
 from swarm.routing.router import Router
 from swarm.routing.throughput import Observation
-from swarm.types import PeerId, PeerRecord, PeerState
+from swarm.types import Block, PeerId, PeerRecord, PeerState
 from tests.routing.records import id_of, record_of
 from tests.support.manual_clock import ManualClock
 
@@ -18,7 +18,7 @@ from tests.support.manual_clock import ManualClock
 def _router(*records: PeerRecord, seed: int = 0) -> tuple[Router, ManualClock]:
     clock = ManualClock()
     router = Router(clock, random.Random(seed))
-    router.update(0, records)
+    router.update(Block(0), records)
     return router, clock
 
 
@@ -26,10 +26,11 @@ def _path(router: Router, num_choices: int, *, links: dict[int, float] | None = 
     """Choose peers and let them reply; every peer computes as fast as it announced."""
     path = []
     for _ in range(num_choices):
-        record = router.choose(0, 4)
+        record = router.choose(Block(0), 4)
         assert record is not None
         number = int(record.peer_id, 16)
         router.succeeded(
+                Block(0),
             PeerId(record.peer_id),
             Observation(
                 num_samples=4, busy_seconds=4 / record.samples_per_second, link_seconds=(links or {}).get(number, 0.0),
@@ -45,7 +46,7 @@ def test_shares_of_three_peers_follow_their_throughputs() -> None:
     counts = Counter(_path(router, 3000))
     for number, count in counts.items():
         assert count / 3000 == pytest.approx(number / 6, rel=0.05)
-        assert router.expected_seconds(id_of(number), 1) == pytest.approx(1 / number, rel=1e-3)
+        assert router.expected_seconds(Block(0), id_of(number), 1) == pytest.approx(1 / number, rel=1e-3)
 
 
 def test_a_seed_is_a_path() -> None:
@@ -66,11 +67,11 @@ def _keep_in_flight(in_flight: int, links: list[float], num_replies: int = 4000)
     """The shares of peers behind these links; each computes one microbatch after the other, in 20 ms each."""
     clock, events, order = ManualClock(), list[tuple[float, int, int, bool]](), itertools.count()
     router = Router(clock, random.Random(0))
-    router.update(0, [record_of(number, samples_per_second=50.0) for number in range(len(links))])
+    router.update(Block(0), [record_of(number, samples_per_second=50.0) for number in range(len(links))])
     free_at, waiting, sent = [0.0] * len(links), [0] * len(links), [0] * len(links)
 
     def send() -> None:
-        record = router.choose(0, 1)
+        record = router.choose(Block(0), 1)
         assert record is not None
         number = int(record.peer_id, 16)
         sent[number] += 1
@@ -88,6 +89,7 @@ def _keep_in_flight(in_flight: int, links: list[float], num_replies: int = 4000)
         else:
             waiting[number] -= 1
             router.succeeded(
+                Block(0),
                 id_of(number),
                 Observation(num_samples=1, busy_seconds=0.02, link_seconds=links[number], queue_length=waiting[number]),
             )
@@ -104,9 +106,9 @@ def test_a_far_peer_is_used_fully_once_the_near_one_is_saturated() -> None:
 def test_only_serving_peers_are_chosen() -> None:
     router, _ = _router(record_of(1), record_of(2, state="joining"), record_of(3, state="leaving"))
     assert set(_path(router, 20)) == {1}
-    assert router.choose(0, 1, exclude=[id_of(1)], prefer=[id_of(2), id_of(3)]) is None
-    assert router.record(id_of(2)) is None
-    router.update(0, [record_of(1, state="leaving"), record_of(2)])
+    assert router.choose(Block(0), 1, exclude=[id_of(1)], prefer=[id_of(2), id_of(3)]) is None
+    assert router.record(Block(0), id_of(2)) is None
+    router.update(Block(0), [record_of(1, state="leaving"), record_of(2)])
     assert set(_path(router, 20)) == {2}
 
 
@@ -115,12 +117,12 @@ def test_hints_come_first_unless_excluded_banned_or_gone() -> None:
     hints = [id_of(9), id_of(1), id_of(2)]
 
     def chosen(**options: Any) -> str | None:
-        record = router.choose(0, 1, **options)
+        record = router.choose(Block(0), 1, **options)
         return None if record is None else record.peer_id
 
     assert chosen(prefer=hints) == id_of(1)
     assert chosen(prefer=hints, exclude={id_of(1)}) == id_of(2)
-    router.failed(id_of(2))
+    router.failed(Block(0), id_of(2))
     assert chosen(prefer=hints, exclude={id_of(1)}) == id_of(3)
     assert chosen(exclude={id_of(1), id_of(3)}) is None
     assert chosen(exclude={id_of(1)}) == id_of(3)
@@ -129,107 +131,141 @@ def test_hints_come_first_unless_excluded_banned_or_gone() -> None:
 def test_the_own_peer_comes_after_hints_and_before_all_others_unless_it_is_busy_banned_or_excluded() -> None:
     clock = ManualClock()
     router = Router(clock, random.Random(0), own=id_of(2))
-    router.update(0, [record_of(number) for number in (1, 2, 3)])
-    router.update(1, [record_of(number) for number in (4, 5)])
+    router.update(Block(0), [record_of(number) for number in (1, 2, 3)])
+    router.update(Block(1), [record_of(number) for number in (4, 5)])
 
     def chosen(**how: Any) -> str | None:
-        record = router.choose(0, 4, **how)
+        record = router.choose(Block(0), 4, **how)
         return None if record is None else record.peer_id
 
     assert {chosen() for _ in range(20)} == {id_of(2)}
     assert chosen(prefer=[id_of(3)]) == id_of(3)
     assert chosen(exclude={id_of(2)}) != id_of(2)
-    router.busy(id_of(2), 1.0)
+    router.busy(Block(0), id_of(2), 1.0)
     assert {chosen() for _ in range(20)} == {id_of(1), id_of(3)}
     clock.advance(1.5)
     assert chosen() == id_of(2)
-    router.failed(id_of(2))
+    router.failed(Block(0), id_of(2))
     assert {chosen() for _ in range(20)} == {id_of(1), id_of(3)}
-    other = router.choose(1, 4)
+    other = router.choose(Block(1), 4)
     assert other is not None, "a stage that the own peer does not serve"
 
 
 def test_empty_and_available() -> None:
     router, clock = _router()
-    assert router.next_available_seconds(0) is None
-    assert router.next_available_seconds(5) is None
-    assert router.choose(5, 1) is None
-    router.update(0, [record_of(1), record_of(2)])
-    assert router.next_available_seconds(0) == 0.0
-    router.failed(id_of(1))
-    assert router.next_available_seconds(0) == 0.0
-    router.busy(id_of(2), 2.0)
+    assert router.next_available_seconds(Block(0)) is None
+    assert router.next_available_seconds(Block(5)) is None
+    assert router.choose(Block(5), 1) is None
+    router.update(Block(0), [record_of(1), record_of(2)])
+    assert router.next_available_seconds(Block(0)) == 0.0
+    router.failed(Block(0), id_of(1))
+    assert router.next_available_seconds(Block(0)) == 0.0
+    router.busy(Block(0), id_of(2), 2.0)
     clock.advance(0.5)
-    assert router.choose(0, 1) is None
-    assert router.next_available_seconds(0) == pytest.approx(1.5)
-    assert router.next_available_seconds(0) is not None
+    assert router.choose(Block(0), 1) is None
+    assert router.next_available_seconds(Block(0)) == pytest.approx(1.5)
+    assert router.next_available_seconds(Block(0)) is not None
     clock.advance(1.5)
-    assert router.next_available_seconds(0) == 0.0
+    assert router.next_available_seconds(Block(0)) == 0.0
 
 
-def test_a_peer_is_at_the_stage_it_announced_last() -> None:
+def test_a_peer_is_at_each_block_until_its_record_there_is_gone_or_says_that_it_leaves() -> None:
     router, _ = _router(record_of(1, announced_at=1.0))
-    router.update(1, [record_of(1, stage=1, announced_at=2.0)])
-    router.update(0, [record_of(1, announced_at=1.0)])  # The old announcement has not expired yet.
-    assert router.next_available_seconds(0) is None
-    record = router.record(id_of(1))
-    assert record is not None
-    assert record.stage == 1
-    router.update(0, [])
-    assert router.choose(1, 1) == record
-    assert (router.num_peers(0), router.num_peers(1)) == (0, 1)
+    router.update(Block(1), [record_of(1, stage=1, announced_at=2.0)])
+    router.update(Block(1, 1), [record_of(1, stage=1, variant=1, announced_at=3.0)])
+    for block in (Block(0), Block(1), Block(1, 1)):
+        record = router.choose(block, 1)
+        assert record is not None
+        assert (record.block, router.record(block, id_of(1))) == (block, record)
+    router.update(Block(0), [record_of(1, announced_at=4.0, state="leaving")])
+    assert [router.num_peers(block) for block in (Block(0), Block(1), Block(1, 1))] == [0, 1, 1]
+    router.update(Block(1), [])
+    assert [router.num_peers(block) for block in (Block(0), Block(1), Block(1, 1))] == [0, 0, 1]
+
+
+def test_what_is_known_of_a_peer_is_known_of_it_at_one_block() -> None:
+    first, second = Block(0), Block(1)
+    router, _ = _router(record_of(1), record_of(2))
+    router.update(second, [record_of(1, stage=1), record_of(2, stage=1)])
+    slow = Observation(num_samples=1, busy_seconds=3.0, link_seconds=0.0, queue_length=0)
+    for _ in range(50):
+        router.succeeded(first, id_of(1), slow)
+    assert router.expected_seconds(first, id_of(1), 1) == pytest.approx(3.0, rel=0.01)
+    assert router.expected_seconds(second, id_of(1), 1) == pytest.approx(1.0)
+    router.busy(first, id_of(1), 5.0)
+    router.failed(first, id_of(2), reason="its weights are broken")
+    assert router.choose(first, 1) is None
+    assert (router.banned(second), router.left_alone(second)) == (set(), [])
+
+
+@pytest.mark.parametrize("how", ["is_gone", "is_unreachable"])
+def test_a_process_that_does_not_answer_at_one_block_is_left_alone_at_all(how: str) -> None:
+    first, second, third = Block(0), Block(1), Block(2)
+    router, clock = _router(record_of(1))
+    router.update(second, [record_of(1, stage=1), record_of(2, stage=1)])
+    router.update(third, [record_of(1, stage=2, endpoint="192.0.2.9:1")])
+    router.failed(first, id_of(1), **{how: True})  # type: ignore[arg-type]
+    assert [router.banned(block) for block in (first, second)] == [{id_of(1)}] * 2
+    assert router.banned(third) == set(), "it is another process there"
+    clock.advance(2.0)
+    router.answered(second, id_of(1))
+    assert router.banned(first) == (set() if how == "is_unreachable" else {id_of(1)})
 
 
 def test_outcomes_of_peers_that_have_vanished_are_ignored() -> None:
     router, _ = _router(record_of(1))
-    router.update(0, [])
-    router.failed(id_of(1))
-    router.busy(id_of(1), 1.0)
-    router.succeeded(id_of(1), Observation(num_samples=1, busy_seconds=1.0, link_seconds=None, queue_length=0))
-    assert router.records(0) == []
-    router.update(0, [record_of(1)])
-    assert router.next_available_seconds(0) == 0.0
+    router.update(Block(0), [])
+    router.failed(Block(0), id_of(1))
+    router.busy(Block(0), id_of(1), 1.0)
+    router.succeeded(
+        Block(0), id_of(1), Observation(num_samples=1, busy_seconds=1.0, link_seconds=None, queue_length=0)
+    )
+    assert router.records(Block(0)) == []
+    router.update(Block(0), [record_of(1)])
+    assert router.next_available_seconds(Block(0)) == 0.0
 
 
 def test_what_a_peer_is_expected_to_take_counts_its_queue() -> None:
     router, _ = _router(record_of(1), record_of(2, samples_per_second=2.0))
-    assert router.expected_seconds(id_of(2), 4) == pytest.approx(2.0)
+    assert router.expected_seconds(Block(0), id_of(2), 4) == pytest.approx(2.0)
     for _ in range(50):
-        router.succeeded(id_of(1), Observation(num_samples=4, busy_seconds=4.0, link_seconds=0.0, queue_length=9))
-    assert router.expected_seconds(id_of(1), 4) == pytest.approx(40.0, rel=0.01)
-    assert router.expected_seconds(id_of(3), 4) is None
+        router.succeeded(
+            Block(0), id_of(1), Observation(num_samples=4, busy_seconds=4.0, link_seconds=0.0, queue_length=9)
+        )
+    assert router.expected_seconds(Block(0), id_of(1), 4) == pytest.approx(40.0, rel=0.01)
+    assert router.expected_seconds(Block(0), id_of(3), 4) is None
 
 
 def test_the_others_are_those_of_the_stage_that_are_not_banned() -> None:
     router, clock = _router(record_of(1), record_of(2), record_of(3))
-    router.update(1, [record_of(4, stage=1)])
-    router.failed(id_of(2))
-    assert router.others(id_of(1)) == [id_of(3)]
-    assert (router.banned(0), router.banned(1)) == ({id_of(2)}, set())
+    router.update(Block(1), [record_of(4, stage=1)])
+    router.failed(Block(0), id_of(2))
+    assert router.others(Block(0), id_of(1)) == [id_of(3)]
+    assert (router.banned(Block(0)), router.banned(Block(1))) == ({id_of(2)}, set())
     clock.advance(5.0)
-    assert router.others(id_of(1)) == [id_of(2), id_of(3)]
-    assert router.others(id_of(5)) == []
+    assert router.others(Block(0), id_of(1)) == [id_of(2), id_of(3)]
+    assert router.others(Block(0), id_of(5)) == []
 
 
 def test_of_a_stage_without_peers_it_is_known_which_was_the_last_one_and_what_became_of_it() -> None:
     clock = ManualClock(100.0)
     router = Router(clock, random.Random(0))
-    assert router.gone(1) is None
+    assert router.gone(Block(1)) is None
     fields: dict[str, Any] = {"stage": 1, "endpoint": "192.0.2.1:5001", "state": PeerState.SERVING}
     older = PeerRecord(peer_id="ab" * 20, name="gpu-1", announced_at=clock.time() - 5.0, **fields)
     last = PeerRecord(peer_id="cd" * 20, name="gpu-2", announced_at=clock.time(), **fields)
-    router.update(1, [older, last])
-    assert router.gone(1) is None
+    router.update(Block(1), [older, last])
+    assert router.gone(Block(1)) is None
     clock.advance(21.0)
-    router.update(1, [])
+    router.update(Block(1), [])
     clock.advance(3.0)
-    router.update(1, [])
-    gone = router.gone(1)
+    router.update(Block(1), [])
+    gone = router.gone(Block(1))
     assert gone is not None
     assert gone.in_words(clock.monotonic()) == "its last one, gpu-2, fell silent 24 s ago"
-    router.update(1, [older])
-    assert router.gone(1) is None
-    router.update(1, [older.model_copy(update={"state": PeerState.LEAVING})])
-    gone = router.gone(1)
+    router.update(Block(1), [older])
+    assert router.gone(Block(1)) is None
+    router.update(Block(1), [older.model_copy(update={"state": PeerState.LEAVING})])
+    gone = router.gone(Block(1))
     assert gone is not None
     assert gone.in_words(clock.monotonic()).startswith("its last one, gpu-1, left ")

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from swarm.routing.router import Router
 from swarm.routing.throughput import Observation
-from swarm.types import PeerId, PeerRecord, PeerState
+from swarm.types import Block, PeerId, PeerRecord, PeerState
 from tests.routing.records import id_of, record_of
 from tests.support.manual_clock import ManualClock
 
@@ -37,7 +37,7 @@ class _Model(RuleBasedStateMachine):
         return {number for number, record in self.records.items() if record.state is PeerState.SERVING}
 
     def is_banned(self, number: int) -> bool:
-        return id_of(number) in self.router.banned(0)
+        return id_of(number) in self.router.banned(Block(0))
 
     def certainly_banned(self) -> set[int]:
         return {number for number, until in self.ban_holds.items() if self.clock.monotonic() < until}
@@ -54,13 +54,16 @@ class _Model(RuleBasedStateMachine):
                 self.records[number] = record_of(
                     number, announced_at=self.clock.time(), state=state, samples_per_second=rate
                 )
-        self.router.update(0, list(self.records.values()))
+        self.router.update(Block(0), list(self.records.values()))
         self.busy_until = {number: until for number, until in self.busy_until.items() if number in self.serving()}
 
     @rule(exclude=st.sets(peers), prefer=st.lists(peers, max_size=3), num_samples=st.integers(1, 4))
     def choose(self, exclude: set[int], prefer: list[int], num_samples: int) -> None:
         record = self.router.choose(
-            0, num_samples, exclude={id_of(number) for number in exclude}, prefer=[id_of(number) for number in prefer]
+            Block(0),
+            num_samples,
+            exclude={id_of(number) for number in exclude},
+            prefer=[id_of(number) for number in prefer],
         )
         now = self.clock.monotonic()
         if record is None:
@@ -80,7 +83,9 @@ class _Model(RuleBasedStateMachine):
     @rule(number=peers, busy=st.floats(0.2, 4.0), link=st.none() | st.floats(0.0, 1.0), queue_length=st.integers(0, 3))
     def succeed(self, number: int, busy: float, link: float | None, queue_length: int) -> None:
         self.router.succeeded(
-            id_of(number), Observation(num_samples=2, busy_seconds=busy, link_seconds=link, queue_length=queue_length)
+            Block(0),
+            id_of(number),
+            Observation(num_samples=2, busy_seconds=busy, link_seconds=link, queue_length=queue_length),
         )
         if number in self.serving():
             self.ban_ends.pop(number, None)
@@ -89,10 +94,10 @@ class _Model(RuleBasedStateMachine):
     @rule(number=peers)
     def fail(self, number: int) -> None:
         if number not in self.serving():
-            self.router.failed(id_of(number))
+            self.router.failed(Block(0), id_of(number))
             return
         was_banned = self.is_banned(number)
-        self.router.failed(id_of(number))
+        self.router.failed(Block(0), id_of(number))
         assert self.is_banned(number)
         if not was_banned:
             self.ban_holds[number] = self.clock.monotonic() + 5.0
@@ -100,7 +105,7 @@ class _Model(RuleBasedStateMachine):
 
     @rule(number=peers, retry_after=st.floats(0, 20))
     def busy(self, number: int, retry_after: float) -> None:
-        self.router.busy(id_of(number), retry_after)
+        self.router.busy(Block(0), id_of(number), retry_after)
         if number in self.serving():
             self.busy_until[number] = max(self.busy_until.get(number, 0.0), self.clock.monotonic() + retry_after)
 
@@ -115,7 +120,7 @@ class _Model(RuleBasedStateMachine):
         for _ in range(20_000):
             if not waiting:
                 break
-            record = self.router.choose(0, 1)
+            record = self.router.choose(Block(0), 1)
             assert record is not None
             waiting.discard(int(record.peer_id, 16))
         assert not waiting
@@ -124,16 +129,16 @@ class _Model(RuleBasedStateMachine):
     def the_serving_are_known(self) -> None:
         if not hasattr(self, "router"):
             return
-        known = {PeerId(record.peer_id) for record in self.router.records(0)}
+        known = {PeerId(record.peer_id) for record in self.router.records(Block(0))}
         assert known == {id_of(number) for number in self.serving()}
-        assert all((self.router.expected_seconds(peer_id, 1) or 1.0) > 0 for peer_id in known)
-        assert (self.router.next_available_seconds(0) is None) == (not self.serving())
-        left_alone = {PeerId(each.record.peer_id): each for each in self.router.left_alone(0)}
-        assert {peer_id for peer_id, each in left_alone.items() if not each.is_busy} == self.router.banned(0)
+        assert all((self.router.expected_seconds(Block(0), peer_id, 1) or 1.0) > 0 for peer_id in known)
+        assert (self.router.next_available_seconds(Block(0)) is None) == (not self.serving())
+        left_alone = {PeerId(each.record.peer_id): each for each in self.router.left_alone(Block(0))}
+        assert {peer_id for peer_id, each in left_alone.items() if not each.is_busy} == self.router.banned(Block(0))
         assert all(each.until > self.clock.monotonic() for each in left_alone.values())
         if left_alone.keys() == known and known:
             first = min(each.until for each in left_alone.values()) - self.clock.monotonic()
-            assert self.router.next_available_seconds(0) == pytest.approx(first)
+            assert self.router.next_available_seconds(Block(0)) == pytest.approx(first)
 
 
 TestModel = _Model.TestCase

@@ -23,7 +23,7 @@ from swarm.rpc.v1.averaging_pb2_grpc import (
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceServicer
 from swarm.rpc.wire import add_stage_servicer, parsed, stage_stub
-from swarm.types import PROTOCOL_VERSION
+from swarm.types import PROTOCOL_VERSION, Block
 
 RUN = "run"
 
@@ -38,7 +38,7 @@ class _Checked:
 
     async def check(self, named: Address, context: Any) -> None:
         try:
-            check_address(named, run_id=RUN, stage=self.stage)
+            check_address(named, run_id=RUN, block=Block(self.stage))
         except SwarmError as error:
             await abort(context, error)
 
@@ -93,7 +93,7 @@ async def _serving(*stages: int, allow: dispatches.Allow = lambda method, stage,
         handlers: Any = BlockHandlers()
         add_stage_servicer(_Stage(stage), handlers)  # type: ignore[abstract]
         add_AveragingServiceServicer_to_server(_Averaging(stage), handlers)  # type: ignore[abstract]
-        dispatch.add(stage, handlers)
+        dispatch.add(Block(stage), handlers)
     await server.start()
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -141,6 +141,14 @@ async def test_a_block_that_is_not_served_is_refused_as_a_wrong_stage_is() -> No
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
             await _all(_train(channel, 5))
         assert isinstance(translate(refusal.value), WrongStage)
+
+
+async def test_the_block_that_is_asked_for_describes_itself_and_without_one_the_first() -> None:
+    async with _serving(3, 4) as channel:
+        stub: Any = stage_stub(channel)
+        asked = stage_pb2.DescribeRequest
+        for request, stage in ((asked(), 3), (asked(stage=3), 3), (asked(stage=4), 4), (asked(stage=4, variant=1), 3)):
+            assert (await stub.Describe(request)).stage == stage
 
 
 async def test_a_trainer_may_feed_the_first_stage_and_no_other_one_of_the_process() -> None:

@@ -20,6 +20,7 @@ from swarm.stage.graphs import GraphBudget
 from swarm.stage.runtime import Runtime
 from swarm.stage.slots import FEW
 from swarm.training.samples import Microbatch
+from swarm.types import Block
 from tests.support.chain import (
     ANY_HOP,
     DILOCO,
@@ -169,7 +170,7 @@ async def test_a_slow_peer_with_a_full_queue_is_not_taken_for_stalled() -> None:
     async with running_chain(DILOCO, hop_clock=clock) as chain:
         first = chain.peers[0]
         chain.router.succeeded(
-            first.peer_id, Observation(num_samples=2, busy_seconds=10.0, link_seconds=None, queue_length=17)
+            Block(0), first.peer_id, Observation(num_samples=2, busy_seconds=10.0, link_seconds=None, queue_length=17)
         )
         async with first.held():
             training = asyncio.create_task(chain.train(0))
@@ -208,7 +209,7 @@ async def test_a_leaving_peer_is_left_alone_and_not_banned() -> None:
         leaving.stage.admission.close()
         await chain.train_all(range(4))
         assert (leaving.stage.counters["forwards"], staying.stage.counters["forwards"]) == (0, 4)
-        assert chain.peers[0].router.banned(1) == set()
+        assert chain.peers[0].router.banned(Block(1)) == set()
 
 
 CPU = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4294967296 bytes.")

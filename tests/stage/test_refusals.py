@@ -25,6 +25,7 @@ from swarm.errors import (
     WrongStage,
 )
 from swarm.hop.retries import HopLimits
+from swarm.rpc.ask import describe
 from swarm.rpc.failures import translate
 from swarm.rpc.tls import CLIENT_OPTIONS, MAX_MESSAGE_BYTES
 from swarm.rpc.v1 import stage_pb2 as pb
@@ -33,7 +34,7 @@ from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
 from swarm.rpc.wire import CHUNK_BYTES, TensorReader
 from swarm.stage import call as stage_call
 from swarm.stage.boundary import TOKENS
-from swarm.types import PROTOCOL_VERSION
+from swarm.types import PROTOCOL_VERSION, Block
 from tests.support.chain import DILOCO, INT8, SYNCHRONOUS, Chain, Peer, eventually, running_chain, tokens
 from tests.support.chunks import chunks
 
@@ -58,6 +59,7 @@ def _open(**changes: Any) -> pb.TrainRequest:
     address = pb.Address(
         run_id=changes.pop("run_id", SYNCHRONOUS.run_id),
         stage=changes.pop("stage", 1),
+        variant=changes.pop("variant", 0),
         protocol_version=changes.pop("protocol_version", PROTOCOL_VERSION),
     )
     return pb.TrainRequest(open=pb.Open(**{"address": address, "microbatch": 0, "num_samples": 2, **changes}))
@@ -78,10 +80,31 @@ async def _send(peer: Peer, method: str, requests: Iterable[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize(
+    ("request_", "says"),
+    [
+        (pb.DescribeRequest(), None),
+        (pb.DescribeRequest(stage=1), None),
+        (pb.DescribeRequest(stage=0), "serves stage 1, not 0"),
+        (pb.DescribeRequest(stage=1, variant=2), r"serves stage 1, not 1\.2"),
+    ],
+)
+async def test_a_peer_describes_a_block_that_it_serves(chain: Chain, request_: Any, says: str | None) -> None:
+    async with grpc.aio.insecure_channel(chain.peers[1].record.endpoint) as channel:
+        describing = describe(channel, request_, seconds=20.0)
+        if says is None:
+            assert (await describing).stage == 1
+        else:
+            with pytest.raises(WrongStage, match=says):
+                await describing
+
+
+@pytest.mark.parametrize(
     ("requests", "error", "message"),
     [
         ([_open(stage=2)], WrongStage, "serves stage 1, not 2"),
         ([_open(stage=4_000_000_000)], WrongStage, "serves stage 1"),
+        ([_open(variant=1)], WrongStage, r"serves stage 1, not 1\.1"),
+        ([_open(variant=4_000_000_000)], WrongStage, "serves stage 1"),
         ([_open(run_id="other.0123456789abcdef")], WrongRun, "run 'other.0123456789abcdef' is not"),
         ([_open(run_id="r" * 100_000)], WrongRun, "which this peer serves"),
         ([_open(protocol_version=99)], IncompatibleVersion, "protocol version 99 is not"),
@@ -242,6 +265,7 @@ def _evaluate(tensors: Iterable[pb.EvaluateRequest] = (), **changes: Any) -> lis
     address = pb.Address(
         run_id=changes.pop("run_id", SYNCHRONOUS.run_id),
         stage=changes.pop("stage", 1),
+        variant=changes.pop("variant", 0),
         protocol_version=PROTOCOL_VERSION,
     )
     settings = {"num_samples": 2, "sequence_length": 16, "later": [pb.HeldRound()], **changes}
@@ -342,7 +366,7 @@ async def test_a_peer_that_answers_nonsense_is_banned_and_another_one_asked(
         monkeypatch.setattr(bad.servicer, "_train", talk_nonsense)
         await chain.train_all(range(4))
         assert (bad.stage.counters["forwards"], good.stage.counters["forwards"]) == (0, 4)
-        assert first.router.banned(1) == {bad.peer_id}
+        assert first.router.banned(Block(1)) == {bad.peer_id}
         assert all(bool(value.isfinite().all()) for value in first.weights.buckets.open().sums.values())
 
 
@@ -354,8 +378,8 @@ async def test_a_peer_that_computes_nonsense_is_banned_by_those_before_it() -> N
             for value in bad.weights.version.parameters.values():
                 value.fill_(float("nan"))
         await chain.train_all(range(4))
-        assert chain.router.banned(0) == {bad.peer_id}
-        assert bad.router.banned(1) == good.router.banned(1) == set()
+        assert chain.router.banned(Block(0)) == {bad.peer_id}
+        assert bad.router.banned(Block(1)) == good.router.banned(Block(1)) == set()
         assert sorted(good.stage.ledger.committed(0)) == [0, 1, 2, 3]
         assert bad.num_idle == (0, 0, 0, 0)
 
@@ -368,8 +392,8 @@ async def test_one_peer_s_word_that_what_it_got_is_nonsense_blames_nobody_before
             for value in bad.weights.version.parameters.values():
                 value.fill_(float("nan"))
         await chain.train_all(range(4))
-        assert chain.router.banned(0) == first.router.banned(1) == set()
-        assert middle.router.banned(2) == {bad.peer_id}
+        assert chain.router.banned(Block(0)) == first.router.banned(Block(1)) == set()
+        assert middle.router.banned(Block(2)) == {bad.peer_id}
         assert good.weights.buckets.open().num_samples == 8
 
 
@@ -384,11 +408,11 @@ async def test_a_peer_that_has_moved_to_another_stage_is_passed_over(monkeypatch
 
         monkeypatch.setattr(first.router, "choose", choosing)
         moved = last.record.model_copy(update={"stage": 1, "announced_at": 1.0})
-        first.router.update(1, [moved, middle.record])
+        first.router.update(Block(1), [moved, middle.record])
         await chain.train_all(range(4))
         chain.assert_accumulated(range(4))
         assert moved in chosen
-        assert first.router.banned(1) == set()
+        assert first.router.banned(Block(1)) == set()
 
 
 def _refuse_all(monkeypatch: pytest.MonkeyPatch, peer: Peer, refusal: SwarmError) -> None:
@@ -418,7 +442,7 @@ async def test_where_one_peer_refuses_another_one_is_asked(
         await chain.train_all(range(4))
         assert (bad.stage.counters["forwards"], good.stage.counters["forwards"]) == (0, 4)
         if is_banned:
-            assert first.router.banned(1) == {bad.peer_id}
+            assert first.router.banned(Block(1)) == {bad.peer_id}
 
 
 async def test_whom_all_refuse_hears_why(monkeypatch: pytest.MonkeyPatch) -> None:

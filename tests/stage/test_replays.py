@@ -9,6 +9,7 @@ import torch
 from swarm.errors import Overloaded
 from swarm.stage.call import Incoming
 from swarm.training.samples import Microbatch
+from swarm.types import Block
 from tests.support.chain import ANY_HOP, INT8, SYNCHRONOUS, eventually, running_chain
 
 pytestmark = ANY_HOP
@@ -56,7 +57,7 @@ async def test_a_replay_is_computed_at_the_stage_that_lacks_it_alone(
             await chain.ack(reply)
             routes[microbatch] = dict(reply.route)
         dead = chain.at(stage)[0]
-        lost = [m for m in microbatches if routes[m].pop(stage) == dead.peer_id]
+        lost = [m for m in microbatches if routes[m].pop(Block(stage)) == dead.peer_id]
         assert lost, "the peers of a stage share its work"
         await dead.stop()
         alive = dataclasses.replace(chain, peers=[peer for peer in chain.peers if peer is not dead])
@@ -65,7 +66,7 @@ async def test_a_replay_is_computed_at_the_stage_that_lacks_it_alone(
         monkeypatch.setattr(Incoming, "tensors", note)
         for microbatch in lost:
             # The peer of stage 0 already knows the rest of the path.
-            hints = {peer: name for peer, name in routes[microbatch].items() if stage == 0 or peer == 0}
+            hints = {block: peer for block, peer in routes[microbatch].items() if stage == 0 or block.stage == 0}
             reply = await chain.train(microbatch, accumulate_only_at=stage, hints=hints)
             await chain.ack(reply)
         alive.assert_accumulated(microbatches)
@@ -86,8 +87,8 @@ async def test_a_replay_goes_to_whoever_did_the_replay_before_it() -> None:
             for stage in (2, 1):
                 reply = await chain.train(microbatch, accumulate_only_at=stage, hints=reply.route)
                 await chain.ack(reply)
-            assert reply.route[1] != first.route[1]
-            assert reply.route[2] != first.route[2]
+            assert reply.route[Block(1)] != first.route[Block(1)]
+            assert reply.route[Block(2)] != first.route[Block(2)]
         assert sum(peer.stage.counters["forwards"] for peer in chain.at(2)) == 2 * 4, "the last replay needs none there"
 
 

@@ -17,6 +17,7 @@ from swarm.rpc.v1.stage_pb2 import DescribeRequest
 from swarm.stage import servicer
 from swarm.stage.boundary import HIDDEN, TOKENS
 from swarm.training.samples import Microbatch
+from swarm.types import Block
 from tests.support.chain import DILOCO, LORA, SYNCHRONOUS, assert_close, eventually, failures_of, running_chain, tokens
 from tests.support.chain_rounds import apply_average, begin_next_round, commit_round
 from tests.support.tape import TapeRecorder
@@ -151,7 +152,7 @@ async def test_who_waits_for_a_peers_commit_hears_of_it_all_the_while(monkeypatc
         await begin_next_round(chain.peers[1:])
         await chain.ack(await training)
         # The line to that peer does not count as slow either, although two samples waited for two seconds.
-        seconds = first.router.expected_seconds(chain.peers[1].peer_id, 1)
+        seconds = first.router.expected_seconds(Block(1), chain.peers[1].peer_id, 1)
         assert seconds is not None
         assert seconds < 0.5
         assert chain.counts("forwards") == [1, 1, 1]

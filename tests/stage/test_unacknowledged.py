@@ -12,6 +12,7 @@ from swarm.errors import PeerUnavailable
 from swarm.rpc.ask import Stream
 from swarm.stage import servicer
 from swarm.stage.ledger import EntryState
+from swarm.types import Block
 from tests.support.chain import ANY_HOP, BOTH, DILOCO, ORPHAN_SECONDS, SYNCHRONOUS, Chain, eventually, running_chain
 from tests.support.manual_clock import ManualClock
 from tests.support.proxy import Direction, Proxy
@@ -113,12 +114,12 @@ async def test_a_lost_ack_ends_in_missing_and_a_replay_mends_it() -> None:
     async with running_chain(SYNCHRONOUS, clock=clock) as chain:
         first, middle, _ = chain.peers
         async with Proxy("127.0.0.1", int(middle.record.endpoint.rpartition(":")[2])) as proxy:
-            first.router.update(1, [middle.record.model_copy(update={"endpoint": proxy.address})])
+            first.router.update(Block(1), [middle.record.model_copy(update={"endpoint": proxy.address})])
             reply = await chain.train(0)
             proxy.refuse()
             proxy.cut()
             await chain.ack(reply)
-        first.router.update(1, [middle.record])
+        first.router.update(Block(1), [middle.record])
         await eventually(
             lambda: chain.states(0) == [EntryState.COMMITTED, None, None], meanwhile=lambda: clock.advance(0.5)
         )
@@ -139,7 +140,7 @@ async def test_an_ack_that_the_network_held_back_for_long_does_not_count(
     async with running_chain(config, clock=clock) as chain:
         first = chain.peers[0]
         async with Proxy("127.0.0.1", int(first.record.endpoint.rpartition(":")[2])) as proxy:
-            chain.router.update(0, [first.record.model_copy(update={"endpoint": proxy.address})])
+            chain.router.update(Block(0), [first.record.model_copy(update={"endpoint": proxy.address})])
             reply = await chain.train(0)
             proxy.links[Direction.TO_SERVER].open.clear()
             acking = asyncio.create_task(reply.ack())

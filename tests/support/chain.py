@@ -54,7 +54,7 @@ from swarm.stage.stage import Stage, weights_of
 from swarm.stage.staging import staging_of
 from swarm.training import samples
 from swarm.training.samples import Microbatch
-from swarm.types import TRAINER_STAGE, PeerId, PeerRecord, PeerState
+from swarm.types import TRAINER_STAGE, Block, PeerId, PeerRecord, PeerState
 from tests.support.partial import partial_samples
 
 PATIENCE_SECONDS = 20.0  # How long a test waits for something before it fails
@@ -250,11 +250,11 @@ class Chain:
         """Tell all routers which peers serve."""
         for router in [self.router, *(peer.router for peer in self.peers)]:
             for stage in range(self.config.stages.num_stages):
-                router.update(stage, [record for record in records if record.stage == stage])
+                router.update(Block(stage), [record for record in records if record.stage == stage])
 
     async def train(
         self, index: int, *, round_number: int = 0, accumulate_only_at: int | None = None,
-        hop: Hop | None = None, hints: Mapping[int, PeerId] | None = None,
+        hop: Hop | None = None, hints: Mapping[Block, PeerId] | None = None,
     ) -> HopReply:  # fmt: skip
         """Train one microbatch as a trainer does, without acknowledging the answer."""
         microbatch = Microbatch(
@@ -330,7 +330,7 @@ class Chain:
     @asynccontextmanager
     async def another_trainer(self) -> AsyncIterator[Hop]:
         router, channels, hop = _hop(self.config, TRAINER_STAGE, SystemClock(), HopLimits())
-        router.update(0, [peer.record for peer in self.at(0)])
+        router.update(Block(0), [peer.record for peer in self.at(0)])
         yield hop
         await channels.close()
 
@@ -405,7 +405,7 @@ def _hop(
     """The hop from `stage` to the next one, with its router and channels."""
     router, channels = Router(clock, random.Random(0), own_id), ChannelPool(insecure=True)
     hop = Hop(
-        run_id=config.run_id, stage=stage + 1, reply_specs=reply_specs(config, stage + 1), router=router,
+        run_id=config.run_id, block=Block(stage + 1), reply_specs=reply_specs(config, stage + 1), router=router,
         channels=channels, clock=clock, limits=limits, memory=memory, own=own,
     )  # fmt: skip
     return router, channels, hop

@@ -44,7 +44,7 @@ async def shown_run(
     shown_clock, clock = clock or SystemClock(), SystemClock()
     dht = MemoryStore(clock)
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    run_keys = keys.of_run(config.run_id, config.stages.num_stages)
+    run_keys = keys.of_run(config.run_id, config.blocks)
     add_DirectoryServiceServicer_to_server(DirectoryServicer(store=dht, keys=run_keys, clock=clock), server)
     add_ProbeServiceServicer_to_server(ProbeServicer(is_exchanging=lambda: False, clock=shown_clock), server)
     dialling_back = MeetingPoint(

@@ -36,7 +36,7 @@ from swarm.pipeline.train_loop import Step, TrainLoop
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
 from swarm.training.samples import TOKENS
-from swarm.types import TRAINER_STAGE
+from swarm.types import TRAINER_STAGE, Block
 from tests.support.chain import tokens
 from tests.support.here import HERE
 from tests.support.memory_store import MemoryStore
@@ -92,7 +92,7 @@ class WholeSwarm:
         return peer
 
     async def _run(self, peer: WholePeer, own: identities.Identity, serving: "asyncio.Future[None]") -> None:
-        config, stages = self.config, range(self.config.stages.num_stages)
+        config, blocks = self.config, self.config.blocks
         peer.log.write(start_of(config, peer_id=own.peer_id, name="", stage=peer.stage))
         member = Membership.enter(config, self._store, own, CLOCK, insecure=True)
         options = ServerOptions(
@@ -100,27 +100,28 @@ class WholeSwarm:
             resume=self.resume, checkpoints=None, events=peer.log,
         )  # fmt: skip
         async with asyncio.TaskGroup() as tasks:
-            await member.known.look(member.directory, stages)
-            tasks.create_task(member.directory.watch(stages, member.known.update, LOOK_SECONDS))
-            server = PeerServer(member, {peer.stage: options}, tasks)
-            peer.server = server.blocks[peer.stage]
+            await member.known.look(member.directory, blocks)
+            tasks.create_task(member.directory.watch(blocks, member.known.update, LOOK_SECONDS))
+            server = PeerServer(member, {Block(peer.stage): options}, tasks)
+            peer.server = server.blocks[Block(peer.stage)]
             async with server.serving(HERE):
                 serving.set_result(None)
                 await asyncio.Event().wait()
 
     async def train(self, steps: int, *, first: int = 0) -> list[Step]:
         """Let a new trainer train this many steps, and return the steps."""
-        config, stages = self.config, range(self.config.stages.num_stages)
+        config, blocks = self.config, self.config.blocks
         own, log, done = identities.generate(), self._log("trainer"), list[Step]()
         log.write(start_of(config, peer_id=own.peer_id, name="", stage=TRAINER_STAGE))
         router, channels = Router(CLOCK, random.Random(own.peer_id)), ChannelPool(insecure=True)
         directory, known = Directory(self._store, own, config.run_id, CLOCK), KnownPeers(router)
-        await known.look(directory, stages)
+        await known.look(directory, blocks)
         hop = Hop(
-            run_id=config.run_id, stage=0, reply_specs={}, router=router, channels=channels, clock=CLOCK, events=log
-        )
+            run_id=config.run_id, block=Block(0), reply_specs={}, router=router, channels=channels, clock=CLOCK,
+            events=log,
+        )  # fmt: skip
         watcher = RoundWatcher(
-            run_id=config.run_id, num_stages=len(stages), synchronous=config.rounds.synchronous, peers=known.peers,
+            run_id=config.run_id, blocks=blocks, synchronous=config.rounds.synchronous, peers=known.peers,
             channels=channels,
         )  # fmt: skip
         leases = LeaseClient(config=config, trainer_id=own.peer_id, peers=known.peers, channels=channels, clock=CLOCK)
@@ -136,7 +137,7 @@ class WholeSwarm:
         async def take(step: Step) -> None:
             done.append(step)
 
-        looking = asyncio.create_task(directory.watch(stages, known.update, LOOK_SECONDS))
+        looking = asyncio.create_task(directory.watch(blocks, known.update, LOOK_SECONDS))
         try:
             await loop.run(first, steps, take)
         finally:

@@ -27,7 +27,7 @@ from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
 from swarm.stage.boundary import GRADIENT, HIDDEN, reply_specs
 from swarm.training.samples import Microbatch
-from swarm.types import PeerRecord, PeerState
+from swarm.types import Block, PeerRecord, PeerState
 
 STALL_SECONDS = 600.0  # A trainer that takes no step for this long will take none
 NEVER = 1_000_000_000  # Microbatches of a round that does not end, or steps of a trainer that does not
@@ -146,10 +146,15 @@ class SwarmProcesses:
         train carries texts."""
         clock = SystemClock()
         router, channels = Router(clock, random.Random(0)), ChannelPool(identity=identity)
-        router.update(stage, [peer.record for peer in self.peers if peer.record.stage == stage])
+        router.update(Block(stage), [peer.record for peer in self.peers if peer.record.stage == stage])
         specs = reply_specs(self.config, stage) if trains else {}
         hop = Hop(
-            run_id=self.config.run_id, stage=stage, reply_specs=specs, router=router, channels=channels, clock=clock
+            run_id=self.config.run_id,
+            block=Block(stage),
+            reply_specs=specs,
+            router=router,
+            channels=channels,
+            clock=clock,
         )
         return hop, channels
 

@@ -25,7 +25,7 @@ from swarm.errors import DeadlineExceeded, IntegrityError
 from swarm.rpc.channels import ChannelPool
 from swarm.stage.boundary import TOKENS
 from swarm.stage.runtime import Priority, Runtime
-from swarm.types import PeerRecord
+from swarm.types import Block, PeerRecord
 
 ROUND_SECONDS = 120.0  # Longest wait for a round. On an idle machine it takes milliseconds.
 POLL_SECONDS = 0.0005
@@ -147,7 +147,7 @@ class DrivenSwarm:
         worker.stage.admission.open()
         return worker
 
-    def _records(self, stage: int) -> list[PeerRecord]:
+    def _records(self, block: Block) -> list[PeerRecord]:
         return [place.record for place in self._places.values()]
 
     def _all_open(self) -> bool:

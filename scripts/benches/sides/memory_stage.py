@@ -26,7 +26,7 @@ from swarm.rpc.channels import ChannelPool
 from swarm.stage.boundary import GRADIENT, HIDDEN, TOKENS, request_specs
 from swarm.stage.runtime import Runtime
 from swarm.training.samples import Microbatch
-from swarm.types import PeerId, PeerRecord
+from swarm.types import Block, PeerId, PeerRecord
 
 STAGE, LAST_STAGE = 1, 1  # The stage in the middle of three, and the last one of two
 MEMBERS = 2
@@ -48,8 +48,8 @@ class Answer(HopReply):
 class NextStage(Hop):
     """Stands in for the next stage. When told to, it answers the oldest call with random gradients."""
 
-    def __init__(self, stage: int) -> None:
-        self.stage = stage
+    def __init__(self, block: Block) -> None:
+        self.block = block
         self.num_waiting = 0
         self._passes = asyncio.Semaphore(0)
 
@@ -61,7 +61,7 @@ class NextStage(Hop):
         self._passes.release()
 
     async def train(
-        self, microbatch: Microbatch, tensors: Tensors, listener: HopListener, hints: Mapping[int, PeerId]
+        self, microbatch: Microbatch, tensors: Tensors, listener: HopListener, hints: Mapping[Block, PeerId]
     ) -> HopReply:
         self.num_waiting += 1
         try:
@@ -85,10 +85,10 @@ class Member:
         self._transport = transport
         self._tasks = tasks
         self.runtime = Runtime(queue_capacity=64)
-        self._next = NextStage(STAGE + 1)
+        self._next = NextStage(Block(STAGE + 1))
         self.worker = Worker(
             config, cpu_backend(config, STAGE, graph_bytes=graph_bytes), own=records[number],
-            peers=lambda stage: [record for record in records if record.stage == stage], transport=transport,
+            peers=lambda block: [record for record in records if record.block == block], transport=transport,
             runtime=self.runtime, tasks=tasks, hop=self._next, max_in_flight=2 * num_in_flight, timing=PATIENT,
             poll_seconds=POLL_SECONDS,
         )  # fmt: skip

@@ -29,7 +29,7 @@ from swarm.dht.node import DhtNode
 from swarm.errors import IntegrityError
 from swarm.machine.clock import SystemClock
 from swarm.routing.router import Router
-from swarm.types import PeerRecord, PeerState
+from swarm.types import Block, PeerRecord, PeerState
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Peer:
         self._clock = SystemClock()
         self._who = identity.generate()
         self._config = config
-        node.belong_to(keys.of_run(config.run_id, config.stages.num_stages), None)
+        node.belong_to(keys.of_run(config.run_id, config.blocks), None)
         self._record = full_record(self._who, dht_address=node.addresses()[0])
         self._rng = rng
         self._directory = Directory(node, self._who, config.run_id, self._clock)
@@ -83,7 +83,7 @@ class Peer:
         configuration = published(self._directory, self._who.peer_id, self._config, self._clock)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._later(announcement.keep()))
-            tasks.create_task(self._later(self._directory.watch([0], self._known.update, REFRESH_SECONDS)))
+            tasks.create_task(self._later(self._directory.watch([Block(0)], self._known.update, REFRESH_SECONDS)))
             tasks.create_task(self._later(configuration.keep()))
 
     async def _later(self, work: Coroutine[Any, Any, None]) -> None:

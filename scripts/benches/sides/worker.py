@@ -31,7 +31,7 @@ from swarm.stage.member import StageMember
 from swarm.stage.runtime import Runtime
 from swarm.stage.stage import Stage
 from swarm.training.samples import Microbatch
-from swarm.types import PeerRecord, PeerState
+from swarm.types import Block, PeerRecord, PeerState
 
 PATIENCE_SECONDS = 60.0
 PATIENT = Timing(
@@ -98,8 +98,9 @@ class Worker:
 
     def __init__(
         self, config: RunConfig, backend: StageBackend, *, own: PeerRecord,
-        peers: Callable[[int], Sequence[PeerRecord]], transport: Transport, runtime: Runtime, tasks: asyncio.TaskGroup,
-        hop: Hop | None = None, max_in_flight: int = 4, timing: Timing | None = None, poll_seconds: float = 0.002,
+        peers: Callable[[Block], Sequence[PeerRecord]], transport: Transport, runtime: Runtime,
+        tasks: asyncio.TaskGroup, hop: Hop | None = None, max_in_flight: int = 4, timing: Timing | None = None,
+        poll_seconds: float = 0.002,
     ) -> None:  # fmt: skip
         clock = SystemClock()
         self.weights, self.record = backend.weights, own
@@ -110,7 +111,7 @@ class Worker:
                 limits=StageLimits(max_in_flight=max_in_flight),
             )
         )  # fmt: skip
-        self.member = StageMember(self.stage, num_alive=lambda: len(peers(own.stage)))
+        self.member = StageMember(self.stage, num_alive=lambda: len(peers(own.block)))
         context = Context(
             config=config, own=own, peers=peers, transport=transport, clock=clock, timing=timing or Timing()
         )

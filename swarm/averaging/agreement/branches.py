@@ -46,14 +46,14 @@ class Branches:
     """One peer's view of where the holders of its stage stand."""
 
     def __init__(
-        self, own: Standing, config: RunConfig, clock: Clock, timing: Timing, other_stages: Callable[[], RunRounds]
+        self, own: Standing, config: RunConfig, clock: Clock, timing: Timing, other_blocks: Callable[[], RunRounds]
     ) -> None:
         """
         Args:
-            other_stages: gives the rounds at which the other stages are, by what their peers announce.
+            other_blocks: gives the rounds at which the other blocks are, by what their peers announce.
         """
         self._is_synchronous = config.rounds.synchronous
-        self._other_stages = other_stages
+        self._other_blocks = other_blocks
         self._clock = clock
         self._more_samples_win = not config.averaging.needs_majority
         """Whether, of two branches with equally many holders, the one with more samples wins. If False, a branch only
@@ -186,7 +186,7 @@ class Branches:
         A peer that stands where both branches begin has not decided yet. No peer counts if the other stages are two
         rounds ahead: they waited for this stage, so some of its holders must have committed these rounds.
         """
-        if self._is_synchronous and self._other_stages().middle > self._own.round + 1:
+        if self._is_synchronous and self._other_blocks().middle > self._own.round + 1:
             return []
         before = set[str]().union(*(self._voices[peer].past for peer in self.behind(theirs)))
         ours = ["this peer"] if self._has_voice else []

@@ -20,7 +20,7 @@ from swarm.config import RunConfig
 from swarm.machine.clock import Clock
 from swarm.machine.words import counted
 from swarm.training.round_member import RoundMember
-from swarm.types import PeerId, PeerRecord, PeerState
+from swarm.types import Block, PeerId, PeerRecord, PeerState
 
 logger = logging.getLogger(__name__)
 
@@ -222,10 +222,10 @@ class Slowness:
 class Entry:
     """A peer's measurements of its own line and of the group's rounds, while it catches up."""
 
-    def __init__(self, config: RunConfig, peers: Callable[[int], Sequence[PeerRecord]], member: RoundMember) -> None:
+    def __init__(self, config: RunConfig, peers: Callable[[Block], Sequence[PeerRecord]], member: RoundMember) -> None:
         """
         Args:
-            peers: gives the directory's last known view of a stage.
+            peers: gives the directory's last known view of a block.
         """
         self._config = config
         self._peers = peers
@@ -302,7 +302,7 @@ class Entry:
         """Seconds in which the weakest stage computes a round, by its peers' announcements; infinite if a stage has
         measured nothing."""
         rates = [
-            sum(record.samples_per_second for record in self._peers(stage) if record.state is PeerState.SERVING)
-            for stage in range(self._config.stages.num_stages)
+            sum(record.samples_per_second for record in self._peers(block) if record.state is PeerState.SERVING)
+            for block in self._config.blocks
         ]
         return self._config.rounds.round_samples / min(rates) if min(rates) > 0 else math.inf

@@ -26,6 +26,7 @@ from swarm.errors import IntegrityError, MalformedMessage, NotReady, PeerUnavail
 from swarm.model.stages import shared_parameters
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.clipping import squared_norm_of_vector
+from swarm.types import Block
 
 logger = logging.getLogger(__name__)
 
@@ -37,30 +38,29 @@ class SharedBlocks:
     """One member's view of the blocks that its stage shares with others; there may be none."""
 
     def __init__(self, context: Context) -> None:
-        config, stage = context.config, context.own.stage
+        config, self._block = context.config, context.own.block
         self._context = context
-        self._stage = stage
         self._num_fragments = config.averaging.num_fragments
-        held = [shared for shared in shared_parameters(config) if stage in shared.stages]
+        held = [shared for shared in shared_parameters(config) if self._block.stage in shared.stages]
         self._shapes = {shared.name: shared.shape for shared in sorted(held, key=lambda shared: shared.name)}
         self._num_elements = sum(map(_numel, self._shapes.values()))
-        self._stages = sorted({number for shared in held for number in shared.stages})
-        self._counting = {min(shared.stages) for shared in shared_parameters(config)}
+        self._holders = sorted({Block(stage) for shared in held for stage in shared.stages})
+        self._counting = {Block(min(shared.stages)) for shared in shared_parameters(config)}
         self._codec = _codec(config)
-        self._averages: dict[tuple[int, int, str], Buffer] = {}
-        """The averages of shared blocks, encoded, by round, stage and digest."""
+        self._averages: dict[tuple[int, Block, str], Buffer] = {}
+        """The averages of shared blocks, encoded, by round, the block of the swarm and digest."""
 
     def is_due(self, round_number: int) -> bool:
         """Whether this round averages the shared blocks. Without fragments every round does. With fragments only the
         first round of each turn through all fragments does."""
         return bool(self._shapes) and round_number % self._num_fragments == 0
 
-    def partners(self, round_number: int) -> set[int]:
-        return set(self._stages) - {self._stage} if self.is_due(round_number) else set()
+    def partners(self, round_number: int) -> set[Block]:
+        return set(self._holders) - {self._block} if self.is_due(round_number) else set()
 
-    def counts_norm(self, stage: int, round_number: int) -> bool:
+    def counts_norm(self, block: Block, round_number: int) -> bool:
         """Whether a stage is the one that counts the shared blocks in the whole model's norm."""
-        return stage in self._counting and round_number % self._num_fragments == 0
+        return block in self._counting and round_number % self._num_fragments == 0
 
     def squared_norm_of_rest(self, tensors: Mapping[str, torch.Tensor]) -> float:
         return sum(squared_norm_of_vector(tensor) for name, tensor in tensors.items() if name not in self._shapes)
@@ -74,7 +74,7 @@ class SharedBlocks:
             return digest
         encoded, own_digest = await asyncio.to_thread(self._encode, tensors)
         digest = f"{digest}.{own_digest}"
-        self._keep((round_number, self._stage, digest), encoded)
+        self._keep((round_number, self._block, digest), encoded)
         return digest
 
     def _encode(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Buffer, str]:
@@ -83,7 +83,7 @@ class SharedBlocks:
 
     def answer(self, request: pb.SharedRequest) -> Buffer:
         """The average that another holder asks for. Raises NotReady if it is not here, or not any more."""
-        encoded = self._averages.get((request.round, self._stage, request.digest))
+        encoded = self._averages.get((request.round, self._block, request.digest))
         if encoded is None:
             raise NotReady(f"the average of round {request.round} is not here")
         return encoded
@@ -97,11 +97,13 @@ class SharedBlocks:
         Raises:
             PeerUnavailable: no peer gives some stage's average.
         """
-        by_stage = {holder.stage: holder for holder in holders}
-        if sorted(by_stage) != self._stages:
-            raise MalformedMessage(f"shared blocks are held by the stages {self._stages}, not {sorted(by_stage)}")
+        by_block = {_block_of(holder): holder for holder in holders}
+        if sorted(by_block) != self._holders:
+            raise MalformedMessage(
+                f"shared blocks are held by the stages {_named(self._holders)}, not {_named(sorted(by_block))}"
+            )
         sum_S = await asyncio.to_thread(torch.zeros, self._num_elements)
-        for _, holder in sorted(by_stage.items()):
+        for _, holder in sorted(by_block.items()):
             await asyncio.to_thread(sum_S.add_, await self._average_of(round_number, holder))
         pieces = torch.split(sum_S, [_numel(shape) for shape in self._shapes.values()])
         return {name: piece.view(shape) for (name, shape), piece in zip(self._shapes.items(), pieces, strict=True)}
@@ -112,7 +114,8 @@ class SharedBlocks:
         return await asyncio.to_thread(lambda: sum(map(squared_norm_of_vector, summed)))
 
     async def _average_of(self, round_number: int, holder: pb.Partner) -> torch.Tensor:
-        key = (round_number, holder.stage, holder.digest)
+        block = _block_of(holder)
+        key = (round_number, block, holder.digest)
         clock, timing = self._context.clock, self._context.timing
         deadline, turn = clock.monotonic() + timing.shared_seconds, 0
         while key not in self._averages:
@@ -124,10 +127,10 @@ class SharedBlocks:
                 self._keep(key, encoded)
                 return average_S
             except SwarmError as error:
-                logger.debug("stage %d: %s", holder.stage, error)
+                logger.debug("stage %s: %s", block, error)
                 if clock.monotonic() > deadline:
                     raise PeerUnavailable(
-                        f"no peer at stage {holder.stage} has its average of round {round_number}: {error}"
+                        f"no peer at stage {block} has its average of round {round_number}: {error}"
                     ) from None
                 turn += 1
                 await clock.sleep(timing.retry_seconds)
@@ -136,13 +139,14 @@ class SharedBlocks:
     async def _fetch(self, round_number: int, holder: pb.Partner, turn: int) -> Buffer:
         """Ask one of the peers that may have a stage's average; each turn asks a different one."""
         context, num_bytes = self._context, self._codec.num_bytes(self._num_elements)
-        others = sorted(context.peers(holder.stage), key=lambda record: record.peer_id)
-        candidates = [record_of(holder.contact, holder.stage), *others]
+        block = _block_of(holder)
+        others = sorted(context.peers(block), key=lambda record: record.peer_id)
+        candidates = [record_of(holder.contact, block), *others]
         candidates = [record for record in candidates if record.peer_id != context.own_id]
         if not candidates:
             raise PeerUnavailable("no other peer there is known")
         request = pb.SharedRequest(
-            address=context.address_of(holder.stage), peer_id=context.own_id, round=round_number, digest=holder.digest
+            address=context.address_of(block), peer_id=context.own_id, round=round_number, digest=holder.digest
         )
         seconds = context.timing.average_seconds + num_bytes / context.timing.bytes_per_second
         return await context.transport.shared(
@@ -152,7 +156,7 @@ class SharedBlocks:
     async def _decode(self, encoded: Buffer) -> torch.Tensor:
         return await asyncio.to_thread(decode_bounded, self._codec, encoded, self._num_elements)
 
-    def _keep(self, key: tuple[int, int, str], encoded: Buffer) -> None:
+    def _keep(self, key: tuple[int, Block, str], encoded: Buffer) -> None:
         self._averages[key] = encoded
         rounds = sorted({round_number for round_number, _, _ in self._averages})
         for stale in [key for key in self._averages if key[0] not in rounds[-KEPT_AVERAGES:]]:
@@ -172,3 +176,11 @@ def _digest_of(encoded: Buffer) -> str:
 
 def _numel(shape: Sequence[int]) -> int:
     return torch.Size(shape).numel()
+
+
+def _block_of(holder: pb.Partner) -> Block:
+    return Block(holder.stage, holder.variant)
+
+
+def _named(blocks: Iterable[Block]) -> str:
+    return ", ".join(map(str, blocks))

@@ -17,11 +17,11 @@ takes to spread."""
 
 
 class Contacts:
-    """The other peers of one peer's stage."""
+    """The other peers of one peer's block."""
 
     def __init__(self, context: Context) -> None:
         self._own_id = context.own_id
-        self._directory = partial(context.peers, context.own.stage)
+        self._directory = partial(context.peers, context.own.block)
         self._clock = context.clock
         self._timing = context.timing
         self._heard_of: dict[PeerId, tuple[PeerRecord, float]] = {}

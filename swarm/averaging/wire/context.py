@@ -16,10 +16,11 @@ from swarm.errors import NotReady
 from swarm.events import Events
 from swarm.machine.clock import Clock, spawn, wait
 from swarm.machine.waits import Waits
+from swarm.rpc.ask import address_of
 from swarm.rpc.transfers import Turns
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.training.run_rounds import RunRounds
-from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord, PeerState
+from swarm.types import Block, PeerId, PeerRecord, PeerState
 
 _NOT_YET = "this peer does not average yet"
 
@@ -99,15 +100,15 @@ class Context:
     """One peer's surroundings.
 
     Attributes:
-        own: this peer's record, of which the stage, the endpoints and the certificate are used.
-        peers: gives the directory's last known view of a stage.
+        own: this peer's record, of which the block, the endpoints and the certificate are used.
+        peers: gives the directory's last known view of a block.
         endpoints: gives this peer's present endpoints, if those in `own` may become out of date.
         turns: decide which peers may download from this one now; None if all may at the same time.
     """
 
     config: RunConfig
     own: PeerRecord
-    peers: Callable[[int], Sequence[PeerRecord]]
+    peers: Callable[[Block], Sequence[PeerRecord]]
     transport: Transport
     clock: Clock
     timing: Timing = field(default_factory=Timing)
@@ -133,15 +134,15 @@ class Context:
         return self.own.model_copy(update={"endpoint": endpoints[0], "other_endpoints": endpoints[1:]})
 
     @property
-    def other_stages(self) -> RunRounds:
-        stages = set(range(self.config.stages.num_stages)) - {self.own.stage}
+    def other_blocks(self) -> RunRounds:
+        blocks = set(self.config.blocks) - {self.own.block}
         return RunRounds.of(
-            {stage: [peer.round for peer in self.peers(stage) if peer.state is PeerState.SERVING] for stage in stages}
+            {block: [peer.round for peer in self.peers(block) if peer.state is PeerState.SERVING] for block in blocks}
         )
 
     @property
     def address(self) -> Address:
-        return self.address_of(self.own.stage)
+        return self.address_of(self.own.block)
 
-    def address_of(self, stage: int) -> Address:
-        return Address(run_id=self.config.run_id, protocol_version=PROTOCOL_VERSION, stage=stage)
+    def address_of(self, block: Block) -> Address:
+        return address_of(self.config.run_id, block)

@@ -23,7 +23,7 @@ from swarm.rpc.failures import translate
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.averaging_pb2_grpc import AveragingServiceStub
 from swarm.rpc.wire import CHUNK_BYTES
-from swarm.types import PeerId, PeerRecord, PeerState
+from swarm.types import Block, PeerId, PeerRecord, PeerState
 
 Members = Mapping[PeerId, PeerRecord]
 Request = TypeVar("Request")
@@ -254,7 +254,7 @@ def contact_of(peer: PeerRecord) -> pb.Contact:
     return pb.Contact(peer_id=peer.peer_id, endpoints=endpoints, certificate_pem=peer.certificate_pem)
 
 
-def record_of(contact: pb.Contact, stage: int) -> PeerRecord:
+def record_of(contact: pb.Contact, block: Block) -> PeerRecord:
     """The record by which the channel pool reaches a contact.
 
     Raises:
@@ -269,7 +269,8 @@ def record_of(contact: pb.Contact, stage: int) -> PeerRecord:
             endpoint=endpoint,
             other_endpoints=tuple(others),
             certificate_pem=contact.certificate_pem,
-            stage=stage,
+            stage=block.stage,
+            variant=block.variant,
             state=PeerState.SERVING,
             announced_at=0.0,
         )

@@ -189,9 +189,11 @@ class Partner(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STAGE_FIELD_NUMBER: _builtins.int
+    VARIANT_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     CONTACT_FIELD_NUMBER: _builtins.int
     stage: _builtins.int
+    variant: _builtins.int
     digest: _builtins.str
     @_builtins.property
     def contact(self) -> Global___Contact:
@@ -201,12 +203,13 @@ class Partner(_message.Message):
         self,
         *,
         stage: _builtins.int = ...,
+        variant: _builtins.int = ...,
         digest: _builtins.str = ...,
         contact: Global___Contact | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["contact", b"contact"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contact", b"contact", "digest", b"digest", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contact", b"contact", "digest", b"digest", "stage", b"stage", "variant", b"variant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

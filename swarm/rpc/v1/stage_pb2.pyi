@@ -93,26 +93,31 @@ Global___TrainReply: _TypeAlias = TrainReply  # noqa: Y015
 
 @_typing.final
 class Address(_message.Message):
-    """Every request has this address, so that a peer of another run, stage or version can refuse it."""
+    """Every request has this address, so that a peer of another run, block or version can refuse it. A block is a variant
+    of a stage.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     STAGE_FIELD_NUMBER: _builtins.int
+    VARIANT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     protocol_version: _builtins.int
     stage: _builtins.int
+    variant: _builtins.int
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         protocol_version: _builtins.int = ...,
         stage: _builtins.int = ...,
+        variant: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocol_version", b"protocol_version", "run_id", b"run_id", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocol_version", b"protocol_version", "run_id", b"run_id", "stage", b"stage", "variant", b"variant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -120,23 +125,26 @@ Global___Address: _TypeAlias = Address  # noqa: Y015
 
 @_typing.final
 class RouteEntry(_message.Message):
-    """A peer chosen for a stage."""
+    """A peer chosen for a block."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     STAGE_FIELD_NUMBER: _builtins.int
     PEER_ID_FIELD_NUMBER: _builtins.int
+    VARIANT_FIELD_NUMBER: _builtins.int
     stage: _builtins.int
     peer_id: _builtins.str
+    variant: _builtins.int
     def __init__(
         self,
         *,
         stage: _builtins.int = ...,
         peer_id: _builtins.str = ...,
+        variant: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["peer_id", b"peer_id", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["peer_id", b"peer_id", "stage", b"stage", "variant", b"variant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -609,10 +617,15 @@ class DescribeRequest(_message.Message):
     AFTER_ROUND_FIELD_NUMBER: _builtins.int
     WAIT_SECONDS_FIELD_NUMBER: _builtins.int
     CALLER_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    VARIANT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     after_round: _builtins.int
     """If set, the answer comes when the stage is at a later round than this, or after wait_seconds."""
     wait_seconds: _builtins.float
+    stage: _builtins.int
+    """The block that is asked about. If the stage is not set, the peer describes the first block that it serves."""
+    variant: _builtins.int
     @_builtins.property
     def caller(self) -> Global___Incarnation:
         """Set by a peer that begins, and wants to know whether another process serves under its identity."""
@@ -624,14 +637,21 @@ class DescribeRequest(_message.Message):
         after_round: _builtins.int | None = ...,
         wait_seconds: _builtins.float = ...,
         caller: Global___Incarnation | None = ...,
+        stage: _builtins.int | None = ...,
+        variant: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_after_round", b"_after_round", "after_round", b"after_round", "caller", b"caller"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_after_round", b"_after_round", "_stage", b"_stage", "after_round", b"after_round", "caller", b"caller", "stage", b"stage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after_round", b"_after_round", "after_round", b"after_round", "caller", b"caller", "run_id", b"run_id", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after_round", b"_after_round", "_stage", b"_stage", "after_round", b"after_round", "caller", b"caller", "run_id", b"run_id", "stage", b"stage", "variant", b"variant", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__after_round: _TypeAlias = _typing.Literal["after_round"]  # noqa: Y015
     _WhichOneofArgType__after_round: _TypeAlias = _typing.Literal["_after_round", b"_after_round"]  # noqa: Y015
+    _WhichOneofReturnType__stage: _TypeAlias = _typing.Literal["stage"]  # noqa: Y015
+    _WhichOneofArgType__stage: _TypeAlias = _typing.Literal["_stage", b"_stage"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__after_round) -> _WhichOneofReturnType__after_round | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__stage) -> _WhichOneofReturnType__stage | None: ...
 
 Global___DescribeRequest: _TypeAlias = DescribeRequest  # noqa: Y015
 
@@ -706,6 +726,7 @@ class DescribeReply(_message.Message):
     WAITING_FOR_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
     LAST_PEERS_FIELD_NUMBER: _builtins.int
+    VARIANT_FIELD_NUMBER: _builtins.int
     LINES_FIELD_NUMBER: _builtins.int
     TIME_SHARES_FIELD_NUMBER: _builtins.int
     peer_id: _builtins.str
@@ -729,6 +750,8 @@ class DescribeReply(_message.Message):
     """The longest time by which its event loop was late in the last minute or two."""
     waiting_for: _builtins.str
     """What the peer waits for, in words; empty if it waits for nothing."""
+    variant: _builtins.int
+    """With `stage`, the block that is described."""
     @_builtins.property
     def counters(self) -> Global___StageCounters: ...
     @_builtins.property
@@ -749,7 +772,7 @@ class DescribeReply(_message.Message):
 
     @_builtins.property
     def last_peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___LastPeer]:
-        """The last peers of stages that have no peer now, as far as this peer knows."""
+        """The last peers of blocks that have no peer now, as far as this peer knows."""
 
     @_builtins.property
     def lines(self) -> Global___Lines:
@@ -784,12 +807,13 @@ class DescribeReply(_message.Message):
         waiting_for: _builtins.str = ...,
         links: _abc.Iterable[Global___Link] | None = ...,
         last_peers: _abc.Iterable[Global___LastPeer] | None = ...,
+        variant: _builtins.int = ...,
         lines: Global___Lines | None = ...,
         time_shares: Global___TimeShares | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["averaging", b"averaging", "counters", b"counters", "generation", b"generation", "lines", b"lines", "rival", b"rival", "time_shares", b"time_shares"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["averaging", b"averaging", "counters", b"counters", "device_bytes", b"device_bytes", "generation", b"generation", "last_peers", b"last_peers", "lineage", b"lineage", "lines", b"lines", "links", b"links", "loop_lag_seconds", b"loop_lag_seconds", "name", b"name", "peer_id", b"peer_id", "protocol_version", b"protocol_version", "queue_length", b"queue_length", "resident_bytes", b"resident_bytes", "rival", b"rival", "round", b"round", "round_samples", b"round_samples", "rounds", b"rounds", "run_id", b"run_id", "run_samples", b"run_samples", "samples_per_second", b"samples_per_second", "software_version", b"software_version", "stage", b"stage", "state", b"state", "time_shares", b"time_shares", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["averaging", b"averaging", "counters", b"counters", "device_bytes", b"device_bytes", "generation", b"generation", "last_peers", b"last_peers", "lineage", b"lineage", "lines", b"lines", "links", b"links", "loop_lag_seconds", b"loop_lag_seconds", "name", b"name", "peer_id", b"peer_id", "protocol_version", b"protocol_version", "queue_length", b"queue_length", "resident_bytes", b"resident_bytes", "rival", b"rival", "round", b"round", "round_samples", b"round_samples", "rounds", b"rounds", "run_id", b"run_id", "run_samples", b"run_samples", "samples_per_second", b"samples_per_second", "software_version", b"software_version", "stage", b"stage", "state", b"state", "time_shares", b"time_shares", "variant", b"variant", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -835,15 +859,17 @@ Global___TimeShares: _TypeAlias = TimeShares  # noqa: Y015
 
 @_typing.final
 class LastPeer(_message.Message):
-    """The last peer of a stage that no peer serves now."""
+    """The last peer of a block that no peer serves now."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     STAGE_FIELD_NUMBER: _builtins.int
+    VARIANT_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     LAST_AT_FIELD_NUMBER: _builtins.int
     HAS_LEFT_FIELD_NUMBER: _builtins.int
     stage: _builtins.int
+    variant: _builtins.int
     name: _builtins.str
     last_at: _builtins.float
     """When it last announced itself, in seconds since the epoch."""
@@ -853,13 +879,14 @@ class LastPeer(_message.Message):
         self,
         *,
         stage: _builtins.int = ...,
+        variant: _builtins.int = ...,
         name: _builtins.str = ...,
         last_at: _builtins.float = ...,
         has_left: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_left", b"has_left", "last_at", b"last_at", "name", b"name", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_left", b"has_left", "last_at", b"last_at", "name", b"name", "stage", b"stage", "variant", b"variant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,7 +9,7 @@ import pytest
 
 from swarm.averaging.agreement.branches import MOST_DOUBTS, Branches, Voice, most_held
 from swarm.averaging.agreement.messages import PAST, Standing
-from swarm.types import PeerId, PeerRecord
+from swarm.types import Block, PeerId, PeerRecord
 from tests.averaging.doubles import QUICK, make_context, record
 from tests.averaging.fake_stage import make_config
 from tests.support.manual_clock import ManualClock
@@ -51,15 +51,15 @@ class Peer:
         self.run_round: int | None = None
         config = make_config(stages=2, quorum="available" if more_samples_win else "majority")
         timing = dataclasses.replace(QUICK, fresh_seconds=PATIENCE_SECONDS)
-        context = make_context(record(1), self.other_stages, config=config, timing=timing, clock=self.clock)
-        self.branches = Branches(at(0), config, self.clock, timing, lambda: context.other_stages)
+        context = make_context(record(1), self.other_peers, config=config, timing=timing, clock=self.clock)
+        self.branches = Branches(at(0), config, self.clock, timing, lambda: context.other_blocks)
         for number in range(1, num_rounds + 1):
             self.commit(at(number))
 
-    def other_stages(self, stage: int) -> list[PeerRecord]:
+    def other_peers(self, block: Block) -> list[PeerRecord]:
         if self.run_round is None:
             return []
-        return [record(number, stage).model_copy(update={"round": self.run_round}) for number in (7, 8)]
+        return [record(number, block.stage).model_copy(update={"round": self.run_round}) for number in (7, 8)]
 
     def commit(self, after: Standing) -> None:
         self.clock.advance(ROUND_SECONDS)

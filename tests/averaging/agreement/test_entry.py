@@ -12,7 +12,7 @@ import pytest
 from swarm.averaging.agreement.pace import LEAST_REST_SECONDS, Entry
 from swarm.config import RunConfig
 from swarm.training.round_member import Activity
-from swarm.types import PeerRecord, PeerState
+from swarm.types import Block, PeerRecord, PeerState
 from tests.averaging.doubles import QUICK, Network, Peer, record, until
 from tests.averaging.fake_stage import MICROBATCH, FakeStage, make_config
 from tests.support.virtual_time import in_virtual_time
@@ -44,9 +44,9 @@ class SlowLine(Network):
         self.before = self._before
         self.members = [self.add(number).stage for number in (2, 3)]
 
-    def directory(self, stage: int) -> list[PeerRecord]:
+    def directory(self, block: Block) -> list[PeerRecord]:
         rate = self.samples_per_second / len(self.peers)
-        return [each.model_copy(update={"samples_per_second": rate}) for each in super().directory(stage)]
+        return [each.model_copy(update={"samples_per_second": rate}) for each in super().directory(block)]
 
     async def _before(self, name: str, source: int, target: int) -> None:
         if 1 in (source, target) and source != target and name in ("Download", "Exchange"):

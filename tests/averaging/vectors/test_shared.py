@@ -16,6 +16,7 @@ from swarm.config import ModelConfig, RunConfig
 from swarm.errors import PeerUnavailable
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import Contribution, RoundResult
+from swarm.types import Block
 from tests.averaging.doubles import QUICK, Network, make_context, network_of, peer_id, record, until
 from tests.averaging.fake_stage import FakeStage, gradient, make_config
 from tests.support.virtual_time import in_virtual_time
@@ -145,7 +146,7 @@ async def test_a_leader_that_dies_while_a_member_encodes_the_shared_block_does_n
 
         async def encode(blocks: SharedBlocks, *arguments: Any) -> str:
             nonlocal num_encoding
-            is_at_second_stage = blocks.partners(0) == {0}
+            is_at_second_stage = blocks.partners(0) == {Block(0)}
             if is_at_second_stage and not is_killed:
                 num_encoding += 1
                 await asyncio.Event().wait()
@@ -248,7 +249,7 @@ def test_fragments_share_the_block_in_its_own_rounds() -> None:
     """Two fragments: the shared block is due every other round, and only then do the stages wait for each other."""
     shared = SharedBlocks(make_context(record(1), config=tied("diloco", num_fragments=2)))
     assert [shared.is_due(number) for number in range(4)] == [True, False, True, False]
-    assert shared.partners(0) == {1}
+    assert shared.partners(0) == {Block(1)}
     assert shared.partners(1) == set()
 
 

@@ -137,7 +137,7 @@ async def _in_passing(run: ShownRun) -> list[Finding]:
     options = _options(run.entry)
     entrance = find_entrance(options, {}, role=Role.TRAINER, clock=SystemClock())
     async with entrance.asking(SystemClock()) as (member, _):
-        await member.known.look(member.directory, member.stages)
+        await member.known.look(member.directory, member.blocks)
         return await in_passing(options, member, Device(name="cpu", free_bytes=8 << 30))
 
 
@@ -155,7 +155,7 @@ async def test_a_frozen_peer_does_not_hold_up_one_that_joins(caplog: pytest.LogC
         async with shown_run(CONFIG, generate(), NODE) as run:
             entrance = find_entrance(_options(run.entry), {}, role=Role.TRAINER, clock=SystemClock())
             async with entrance.asking(SystemClock()) as (member, _):
-                await member.known.look(member.directory, member.stages)
+                await member.known.look(member.directory, member.blocks)
                 [record] = member.known.everyone()
         silent = record.model_copy(update={"endpoint": f"127.0.0.1:{frozen.getsockname()[1]}", "certificate_pem": ""})
         async with asyncio.timeout(10.0):

@@ -26,7 +26,7 @@ from swarm.routing.router import Router
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1 import stage_pb2
 from swarm.training.round_member import Snapshot
-from swarm.types import PeerRecord
+from swarm.types import Block, PeerRecord
 from tests.averaging.doubles import peer_id, record
 from tests.averaging.holder import Holder, Line
 from tests.checkpoint.states import cut
@@ -60,7 +60,7 @@ class StageHolder(Holder):
 class Known(KnownPeers):
     """Peers whose records are given once."""
 
-    async def look(self, directory: Directory, stages: Sequence[int]) -> None:
+    async def look(self, directory: Directory, blocks: Sequence[Block]) -> None:
         pass
 
 
@@ -89,7 +89,7 @@ class World:
         member = Membership.enter(config, MemoryStore(self.clock), generate(), self.clock, insecure=True)
         known = Known(Router(self.clock, random.Random(0)))
         for stage, records in enumerate(self.records):
-            known.update(stage, records)
+            known.update(Block(stage), records)
         # The line is used for downloads only.
         return LiveModel(dataclasses.replace(member, known=known), transport=cast("Transport", self.line))
 

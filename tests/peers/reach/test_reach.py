@@ -29,7 +29,7 @@ from swarm.rpc.meeting import check as checks
 from swarm.rpc.meeting.carrying import MeetingLimits
 from swarm.rpc.serving import SERVER_OPTIONS, Front, bind_server
 from swarm.rpc.v1 import meeting_pb2 as pb
-from swarm.types import PeerRecord, PeerState
+from swarm.types import Block, PeerRecord, PeerState
 from tests.support.chain import eventually
 from tests.support.meeting import Host, meeting_point
 from tests.support.memory_store import MemoryStore
@@ -106,7 +106,7 @@ async def _reach(
             other_endpoints=tuple(others),
             certificate_pem=other.certificate_pem, state=PeerState.SERVING,
         )  # fmt: skip
-        member.known.update(0, [record] if is_known else [])
+        member.known.update(Block(0), [record] if is_known else [])
         listen = Listen(
             host=host, port=0 if behind_front is None else dht_ports[0], behind_front=behind_front,
             outside=(Outside("127.0.0.1"),), own=(Outside("127.0.0.1"),) if own_hosts else (),

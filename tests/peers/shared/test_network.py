@@ -13,7 +13,7 @@ from swarm.errors import PeerUnavailable
 from swarm.machine import waits
 from swarm.machine.clock import SystemClock
 from swarm.routing.router import Router
-from swarm.types import PeerId, PeerRecord, PeerState
+from swarm.types import Block, PeerId, PeerRecord, PeerState
 from tests.support.manual_clock import ManualClock
 
 
@@ -23,7 +23,7 @@ class _Directory:
     def __init__(self, num_faults: int) -> None:
         self.num_faults = num_faults
 
-    async def peers(self, stage: int) -> Sequence[PeerRecord]:
+    async def peers(self, block: Block) -> Sequence[PeerRecord]:
         self.num_faults -= 1
         if self.num_faults >= 0:
             raise PeerUnavailable("no other node of the DHT answers")
@@ -36,10 +36,14 @@ class _Forgetful:
     def __init__(self) -> None:
         self.num_readings = 0
 
-    async def peers(self, stage: int) -> Sequence[PeerRecord]:
+    async def peers(self, block: Block) -> Sequence[PeerRecord]:
         self.num_readings += 1
         there = PeerRecord(
-            peer_id="ab"[stage] * 40, announced_at=0.0, stage=stage, endpoint="192.0.2.1:1", state=PeerState.SERVING
+            peer_id="ab"[block.stage] * 40,
+            announced_at=0.0,
+            stage=block.stage,
+            endpoint="192.0.2.1:1",
+            state=PeerState.SERVING,
         )
         return [there] if self.num_readings > 5 else []
 
@@ -53,22 +57,22 @@ async def test_whoever_is_back_where_it_was_waits_for_those_who_remember_it(
     monkeypatch.setattr(network, "LOOK_SECONDS", 0.01)
     clock = SystemClock()
     known = KnownPeers(Router(clock, random.Random(0)))
-    await known.look_first(cast(Directory, _Forgetful()), [0, 1], clock, returns=returns)
+    await known.look_first(cast(Directory, _Forgetful()), [Block(0), Block(1)], clock, returns=returns)
     for stage in (0, 1):
-        assert [record.stage for record in known.others(stage)] == ([stage] if returns else [])
+        assert [record.stage for record in known.others(Block(stage))] == ([stage] if returns else [])
     monkeypatch.setattr(network, "RETURN_SECONDS", 0.1)
-    await known.look_first(cast(Directory, _Directory(0)), [0, 1], clock, returns=True)
-    assert known.others(1) == []
+    await known.look_first(cast(Directory, _Directory(0)), [Block(0), Block(1)], clock, returns=True)
+    assert known.others(Block(1)) == []
 
 
 async def test_the_first_look_is_tried_again_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SystemClock()
     known = KnownPeers(Router(clock, random.Random(0)))
-    await known.look_first(cast(Directory, _Directory(1)), [0, 1], clock)
-    assert known.records == {0: [], 1: []}
+    await known.look_first(cast(Directory, _Directory(1)), [Block(0), Block(1)], clock)
+    assert known.records == {Block(0): [], Block(1): []}
     monkeypatch.setattr(waits, "JOIN_SECONDS", 0.2)
     with pytest.raises(PeerUnavailable, match="no other node"):
-        await known.look_first(cast(Directory, _Directory(1000)), [0, 1], clock)
+        await known.look_first(cast(Directory, _Directory(1000)), [Block(0), Block(1)], clock)
 
 
 def test_whom_a_process_leaves_alone_it_says_in_its_announcement() -> None:
@@ -78,15 +82,37 @@ def test_whom_a_process_leaves_alone_it_says_in_its_announcement() -> None:
         PeerRecord(peer_id=f"{number:040x}", announced_at=0.0, stage=1, endpoint="192.0.2.1:1", state=PeerState.SERVING)
         for number in range(8)
     ]
-    known.update(1, records)
-    assert known.bans(1, clock) == ()
-    known.router.busy(PeerId(records[7].peer_id), 100.0, "work waits here already")
+    known.update(Block(1), records)
+    assert known.bans(Block(1), clock) == ()
+    known.router.busy(Block(1), PeerId(records[7].peer_id), 100.0, "work waits here already")
     for record in records[:6]:
-        known.router.failed(PeerId(record.peer_id), reason="no answer")
+        known.router.failed(Block(1), PeerId(record.peer_id), reason="no answer")
         clock.advance(0.5)
-    bans = known.bans(1, clock)
+    bans = known.bans(Block(1), clock)
     assert [ban.peer_id for ban in bans] == [record.peer_id for record in records[5:1:-1]], "those that last longest"
     assert {ban.reason for ban in bans} == {"no answer"}
     assert bans[0].until == pytest.approx(clock.time() + 4.5)
     record = records[0].model_copy(update={"bans": bans})
     assert PeerRecord.model_validate_json(record.model_dump_json()) == record
+
+
+def test_a_process_hands_microbatches_to_itself_only_where_it_is_to() -> None:
+    known = KnownPeers(Router(ManualClock(), random.Random(0)), own_id="aa" * 20)
+    records = {
+        block: PeerRecord(
+            peer_id="aa" * 20, announced_at=0.0, stage=block.stage, endpoint="192.0.2.1:1", state=PeerState.SERVING
+        )
+        for block in (Block(1), Block(2))
+    }
+
+    def chosen() -> list[PeerRecord | None]:
+        for block, record in records.items():
+            known.update(block, [record])
+        return [known.router.choose(block, 1) for block in records]
+
+    assert chosen() == [None, None]
+    known.hop_within({Block(2)})
+    assert chosen() == [None, records[Block(2)]]
+    assert known.others(Block(2)) == []
+    known.hop_within(())
+    assert chosen() == [None, None]

@@ -32,7 +32,7 @@ from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
 from swarm.stage.boundary import TOKENS
 from swarm.training.samples import Microbatch
-from swarm.types import PeerId, PeerRecord
+from swarm.types import Block, PeerId, PeerRecord
 from tests.support.chain import tokens
 from tests.support.here import HERE
 from tests.support.memory_store import MemoryStore
@@ -109,9 +109,9 @@ class LocalPeer:
             on_serving=lambda stage, _: self.served.put_nowait(stage),
         )  # fmt: skip
         async with asyncio.TaskGroup() as tasks:
-            stages = range(self._config.stages.num_stages)
-            await self.known.look(self.directory, stages)
-            watching = tasks.create_task(self.directory.watch(stages, self.known.update, 0.2))
+            blocks = self._config.blocks
+            await self.known.look(self.directory, blocks)
+            watching = tasks.create_task(self.directory.watch(blocks, self.known.update, 0.2))
             running = tasks.create_task(mover.run(stage))
             try:
                 assert await self.next_served() == stage
@@ -134,7 +134,7 @@ class LocalPeer:
 
     async def record(self, stage: int) -> PeerRecord | None:
         """What this peer announces at a stage."""
-        return next((r for r in await self.directory.peers(stage) if r.peer_id == self.peer_id), None)
+        return next((r for r in await self.directory.peers(Block(stage)) if r.peer_id == self.peer_id), None)
 
     async def state(self) -> tuple[int, dict[str, torch.Tensor]]:
         """Round, anchor and outer state of the stage that the peer serves now."""
@@ -147,7 +147,7 @@ class LocalPeer:
     ) -> PeerServer:
         weights, shelves = None, Shelves()
         if self._contents is not None:
-            weights = await self._contents.initial_weights(stage, resumes=bool(file.names(self._resume)))
+            weights = await self._contents.initial_weights(Block(stage), resumes=bool(file.names(self._resume)))
             shelves = self._contents.shelves
         options = ServerOptions(
             name="local", device=torch.device("cpu"), insecure=True, max_in_flight=4, graph_bytes=1 << 20,
@@ -157,8 +157,8 @@ class LocalPeer:
             ),
             checkpoints=self.writer, events=self.log, movable=True, moves=moves, weights=weights, shelves=shelves,
         )  # fmt: skip
-        server = PeerServer(self._membership, {stage: options}, tasks)
-        self.server = server.blocks[stage]
+        server = PeerServer(self._membership, {Block(stage): options}, tasks)
+        self.server = server.blocks[Block(stage)]
         self.tasks = tasks
         self.made.append(weakref.ref(self.server))
         return server
@@ -171,9 +171,9 @@ async def trainer(
     """A function that hands a microbatch to one of these peers and returns the answer, not acknowledged yet."""
     clock = SystemClock()
     router = Router(clock, random.Random(0))
-    router.update(0, [record for peer in peers if (record := await peer.record(0)) is not None])
+    router.update(Block(0), [record for peer in peers if (record := await peer.record(0)) is not None])
     channels = ChannelPool(insecure=True)
-    hop = Hop(run_id=config.run_id, stage=0, reply_specs={}, router=router, channels=channels, clock=clock)
+    hop = Hop(run_id=config.run_id, block=Block(0), reply_specs={}, router=router, channels=channels, clock=clock)
 
     async def train(index: int) -> HopReply:
         microbatch = Microbatch(

@@ -18,7 +18,7 @@ from swarm.interchange.run_folder import ImportOptions, import_model, open_weigh
 from swarm.interchange.source import Source
 from swarm.interchange.weights import Weights, part_of
 from swarm.model.stages import parameter_shapes
-from swarm.types import PeerRecord
+from swarm.types import Block, PeerRecord
 from tests.content.lines import FakeLine, after
 from tests.interchange.small_models import save
 from tests.support.memory_store import MemoryStore
@@ -72,7 +72,7 @@ def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Newcomer:
 @in_virtual_time
 async def test_where_the_only_donor_dies_another_is_looked_for_however_long_it_had_sent(newcomer: Newcomer) -> None:
     newcomer.line.faults["first"] = after(7, PeerUnavailable("it hung up"))
-    starting = asyncio.create_task(newcomer.start().initial_weights(STAGE, resumes=False))
+    starting = asyncio.create_task(newcomer.start().initial_weights(Block(STAGE), resumes=False))
     await newcomer.wait_for(7)
     assert newcomer.clock.monotonic() > 2 * WAIT_SECONDS
     await newcomer.clock.sleep(WAIT_SECONDS - SEND_SECONDS)
@@ -89,8 +89,8 @@ async def test_where_no_other_comes_what_is_whole_is_kept_for_the_next_start(new
     num_in_head = len([name for name in shapes if part_of(name) == "head"])
     # The donor sends the index, and the head, which comes first.
     newcomer.line.faults["first"] = after(1 + num_in_head, PeerUnavailable("it hung up"))
-    assert await newcomer.start().initial_weights(STAGE, resumes=False) is None
+    assert await newcomer.start().initial_weights(Block(STAGE), resumes=False) is None
     assert newcomer.line.num_asked["first"] > 2 + num_in_head, "it was looked for again"
     newcomer.line.shelves = {"second": newcomer.full.content}
-    assert await newcomer.start().initial_weights(STAGE, resumes=False) is not None
+    assert await newcomer.start().initial_weights(Block(STAGE), resumes=False) is not None
     assert newcomer.line.num_sent["second"] == len(shapes) - num_in_head > 0

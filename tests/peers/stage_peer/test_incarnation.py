@@ -20,7 +20,7 @@ from swarm.rpc import tls
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceServicer, add_StageServiceServicer_to_server
-from swarm.types import PeerRecord, PeerState
+from swarm.types import Block, PeerRecord, PeerState
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
 
@@ -80,7 +80,7 @@ async def rivals_of(
 ) -> AsyncIterator[Rivals]:
     member = Membership.enter(CONFIG, MemoryStore(SystemClock()), who, clock or SystemClock(), insecure=False)
     for one in records:
-        member.known.records[one.stage] = [*member.known.peers(one.stage), one]
+        member.known.records[Block(one.stage)] = [*member.known.peers(Block(one.stage)), one]
     try:
         yield Rivals(member, own=dataclasses.replace(own), endpoint=lambda: host.endpoint if host is not None else "")
     finally:
@@ -189,12 +189,12 @@ async def test_who_was_announced_alone_stays_whatever_another_one_says(
     member = Membership.enter(CONFIG, MemoryStore(clock), ME, clock, insecure=False)
     async with another(copy) as host, AsyncExitStack() as stack:
         stack.push_async_callback(member.channels.close)
-        member.known.records[1] = [record(OWN, NOBODY)]
+        member.known.records[Block(1)] = [record(OWN, NOBODY)]
         rivals = Rivals(member, own=Incarnation(nonce=OWN.nonce))
         watching = asyncio.create_task(rivals.watch())
         await looked(clock, 8, watching)
         # The directory has one record of an id at a stage, and the copy's may hide this one's.
-        member.known.records[1] = [record(copy, host.endpoint)]
+        member.known.records[Block(1)] = [record(copy, host.endpoint)]
         await looked(clock, 3, watching)
         asked = pb.Incarnation(peer_id=ME.peer_id, nonce=nonce, started_at=0.0)
         assert await rivals.of(asked) is not None, "and the copy is told so"

@@ -17,7 +17,7 @@ from swarm.errors import NotReady
 from swarm.events import Install, Join, Leave, Move
 from swarm.routing.poll import Poll
 from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.types import ClaimState, PeerRecord, PeerState
+from swarm.types import Block, ClaimState, PeerRecord, PeerState
 from tests.peers.stage_peer.movers import ROUND, LocalPeer, trainer
 from tests.support.chain import eventually
 from tests.support.memory_store import MemoryStore
@@ -75,7 +75,7 @@ async def test_a_peer_tells_which_one_a_stage_without_a_peer_had_last(
         async with LocalPeer(config, store, resume=trained).running(1) as other:
             record = await other.record(1)
             assert record is not None
-            await eventually(lambda: bool(peer.known.others(1)))
+            await eventually(lambda: bool(peer.known.others(Block(1))))
             assert not last_peers()
         await eventually(lambda: bool(last_peers()))
         (last,) = last_peers()

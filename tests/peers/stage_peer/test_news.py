@@ -15,6 +15,7 @@ from peers.stage_peer.news import (
     StageNews,
 )
 from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.types import Block
 from tests.support.manual_clock import ManualClock
 
 
@@ -63,7 +64,7 @@ def test_of_a_round_that_was_replayed_nothing_is_said_as_if_the_peer_had_been_th
 def around(**changes: Any) -> Around:
     """What a peer sees around it while nothing is wrong."""
     usual = Around(
-        endpoint="192.0.2.1:5001", num_calls=7, num_others=2, has_trainer=True, empty_stages=(), left_alone_by={}
+        endpoint="192.0.2.1:5001", num_calls=7, num_others=2, has_trainer=True, empty_blocks=(), left_alone_by={}
     )
     return dataclasses.replace(usual, **changes)
 
@@ -87,9 +88,9 @@ def test_that_nothing_comes_is_said_once_each_time(caplog: pytest.LogCaptureFixt
     ("seen", "why"),
     [
         (around(num_calls=0), "no connection has reached this peer yet, though 2 others would use it: see that they "),
-        (around(num_calls=0, empty_stages=[1]), "no connection has reached this peer yet"),
-        (around(empty_stages=[1]), "stage 1 without a peer"),
-        (around(empty_stages=[1, 4], has_trainer=False), "stages 1, 4 without a peer"),
+        (around(num_calls=0, empty_blocks=[Block(1)]), "no connection has reached this peer yet"),
+        (around(empty_blocks=[Block(1)]), "stage 1 without a peer"),
+        (around(empty_blocks=[Block(1), Block(4)], has_trainer=False), "stages 1, 4 without a peer"),
         (around(has_trainer=False), "no trainer is in the run"),
         (around(num_calls=0, num_others=0, has_trainer=False), "no trainer is in the run"),
     ],
@@ -143,5 +144,5 @@ def test_a_peer_that_is_idle_since_a_stage_is_empty_gets_no_advice(caplog: pytes
     news = StageNews(ManualClock())
     with caplog.at_level("INFO"):
         for _ in range(2 * IDLE_LOOKS):
-            news.look_at(pb.TimeShares(computing=0.1, waiting_for_input=0.9), around(empty_stages=[1]))
+            news.look_at(pb.TimeShares(computing=0.1, waiting_for_input=0.9), around(empty_blocks=[Block(1)]))
     assert not caplog.messages

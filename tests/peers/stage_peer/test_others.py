@@ -20,7 +20,7 @@ from swarm.machine.clock import SystemClock
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.types import PeerRecord, PeerState
+from swarm.types import Block, PeerRecord, PeerState
 from tests.support.describing import describing
 
 SYNCHRONOUS = RunConfig(
@@ -47,7 +47,8 @@ class _Directory:
         self._silent = dict(silent)
         self._leaving = leaving
 
-    async def peers(self, stage: int) -> list[PeerRecord]:
+    async def peers(self, block: Block) -> list[PeerRecord]:
+        stage = block.stage
         self.num_looks += 1
         here = self._living.get(stage)
         if here is not None and stage in self._leaving:
@@ -105,13 +106,15 @@ async def _find(
         known, channels = KnownPeers(Router(SystemClock(), random.Random(0))), ChannelPool(insecure=True)
         stack.push_async_callback(channels.close)
         for number in {stage, *rounds, *(silent_looks or {})}:
-            known.update(number, await directory.peers(number))
+            known.update(Block(number), await directory.peers(Block(number)))
         directory.num_looks = 0
         membership = Membership(
             config=config, identity=generate(), directory=cast(Directory, directory), known=known, channels=channels,
             clock=SystemClock(),
         )  # fmt: skip
-        found = await find_others(membership, stage, patient=patient, gives_up=gives_up, needs_holder=needs_holder)
+        found = await find_others(
+            membership, Block(stage), patient=patient, gives_up=gives_up, needs_holder=needs_holder
+        )
         return found, directory.num_looks
 
 
@@ -129,7 +132,7 @@ async def test_a_joiner_learns_whether_anybody_was_given_a_microbatch_yet(number
 
 async def test_only_peers_that_answer_count() -> None:
     others, num_looks = await _find({0: [7], 2: [8]})
-    assert others == Others(rounds={0: 7, 2: 8}, latest=8, samples=128)
+    assert others == Others(rounds={Block(0): 7, Block(2): 8}, latest=8, samples=128)
     assert (others.latest, num_looks) == (8, 0)
     assert (await _find({})) == (Others(), 0)
 
@@ -140,7 +143,7 @@ LIE = 1 << 43
 @pytest.mark.parametrize("lie", [LIE, 0])
 async def test_what_one_peer_says_is_not_the_round_of_the_run(lie: int) -> None:
     others, _ = await _find({0: [7], 2: [7]}, liars=[(2, lie)])
-    assert others == Others(rounds={0: 7, 2: 7}, latest=7, samples=112)
+    assert others == Others(rounds={Block(0): 7, Block(2): 7}, latest=7, samples=112)
     others, _ = await _find({0: [7]}, liars=[(0, 7), (2, LIE)])
     assert (others.latest, others.samples) == (7, 112), "a stage with no other peer than the liar"
     others, _ = await _find({0: [7], STAGE: [7], 2: [7]}, liars=[(STAGE, lie)])
@@ -152,9 +155,9 @@ async def test_what_one_peer_says_is_not_the_round_of_the_run(lie: int) -> None:
 async def test_made_up_peers_are_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(others_module, "SILENT_SECONDS", 0.2)
     others, _ = await _find({0: [7], 2: [8]}, silent_looks={STAGE: 1000})
-    assert others == Others(rounds={0: 7, 2: 8}, latest=8, samples=128)
+    assert others == Others(rounds={Block(0): 7, Block(2): 8}, latest=8, samples=128)
     others, _ = await _find({0: [0], 2: [0]}, silent_looks={STAGE: 1000})
-    assert others == Others(rounds={0: 0, 2: 0})
+    assert others == Others(rounds={Block(0): 0, Block(2): 0})
     for silent in ({0: 1000}, {STAGE: 1000}):
         with pytest.raises(Fatal, match=r"gone on with ffffffff, silent since .* none of its peers answers"):
             await _find({}, silent_looks=silent)
@@ -162,21 +165,21 @@ async def test_made_up_peers_are_not_waited_for_for_ever(monkeypatch: pytest.Mon
 
 async def test_who_has_committed_a_round_itself_can_repeat_it() -> None:
     others, _ = await _find({0: [7], 2: [7]}, committed={0: 1})
-    assert others.repeating == {0}
+    assert others.repeating == {Block(0)}
     others, _ = await _find({0: [7], 2: [7]}, committed={0: 3, 2: 2})
-    assert others.repeating == {0, 2}
+    assert others.repeating == {Block(0), Block(2)}
 
 
 async def test_a_stage_whose_holders_are_announced_and_silent_does_not_begin_anew() -> None:
     others, num_looks = await _find({0: [7], 2: [8]}, silent_looks={STAGE: 3})
-    assert others == Others(rounds={0: 7, 2: 8}, latest=8, samples=128)
+    assert others == Others(rounds={Block(0): 7, Block(2): 8}, latest=8, samples=128)
     assert num_looks == 3 * 3, "three looks at three stages"
 
 
 async def test_a_stage_whose_holder_is_leaving_does_not_begin_anew(caplog: pytest.LogCaptureFixture) -> None:
     """The holder may stay, or write its last checkpoint."""
     others, num_looks = await _find({0: [7], STAGE: [8, 8, None], 2: [8]}, leaving={STAGE})
-    assert others == Others(rounds={0: 7, 2: 8}, latest=8, samples=128), "it is gone"
+    assert others == Others(rounds={Block(0): 7, Block(2): 8}, latest=8, samples=128), "it is gone"
     assert num_looks == 2 * 3
     (said,) = [record.getMessage() for record in caplog.records if record.name == "peers.stage_peer.others"]
     assert said.startswith("stage 1 is being left by ")
@@ -184,7 +187,7 @@ async def test_a_stage_whose_holder_is_leaving_does_not_begin_anew(caplog: pytes
 
 async def test_a_run_whose_peers_are_announced_and_silent_is_not_at_round_0(caplog: pytest.LogCaptureFixture) -> None:
     others, num_looks = await _find({0: [None, None, 7]})
-    assert others == Others(rounds={0: 7}, latest=7, samples=112)
+    assert others == Others(rounds={Block(0): 7}, latest=7, samples=112)
     assert num_looks == 2 * 3
     others, num_looks = await _find({}, silent_looks={0: 3, 2: 2})
     assert (others, num_looks) == (Others(), 3 * 3), "announced no longer"
@@ -204,10 +207,10 @@ async def test_who_moves_does_not_wait_for_silent_peers_for_ever(monkeypatch: py
 
 async def test_a_peer_with_a_checkpoint_waits_until_the_others_have_committed_the_same_round() -> None:
     others, num_looks = await _find({0: [8], 2: [7, 8]}, patient=True)
-    assert others == Others(rounds={0: 8, 2: 8}, latest=8, samples=128)
+    assert others == Others(rounds={Block(0): 8, Block(2): 8}, latest=8, samples=128)
     assert num_looks > 0
     others, num_looks = await _find({0: [8], 2: [7, 8]}, patient=True, config=DILOCO)
-    assert (others.rounds, num_looks) == ({0: 8, 2: 7}, 0)
+    assert (others.rounds, num_looks) == ({Block(0): 8, Block(2): 7}, 0)
 
 
 async def test_holders_that_fell_silent_are_waited_for_by_who_has_nothing_else_to_begin_with(
@@ -215,7 +218,7 @@ async def test_holders_that_fell_silent_are_waited_for_by_who_has_nothing_else_t
 ) -> None:
     monkeypatch.setattr(others_module, "RETURN_SECONDS", 0.3)
     others, num_looks = await _find({0: [7], 2: [7]}, silent_looks={STAGE: 2}, needs_holder=True)
-    assert others.rounds == {0: 7, 2: 7}
+    assert others.rounds == {Block(0): 7, Block(2): 7}
     assert others.silent.startswith("ffffffff, silent since ")
     assert num_looks >= 4 * 3, "while it is announced, and for a while thereafter"
     (line,) = [message for message in caplog.messages if "was held by" in message]
@@ -230,10 +233,10 @@ async def test_a_holder_that_comes_back_in_time_is_all_that_matters(monkeypatch:
 
         num_readings = 0
 
-        async def peers(self, stage: int) -> list[PeerRecord]:
-            found = await super().peers(stage)
-            self.num_readings += stage == STAGE
-            return [] if stage == STAGE and 1 < self.num_readings < 5 else found
+        async def peers(self, block: Block) -> list[PeerRecord]:
+            found = await super().peers(block)
+            self.num_readings += block.stage == STAGE
+            return [] if block.stage == STAGE and 1 < self.num_readings < 5 else found
 
     monkeypatch.setitem(globals(), "_Directory", Frozen)
     others, _ = await _find({0: [7], STAGE: [None, 8], 2: [7]}, needs_holder=True)

@@ -22,6 +22,7 @@ from swarm.model.stage_module import StageModule
 from swarm.stage.backend import StageBackend
 from swarm.stage.runtime import Runtime
 from swarm.stage.staging import Staging
+from swarm.types import Block
 from tests.support.chain import PATIENCE_SECONDS, SYNCHRONOUS
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
@@ -37,7 +38,7 @@ def _backend(config: RunConfig, stage: int, *, graph_bytes: int | None = 0, **mo
         name="", device=torch.device("cpu"), insecure=True, max_in_flight=1, graph_bytes=graph_bytes,
         resume=ResumeOptions(), checkpoints=None, events=Events(), **more,
     )  # fmt: skip
-    return own_backends(config, {stage: options}, {options.device: Staging()})[stage]
+    return own_backends(config, {Block(stage): options}, {options.device: Staging()})[Block(stage)]
 
 
 def test_the_last_stage_alone_needs_room_for_the_loss() -> None:

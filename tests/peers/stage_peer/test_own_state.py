@@ -19,6 +19,7 @@ from swarm.errors import MalformedMessage, NotReady, PeerUnavailable
 from swarm.machine.waits import Waits
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.tensor_pb2 import TensorHeader
+from swarm.types import Block
 from tests.averaging.doubles import Network, Peer, network_of, peer_id, stages, until
 from tests.averaging.fake_stage import make_config
 from tests.support.virtual_time import LoopClock, in_virtual_time
@@ -43,13 +44,13 @@ async def _arrive(network: Network, newcomer: Peer, *, monkeypatch: pytest.Monke
     monkeypatch.setattr(own_state, "find_others", find_others)
     others = [peer.record for peer in network.peers.values() if peer is not newcomer]
     membership = SimpleNamespace(
-        config=network.config, clock=clock, waits=waits, known=SimpleNamespace(others=lambda number: others)
+        config=network.config, clock=clock, waits=waits, known=SimpleNamespace(others=lambda block: others)
     )
     options = SimpleNamespace(resume=ResumeOptions(), checkpoints=None)
     masters = SimpleNamespace(backend=SimpleNamespace(weights=SimpleNamespace(masters={})))
 
     class _Stage:
-        number, context = 0, masters
+        block, context = Block(0), masters
 
         @property
         def round(self) -> int:

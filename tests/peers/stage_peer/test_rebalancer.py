@@ -21,7 +21,7 @@ from swarm.errors import Fatal, PeerUnavailable
 from swarm.machine.clock import Clock
 from swarm.routing.poll import Poll
 from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.types import ClaimState, PeerId, PeerRecord, PeerState
+from swarm.types import Block, ClaimState, PeerId, PeerRecord, PeerState
 from tests.support.memory_store import MemoryStore
 from tests.support.virtual_time import LoopClock, in_virtual_time, run
 
@@ -92,8 +92,8 @@ class Peer:
                 await self.rebalancer.gave_up(target)
                 continue
             self.world.moves.append((self.world.clock.monotonic(), self.stage, target))
-            self.stage = None
-            await self.directory.withdraw()
+            left, self.stage = Block(self.stage), None
+            await self.directory.withdraw(left)
             await self.world.clock.sleep(MOVE_SECONDS)
             self.stage = target
 

@@ -26,6 +26,7 @@ from swarm.config import (
 )
 from swarm.errors import Fatal, PeerUnavailable
 from swarm.training.optim import learning_rate
+from swarm.types import Block
 from tests.averaging.doubles import until
 from tests.checkpoint.states import CONFIG, cut, trained, write_cut
 from tests.support.whole_swarm import whole_swarm
@@ -48,6 +49,7 @@ NOW = dataclasses.replace(
 SHAPES = {"some.weight": torch.Size([2])}
 STAGE = 1
 
+FIRST, LAST = Block(0), Block(2)
 both = pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO], ids=["synchronous", "diloco"])
 
 
@@ -66,7 +68,7 @@ def _choose(
     round_number: int | None = None, had_checkpoints: bool = False, starts_over: bool = False,
 ) -> Beginning | None:  # fmt: skip
     options = ResumeOptions(round_number=round_number, had_checkpoints=had_checkpoints, starts_over=starts_over)
-    return choose(config, stage, SHAPES, others, folder, options)
+    return choose(config, Block(stage), SHAPES, others, folder, options)
 
 
 def _value(beginning: Beginning | None) -> float:
@@ -120,17 +122,17 @@ def test_no_peer_holds_the_beginning_of_a_run_without_the_model_that_it_begins_w
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, weights="0" * 64))
     begun = Others(held_at=0)
     with pytest.raises(Fatal, match="no peer that answers has the weights with which stage 1 begins"):
-        choose(config, STAGE, SHAPES, begun, None, ResumeOptions())
+        choose(config, Block(STAGE), SHAPES, begun, None, ResumeOptions())
     with pytest.raises(PeerUnavailable, match="no peer that answers has the weights"):
-        choose(config, STAGE, SHAPES, begun, None, ResumeOptions(moves=True))
-    assert choose(config, STAGE, SHAPES, begun, None, ResumeOptions(has_weights=True)) is None
-    assert choose(config, STAGE, SHAPES, Others(held_at=1), None, ResumeOptions()) is None, "it is downloaded"
+        choose(config, Block(STAGE), SHAPES, begun, None, ResumeOptions(moves=True))
+    assert choose(config, Block(STAGE), SHAPES, begun, None, ResumeOptions(has_weights=True)) is None
+    assert choose(config, Block(STAGE), SHAPES, Others(held_at=1), None, ResumeOptions()) is None, "it is downloaded"
 
 
 @both
 def test_an_empty_folder_is_no_obstacle_to_a_first_start(config: RunConfig, tmp_path: Path) -> None:
     assert _choose(config, Others(), CheckpointFolder(tmp_path, config)) is None
-    assert _choose(config, Others(rounds={0: 0, 2: 0}, latest=0), CheckpointFolder(tmp_path, config)) is None
+    assert _choose(config, Others(rounds={FIRST: 0, LAST: 0}, latest=0), CheckpointFolder(tmp_path, config)) is None
     with pytest.raises(Fatal, match="has no checkpoint of round 30"):
         _choose(config, Others(), CheckpointFolder(tmp_path, config), round_number=30)
 
@@ -145,8 +147,8 @@ def test_a_folder_in_which_nothing_is_sound_does_not_lead_to_a_new_start(config:
 
 
 @both
-@pytest.mark.parametrize("rounds", [{}, {0: 0}, {0: 40}])
-def test_nobody_starts_anew_beside_checkpoints(config: RunConfig, rounds: dict[int, int]) -> None:
+@pytest.mark.parametrize("rounds", [{}, {FIRST: 0}, {FIRST: 40}])
+def test_nobody_starts_anew_beside_checkpoints(config: RunConfig, rounds: dict[Block, int]) -> None:
     with pytest.raises(ValueError, match="go on with --resume"):
         _choose(config, Others(rounds=rounds), None, had_checkpoints=True)
 
@@ -161,23 +163,23 @@ def test_a_lost_stage_does_not_start_over_unasked(config: RunConfig, tmp_path: P
     named = rf"--resume {re.escape(str(tmp_path))} has no checkpoint, and "
     for folder, begins in ((None, ""), (CheckpointFolder(tmp_path, config), named)):
         with pytest.raises(Fatal, match=f"^{begins}{expected}"):
-            _choose(config, Others(rounds={0: 40, 2: 41}, latest=41), folder)
-        assert _choose(config, Others(rounds={0: 0, 2: 0}, latest=0), folder) is None, "nothing was learnt yet"
+            _choose(config, Others(rounds={FIRST: 40, LAST: 41}, latest=41), folder)
+        assert _choose(config, Others(rounds={FIRST: 0, LAST: 0}, latest=0), folder) is None, "nothing was learnt yet"
 
 
 @both
 def test_nobody_is_advised_to_throw_away_what_peers_hold_that_fell_silent_just_now(config: RunConfig) -> None:
     with pytest.raises(Fatal, match=r"^stage 1 was held by gpu-1, silent since 12:03:10: .*again when they are back$"):
-        _choose(config, Others(rounds={0: 40, 2: 41}, latest=41, silent="gpu-1, silent since 12:03:10"), None)
+        _choose(config, Others(rounds={FIRST: 40, LAST: 41}, latest=41, silent="gpu-1, silent since 12:03:10"), None)
 
 
 @both
 def test_a_lost_stage_that_is_to_starts_over_at_the_others_round(config: RunConfig) -> None:
-    beginning = _choose(config, Others(rounds={0: 40, 2: 41}, latest=41, samples=3280), None, starts_over=True)
+    beginning = _choose(config, Others(rounds={FIRST: 40, LAST: 41}, latest=41, samples=3280), None, starts_over=True)
     assert beginning is not None
     assert beginning.restored is None
     assert (beginning.round, beginning.run_samples) == (41, 3280)
-    expected = hashlib.sha256(f"{genesis(config, STAGE)} again at 41".encode()).hexdigest()
+    expected = hashlib.sha256(f"{genesis(config, Block(STAGE))} again at 41".encode()).hexdigest()
     assert beginning.lineage == expected
     assert beginning.highest_microbatch > 41 * config.microbatches_per_round
 
@@ -186,7 +188,7 @@ def test_a_lost_stage_that_is_to_starts_over_at_the_others_round(config: RunConf
 def test_a_lost_stage_comes_back_at_exactly_the_others_round(config: RunConfig, tmp_path: Path) -> None:
     """This also holds if there is a newer checkpoint, because the others may have been resumed from an earlier one."""
     folder = _write(tmp_path, config, 20, 30, 40)
-    beginning = _choose(config, Others(rounds={0: 30, 2: 30}, latest=30, samples=1), folder, starts_over=True)
+    beginning = _choose(config, Others(rounds={FIRST: 30, LAST: 30}, latest=30, samples=1), folder, starts_over=True)
     assert beginning is not None
     assert (_value(beginning), beginning.round, beginning.run_samples, beginning.lineage) == (
         30, 30, 2400, "lineage 30",
@@ -196,28 +198,28 @@ def test_a_lost_stage_comes_back_at_exactly_the_others_round(config: RunConfig, 
 def test_synchronous_stages_do_not_go_on_from_different_rounds(tmp_path: Path) -> None:
     folder = _write(tmp_path, SYNCHRONOUS, 30, 40)
     with pytest.raises(Fatal, match=r"stand at round 43, and stage 1 in .* at round 40: .* --resume-round 40"):
-        _choose(SYNCHRONOUS, Others(rounds={0: 43, 2: 43}, latest=43), folder)
+        _choose(SYNCHRONOUS, Others(rounds={FIRST: 43, LAST: 43}, latest=43), folder)
     with pytest.raises(Fatal, match="stand at round 0, and stage 1"):
-        _choose(SYNCHRONOUS, Others(rounds={0: 0}, latest=0), folder)
+        _choose(SYNCHRONOUS, Others(rounds={FIRST: 0}, latest=0), folder)
     with pytest.raises(Fatal, match="stand at round 39 and 41, and"):
-        _choose(SYNCHRONOUS, Others(rounds={0: 39, 2: 41}, latest=41), folder)
+        _choose(SYNCHRONOUS, Others(rounds={FIRST: 39, LAST: 41}, latest=41), folder)
     with pytest.raises(Fatal, match=r"stand at round 40, and stage 1 in .* at round 30: "):
-        _choose(SYNCHRONOUS, Others(rounds={0: 40, 2: 40}, latest=40), folder, round_number=30)
-    assert _value(_choose(SYNCHRONOUS, Others(rounds={0: 40, 2: 40}, latest=40), folder)) == 40
+        _choose(SYNCHRONOUS, Others(rounds={FIRST: 40, LAST: 40}, latest=40), folder, round_number=30)
+    assert _value(_choose(SYNCHRONOUS, Others(rounds={FIRST: 40, LAST: 40}, latest=40), folder)) == 40
 
 
 def test_a_synchronous_stage_may_be_a_round_late_for_the_others_can_repeat_one(tmp_path: Path) -> None:
     folder = _write(tmp_path, SYNCHRONOUS, 40)
-    for rounds in ({0: 41, 2: 41}, {0: 40, 2: 41}):
-        beginning = _choose(SYNCHRONOUS, Others(rounds=rounds, repeating=frozenset({0, 2})), folder)
+    for rounds in ({FIRST: 41, LAST: 41}, {FIRST: 40, LAST: 41}):
+        beginning = _choose(SYNCHRONOUS, Others(rounds=rounds, repeating=frozenset({FIRST, LAST})), folder)
         assert beginning is not None
         assert (_value(beginning), beginning.round, beginning.lineage) == (40, 40, "lineage 40")
     with pytest.raises(Fatal, match="stand at round 39, and"):
-        _choose(SYNCHRONOUS, Others(rounds={0: 39, 2: 39}, latest=39), folder)
+        _choose(SYNCHRONOUS, Others(rounds={FIRST: 39, LAST: 39}, latest=39), folder)
     # This peer began at that round itself, with a checkpoint or a download, so it has no weights of the round before.
     with pytest.raises(Fatal, match=r"stand at round 41, .* --resume-round 40"):
-        _choose(SYNCHRONOUS, Others(rounds={0: 41, 2: 41}, latest=41, repeating=frozenset({0})), folder)
-    between = Others(rounds={0: 40, 2: 41}, latest=41, repeating=frozenset({2}))
+        _choose(SYNCHRONOUS, Others(rounds={FIRST: 41, LAST: 41}, latest=41, repeating=frozenset({FIRST})), folder)
+    between = Others(rounds={FIRST: 40, LAST: 41}, latest=41, repeating=frozenset({LAST}))
     assert _value(_choose(SYNCHRONOUS, between, folder)) == 40
 
 
@@ -225,29 +227,29 @@ def test_a_diloco_stage_enters_late_with_the_newest_that_there_is(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = _write(tmp_path, DILOCO, 30, 40)
-    others = Others(rounds={0: 43, 2: 42}, latest=43, samples=3440)
+    others = Others(rounds={FIRST: 43, LAST: 42}, latest=43, samples=3440)
     beginning = _choose(DILOCO, others, folder)
     assert beginning is not None
     assert _value(beginning) == 40
     assert (beginning.round, beginning.run_samples) == (43, 3440)
-    assert beginning.lineage not in ("lineage 40", genesis(DILOCO, STAGE))
+    assert beginning.lineage not in ("lineage 40", genesis(DILOCO, Block(STAGE)))
     again = _choose(DILOCO, others, folder)
     assert again is not None
     assert again.lineage == beginning.lineage, "two who enter at once are on one branch"
     assert beginning.highest_microbatch >= 400 + 3 * DILOCO.microbatches_per_round
     assert "it enters at round 43 as it was at round 40" in caplog.text
     with pytest.raises(Fatal, match="the run begins anew at round 0"):
-        _choose(DILOCO, Others(rounds={0: 0}, latest=0), folder)
+        _choose(DILOCO, Others(rounds={FIRST: 0}, latest=0), folder)
 
 
 def test_stages_that_share_a_block_stay_together_with_diloco_too(tmp_path: Path) -> None:
     first = _write(tmp_path, TIED, 40, stage=0)
     with pytest.raises(Fatal, match="stand at round 43, and stage 0"):
-        _choose(TIED, Others(rounds={1: 40, 2: 43}, latest=43), first, stage=0)
-    assert _value(_choose(TIED, Others(rounds={1: 43, 2: 40}, latest=43), first, stage=0)) == 40
+        _choose(TIED, Others(rounds={Block(1): 40, LAST: 43}, latest=43), first, stage=0)
+    assert _value(_choose(TIED, Others(rounds={Block(1): 43, LAST: 40}, latest=43), first, stage=0)) == 40
     (tmp_path / "middle").mkdir()
     middle = _write(tmp_path / "middle", TIED, 40)
-    late = _choose(TIED, Others(rounds={0: 43, 2: 43}, latest=43), middle)
+    late = _choose(TIED, Others(rounds={FIRST: 43, LAST: 43}, latest=43), middle)
     assert late is not None
     assert late.round == 43
 

@@ -125,7 +125,7 @@ def test_all_runs_of_a_dht_are_found_the_named_one_first(
         for config in (CONFIG, OTHER, CONFIG, OTHER):
             initial_peers = nodes[0].addresses() if nodes else []
             nodes.append(dht_node.start(clock=SystemClock(), host="127.0.0.1", initial_peers=initial_peers))
-            nodes[-1].belong_to(keys.of_run(config.run_id, config.stages.num_stages), None)
+            nodes[-1].belong_to(keys.of_run(config.run_id, config.blocks), None)
         for node, config in zip(nodes, (CONFIG, OTHER), strict=False):
             run_loop(_announce(node, config))
         entrance = Entrance(addresses=tuple(nodes[0].addresses()), token=None, insecure=False)

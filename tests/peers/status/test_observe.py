@@ -15,7 +15,7 @@ from peers.status.peer_row import PeerRow
 from peers.status.view import StageRow, SwarmView
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.types import ClaimRecord, ClaimState, PeerRecord, PeerState
+from swarm.types import Block, ClaimRecord, ClaimState, PeerRecord, PeerState
 from tests.support.describing import describing
 
 RUN = "run"
@@ -98,10 +98,10 @@ async def _rows(replies: Sequence[pb.DescribeReply], *others: PeerRecord) -> lis
     async with AsyncExitStack() as stack:
         channels = ChannelPool(insecure=True)
         stack.push_async_callback(channels.close)
-        records: dict[int, list[PeerRecord]] = {9: list(others)}
+        records: dict[Block, list[PeerRecord]] = {Block(9): list(others)}
         for stage, reply in enumerate(replies):
             reply.run_id, reply.stage = RUN, stage
-            records[stage] = [await stack.enter_async_context(describing(stage, lambda _, reply=reply: reply))]  # type: ignore[misc]
+            records[Block(stage)] = [await stack.enter_async_context(describing(stage, lambda _, reply=reply: reply))]  # type: ignore[misc]
         seen = await observe(RUN, records, (), channels)
     rows: list[dict[str, Any]] = json.loads(seen.to_json())["stages"]
     return rows
@@ -236,6 +236,6 @@ async def test_only_a_peer_of_the_run_that_is_asked_for_is_shown(run_id: str, st
     """swarm-local knows only the name of its run, so it accepts peers of any run."""
     channels = ChannelPool(insecure=True)
     async with describing(0, lambda _: pb.DescribeReply(run_id=RUN, state="serving")) as record:
-        seen = await observe(run_id, {0: [record]}, (), channels)
+        seen = await observe(run_id, {Block(0): [record]}, (), channels)
     await channels.close()
     assert seen.stages[0].peers[0].state == state

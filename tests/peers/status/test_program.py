@@ -49,7 +49,7 @@ async def entry() -> AsyncIterator[Entry]:
     own, clock = generate(), SystemClock()
     dht = MemoryStore(clock)
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    run_keys = keys.of_run(CONFIG.run_id, CONFIG.stages.num_stages)
+    run_keys = keys.of_run(CONFIG.run_id, CONFIG.blocks)
     add_DirectoryServiceServicer_to_server(DirectoryServicer(store=dht, keys=run_keys, clock=clock), server)
     port = bind_server(server, "127.0.0.1", 0, tls.server_credentials(own))
     await server.start()

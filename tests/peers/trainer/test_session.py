@@ -50,8 +50,8 @@ def _session(chain: Chain, metrics: MetricsLog, folder: Path, *, steps: int = 1)
     """A session as the program wires it, without what only training needs."""
     config, data = chain.config, cast(Microbatches, _HeldOut())
     watcher = RoundWatcher(
-        run_id=config.run_id, num_stages=3, synchronous=True, channels=chain.peers[0].channels,
-        peers=lambda stage: [peer.record for peer in chain.at(stage)],
+        run_id=config.run_id, blocks=config.blocks, synchronous=True, channels=chain.peers[0].channels,
+        peers=lambda block: [peer.record for peer in chain.at(block.stage)],
     )  # fmt: skip
     report = Report(
         config,

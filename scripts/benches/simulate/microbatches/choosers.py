@@ -14,7 +14,7 @@ from typing import Protocol
 from swarm.machine.clock import Clock
 from swarm.routing.router import Router
 from swarm.routing.throughput import BASE_BAN_SECONDS, MovingAverage, Observation
-from swarm.types import PeerId, PeerRecord, PeerState
+from swarm.types import Block, PeerId, PeerRecord, PeerState
 
 SMOOTHING = 0.1
 """Weight of the newest observation in the SWARM paper's moving average, which is corrected for its start as in the
@@ -42,11 +42,13 @@ class Chooser(Protocol):
 
     def num_asked_around(self, stage: int) -> int: ...  # How many peers may leave a microbatch to each other
 
-    def succeeded(self, peer_id: PeerId, answer: Answer) -> None: ...
+    def succeeded(self, stage: int, peer_id: PeerId, answer: Answer) -> None: ...
 
-    def busy(self, peer_id: PeerId, retry_after_seconds: float) -> None: ...
+    def busy(self, stage: int, peer_id: PeerId, retry_after_seconds: float) -> None: ...
 
-    def failed(self, peer_id: PeerId, *, is_gone: bool) -> None: ...  # `is_gone`: nothing listened at its address
+    def failed(
+        self, stage: int, peer_id: PeerId, *, is_gone: bool
+    ) -> None: ...  # `is_gone`: nothing listened at its address
 
 
 class Ours:
@@ -54,26 +56,28 @@ class Ours:
 
     def __init__(self, clock: Clock, rng: random.Random) -> None:
         self._router = Router(clock, rng)
-        self.busy = self._router.busy
 
     def update(self, stage: int, records: Sequence[PeerRecord]) -> None:
-        self._router.update(stage, records)
+        self._router.update(Block(stage), records)
         # This replaces the probes of swarm.hop.connections: only live peers are listed here, and they would answer.
-        for record in self._router.unreachable(stage):
-            self._router.answered(PeerId(record.peer_id))
+        for record in self._router.unreachable(Block(stage)):
+            self._router.answered(Block(stage), PeerId(record.peer_id))
 
     def choose(self, stage: int, num_samples: int, exclude: Collection[PeerId]) -> PeerId | None:
-        record = self._router.choose(stage, num_samples, exclude=exclude)
+        record = self._router.choose(Block(stage), num_samples, exclude=exclude)
         return None if record is None else PeerId(record.peer_id)
 
     def num_asked_around(self, stage: int) -> int:
-        return self._router.num_peers(stage)
+        return self._router.num_peers(Block(stage))
 
-    def failed(self, peer_id: PeerId, *, is_gone: bool) -> None:
-        self._router.failed(peer_id, is_gone=is_gone, is_unreachable=True)
+    def failed(self, stage: int, peer_id: PeerId, *, is_gone: bool) -> None:
+        self._router.failed(Block(stage), peer_id, is_gone=is_gone, is_unreachable=True)
 
-    def succeeded(self, peer_id: PeerId, answer: Answer) -> None:
-        self._router.succeeded(peer_id, answer)
+    def succeeded(self, stage: int, peer_id: PeerId, answer: Answer) -> None:
+        self._router.succeeded(Block(stage), peer_id, answer)
+
+    def busy(self, stage: int, peer_id: PeerId, retry_after_seconds: float) -> None:
+        self._router.busy(Block(stage), peer_id, retry_after_seconds)
 
 
 @dataclass(eq=False)
@@ -106,13 +110,13 @@ class ByChance:
     def num_asked_around(self, stage: int) -> int:
         return 0
 
-    def succeeded(self, peer_id: PeerId, answer: Answer) -> None:
+    def succeeded(self, stage: int, peer_id: PeerId, answer: Answer) -> None:
         """Learn nothing."""
 
-    def busy(self, peer_id: PeerId, retry_after_seconds: float) -> None:
+    def busy(self, stage: int, peer_id: PeerId, retry_after_seconds: float) -> None:
         self._busy_until[peer_id] = self._clock.monotonic() + retry_after_seconds
 
-    def failed(self, peer_id: PeerId, *, is_gone: bool) -> None:
+    def failed(self, stage: int, peer_id: PeerId, *, is_gone: bool) -> None:
         self._banned_until[peer_id] = self._clock.monotonic() + BASE_BAN_SECONDS
 
     def _draw(self, stage: int, exclude: Collection[PeerId]) -> PeerId | None:
@@ -163,5 +167,5 @@ class SwarmQueue(ByChance):
             heapq.heappush(queue, entry)
         return chosen
 
-    def succeeded(self, peer_id: PeerId, answer: Answer) -> None:
+    def succeeded(self, stage: int, peer_id: PeerId, answer: Answer) -> None:
         self._seconds[peer_id].observe(answer.call_seconds)

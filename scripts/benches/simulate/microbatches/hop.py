@@ -75,7 +75,7 @@ class _Hop:
         if self._is_abandoned:
             return
         self.pipeline.rerouted()
-        self.view.chooser.failed(peer_id, is_gone=is_gone)
+        self.view.chooser.failed(self.stage, peer_id, is_gone=is_gone)
         self._excluded[peer_id] = self.timeline.monotonic() + PAUSE_SECONDS
         self.attempt()
 
@@ -87,7 +87,7 @@ class _Hop:
             self._num_busy += 1
             if self.origin is not None:
                 self.origin.stalls(self)
-        self.view.chooser.busy(peer_id, retry_after_seconds)
+        self.view.chooser.busy(self.stage, peer_id, retry_after_seconds)
         self._excluded[peer_id] = self.timeline.monotonic() + retry_after_seconds
         self.attempt()
 
@@ -100,7 +100,7 @@ class _Hop:
             return
         if num_credits:
             self.view.credits.add(peer_id)
-        self.view.chooser.succeeded(peer_id, answer)
+        self.view.chooser.succeeded(self.stage, peer_id, answer)
         self._then(self._num_busy)
 
 

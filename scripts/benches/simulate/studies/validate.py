@@ -221,9 +221,9 @@ class Counting(Ours):
         super().__init__(timeline, rng)
         self.num_answers = num_answers
 
-    def succeeded(self, peer_id: PeerId, answer: Answer) -> None:
+    def succeeded(self, stage: int, peer_id: PeerId, answer: Answer) -> None:
         self.num_answers[peer_id] += 1
-        super().succeeded(peer_id, answer)
+        super().succeeded(stage, peer_id, answer)
 
 
 def simulate(

@@ -34,11 +34,11 @@ def shares(chooser: Chooser, num_choices: int) -> Counter[PeerId | None]:
 def test_swarm_s_queue_gives_shares_in_inverse_proportion_to_the_seconds_of_a_call() -> None:
     chooser = SwarmQueue(Timeline(), random.Random(0))
     announce(chooser, ONE, TWO)
-    chooser.succeeded(ONE, answer(1.0))
-    chooser.succeeded(TWO, answer(3.0))
+    chooser.succeeded(0, ONE, answer(1.0))
+    chooser.succeeded(0, TWO, answer(3.0))
     assert shares(chooser, 400)[ONE] == pytest.approx(300, abs=2)
     announce(chooser, ONE, TWO, THREE)
-    chooser.succeeded(THREE, answer(1.0))
+    chooser.succeeded(0, THREE, answer(1.0))
     assert shares(chooser, 700)[THREE] == pytest.approx(300, abs=2), "a newcomer owes nothing, and has no credit"
 
 
@@ -47,8 +47,8 @@ def test_chance_is_even_and_never_takes_who_is_excluded_busy_or_has_failed() -> 
     chooser = ByChance(timeline, random.Random(0))
     announce(chooser, ONE, TWO, THREE)
     assert min(shares(chooser, 600).values()) > 150
-    chooser.busy(ONE, 2.0)
-    chooser.failed(TWO, is_gone=False)
+    chooser.busy(0, ONE, 2.0)
+    chooser.failed(0, TWO, is_gone=False)
     assert shares(chooser, 50) == {THREE: 50}
     assert chooser.choose(0, NUM_SAMPLES, {THREE}) is None
     timeline.run(3.0)
