@@ -13,6 +13,7 @@ from torch import Size
 
 from swarm.compression.codec import contribution_codec, result_codec
 from swarm.config import DataConfig, LoraConfig, ModelConfig, RunConfig, StagesConfig
+from swarm.model import nf4
 from swarm.model.loss import loss_bytes
 from swarm.model.stages import layer_ranges, parameter_shapes, trained_shapes
 from swarm.stage.boundary import HIDDEN, TOKENS, request_specs
@@ -172,12 +173,19 @@ def state_bytes(config: RunConfig, stage: int) -> dict[str, int]:
     if not config.rounds.synchronous and config.outer_step.momentum:
         held["outer_momentum"] = size
     if config.lora.is_on:
-        # The model's own matrices are held in 16 bits, and its vectors in float32.
-        own = _shapes(config, stage)[0].values()
-        held["frozen"] = sum(math.prod(s) * (_HALF_BYTES if len(s) > 1 else _FLOAT_BYTES) for s in own)
+        held["frozen"] = sum(_frozen_bytes(config, *named) for named in _shapes(config, stage)[0].items())
     elif config.model.autocast not in ("off", config.model.versions):
         held["casts"] = _HALF_BYTES * sum(math.prod(shape) for shape in shapes.values() if len(shape) > 1)
     return held
+
+
+def _frozen_bytes(config: RunConfig, name: str, shape: Size) -> int:
+    """Bytes of a parameter of the model itself: in float32 those of a vector, in 4 bits those of a layer's matrix if
+    lora.base says so, and in 16 bits those of another matrix."""
+    if len(shape) == 1:
+        return _FLOAT_BYTES * shape.numel()
+    is_nf4 = config.lora.base == "nf4" and name.startswith("layers.")
+    return nf4.num_bytes(shape.numel()) if is_nf4 else _HALF_BYTES * shape.numel()
 
 
 def _moment_bytes(config: RunConfig, stage: int) -> int:

@@ -48,6 +48,10 @@ def trained(options: StaticOptions, shape: Shape, device: torch.device) -> tuple
             f"model.versions = {config.model.versions!r} is for a swarm's peers, which compute with copies of the "
             "weights: take --set model.versions=fp32"
         )
+    if config.lora.base != "as-is":
+        raise ValueError(
+            f"lora.base = {config.lora.base!r} is for a swarm's peers: take --set lora.base=as-is, or one peer a stage"
+        )
     config = computing_in(config, options.dtype, device)
     config = _fitted(config, options, shape)
     if not config.model.weights:

@@ -52,7 +52,7 @@ class Options(OutputOptions):
     in_flight: int = 4
     """Microbatches, of 2 samples of 256 tokens, that wait for their gradients."""
     lora_rank: int = 0
-    """Train adapters of this rank, beside weights that are frozen in bfloat16; 0 trains the weights."""
+    """Train adapters of this rank, beside weights that are frozen; 0 trains the weights."""
     moments: Literal["fp32", "int8"] = "fp32"
     """How the optimizer's moments are held."""
     versions: Literal["fp32", "bf16"] = "fp32"
@@ -63,6 +63,8 @@ class Options(OutputOptions):
     """With --losses: seeds of data and initial weights: 0, 1, ..."""
     dataset: str = "stdlib"
     """With --losses: the text to train on."""
+    base: Literal["as-is", "nf4"] = "as-is"
+    """With --lora-rank: how the frozen weights are held."""
     vocabulary: int = 0
     """Measure the last stage's loss instead, with a vocabulary of this many tokens."""
 
@@ -110,7 +112,7 @@ def run_config(setting: str, options: Options) -> RunConfig:
     # With a staleness of 1, one wave is always in flight while the gradients of another wave are summed up.
     return run_of(
         "memory", width=options.d_model, layers=3 * options.layers, stages=3, setting=setting, length=256, microbatch=2,
-        round_samples=MEMBERS * WAVES * wave_samples, lora={"rank": options.lora_rank},
+        round_samples=MEMBERS * WAVES * wave_samples, lora={"rank": options.lora_rank, "base": options.base},
         rounds={"inner_batch_samples": wave_samples, "max_staleness": 1}, optimizer={"moments": options.moments},
         model={"versions": options.versions},
     )  # fmt: skip

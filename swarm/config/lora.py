@@ -1,6 +1,7 @@
 """`[lora]`: adapters that are trained instead of the model's own weights."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from swarm.config.checks import (
     MAY_CHANGE,
@@ -53,11 +54,16 @@ class LoraConfig:
     """The matrices of each layer that have an adapter: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and
     down_proj; of a GPT-2 c_attn, c_proj and c_fc; or all-linear for all of them."""
 
+    base: Literal["as-is", "nf4"] = field(default="as-is", metadata=MAY_CHANGE)
+    """How a peer holds the matrices of layers beside the adapters: as they are given, which is mostly 16 bits a number;
+    or in 4 bits, as NF4 with double quantisation (QLoRA, arXiv 2305.14314). An export has them as they were."""
+
     def __post_init__(self) -> None:
         require_usable_numbers("lora", self)
         require_not_negative("lora", self, "rank")
         require_positive("lora", self, "alpha")
         require(0.0 <= self.dropout < 1.0, f"lora.dropout must be in [0, 1), not {self.dropout}")
+        require(self.base == "as-is" or self.is_on, "lora.base = 'nf4' is for adapters: give lora.rank as well")
         require(bool(self.targets), "lora.targets must name at least one matrix; lora.rank = 0 turns adapters off")
         require(
             ALL_LINEAR not in self.targets or len(self.targets) == 1,
@@ -79,6 +85,9 @@ class LoraConfig:
         require(not model.custom_class, "lora is for the built-in model, not for a model.custom_class")
         require(
             model.versions == "fp32", "model.versions = 'bf16' is for weights that are trained: leave it out with lora"
+        )
+        require(
+            self.base == "as-is" or not model.block_types, "lora.base = 'nf4' is not for a model with model.block_types"
         )
         require(not model.bottleneck_dim, "lora is not for a model with a model.bottleneck_dim")
         require(self.rank <= model.d_model, f"lora.rank ({self.rank}) must not exceed model.d_model ({model.d_model})")

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from swarm.config import ModelConfig
+from swarm.model.nf4 import Nf4Matrix
 
 
 def fuses(device: torch.device | str) -> bool:
@@ -63,14 +64,14 @@ def swiglu(gate_BTF: Tensor, up_BTF: Tensor, *, fused: bool = False) -> Tensor:
     return _apply(_SwiGLU, gate_BTF, up_BTF)
 
 
-def product(hidden_BTD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
-    """torch's linear, for weights of any type.
+def product(hidden_BTD: Tensor, weight_ED: Tensor | Nf4Matrix, bias_E: Tensor | None = None) -> Tensor:
+    """torch's linear, for weights of any type, also in 4 bits.
 
     Weights of another type than that of the computation (with autocast, its type), and frozen ones, are converted for
     each product, forward and backward, and no converted copy is kept in between.
     """
-    is_cast = weight_ED.dtype is hidden_BTD.dtype or torch.is_autocast_enabled(hidden_BTD.device.type)
-    if is_cast and weight_ED.requires_grad:
+    is_trained = isinstance(weight_ED, Tensor) and weight_ED.requires_grad
+    if is_trained and (weight_ED.dtype is hidden_BTD.dtype or torch.is_autocast_enabled(hidden_BTD.device.type)):
         return F.linear(hidden_BTD, weight_ED, bias_E)
     return _apply(_ConvertedProduct, hidden_BTD, weight_ED, bias_E)
 
@@ -91,7 +92,7 @@ def as_cast(weight: Tensor, cast_weight: Tensor) -> Tensor:
     return _apply(_AsCast, weight, cast_weight)
 
 
-def _apply(function: type[torch.autograd.Function], *arguments: Tensor | float | None) -> Tensor:
+def _apply(function: type[torch.autograd.Function], *arguments: Tensor | Nf4Matrix | float | None) -> Tensor:
     """Run an operation, with autograd only if gradients are wanted.
 
     A layer has a dozen of these operations. For a single token of a text, autograd's part would take as long as the
@@ -189,7 +190,7 @@ class _AsCast(torch.autograd.Function):
 
 class _ConvertedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_BTD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
+    def forward(ctx: Any, hidden_BTD: Tensor, weight_ED: Tensor | Nf4Matrix, bias_E: Tensor | None) -> Tensor:
         # The weight is not saved with autograd, which would check it for changes: nothing writes to it.
         ctx.weight_ED, ctx.dtype = weight_ED, hidden_BTD.dtype
         device = hidden_BTD.device.type
@@ -198,17 +199,21 @@ class _ConvertedProduct(torch.autograd.Function):
         hidden_BTD = hidden_BTD.to(dtype)
         if weight_ED.requires_grad:
             ctx.save_for_backward(hidden_BTD)
-        return F.linear(hidden_BTD, weight_ED.to(dtype), bias_E)
+        return F.linear(hidden_BTD, _in_type(weight_ED, dtype), bias_E)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_BTE: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        hidden_gradient_BTD = (gradient_BTE @ ctx.weight_ED.to(gradient_BTE.dtype)).to(ctx.dtype)
+        hidden_gradient_BTD = (gradient_BTE @ _in_type(ctx.weight_ED, gradient_BTE.dtype)).to(ctx.dtype)
         if not ctx.needs_input_grad[1]:
             return hidden_gradient_BTD, None, None
         (hidden_BTD,), gradient_NE = ctx.saved_tensors, gradient_BTE.flatten(0, -2)
         weight_gradient_ED = (gradient_NE.T @ hidden_BTD.flatten(0, -2)).to(ctx.weight_ED.dtype)
         return hidden_gradient_BTD, weight_gradient_ED, gradient_NE.sum(0) if ctx.needs_input_grad[2] else None
+
+
+def _in_type(weight_ED: Tensor | Nf4Matrix, dtype: torch.dtype) -> Tensor:
+    return weight_ED.to(dtype) if isinstance(weight_ED, Tensor) else weight_ED.dense(dtype)
 
 
 class _Rows(torch.autograd.Function):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from swarm.config import LoraConfig
 from swarm.model.functions import product
 from swarm.model.masks import Dropout, DropoutKey
+from swarm.model.nf4 import Nf4Matrix
 from swarm.model.shards import Shards
 
 
@@ -50,6 +51,11 @@ class Projection(nn.Linear):
     def __init__(self, num_inputs: int, num_outputs: int, *, bias: bool) -> None:
         super().__init__(num_inputs, num_outputs, bias=bias)
         self.adapter: Adapter | None = None
+
+    def freeze_in_4_bits(self, weight_ED: Tensor) -> None:
+        """Let a matrix in NF4 take the place of the weight, which then is no parameter of the module."""
+        del self.weight
+        self.add_module("weight", Nf4Matrix(weight_ED))
 
     def adapt(self, adapter: Adapter) -> None:
         self.adapter = adapter

@@ -22,6 +22,7 @@ from swarm.model.functions import fuses
 from swarm.model.layers import draw
 from swarm.model.loss import NO_TARGET
 from swarm.model.masks import DropoutKey
+from swarm.model.projection import Projection
 from swarm.model.shards import Shards, spans
 from swarm.model.stage_module import StageModule
 from swarm.training import samples
@@ -162,8 +163,12 @@ def filled(make: Callable[[], _Module], config: RunConfig, weights: Mapping[str,
     with torch.device("meta"):
         module = make()
     held = dict[str, Tensor]()
-    for name, parameter in module.named_parameters():
-        if weights is None:
+    in_4_bits = {f"{name}.weight": each for name, each in module.named_modules() if isinstance(each, Projection)}
+    for name, parameter in list(module.named_parameters()):
+        if config.lora.base == "nf4" and name in in_4_bits:
+            weight = drawn(name, parameter.shape, config) if weights is None else weights[name]
+            in_4_bits[name].freeze_in_4_bits(weight)
+        elif weights is None:
             held[name] = drawn(name, parameter.shape, config)
         elif config.lora.is_on and parameter.ndim > 1:
             held[name] = weights[name]

@@ -27,11 +27,11 @@ from tests.support.commits import end_round
 
 def _config(
     setting: str = "synchronous", lora_rank: int = 0, optimizer: str = "adamw", moments: str = "fp32",
-    versions: str = "fp32",
+    versions: str = "fp32", base: str = "as-is",
 ) -> RunConfig:  # fmt: skip
     return run_of(
         "memory", width=64, layers=6, head_width=16, stages=3, setting=setting, length=32, microbatch=2,
-        round_samples=4, rounds={"inner_batch_samples": 2}, lora={"rank": lora_rank},
+        round_samples=4, rounds={"inner_batch_samples": 2}, lora={"rank": lora_rank, "base": base},
         optimizer={"name": optimizer, "moments": moments}, model={"versions": versions},
     )  # fmt: skip
 
@@ -76,7 +76,9 @@ def test_parameters_and_graphs_are_as_computed(model: dict[str, Any], lora_rank:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize(
-    "options", [{}, {"lora_rank": 4}, {"moments": "int8", "versions": "bf16"}], ids=["", "lora", "small"]
+    "options",
+    [{}, {"lora_rank": 4}, {"lora_rank": 4, "base": "nf4"}, {"moments": "int8", "versions": "bf16"}],
+    ids=["default", "lora", "nf4", "small"],
 )
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_stage_holds_what_is_computed_and_no_copy_more(setting: str, options: dict[str, Any], optimizer: str) -> None:

@@ -35,6 +35,7 @@ ARMS: Mapping[str, Changes] = {
 }
 ADAPTER_ARMS: Mapping[str, Changes] = {
     ADAPTERS: {},
+    "adapters beside 4 bits": {"lora": {"base": "nf4"}},
 }
 COMPARED = {"both, Muon": "Muon"}  # The other arms are compared with the first of their kind
 SHARE_OF_ADAPTERS = 4  # Adapters are trained on a quarter of the tokens
