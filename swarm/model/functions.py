@@ -70,10 +70,12 @@ def product(hidden_BTD: Tensor, weight_ED: Tensor | Nf4Matrix, bias_E: Tensor | 
     Weights of another type than that of the computation (with autocast, its type), and frozen ones, are converted for
     each product, forward and backward, and no converted copy is kept in between.
     """
-    is_trained = isinstance(weight_ED, Tensor) and weight_ED.requires_grad
-    if is_trained and (weight_ED.dtype is hidden_BTD.dtype or torch.is_autocast_enabled(hidden_BTD.device.type)):
-        return F.linear(hidden_BTD, weight_ED, bias_E)
-    return _apply(_ConvertedProduct, hidden_BTD, weight_ED, bias_E)
+    if isinstance(weight_ED, Nf4Matrix) or not weight_ED.requires_grad:
+        return _apply(_ConvertedProduct, hidden_BTD, weight_ED, bias_E)
+    is_cast = weight_ED.dtype is hidden_BTD.dtype or torch.is_autocast_enabled(hidden_BTD.device.type)
+    return (
+        F.linear(hidden_BTD, weight_ED, bias_E) if is_cast else _apply(_ConvertedProduct, hidden_BTD, weight_ED, bias_E)
+    )
 
 
 def rows(numbers: Tensor, table_VD: Tensor) -> Tensor:
