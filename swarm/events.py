@@ -1,4 +1,7 @@
-"""What a process can record, of a microbatch, of a round and of itself, and the log with a line for each event."""
+"""What a process can record, of a microbatch, of a round and of itself, and the log with a line for each event.
+
+A process may serve several blocks, and writes the events of all of them to one log: each line names its block.
+"""
 
 import itertools
 import json
@@ -10,8 +13,9 @@ from pathlib import Path
 
 from swarm.machine.clock import Clock
 from swarm.machine.json_file import LineFile
+from swarm.types import Block
 
-FORMAT = 3
+FORMAT = 4
 """The format of the lines. An audit refuses others."""
 
 
@@ -30,7 +34,7 @@ class Start(Event):
     """Peer id of a stage peer or of a trainer."""
     name: str
     stage: int
-    """-1 for a trainer."""
+    """The stage that it serves first; -1 for a trainer."""
     setting: str
     """synchronous or diloco."""
     num_stages: int
@@ -46,6 +50,11 @@ class Start(Event):
     boot: str
     """An id of the machine's boot: monotonic times of one boot can be compared."""
     format: int = FORMAT
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The blocks of the run."""
+        return tuple(map(Block, range(self.num_stages)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +194,7 @@ class Commit(Event):
     total_squared_norm: float = 0.0
     """The norm by which the gradient was clipped, squared."""
     partners: tuple[str, ...] = ()
-    """Digests of the results that were added up into a shared block's average."""
+    """Digests of the results that were added up into the average of tied parameters."""
     carried: int = 0
     """The samples that count towards the next round: those since the closing, or since the round began if this peer
     took no part in it."""
@@ -221,19 +230,13 @@ class Install(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Join(Event):
-    """The process serves from now on."""
+    """The process serves the block from now on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Leave(Event):
-    """The process ends of its own accord."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Move(Event):
-    """The peer moves to another stage. The events that follow are about that one, and begin with an Install."""
-
-    stage: int
+    """The process serves the block no longer, of its own accord: it ends, or goes on with other blocks. If it comes
+    back, the events there begin with an Install. In a trainer's log: the trainer ends."""
 
 
 NAMES: dict[str, type[Event]] = {
@@ -245,8 +248,21 @@ NAMES: dict[str, type[Event]] = {
 class Events:
     """Accepts events from any thread. This class discards them; EventLog writes them to a file."""
 
-    def write(self, event: Event) -> None:
-        """Record an event. Never raises."""
+    def write(self, event: Event, block: Block | None = None) -> None:
+        """Record an event. The events of a stage peer are about a block that it serves, except Start. Never raises."""
+
+    def of(self, block: Block) -> "Events":
+        """The same log, for the parts of one block: what they write is about this block."""
+        return _OfBlock(self, block)
+
+
+class _OfBlock(Events):
+    def __init__(self, events: Events, block: Block) -> None:
+        self._events = events
+        self._block = block
+
+    def write(self, event: Event, block: Block | None = None) -> None:
+        self._events.write(event, block or self._block)
 
 
 def ranges(microbatches: Iterable[int]) -> str:
@@ -273,18 +289,19 @@ class EventLog(Events):
         self._lock = threading.Lock()
         self._num_lost = 0
 
-    def write(self, event: Event) -> None:
+    def write(self, event: Event, block: Block | None = None) -> None:
         with self._lock:
             if self._num_lost and not self._append(Gap(lost=self._num_lost)):
                 self._num_lost += 1
                 return
-            self._num_lost = 0 if self._append(event) else 1
+            self._num_lost = 0 if self._append(event, block) else 1
 
     def close(self) -> None:
         self._file.close()
 
-    def _append(self, event: Event) -> bool:
-        fields = _encode({name: value for name, value in vars(event).items() if value is not None})
+    def _append(self, event: Event, block: Block | None = None) -> bool:
+        values = {"block": None if block is None else str(block), **vars(event)}
+        fields = _encode({name: value for name, value in values.items() if value is not None})
         times = f'"time":{self._clock.time():.6f},"monotonic":{self._clock.monotonic():.6f}'
         comma = "," if len(fields) > 2 else ""
         return self._file.append(f'{{"event":"{_NAME_OF[type(event)]}",{times}{comma}{fields[1:]}')

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from swarm.events import Accumulate, Ack, EventLog, Grant, Leave, ranges
+from swarm.events import Accumulate, Ack, EventLog, Events, Grant, Leave, ranges
+from swarm.types import Block
 from tests.support.full_disk import FullDisk
 from tests.support.manual_clock import ManualClock
 
@@ -34,6 +35,15 @@ def test_an_event_is_a_line(path: Path) -> None:
         {"event": "grant", "time": 13.5, "monotonic": 13.5, "microbatches": [1, 2], "trainer": '"quoted"'},
         {"event": "leave", "time": 13.5, "monotonic": 13.5},
     ]
+
+
+def test_a_line_names_the_block_that_it_is_about(path: Path) -> None:
+    log = EventLog(path, ManualClock())
+    log.of(Block(1)).write(Ack(microbatch=3))
+    log.of(Block(2, 1)).write(Leave())
+    log.write(Leave(), Block(1))
+    assert [(line["event"], line["block"]) for line in lines(path)] == [("ack", "1"), ("leave", "2.1"), ("leave", "1")]
+    Events().of(Block(0)).write(Leave())
 
 
 def test_a_full_disk_is_one_line_in_the_log_and_a_gap_later(

@@ -84,8 +84,8 @@ class Mover:
             if failure is None:
                 if next_move is None:
                     return
+                self._event_log.write(events.Leave(), Block(stage))
                 stage, move, retry_seconds = next_move.to_stage, next_move, RETRY_SECONDS
-                self._event_log.write(events.Move(stage=stage))
                 continue
             if self._stop.is_set():
                 logger.info("leaving: stage %d was not entered yet", stage)
@@ -100,7 +100,7 @@ class Mover:
             if self._stop.is_set():
                 await self._rebalancer.gave_up(other)
                 return
-            self._event_log.write(events.Move(stage=other))
+            self._event_log.write(events.Leave(), Block(stage))
             stage, retry_seconds = other, min(2 * retry_seconds, MAX_RETRY_SECONDS)
 
     async def _serve(self, stage: int, move: Move | None) -> tuple[Move | None, str | None]:
@@ -172,7 +172,7 @@ class Mover:
                 logger.info("leaving: finishing what is in flight")
                 await server.drain(LAST_DRAIN_SECONDS)
                 await server.leave()
-                self._event_log.write(events.Leave())
+                self._event_log.write(events.Leave(), Block(stage))
                 if (fault := server.fault) is not None:
                     raise fault
                 return None

@@ -40,6 +40,7 @@ class PeerServer:
     def __init__(self, membership: Membership, blocks: Mapping[Block, ServerOptions], tasks: asyncio.TaskGroup) -> None:
         """`blocks` are the options of each block that is to be served."""
         config, clock = membership.config, membership.clock
+        blocks = {block: dataclasses.replace(own, events=own.events.of(block)) for block, own in blocks.items()}
         self._options = options = next(iter(blocks.values()))
         # The channels are closed with this server, because at another stage the peer has other neighbours.
         channels = ChannelPool(

@@ -39,6 +39,7 @@ from swarm.credentials.rights import Role
 from swarm.errors import PeerUnavailable
 from swarm.machine.clock import Clock, SystemClock
 from swarm.machine.words import counted
+from swarm.types import Block
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +129,9 @@ def render_audit(report: Report) -> RenderableType:
     for stage in report.stages:
         microbatches = counted(stage.microbatches, "microbatch")
         counts = f"{counted(stage.rounds, 'round')}, {stage.first_attempt} at the first attempt, {microbatches}"
-        table.add_row(f"stage {stage.stage}", counts + (f", {stage.lost} lost" if stage.lost else ""))
+        table.add_row(
+            f"stage {Block(stage.stage, stage.variant)}", counts + (f", {stage.lost} lost" if stage.lost else "")
+        )
     lines = [escape(violation) for violation in found.violations]
     if (more := found.num_violations - len(lines)) > 0:
         lines.append(f"and {more} more")

@@ -19,18 +19,19 @@ from typing import Any
 
 from swarm.audit import history
 from swarm.audit.committed_rounds import CommittedRound, CommittedRounds
-from swarm.audit.findings import Findings
+from swarm.audit.findings import TRAINER_BLOCK, Findings
 from swarm.audit.history import History, Line
 from swarm.audit.id_set import IdSet
 from swarm.events import Install, Start
-from swarm.types import TRAINER_STAGE
+from swarm.types import Block
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageReport:
-    """One stage's committed rounds, on the branch that has come farthest."""
+    """One block's committed rounds, on the branch that has come farthest."""
 
     stage: int
+    variant: int
     rounds: int
     first_attempt: int
     """How many of these rounds succeeded in their first attempt."""
@@ -68,8 +69,8 @@ class Report:
         return figures | asdict(self.findings) | {"proven": self.proven}
 
 
-def judge(start: Start, rounds: CommittedRounds, findings: Findings, *, files: int, seen: Set[int]) -> Report:
-    """Give the report, after the checks that need all files. Some file has events of each stage in `seen`."""
+def judge(start: Start, rounds: CommittedRounds, findings: Findings, *, files: int, seen: Set[Block]) -> Report:
+    """Give the report, after the checks that need all files. Some file has events of each block in `seen`."""
     rounds.settle()
     _check_all_seen(start, seen, findings)
     for round_, silent in rounds.unmerged():
@@ -78,22 +79,22 @@ def judge(start: Start, rounds: CommittedRounds, findings: Findings, *, files: i
         if round_.microbatches is None:
             continue
         unknown = round_.microbatches.without(rounds.acknowledged_by_trainers)
-        if unknown and TRAINER_STAGE in seen:
+        if unknown and TRAINER_BLOCK in seen:
             round_.violation(findings, "counts, but no trainer acknowledged it", list(unknown))
         if start.setting == "synchronous":
             _check_complete(round_, round_.microbatches, start, findings)
     if start.setting == "synchronous":
         _check_together(start, rounds, findings)
-    branches = [_main_branch(stage, start, rounds, findings) for stage in range(start.num_stages)]
-    reports = [_stage_report(stage, branch, start, rounds) for stage, branch in enumerate(branches)]
+    branches = {block: _main_branch(block, start, rounds, findings) for block in start.blocks}
+    reports = [_stage_report(block, branch, start, rounds) for block, branch in branches.items()]
     acknowledged = _acknowledged(rounds)
-    committed: list[set[int]] = [set() for _ in branches]
-    for (stage, _), round_ in rounds.rounds.items():
-        committed[stage].add(round_.number)
+    committed: dict[Block, set[int]] = {block: set() for block in branches}
+    for (block, _), round_ in rounds.rounds.items():
+        committed[block].add(round_.number)
     return Report(
         run=start.run, setting=start.setting, files=files, findings=findings,
-        rounds_committed=len(set.intersection(*committed)), rounds_aborted=rounds.num_aborted(),
-        replayed=sum(r.num_replayed for branch in branches for r in branch),
+        rounds_committed=len(set.intersection(*committed.values())), rounds_aborted=rounds.num_aborted(),
+        replayed=sum(r.num_replayed for branch in branches.values() for r in branch),
         lost_share=sum(report.lost for report in reports) / max(1, len(reports) * len(acknowledged)),
         stages=tuple(reports),
     )  # fmt: skip
@@ -105,13 +106,13 @@ def _acknowledged(rounds: CommittedRounds) -> IdSet:
     return ids
 
 
-def _check_all_seen(start: Start, seen: Set[int], findings: Findings) -> None:
-    """Note a violation for each stage without a file, and for trainers without one: nothing is proven about them."""
-    if TRAINER_STAGE not in seen:
-        findings.violation("no file of any was given, so nothing tells what they acknowledged", stage=TRAINER_STAGE)
-    for stage in range(start.num_stages):
-        if stage not in seen:
-            findings.violation("no file of any of its peers was given", stage=stage)
+def _check_all_seen(start: Start, seen: Set[Block], findings: Findings) -> None:
+    """Note a violation for each block without a file, and for trainers without one: nothing is proven about them."""
+    if TRAINER_BLOCK not in seen:
+        findings.violation("no file of any was given, so nothing tells what they acknowledged", block=TRAINER_BLOCK)
+    for block in start.blocks:
+        if block not in seen:
+            findings.violation("no file of any of its peers was given", block=block)
 
 
 # -- each round --------------------------------------------------------------------------------------------------------
@@ -128,12 +129,12 @@ def _check_complete(round_: CommittedRound, microbatches: IdSet, start: Start, f
 
 
 def _check_together(start: Start, rounds: CommittedRounds, findings: Findings) -> None:
-    """Check that no stage stepped before all stages held their results of the round."""
-    decided: dict[tuple[int, int], list[Mapping[str, float]]] = defaultdict(list)
-    for stage, number, at in rounds.decided():
-        decided[stage, number].append(at)
+    """Check that no block stepped before all blocks held their results of the round."""
+    decided: dict[tuple[Block, int], list[Mapping[str, float]]] = defaultdict(list)
+    for block, number, at in rounds.decided():
+        decided[block, number].append(at)
     for round_ in rounds.rounds.values():
-        for other in range(start.num_stages):
+        for other in start.blocks:
             results = decided.get((other, round_.number), [])
             # Only times of one boot of one machine can be compared.
             if not any(
@@ -145,18 +146,18 @@ def _check_together(start: Start, rounds: CommittedRounds, findings: Findings) -
 # -- branches ----------------------------------------------------------------------------------------------------------
 
 
-def _main_branch(stage: int, start: Start, rounds: CommittedRounds, findings: Findings) -> list[CommittedRound]:
-    """Find the branch of a stage that has come farthest, and note what counts twice on any branch."""
+def _main_branch(block: Block, start: Start, rounds: CommittedRounds, findings: Findings) -> list[CommittedRound]:
+    """Find the branch of a block that has come farthest, and note what counts twice on any branch."""
     children: dict[str, list[CommittedRound]] = defaultdict(list)
     for (at, _), round_ in rounds.rounds.items():
-        if at == stage:
+        if at == block:
             parent = round_.event.parent
-            children[rounds.renamed.get((stage, parent), parent)].append(round_)
+            children[rounds.renamed.get((block, parent), parent)].append(round_)
     reached = {round_.event.lineage for led_to in children.values() for round_ in led_to}
     best: list[CommittedRound] = []
     most = (0, 0)
     for root in [parent for parent in children if parent not in reached]:
-        if (stage, root) not in rounds.beginnings:
+        if (block, root) not in rounds.beginnings:
             for round_ in children[root]:
                 round_.violation(findings, "follows from a state of which no file tells how it came about")
         for samples, branch in _branches(root, children, start, findings):
@@ -198,7 +199,7 @@ def _count(round_: CommittedRound, counted: list[IdSet], findings: Findings) -> 
     before.update(round_.microbatches)
 
 
-def _stage_report(stage: int, branch: list[CommittedRound], start: Start, rounds: CommittedRounds) -> StageReport:
+def _stage_report(block: Block, branch: list[CommittedRound], start: Start, rounds: CommittedRounds) -> StageReport:
     counted = [IdSet() for _ in range(start.num_fragments)]
     for round_ in branch:
         if round_.microbatches is not None:
@@ -208,10 +209,11 @@ def _stage_report(stage: int, branch: list[CommittedRound], start: Start, rounds
         newest = max((round_.number + 1 for round_ in branch), default=0)
         for fragment, ids in enumerate(counted):
             ids_or_held = ids.copy()
-            ids_or_held.update(rounds.held_back(stage, fragment, newest))
+            ids_or_held.update(rounds.held_back(block, fragment, newest))
             lost += len(_acknowledged(rounds).without(ids_or_held))
     return StageReport(
-        stage=stage,
+        stage=block.stage,
+        variant=block.variant,
         rounds=len(branch),
         first_attempt=sum(map(rounds.is_first_attempt, branch)),
         microbatches=sum(map(len, counted)) // len(counted),
@@ -241,8 +243,8 @@ def audit(paths: Sequence[Path]) -> Report:
     called = {path: path.name if num_named[path.name] == 1 else str(path) for path in paths}
     readings = [_Reading(path, history.read(path), History(called[path], findings, rounds)) for path in paths]
     order = [(0, number) for number in range(len(readings))]
-    seen: set[int] = set()
-    """Stages at which some process was; TRAINER_STAGE stands for trainers."""
+    seen: set[Block] = set()
+    """Blocks that some process served, and TRAINER_BLOCK for trainers."""
     while order:
         _, number = heapq.heappop(order)
         reading = readings[number]
@@ -252,9 +254,10 @@ def audit(paths: Sequence[Path]) -> Report:
                 first = first or (reading.path, line.event)
                 _check_same_run(reading.path, line.event, *first)
             reading.history.feed(line)
-            # A stage counts as seen only once a process has installed a state there.
-            if isinstance(line.event, Install) or reading.history.stage == TRAINER_STAGE:
-                seen.add(reading.history.stage)
+            block = reading.history.block_of(line)
+            # A block counts as seen only once a process has installed a state there.
+            if isinstance(line.event, Install) or block == TRAINER_BLOCK:
+                seen.add(block)
             if reading.history.round > position:
                 heapq.heappush(order, (reading.history.round, number))
                 break

@@ -1,4 +1,4 @@
-"""The committed rounds of all stages: which microbatches each round counts, and whether its members' files agree.
+"""The committed rounds of all blocks: which microbatches each round counts, and whether its members' files agree.
 
 As soon as the contributions of all members of a round are there, their microbatches are merged into ranges of ids.
 """
@@ -12,6 +12,7 @@ from swarm.audit.findings import Findings
 from swarm.audit.holdings import Closing
 from swarm.audit.id_set import IdSet
 from swarm.events import Commit
+from swarm.types import Block
 
 Ballot = tuple[int, str]
 """An attempt: its number, and its leader's peer id."""
@@ -27,7 +28,7 @@ class Contribution:
         monotonic: when the member promised the attempt, or had the result.
     """
 
-    stage: int
+    block: Block
     round: int
     parent: str
     peer: str
@@ -46,9 +47,9 @@ class _Prepared(NamedTuple):
 
 @dataclass(eq=False, kw_only=True)
 class CommittedRound:
-    """A committed round of one stage on one branch. `microbatches` is None until all contributions are there."""
+    """A committed round of one block on one branch. `microbatches` is None until all contributions are there."""
 
-    stage: int
+    block: Block
     event: Commit
     files: set[str] = field(default_factory=set)
     microbatches: IdSet | None = None
@@ -68,29 +69,29 @@ class CommittedRound:
     ) -> None:
         """Note something that refutes the round. Its line names `files`, or else all files that mention the round."""
         files = files or self.files
-        findings.violation(what, microbatches=microbatches, stage=self.stage, round=self.number, files=files)
+        findings.violation(what, microbatches=microbatches, block=self.block, round=self.number, files=files)
 
 
 class CommittedRounds:
     def __init__(self, findings: Findings) -> None:
         self._findings = findings
-        self.rounds: dict[tuple[int, str], CommittedRound] = {}
-        """The committed rounds by stage and by the lineage to which each led."""
-        self._offers: dict[tuple[int, str], dict[tuple[Ballot, str], Contribution]] = defaultdict(dict)
-        """Contributions that members promised to attempts, whether these succeeded or not. By stage and parent, then by
+        self.rounds: dict[tuple[Block, str], CommittedRound] = {}
+        """The committed rounds by block and by the lineage to which each led."""
+        self._offers: dict[tuple[Block, str], dict[tuple[Ballot, str], Contribution]] = defaultdict(dict)
+        """Contributions that members promised to attempts, whether these succeeded or not. By block and parent, then by
         attempt and member."""
-        self._waiting: dict[tuple[int, str, str], dict[str, _Prepared]] = defaultdict(dict)
-        """Contributions to results that no file has been seen to commit yet, by stage, parent and result."""
-        self._unmerged: dict[tuple[int, str, str], CommittedRound] = {}
-        self._states: dict[tuple[int, str], tuple[str, str]] = {}
-        """The digest of each state, and the first file that gave it, by stage and lineage."""
-        self._ballots: dict[tuple[int, str], set[Ballot]] = defaultdict(set)
-        self._given_up: dict[tuple[int, str], set[Ballot]] = defaultdict(set)
-        self.renamed: dict[tuple[int, str], str] = {}
-        """The old lineage of a state that goes on under a new one (from a checkpoint), by stage and new lineage."""
-        self.beginnings: set[tuple[int, str]] = set()
+        self._waiting: dict[tuple[Block, str, str], dict[str, _Prepared]] = defaultdict(dict)
+        """Contributions to results that no file has been seen to commit yet, by block, parent and result."""
+        self._unmerged: dict[tuple[Block, str, str], CommittedRound] = {}
+        self._states: dict[tuple[Block, str], tuple[str, str]] = {}
+        """The digest of each state, and the first file that gave it, by block and lineage."""
+        self._ballots: dict[tuple[Block, str], set[Ballot]] = defaultdict(set)
+        self._given_up: dict[tuple[Block, str], set[Ballot]] = defaultdict(set)
+        self.renamed: dict[tuple[Block, str], str] = {}
+        """The old lineage of a state that goes on under a new one (from a checkpoint), by block and new lineage."""
+        self.beginnings: set[tuple[Block, str]] = set()
         """Stages with the lineages that peers began with: initial ones, and those of checkpoints."""
-        self._held: list[tuple[int, int, int, IdSet]] = []
+        self._held: list[tuple[Block, int, int, IdSet]] = []
         self.acknowledged_by_trainers = IdSet()
         self.acknowledged_by_stages = IdSet()
 
@@ -99,40 +100,40 @@ class CommittedRounds:
     def acknowledged(self, microbatch: int, *, by_trainer: bool) -> None:
         (self.acknowledged_by_trainers if by_trainer else self.acknowledged_by_stages).add(microbatch)
 
-    def begun(self, stage: int, parent: str, ballot: Ballot) -> None:
-        self._ballots[stage, parent].add(ballot)
+    def begun(self, block: Block, parent: str, ballot: Ballot) -> None:
+        self._ballots[block, parent].add(ballot)
 
-    def given_up(self, stage: int, parent: str, ballot: Ballot) -> None:
-        self._given_up[stage, parent].add(ballot)
+    def given_up(self, block: Block, parent: str, ballot: Ballot) -> None:
+        self._given_up[block, parent].add(ballot)
 
     def offered(self, offer: Contribution) -> None:
         """Note what a member promised to contribute to an attempt, in place of an earlier promise to the same one."""
-        self._offers[offer.stage, offer.parent][offer.ballot, offer.peer] = offer
+        self._offers[offer.block, offer.parent][offer.ballot, offer.peer] = offer
 
     def prepared(self, contribution: Contribution, digest: str, members: tuple[str, ...]) -> None:
         """Note that a member prepared a result, made of its own contribution and those of `members`."""
-        key = contribution.stage, contribution.parent, digest
+        key = contribution.block, contribution.parent, digest
         self._waiting[key][contribution.peer] = _Prepared(contribution, members)
         self._merge(key)
 
-    def committed(self, stage: int, event: Commit, *, file: str, at: tuple[str, float] | None) -> None:
+    def committed(self, block: Block, event: Commit, *, file: str, at: tuple[str, float] | None) -> None:
         """Note that a peer applied a result `at` a boot's monotonic time; None if it does not matter when."""
-        known = self.rounds.get((stage, event.lineage))
+        known = self.rounds.get((block, event.lineage))
         if known is None:
-            known = self.rounds[stage, event.lineage] = CommittedRound(stage=stage, event=event)
-            key = stage, event.parent, event.digest
+            known = self.rounds[block, event.lineage] = CommittedRound(block=block, event=event)
+            key = block, event.parent, event.digest
             self._unmerged[key] = known
             self._merge(key)
         if (known.event.parent, known.number, known.event.samples) != (event.parent, event.round, event.samples):
             files = [file, *known.files]
             what = "two peers give one lineage different contents"
-            self._findings.violation(what, stage=stage, round=event.round, files=files)
+            self._findings.violation(what, block=block, round=event.round, files=files)
         known.files.add(file)
         if at is not None:
             boot, monotonic = at
             known.committed_at[boot] = min(monotonic, known.committed_at.get(boot, monotonic))
 
-    def entered(self, stage: int, lineage: str, *, renamed_from: str | None, is_beginning: bool) -> None:
+    def entered(self, block: Block, lineage: str, *, renamed_from: str | None, is_beginning: bool) -> None:
         """Note that a peer installed a whole state.
 
         Args:
@@ -140,13 +141,13 @@ class CommittedRounds:
             is_beginning: whether the state is an initial one or a checkpoint's, and no other peer's.
         """
         if is_beginning:
-            self.beginnings.add((stage, renamed_from or lineage))
+            self.beginnings.add((block, renamed_from or lineage))
         if renamed_from is not None:
-            self.renamed[stage, lineage] = renamed_from
+            self.renamed[block, lineage] = renamed_from
 
-    def stood(self, stage: int, round_number: int, lineage: str, digest: str, file: str) -> None:
+    def stood(self, block: Block, round_number: int, lineage: str, digest: str, file: str) -> None:
         """Note the digest of a state that a peer reached."""
-        first, first_file = self._states.setdefault((stage, lineage), (digest, file))
+        first, first_file = self._states.setdefault((block, lineage), (digest, file))
         if (first, first_file) == (digest, file):
             return  # The same process gave this digest, or an earlier process in the same file.
         self._findings.digests_compared += 1
@@ -154,27 +155,27 @@ class CommittedRounds:
             self._findings.digests_differing += 1
             digests = f"{digest[:12]} at one peer and {first[:12]} at another"
             what = f"the state of lineage {lineage[:12]} has the digest {digests}"
-            self._findings.violation(what, stage=stage, round=round_number, files=[file, first_file])
+            self._findings.violation(what, block=block, round=round_number, files=[file, first_file])
 
-    def held(self, stage: int, fragment: int, round_number: int, microbatches: Collection[int]) -> None:
+    def held(self, block: Block, fragment: int, round_number: int, microbatches: Collection[int]) -> None:
         """Note that a process ended at this round with microbatches that no round had taken yet."""
         if microbatches:
-            self._held.append((stage, fragment, round_number, IdSet(microbatches)))
+            self._held.append((block, fragment, round_number, IdSet(microbatches)))
 
     # -- merging -------------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
         """Count the contributions of members that never got the result of their exchange, by what they had promised.
         Call it once all files are read."""
-        for (stage, parent, digest), round_ in list(self._unmerged.items()):
-            if not (given := self._waiting.get((stage, parent, digest))):
+        for (block, parent, digest), round_ in list(self._unmerged.items()):
+            if not (given := self._waiting.get((block, parent, digest))):
                 continue
             one = next(iter(given.values()))
             for peer in set(round_.event.members) - given.keys():
-                if offer := self._offers[stage, parent].get((one.contribution.ballot, peer)):
+                if offer := self._offers[block, parent].get((one.contribution.ballot, peer)):
                     self.prepared(offer, digest, one.members)
 
-    def _merge(self, key: tuple[int, str, str]) -> None:
+    def _merge(self, key: tuple[Block, str, str]) -> None:
         round_, given = self._unmerged.get(key), self._waiting.get(key, {})
         if round_ is None or not given.keys() >= set(round_.event.members):
             return
@@ -220,28 +221,28 @@ class CommittedRounds:
             given = self._waiting.get(key, {})
             yield round_, [peer for peer in round_.event.members if peer not in given]
 
-    def decided(self) -> Iterator[tuple[int, int, dict[str, float]]]:
-        """Yield every result that all of its members held, committed or not: its stage, its round, and for each boot of
+    def decided(self) -> Iterator[tuple[Block, int, dict[str, float]]]:
+        """Yield every result that all of its members held, committed or not: its block, its round, and for each boot of
         a machine the time from which they held it."""
         for round_ in self.rounds.values():
-            yield round_.stage, round_.number, round_.prepared_at
+            yield round_.block, round_.number, round_.prepared_at
         for given in self._waiting.values():
             first = next(iter(given.values()))
             if given.keys() >= set(first.members):
                 held = [prepared.contribution for prepared in given.values()]
-                yield first.contribution.stage, first.contribution.round, _latest(held)
+                yield first.contribution.block, first.contribution.round, _latest(held)
 
-    def held_back(self, stage: int, fragment: int, since_round: int) -> IdSet:
+    def held_back(self, block: Block, fragment: int, since_round: int) -> IdSet:
         """The microbatches of `held` that processes ended with at this round or later."""
         ids = IdSet()
-        for held_stage, held_fragment, round_number, microbatches in self._held:
-            if (held_stage, held_fragment) == (stage, fragment) and round_number >= since_round:
+        for held_block, held_fragment, round_number, microbatches in self._held:
+            if (held_block, held_fragment) == (block, fragment) and round_number >= since_round:
                 ids.update(microbatches)
         return ids
 
     def num_aborted(self) -> int:
         """Attempts that came to nothing: those before a round's commit, and all those of rounds that were given up."""
-        committed = {(r.stage, r.event.parent): r.ballot for r in self.rounds.values()}
+        committed = {(r.block, r.event.parent): r.ballot for r in self.rounds.values()}
         total = 0
         for key, ballots in self._ballots.items():
             if key not in committed:
@@ -251,7 +252,7 @@ class CommittedRounds:
         return total
 
     def is_first_attempt(self, round_: CommittedRound) -> bool:
-        ballots = self._ballots[round_.stage, round_.event.parent]
+        ballots = self._ballots[round_.block, round_.event.parent]
         return round_.ballot is not None and round_.ballot == min(ballots, default=round_.ballot)
 
 

@@ -3,17 +3,22 @@
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from swarm.types import TRAINER_STAGE, Block
+
 MAX_LINES = 1000
 """Violations that are kept word for word: if a file is missing, there is one for every round."""
 _NAMED = 8
+
+TRAINER_BLOCK = Block(TRAINER_STAGE)
+"""Takes the place of a block for what trainers log."""
 
 
 @dataclass
 class Findings:
     duplicates: int = 0
-    """Microbatches that count once more than they should, added up over stages and fragments."""
+    """Microbatches that count once more than they should, added up over blocks and fragments."""
     missing: int = 0
-    """Synchronous: microbatches that a committed round lacks, added up over the stages."""
+    """Synchronous: microbatches that a committed round lacks, added up over the blocks."""
     rolled_back: int = 0
     digests_compared: int = 0
     digests_differing: int = 0
@@ -25,7 +30,7 @@ class Findings:
         self,
         what: str,
         *,
-        stage: int,
+        block: Block,
         round: int | None = None,
         microbatches: Collection[int] = (),
         files: Collection[str] = (),
@@ -34,7 +39,7 @@ class Findings:
         self.num_violations += 1
         if len(self.violations) >= MAX_LINES:
             return
-        place = [f"stage {stage}"] if stage >= 0 else ["trainer"]
+        place = ["trainer" if block == TRAINER_BLOCK else f"stage {block}"]
         if round is not None:
             place.append(f"round {round}")
         if microbatches:

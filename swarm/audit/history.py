@@ -1,9 +1,9 @@
-"""Reads one process's event log, and follows its events in order: at which round the process stands, and what it
-contributes and commits there.
+"""Reads one process's event log, and follows its events in order: at which round each block that the process serves
+stands, and what it contributes and commits there.
 
 A kill or a full disk can cut a line short. Such a line is skipped at the end of the file, or where a later process went
 on writing. Any other line that is no event is an error that names the line's number. Only open things are remembered:
-the process's holdings, and the attempts of the present round.
+what each block holds, and the attempts of its present round.
 """
 
 from collections.abc import Collection, Iterator
@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from swarm.audit.committed_rounds import CommittedRounds, Contribution
-from swarm.audit.findings import Findings
+from swarm.audit.findings import TRAINER_BLOCK, Findings
 from swarm.audit.holdings import Closing, Holdings
 from swarm.events import (
     FORMAT,
@@ -29,7 +29,7 @@ from swarm.events import (
     Gap,
     Hop,
     Install,
-    Move,
+    Leave,
     Prepare,
     RollBack,
     Start,
@@ -38,6 +38,7 @@ from swarm.events import (
 )
 from swarm.machine import json_file
 from swarm.training.run_rounds import next_lineage
+from swarm.types import Block
 
 _ADAPTERS: dict[str, TypeAdapter[Event]] = {name: TypeAdapter(event) for name, event in NAMES.items()}
 
@@ -48,10 +49,12 @@ class Line:
 
     Attributes:
         monotonic: time in seconds; comparable among processes of one boot of one machine.
+        block: the block that the event is about; None where the line names none.
     """
 
     event: Event
     monotonic: float
+    block: Block | None
 
 
 def read(path: Path) -> Iterator[Line]:
@@ -95,33 +98,81 @@ def _parse(text: bytes) -> Line:
         values: dict[str, Any] = json_file.parse(text)
         name, monotonic = values.pop("event"), values.pop("monotonic")
         values.pop("time")
+        block = Block.parse(values.pop("block")) if "block" in values else None
         event = _ADAPTERS[name].validate_python(values)
     except ValidationError as error:
         raise ValueError(f"{error.errors()[0]['msg']}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(type(error).__name__ if not isinstance(error, ValueError) else "not JSON") from None
-    return Line(event=event, monotonic=float(monotonic))
+    return Line(event=event, monotonic=float(monotonic), block=block)
 
 
 class History:
+    """One file: a life for each block that its process serves, and one for a trainer."""
+
     def __init__(self, name: str, findings: Findings, rounds: CommittedRounds) -> None:
-        self.name = name
         self.start: Start | None = None
+        self._name = name
         self._findings = findings
         self._rounds = rounds
-        self._begin_life(-1)
+        self._lives: dict[Block, _Life] = {}
 
-    def _begin_life(self, stage: int) -> None:
-        """Begin with nothing, like a process that has just begun, or moved."""
-        self.stage = stage
+    @property
+    def round(self) -> int:
+        """The round of the block that has come least far."""
+        return min((life.round for life in self._lives.values()), default=0)
+
+    def block_of(self, line: Line) -> Block:
+        """The block that a line is about. A trainer's lines name none, nor do those about the whole process."""
+        assert self.start is not None
+        return line.block or Block(self.start.stage)
+
+    def feed(self, line: Line) -> None:
+        """Take the next event of the file."""
+        self._findings.events += 1
+        match line.event:
+            case Start() as start:
+                self.finish()
+                self.start, self._lives = start, {}
+            case Leave() if (life := self._lives.pop(self.block_of(line), None)) is not None:
+                life.finish()
+            case Leave():
+                pass
+            case Gap():
+                for life in list(self._lives.values()) or [self._life(self.block_of(line))]:
+                    life.feed(line)
+            case _:
+                self._life(self.block_of(line)).feed(line)
+
+    def finish(self) -> None:
+        """Note that the process ends: its file ends here, or goes on with a process that was started anew."""
+        for life in self._lives.values():
+            life.finish()
+
+    def _life(self, block: Block) -> "_Life":
+        if block not in self._lives:
+            assert self.start is not None
+            self._lives[block] = _Life(self._name, block, self.start, self._findings, self._rounds)
+        return self._lives[block]
+
+
+class _Life:
+    """One block from the time when a process begins to serve it until it serves it no longer."""
+
+    def __init__(self, name: str, block: Block, start: Start, findings: Findings, rounds: CommittedRounds) -> None:
         self.round = 0
-        """The round at which the process stands."""
+        """The round at which the block stands."""
+        self._name = name
+        self._block = block
+        self._start = start
+        self._findings = findings
+        self._rounds = rounds
+        self._is_synchronous = start.setting == "synchronous"
         self._entered_round = 0
-        """The round at which the process began, or installed another state."""
+        """The round at which the life began, or another state was installed."""
         self._lineage: str | None = None
-        num_fragments = self.start.num_fragments if self.start is not None else 1
         self._holdings = Holdings(
-            is_synchronous=self._is_synchronous, num_fragments=num_fragments, report=self._violation
+            is_synchronous=self._is_synchronous, num_fragments=start.num_fragments, report=self._violation
         )
         self._begin_round()
 
@@ -135,25 +186,14 @@ class History:
         self._attempts: set[int] = set()
         """The attempts that it has begun in the present round."""
 
-    @property
-    def _is_synchronous(self) -> bool:
-        return self.start is not None and self.start.setting == "synchronous"
-
     def feed(self, line: Line) -> None:
-        """Take the next event of the file."""
-        self._findings.events += 1
+        """Take the next event that is about the block."""
         event: Event = line.event
+        is_trainer = self._block == TRAINER_BLOCK
         match event:
-            case Start():
-                self.finish()
-                self.start = event
-                self._begin_life(event.stage)
-            case Move():
-                self.finish()
-                self._begin_life(event.stage)
             case Gap():
                 self._violation(f"{event.lost} events were not written, so nothing after them is proven")
-            case Hop() if self.stage < 0:
+            case Hop() if is_trainer:
                 self.round = event.round
             case Accumulate():
                 self._accumulate(event)
@@ -161,8 +201,8 @@ class History:
                 self._findings.rolled_back += 1
                 self._holdings.roll_back(event)
             case Ack():
-                self._rounds.acknowledged(event.microbatch, by_trainer=self.stage < 0)
-                if self.stage >= 0:
+                self._rounds.acknowledged(event.microbatch, by_trainer=is_trainer)
+                if not is_trainer:
                     self._holdings.acknowledge(event.microbatch)
             case Step():
                 self._holdings.step(event)
@@ -174,30 +214,29 @@ class History:
             case Prepare():
                 self._prepare(event, line)
             case Abort():
-                self._rounds.given_up(self.stage, self._lineage or "", (event.attempt, event.leader))
+                self._rounds.given_up(self._block, self._lineage or "", (event.attempt, event.leader))
             case Commit():
                 self._commit(event, line)
             case State():
-                self._rounds.stood(self.stage, event.round, event.lineage, event.digest, self.name)
+                self._rounds.stood(self._block, event.round, event.lineage, event.digest, self._name)
             case Install():
                 self._install(event)
             case _:
                 pass
 
     def finish(self) -> None:
-        """Note that the process ends: its file ends here, or goes on with a process that was started anew or moved.
+        """Note that the process serves the block no longer.
 
-        What the process holds now will be in no round, unless the round under way still takes it.
+        What the block holds now will be in no round, unless the round under way still takes it.
         """
-        if self.stage >= 0 and not self._is_synchronous:
+        if self._block != TRAINER_BLOCK and not self._is_synchronous:
             for fragment, microbatches in enumerate(self._holdings.untaken()):
-                self._rounds.held(self.stage, fragment, self.round, microbatches)
+                self._rounds.held(self._block, fragment, self.round, microbatches)
 
     def _accumulate(self, event: Accumulate) -> None:
-        assert self.start is not None
-        if self._is_synchronous and event.microbatch // self.start.round_microbatches != self.round:
+        if self._is_synchronous and event.microbatch // self._start.round_microbatches != self.round:
             self._violation("accumulated in another round than its own", [event.microbatch])
-        if event.only_at not in (None, self.stage):
+        if event.only_at not in (None, self._block.stage):
             self._violation(f"accumulated, though only stage {event.only_at} lacks it", [event.microbatch])
         self._holdings.accumulate(event)
 
@@ -205,7 +244,7 @@ class History:
         self._check_standing(event.round, event.lineage, "took part in an attempt")
         self._begun = event.attempt, event.leader
         self._attempts.add(event.attempt)
-        self._rounds.begun(self.stage, event.lineage, self._begun)
+        self._rounds.begun(self._block, event.lineage, self._begun)
         if self._closing is not None and self._closing.round == event.round:
             self._rounds.offered(self._contribution(event, self._closing, line))
 
@@ -219,22 +258,20 @@ class History:
         self._rounds.prepared(self._contribution(event, closing, line), event.digest, event.members)
 
     def _contribution(self, event: Begin | Prepare, closing: Closing, line: Line) -> Contribution:
-        assert self.start is not None
         return Contribution(
-            stage=self.stage,
+            block=self._block,
             round=event.round,
             parent=event.lineage,
-            peer=self.start.peer,
+            peer=self._start.peer,
             ballot=(event.attempt, event.leader),
             closing=closing,
-            most_samples=self.start.most_samples,
-            file=self.name,
-            boot=self.start.boot,
+            most_samples=self._start.most_samples,
+            file=self._name,
+            boot=self._start.boot,
             monotonic=line.monotonic,
         )
 
     def _commit(self, event: Commit, line: Line) -> None:
-        assert self.start is not None
         self._check_standing(event.round, event.parent, "committed")
         norm, partners = event.total_squared_norm, event.partners
         lineage = next_lineage(
@@ -242,7 +279,7 @@ class History:
         )
         if event.lineage != lineage:
             self._violation(f"lineage {event.lineage[:12]} does not follow from what was committed")
-        is_member = self.start.peer in event.members
+        is_member = self._start.peer in event.members
         # A process that was just started, or has just installed a state, may commit an attempt that began before that.
         # Otherwise it must have begun the attempt. It need not have prepared the result: a member whose exchange failed
         # takes the result from the others.
@@ -251,8 +288,8 @@ class History:
             self._violation("committed a result as a member, but had not begun its attempt")
         digest, closing = self._prepared or ("", None)
         self._holdings.commit(event, closing if digest == event.digest else self._closing, is_member=is_member)
-        at = (self.start.boot, line.monotonic) if self._is_synchronous and self.start.boot else None
-        self._rounds.committed(self.stage, event, file=self.name, at=at)
+        at = (self._start.boot, line.monotonic) if self._is_synchronous and self._start.boot else None
+        self._rounds.committed(self._block, event, file=self._name, at=at)
         self.round, self._lineage = event.round + 1, event.lineage
         self._begin_round()
 
@@ -260,19 +297,19 @@ class History:
         self._holdings.install(event.carried)
         self._begin_round()
         self.round, self._lineage, self._entered_round = event.round, event.lineage, event.round
-        self._rounds.stood(self.stage, event.round, event.lineage, event.state, self.name)
+        self._rounds.stood(self._block, event.round, event.lineage, event.state, self._name)
         is_beginning = event.source in ("initial", "checkpoint")
-        self._rounds.entered(self.stage, event.lineage, renamed_from=event.parent, is_beginning=is_beginning)
+        self._rounds.entered(self._block, event.lineage, renamed_from=event.parent, is_beginning=is_beginning)
         if event.parent is not None and self._is_synchronous:
             self._violation(f"began at round {event.round} with an older state: what counted since is lost")
 
     def _check_standing(self, round_number: int, lineage: str | None, what: str) -> None:
         if self.round != round_number or lineage not in (None, self._lineage):
             what = f"{what} at another round or on another branch than it stood: round {self.round}"
-            self._findings.violation(what, stage=self.stage, round=round_number, files=[self.name])
+            self._findings.violation(what, block=self._block, round=round_number, files=[self._name])
 
     def _violation(self, what: str, microbatches: Collection[int] = ()) -> None:
-        round_number = self.round if self.stage >= 0 else None
+        round_number = None if self._block == TRAINER_BLOCK else self.round
         self._findings.violation(
-            what, microbatches=microbatches, stage=self.stage, round=round_number, files=[self.name]
+            what, microbatches=microbatches, block=self._block, round=round_number, files=[self._name]
         )

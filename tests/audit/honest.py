@@ -29,6 +29,7 @@ from swarm.events import (
     ranges,
 )
 from swarm.training.run_rounds import next_lineage
+from swarm.types import Block
 from tests.support.manual_clock import ManualClock
 
 SAMPLES = 2
@@ -55,8 +56,11 @@ def start(peer: str, stage: int, setting: str) -> Start:
 class HonestRun:
     """Writes the files of a run to a folder: peer-0a, peer-0b, peer-1a, peer-1b and trainer, with `.jsonl`."""
 
-    def __init__(self, folder: Path, setting: str = "synchronous") -> None:
+    def __init__(self, folder: Path, setting: str = "synchronous", *, has_span: bool = False) -> None:
+        """`has_span` says whether one process is the first peer of both stages: its log has the events of both."""
         self.folder = folder
+        self._processes = {"peer-1a": "peer-0a"} if has_span else {}
+        """The processes of peers that have none of their own."""
         self.setting = setting
         self.clock = ManualClock(start=100.0)
         self.lineages = [f"genesis {stage}" for stage in range(NUM_STAGES)]
@@ -66,7 +70,8 @@ class HonestRun:
         self.write("trainer", start("trainer", -1, setting))
         for stage in range(NUM_STAGES):
             for peer in self.members(stage):
-                self.write(peer, start(peer, stage, setting))
+                if peer not in self._processes:
+                    self.write(peer, start(peer, stage, setting))
                 self.write(peer, Install(round=0, lineage=self.lineages[stage], state="initial", source="initial"))
 
     @staticmethod
@@ -79,12 +84,18 @@ class HonestRun:
         """All logs."""
         return sorted(self.folder.iterdir())
 
-    def write(self, name: str, event: Event) -> None:
-        """Write one event of one process."""
+    def write(self, peer: str, event: Event, block: Block | None = None) -> None:
+        """Write one event of one peer, about the block that it serves at first, unless another one is given."""
+        if peer != "trainer" and not isinstance(event, Start):
+            block = block or Block(int(peer[5]))
+        name = self._processes.get(peer, peer)
         if name not in self._logs:
             self._logs[name] = EventLog(self.folder / f"{name}.jsonl", self.clock)
         self.clock.advance(0.001)
-        self._logs[name].write(event)
+        self._logs[name].write(event, block)
+
+    def _ids(self, members: Sequence[str]) -> tuple[str, ...]:
+        return tuple(self._processes.get(peer, peer) for peer in members)
 
     def reopen(self, name: str) -> None:
         """Begin another process in the same file."""
@@ -152,18 +163,20 @@ class HonestRun:
                     peer,
                     Prepare(
                         round=number, lineage=self.lineages[stage], attempt=attempt, leader=members[0],
-                        digest=f"digest {number}.{attempt}", samples=totals[stage], members=tuple(members),
+                        digest=f"digest {number}.{attempt}", samples=totals[stage], members=self._ids(members),
                     ),
                 )  # fmt: skip
         for stage, members in enumerate(stages):
             parent, digest = self.lineages[stage], f"digest {number}.{attempt}"
-            self.lineages[stage] = next_lineage(parent, number, digest, members, total_squared_norm=0.0, partners=())
+            self.lineages[stage] = next_lineage(
+                parent, number, digest, self._ids(members), total_squared_norm=0.0, partners=()
+            )
             for peer in [peer for peer in members if peer not in silent]:
                 self.write(
                     peer,
                     Commit(
                         round=number, parent=parent, lineage=self.lineages[stage], digest=digest, attempt=attempt,
-                        samples=totals[stage], members=tuple(members),
+                        samples=totals[stage], members=self._ids(members),
                     ),
                 )  # fmt: skip
                 reached, lineage = number + 1, self.lineages[stage]
@@ -183,9 +196,9 @@ def edit(path: Path, change: Callable[[Lines], Lines | None]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in changed))
 
 
-def honest_run(folder: Path, setting: str = "synchronous") -> HonestRun:
+def honest_run(folder: Path, setting: str = "synchronous", *, has_span: bool = False) -> HonestRun:
     """Three rounds, without a fault."""
-    run = HonestRun(folder, setting)
+    run = HonestRun(folder, setting, has_span=has_span)
     for number in range(ROUNDS):
         run.round(number)
     return run

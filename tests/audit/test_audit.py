@@ -5,9 +5,20 @@ from pathlib import Path
 import pytest
 
 from swarm.audit.audit import audit
-from swarm.events import Abort, Ack, Begin, Close, Install, Leave, Move, Step
+from swarm.events import Abort, Ack, Begin, Close, Install, Join, Leave, Step
 from swarm.training.run_rounds import next_lineage
-from tests.audit.honest import BOTH, ROUNDS, HonestRun, Lines, edit, honest_run, one_violation, start
+from swarm.types import Block
+from tests.audit.honest import (
+    BOTH,
+    ROUND_MICROBATCHES,
+    ROUNDS,
+    HonestRun,
+    Lines,
+    edit,
+    honest_run,
+    one_violation,
+    start,
+)
 
 # -- honest logs -------------------------------------------------------------------------------------------------------
 
@@ -31,6 +42,38 @@ def test_an_honest_run_is_proven(tmp_path: Path, setting: str) -> None:
 def test_the_order_of_the_files_does_not_matter(tmp_path: Path) -> None:
     run = honest_run(tmp_path)
     assert audit(run.files[::-1]) == audit(run.files)
+
+
+@BOTH
+def test_the_events_of_several_blocks_in_one_file_are_told_apart(tmp_path: Path, setting: str) -> None:
+    run = honest_run(tmp_path, setting, has_span=True)
+    report = audit(run.files)
+    assert report.findings.violations == []
+    assert (report.files, report.rounds_committed) == (4, ROUNDS)
+    assert report.findings.digests_compared == 2 * (ROUNDS + 1)
+
+    def broken(lines: Lines) -> None:
+        next(line for line in lines if line["event"] == "state" and line["block"] == "1").update(digest="another")
+
+    edit(tmp_path / "peer-0a.jsonl", broken)
+    assert one_violation(audit(run.files), "").startswith("stage 1, round 1: ")
+
+
+@BOTH
+def test_a_process_that_leaves_one_of_its_blocks_goes_on_with_the_others(tmp_path: Path, setting: str) -> None:
+    run = HonestRun(tmp_path, setting, has_span=True)
+    run.round(0)
+    run.accumulate("peer-1a", ROUND_MICROBATCHES)
+    run.write("peer-1a", Leave())
+    ids = range(ROUND_MICROBATCHES, 2 * ROUND_MICROBATCHES)
+    for microbatch in ids:
+        run.write("trainer", Ack(microbatch=microbatch))
+        run.train("peer-0a", microbatch)
+        run.train("peer-1b", microbatch)
+    run.average(1, {"peer-0a": ids, "peer-1b": ids, "peer-0b": ()})
+    report = audit(run.files)
+    assert report.findings.violations == []
+    assert (report.rounds_committed, report.lost_share) == (2, 0.0)
 
 
 def test_files_of_one_name_in_folders_of_their_own_are_told_apart(tmp_path: Path) -> None:
@@ -97,7 +140,7 @@ def test_a_stage_that_was_announced_and_never_entered_has_not_been_seen(tmp_path
     for peer in run.members(1):
         (tmp_path / f"{peer}.jsonl").unlink()
     run.reopen("peer-0a")
-    run.write("peer-0a", Move(stage=1))
+    run.write("peer-0a", Join(), Block(1))
     one_violation(audit(run.files), "no file of any of its peers was given")
 
 
@@ -172,10 +215,10 @@ def test_a_loss_in_what_such_a_member_had_closed_is_found(tmp_path: Path) -> Non
 def test_a_peer_that_moves_begins_afresh_at_its_new_stage(tmp_path: Path) -> None:
     run = HonestRun(tmp_path)
     run.round(0)
-    run.write("peer-1b", Move(stage=0))
-    run.write("peer-1b", Install(round=0, lineage="genesis 0", state="initial", source="initial"))
-    run.write("peer-1b", Install(round=1, lineage=run.lineages[0], state="state 0 1", source="download"))
     run.write("peer-1b", Leave())
+    run.write("peer-1b", Install(round=0, lineage="genesis 0", state="initial", source="initial"), Block(0))
+    run.write("peer-1b", Install(round=1, lineage=run.lineages[0], state="state 0 1", source="download"), Block(0))
+    run.write("peer-1b", Leave(), Block(0))
     assert audit(run.files).findings.violations == []
 
 
@@ -251,8 +294,8 @@ def test_a_run_without_a_trainers_file_is_unproven(tmp_path: Path, setting: str)
 
 def test_a_stage_that_a_peer_moved_to_has_a_file(tmp_path: Path) -> None:
     run = HonestRun(tmp_path, "diloco")
-    run.write("peer-0b", Move(stage=1))
-    run.write("peer-0b", Install(round=0, lineage=run.lineages[1], state="initial", source="download"))
+    run.write("peer-0b", Leave())
+    run.write("peer-0b", Install(round=0, lineage=run.lineages[1], state="initial", source="download"), Block(1))
     assert audit([path for path in run.files if not path.name.startswith("peer-1")]).proven
 
 

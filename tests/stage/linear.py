@@ -11,6 +11,7 @@ from swarm.events import Event, Events, Step
 from swarm.stage.stage import weights_of
 from swarm.stage.weights import StageWeights
 from swarm.training.samples import Amount
+from swarm.types import Block
 from tests.support.commits import end_round
 
 INNER_SAMPLES = 4
@@ -42,7 +43,7 @@ class Steps(Events):
     def __init__(self) -> None:
         self.taken: list[tuple[int, int]] = []
 
-    def write(self, event: Event) -> None:
+    def write(self, event: Event, block: Block | None = None) -> None:
         if isinstance(event, Step):
             self.taken.append((event.bucket, event.samples))
 

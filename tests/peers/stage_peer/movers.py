@@ -57,9 +57,12 @@ class Ordered(Rebalancer):
 class Record(Events):
     def __init__(self) -> None:
         self.events: list[Event] = []
+        self.blocks: list[Block | None] = []
+        """The block that each of the events is about."""
 
-    def write(self, event: Event) -> None:
+    def write(self, event: Event, block: Block | None = None) -> None:
         self.events.append(event)
+        self.blocks.append(block)
 
 
 class LocalPeer:
