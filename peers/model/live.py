@@ -223,8 +223,9 @@ class LiveModel:
 
     def _write(self, folder: Path, block: Block, snapshot: Snapshot) -> None:
         header = Header(
-            config=self._member.config, stage=block.stage, round=snapshot.round, run_samples=snapshot.run_samples,
-            lineage=snapshot.lineage, highest_microbatch=-1, state_digest=snapshot.digest,
+            config=self._member.config, stage=block.stage, variant=block.variant, round=snapshot.round,
+            run_samples=snapshot.run_samples, lineage=snapshot.lineage, highest_microbatch=-1,
+            state_digest=snapshot.digest,
         )  # fmt: skip
         file.write(folder, header, snapshot.tensors, owner="export")
 

@@ -21,7 +21,7 @@ from swarm.errors import NotReady
 from swarm.machine.out_of_memory import is_out_of_memory
 from swarm.stage.member import StageMember
 from swarm.stage.stage import Stage
-from swarm.types import PeerRecord
+from swarm.types import Block, PeerRecord
 
 logger = logging.getLogger(__name__)
 
@@ -136,16 +136,16 @@ def open_checkpoints(options: PeerOptions, owner: str) -> CheckpointWriter | Non
 
 
 class Checkpoints:
-    """The checkpoints of one stage while the peer serves it. Without a writer nothing is written."""
+    """The checkpoints of one block while the peer serves it. Without a writer nothing is written."""
 
     def __init__(
-        self, writer: CheckpointWriter | None, config: RunConfig, stage: int, member: StageMember,
+        self, writer: CheckpointWriter | None, config: RunConfig, block: Block, member: StageMember,
         tasks: asyncio.TaskGroup, highest_microbatch: Callable[[], int],
     ) -> None:  # fmt: skip
         """`highest_microbatch` gives the largest id that was granted so far, as the averager knows it."""
         self._writer = writer
         self._config = config
-        self._stage = stage
+        self._block = block
         self._member = member
         self._tasks = tasks
         self._highest_microbatch = highest_microbatch
@@ -170,7 +170,7 @@ class Checkpoints:
             async with asyncio.timeout(LAST_CHECKPOINT_SECONDS):
                 if self._writing:
                     await asyncio.wait(self._writing)
-                if self._member.progress().round > writer.newest_round(self._stage):
+                if self._member.progress().round > writer.newest_round(self._block):
                     await self._write(writer)
         except TimeoutError:
             writer.failed(
@@ -191,7 +191,8 @@ class Checkpoints:
             return
         header = Header(
             config=self._config,
-            stage=self._stage,
+            stage=self._block.stage,
+            variant=self._block.variant,
             round=snapshot.round,
             run_samples=snapshot.run_samples,
             lineage=snapshot.lineage,

@@ -126,7 +126,7 @@ async def begin(
     logger.info("resumes at round %d, from %s", beginning.round, ", ".join(map(str, restored.files)))
     say_changes(restored.config, config, round_number=beginning.round, run_samples=beginning.run_samples)
     if checkpoints is not None:
-        checkpoints.went_back(config, beginning.round, stage=block.stage if others.rounds else None)
+        checkpoints.went_back(config, beginning.round, block=block if others.rounds else None)
 
 
 def choose(
@@ -167,8 +167,8 @@ def choose(
     wanted = options.round_number
     restored = None
     if wanted is None and others.rounds:
-        restored = folder.restore(block.stage, shapes, round_number=others.latest)
-    restored = restored or folder.restore(block.stage, shapes, round_number=wanted)
+        restored = folder.restore(block, shapes, round_number=others.latest)
+    restored = restored or folder.restore(block, shapes, round_number=wanted)
     if restored is None:
         of_round = "" if wanted is None else f" of round {wanted}"
         raise Fatal(f"{folder.path} has no sound checkpoint{of_round} with all of stage {block}")
@@ -235,11 +235,11 @@ def _at_their_round(
         wanted.append(max(rounds) - 1)
     for number in wanted:
         fits = min(rounds) >= number and options.round_number in (None, number)
-        if fits and (restored := folder.restore(block.stage, shapes, round_number=number)):
+        if fits and (restored := folder.restore(block, shapes, round_number=number)):
             if number < max(rounds):
                 logger.info("the other stages repeat round %d for this one", number)
             return restored
-    newest = folder.restore(block.stage, shapes, round_number=options.round_number)
+    newest = folder.restore(block, shapes, round_number=options.round_number)
     stand = f"the other stages stand at round {' and '.join(map(str, sorted(rounds)))}"
     if newest is None:
         raise Fatal(f"{stand}, and {folder.path} has no sound checkpoint with all of stage {block}")

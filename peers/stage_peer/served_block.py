@@ -65,7 +65,7 @@ class ServedBlock:
         self.member = StageMember(self.stage, num_alive=lambda: self.averager.num_alive, on_commit=self._committed)
         self.averager: Averager
         self.checkpoints = Checkpoints(
-            options.checkpoints, config, block.stage, self.member, tasks,
+            options.checkpoints, config, block, self.member, tasks,
             highest_microbatch=lambda: self.averager.view().highest_microbatch,
         )  # fmt: skip
         self._own_state = OwnState(membership, self.stage, self.member, options)

@@ -26,6 +26,7 @@ from swarm.stage import state
 from swarm.stage.staging import HostReader
 from swarm.training import optim
 from swarm.training.run_rounds import next_lineage
+from swarm.types import Block
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class Checkpoints:
         return progress
 
     def _take(self, folder: CheckpointFolder, optimizer: optim.Optimizer) -> Progress:
-        restored = folder.restore(self._stage, self._model.shapes)
+        restored = folder.restore(Block(self._stage), self._model.shapes)
         if restored is None:
             reasons = (file.difference(folder.path / str(name), self._config) for name in file.names(folder.path))
             reason = next((f": they are of another run ({reason})" for reason in reasons if reason), "")

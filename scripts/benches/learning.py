@@ -33,6 +33,7 @@ from scripts.benches.sides.reference import HeldOut
 from swarm.checkpoint.folder import CheckpointFolder
 from swarm.config import RoundsConfig, RunConfig, Setting, StagesConfig
 from swarm.errors import DeadlineExceeded, PeerUnavailable
+from swarm.types import Block
 
 SETTINGS: tuple[Setting, ...] = ("synchronous", "diloco")
 PEERS_A_STAGE = 2
@@ -149,7 +150,7 @@ def _swarm(config: RunConfig, held_out: HeldOut, tokens: int, round_trip_ms: int
             seconds_after[row["step"]] = max(seconds_after.values(), default=0.0) + row["train/step_time"]
         curve = []
         for number in range(every, rounds + 1, every):
-            restored = whole.restore(0, held_out.shapes, round_number=number)
+            restored = whole.restore(Block(0), held_out.shapes, round_number=number)
             if restored is None:
                 raise DeadlineExceeded(f"no checkpoint of round {number} was kept")
             weights = {

@@ -1,6 +1,7 @@
-"""One checkpoint: a stage's state at the beginning of a round, as a safetensors file that is whole or refused.
+"""One checkpoint: a block's state at the beginning of a round, as a safetensors file that is whole or refused.
 
-    stage-1-of-3.round-500.safetensors    tensors `anchor/NAME` and `outer/NAME/KEY`; all else is in the metadata
+    stage-1-of-3.round-500.safetensors      tensors `anchor/NAME` and `outer/NAME/KEY`; all else is in the metadata
+    stage-1.2-of-3.round-500.safetensors    the same of variant 2 of stage 1
 
 checkpoint/writer writes the files and deletes old ones, and checkpoint/folder chooses which of them to read. Parameters
 are named by their place in the whole model, so the files of one cut make up the stages of any other. A file is never
@@ -26,6 +27,7 @@ from swarm.config import DataConfig, RunConfig
 from swarm.errors import IntegrityError
 from swarm.machine import tensor_file
 from swarm.machine.disk import put_in_place, sync
+from swarm.types import Block
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,8 @@ UNKNOWN = 64 * "0"
 ABANDONED_SECONDS = 3600.0
 """A temporary file that has not changed for this long is not being written any more."""
 Tensors = Mapping[str, torch.Tensor]
+_FIRST = ("variant", 0)
+"""Is not written, as in files of releases whose stages had no variants."""
 
 
 @dataclass(frozen=True, order=True, kw_only=True)
@@ -48,17 +52,24 @@ class FileName:
     round: int
     num_stages: int
     stage: int
+    variant: int = 0
+
+    @property
+    def block(self) -> Block:
+        return Block(self.stage, self.variant)
 
     def __str__(self) -> str:
-        return f"stage-{self.stage}-of-{self.num_stages}.round-{self.round}.safetensors"
+        return f"stage-{self.block}-of-{self.num_stages}.round-{self.round}.safetensors"
 
 
 def names(folder: Path) -> list[FileName]:
     """The checkpoints in a folder, by their names; none if there is no such folder."""
-    pattern = re.compile(r"stage-(\d+)-of-(\d+)\.round-(\d+)\.safetensors")
+    pattern = re.compile(r"stage-(\d+)(?:\.([1-9]\d*))?-of-(\d+)\.round-(\d+)\.safetensors")
     matches = [pattern.fullmatch(entry.name) for entry in folder.iterdir()] if folder.is_dir() else []
-    numbers = [tuple(map(int, match.groups())) for match in matches if match is not None]
-    return sorted(FileName(round=number, num_stages=of, stage=stage) for stage, of, number in numbers)
+    numbers = [tuple(map(int, match.groups("0"))) for match in matches if match is not None]
+    return sorted(
+        FileName(round=number, num_stages=of, stage=stage, variant=variant) for stage, variant, of, number in numbers
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +80,8 @@ class Header:
         config: the run's configuration when the checkpoint was written.
         run_samples: the samples that the run had committed when the round began.
         lineage: hash chain over the rounds before it.
-        highest_microbatch: the highest id that the stage had seen when the checkpoint was written; -1 for none.
-        state_digest: the BLAKE3 digest of the state, which the stage's peers compare and the event log names. It
+        highest_microbatch: the highest id that the block had seen when the checkpoint was written; -1 for none.
+        state_digest: the BLAKE3 digest of the state, which the block's peers compare and the event log names. It
             identifies the state. Another digest, over the whole file, shows whether the file is complete.
     """
 
@@ -81,10 +92,16 @@ class Header:
     lineage: str
     highest_microbatch: int
     state_digest: str
+    variant: int = 0
+
+    @property
+    def block(self) -> Block:
+        return Block(self.stage, self.variant)
 
     @property
     def name(self) -> FileName:
-        return FileName(round=self.round, num_stages=self.config.stages.num_stages, stage=self.stage)
+        num_stages = self.config.stages.num_stages
+        return FileName(round=self.round, num_stages=num_stages, stage=self.stage, variant=self.variant)
 
 
 def write(folder: Path, header: Header, tensors: Tensors, *, owner: str) -> Path:
@@ -255,7 +272,7 @@ def load(path: Path, wanted: Collection[str]) -> dict[str, torch.Tensor]:
 
 
 def _pack(header: Header) -> dict[str, str]:
-    values = {name: value for name, value in vars(header).items() if name != "config"} | {
+    values = {name: value for name, value in vars(header).items() if name != "config" and (name, value) != _FIRST} | {
         "format": FORMAT,
         "run": header.config.run,
         "config": configs.to_json(header.config),
@@ -268,8 +285,9 @@ def _pack(header: Header) -> dict[str, str]:
 def _unpack(metadata: Mapping[str, str], path: Path) -> Header:
     try:
         config = configs.from_json(metadata["config"], source="its configuration")
+        written = {"variant": "0", **metadata}
         values: dict[str, Any] = {
-            each.name: int(metadata[each.name]) if each.type is int else metadata[each.name]
+            each.name: int(written[each.name]) if each.type is int else written[each.name]
             for each in fields(Header)
             if each.name != "config"
         }

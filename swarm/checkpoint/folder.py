@@ -1,4 +1,4 @@
-"""A folder of checkpoints, from which a stage's state is put together. The run may be cut as before, or differently.
+"""A folder of checkpoints, from which a block's state is put together. The run may be cut as before, or differently.
 
 The newest sound round is taken. Unsound files are named in the log, but of the files of another run only the first one.
 Nothing is written.
@@ -16,17 +16,18 @@ from swarm.checkpoint import file
 from swarm.checkpoint.file import FileName, Header, OfAnotherRun, Tensors
 from swarm.config import RunConfig
 from swarm.errors import IntegrityError
+from swarm.types import Block
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Restored:
-    """A stage's state from the files of one round.
+    """A block's state from the files of one round.
 
     Attributes:
         config: the run's configuration when the files were written.
-        lineage: the file's own, if one file holds exactly this stage. Otherwise it is made from the lineages of all
+        lineage: the file's own, if one file holds exactly this block. Otherwise it is made from the lineages of all
             files used.
         files: the files that were used.
     """
@@ -55,16 +56,17 @@ class CheckpointFolder:
         return not self._names
 
     def restore(
-        self, stage: int, shapes: Mapping[str, torch.Size], *, round_number: int | None = None
+        self, block: Block, shapes: Mapping[str, torch.Size], *, round_number: int | None = None
     ) -> Restored | None:
-        """A stage's state at the newest round that is whole. None if no round has all of this stage. Blocks.
+        """A block's state at the newest round that is whole. None if no round has all of it. Blocks.
 
-        A round is whole if each stage of its cut that has files in the folder has a sound file of that round. So all
-        stages that resume from one folder resume at one round, though a single stage may have a newer file. If no round
-        is whole, the newest one that has all of this stage is taken.
+        A block is put together from files of its own variant. A round is whole if each block of its cut that has files
+        in the folder has a sound file of that round. So all blocks that resume from one folder resume at one round,
+        though a single block may have a newer file. If no round is whole, the newest one that has all of this block is
+        taken.
 
         Args:
-            shapes: of the stage's parameters, by name.
+            shapes: of the block's parameters, by name.
             round_number: if given, only this round is considered.
         """
         own = self._config.stages.num_stages
@@ -73,11 +75,11 @@ class CheckpointFolder:
         for cut in newest_first:
             if self._is_complete(cut):
                 headers = self._sound(cut)
-                if len(headers) == len(self._files(cut)) and (restored := self._gather(headers, stage, shapes)):
+                if len(headers) == len(self._files(cut)) and (restored := self._gather(headers, block, shapes)):
                     return restored
         for cut in newest_first:
-            if restored := self._gather(self._sound(cut), stage, shapes):
-                logger.warning("round %d in %s is not whole, but has all of stage %d", cut[0], self.path, stage)
+            if restored := self._gather(self._sound(cut), block, shapes):
+                logger.warning("round %d in %s is not whole, but has all of stage %s", cut[0], self.path, block)
                 return restored
         return None
 
@@ -85,14 +87,14 @@ class CheckpointFolder:
         return [name for name in self._names if (name.round, name.num_stages) == cut]
 
     def _is_complete(self, cut: tuple[int, int]) -> bool:
-        kept = {name.stage for name in self._names if name.num_stages == cut[1]}
+        kept = {name.block for name in self._names if name.num_stages == cut[1]}
         is_first = len({number for number, num_stages in self._cuts if num_stages == cut[1]}) == 1
         if is_first and any(len(self._files(other)) == other[1] for other in self._cuts if other[1] != cut[1]):
             # This is the first round of a cut, and another cut has a round with files of all its stages: the run was
             # resumed from those files. It is not known yet which of the new stages write to this folder. So the round
             # counts as complete once all of them have written.
-            kept = set(range(cut[1]))
-        return {name.stage for name in self._files(cut)} == kept
+            kept = set(map(Block, range(cut[1])))
+        return {name.block for name in self._files(cut)} == kept
 
     @property
     def _cuts(self) -> set[tuple[int, int]]:
@@ -114,16 +116,19 @@ class CheckpointFolder:
         self._has_foreign |= is_foreign
         self._headers[name] = None
 
-    def _gather(self, headers: Sequence[Header], stage: int, shapes: Mapping[str, torch.Size]) -> Restored | None:
-        """A stage's state from files of one round. None if a parameter is missing, or of another shape."""
+    def _gather(self, headers: Sequence[Header], block: Block, shapes: Mapping[str, torch.Size]) -> Restored | None:
+        """A block's state from files of one round. None if a parameter is missing, or of another shape."""
         try:
-            return self._put_together(headers, stage, shapes)
+            own = [header for header in headers if header.variant == block.variant]
+            return self._put_together(own, block, shapes)
         except IntegrityError as error:
             # Another peer of the folder may have just deleted a file.
             logger.warning("refused: %s", error)
             return None
 
-    def _put_together(self, headers: Sequence[Header], stage: int, shapes: Mapping[str, torch.Size]) -> Restored | None:
+    def _put_together(
+        self, headers: Sequence[Header], block: Block, shapes: Mapping[str, torch.Size]
+    ) -> Restored | None:
         paths = {header.stage: self.path / str(header.name) for header in headers}
         held = {number: file.parameters(path) for number, path in paths.items()}
         missing, used = set(shapes), list[Header]()
@@ -139,7 +144,7 @@ class CheckpointFolder:
             return None
         used = sorted(used or headers, key=lambda header: header.stage)
         is_same = len(used) == 1 and held[used[0].stage] == set(shapes)
-        origin = "\n".join([f"{self._config.run_id} stage {stage}", *(header.lineage for header in used)])
+        origin = "\n".join([f"{self._config.run_id} stage {block}", *(header.lineage for header in used)])
         return Restored(
             config=used[0].config,
             round=used[0].round,

@@ -1,4 +1,4 @@
-"""Writes one stage peer's checkpoints as the rounds go by, and keeps the newest few.
+"""Writes one peer's checkpoints as the rounds go by, and keeps the newest few.
 
 It works in threads of its own. A process that ends does not wait for these threads, because a disk may hang for ever.
 After a failure there is a line in the log, and training goes on with the checkpoints that are there. Nothing is deleted
@@ -19,6 +19,7 @@ from swarm.checkpoint import file
 from swarm.checkpoint.file import Draft, FileName, Header, Tensors
 from swarm.config import RunConfig
 from swarm.errors import IntegrityError
+from swarm.types import Block
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class CheckpointWriter:
         """The checkpoints that were in the folder when this peer started."""
         self._is_ours = not self._former
         """Whether these checkpoints are known to be of this run."""
-        self._newest: dict[int, int] = {}
+        self._newest: dict[Block, int] = {}
         self.fault = ""
         """Why the last state that was to be written was not; empty if it was."""
 
@@ -69,8 +70,8 @@ class CheckpointWriter:
             return False
         return True
 
-    def newest_round(self, stage: int) -> int:
-        return self._newest.get(stage, 0)
+    def newest_round(self, block: Block) -> int:
+        return self._newest.get(block, 0)
 
     def draft(self, header: Header, shapes: Mapping[str, torch.Size]) -> Draft:
         """Begin a checkpoint that comes tensor by tensor; see Draft."""
@@ -100,7 +101,7 @@ class CheckpointWriter:
             except (OSError, RuntimeError, MemoryError) as error:
                 return self.failed(f"no checkpoint of round {header.round} in {self.folder}: {error}")
             self.fault = ""
-            self._newest[header.stage] = header.round
+            self._newest[header.block] = header.round
             logger.info("wrote the checkpoint %s", path)
             try:
                 await _apart(lambda: self._tidy(header.config, header.name))
@@ -126,13 +127,13 @@ class CheckpointWriter:
                 return f"{name} in {self.folder} is of another run ({difference}); give --checkpoint another folder"
         return ""
 
-    def went_back(self, config: RunConfig, round_number: int, *, stage: int | None = None) -> None:
-        """Set aside checkpoints of later rounds than the one that the run goes on from, of one stage or of all.
+    def went_back(self, config: RunConfig, round_number: int, *, block: Block | None = None) -> None:
+        """Set aside checkpoints of later rounds than the one that the run goes on from, of one block or of all.
 
         Under their old names they would be taken for the newest ones, or be mixed with later ones. Checkpoints of
         another run are left alone.
         """
-        for name in [n for n in self._former if n.round > round_number and stage in (None, n.stage)]:
+        for name in [n for n in self._former if n.round > round_number and block in (None, n.block)]:
             path = self.folder / str(name)
             if file.difference(path, config):
                 continue
@@ -149,9 +150,9 @@ class CheckpointWriter:
         Of those in between that were there when this peer started, `keep` may stay, because `every` may have been
         another number then.
         """
-        self.went_back(config, written.round, stage=written.stage)
-        cut = (written.stage, written.num_stages)
-        kept = [n for n in file.names(self.folder) if (n.stage, n.num_stages) == cut and n.round <= written.round]
+        self.went_back(config, written.round, block=written.block)
+        cut = (written.block, written.num_stages)
+        kept = [n for n in file.names(self.folder) if (n.block, n.num_stages) == cut and n.round <= written.round]
         regular = [name for name in kept if name.round % self._every == 0]
         between = [name for name in kept if name.round % self._every]
         former = [name for name in between if name in self._former]

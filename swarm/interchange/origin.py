@@ -22,6 +22,7 @@ from swarm.interchange.source import Source
 from swarm.interchange.weights import Weights
 from swarm.model.adapters import adapter_names, merged
 from swarm.model.stages import drawn, parameter_shapes, trained_shapes
+from swarm.types import Block
 
 WHEN_WRITTEN = (
     f"a swarm-peer writes one every {DEFAULT_EVERY} rounds, or as its --checkpoint-every says, and one as it leaves"
@@ -97,7 +98,9 @@ def _restored(folder: Path, round_number: int | None) -> Restored:
         try:
             config = file.config_of(folder / str(names[-1]))
             whole = dataclasses.replace(config, stages=StagesConfig(num_stages=1))
-            restored = CheckpointFolder(folder, whole).restore(0, trained_shapes(whole, 0), round_number=round_number)
+            restored = CheckpointFolder(folder, whole).restore(
+                Block(0), trained_shapes(whole, 0), round_number=round_number
+            )
         except IntegrityError:
             if not looks_left or file.names(folder) == names:
                 raise

@@ -16,6 +16,7 @@ from swarm.checkpoint.file import Header
 from swarm.checkpoint.folder import CheckpointFolder
 from swarm.checkpoint.writer import CheckpointWriter
 from swarm.config import RunConfig, StagesConfig
+from swarm.types import Block
 
 CONFIG = RunConfig(stages=StagesConfig(num_stages=1))
 SHAPES = {name: torch.Size([200_000]) for name in ("layers.0.weight", "layers.1.weight")}
@@ -33,7 +34,7 @@ def say(text: str) -> None:
 
 async def write_for_ever(folder: Path) -> None:
     """Write checkpoints until the process is killed."""
-    restored = CheckpointFolder(folder, CONFIG).restore(0, SHAPES)
+    restored = CheckpointFolder(folder, CONFIG).restore(Block(0), SHAPES)
     number = 0 if restored is None else restored.round
     if restored is not None:
         assert all(torch.equal(restored.tensors[name], value) for name, value in tensors_of(number).items())

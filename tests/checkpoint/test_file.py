@@ -16,6 +16,7 @@ from swarm.checkpoint import changes, file
 from swarm.checkpoint.file import FileName
 from swarm.config import DataConfig, OptimizerConfig, RunConfig
 from swarm.errors import IntegrityError
+from swarm.types import Block
 from tests.checkpoint.states import CONFIG, cut, header_of, trained
 
 
@@ -39,6 +40,19 @@ def test_what_is_written_is_read(written: Path) -> None:
     for name, tensor in loaded.items():
         assert tensor.dtype == expected[name].dtype
         assert torch.equal(tensor, expected[name]), name
+
+
+def test_a_variant_is_in_the_name_and_in_the_header(written: Path) -> None:
+    config, weights = cut(3), trained(cut(3), 1, 4)
+    header = dataclasses.replace(header_of(config, 1, weights), variant=2)
+    path = file.write(written.parent, header, weights.state_tensors(), owner="test")
+    assert path.name == "stage-1.2-of-3.round-4.safetensors"
+    assert [name.block for name in file.names(path.parent)] == [Block(1), Block(1, 2)]
+    assert file.read_header(path, config) == header
+    with safe_open(written, "pt") as first:
+        assert "variant" not in first.metadata(), "as in files of releases whose stages had no variants"
+    written.rename(written.with_name("stage-1.0-of-3.round-4.safetensors"))
+    assert [name.block for name in file.names(path.parent)] == [Block(1, 2)], "nobody writes such a name"
 
 
 def test_others_can_read_it(written: Path) -> None:

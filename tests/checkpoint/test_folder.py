@@ -13,12 +13,13 @@ from swarm.checkpoint.folder import CheckpointFolder, Restored
 from swarm.config import RunConfig
 from swarm.stage.state import digest_of
 from swarm.stage.weights import Round, StageWeights
+from swarm.types import Block
 from tests.checkpoint.states import CONFIG, cut, header_of, shapes_of, train_round, trained, write_cut
 
 
 def _restore(folder: Path, config: RunConfig, stage: int, round_number: int | None = None) -> Restored | None:
     shapes = shapes_of(trained(config, stage, 0))
-    return CheckpointFolder(folder, config).restore(stage, shapes, round_number=round_number)
+    return CheckpointFolder(folder, config).restore(Block(stage), shapes, round_number=round_number)
 
 
 def _rounds(folder: Path, config: RunConfig) -> list[int | None]:
@@ -42,6 +43,18 @@ def test_the_same_cut_gives_back_what_was_written(tmp_path: Path) -> None:
     assert restored.lineage == weights.round.lineage
     assert restored.files == (path,)
     assert digest_of(restored.tensors) == weights.state_digest()
+
+
+def test_a_variant_is_put_together_from_its_own_files(tmp_path: Path) -> None:
+    paths = write_cut(tmp_path, cut(2), 4)
+    weights = trained(cut(2), 1, 5)
+    header = dataclasses.replace(header_of(cut(2), 1, weights), round=4, variant=1)
+    other = file.write(tmp_path, header, weights.state_tensors(), owner="test")
+    restored = [
+        CheckpointFolder(tmp_path, cut(2)).restore(block, shapes_of(weights)) for block in (Block(1), Block(1, 1))
+    ]
+    assert [one and one.files for one in restored] == [(paths[1],), (other,)]
+    assert CheckpointFolder(tmp_path, cut(2)).restore(Block(1, 2), shapes_of(weights)) is None
 
 
 def test_one_of_another_run_is_named_for_all_of_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

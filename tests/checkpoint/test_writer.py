@@ -18,6 +18,7 @@ from swarm.checkpoint import file
 from swarm.checkpoint.folder import CheckpointFolder
 from swarm.checkpoint.writer import CheckpointWriter
 from swarm.stage.state import digest_of
+from swarm.types import Block
 from tests.checkpoint import kill_me
 from tests.checkpoint.states import cut, header_of, shapes_of, train_round, trained, write_cut
 
@@ -46,7 +47,7 @@ async def test_the_newest_few_stay_and_those_of_other_stages_are_left_alone(tmp_
         assert await _write(writer, number)
     assert _rounds(writer.folder) == [6, 8]
     assert _rounds(writer.folder, stage=1) == [2]
-    assert writer.newest_round(0) == 8
+    assert writer.newest_round(Block(0)) == 8
 
 
 async def test_a_state_of_no_numbers_pushes_out_no_good_checkpoint(
@@ -60,7 +61,7 @@ async def test_a_state_of_no_numbers_pushes_out_no_good_checkpoint(
     assert not await writer.write(header_of(cut(2), 0, weights), poisoned)
     assert "no checkpoint of round 4: the state holds NaN or infinity" in caplog.text
     assert _names(tmp_path) == ["stage-0-of-2.round-2.safetensors"]
-    assert writer.newest_round(0) == 2
+    assert writer.newest_round(Block(0)) == 2
 
 
 def test_what_nobody_will_finish_is_removed(tmp_path: Path) -> None:
@@ -123,7 +124,7 @@ async def test_a_folder_that_cannot_be_written_to_costs_a_line_and_nothing_else(
     assert line.getMessage().startswith(f"no checkpoint of round 4 in {folder}: ")
     assert writer.fault == line.getMessage()
     (tmp_path / "away").rename(folder)
-    assert (_rounds(folder), writer.newest_round(0)) == ([2], 2)
+    assert (_rounds(folder), writer.newest_round(Block(0))) == ([2], 2)
     assert await _write(writer, 6)
     assert (_rounds(folder), writer.fault) == ([2, 6], "")
 
@@ -175,7 +176,7 @@ async def test_peers_that_share_a_folder_write_the_same_file(tmp_path: Path) -> 
     for number in (2, 4):
         assert all(await asyncio.gather(*(_write(writer, number) for writer in writers)))
     assert _names(tmp_path) == ["stage-0-of-2.round-2.safetensors", "stage-0-of-2.round-4.safetensors"]
-    restored = CheckpointFolder(tmp_path, cut(2)).restore(0, shapes_of(trained(cut(2), 0, 0)))
+    restored = CheckpointFolder(tmp_path, cut(2)).restore(Block(0), shapes_of(trained(cut(2), 0, 0)))
     assert restored is not None
     assert digest_of(restored.tensors) == trained(cut(2), 0, 4).state_digest()
 
@@ -188,7 +189,7 @@ async def test_the_copy_that_is_written_is_not_touched_by_training(tmp_path: Pat
         train_round(weights)
         await asyncio.sleep(0)
     assert writing.result()
-    restored = CheckpointFolder(tmp_path, cut(2)).restore(0, shapes_of(weights))
+    restored = CheckpointFolder(tmp_path, cut(2)).restore(Block(0), shapes_of(weights))
     assert restored is not None
     assert digest_of(restored.tensors) == trained(cut(2), 0, 2).state_digest()
 
@@ -230,7 +231,7 @@ def test_a_death_at_any_moment_leaves_all_that_was_acknowledged(
             num_half_written += bool(list(tmp_path.glob(".*.tmp")))
         host.stdin.close()
         assert host.wait() == 0
-    restored = CheckpointFolder(tmp_path, kill_me.CONFIG).restore(0, kill_me.SHAPES)
+    restored = CheckpointFolder(tmp_path, kill_me.CONFIG).restore(Block(0), kill_me.SHAPES)
     assert restored is not None
     assert restored.round >= acknowledged > num_kills // 2, num_half_written
     assert num_half_written >= least_half_written, "it was killed in the middle of writing, too"
@@ -243,6 +244,7 @@ from pathlib import Path
 from swarm.checkpoint import file
 from swarm.checkpoint.writer import CheckpointWriter
 from swarm.config import RunConfig
+from swarm.types import Block
 
 async def write():
     header = file.Header(

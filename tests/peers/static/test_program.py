@@ -34,6 +34,7 @@ from swarm.metrics import read_current
 from swarm.model.stages import parameter_shapes, trained_shapes
 from swarm.stage import state
 from swarm.training import loss_scale
+from swarm.types import Block
 from tests.interchange.small_models import save
 from tests.support.swarm import wait_until
 from tests.support.tokenizers import write_tokenizer
@@ -177,7 +178,7 @@ def test_goes_on_from_its_checkpoint_which_is_a_swarms_too(config_file: Path) ->
     rows = read_current(config_file.parent / "metrics.jsonl")
     assert [row["train/loss"] for row in rows if "train/loss" in row] == pytest.approx(losses, abs=1e-5)
     for stage in range(2):
-        restored = CheckpointFolder(folder, config).restore(stage, trained_shapes(config, stage))
+        restored = CheckpointFolder(folder, config).restore(Block(stage), trained_shapes(config, stage))
         assert restored is not None
         assert (restored.round, restored.run_samples, restored.highest_microbatch) == (5, 20, 9)
         anchor, remembered = state.parts(restored.tensors)
