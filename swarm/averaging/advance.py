@@ -18,7 +18,7 @@ from swarm.averaging.own_round import OwnRound
 from swarm.averaging.roster import Roster
 from swarm.averaging.vectors import results
 from swarm.averaging.vectors.results import Committed
-from swarm.averaging.vectors.shared import SharedBlocks
+from swarm.averaging.vectors.shared import TiedParameters
 from swarm.averaging.wire.context import Context
 from swarm.errors import IntegrityError, MalformedMessage, SwarmError
 from swarm.rpc.v1 import averaging_pb2 as pb
@@ -35,7 +35,7 @@ class Advance:
     place: Place
     member: RoundMember
     own_round: OwnRound
-    shared: SharedBlocks
+    shared: TiedParameters
     donor: Donor
     roster: Roster
     _state_digest: asyncio.Future[str] | None = field(default=None, init=False)

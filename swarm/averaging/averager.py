@@ -31,7 +31,7 @@ from swarm.averaging.servicer import Handlers, ReportAnswers
 from swarm.averaging.state_transfer import Downloads, StateTransfer
 from swarm.averaging.succession import Succession
 from swarm.averaging.survey import Survey
-from swarm.averaging.vectors.shared import SharedBlocks
+from swarm.averaging.vectors.shared import TiedParameters
 from swarm.averaging.watch import GroupView, RoundWatch
 from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import Broadcast, Method, Reply, Request
@@ -104,7 +104,7 @@ class Averager:
         self.place = place = place_of(context, messages.standing_of(member.progress()))
         self.roster = roster = Roster(context, place.branches.is_elsewhere)
         self.donor = donor = Donor(place, member, context.clock, context.turns)
-        self.shared = shared = SharedBlocks(context)
+        self.shared = shared = TiedParameters(context)
         self.own_round = own_round = OwnRound(context, place, member)
         advance = Advance(context, place, member, own_round, shared=shared, donor=donor, roster=roster)
         participant = Participant(context, place, own_round, advance, shared, roster)

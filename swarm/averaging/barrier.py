@@ -2,8 +2,8 @@
 round.
 
 In the synchronous setting it is run-wide: no stage steps before all hold their averaged gradient. With DiLoCo only
-stages that share a block wait for each other. The answers carry squared norms, because clipping goes by the norm of the
-whole model.
+stages that have tied parameters wait for each other. The answers carry squared norms, because clipping goes by the norm
+of the whole model.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from swarm.averaging.agreement.place import Place
 from swarm.averaging.agreement.rules import leader_of
 from swarm.averaging.own_round import OwnRound
-from swarm.averaging.vectors.shared import SharedBlocks
+from swarm.averaging.vectors.shared import TiedParameters
 from swarm.averaging.watch import RoundWatch
 from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import BARRIER, Caller, contact_of, record_of
@@ -43,7 +43,7 @@ class Barrier:
 
     context: Context
     place: Place
-    shared: SharedBlocks
+    shared: TiedParameters
     watch: RoundWatch
     call: Caller
     own_round: OwnRound
@@ -147,7 +147,7 @@ class Barrier:
         the peer that answered for the stage, that counts: else one member could have all gradients clipped to nothing.
 
         Of two that differ the smaller one counts, since it clips less. What they do not say within grace_seconds does
-        not count. A stage's shared blocks are a part that its leader alone knows.
+        not count. A stage's tied parameters are a part that its leader alone knows.
         """
         serving = sorted(record.peer_id for record in self.context.peers(block) if record.state is PeerState.SERVING)
         asked = [peer for peer in serving if peer != reply.leader.peer_id]

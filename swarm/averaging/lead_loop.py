@@ -110,7 +110,7 @@ class LeadLoop:
             await self._learn_from(failed)
             return False
         except SwarmError as error:
-            # For example, no peer of another stage sends its average of a shared block. That stage may still decide
+            # For example, no peer of another stage sends its average of tied parameters. That stage may still decide
             # anew.
             logger.warning("round %d cannot be committed yet: %s", standing.round, error)
             await self.own_round.step_back("what it takes to commit cannot be had", only=ballot)

@@ -19,7 +19,7 @@ from swarm.averaging.own_round import Attempt, OwnRound, Result
 from swarm.averaging.roster import Roster
 from swarm.averaging.vectors.allreduce import Average
 from swarm.averaging.vectors.exchange import Closed
-from swarm.averaging.vectors.shared import SharedBlocks
+from swarm.averaging.vectors.shared import TiedParameters
 from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import ABORT, AVERAGE, BEGIN, COMMIT, Payload, record_of
 from swarm.compression.codec import Buffer
@@ -91,7 +91,7 @@ class Participant:
     place: Place
     own_round: OwnRound
     advance: Advance
-    shared: SharedBlocks
+    shared: TiedParameters
     roster: Roster
 
     @property

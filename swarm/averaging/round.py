@@ -26,7 +26,7 @@ from swarm.averaging.agreement.rules import Begun, agreed, duplicates, unfinishe
 from swarm.averaging.agreement.shares import Shares, clip_of, divide
 from swarm.averaging.barrier import Barrier
 from swarm.averaging.vectors.allreduce import OWNER_PATIENCE
-from swarm.averaging.vectors.shared import SharedBlocks
+from swarm.averaging.vectors.shared import TiedParameters
 from swarm.averaging.watch import RoundWatch
 from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import ABORT, AVERAGE, BEGIN, COMMIT, Broadcast, Members, contact_of
@@ -53,7 +53,7 @@ class Round:
     watch: RoundWatch
     broadcast: Broadcast
     barrier: Barrier
-    shared: SharedBlocks
+    shared: TiedParameters
     blame: Blame
     _told_at: float = field(default=-math.inf, init=False)
     _num_late: Counter[PeerId] = field(default_factory=Counter, init=False)
@@ -80,7 +80,7 @@ class Round:
 
         Raises:
             AttemptFailed: nothing was decided here, and members were told so.
-            SwarmError: the averages of shared blocks that the commit needs cannot be had. The result stays prepared.
+            SwarmError: the averages of tied parameters that the commit needs cannot be had. The result stays prepared.
         """
         ballot = Ballot(number, self.context.own_id)
         with self.place.leading(ballot):

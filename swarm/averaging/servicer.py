@@ -21,7 +21,7 @@ from swarm.averaging.donor import Donor
 from swarm.averaging.participant import Participant
 from swarm.averaging.reporter import Reporter
 from swarm.averaging.roster import Roster
-from swarm.averaging.vectors.shared import SharedBlocks
+from swarm.averaging.vectors.shared import TiedParameters
 from swarm.averaging.watch import RoundWatch
 from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import (
@@ -129,7 +129,7 @@ class Handlers:
     context: Context
     participant: Participant
     donor: Donor
-    shared_blocks: SharedBlocks
+    tied: TiedParameters
     barrier: Barrier
     reports: ReportAnswers
 
@@ -160,9 +160,9 @@ class Handlers:
                 yield reply
 
     async def shared(self, request: pb.SharedRequest) -> Buffer:
-        """Return this stage's average of shared blocks to another stage that holds them."""
+        """Return this stage's average of tied parameters to another stage that holds them."""
         self._check(request.address)
-        return self.shared_blocks.answer(request)
+        return self.tied.answer(request)
 
     @contextmanager
     def _ends_without_memory(self) -> Iterator[None]:

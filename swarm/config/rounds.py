@@ -33,7 +33,7 @@ _TO_DILOCO = may_change(lambda run: not run.rounds.synchronous)
 
 @dataclass(frozen=True, kw_only=True)
 class RoundsConfig:
-    """When peers that share blocks average."""
+    """When the peers of a stage average."""
 
     __pydantic_config__ = STRICT
 

@@ -221,7 +221,7 @@ def weights_of(
         fused: whether inner steps are taken in few launches, for a GPU; None: as functions.fuses says.
 
     Raises:
-        ValueError: the stage has fewer blocks than the configuration has fragments.
+        ValueError: the stage has fewer layer groups than the configuration has fragments.
     """
     if config.rounds.synchronous:
         return SynchronousWeights(config, module, lineage=lineage)

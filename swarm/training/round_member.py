@@ -111,7 +111,7 @@ class RoundResult:
         digest: BLAKE3 over the members and the averaged bytes, in hexadecimal.
         cost: what the round cost this member; all zero if it took no part.
         closing: see Contribution; None: the newest one is in the average.
-        partners: if stages share a block, digests of the results that the block's average was made of.
+        partners: if stages have tied parameters, digests of the results that the block's average was made of.
     """
 
     round: int

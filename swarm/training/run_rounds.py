@@ -73,7 +73,7 @@ def next_lineage(
     Args:
         digest: the digest of the round's result.
         total_squared_norm: the squared norm by which the gradient is clipped.
-        partners: digests of the results that a shared block's average is made of.
+        partners: digests of the results that an average of tied parameters is made of.
     """
     parts = [previous, str(round_number), digest, *members, float(total_squared_norm).hex(), *partners]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

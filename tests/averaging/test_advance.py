@@ -11,7 +11,7 @@ from swarm.averaging.averager import place_of
 from swarm.averaging.donor import Donor
 from swarm.averaging.own_round import OwnRound
 from swarm.averaging.roster import Roster
-from swarm.averaging.vectors.shared import SharedBlocks
+from swarm.averaging.vectors.shared import TiedParameters
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import Snapshot
 from tests.averaging.doubles import make_context, peer_id, record
@@ -29,7 +29,7 @@ async def test_only_what_no_round_has_taken_is_kept(members: list[int], branch: 
     stage, context = FakeStage(), make_context(record(1), config=make_config("diloco"))
     place = place_of(context, messages.standing_of(stage.progress()))
     advance = Advance(
-        context, place, stage, OwnRound(context, place, stage), shared=Mock(spec=SharedBlocks),
+        context, place, stage, OwnRound(context, place, stage), shared=Mock(spec=TiedParameters),
         donor=Donor(place, stage, context.clock), roster=Roster(context),
     )  # fmt: skip
     ids = [peer_id(number) for number in members]

@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 import torch
 
-from swarm.averaging.vectors.shared import SharedBlocks
+from swarm.averaging.vectors.shared import TiedParameters
 from swarm.averaging.wire.transport import Transport, contact_of
 from swarm.compression.codec import Buffer
 from swarm.config import ModelConfig
@@ -97,7 +97,7 @@ class _Line:
     """A transport to the other holder of the blocks."""
 
     def __init__(self) -> None:
-        self.other: SharedBlocks
+        self.other: TiedParameters
 
     async def shared(
         self, peer: PeerRecord, request: pb.SharedRequest, *, reply_bytes: int, timeout_seconds: float
@@ -106,14 +106,14 @@ class _Line:
 
 
 @pytest.mark.parametrize("codec", ["fp32", "topk"])
-async def test_a_large_shared_block_is_summed_beside_the_loop(codec: str) -> None:
+async def test_a_large_tied_parameter_is_summed_beside_the_loop(codec: str) -> None:
     config = make_config(stages=2, codec=codec)
     model = ModelConfig(num_layers=4, d_model=64, num_heads=2, vocab_size=8192, tied_embeddings=True)
     config = dataclasses.replace(config, model=model)
     (block,) = shared_parameters(config)
     lines = [_Line(), _Line()]
     holders = [
-        SharedBlocks(
+        TiedParameters(
             dataclasses.replace(
                 make_context(record(stage, stage), config=config, timing=PATIENT),
                 transport=cast("Transport", lines[stage]),

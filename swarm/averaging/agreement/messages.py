@@ -63,7 +63,7 @@ def lineage_after(previous: str, outcome: pb.Outcome) -> str:
 
 
 def digests_of(partners: Iterable[pb.Partner]) -> tuple[str, ...]:
-    """The digests of the averages that were added up because stages share a block."""
+    """The digests of the averages that were added up because stages have tied parameters."""
     return tuple(partner.digest for partner in partners)
 
 

@@ -17,8 +17,8 @@ from swarm.rpc.v1 import averaging_pb2 as pb
 
 KEPT_OUTCOMES = 4
 """A peer keeps the outcomes of so many committed rounds, or of as many as there are fragments, if that is more. Stages
-that share a block wait for each other only in the rounds that average this block, so they may be as many rounds apart
-as there are fragments."""
+that have tied parameters wait for each other only in the rounds that average these, so they may be as many rounds
+apart as there are fragments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Decision:
     round: int
     prepared: pb.Prepared
     squared_norm: float
-    """The squared norm of the stage's gradient. It includes the shared blocks if this stage is the one that counts
+    """The squared norm of the stage's gradient. It includes the tied parameters if this stage is the one that counts
     them."""
 
 

@@ -77,7 +77,7 @@ class Timing:
     """With DiLoCo: after another stage has waited this long for a round of this stage, the round ends with what it
     has."""
     shared_seconds: float = 60.0
-    """How long a member goes on asking for another stage's average of a shared block."""
+    """How long a member goes on asking for another stage's average of tied parameters."""
     silence_seconds: float = 15.0
     """Longest wait for the next piece of a snapshot, or of an exchange."""
     retry_seconds: float = 0.2

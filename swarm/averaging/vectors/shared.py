@@ -1,13 +1,13 @@
-"""Blocks that several stages hold: every holder applies the sum of these stages' averages.
+"""Tied parameters, which several stages hold: every holder applies the sum of these stages' averages.
 
-Within a stage a round's average is a mean over that stage's peers. A block with a role at several stages (tied
+Within a stage a round's average is a mean over that stage's peers. A parameter with a role at several stages (tied
 embeddings: the first stage looks vectors up, the last one scores with them) has a gradient that is the sum over its
 roles. So once the stages that share it have decided their averages of a round, each member fetches those of the other
 stages, adds all in the order of the stages, and commits the sum: the holders stay equal to the last bit. A stage's
 result is committed by a digest that ends with that of the bytes which others fetch. So whoever answers for a stage
 gives all members the same bytes, or none.
 
-Shapes: S elements of the shared parameters, in the order of their names.
+Shapes: S elements of the tied parameters, in the order of their names.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ KEPT_AVERAGES = 4
 """The number of rounds whose averages others may still fetch."""
 
 
-class SharedBlocks:
-    """One member's view of the blocks that its stage shares with others; there may be none."""
+class TiedParameters:
+    """One member's view of the parameters that its stage and others hold; there may be none."""
 
     def __init__(self, context: Context) -> None:
         config, self._block = context.config, context.own.block
@@ -48,10 +48,10 @@ class SharedBlocks:
         self._counting = {Block(min(shared.stages)) for shared in shared_parameters(config)}
         self._codec = _codec(config)
         self._averages: dict[tuple[int, Block, str], Buffer] = {}
-        """The averages of shared blocks, encoded, by round, the block of the swarm and digest."""
+        """The averages of tied parameters, encoded, by round, block and digest."""
 
     def is_due(self, round_number: int) -> bool:
-        """Whether this round averages the shared blocks. Without fragments every round does. With fragments only the
+        """Whether this round averages the tied parameters. Without fragments every round does. With fragments only the
         first round of each turn through all fragments does."""
         return bool(self._shapes) and round_number % self._num_fragments == 0
 
@@ -59,7 +59,7 @@ class SharedBlocks:
         return set(self._holders) - {self._block} if self.is_due(round_number) else set()
 
     def counts_norm(self, block: Block, round_number: int) -> bool:
-        """Whether a stage is the one that counts the shared blocks in the whole model's norm."""
+        """Whether a stage is the one that counts the tied parameters in the whole model's norm."""
         return block in self._counting and round_number % self._num_fragments == 0
 
     def squared_norm_of_rest(self, tensors: Mapping[str, torch.Tensor]) -> float:
@@ -68,7 +68,7 @@ class SharedBlocks:
     async def offer(self, round_number: int, digest: str, tensors: Mapping[str, torch.Tensor]) -> str:
         """Keep this stage's average for peers of other stages that ask for it.
 
-        Returns the digest that the result has from now on: if the round averages the shared blocks, theirs is appended.
+        Returns the digest that the result has from now on: if the round averages these parameters, theirs is appended.
         """
         if not self.is_due(round_number):
             return digest
@@ -89,10 +89,10 @@ class SharedBlocks:
         return encoded
 
     async def sum(self, round_number: int, holders: Iterable[pb.Partner]) -> dict[str, torch.Tensor]:
-        """Add up the averages of the stages that share the blocks. Returns the sum of each parameter.
+        """Add up the averages of the stages that hold the parameters. Returns the sum of each parameter.
 
         Args:
-            holders: a peer of each stage that shares the blocks, this one included.
+            holders: a peer of each stage that holds them, this one included.
 
         Raises:
             PeerUnavailable: no peer gives some stage's average.
@@ -100,7 +100,7 @@ class SharedBlocks:
         by_block = {_block_of(holder): holder for holder in holders}
         if sorted(by_block) != self._holders:
             raise MalformedMessage(
-                f"shared blocks are held by the stages {_named(self._holders)}, not {_named(sorted(by_block))}"
+                f"tied parameters are held by the stages {_named(self._holders)}, not {_named(sorted(by_block))}"
             )
         sum_S = await asyncio.to_thread(torch.zeros, self._num_elements)
         for _, holder in sorted(by_block.items()):

@@ -151,7 +151,7 @@ class Transport:
     async def shared(
         self, peer: PeerRecord, request: pb.SharedRequest, *, reply_bytes: int, timeout_seconds: float
     ) -> Buffer:
-        """Fetch a stage's average of the blocks that it shares with this one, `reply_bytes` long."""
+        """Fetch a stage's average of the parameters that it and this one hold, `reply_bytes` long."""
         encoded = Received(reply_bytes)
         stub: Any = self._stub(peer, bulk=True)
         call = stub.Shared(request, timeout=timeout_seconds)

@@ -114,11 +114,11 @@ class Prepared(_message.Message):
     MEMBER_IDS_FIELD_NUMBER: _builtins.int
     NUM_SAMPLES_FIELD_NUMBER: _builtins.int
     digest: _builtins.str
-    """BLAKE3 digest of the member list and the averaged bytes, in hexadecimal. If the round averages blocks that several
-    stages hold, a dot and the digest of what `Shared` answers follow.
+    """BLAKE3 digest of the member list and the averaged bytes, in hexadecimal. If the round averages tied
+    parameters, a dot and the digest of what `Shared` answers follow.
     """
     squared_norm: _builtins.float
-    """The squared norm of this stage's averaged tensors, without the blocks that it shares with other stages."""
+    """The squared norm of this stage's averaged tensors, without tied parameters."""
     num_samples: _builtins.int
     @_builtins.property
     def ballot(self) -> Global___Ballot: ...
@@ -156,14 +156,14 @@ class Outcome(_message.Message):
     total_squared_norm: _builtins.float
     """The squared norm by which the result is clipped. In the synchronous setting it is that of the whole model."""
     stage_squared_norm: _builtins.float
-    """The squared norm of the stage's gradient, as reported to other stages. It includes the shared blocks whose first
+    """The squared norm of the stage's gradient, as reported to other stages. It includes the tied parameters whose first
     holder this stage is.
     """
     @_builtins.property
     def prepared(self) -> Global___Prepared: ...
     @_builtins.property
     def partners(self) -> _containers.RepeatedCompositeFieldContainer[Global___Partner]:
-        """If this stage shares blocks with others: the stages whose averages were added."""
+        """If this stage has tied parameters: the stages whose averages were added."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ Global___Outcome: _TypeAlias = Outcome  # noqa: Y015
 
 @_typing.final
 class Partner(_message.Message):
-    """A stage that holds a shared block, and the result that it decided for a round. The own stage is one of them."""
+    """A block that holds tied parameters, and the result that it decided for a round. The own block is one of them."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -809,7 +809,7 @@ class BarrierReply(_message.Message):
     digest: _builtins.str
     """The digest of the decided result, or of the one that the answering peer has prepared."""
     own_squared_norm: _builtins.float
-    """The squared norm of that result, without shared blocks. Left out by a peer that has no result of the round."""
+    """The squared norm of that result, without tied parameters. Left out by a peer that has no result of the round."""
     @_builtins.property
     def leader(self) -> Global___Contact:
         """While the stage is not ready: the peer to ask next. Once it is ready: the answering peer."""

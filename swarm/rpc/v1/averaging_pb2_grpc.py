@@ -127,7 +127,7 @@ class AveragingServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Shared(self, request, context):
-        """From a member of another stage: fetch this stage's average of the blocks that both stages hold.
+        """From a member of another stage: fetch this stage's average of the parameters that both stages hold.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

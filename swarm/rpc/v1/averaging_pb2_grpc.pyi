@@ -46,7 +46,7 @@ class AveragingServiceStub:
     Barrier: _grpc.UnaryUnaryMultiCallable[_averaging_pb2.BarrierRequest, _averaging_pb2.BarrierReply]
     """Leader to another stage: wait until that stage has decided its result of the round."""
     Shared: _grpc.UnaryStreamMultiCallable[_averaging_pb2.SharedRequest, _averaging_pb2.SharedReply]
-    """From a member of another stage: fetch this stage's average of the blocks that both stages hold."""
+    """From a member of another stage: fetch this stage's average of the parameters that both stages hold."""
     Exchange: _grpc.StreamStreamMultiCallable[_averaging_pb2.ExchangeRequest, _averaging_pb2.ExchangeReply]
     """Member to the owner of a part: send the contribution to this part, and get the part's average."""
     Download: _grpc.UnaryStreamMultiCallable[_averaging_pb2.DownloadRequest, _averaging_pb2.DownloadReply]
@@ -68,7 +68,7 @@ class AveragingServiceAsyncStub(AveragingServiceStub):
     Barrier: _aio.UnaryUnaryMultiCallable[_averaging_pb2.BarrierRequest, _averaging_pb2.BarrierReply]  # type: ignore[assignment]
     """Leader to another stage: wait until that stage has decided its result of the round."""
     Shared: _aio.UnaryStreamMultiCallable[_averaging_pb2.SharedRequest, _averaging_pb2.SharedReply]  # type: ignore[assignment]
-    """From a member of another stage: fetch this stage's average of the blocks that both stages hold."""
+    """From a member of another stage: fetch this stage's average of the parameters that both stages hold."""
     Exchange: _aio.StreamStreamMultiCallable[_averaging_pb2.ExchangeRequest, _averaging_pb2.ExchangeReply]  # type: ignore[assignment]
     """Member to the owner of a part: send the contribution to this part, and get the part's average."""
     Download: _aio.UnaryStreamMultiCallable[_averaging_pb2.DownloadRequest, _averaging_pb2.DownloadReply]  # type: ignore[assignment]
@@ -129,7 +129,7 @@ class AveragingServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _averaging_pb2.SharedRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_averaging_pb2.SharedReply], _abc.AsyncIterator[_averaging_pb2.SharedReply]]:
-        """From a member of another stage: fetch this stage's average of the blocks that both stages hold."""
+        """From a member of another stage: fetch this stage's average of the parameters that both stages hold."""
 
     @_abc_1.abstractmethod
     def Exchange(

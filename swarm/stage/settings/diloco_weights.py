@@ -246,17 +246,17 @@ class DilocoWeights(StageWeights):
 
 
 def dealt(names: Iterable[str], num_fragments: int) -> list[list[str]]:
-    """Divide parameter names by block (embedding, each layer, head) among the fragments, so that a fragment's layers
-    are far apart.
+    """Divide parameter names by layer group (embedding, each layer, head) among the fragments, so that a fragment's
+    layers are far apart.
 
     Raises:
-        ValueError: there are fewer blocks than fragments.
+        ValueError: there are fewer layer groups than fragments.
     """
-    blocks: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for name in names:
         parts = name.split(".")
-        blocks.setdefault(".".join(parts[: 2 if parts[0] == "layers" else 1]), []).append(name)
-    if len(blocks) < num_fragments:
-        raise ValueError(f"averaging.num_fragments is {num_fragments}, but a stage has only {len(blocks)} blocks")
-    in_order = list(blocks.values())
-    return [[name for block in in_order[first::num_fragments] for name in block] for first in range(num_fragments)]
+        groups.setdefault(".".join(parts[: 2 if parts[0] == "layers" else 1]), []).append(name)
+    if len(groups) < num_fragments:
+        raise ValueError(f"averaging.num_fragments is {num_fragments}, but a stage has only {len(groups)} layer groups")
+    in_order = list(groups.values())
+    return [[name for group in in_order[first::num_fragments] for name in group] for first in range(num_fragments)]

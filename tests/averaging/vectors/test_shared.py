@@ -1,4 +1,4 @@
-"""Two stages that share a block: tied embeddings."""
+"""Two stages that have tied parameters: tied embeddings."""
 
 import asyncio
 import dataclasses
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from swarm.averaging.vectors.shared import SharedBlocks
+from swarm.averaging.vectors.shared import TiedParameters
 from swarm.averaging.wire.transport import contact_of
 from swarm.config import ModelConfig, RunConfig
 from swarm.errors import PeerUnavailable
@@ -26,13 +26,13 @@ SHAPE = (3, 8)
 
 
 def role(stage_number: int, index: int) -> torch.Tensor:
-    """The gradient of a microbatch for the shared block at one of its stages."""
+    """The gradient of a microbatch for the tied parameters at one of its stages."""
     generator = np.random.default_rng((stage_number, index))
     return torch.from_numpy(generator.standard_normal(SHAPE).astype(np.float32))
 
 
 class SharingStage(FakeStage):
-    """A stage with a part of its own and the shared block."""
+    """A stage with a part of its own and the tied parameters."""
 
     def __init__(self, stage_number: int, lineage: str) -> None:
         super().__init__(lineage)
@@ -104,7 +104,7 @@ async def test_holders_apply_the_sum_over_the_roles(setting: str, codec: str, to
 
 
 @in_virtual_time
-async def test_the_whole_norm_counts_the_shared_block_once() -> None:
+async def test_the_whole_norm_counts_tied_parameters_once() -> None:
     async with sharing_network(tied()) as network:
         stages = stages_of(network, 1, 2, 3, 4)
         learn(network, 0)
@@ -120,7 +120,7 @@ async def test_the_whole_norm_counts_the_shared_block_once() -> None:
 @pytest.mark.parametrize("victim", [1, 3])
 @in_virtual_time
 async def test_a_leader_that_dies_after_deciding_holds_nobody_up(victim: int) -> None:
-    """The other member of its stage has the average too, and both stages end with the same shared block."""
+    """The other member of its stage has the average too, and both stages end with the same tied parameter."""
     async with sharing_network(tied()) as network:
         stages = stages_of(network, 1, 2, 3, 4)
 
@@ -137,22 +137,22 @@ async def test_a_leader_that_dies_after_deciding_holds_nobody_up(victim: int) ->
 
 @pytest.mark.parametrize("setting", ["synchronous", "diloco"])
 @in_virtual_time
-async def test_a_leader_that_dies_while_a_member_encodes_the_shared_block_does_not_end_that_member(
+async def test_a_leader_that_dies_while_a_member_encodes_tied_parameters_does_not_end_that_member(
     setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That member is the last one of its stage, so no other could give it its own stage's average."""
     async with sharing_network(tied(setting)) as network:
-        num_encoding, is_killed, honest = 0, False, SharedBlocks.offer
+        num_encoding, is_killed, honest = 0, False, TiedParameters.offer
 
-        async def encode(blocks: SharedBlocks, *arguments: Any) -> str:
+        async def encode(own: TiedParameters, *arguments: Any) -> str:
             nonlocal num_encoding
-            is_at_second_stage = blocks.partners(0) == {Block(0)}
+            is_at_second_stage = own.partners(0) == {Block(0)}
             if is_at_second_stage and not is_killed:
                 num_encoding += 1
                 await asyncio.Event().wait()
-            return await honest(blocks, *arguments)
+            return await honest(own, *arguments)
 
-        monkeypatch.setattr(SharedBlocks, "offer", encode)
+        monkeypatch.setattr(TiedParameters, "offer", encode)
         learn(network, 0)
         await until(lambda: num_encoding == 2)
         is_killed = True
@@ -185,7 +185,7 @@ async def test_a_stage_that_lost_its_samples_does_not_hold_up_for_good_who_share
 
 @in_virtual_time
 async def test_where_nobody_else_is_known_an_average_cannot_be_had() -> None:
-    shared = SharedBlocks(make_context(record(1), config=tied()))
+    shared = TiedParameters(make_context(record(1), config=tied()))
     own = pb.Partner(stage=0, digest="ab", contact=contact_of(record(1)))
     other = pb.Partner(stage=1, digest="cd", contact=contact_of(record(2, 1)))
     with pytest.raises(PeerUnavailable, match="no peer at stage 0 has its average of round 0"):
@@ -240,14 +240,14 @@ async def test_who_answers_for_the_other_stage_gives_all_members_the_same_averag
         assert num_lies > 0
         assert alive[0].lineage == alive[1].lineage
         assert alive[1].num_installs == (honest_id is None)
-        # The doubles' snapshots have no shared block.
+        # The doubles' snapshots have no tied parameter.
         applied = [stage.shared for stage in alive if stage.results]
         assert all(torch.equal(shared, applied[0]) for shared in applied)
 
 
 def test_fragments_share_the_block_in_its_own_rounds() -> None:
-    """Two fragments: the shared block is due every other round, and only then do the stages wait for each other."""
-    shared = SharedBlocks(make_context(record(1), config=tied("diloco", num_fragments=2)))
+    """Two fragments: the tied parameters is due every other round, and only then do the stages wait for each other."""
+    shared = TiedParameters(make_context(record(1), config=tied("diloco", num_fragments=2)))
     assert [shared.is_due(number) for number in range(4)] == [True, False, True, False]
     assert shared.partners(0) == {Block(1)}
     assert shared.partners(1) == set()
@@ -268,7 +268,7 @@ async def test_a_decided_round_is_committed_once_the_other_stages_average_is_to_
             is_cut_off = is_cut_off or (name == since and num_refused == 0)
 
         network.before = cut_off
-        honest = SharedBlocks.sum
+        honest = TiedParameters.sum
 
         async def ask(*arguments: Any) -> Any:
             nonlocal num_refused
@@ -277,7 +277,7 @@ async def test_a_decided_round_is_committed_once_the_other_stages_average_is_to_
                 raise PeerUnavailable("the line stands still")
             return await honest(*arguments)
 
-        monkeypatch.setattr(SharedBlocks, "sum", ask)
+        monkeypatch.setattr(TiedParameters, "sum", ask)
         learn(network, 0)
         await until(lambda: num_refused >= 2)
         await asyncio.sleep(0.3)
