@@ -395,11 +395,11 @@ def test_who_went_astray_keeps_nothing(moment: str) -> None:
     assert weights.close().num_samples == 0
 
 
-def test_fragments_deal_out_whole_blocks() -> None:
+def test_fragments_deal_out_whole_layer_groups() -> None:
     names = ["embedding.weight", "layers.0.a", "layers.0.b", "layers.1.a", "layers.10.a", "head.norm", "head.weight"]
     assert dealt(names, 2) == [
         ["embedding.weight", "layers.1.a", "head.norm", "head.weight"],
         ["layers.0.a", "layers.0.b", "layers.10.a"],
     ]
-    with pytest.raises(ValueError, match="only 5 blocks"):
+    with pytest.raises(ValueError, match="only 5 layer groups"):
         dealt(names, 6)
