@@ -152,6 +152,8 @@ class KnownRecords(Generic[Record]):
             try:
                 record = open_record(self._model, self.key, subkey, value, expiration, now, self._authority)
                 _require_own(record, subkey)
+                if not keys.takes(self.key, subkey):
+                    raise IntegrityError(f"{subkey} announces itself under {self.key}, which is for other ids")
                 if not isinstance(record, RunRecord) and record.announced_at > expiration:
                     raise MalformedMessage(f"{subkey} says that it announced itself later than the record is valid")
             except (IntegrityError, MalformedMessage, NotAllowed) as error:
@@ -160,6 +162,10 @@ class KnownRecords(Generic[Record]):
             owner = bearer_of(signed_by(value)) if self._authority is not None else None
             if self._quota.take(subkey, owner, len(value), expiration, now):
                 self._known[subkey] = (record, expiration)
+        return self.present()
+
+    def present(self) -> list[Record]:
+        """What was read and is valid now."""
         steady_now = self._steady_time.now()
         if not self._steady_time.is_in_doubt:
             self._known = {subkey: known for subkey, known in self._known.items() if known[1] > steady_now}
@@ -186,15 +192,14 @@ class RecordValidator:
         self._hash_key = hash_key
         self._pack = pack
         self._authority: Authority | None = None
-        self._keys: set[bytes] | None = {hash_key(keys.RUNS)}
+        self._keys: frozenset[str] | None = frozenset({keys.RUNS})
         self._quotas: dict[bytes, KeyQuota] = {}
         """The quota of each key with stored records, by hivemind's hash of the key."""
 
     def belong_to(self, run_keys: Collection[str] | None, authority: Authority | None) -> None:
-        """From now on accept only records under these keys, or those of all runs if they are None; with an `authority`
-        only its members' records."""
-        self._keys = None if run_keys is None else set(map(self._hash_key, run_keys))
-        self._quotas = {key: quota for key, quota in self._quotas.items() if self._keys is None or key in self._keys}
+        """From now on accept only records under these keys and their parts, or those of all runs if they are None; with
+        an `authority` only its members' records."""
+        self._keys = None if run_keys is None else frozenset(run_keys)
         self._authority = authority
 
     def validate(self, record: Any) -> bool:
@@ -223,9 +228,6 @@ class RecordValidator:
         self._quotas.pop(key, None)
 
     def _opened(self, record: Any) -> Envelope | None:
-        key = bytes(record.key)
-        if self._keys is not None and key not in self._keys:
-            return None
         # msgpack puts two bytes before our subkeys and three before our values; the comparison refuses anything else.
         subkey = record.subkey[2:].decode(errors="replace")
         value = record.value[3:]
@@ -236,9 +238,9 @@ class RecordValidator:
         except (IntegrityError, MalformedMessage, NotAllowed) as error:
             logger.debug("refused for the DHT: %s", error)
             return None
-        if self._keys is None and not keys.is_of_a_run(envelope.key):
-            return None
-        return envelope if self._hash_key(envelope.key) == key else None
+        is_ours = keys.is_of_a_run(envelope.key) if self._keys is None else keys.whole_of(envelope.key) in self._keys
+        fits = is_ours and keys.takes(envelope.key, subkey)
+        return envelope if fits and self._hash_key(envelope.key) == bytes(record.key) else None
 
     def sign_value(self, record: Any) -> bytes:
         """The value itself, because it is sealed already."""

@@ -16,7 +16,7 @@ import grpc
 
 from swarm.credentials.identity import Identity
 from swarm.dht.addresses import is_node
-from swarm.dht.keys import is_of_a_run
+from swarm.dht.keys import is_of_a_run, whole_of
 from swarm.dht.known_records import NoOtherNode, RecordStore
 from swarm.errors import DeadlineExceeded, Fatal, NotServed, PeerUnavailable, SwarmError, WrongRun
 from swarm.machine.clock import Clock
@@ -65,7 +65,8 @@ class DirectoryServicer(DirectoryServiceServicer):
         self, *, store: RecordStore, keys: Collection[str] | None, clock: Clock,
         dht_addresses: Callable[[], Sequence[str]] = tuple,
     ) -> None:  # fmt: skip
-        """`keys` are those of this peer's run, and no others are looked up; None for the keys of all runs."""
+        """`keys` are those of this peer's run, and only they and their parts are looked up; None for the keys of all
+        runs."""
         self._store = store
         self._clock = clock
         self._keys = keys
@@ -73,7 +74,7 @@ class DirectoryServicer(DirectoryServiceServicer):
         self._answers: dict[str, _Answer] = {}
 
     async def Read(self, request: pb.ReadRequest, context: Any) -> pb.ReadReply:
-        if not (is_of_a_run(request.key) if self._keys is None else request.key in self._keys):
+        if not (is_of_a_run(request.key) if self._keys is None else whole_of(request.key) in self._keys):
             await abort(context, WrongRun(f"{request.key[:80]!r} is no key of the run that this peer serves"))
         # Several callers may wait for the same lookup, so it goes on if one of them gives up.
         outcome = await asyncio.shield(self._lookup(request.key))

@@ -1,12 +1,13 @@
 """A pipeline of simulated peers, which come and die, and what its senders know of them."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 from scripts.benches.simulate.microbatches.choosers import Chooser
+from scripts.benches.simulate.microbatches.directory import Directory
 from scripts.benches.simulate.timeline import Timeline
 from swarm.routing.throughput import MovingAverage
 from swarm.stage.runtime import Priority, TaskQueue
@@ -174,8 +175,7 @@ class SimulatedPipeline:
         self._largest_in_flight = largest_in_flight
         self._make_view = make_view
         self._views: dict[PeerId, View] = {}  # The views of the peers that hand microbatches on
-        self._listed: dict[int, list[PeerRecord]] = {}
-        """The directory's records of each stage, which newcomers read as well."""
+        self._directory = Directory(timeline, num_stages)
 
     def start(self, machine: Machine) -> None:
         self.peers[machine.peer_id] = SimulatedPeer(
@@ -184,7 +184,7 @@ class SimulatedPipeline:
         )  # fmt: skip
         if self._make_view is not None and machine.stage + 1 < self.num_stages:
             self._views[machine.peer_id] = view = self._make_view(machine)
-            view.chooser.update(machine.stage + 1, self._listed.get(machine.stage + 1, []))
+            self._read({view: range(machine.stage + 1, machine.stage + 2)})
 
     def kill(self, peer_id: PeerId) -> None:
         self._views.pop(peer_id, None)
@@ -196,12 +196,18 @@ class SimulatedPipeline:
         for peer_id, view in self._views.items():
             stage = self.peers[peer_id].machine.stage + 1
             readers[view] = range(stage, stage + 1)
-        self._listed = {stage: [] for stage in range(self.num_stages)}
+        listed: dict[int, list[PeerRecord]] = {stage: [] for stage in range(self.num_stages)}
         for peer in self.peers.values():
-            self._listed[peer.machine.stage].append(peer.record())
-        for view, stages in readers.items():
-            for stage in stages:
-                view.chooser.update(stage, self._listed[stage])
+            listed[peer.machine.stage].append(peer.record())
+        for stage, records in listed.items():
+            self._directory.update(stage, records)
+        self._read(readers)
+
+    def _read(self, readers: Mapping[View, range]) -> None:
+        pairs = [(view, stage) for view, stages in readers.items() for stage in stages]
+        rows = self._directory.read([(view.name, stage) for view, stage in pairs])
+        for (view, stage), records in zip(pairs, rows, strict=True):
+            view.chooser.update(stage, records)
 
     def view_of(self, peer: SimulatedPeer, began_with: View) -> View:
         return self._views.get(peer.peer_id, began_with)

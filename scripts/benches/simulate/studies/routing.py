@@ -5,6 +5,7 @@ next peer. Failures come at the rates of the CheckFree paper (arXiv 2506.15461).
 """
 
 import gc
+import hashlib
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -184,7 +185,7 @@ def _view_maker(make_view: Callable[[str], View], peers_per_stage: int) -> Calla
 
 def _machine(rng: random.Random, number: int, stage: int) -> Machine:
     return Machine(
-        peer_id=PeerId(f"{number:040x}"), stage=stage, busy_seconds=USUAL_SECONDS * rng.lognormvariate(0.0, SPREAD),
+        peer_id=PeerId(hashlib.sha1(b"%d" % number).hexdigest()), stage=stage, busy_seconds=USUAL_SECONDS * rng.lognormvariate(0.0, SPREAD),
         link_seconds=rng.uniform(*LINK_SECONDS),
     )  # fmt: skip
 

@@ -1,0 +1,196 @@
+"""The records of one stage's peers: under one key while these are few, and under a tree of keys when they are many.
+
+The first key takes all peers. Below a key with many peers are two, for the ids that go on with a bit 0 and those that
+go on with 1. A peer announces itself from the first key downwards, each time under the key of its own id, until one
+lists few others. It leaves out keys that list enough others with lower ids. So the lowest key on every way lists all
+peers of its bits, and the keys above it list those with the lowest ids, who may lead.
+
+Nobody announces how many keys there are: each process goes down where a key lists SPLIT peers, whose ids have the key's
+bits. So made-up peers let as many keys be split as others would, and only on the ways to their own ids.
+"""
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from swarm.dht.keys import MOST_BITS, bits_of, part_of
+from swarm.dht.known_records import KnownRecords
+from swarm.errors import PeerUnavailable
+from swarm.machine.clock import Clock
+from swarm.types import PeerRecord
+
+logger = logging.getLogger(__name__)
+
+GO_DOWN, SPLIT = 24, 32
+"""With so many other peers under a key, a peer announces itself below it as well, and with SPLIT peers readers look
+there. The first number is lower, so that readers go where announcements are already."""
+KEPT = 48
+"""So many peers stay under a key that was split. More than SPLIT, so that some of them may die at the same time."""
+FEW = 8
+"""Where the lowest key lists fewer peers, its readers take those of the key above it too."""
+NUM_POINTS = 4
+"""How many places among all ids a reader looks at. They are drawn from its own id, one from each quarter."""
+UPPER_SECONDS = 90.0
+"""How long a split key counts as it was last read."""
+SOON_SECONDS = 10.0
+"""The same, where the lowest key lists few peers: then many have gone, and others have to take their places above."""
+NUM_HEIRS = 2
+"""So many peers of the lowest ids, of which one leads the stage, know all others."""
+READS_AT_ONCE = 16
+MOST_KEYS = 2048
+"""The most keys of a stage that are read to know all of its peers."""
+
+
+@dataclass(eq=False)
+class _Key:
+    known: KnownRecords[PeerRecord]
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    read_at: float = float("-inf")
+    turn: int = -1
+    """The number of the sample for which it was last read."""
+    ids: frozenset[str] = frozenset()
+    """The peers that it listed when it was last read."""
+
+
+class SplitKey:
+    """One process's view of one stage's records."""
+
+    def __init__(self, known: Callable[[str], KnownRecords[PeerRecord]], key: str, own_id: str, clock: Clock) -> None:
+        """`known` makes the records under a key."""
+        self._make = known
+        self._key = key
+        self._own_id = own_id
+        self._clock = clock
+        self._keys: dict[str, _Key] = {}
+        self._depths: dict[str, int] = {}
+        """How many bits the lowest key had on the way to each point."""
+        self._points = [_point(f"{own_id} {key}", number) for number in range(NUM_POINTS)]
+        self._lowest = ""
+        """The bits of the lowest key under which this process announced itself."""
+        self._turn = 0
+        self.num_known = 0
+        """How many peers the last sample had."""
+
+    async def places(self) -> list[str]:
+        """The keys under which this process announces itself."""
+        bits, places = bits_of(self._own_id), list[str]()
+        seconds = SOON_SECONDS if self._lowest and len(self._at(self._lowest).ids) < FEW else UPPER_SECONDS
+        for depth in range(MOST_BITS + 1):
+            key = self._at(bits[:depth])
+            try:
+                await self._seen(bits[:depth], seconds=seconds)
+            except PeerUnavailable as error:
+                logger.debug("where to announce this peer follows from what was read before: %s", error)
+                key.read_at = self._clock.monotonic()
+            others = key.ids - {self._own_id}
+            is_lowest = len(others) < GO_DOWN
+            if is_lowest or sum(other < self._own_id for other in others) < KEPT:
+                places.append(part_of(self._key, bits[:depth]))
+            if is_lowest:
+                break
+        self._lowest = bits[:depth]
+        return places
+
+    async def everyone(self, *, partly: bool = False) -> list[PeerRecord]:
+        """All peers of the stage. Raises PeerUnavailable."""
+        self._turn += 1
+        found, level, num_keys = dict[str, PeerRecord](), [""], 0
+        while level and num_keys < MOST_KEYS:
+            below = []
+            for first in range(0, len(level), READS_AT_ONCE):
+                some = level[first : first + READS_AT_ONCE]
+                for bits, records in zip(some, await self._read_all(some, partly), strict=True):
+                    _add(found, records)
+                    if self._is_split(bits):
+                        below += [bits + "0", bits + "1"]
+            num_keys += len(level)
+            level = below
+        return list(found.values())
+
+    async def sample(self, *, is_own: bool, partly: bool = False) -> list[PeerRecord]:
+        """All peers of a small stage, and of a large one the same few dozen each time. Raises PeerUnavailable.
+
+        Of this process's own stage (`is_own`) these are its neighbours by id and those that may lead; and everybody, if
+        it may lead itself.
+        """
+        self._turn += 1
+        found = dict[str, PeerRecord]()
+        if is_own:
+            _add(found, await self._read("", partly))
+            if self._is_split("") and self._own_id in sorted(found.keys() | {self._own_id})[:NUM_HEIRS]:
+                return await self.everyone(partly=partly)
+        else:
+            await self._seen("", partly)
+        points = [bits_of(self._own_id)] if is_own else self._points
+        for records in await asyncio.gather(*(self._way_down(point, partly) for point in points)):
+            _add(found, records.values())
+        self._forget()
+        self.num_known = len(found)
+        return list(found.values())
+
+    async def _way_down(self, point: str, partly: bool) -> dict[str, PeerRecord]:
+        """The peers under the lowest key on the way to a point."""
+        depth = self._depths.get(point, 0)
+        while depth and len((await self._seen(point[: depth - 1], partly)).ids) < SPLIT:
+            depth -= 1
+        found = _add({}, await self._read(point[:depth], partly))
+        while self._is_split(point[:depth]):
+            depth += 1
+            found = _add({}, await self._read(point[:depth], partly))
+        self._depths[point] = depth
+        while len(found) < FEW and depth:
+            depth -= 1
+            _add(found, await self._read(point[:depth], partly))
+        return found
+
+    def _is_split(self, bits: str) -> bool:
+        return len(bits) < MOST_BITS and len(self._at(bits).ids) >= SPLIT
+
+    # -- one key -----------------------------------------------------------------------------------------------------
+
+    async def _read_all(self, level: Iterable[str], partly: bool) -> list[list[PeerRecord]]:
+        return await asyncio.gather(*(self._read(bits, partly) for bits in level))
+
+    async def _read(self, bits: str, partly: bool) -> list[PeerRecord]:
+        """Read a key, unless it was read for this very sample."""
+        key, turn = self._at(bits), self._turn
+        async with key.lock:
+            if key.turn == turn:
+                return key.known.present()
+            records = await key.known.read(partly=partly)
+            key.read_at, key.turn, key.ids = self._clock.monotonic(), turn, frozenset(r.peer_id for r in records)
+            return records
+
+    async def _seen(self, bits: str, partly: bool = True, *, seconds: float = UPPER_SECONDS) -> _Key:
+        """A key as it was read within so many seconds."""
+        key = self._at(bits)
+        if self._clock.monotonic() - key.read_at >= seconds:
+            key.turn = -1
+            await self._read(bits, partly)
+        return key
+
+    def _at(self, bits: str) -> _Key:
+        if bits not in self._keys:
+            self._keys[bits] = _Key(self._make(part_of(self._key, bits)))
+        return self._keys[bits]
+
+    def _forget(self) -> None:
+        """Forget keys that were not read for long, which others may have made up."""
+        oldest = self._clock.monotonic() - 2 * UPPER_SECONDS
+        self._keys = {bits: key for bits, key in self._keys.items() if key.read_at >= oldest or key.lock.locked()}
+
+
+def _point(seed: str, number: int) -> str:
+    """Bits that follow from a seed, in the quarter of all ids that has this number."""
+    return f"{number % 4:02b}" + bits_of(hashlib.sha256(f"{seed} {number}".encode()).hexdigest())[2:]
+
+
+def _add(found: dict[str, PeerRecord], records: Iterable[PeerRecord]) -> dict[str, PeerRecord]:
+    """Add records; of a peer that is listed under several keys the newest counts."""
+    for record in records:
+        former = found.get(record.peer_id)
+        if former is None or former.announced_at <= record.announced_at:
+            found[record.peer_id] = record
+    return found
