@@ -64,8 +64,8 @@ class KnownPeers:
         self.router.update(block, [record for record in records if record.peer_id != left_out])
 
     async def look(self, directory: Directory, blocks: Sequence[Block]) -> None:
-        """Read the records of every block once, all at the same time. Raises PeerUnavailable."""
-        for block, records in zip(blocks, await asyncio.gather(*map(directory.peers, blocks)), strict=True):
+        """Sample the records of every block once, all at the same time. Raises PeerUnavailable."""
+        for block, records in zip(blocks, await asyncio.gather(*map(directory.sample, blocks)), strict=True):
             self.update(block, records)
 
     async def look_first(

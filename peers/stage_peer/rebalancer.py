@@ -226,8 +226,11 @@ class Rebalancer:
         # Claims are read before records: a peer that arrives in between then has both, and is counted once, at its
         # record.
         claims = await self._membership.directory.claims()
-        await self._known.look(self._membership.directory, self._membership.blocks)
-        records = {block.stage: row for block, row in self._known.records.items()}
+        directory, blocks = self._membership.directory, self._membership.blocks
+        await self._known.look(directory, blocks)
+        # A stage's throughput is the sum over all of its peers, whereas the sample that is known serves for routing.
+        rows = await asyncio.gather(*map(directory.peers, blocks))
+        records: dict[int, Sequence[PeerRecord]] = {b.stage: row for b, row in zip(blocks, rows, strict=True)}
         present = {PeerId(record.peer_id) for row in records.values() for record in row}
         under_way = {PeerId(claim.peer_id) for claim in claims}
         self._judgement.look(present | under_way, self._clock.monotonic())

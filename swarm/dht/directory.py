@@ -5,6 +5,7 @@ Every record is signed and checked. The directory never calls the peers that it 
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from swarm import config
 from swarm.credentials.authority import Authority
@@ -12,6 +13,7 @@ from swarm.credentials.identity import Identity
 from swarm.dht import keys
 from swarm.dht.known_records import MAX_OWNER_RECORDS, KnownRecords, Record, RecordStore
 from swarm.dht.records import MAX_LIFETIME_SECONDS, seal
+from swarm.dht.split_key import SplitKey
 from swarm.errors import IncompatibleVersion, PeerUnavailable
 from swarm.machine.clock import Clock
 from swarm.types import PROTOCOL_VERSION, Block, ClaimRecord, PeerRecord, PeerState, RunRecord, TrainerRecord
@@ -40,7 +42,7 @@ class Directory:
         self._identity = identity
         self._run_id = run_id
         self._clock = clock
-        self._blocks: dict[Block, KnownRecords[PeerRecord]] = {}
+        self._blocks: dict[Block, SplitKey] = {}
         self._trainers = self._known(keys.of_trainers(run_id), TrainerRecord)
         self._claims = self._known(keys.of_claims(run_id), ClaimRecord)
         self._announced: dict[Block, PeerRecord] = {}
@@ -53,7 +55,25 @@ class Directory:
     async def announce(self, record: Announced, lifetime_seconds: float) -> None:
         """List this process: a peer under the record's block, and others under the key of their kind. Raises
         PeerUnavailable if the DHT cannot be reached, or refused the record."""
-        key, now = self._key_of(record), self._clock.time()
+        stored, fault = False, None
+        # A large block's lowest key comes first, because most peers are found there alone.
+        for key in reversed(await self._keys_of(record)):
+            try:
+                stored = await self._announce_under(key, record, lifetime_seconds) or stored
+            except PeerUnavailable as error:
+                fault = error
+                break
+        if not stored:
+            raise fault or PeerUnavailable(
+                "no other node of the DHT took this peer's record. If that goes on: is this machine's clock right, "
+                f"does its token hold, and do at most {MAX_OWNER_RECORDS} processes use that token?"
+            )
+        if isinstance(record, PeerRecord):
+            self._announced[record.block] = record
+
+    async def _announce_under(self, key: str, record: Announced, lifetime_seconds: float) -> bool:
+        """Returns False if the record was refused. Raises PeerUnavailable."""
+        now = self._clock.time()
         # Of two records the DHT keeps the one that expires later. So a new record must expire after the last one, which
         # may still be on its way.
         later = self._expirations.get(key, 0.0) + 0.001
@@ -64,25 +84,23 @@ class Directory:
         expiration = max(now + lifetime_seconds, later)
         value = seal(self._identity, key, record, expiration)
         self._expirations[key] = expiration
-        stored = await self.store.store(key, self._identity.peer_id, value, expiration)
-        if not stored:
-            raise PeerUnavailable(
-                "no other node of the DHT took this peer's record. If that goes on: is this machine's clock right, "
-                f"does its token hold, and do at most {MAX_OWNER_RECORDS} processes use that token?"
-            )
-        if isinstance(record, PeerRecord):
-            self._announced[record.block] = record
+        return await self.store.store(key, self._identity.peer_id, value, expiration)
 
-    def _key_of(self, record: Announced) -> str:
+    async def _keys_of(self, record: Announced) -> list[str]:
         match record:
+            case PeerRecord(state=PeerState.LEAVING):
+                # Also under keys at which it has just stopped announcing itself, and is still listed as serving.
+                whole, now = keys.of_block(self._run_id, record.block), self._clock.time()
+                listed = [key for key, end in self._expirations.items() if keys.whole_of(key) == whole and end > now]
+                return sorted(listed) or [whole]
             case PeerRecord():
-                return keys.of_block(self._run_id, record.block)
+                return await self._block(record.block).places()
             case TrainerRecord():
-                return self._trainers.key
+                return [self._trainers.key]
             case ClaimRecord():
-                return self._claims.key
+                return [self._claims.key]
             case RunRecord():
-                return keys.RUNS
+                return [keys.RUNS]
 
     async def withdraw(self, block: Block) -> None:
         """List this peer as leaving a block, if it has announced itself there, for as long as its last record would
@@ -92,40 +110,49 @@ class Directory:
             await self.announce(leaving, LEAVING_SECONDS)
             del self._announced[block]
 
-    async def peers(self, block: Block, *, partly: bool = False) -> list[PeerRecord]:
-        """The peers of a block, in any state. Raises PeerUnavailable.
+    async def peers(self, block: Block) -> list[PeerRecord]:
+        """All peers of a block, in any state. Raises PeerUnavailable."""
+        return self._checked(block, await self._block(block).everyone())
+
+    async def sample(self, block: Block, *, partly: bool = False) -> list[PeerRecord]:
+        """All peers of a block of a few dozen, in any state, and of a larger one some that stay the same; see SplitKey.
+        Raises PeerUnavailable.
 
         `partly` asks only one of the DHT's nodes, for callers that ask again and again: unexpired records of earlier
         answers stay, and a later answer has the records that this one lacks.
         """
-        known = self._block(block)
-        records = self._compatible(known, await known.read(partly=partly))
+        is_own = block in self._announced
+        return self._checked(block, await self._block(block).sample(is_own=is_own, partly=partly))
+
+    def _checked(self, block: Block, found: list[PeerRecord]) -> list[PeerRecord]:
+        records = self._compatible(keys.of_block(self._run_id, block), found)
         for record in records:
             if record.dht_addresses:
                 self.store.remember(record.dht_addresses)
         return [record for record in records if record.block == block]
 
     async def trainers(self, *, partly: bool = False) -> list[TrainerRecord]:
-        """The trainers of the run; `partly` is as in `peers`. Raises PeerUnavailable."""
-        return self._compatible(self._trainers, await self._trainers.read(partly=partly))
+        """The trainers of the run; `partly` is as in `sample`. Raises PeerUnavailable."""
+        return self._compatible(self._trainers.key, await self._trainers.read(partly=partly))
 
     async def claims(self) -> list[ClaimRecord]:
         """The claims of peers that are about to serve a block, or were a moment ago. Raises PeerUnavailable."""
-        return self._compatible(self._claims, await self._claims.read())
+        return self._compatible(self._claims.key, await self._claims.read())
 
     async def watch(
         self, blocks: Sequence[Block], on_update: Callable[[Block, Sequence[PeerRecord]], None], interval_seconds: float
     ) -> None:
-        """Read the blocks again and again, and call `on_update` with their peers, except while the DHT does not answer.
+        """Sample the blocks again and again, and call `on_update` with their peers, except while the DHT does not
+        answer.
 
-        Runs until cancelled. With more peers the intervals are longer, by `stretch`, because each peer reads the
-        records of all. They stay so short that a record expires only if two readings in a row miss its renewal.
+        Runs until cancelled. With more peers the intervals are longer, by `stretch`, because more records are read.
+        They stay so short that a record expires only if two readings in a row miss its renewal.
         """
         lost = False
         while True:
             try:
                 for block in blocks:
-                    on_update(block, await self.peers(block, partly=True))
+                    on_update(block, await self.sample(block, partly=True))
                 if lost:
                     logger.info("the DHT answers again")
                     self.num_returns += 1
@@ -134,25 +161,26 @@ class Directory:
                 if not lost:
                     logger.warning("going on with the peers known so far: %s", error)
                 lost = True
-            num_peers = sum(len(self._block(block)) for block in blocks)
+            num_peers = sum(self._block(block).num_known for block in blocks)
             await self._clock.sleep(interval_seconds * stretch(num_peers))
 
-    def _block(self, block: Block) -> KnownRecords[PeerRecord]:
+    def _block(self, block: Block) -> SplitKey:
         if block not in self._blocks:
-            self._blocks[block] = self._known(keys.of_block(self._run_id, block), PeerRecord)
+            key, known = keys.of_block(self._run_id, block), partial(self._known, model=PeerRecord)
+            self._blocks[block] = SplitKey(known, key, self._identity.peer_id, self._clock)
         return self._blocks[block]
 
     def _known(self, key: str, model: type[Record]) -> KnownRecords[Record]:
         return KnownRecords(self.store, key, model, self._identity.authority, self._clock)
 
-    def _compatible(self, known: KnownRecords[Record], records: list[Record]) -> list[Record]:
+    def _compatible(self, key: str, records: list[Record]) -> list[Record]:
         compatible = [record for record in records if record.protocol_version == PROTOCOL_VERSION]
         num_others = len(records) - len(compatible)
         if not num_others:
-            self._has_incompatible.discard(known.key)
-        elif known.key not in self._has_incompatible:
-            self._has_incompatible.add(known.key)
-            logger.warning("left out, since they run another release of swarm: %d under %s", num_others, known.key)
+            self._has_incompatible.discard(key)
+        elif key not in self._has_incompatible:
+            self._has_incompatible.add(key)
+            logger.warning("left out, since they run another release of swarm: %d under %s", num_others, key)
         return compatible
 
 

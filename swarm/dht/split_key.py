@@ -14,6 +14,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 
 from swarm.dht.keys import MOST_BITS, bits_of, part_of
 from swarm.dht.known_records import KnownRecords
@@ -117,15 +118,16 @@ class SplitKey:
         """
         self._turn += 1
         found = dict[str, PeerRecord]()
-        if is_own:
+        if is_own or not self._is_split(""):
             _add(found, await self._read("", partly))
-            if self._is_split("") and self._own_id in sorted(found.keys() | {self._own_id})[:NUM_HEIRS]:
-                return await self.everyone(partly=partly)
         else:
             await self._seen("", partly)
-        points = [bits_of(self._own_id)] if is_own else self._points
-        for records in await asyncio.gather(*(self._way_down(point, partly) for point in points)):
-            _add(found, records.values())
+        if self._is_split(""):
+            if is_own and self._own_id in sorted(found.keys() | {self._own_id})[:NUM_HEIRS]:
+                return await self.everyone(partly=partly)
+            points = [bits_of(self._own_id)] if is_own else self._points
+            ways = await asyncio.gather(*(self._way_down(point, partly) for point in points))
+            found = _add(found if is_own else {}, chain.from_iterable(way.values() for way in ways))
         self._forget()
         self.num_known = len(found)
         return list(found.values())

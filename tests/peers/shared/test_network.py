@@ -23,7 +23,7 @@ class _Directory:
     def __init__(self, num_faults: int) -> None:
         self.num_faults = num_faults
 
-    async def peers(self, block: Block) -> Sequence[PeerRecord]:
+    async def sample(self, block: Block) -> Sequence[PeerRecord]:
         self.num_faults -= 1
         if self.num_faults >= 0:
             raise PeerUnavailable("no other node of the DHT answers")
@@ -36,7 +36,7 @@ class _Forgetful:
     def __init__(self) -> None:
         self.num_readings = 0
 
-    async def peers(self, block: Block) -> Sequence[PeerRecord]:
+    async def sample(self, block: Block) -> Sequence[PeerRecord]:
         self.num_readings += 1
         there = PeerRecord(
             peer_id="ab"[block.stage] * 40,

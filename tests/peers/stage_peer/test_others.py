@@ -47,7 +47,7 @@ class _Directory:
         self._silent = dict(silent)
         self._leaving = leaving
 
-    async def peers(self, block: Block) -> list[PeerRecord]:
+    async def sample(self, block: Block) -> list[PeerRecord]:
         stage = block.stage
         self.num_looks += 1
         here = self._living.get(stage)
@@ -106,7 +106,7 @@ async def _find(
         known, channels = KnownPeers(Router(SystemClock(), random.Random(0))), ChannelPool(insecure=True)
         stack.push_async_callback(channels.close)
         for number in {stage, *rounds, *(silent_looks or {})}:
-            known.update(Block(number), await directory.peers(Block(number)))
+            known.update(Block(number), await directory.sample(Block(number)))
         directory.num_looks = 0
         membership = Membership(
             config=config, identity=generate(), directory=cast(Directory, directory), known=known, channels=channels,
@@ -233,8 +233,8 @@ async def test_a_holder_that_comes_back_in_time_is_all_that_matters(monkeypatch:
 
         num_readings = 0
 
-        async def peers(self, block: Block) -> list[PeerRecord]:
-            found = await super().peers(block)
+        async def sample(self, block: Block) -> list[PeerRecord]:
+            found = await super().sample(block)
             self.num_readings += block.stage == STAGE
             return [] if block.stage == STAGE and 1 < self.num_readings < 5 else found
 
