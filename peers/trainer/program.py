@@ -149,7 +149,12 @@ async def carry_out(member: Membership, session: Session, name: str) -> int:
     announcement = Announcement(directory, "this trainer", lambda: record_of(member, session, name), clock)
     async with asyncio.TaskGroup() as tasks:
         background = [
-            tasks.create_task(directory.watch(member.blocks, known.update, REFRESH_SECONDS)),
+            tasks.create_task(
+                directory.watch(
+                    member.blocks, known.update, REFRESH_SECONDS,
+                    under_way=lambda block: 0 if block.stage else session.loop.num_in_flight,
+                )
+            ),
             tasks.create_task(announcement.keep()),
             tasks.create_task(
                 watch_connections(block=Block(0), router=known.router, channels=member.channels, clock=clock)

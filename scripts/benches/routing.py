@@ -15,7 +15,6 @@ from scripts.benches.shared.common import OutputOptions, say
 from scripts.benches.sides import routing_dht
 from scripts.benches.sides.routing_dht import REPLICAS
 from scripts.benches.simulate.timeline import Timeline
-from swarm.dht.directory import NUM_OFTEN
 from swarm.routing.router import Router
 from swarm.routing.throughput import Observation
 from swarm.types import Block, PeerId, PeerRecord, PeerState
@@ -32,9 +31,9 @@ class Options(OutputOptions):
     """Peers of a stage; the first and the last are compared."""
     repetitions: int = 7
     """Repetitions over which medians are taken."""
-    dht_sizes: tuple[int, ...] = (2, 4, 8, 16, 24)
-    """Numbers of peers with a DHT node each, from few to many. Larger swarms are extrapolated from the largest ones,
-    which must not use all of the CPU."""
+    dht_sizes: tuple[int, ...] = (2, 8, 25, 100)
+    """Numbers of peers with a DHT node each, from few to many. Larger swarms are computed from the last number, whose
+    nodes must not use all of the CPU."""
     dht_seconds: float = 30.0
     """How long the DHT is observed, at each size."""
 
@@ -42,10 +41,8 @@ class Options(OutputOptions):
         super().__post_init__()
         if any(larger <= size for size, larger in pairwise((0, *self.dht_sizes))):
             raise ValueError("--dht-sizes must grow from one to the next")
-        if sum(REPLICAS < size <= NUM_OFTEN for size in self.dht_sizes) < 2:
-            raise ValueError(
-                f"--dht-sizes must contain two above {REPLICAS} and up to {NUM_OFTEN}, for the extrapolation"
-            )
+        if self.dht_sizes[-1] <= REPLICAS:
+            raise ValueError(f"the last of --dht-sizes must be above {REPLICAS}: with fewer peers each keeps all keys")
 
 
 def run(options: Options) -> dict[str, Any]:

@@ -114,15 +114,15 @@ class Directory:
         """All peers of a block, in any state. Raises PeerUnavailable."""
         return self._checked(block, await self._block(block).everyone())
 
-    async def sample(self, block: Block, *, partly: bool = False) -> list[PeerRecord]:
+    async def sample(self, block: Block, *, partly: bool = False, under_way: int = 0) -> list[PeerRecord]:
         """All peers of a block of a few dozen, in any state, and of a larger one some that stay the same; see SplitKey.
         Raises PeerUnavailable.
 
         `partly` asks only one of the DHT's nodes, for callers that ask again and again: unexpired records of earlier
         answers stay, and a later answer has the records that this one lacks.
         """
-        is_own = block in self._announced
-        return self._checked(block, await self._block(block).sample(is_own=is_own, partly=partly))
+        split, is_own = self._block(block), block in self._announced
+        return self._checked(block, await split.sample(is_own=is_own, partly=partly, under_way=under_way))
 
     def _checked(self, block: Block, found: list[PeerRecord]) -> list[PeerRecord]:
         records = self._compatible(keys.of_block(self._run_id, block), found)
@@ -140,10 +140,11 @@ class Directory:
         return self._compatible(self._claims.key, await self._claims.read())
 
     async def watch(
-        self, blocks: Sequence[Block], on_update: Callable[[Block, Sequence[PeerRecord]], None], interval_seconds: float
-    ) -> None:
+        self, blocks: Sequence[Block], on_update: Callable[[Block, Sequence[PeerRecord]], None],
+        interval_seconds: float, *, under_way: Callable[[Block], int] = lambda block: 0,
+    ) -> None:  # fmt: skip
         """Sample the blocks again and again, and call `on_update` with their peers, except while the DHT does not
-        answer.
+        answer. `under_way` gives the number of microbatches that this process has there.
 
         Runs until cancelled. With more peers the intervals are longer, by `stretch`, because more records are read.
         They stay so short that a record expires only if two readings in a row miss its renewal.
@@ -152,7 +153,7 @@ class Directory:
         while True:
             try:
                 for block in blocks:
-                    on_update(block, await self.sample(block, partly=True))
+                    on_update(block, await self.sample(block, partly=True, under_way=under_way(block)))
                 if lost:
                     logger.info("the DHT answers again")
                     self.num_returns += 1

@@ -14,7 +14,6 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import chain
 
 from swarm.dht.keys import MOST_BITS, bits_of, part_of
 from swarm.dht.known_records import KnownRecords
@@ -31,10 +30,16 @@ KEPT = 48
 """So many peers stay under a key that was split. More than SPLIT, so that some of them may die at the same time."""
 FEW = 8
 """Where the lowest key lists fewer peers, its readers take those of the key above it too."""
-NUM_POINTS = 4
-"""How many places among all ids a reader looks at. They are drawn from its own id, one from each quarter."""
+LEAST_POINTS, MOST_POINTS = 4, 1024
+"""At how many places among all ids a sender looks: one in each quarter, or more if it has much to send. One is its own
+id, and the others follow from it."""
+WORK_PER_POINT = 16
+"""For so many microbatches that are under way at a time, a sender looks at one place more. It finds more peers there,
+so that it knows one or two for each."""
 UPPER_SECONDS = 90.0
 """How long a split key counts as it was last read."""
+FIRST_SECONDS = 10.0
+"""The same for a peer of the stage and the first key, with those that may lead. All peers of the stage read it."""
 SOON_SECONDS = 10.0
 """The same, where the lowest key lists few peers: then many have gone, and others have to take their places above."""
 NUM_HEIRS = 2
@@ -67,7 +72,7 @@ class SplitKey:
         self._keys: dict[str, _Key] = {}
         self._depths: dict[str, int] = {}
         """How many bits the lowest key had on the way to each point."""
-        self._points = [_point(f"{own_id} {key}", number) for number in range(NUM_POINTS)]
+        self._points: list[str] = []
         self._lowest = ""
         """The bits of the lowest key under which this process announced itself."""
         self._turn = 0
@@ -110,27 +115,33 @@ class SplitKey:
             level = below
         return list(found.values())
 
-    async def sample(self, *, is_own: bool, partly: bool = False) -> list[PeerRecord]:
-        """All peers of a small stage, and of a large one the same few dozen each time. Raises PeerUnavailable.
+    async def sample(self, *, is_own: bool, partly: bool = False, under_way: int = 0) -> list[PeerRecord]:
+        """All peers of a small stage, and of a large one some that stay the same. Raises PeerUnavailable.
 
         Of this process's own stage (`is_own`) these are its neighbours by id and those that may lead; and everybody, if
-        it may lead itself.
+        it may lead itself. Of other stages these are a few dozen, and more, from then on, for a sender that has many
+        microbatches `under_way`.
         """
         self._turn += 1
-        found = dict[str, PeerRecord]()
-        if is_own or not self._is_split(""):
-            _add(found, await self._read("", partly))
-        else:
-            await self._seen("", partly)
+        seconds = 0.0 if not self._is_split("") else FIRST_SECONDS if is_own else UPPER_SECONDS
+        found = _add({}, (await self._seen("", partly, seconds=seconds)).known.present())
         if self._is_split(""):
             if is_own and self._own_id in sorted(found.keys() | {self._own_id})[:NUM_HEIRS]:
                 return await self.everyone(partly=partly)
-            points = [bits_of(self._own_id)] if is_own else self._points
-            ways = await asyncio.gather(*(self._way_down(point, partly) for point in points))
-            found = _add(found if is_own else {}, chain.from_iterable(way.values() for way in ways))
+            points = [bits_of(self._own_id)] if is_own else self._points_for(under_way)
+            found = found if is_own else {}
+            for first in range(0, len(points), READS_AT_ONCE):
+                some = points[first : first + READS_AT_ONCE]
+                for way in await asyncio.gather(*(self._way_down(point, partly) for point in some)):
+                    _add(found, way.values())
         self._forget()
         self.num_known = len(found)
         return list(found.values())
+
+    def _points_for(self, under_way: int) -> list[str]:
+        wanted = min(MOST_POINTS, max(LEAST_POINTS, under_way // WORK_PER_POINT))
+        self._points += [_point(self._own_id, self._key, number) for number in range(len(self._points), wanted)]
+        return self._points
 
     async def _way_down(self, point: str, partly: bool) -> dict[str, PeerRecord]:
         """The peers under the lowest key on the way to a point."""
@@ -184,9 +195,13 @@ class SplitKey:
         self._keys = {bits: key for bits, key in self._keys.items() if key.read_at >= oldest or key.lock.locked()}
 
 
-def _point(seed: str, number: int) -> str:
-    """Bits that follow from a seed, in the quarter of all ids that has this number."""
-    return f"{number % 4:02b}" + bits_of(hashlib.sha256(f"{seed} {number}".encode()).hexdigest())[2:]
+def _point(own_id: str, key: str, number: int) -> str:
+    """A place for each number, in the quarters of all ids by turns. The first one in the quarter of a reader's own id
+    is that id, so that the reader sees who else has it."""
+    own, quarter = bits_of(own_id), f"{number % 4:02b}"
+    if number < 4 and own.startswith(quarter):
+        return own
+    return quarter + bits_of(hashlib.sha256(f"{own_id} {key} {number}".encode()).hexdigest())[2:]
 
 
 def _add(found: dict[str, PeerRecord], records: Iterable[PeerRecord]) -> dict[str, PeerRecord]:

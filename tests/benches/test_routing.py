@@ -6,7 +6,7 @@ import pytest
 
 from scripts.benches.shared import proc
 from scripts.benches.sides import routing_dht
-from scripts.benches.sides.routing_dht import Counters, measure, traffic
+from scripts.benches.sides.routing_dht import Counters, measure, records_per_second, traffic
 
 RECORD_BYTES = 1000
 
@@ -24,20 +24,20 @@ def _used(size: int, sent: float, busiest: float) -> Counters:
     )
 
 
-def test_a_line_through_the_sizes_that_have_all_copies_is_extrapolated() -> None:
-    figures = traffic({2: _used(2, 100.0, 100.0), 8: _used(8, 2900.0, 5000.0), 16: _used(16, 4900.0, 9400.0)})
-    assert figures["dht_bytes_per_second"] == {"2": 100.0, "8": 2900.0, "16": 4900.0}
-    # 900 bytes/s and 250 for each peer. So many peers read a third as often.
-    assert figures["dht_extrapolated_bytes_per_second"] == pytest.approx(
-        {"100": 900.0 + 25_000.0 / 3, "1000": 900.0 + 250_000.0 / 3, "10000": 900.0 + 2_500_000.0 / 3}
-    )
+def test_larger_stages_are_computed_from_the_largest_that_was_measured() -> None:
+    figures = traffic({8: _used(8, 2900.0, 5000.0), 25: _used(25, 6000.0, 9000.0)})
+    assert figures["dht_bytes_per_second"] == {"8": 2900.0, "25": 6000.0}
+    assert figures["dht_busiest_bytes_per_second"] == pytest.approx({"8": 5000.0, "25": 9000.0})
+    measured, computed = records_per_second(25), records_per_second(1000)
+    assert figures["dht_computed_bytes_per_second"]["1000"] == pytest.approx(6000.0 * computed.all / measured.all)
+    busiest = figures["dht_computed_busiest_bytes_per_second"]["1000"]
+    assert busiest == pytest.approx(9000.0 * 40 * computed.first / measured.first)
 
 
-def test_the_busiest_peer_sends_more_with_the_square() -> None:
-    figures = traffic({8: _used(8, 2900.0, 5000.0), 10: _used(10, 4500.0, 9000.0)})
-    assert figures["dht_busiest_bytes_per_second"] == pytest.approx({"8": 5000.0, "10": 9000.0})
-    extrapolated = figures["dht_extrapolated_busiest_bytes_per_second"]
-    assert extrapolated == pytest.approx({"100": 3e5, "1000": 3e7, "10000": 3e9})
+def test_what_a_peer_reads_and_announces_does_not_grow_with_its_stage() -> None:
+    all_records = {size: records_per_second(size).all for size in (25, 100, 1000, 10000)}
+    assert all_records[100] < 1.2 * all_records[25]
+    assert all_records[10000] < 1.5 * all_records[25]
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from typing import Any
 
 from swarm.dht.directory import NUM_RENEWALS, RENEW_SECONDS
 from swarm.dht.keys import bits_of, takes
-from swarm.dht.split_key import GO_DOWN, KEPT, NUM_HEIRS, NUM_POINTS, SPLIT, UPPER_SECONDS, SplitKey
+from swarm.dht.split_key import GO_DOWN, KEPT, NUM_HEIRS, LEAST_POINTS, SPLIT, UPPER_SECONDS, SplitKey
 from swarm.errors import PeerUnavailable
 from swarm.types import PeerRecord, PeerState
 from tests.support.manual_clock import ManualClock
@@ -87,26 +87,38 @@ async def test_a_small_stage_has_one_key_and_everybody_knows_everybody() -> None
 
 async def test_of_a_large_stage_each_reader_knows_the_same_few_and_all_together_know_all_equally_often() -> None:
     swarm = Swarm()
-    peers = set(swarm.join(range(600)))
+    peers = set(swarm.join(range(300)))
     await swarm.live(60)
     assert ids(await swarm.reader("12" * 20).everyone()) == peers
     known = Counter[str]()
     for number in range(200):
         sender = swarm.reader(hashlib.sha1(b"sender %d" % number).hexdigest())
         swarm.num_read, sample = 0, ids(await sender.sample(is_own=False))
-        assert NUM_POINTS * 8 <= len(sample) <= NUM_POINTS * SPLIT
+        assert LEAST_POINTS * 8 <= len(sample) <= LEAST_POINTS * SPLIT
         swarm.num_read = 0
         assert ids(await sender.sample(is_own=False)) == sample
-        assert swarm.num_read <= NUM_POINTS * SPLIT, "once it knows the way, it reads the lowest keys alone"
+        assert swarm.num_read <= LEAST_POINTS * SPLIT, "once it knows the way, it reads the lowest keys alone"
         known.update(sample)
     usual = sum(known.values()) / len(peers)
     assert set(known) == peers
     assert max(known.values()) < 3 * usual
 
 
+async def test_a_sender_with_much_to_send_knows_more_and_goes_on_to_know_them() -> None:
+    swarm = Swarm()
+    peers = set(swarm.join(range(300)))
+    await swarm.live(60)
+    sender = swarm.reader("12" * 20)
+    few = ids(await sender.sample(is_own=False))
+    many = ids(await sender.sample(is_own=False, under_way=1000))
+    assert few < many
+    assert len(many) > 0.9 * len(peers)
+    assert ids(await sender.sample(is_own=False, under_way=3)) == many
+
+
 async def test_a_member_knows_its_neighbours_and_who_may_lead_and_the_leader_knows_all() -> None:
     swarm = Swarm()
-    peers = sorted(swarm.join(range(600)))
+    peers = sorted(swarm.join(range(300)))
     await swarm.live(60)
     for number, peer_id in enumerate(peers):
         sample = ids(await swarm.peers[peer_id].sample(is_own=True))
@@ -137,7 +149,7 @@ async def test_a_stage_that_grows_and_shrinks_is_never_out_of_sight() -> None:
 
 async def test_if_those_that_may_lead_die_at_once_others_take_their_place() -> None:
     swarm = Swarm()
-    swarm.join(range(600))
+    swarm.join(range(300))
     await swarm.live(60)
     for peer_id in sorted(swarm.peers)[: KEPT - SPLIT]:
         del swarm.peers[peer_id]

@@ -2,6 +2,7 @@
 
 import asyncio
 import bisect
+import hashlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import cast
@@ -30,18 +31,21 @@ class Listing:
         return self._records[first : min(last, first + KEPT) if is_split else last]
 
 
-class _Key:
+class ListedKey:
     """Takes the place of KnownRecords: nothing has to be fetched or checked."""
 
     def __init__(self, listing: Listing, key: str) -> None:
+        self.bits = key.partition("/")[2]
+        self.num_read = 0
         self._listing = listing
-        self._bits = key.partition("/")[2]
 
     async def read(self, *, partly: bool = False) -> list[PeerRecord]:
-        return self.present()
+        found = self.present()
+        self.num_read += len(found)
+        return found
 
     def present(self) -> list[PeerRecord]:
-        return self._listing.under(self._bits)
+        return self._listing.under(self.bits)
 
 
 class Directory:
@@ -55,17 +59,21 @@ class Directory:
     def update(self, stage: int, records: Sequence[PeerRecord]) -> None:
         self._listings[stage].update(records)
 
-    def read(self, readers: Sequence[tuple[str, int]]) -> list[list[PeerRecord]]:
-        """The peers of a stage that a sender knows, for each of these senders' names and stages."""
+    def read(self, readers: Sequence[tuple[str, int, int]]) -> list[list[PeerRecord]]:
+        """The peers of a stage that a sender knows, for each of these senders' names, stages, and microbatches under
+        way."""
 
         async def read() -> list[list[PeerRecord]]:
-            return [await self._split(*reader).sample(is_own=False) for reader in readers]
+            return [
+                await self._split(name, stage).sample(is_own=False, under_way=under_way)
+                for name, stage, under_way in readers
+            ]
 
         return asyncio.run(read())
 
     def _split(self, name: str, stage: int) -> SplitKey:
         if (name, stage) not in self._splits:
-            listing = self._listings[stage]
-            known = cast(Callable[[str], KnownRecords[PeerRecord]], partial(_Key, listing))
-            self._splits[name, stage] = SplitKey(known, f"stage.{stage}", name, self._timeline)
+            listing, own_id = self._listings[stage], hashlib.sha1(name.encode()).hexdigest()
+            known = cast(Callable[[str], KnownRecords[PeerRecord]], partial(ListedKey, listing))
+            self._splits[name, stage] = SplitKey(known, f"stage.{stage}", own_id, self._timeline)
         return self._splits[name, stage]

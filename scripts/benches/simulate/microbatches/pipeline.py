@@ -154,6 +154,7 @@ class View:
     def __init__(self, chooser: Chooser, name: str = "trainer") -> None:
         self.chooser = chooser
         self.name = name  # The name by which peers tell this sender from others
+        self.under_way = 0  # Microbatches that this sender keeps in flight, as far as that is more than usual
         self.credits: set[PeerId] = set()  # Peers whose last answer granted room for one more microbatch
 
 
@@ -205,7 +206,7 @@ class SimulatedPipeline:
 
     def _read(self, readers: Mapping[View, range]) -> None:
         pairs = [(view, stage) for view, stages in readers.items() for stage in stages]
-        rows = self._directory.read([(view.name, stage) for view, stage in pairs])
+        rows = self._directory.read([(view.name, stage, view.under_way) for view, stage in pairs])
         for (view, stage), records in zip(pairs, rows, strict=True):
             view.chooser.update(stage, records)
 

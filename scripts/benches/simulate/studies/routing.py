@@ -141,6 +141,8 @@ def _one(options: Options, size: int, failure_percent: float, name: str, seed: i
     for machine in machines:
         pipeline.start(machine)
     views = [make_view(f"trainer {number}") for number in range(options.num_trainers)]
+    for view in views:
+        view.under_way = 2 * size // len(views)
     seconds = min(1200.0, max(30.0, options.num_visits * USUAL_SECONDS / size))
     end = WARM_UP_SECONDS + seconds
     for machine in machines:
