@@ -46,6 +46,7 @@ class Directory:
         self._trainers = self._known(keys.of_trainers(run_id), TrainerRecord)
         self._claims = self._known(keys.of_claims(run_id), ClaimRecord)
         self._announced: dict[Block, PeerRecord] = {}
+        self._led = frozenset[Block]()
         self._expirations: dict[str, float] = {}
         self.num_returns = 0
         """How often `watch` has seen the DHT answer again after an outage."""
@@ -121,8 +122,14 @@ class Directory:
         `partly` asks only one of the DHT's nodes, for callers that ask again and again: unexpired records of earlier
         answers stay, and a later answer has the records that this one lacks.
         """
-        split, is_own = self._block(block), block in self._announced
-        return self._checked(block, await split.sample(is_own=is_own, partly=partly, under_way=under_way))
+        is_own, leads = block in self._announced, block in self._led
+        found = await self._block(block).sample(is_own=is_own, leads=leads, partly=partly, under_way=under_way)
+        return self._checked(block, found)
+
+    def lead(self, block: Block, leads: bool) -> None:
+        """Note whether this process leads the rounds of a block. Its leader hears from all peers of the block, and has
+        to know them."""
+        self._led = self._led | {block} if leads else self._led - {block}
 
     def _checked(self, block: Block, found: list[PeerRecord]) -> list[PeerRecord]:
         records = self._compatible(keys.of_block(self._run_id, block), found)

@@ -115,19 +115,24 @@ class SplitKey:
             level = below
         return list(found.values())
 
-    async def sample(self, *, is_own: bool, partly: bool = False, under_way: int = 0) -> list[PeerRecord]:
+    async def sample(
+        self, *, is_own: bool, leads: bool = False, partly: bool = False, under_way: int = 0
+    ) -> list[PeerRecord]:
         """All peers of a small stage, and of a large one some that stay the same. Raises PeerUnavailable.
 
         Of this process's own stage (`is_own`) these are its neighbours by id and those that may lead; and everybody, if
-        it may lead itself. Of other stages these are a few dozen, and more, from then on, for a sender that has many
+        it `leads` or has one of the lowest ids. Of other stages these are a few dozen, and more, from then on, for a sender that has many
         microbatches `under_way`.
         """
         self._turn += 1
         seconds = 0.0 if not self._is_split("") else FIRST_SECONDS if is_own else UPPER_SECONDS
         found = _add({}, (await self._seen("", partly, seconds=seconds)).known.present())
         if self._is_split(""):
-            if is_own and self._own_id in sorted(found.keys() | {self._own_id})[:NUM_HEIRS]:
-                return await self.everyone(partly=partly)
+            is_heir = self._own_id in sorted(found.keys() | {self._own_id})[:NUM_HEIRS]
+            if is_own and (leads or is_heir):
+                everyone = await self.everyone(partly=partly)
+                self.num_known = len(everyone)
+                return everyone
             points = [bits_of(self._own_id)] if is_own else self._points_for(under_way)
             found = found if is_own else {}
             for first in range(0, len(points), READS_AT_ONCE):

@@ -127,6 +127,7 @@ async def test_a_member_knows_its_neighbours_and_who_may_lead_and_the_leader_kno
         else:
             assert {*peers[:SPLIT], peer_id} <= sample
             assert len(sample) <= 2 * KEPT
+    assert ids(await swarm.peers[peers[-1]].sample(is_own=True, leads=True)) == set(peers)
 
 
 async def test_a_stage_that_grows_and_shrinks_is_never_out_of_sight() -> None:
