@@ -151,7 +151,9 @@ async def carry_out(member: Membership, session: Session, name: str) -> int:
         background = [
             tasks.create_task(
                 directory.watch(
-                    member.blocks, known.update, REFRESH_SECONDS,
+                    member.blocks,
+                    known.update,
+                    REFRESH_SECONDS,
                     under_way=lambda block: 0 if block.stage else session.loop.num_in_flight,
                 )
             ),

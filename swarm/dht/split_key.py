@@ -121,8 +121,8 @@ class SplitKey:
         """All peers of a small stage, and of a large one some that stay the same. Raises PeerUnavailable.
 
         Of this process's own stage (`is_own`) these are its neighbours by id and those that may lead; and everybody, if
-        it `leads` or has one of the lowest ids. Of other stages these are a few dozen, and more, from then on, for a sender that has many
-        microbatches `under_way`.
+        it `leads` or has one of the lowest ids. Of other stages these are a few dozen, and more, from then on, for a
+        sender that has many microbatches `under_way`.
         """
         self._turn += 1
         seconds = 0.0 if not self._is_split("") else FIRST_SECONDS if is_own else UPPER_SECONDS

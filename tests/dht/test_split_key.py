@@ -9,7 +9,7 @@ from typing import Any
 
 from swarm.dht.directory import NUM_RENEWALS, RENEW_SECONDS
 from swarm.dht.keys import bits_of, takes
-from swarm.dht.split_key import GO_DOWN, KEPT, NUM_HEIRS, LEAST_POINTS, SPLIT, UPPER_SECONDS, SplitKey
+from swarm.dht.split_key import GO_DOWN, KEPT, LEAST_POINTS, NUM_HEIRS, SPLIT, UPPER_SECONDS, SplitKey
 from swarm.errors import PeerUnavailable
 from swarm.types import PeerRecord, PeerState
 from tests.support.manual_clock import ManualClock
@@ -56,9 +56,7 @@ class Swarm:
 
     async def announce(self, peer_id: str) -> None:
         now = self.clock.time()
-        record = PeerRecord(
-            peer_id=peer_id, announced_at=now, stage=1, endpoint="192.0.2.1:1", state=PeerState.SERVING
-        )
+        record = PeerRecord(peer_id=peer_id, announced_at=now, stage=1, endpoint="192.0.2.1:1", state=PeerState.SERVING)
         for key in await self.peers[peer_id].places():
             assert takes(key, peer_id)
             self.listed[key][peer_id] = record, now + LIFETIME_SECONDS

@@ -1,4 +1,4 @@
-"""How the rounds of one stage end while its members die, from ten members to ten thousand, and what groups would change.
+"""How the rounds of one stage end while its members die, from ten to ten thousand, and what groups would change.
 
 `one_group` is how rounds are averaged now. The other ways are not built: with `mended` a death does not void an
 exchange; with `two_levels` the members sum in groups, and the groups' sums are summed, so that all get one result; with

@@ -186,8 +186,9 @@ def _view_maker(make_view: Callable[[str], View], peers_per_stage: int) -> Calla
 
 
 def _machine(rng: random.Random, number: int, stage: int) -> Machine:
+    peer_id = PeerId(hashlib.sha1(b"%d" % number).hexdigest())
     return Machine(
-        peer_id=PeerId(hashlib.sha1(b"%d" % number).hexdigest()), stage=stage, busy_seconds=USUAL_SECONDS * rng.lognormvariate(0.0, SPREAD),
+        peer_id=peer_id, stage=stage, busy_seconds=USUAL_SECONDS * rng.lognormvariate(0.0, SPREAD),
         link_seconds=rng.uniform(*LINK_SECONDS),
     )  # fmt: skip
 
