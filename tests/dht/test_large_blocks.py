@@ -13,7 +13,7 @@ from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
 
 RUN, BLOCK = "run.0123", Block(1)
-PEERS = sorted((identity.generate() for _ in range(70)), key=lambda who: who.peer_id)
+PEERS = sorted((identity.generate() for _ in range(120)), key=lambda who: who.peer_id)
 IDS = {who.peer_id for who in PEERS}
 
 
