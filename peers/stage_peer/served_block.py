@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from peers.shared.network import Membership
+from peers.shared.network import LOOK_SECONDS, Membership
 from peers.stage_peer.news import StageNews
 from peers.stage_peer.own_process import OwnProcess
 from peers.stage_peer.own_stage import ServerOptions, warm_up
@@ -110,7 +110,7 @@ class ServedBlock:
                 self.stage.admission.open()
                 await self.presence.serves()
                 self._options.events.write(Join())
-                works = (*self.presence.works(self._news), self._watch_connections())
+                works = (*self.presence.works(self._news), self._watch_connections(), self._watch_leadership())
                 background = [tasks.create_task(work) for work in works]
                 with waits.on(self._waits_for_round), waits.on(self._waits_for_stage):
                     yield
@@ -136,6 +136,13 @@ class ServedBlock:
             await watch_connections(
                 block=hop.block, router=member.known.router, channels=member.channels, clock=member.clock
             )
+
+    async def _watch_leadership(self) -> None:
+        """Tell the directory whether this peer leads the block's rounds: then it has to know all of the block's
+        peers."""
+        while True:
+            self._membership.directory.lead(self.stage.block, self.averager.leads)
+            await self._membership.clock.sleep(LOOK_SECONDS)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

@@ -165,6 +165,10 @@ class Averager:
         return self.watch.view()
 
     @property
+    def leads(self) -> bool:
+        return self.watch.leader_id == self.context.own_id
+
+    @property
     def vain_seconds(self) -> float:
         return self.catch_up.vain_seconds
 

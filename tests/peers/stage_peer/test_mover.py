@@ -13,6 +13,7 @@ from peers.stage_peer import mover
 from swarm.averaging.averager import Averager
 from swarm.checkpoint import file
 from swarm.config import RunConfig
+from swarm.dht.directory import Directory
 from swarm.errors import NotReady
 from swarm.events import Install, Join, Leave
 from swarm.routing.poll import Poll
@@ -60,6 +61,20 @@ async def test_a_peer_takes_the_other_stage_s_state_and_writes_its_checkpoints(
     # The audit needs this: the events about each stage begin with its state, and end as it is left.
     assert kinds == [Install, Install, Join, Leave] * 2
     assert peer.log.blocks == [Block(0)] * 4 + [Block(1)] * 4
+
+
+async def test_of_a_stage_s_peers_the_leader_alone_has_the_directory_read_all(
+    config: RunConfig, store: MemoryStore, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = dict[Directory, bool]()
+    monkeypatch.setattr(Directory, "lead", lambda self, block, leads: told.__setitem__(self, leads))
+    async with (
+        LocalPeer(config, store, resume=trained).running(1),
+        LocalPeer(config, store, resume=trained).running(0) as one,
+        LocalPeer(config, store, resume=trained).running(0) as other,
+    ):
+        first, second = sorted((one, other), key=lambda peer: peer.peer_id)
+        await eventually(lambda: (told.get(first.directory), told.get(second.directory)) == (True, False))
 
 
 async def test_a_peer_tells_which_one_a_stage_without_a_peer_had_last(

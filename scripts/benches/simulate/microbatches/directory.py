@@ -21,14 +21,14 @@ class Listing:
         self.update([])
 
     def update(self, records: Sequence[PeerRecord]) -> None:
-        self._records = sorted(records, key=lambda record: record.peer_id)
-        self._bits = [bits_of(record.peer_id) for record in self._records]
+        self.records = sorted(records, key=lambda record: record.peer_id)
+        self._bits = [bits_of(record.peer_id) for record in self.records]
 
     def under(self, bits: str) -> list[PeerRecord]:
         first = bisect.bisect_left(self._bits, bits)
         last = bisect.bisect_right(self._bits, bits + "1" * (MOST_BITS - len(bits)))
         is_split = last - first > GO_DOWN and len(bits) < MOST_BITS
-        return self._records[first : min(last, first + KEPT) if is_split else last]
+        return self.records[first : min(last, first + KEPT) if is_split else last]
 
 
 class ListedKey:
@@ -58,6 +58,9 @@ class Directory:
 
     def update(self, stage: int, records: Sequence[PeerRecord]) -> None:
         self._listings[stage].update(records)
+
+    def all(self, stage: int) -> list[PeerRecord]:
+        return self._listings[stage].records
 
     def read(self, readers: Sequence[tuple[str, int, int]]) -> list[list[PeerRecord]]:
         """The peers of a stage that a sender knows, for each of these senders' names, stages, and microbatches under

@@ -151,8 +151,10 @@ class SimulatedPeer:
 class View:
     """What one sender knows: its way to choose a peer, and its credits."""
 
-    def __init__(self, chooser: Chooser, name: str = "trainer") -> None:
+    def __init__(self, chooser: Chooser, name: str = "trainer", *, knows_all: bool = False) -> None:
+        """With `knows_all` the sender knows all peers, and otherwise those that swarm.dht samples for it."""
         self.chooser = chooser
+        self.knows_all = knows_all
         self.name = name  # The name by which peers tell this sender from others
         self.under_way = 0  # Microbatches that this sender keeps in flight, as far as that is more than usual
         self.credits: set[PeerId] = set()  # Peers whose last answer granted room for one more microbatch
@@ -206,9 +208,10 @@ class SimulatedPipeline:
 
     def _read(self, readers: Mapping[View, range]) -> None:
         pairs = [(view, stage) for view, stages in readers.items() for stage in stages]
-        rows = self._directory.read([(view.name, stage, view.under_way) for view, stage in pairs])
-        for (view, stage), records in zip(pairs, rows, strict=True):
-            view.chooser.update(stage, records)
+        samples = [(view.name, stage, view.under_way) for view, stage in pairs if not view.knows_all]
+        rows = iter(self._directory.read(samples))
+        for view, stage in pairs:
+            view.chooser.update(stage, self._directory.all(stage) if view.knows_all else next(rows))
 
     def view_of(self, peer: SimulatedPeer, began_with: View) -> View:
         return self._views.get(peer.peer_id, began_with)

@@ -6,7 +6,6 @@ exchange; with `two_levels` the members sum in groups, and the groups' sums are 
 handful of draws here, without messages; only the division of a vector among the members' lines is the real one.
 """
 
-import itertools
 import math
 import random
 import statistics
@@ -23,6 +22,7 @@ LINE_BYTES_PER_SECOND, LINE_SPREAD = 12.5e6, 0.5
 """A typical member's line, and the standard deviation of its logarithm: the spread of speeds in the study `routing`."""
 ROUND_SECONDS = 60.0  # How long a round is trained; deaths are given for this time
 BOUND_SECONDS = 60.0  # A round whose end takes no longer than this counts as committed
+GIVE_UP_SECONDS = 600.0  # A round that has not ended after this time is not looked at any longer
 NOTICE_SECONDS = Timing.fresh_seconds  # From a silent death until it is noticed
 RETRY_SECONDS = Timing.retry_seconds
 STREAM_SECONDS = 0.002  # What a stream to one other member takes of a member's time, besides its bytes
@@ -123,15 +123,16 @@ def exchange_seconds(lines: Sequence[float], num_bytes: int) -> float:
 def one_group(members: Sequence[Member], group_size: int = 0, *, share: float = 1.0) -> list[Ended]:
     """Attempts, each without the members that have died, until nobody dies in one. `share` is how much of an exchange
     an attempt is."""
-    alive, now = list(members), 0.0
-    for number in itertools.count(1):
+    alive, now, number = list(members), 0.0, 0
+    while now <= GIVE_UP_SECONDS:
+        number += 1
         seconds = share * exchange_seconds([member.line for member in alive], CONTRIBUTION_BYTES)
         death = min(member.dies_at for member in alive)
         if death > now + seconds or len(alive) == 1:
             return [Ended(seconds=now + seconds, num_attempts=number, members=tuple(alive))]
         now = death + NOTICE_SECONDS + RETRY_SECONDS
         alive = [member for member in alive if member.dies_at > now - RETRY_SECONDS] or alive[:1]
-    raise AssertionError("the loop ends by itself")
+    return [Ended(seconds=now, num_attempts=number, members=())]
 
 
 def mended(members: Sequence[Member], group_size: int = 0) -> list[Ended]:

@@ -28,6 +28,8 @@ CHOOSERS: dict[str, Callable[[Clock, random.Random], Chooser]] = {
 CHOSEN_BY_TRAINERS = {"swarm"}
 """The ways by which trainers choose the peers of all stages. With the others, SWARM's queue by peers among them, each
 peer chooses the next one."""
+SAMPLING = {"ours"}
+"""The ways by which a sender knows a sample of a large stage. With the others it knows all peers."""
 VIEWS_PER_STAGE = 250
 """If a stage has more peers than this, several of them share one view, since memory has no room for more views."""
 NUM_SAMPLES = 4
@@ -130,7 +132,7 @@ def _one(options: Options, size: int, failure_percent: float, name: str, seed: i
     num_stages = min(options.num_stages, size // 2)
 
     def make_view(who: str) -> View:
-        return View(CHOOSERS[name](timeline, random.Random(f"{seed} {who}")), who)
+        return View(CHOOSERS[name](timeline, random.Random(f"{seed} {who}")), who, knows_all=name not in SAMPLING)
 
     hands_on = None if name in CHOSEN_BY_TRAINERS else _view_maker(make_view, size // num_stages)
     pipeline = SimulatedPipeline(
