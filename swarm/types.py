@@ -54,6 +54,11 @@ class Block(NamedTuple):
         """The block's name: 2 for variant 0 of stage 2, and 2.1 for its variant 1."""
         return f"{self.stage}.{self.variant}" if self.variant else str(self.stage)
 
+    @property
+    def label(self) -> int | str:
+        """The block as views show it: the number of its stage, or the name of another variant than 0."""
+        return str(self) if self.variant else self.stage
+
     @classmethod
     def parse(cls, name: str) -> Self:
         """The block with a name. Raises ValueError."""

@@ -44,13 +44,13 @@ def news(before: SwarmView | None, now: SwarmView) -> list[Line]:
 
 
 def _of_stages(before: SwarmView, now: SwarmView) -> Iterator[Line]:
-    was_empty, is_empty = set(before.empty_stages), set(now.empty_stages)
-    for stage in sorted(is_empty - was_empty):
+    was_empty, is_empty = before.empty_stages, now.empty_stages
+    for stage in [stage for stage in is_empty if stage not in was_empty]:
         last = now.last_peers.get(stage)
         yield Line("bad", f"stage {stage} has no peer{f': {last.name} was its last one' if last else ''}")
-    silent = sorted(now.silent_stages.keys() - before.silent_stages.keys())
+    silent = [stage for stage in now.silent_stages if stage not in before.silent_stages]
     yield from (Line("bad", f"no peer of stage {stage} answers") for stage in silent)
-    yield from (Line("good", f"stage {stage} has a peer again") for stage in sorted(was_empty - is_empty))
+    yield from (Line("good", f"stage {stage} has a peer again") for stage in was_empty if stage not in is_empty)
 
 
 def _of_peers(before: SwarmView, now: SwarmView) -> Iterator[Line]:
@@ -65,14 +65,14 @@ def _of_peers(before: SwarmView, now: SwarmView) -> Iterator[Line]:
             yield Line("bad", f"{peer.name} of stage {stage} has gone")
 
 
-def _of_newcomer(stage: int, peer: PeerRow) -> Iterator[Line]:
+def _of_newcomer(stage: int | str, peer: PeerRow) -> Iterator[Line]:
     if peer.state == "serving":
         yield Line("good", f"{peer.name} serves stage {stage}")
     elif peer.state in ("joining", "moving"):
         yield Line("plain", f"{peer.name} is on its way to stage {stage}")
 
 
-def _of_change(old_stage: int, old: PeerRow, stage: int, peer: PeerRow) -> Iterator[Line]:
+def _of_change(old_stage: int | str, old: PeerRow, stage: int | str, peer: PeerRow) -> Iterator[Line]:
     if peer.state == "serving" and old_stage != stage:
         yield Line("good", f"{peer.name} has moved from stage {old_stage} to stage {stage}")
     elif peer.started_at > old.started_at > 0:
@@ -102,13 +102,14 @@ def _of_refusals(before: SwarmView, now: SwarmView) -> Iterator[Line]:
         yield Line("bad", now.refusals[key])
 
 
-def _by_id(view: SwarmView) -> dict[str, tuple[int, PeerRow]]:
-    """The stage and row of each peer by its id. A moving peer has two rows: the one at its new stage is taken."""
-    found: dict[str, tuple[int, PeerRow]] = {}
+def _by_id(view: SwarmView) -> dict[str, tuple[int | str, PeerRow]]:
+    """The label of its block and row of each peer by its id. A moving peer has two rows: the one at its new block is
+    taken."""
+    found: dict[str, tuple[int | str, PeerRow]] = {}
     for row in view.stages:
         for peer in row.peers:
             if peer.peer_id and (peer.peer_id not in found or peer.stays):
-                found[peer.peer_id] = (row.stage, peer)
+                found[peer.peer_id] = (row.block.label, peer)
     return found
 
 

@@ -31,17 +31,17 @@ class Round:
     """One round, and when it was first seen to be over (`at`), in seconds since the epoch."""
 
     at: float
-    stages: dict[int, Part] = field(default_factory=dict)
+    stages: dict[str, Part] = field(default_factory=dict)
 
 
 @dataclass
 class Rounds:
     rounds: dict[int, Round] = field(default_factory=dict)
-    serving: dict[int, list[str]] = field(default_factory=dict)
-    """The ids of the peers that served each stage in the last view."""
+    serving: dict[str, list[str]] = field(default_factory=dict)
+    """The ids of the peers that served each block, by its name, in the last view."""
 
     def add(self, view: SwarmView, at: float) -> None:
-        followed = {row.stage: _followed(row, len(view.stages)) for row in view.stages}
+        followed = {str(row.block): _followed(row, len(view.stages)) for row in view.stages}
         everybody = [peer for peers in followed.values() for peer in peers]
         if everybody:
             middle = statistics.median_low(peer.round for peer in everybody)
@@ -52,7 +52,7 @@ class Rounds:
         newest = sorted(self.rounds)[-MOST_ROUNDS:]
         self.rounds = {number: self.rounds[number] for number in newest}
 
-    def _add(self, stage: int, peer: PeerRow, at: float, middle: int) -> None:
+    def _add(self, stage: str, peer: PeerRow, at: float, middle: int) -> None:
         for number in peer.recent_rounds:
             if abs(number - middle) > FARTHEST:
                 continue
@@ -67,7 +67,7 @@ class Rounds:
             str(number): {
                 "at": found.at,
                 "stages": {
-                    str(stage): {
+                    stage: {
                         "took_part": list(part.took_part),
                         "missing": [peer_id for peer_id in part.was_there if peer_id not in part.took_part],
                     }
@@ -101,7 +101,7 @@ class Contribution:
     """
 
     name: str
-    stage: int
+    stage: int | str
     first_seen: float
     last_seen: float
     serving_seconds: float = 0.0
@@ -124,14 +124,14 @@ class Contributions:
                     continue
                 known = self.peers.pop(peer.peer_id, None)
                 is_known = known is not None
-                known = known or Contribution(name=peer.name, stage=row.stage, first_seen=at, last_seen=at)
+                known = known or Contribution(name=peer.name, stage=row.block.label, first_seen=at, last_seen=at)
                 # The peer moves to the end of the dict, whose order is that in which peers were last seen.
                 self.peers[peer.peer_id] = known
-                begins = known.stage != row.stage or peer.started_at != known.told_start
+                begins = known.stage != row.block.label or peer.started_at != known.told_start
                 known.microbatches += _gain(known.told_microbatches, peer.committed, begins=begins)
                 known.exchanged_bytes += _gain(known.told_bytes, peer.exchanged_bytes, begins=begins)
                 known.serving_seconds += seconds if is_known else 0.0
-                known.name, known.stage, known.last_seen = peer.name, row.stage, at
+                known.name, known.stage, known.last_seen = peer.name, row.block.label, at
                 known.told_microbatches, known.told_bytes = peer.committed, peer.exchanged_bytes
                 known.told_start = peer.started_at
         for peer_id in list(self.peers)[: max(0, len(self.peers) - MOST_PEERS)]:

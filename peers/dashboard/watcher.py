@@ -42,11 +42,11 @@ def about(config: RunConfig) -> dict[str, Any]:
 
 def present(view: SwarmView, history: History) -> dict[str, Any]:
     """The part that changes with each view: the view, and all of the history except its series."""
-    rows = [(row.stage, peer) for row in view.stages for peer in row.peers]
+    rows = [(row.block.label, peer) for row in view.stages for peer in row.peers]
     columns = needed_columns(PeerRow, view.peers)
     trainer_columns = needed_columns(TrainerRow, view.trainers)
     return {
-        "stages": [row.stage for row in view.stages],
+        "stages": [row.block.label for row in view.stages],
         "empty_stages": view.empty_stages,
         "last_peers": {str(stage): dataclasses.asdict(last) for stage, last in view.last_peers.items()},
         "columns": {"peer": list(columns), "trainer": list(trainer_columns)},

@@ -10,7 +10,7 @@ from typing import Any, Self
 from swarm.machine.words import printable
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.training.inner_steps import InnerSteps
-from swarm.types import LATEST_TIME, LONGEST_NAME, LONGEST_WAIT
+from swarm.types import LATEST_TIME, LONGEST_NAME, LONGEST_WAIT, Block
 
 LITTLE = 1 / 3
 """A peer that computes for a smaller share of the time says why."""
@@ -99,10 +99,12 @@ class Answer:
         )
 
     @property
-    def last_peers(self) -> dict[int, LastPeer]:
-        """For each stage that no peer serves, as far as the answering peer knows, the peer that served it last."""
+    def last_peers(self) -> dict[Block, LastPeer]:
+        """For each block that no peer serves, as far as the answering peer knows, the peer that served it last."""
         return {
-            last.stage: LastPeer(name=printable(last.name[:LONGEST_NAME]), last_at=last.last_at, has_left=last.has_left)
+            Block(last.stage, last.variant): LastPeer(
+                name=printable(last.name[:LONGEST_NAME]), last_at=last.last_at, has_left=last.has_left
+            )
             for last in self.reply.last_peers[:MOST_STAGES]
         }
 

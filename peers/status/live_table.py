@@ -131,10 +131,11 @@ def plain_lines(view: SwarmView) -> dict[str, str]:
 
 
 def _peers(view: SwarmView) -> FittingTable:
-    rows: list[tuple[int, PeerRow | None]] = []
+    rows: list[tuple[int | str, PeerRow | None]] = []
     for row in view.stages:
-        rows += [(row.stage, peer) for peer in row.peers]
-        rows += [(row.stage, None)] if row.stage in view.empty_stages else []
+        label = row.block.label
+        rows += [(label, peer) for peer in row.peers]
+        rows += [(label, None)] if label in view.empty_stages else []
     strips = _strips(PeerRow, [peer for _, peer in rows], if_none=Text("no peer", style="bold red"))
     stages = Strip(Column("stage", 0, ""), [Text(str(stage)) for stage, _ in rows])
     # There are no lines between the columns, so that more columns fit.

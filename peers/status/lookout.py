@@ -50,32 +50,32 @@ async def observe(
     blocks = sorted(announced)
     poll = Poll(run_id, channels, seconds=ANSWER_SECONDS)
     replies = await asyncio.gather(*(_replies(poll, announced[block]) for block in blocks))
-    stages = {block.stage: announced[block] for block in blocks}
-    rows = [_stage_row(block.stage, announced[block], row) for block, row in zip(blocks, replies, strict=True)]
+    rows = [_stage_row(block, announced[block], row) for block, row in zip(blocks, replies, strict=True)]
     told = [Answer.of(reply).last_peers for row in replies for reply in row if reply is not None]
     return SwarmView(
         run=run_id,
-        stages=with_last_peers(with_moves(rows, stages, claims), stages, told),
+        stages=with_last_peers(with_moves(rows, announced, claims), announced, told),
         trainers=tuple(map(TrainerRow.of, trainers)),
         events=tuple(events),
     )
 
 
 def with_moves(
-    rows: Sequence[StageRow], stages: Mapping[int, Sequence[PeerRecord]], claims: Sequence[ClaimRecord]
+    rows: Sequence[StageRow], announced: Mapping[Block, Sequence[PeerRecord]], claims: Sequence[ClaimRecord]
 ) -> tuple[StageRow, ...]:
-    """Mark each peer that moves. It is listed at its old stage until it has left, and then at its new stage. A peer
+    """Mark each peer that moves. It is listed at its old block until it has left, and then at its new block. A peer
     that has announced that it leaves, and no longer answers, has left; it is not shown as unreachable."""
-    records = [record for row in stages.values() for record in row]
-    leaving = {(record.peer_id, record.stage) for record in records if record.state is PeerState.LEAVING}
-    serves_at = {record.peer_id: record.stage for record in records if record.state is PeerState.SERVING}
+    records = [record for row in announced.values() for record in row]
+    leaving = {(record.peer_id, record.block) for record in records if record.state is PeerState.LEAVING}
+    serving = {(record.peer_id, record.block) for record in records if record.state is PeerState.SERVING}
+    serving_ids = {peer_id for peer_id, _ in serving}
     confirmed = [claim for claim in claims if claim.state is ClaimState.CONFIRMED]
-    under_way = {claim.peer_id: claim for claim in confirmed if serves_at.get(claim.peer_id) != claim.stage}
-    shown: dict[int, list[PeerRow]] = {row.stage: [] for row in rows}
+    under_way = {claim.peer_id: claim for claim in confirmed if (claim.peer_id, claim.block) not in serving}
+    shown: dict[Block, list[PeerRow]] = {row.block: [] for row in rows}
     for row in rows:
         for peer in row.peers:
-            has_left = peer.state == "unreachable" and (peer.peer_id, row.stage) in leaving
-            if has_left and (peer.peer_id in under_way or peer.peer_id in serves_at):
+            has_left = peer.state == "unreachable" and (peer.peer_id, row.block) in leaving
+            if has_left and (peer.peer_id in under_way or peer.peer_id in serving_ids):
                 continue
             if has_left:
                 peer = dataclasses.replace(peer, state="leaving")
@@ -83,34 +83,36 @@ def with_moves(
             if claim is not None and claim.from_stage == row.stage:
                 under_way.pop(peer.peer_id)
                 waiting_for = peer.waiting_for or claim.waiting_for
-                peer = dataclasses.replace(peer, state="moving", moving_to=claim.stage, waiting_for=waiting_for)
-            shown[row.stage].append(peer)
+                peer = dataclasses.replace(peer, state="moving", moving_to=claim.block.label, waiting_for=waiting_for)
+            shown[row.block].append(peer)
     for claim in under_way.values():
         state = "joining" if claim.from_stage is None else "moving"
-        shown.setdefault(claim.stage, []).append(
+        shown.setdefault(claim.block, []).append(
             PeerRow(
                 name=claim.name, peer_id=claim.peer_id, state=state, moving_from=claim.from_stage,
                 waiting_for=claim.waiting_for,
             )
         )  # fmt: skip
-    return tuple(StageRow(stage=stage, peers=tuple(peers)) for stage, peers in sorted(shown.items()))
+    return tuple(
+        StageRow(stage=block.stage, variant=block.variant, peers=tuple(peers)) for block, peers in sorted(shown.items())
+    )
 
 
 def with_last_peers(
-    rows: Sequence[StageRow], stages: Mapping[int, Sequence[PeerRecord]], told: Sequence[Mapping[int, LastPeer]]
+    rows: Sequence[StageRow], records: Mapping[Block, Sequence[PeerRecord]], told: Sequence[Mapping[Block, LastPeer]]
 ) -> tuple[StageRow, ...]:
-    """For each stage that no peer serves, add the peer that served it last.
+    """For each block that no peer serves, add the peer that served it last.
 
     Args:
-        told: from each peer that answered, the last peers that it knows of, by stage. They are used for stages at which
+        told: from each peer that answered, the last peers that it knows of, by block. They are used for blocks at which
             no peer is announced any more.
     """
 
-    def last_of(stage: int) -> LastPeer | None:
-        announced = _last_announced(stages.get(stage, ()))
-        return announced or _as_told([each[stage] for each in told if stage in each])
+    def last_of(block: Block) -> LastPeer | None:
+        announced = _last_announced(records.get(block, ()))
+        return announced or _as_told([each[block] for each in told if block in each])
 
-    return tuple(row if row.is_served else dataclasses.replace(row, last_peer=last_of(row.stage)) for row in rows)
+    return tuple(row if row.is_served else dataclasses.replace(row, last_peer=last_of(row.block)) for row in rows)
 
 
 def _last_announced(records: Sequence[PeerRecord]) -> LastPeer | None:
@@ -136,9 +138,11 @@ async def _replies(poll: Poll, records: Sequence[PeerRecord]) -> list[pb.Describ
     return [one.reply if one.reply is not None and one.reply.state in known else None for one in heard]
 
 
-def _stage_row(stage: int, records: Sequence[PeerRecord], replies: Sequence[pb.DescribeReply | None]) -> StageRow:
+def _stage_row(block: Block, records: Sequence[PeerRecord], replies: Sequence[pb.DescribeReply | None]) -> StageRow:
     rows = [PeerRow.of(record, reply) for record, reply in zip(records, replies, strict=True)]
-    return StageRow(stage=stage, peers=tuple(sorted(rows, key=lambda row: (row.name, row.peer_id))))
+    return StageRow(
+        stage=block.stage, variant=block.variant, peers=tuple(sorted(rows, key=lambda row: (row.name, row.peer_id)))
+    )
 
 
 @lru_cache(maxsize=64)

@@ -42,10 +42,10 @@ class PeerRow:
         answered=lambda said: said.reply.state,
         column=Column("state", 2, "{row.way}", is_text=True, styles=_STATE_STYLES),
     )
-    moving_from: int | None = figure(
+    moving_from: int | str | None = figure(
         "The stage that it comes from, while it is listed where it goes.", default=None, unit="stage"
     )
-    moving_to: int | None = figure(
+    moving_to: int | str | None = figure(
         "The stage that it goes to, while it finishes at the one where it is listed.", default=None, unit="stage"
     )
     moves: int = counter(

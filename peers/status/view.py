@@ -47,7 +47,7 @@ class Joining:
         )
 
 
-def remedy(join_command: str, stage: int, run_round: int, *, may_return: bool) -> str:
+def remedy(join_command: str, stage: int | str, run_round: int, *, may_return: bool) -> str:
     """Text that says what a user can do about a stage without a peer. It warns of losing what the stage has learnt.
 
     Args:
@@ -73,9 +73,14 @@ def remedy(join_command: str, stage: int, run_round: int, *, may_return: bool) -
 @dataclass(frozen=True, kw_only=True)
 class StageRow:
     stage: int
+    variant: int = 0
     peers: tuple[PeerRow, ...] = ()
     last_peer: LastPeer | None = None
     """If no peer serves the stage, the last one that did; None if it is not known."""
+
+    @property
+    def block(self) -> Block:
+        return Block(self.stage, self.variant)
 
     @property
     def is_served(self) -> bool:
@@ -126,7 +131,7 @@ class TrainerRow:
 class SwarmView:
     run: str
     stages: tuple[StageRow, ...] = ()
-    """One row for each stage of the configuration, also for stages without a peer."""
+    """One row for each block of the run, also for blocks without a peer."""
     trainers: tuple[TrainerRow, ...] = ()
     events: tuple[str, ...] = ()
     """Lines that say what happened (peers were killed, joined, ended), oldest first."""
@@ -134,11 +139,12 @@ class SwarmView:
     """The command with which one more peer joins the run."""
 
     @property
-    def empty_stages(self) -> list[int]:
-        """Stages without any peer: none serves, none is on its way there, and none is announced but silent."""
-        return [row.stage for row in self._unserved if row.stage not in self.silent_stages]
+    def empty_stages(self) -> list[int | str]:
+        """Blocks, by their labels, without any peer: none serves, none is on its way there, and none is announced but
+        silent."""
+        return [row.block.label for row in self._unserved if row.block.label not in self.silent_stages]
 
-    def may_return(self, stage: int) -> bool:
+    def may_return(self, stage: int | str) -> bool:
         """Whether the last peer of an empty stage fell silent, and so may still hold what the stage has learnt."""
         last = self.last_peers.get(stage)
         return last is not None and not last.has_left
@@ -153,25 +159,22 @@ class SwarmView:
         """The newest round of the run, by what its peers say or announce."""
         # A peer on its way to a stage has a row at round 0, which says nothing about the run.
         return RunRounds.of(
-            {
-                Block(row.stage): [at.round for at in row.peers if at.round or at.state == "serving"]
-                for row in self.stages
-            }
+            {row.block: [at.round for at in row.peers if at.round or at.state == "serving"] for row in self.stages}
         ).latest
 
     @property
-    def silent_stages(self) -> dict[int, list[str]]:
-        """The names of announced peers by stage, for stages at which none of them answers."""
+    def silent_stages(self) -> dict[int | str, list[str]]:
+        """The names of announced peers by the label of their block, for blocks at which none of them answers."""
         silent = {
-            row.stage: [peer.name or peer.peer_id[:8] for peer in row.peers if peer.state == "unreachable"]
+            row.block.label: [peer.name or peer.peer_id[:8] for peer in row.peers if peer.state == "unreachable"]
             for row in self._unserved
         }
         return {stage: names for stage, names in silent.items() if names}
 
     @property
-    def last_peers(self) -> dict[int, LastPeer]:
-        """For each stage that no peer serves, the last one that did, if that is known."""
-        return {row.stage: row.last_peer for row in self._unserved if row.last_peer is not None}
+    def last_peers(self) -> dict[int | str, LastPeer]:
+        """For each block, by its label, that no peer serves, the last one that did, if that is known."""
+        return {row.block.label: row.last_peer for row in self._unserved if row.last_peer is not None}
 
     @property
     def _unserved(self) -> list[StageRow]:

@@ -34,7 +34,7 @@ def test_who_took_part_and_who_was_there_and_did_not() -> None:
     early = view([peer("ann", round=1, recent_rounds=(0,)), peer("bob", round=1, recent_rounds=(0,))])
     later = view([peer("ann", round=2, recent_rounds=(0, 1)), peer("bob", round=2, recent_rounds=(0,))])
     history = _after(early, later)
-    rounds = {number: found.stages[0] for number, found in history.rounds.rounds.items()}
+    rounds = {number: found.stages["0"] for number, found in history.rounds.rounds.items()}
     assert rounds[0].took_part == [*rounds[1].took_part, B] == [A, B]
     assert history.rounds.to_json()["1"] == {"at": 4.0, "stages": {"0": {"took_part": [A], "missing": [B]}}}
     # A peer that reports a moment later has taken part, too.

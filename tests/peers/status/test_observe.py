@@ -36,7 +36,7 @@ def _seen(
     claims: list[ClaimRecord], *rows: tuple[str, int, PeerState, str]
 ) -> dict[int, list[tuple[str, str, Any, Any]]]:
     """By stage: name, state, from and to which stage. Rows: id, stage, announced state, and the state it answers."""
-    records = {stage: [_record(p, s, state) for p, s, state, _ in rows if s == stage] for stage in range(3)}
+    records = {Block(stage): [_record(p, s, state) for p, s, state, _ in rows if s == stage] for stage in range(3)}
     answers = [
         StageRow(
             stage=stage,
@@ -107,6 +107,29 @@ async def _rows(replies: Sequence[pb.DescribeReply], *others: PeerRecord) -> lis
     return rows
 
 
+def test_a_peer_that_serves_several_blocks_is_listed_at_each_and_moves_to_none_of_them() -> None:
+    serving = PeerState.SERVING
+    rows = [(MOVER, stage, serving, "serving") for stage in (0, 1)]
+    shown = _seen([_claim(1, None)], *rows)
+    assert {stage: [state for _, state, _, _ in peers] for stage, peers in shown.items()} == {
+        0: ["serving"], 1: ["serving"], 2: []
+    }  # fmt: skip
+
+
+def test_a_variant_of_a_stage_has_a_row_of_its_own_and_its_name_for_a_label() -> None:
+    peer = PeerRow(name="p", peer_id=OTHER, state="serving")
+    records = {block: [_record(MOVER, 1, PeerState.SERVING)] for block in (Block(1), Block(1, 1))}
+    records[Block(1, 1)][0] = records[Block(1, 1)][0].model_copy(update={"name": "gpu-2"})
+    claim = _claim(1, 1).model_copy(update={"variant": 1})
+    answers = [StageRow(stage=1, peers=(peer,)), StageRow(stage=1, variant=1)]
+    rows = with_last_peers(answers, records, [])
+    view = SwarmView(run="r", stages=rows)
+    assert (view.empty_stages, view.last_peers) == (["1.1"], {"1.1": _last("gpu-2", 1.0)})
+    assert json.loads(view.to_json())["empty_stages"] == ["1.1"]
+    moved = with_moves([StageRow(stage=1), StageRow(stage=1, variant=1)], {}, [claim])
+    assert [[row.state for row in each.peers] for each in moved] == [[], ["moving"]]
+
+
 def _last(name: str, last_at: float, *, has_left: bool = False) -> LastPeer:
     return LastPeer(name=name, last_at=last_at, has_left=has_left)
 
@@ -116,17 +139,17 @@ def test_of_a_stage_that_is_announced_and_does_not_answer_the_newest_announcemen
     records[1] = records[1].model_copy(update={"announced_at": 60.0, "name": "gpu-2"})
     silent = StageRow(stage=1, peers=tuple(PeerRow(name="p", peer_id=r.peer_id, state="unreachable") for r in records))
     served = StageRow(stage=0, peers=(PeerRow(name="p", peer_id=OTHER, state="serving"),))
-    told = [{stage: _last("another", 99.0) for stage in (0, 1)}]
-    zero, one = with_last_peers([served, silent], {1: records}, told)
+    told = [{Block(stage): _last("another", 99.0) for stage in (0, 1)}]
+    zero, one = with_last_peers([served, silent], {Block(1): records}, told)
     assert zero.last_peer is None
     assert one.last_peer == _last("gpu-2", 60.0)
 
 
 def test_of_a_stage_that_is_not_announced_any_more_the_others_tell_and_a_single_liar_does_not_count() -> None:
-    told = [{1: _last("gpu-2", 60.0)}, {1: _last("liar", 4e9)}, {}, {1: _last("gpu-2", 60.5)}]
-    (row,) = with_last_peers([StageRow(stage=1)], {1: []}, told)
+    told = [{Block(1): _last("gpu-2", 60.0)}, {Block(1): _last("liar", 4e9)}, {}, {Block(1): _last("gpu-2", 60.5)}]
+    (row,) = with_last_peers([StageRow(stage=1)], {Block(1): []}, told)
     assert row.last_peer == _last("gpu-2", 60.5)
-    (row,) = with_last_peers([StageRow(stage=1)], {1: []}, [{2: _last("gpu-3", 60.0)}])
+    (row,) = with_last_peers([StageRow(stage=1)], {Block(1): []}, [{Block(2): _last("gpu-3", 60.0)}])
     assert row.last_peer is None
 
 
@@ -165,7 +188,7 @@ async def test_what_a_peer_tells_of_its_waits_and_lines_is_bounded_text_and_figu
 
 def test_what_a_joiner_waits_for_is_shown_though_it_cannot_be_asked() -> None:
     claim = _claim(1, None).model_copy(update={"waiting_for": "the state of stage 1 (7 s)"})
-    (row,) = with_moves([StageRow(stage=1)], {1: []}, [claim])
+    (row,) = with_moves([StageRow(stage=1)], {Block(1): []}, [claim])
     assert [(peer.state, peer.waiting_for) for peer in row.peers] == [("joining", "the state of stage 1 (7 s)")]
 
 
