@@ -94,7 +94,8 @@ def run(options: Options) -> dict[str, Any]:
                 },
                 "bytes_per_microbatch": sizes.in_flight_bytes(config, STAGE, is_kept=graphs == "kept"),
             }  # fmt: skip
-            case["device_bytes_per_parameter"] = device_bytes_per_parameter(config, measured)
+            if setting == "diloco" and not options.lora_rank:
+                case["device_bytes_per_parameter"] = device_bytes_per_parameter(config, measured)
             if options.lora_rank:
                 case["bytes_per_frozen_parameter"] = bytes_per_frozen(config, measured)
             say(f"{setting}, graphs {graphs}: {case['ratio']}")
@@ -157,14 +158,12 @@ def held_out_losses(options: Options) -> dict[str, Any]:
 
 
 def device_bytes_per_parameter(config: RunConfig, measured: Mapping[str, Figures]) -> dict[str, float]:
-    """The bytes per trained parameter, once a round is over, of what a GPU would hold: all but what is on the CPU."""
+    """The bytes per trained parameter of all tensors that belong to the weights, of which a GPU would hold all but the
+    anchors and the outer momentum; in the middle of a round of DiLoCo, without microbatches in flight."""
     held = sizes.state_bytes(config, STAGE)
-    on_cpu = 0 if config.rounds.synchronous else held["anchors"] + held["outer_momentum"]
-    num_parameters = sizes.num_parameters(config, STAGE)
-    return {
-        "expected": (sum(held.values()) - on_cpu) / num_parameters,
-        "measured": (measured["returning"]["after_round"] - on_cpu) / num_parameters,
-    }
+    on_cpu = held["anchors"] + held.get("outer_momentum", 0)
+    found = {"expected": sum(held.values()) - held.get("frozen", 0), "measured": measured["returning"]["weights"]}
+    return {name: (total - on_cpu) / sizes.num_parameters(config, STAGE) for name, total in found.items()}
 
 
 def bytes_per_frozen(config: RunConfig, measured: Mapping[str, Figures]) -> float:

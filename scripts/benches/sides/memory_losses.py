@@ -47,7 +47,7 @@ def run_config(changes: Changes, seed: int, num_tokens: int, dataset: str) -> Ru
     samples = num_tokens // LENGTH // (ROUND_STEPS * MICROBATCH) * ROUND_STEPS * MICROBATCH
     optimizer = {"name": "adamw", "schedule": "cosine", "total_samples": samples, "learning_rate": 3e-3}
     return run_of(
-        "diet", width=128, layers=2, head_width=32, setting="diloco", length=LENGTH, microbatch=MICROBATCH,
+        "diet", width=64, layers=2, head_width=32, setting="diloco", length=LENGTH, microbatch=MICROBATCH,
         round_samples=ROUND_STEPS * MICROBATCH, dataset=dataset, data={"seed": seed, "held_out_fraction": 0.02},
         rounds={"inner_batch_samples": MICROBATCH}, model=changes.get("model", {}), lora=changes.get("lora", {}),
         optimizer={**optimizer, **changes.get("optimizer", {})},

@@ -5,10 +5,12 @@ All but the stages before and after is that of a peer. Two rounds are trained, a
 """
 
 import asyncio
+import gc
 import itertools
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
+from types import FunctionType, ModuleType
 
 import torch
 
@@ -112,7 +114,8 @@ class Member:
         with_snapshot_bytes = resident_bytes()
         del snapshot
         return {
-            **{name: value - baseline_bytes for name, value in self._figures.items()},
+            **{name: value - baseline_bytes for name, value in self._figures.items() if name != "weights"},
+            "weights": self._figures["weights"],
             "snapshot": with_snapshot_bytes - before_bytes,
         }
 
@@ -130,6 +133,9 @@ class Member:
         for finished in range(due):
             if finished == self._num_in_flight:
                 self._figures |= {"in_flight": resident_bytes(), "training_peak": peak_bytes()}
+            if finished == self._num_in_flight + 1:
+                # A sum of gradients has begun, whether or not an inner step has used up the former one.
+                self._figures["weights"] = tensor_bytes(self._weights)
             await self._finish_one()
             if not synchronous or finished < due - self._num_in_flight:
                 await self._begin_one()
@@ -156,6 +162,21 @@ class Member:
     async def _finish_one(self) -> None:
         self._next.answer_one()
         await self._microbatches.popleft()
+
+
+def tensor_bytes(root: object) -> int:
+    """The bytes of all tensors that an object holds, itself or by others."""
+    storages, seen, waiting = dict[int, int](), set[int](), [root]
+    while waiting:
+        found = waiting.pop()
+        if id(found) in seen or isinstance(found, type | FunctionType | ModuleType):
+            continue
+        seen.add(id(found))
+        if isinstance(found, torch.Tensor):
+            storages[found.untyped_storage().data_ptr()] = found.untyped_storage().nbytes()
+        else:
+            waiting += gc.get_referents(found)
+    return sum(storages.values())
 
 
 def random_inputs(config: RunConfig) -> dict[str, torch.Tensor]:
