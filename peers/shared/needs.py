@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from torch import Size
 
@@ -58,8 +58,10 @@ class Needs:
     checkpoint: int
 
     @classmethod
-    def of(cls, config: RunConfig, stage: int, *, on_gpu: bool, num_peers: int = 1) -> "Needs":
-        """The needs for one stage, which has so many peers."""
+    def of(
+        cls, config: RunConfig, stage: int, *, on_gpu: bool, num_peers: int = 1, anchors_on_disk: bool = False
+    ) -> "Needs":
+        """The needs for one stage, which has so many peers. What a peer keeps by --anchors is not counted."""
         config = computing_on(config, on_gpu=on_gpu)
         held, size = state_bytes(config, stage), _FLOAT_BYTES * num_parameters(config, stage)
         # In float32, even if moments are held in 8 bits.
@@ -68,6 +70,8 @@ class Needs:
         frozen, optimizer = held.pop("frozen", 0), held.pop("optimizer")
         # With DiLoCo the outer step is taken on the CPU.
         outer = 0 if config.rounds.synchronous else held.pop("anchors") + held.pop("outer_momentum", 0)
+        if anchors_on_disk:
+            outer = 0
         share = -(-config.microbatches_per_round // num_peers)
         # Parts are computed for two members at least: a peer that is alone now may get company.
         averaging = averaging_bytes(config, stage, num_members=max(2, num_peers))
@@ -118,11 +122,12 @@ class Needs:
         return self.device + self.fewest
 
 
-def of_stages(config: RunConfig, *, on_gpu: bool, num_peers: int = 1) -> list[Needs]:
+def of_stages(config: RunConfig, *, on_gpu: bool, num_peers: int = 1, anchors_on_disk: bool = False) -> list[Needs]:
     """What each stage needs. Stages of the same shape are computed once."""
     ranges = layer_ranges(config)
     shapes = [(len(layers), stage == 0, stage == len(ranges) - 1) for stage, layers in enumerate(ranges)]
-    found = {shape: Needs.of(config, shapes.index(shape), on_gpu=on_gpu, num_peers=num_peers) for shape in set(shapes)}
+    of = partial(Needs.of, config, on_gpu=on_gpu, num_peers=num_peers, anchors_on_disk=anchors_on_disk)
+    found = {shape: of(shapes.index(shape)) for shape in set(shapes)}
     return [found[shape] for shape in shapes]
 
 

@@ -82,6 +82,9 @@ class PeerOptions:
     memory: takes.Memory | None = None
     """Memory of the device that this peer may have, such as 20GiB, instead of what is free. It takes no stage that
     needs more, and graphs get half of what is left beside the stage's weights and optimizer."""
+    anchors: takes.Folder | None = None
+    """Folder on whose disk this peer keeps what DiLoCo needs once a round, the weights that began it and the outer
+    momentum: 12 bytes a parameter, in files without names that are mapped to memory. Left out, they are in RAM."""
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Type of matrix products here; weights are kept in fp32. Left out, it is what model.autocast of the run says."""
     threads: takes.Threads = 0

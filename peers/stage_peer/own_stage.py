@@ -6,6 +6,7 @@ What does not fit fails at the start, and not after an hour.
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -60,6 +61,8 @@ class ServerOptions:
     checkpoints: CheckpointWriter | None
     events: Events
     memory_bytes: int | None = None
+    anchors: Path | None = None
+    """The folder on whose disk DiLoCo's anchors and outer momentum are; None: they are in RAM."""
     """Memory of the device that the process may have; None for what is free."""
     dtype: Dtype | None = None
     """The type of matrix products; None for that of the run."""
@@ -90,13 +93,15 @@ class OwnRoom:
 
     @classmethod
     def of(
-        cls, member: Membership, device: torch.device, *, dtype: Dtype | None, memory_bytes: int | None
-    ) -> "OwnRoom":
+        cls, member: Membership, device: torch.device, *, dtype: Dtype | None, memory_bytes: int | None,
+        anchors_on_disk: bool = False,
+    ) -> "OwnRoom":  # fmt: skip
         """Blocks for a moment, while the stages' shapes are found out."""
         config, each = devices.computing_in(member.config, dtype, device), list[Needs]()
         if not config.model.custom_class:
             num_peers = 1 + min(len(member.known.others(block)) for block in member.blocks)
-            each = needs.of_stages(config, on_gpu=device.type == "cuda", num_peers=num_peers)
+            on_gpu = device.type == "cuda"
+            each = needs.of_stages(config, on_gpu=on_gpu, num_peers=num_peers, anchors_on_disk=anchors_on_disk)
         return cls(room=Room.on(devices.here(device, memory_bytes)), each=each)
 
     def require(self, stage: int | Literal["auto"]) -> None:
@@ -127,6 +132,8 @@ def _backends_on(
     config: RunConfig, device: torch.device, staging: Staging, blocks: Mapping[Block, ServerOptions]
 ) -> dict[Block, StageBackend]:
     options = next(iter(blocks.values()))
+    if options.anchors is not None and config.rounds.synchronous:
+        raise Fatal("--anchors is for rounds.setting = 'diloco': a synchronous run has its anchors on the device")
     own = devices.computing_in(config, options.dtype, device)
     devices.warn_of_emulation(own.model, device)
     try:
@@ -169,7 +176,11 @@ def _weights(config: RunConfig, block: Block, options: ServerOptions) -> tuple[n
     del tensors
     if options.compiles and isinstance(module, StageModule):
         module.compile_layers()
-    return module, weights_of(config, module, lineage=genesis(config, block), events=options.events)
+    lineage = genesis(config, block)
+    try:
+        return module, weights_of(config, module, lineage=lineage, events=options.events, anchors=options.anchors)
+    except OSError as error:
+        raise Fatal(f"--anchors: {error}") from None
 
 
 def _no_room(blocks: Collection[Block], device: torch.device, asked: str) -> str:

@@ -242,8 +242,8 @@ async def options_for(start: Start, member: Membership) -> ServerOptions:
         name=options.name, device=device, insecure=options.insecure, max_in_flight=options.max_in_flight,
         graph_bytes=None if options.graph_memory_mib is None else options.graph_memory_mib << 20,
         sessions=SessionLimits(max_sessions=options.max_sessions, max_bytes=options.session_memory_mib << 20),
-        checkpoints=start.checkpoints, events=start.events, memory_bytes=options.memory, dtype=options.dtype,
-        compiles=compiles, recorder=None if options.compile == "off" else recorder_of(device),
+        checkpoints=start.checkpoints, events=start.events, memory_bytes=options.memory, anchors=options.anchors,
+        dtype=options.dtype, compiles=compiles, recorder=None if options.compile == "off" else recorder_of(device),
         peak_flops=peak_flops(options.peak_tflops, member.config, options.dtype, device),
         meeting=MeetingLimits.of(options.relay_mbit), movable=options.rebalance_seconds > 0,
         resume=start.resume_options(moved=False, has_weights=False),
@@ -283,7 +283,12 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         background = list(map(tasks.create_task, (announcing, member.waits.run(clock))))
         await member.known.look_first(member.directory, member.blocks, clock, returns=start.returns)
         room = await asyncio.to_thread(
-            OwnRoom.of, member, start.device, dtype=options.dtype, memory_bytes=options.memory
+            OwnRoom.of,
+            member,
+            start.device,
+            dtype=options.dtype,
+            memory_bytes=options.memory,
+            anchors_on_disk=options.anchors is not None,
         )
         room.require(options.first_stage if options.joins or options.first_stage != "auto" else 0)
         rebalancer = Rebalancer(

@@ -8,7 +8,7 @@ round's vectors leave, and the next round's vectors do not fit there.
 
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import numpy as np
@@ -21,11 +21,15 @@ _ALIGNMENT = 64
 class Recycler:
     """Makes float32 vectors on the CPU in the memory of earlier vectors that are not used any more.
 
+    Args:
+        allocate: gives an array of so many float32 numbers where there is no such memory; None takes RAM.
+
     Safe from any thread. The memory is kept as long as this object. None is kept if the user has set a MALLOC_*
     variable (mallopt(3)), to decide themselves what becomes of freed memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, allocate: Callable[[int], np.ndarray] | None = None) -> None:
+        self._allocate = allocate
         # process.keep_freed_memory respects these variables in the same way.
         self._keeps = not any(name.startswith("MALLOC_") for name in os.environ)
         self._unused: dict[int, list[np.ndarray]] = {}
@@ -33,12 +37,14 @@ class Recycler:
     def vector(self, num_elements: int) -> torch.Tensor:
         """An uninitialized vector (num_elements,). Its memory comes back when the last tensor that uses it is gone."""
         if not self._keeps:
-            return torch.empty(num_elements)
+            return (
+                torch.empty(num_elements) if self._allocate is None else torch.from_numpy(self._allocate(num_elements))
+            )
         unused = self._unused.setdefault(num_elements, [])
         try:
             memory = unused.pop()
         except IndexError:
-            memory = _aligned(num_elements)
+            memory = (self._allocate or _aligned)(num_elements)
         # torch keeps the array `lent` alive as long as a tensor uses its memory.
         lent = memory.view()
         weakref.finalize(lent, unused.append, memory).atexit = False

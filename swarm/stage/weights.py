@@ -64,14 +64,15 @@ class StageWeights(ABC):
         batch_samples: int | None,
         anchor_device: torch.device,
         lineage: str,
+        outer_memory: Recycler | None = None,
     ) -> None:
-        """Anchors are kept on `anchor_device`; for `batch_samples` see Buckets."""
+        """Anchors are kept on `anchor_device`; for `batch_samples` see Buckets, and for `outer_memory` OuterSgd."""
         self._config = config
         self._memory = Recycler()
         self.masters = trained_parameters(module)
         self._staging = staging_of(next(iter(self.masters.values())).device)
         """The staging for tensors that go to the device, or come from it, at a round's end."""
-        self._ends_rounds = round_optimizer(config)
+        self._ends_rounds = round_optimizer(config, outer_memory)
         self.buckets = Buckets(lambda: self._memory.like(self.masters), batch_samples)
         self._versions = Versions(self.masters, self._memory, rounds=config.model.versions == "bf16")
         self._anchor_device = anchor_device

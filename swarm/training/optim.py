@@ -17,6 +17,7 @@ from typing import Any, assert_never
 import torch
 
 from swarm.config import OptimizerConfig, OuterConfig
+from swarm.machine.memory import Recycler
 from swarm.training.blockwise import SIGNED, UNSIGNED, Packed, rows_of
 from swarm.training.pieces import Work, treat, treat_rows
 
@@ -219,13 +220,21 @@ class AdamW(Optimizer):
 class OuterSgd(Optimizer):
     """DiLoCo's outer optimizer (arXiv 2311.08105): SGD with Nesterov momentum, no dampening."""
 
-    def __init__(self, config: OuterConfig) -> None:
+    def __init__(self, config: OuterConfig, memory: Recycler | None = None) -> None:
+        """`memory` gives the memory for momentum, where that is on the CPU; None takes RAM."""
         super().__init__()
+        self._memory = memory
         assert config.momentum >= 0, "what was left out is filled in"
         self._momentum = config.momentum
 
     def state_shapes(self, name: str, shape: torch.Size) -> dict[str, torch.Size]:
         return {"momentum_buffer": shape}
+
+    def put(self, name: str, parameter: torch.Tensor, key: str, value: torch.Tensor) -> None:
+        if self._memory is None:
+            super().put(name, parameter, key, value)
+        else:
+            self.state[name] = self._memory.copies({key: value.to(parameter.device)})
 
     def update(self, parameters: Parameters, gradients: Mapping[str, torch.Tensor], rate: float) -> None:
         if self._momentum == 0.0:
@@ -235,7 +244,7 @@ class OuterSgd(Optimizer):
         group = []
         for name, parameter in parameters.items():
             if name not in self.state:
-                self.state[name] = {"momentum_buffer": torch.zeros_like(parameter)}
+                self.put(name, parameter, "momentum_buffer", torch.zeros_like(parameter))
             group.append([parameter, gradients[name], self.state[name]["momentum_buffer"]])
         _treat(partial(_nesterov, momentum=self._momentum, rate=rate), group)
 

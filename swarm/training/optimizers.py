@@ -14,6 +14,7 @@ from typing import Protocol, assert_never
 import torch
 
 from swarm.config import OptimizerConfig, RunConfig
+from swarm.machine.memory import Recycler
 from swarm.training.optim import AdamW, Optimizer, OuterSgd, Parameters
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -244,8 +245,9 @@ def steps_whole_matrices(config: RunConfig) -> bool:
             assert_never(other)
 
 
-def round_optimizer(config: RunConfig) -> Optimizer:
-    """The optimizer of the step at a round's end, which all members take. Its state is part of the stage's state."""
+def round_optimizer(config: RunConfig, outer_memory: Recycler | None = None) -> Optimizer:
+    """The optimizer of the step at a round's end, which all members take. Its state is part of the stage's state. For
+    `outer_memory` see OuterSgd."""
     if config.rounds.synchronous:
         return gradient_optimizer(config, same_bits=True)
-    return OuterSgd(config.outer_step)
+    return OuterSgd(config.outer_step, outer_memory)

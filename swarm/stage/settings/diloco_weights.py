@@ -5,11 +5,12 @@ while a round is exchanged (Streaming DiLoCo, arXiv 2501.18512). The inner steps
 then carried over to the new anchor, and count towards the next round. If rounds, a few at most, are committed without
 this peer, all its inner steps of these rounds are carried over in the same way, so that it contributes late (as in
 asynchronous local SGD, arXiv 2401.09135). Anchors and outer momentum are needed once a round: they are kept on the CPU,
-and the outer step is taken there, whatever device trains.
+and the outer step is taken there, whatever device trains; or they are in files that are mapped to memory.
 """
 
 from collections.abc import Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,8 @@ from torch import nn
 
 from swarm.config import RunConfig
 from swarm.events import Events, Step
+from swarm.machine import mapped
+from swarm.machine.memory import Recycler
 from swarm.model.adapters import trained_parameters
 from swarm.model.functions import fuses
 from swarm.stage.buckets import GradientBucket, Tensors, Version
@@ -55,8 +58,11 @@ class DilocoWeights(StageWeights):
         lineage: str,
         events: Events | None = None,
         fused: bool | None = None,
+        anchors: Path | None = None,
     ) -> None:
         """See weights_of."""
+        self._on_disk = None if anchors is None else Recycler(partial(mapped.floats, anchors))
+        """Memory for anchors and outer momentum, unless that is RAM."""
         self._events = events or Events()
         trained = trained_parameters(module)
         fused = fuses(next(iter(trained.values())).device) if fused is None else fused
@@ -75,6 +81,7 @@ class DilocoWeights(StageWeights):
             batch_samples=config.rounds.inner_batch_samples,
             anchor_device=torch.device("cpu"),
             lineage=lineage,
+            outer_memory=self._on_disk,
         )
 
     def _forget(self) -> None:
@@ -169,12 +176,12 @@ class DilocoWeights(StageWeights):
         self._closings = {}  # Frees memory for what follows.
         if result.contributed or not carried:
             self._unaveraged[self._fragment] = carried_amount
-        stepped = self._memory.copies({name: anchor[name] for name in result.tensors})
+        stepped = (self._on_disk or self._memory).copies({name: anchor[name] for name in result.tensors})
         optim.step(self._ends_rounds, stepped, result.tensors, self._config.outer_step.learning_rate)
         self._load_masters(stepped)
         if carried:
             self._add_to_masters(carried)
-        self._versions.publish(None if carried else stepped)
+        self._versions.publish(None if carried or self._on_disk else stepped)
         return carried_amount, {**anchor, **stepped}
 
     @property
@@ -236,7 +243,10 @@ class DilocoWeights(StageWeights):
 
     def _present(self) -> Tensors:
         # What is on the CPU may be the version itself, but not if that is in bfloat16.
-        return self._memory.copies(self.masters) if self._versions.rounds else self.version.parameters
+        if not self._versions.rounds and self._on_disk is None:
+            return self.version.parameters
+        on_cpu = {name: master.detach().cpu() for name, master in self.masters.items()}
+        return (self._on_disk or self._memory).copies(on_cpu)
 
     def _stepped(self) -> optim.Parameters:
         return self._anchor

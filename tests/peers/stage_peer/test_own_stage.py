@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from peers.shared import needs
 from peers.shared.network import Membership
 from peers.stage_peer.own_stage import OwnRoom, ServerOptions, own_backends, warm_up
 from peers.stage_peer.resume import ResumeOptions
-from swarm.config import RunConfig, StagesConfig, load_preset
+from swarm.config import RoundsConfig, RunConfig, StagesConfig, load_preset
 from swarm.credentials.identity import generate
 from swarm.errors import Fatal
 from swarm.events import Events
@@ -85,6 +86,21 @@ def test_a_stage_for_which_there_is_no_memory_is_refused_in_a_line() -> None:
         room.require(11)
     with pytest.raises(ValueError, match=r"a stage takes .* or more, and 512.0 MiB of cpu are there: close other"):
         _room(config, 512 << 20).require("auto")
+
+
+def test_anchors_on_disk_need_no_ram_and_their_folder_is_there(tmp_path: Path) -> None:
+    diloco = dataclasses.replace(SYNCHRONOUS, rounds=RoundsConfig(setting="diloco", round_samples=8))
+    here, there = (
+        needs.of_stages(diloco, on_gpu=False, anchors_on_disk=on_disk)[1].device for on_disk in (False, True)
+    )
+    assert here - there == 12 * needs.num_parameters(diloco, 1)
+    for config, folder, fault in (
+        (SYNCHRONOUS, tmp_path, "--anchors is for rounds.setting = 'diloco'"),
+        (diloco, tmp_path / "none", "--anchors: .* cannot be had in .*none: No such file or directory"),
+    ):
+        with pytest.raises(Fatal, match=fault):
+            _backend(config, 1, anchors=folder)
+    assert _backend(diloco, 1, anchors=tmp_path).weights.anchor(0) is not None
 
 
 def test_what_a_class_of_the_user_s_own_needs_is_not_known() -> None:
