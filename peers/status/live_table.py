@@ -112,6 +112,7 @@ def render(view: SwarmView) -> RenderableType:
     parts: list[RenderableType] = [_peers(view)]
     if view.trainers:
         parts.append(FittingTable(_strips(TrainerRow, view.trainers), Table))
+    parts += [Text(line, style="dim") for line in view.left_out]
     parts += [Text(line, style="bold red") for line in (*_warnings(view), *view.refusals.values())]
     parts += [Text(line, style="yellow") for line in (*view.bans.values(), *view.waits)]
     parts += [Text(event, style="dim") for event in view.events[-_EVENTS_SHOWN:]]
@@ -134,7 +135,7 @@ def _peers(view: SwarmView) -> FittingTable:
     rows: list[tuple[int | str, PeerRow | None]] = []
     for row in view.stages:
         label = row.block.label
-        rows += [(label, peer) for peer in row.peers]
+        rows += [(label, peer) for peer in row.peers[: row.num_asked]]
         rows += [(label, None)] if label in view.empty_stages else []
     strips = _strips(PeerRow, [peer for _, peer in rows], if_none=Text("no peer", style="bold red"))
     stages = Strip(Column("stage", 0, ""), [Text(str(stage)) for stage, _ in rows])

@@ -37,20 +37,24 @@ logger = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 5.0
 """Longest wait for an answer. The first call to a peer also connects: four round trips, and TLS on a busy machine."""
+MOST_ASKED = 64
+"""Of a block with more peers so many are asked, those with the lowest ids, of which one leads it."""
 MOST_RUNS = 16
 """The most runs of one DHT that are shown, the invite's own run first. Anybody in a DHT can announce runs."""
 
 
 async def observe(
     run_id: str, announced: Mapping[Block, Sequence[PeerRecord]], trainers: Sequence[TrainerRecord],
-    channels: ChannelPool, events: Sequence[str] = (), claims: Sequence[ClaimRecord] = (),
+    channels: ChannelPool, events: Sequence[str] = (), claims: Sequence[ClaimRecord] = (), *, asks_all: bool = True,
 ) -> SwarmView:  # fmt: skip
-    """Ask all peers at once. A peer that does not answer in time is shown as unreachable, unless it leaves or moves.
-    `run_id` is the peers' run; empty if it is not known, so that answers of peers of any run are taken."""
+    """Ask all peers at once, or unless `asks_all`, MOST_ASKED of each block. A peer that does not answer in time is
+    shown as unreachable, unless it leaves or moves. `run_id` is the peers' run; empty if it is not known, so that
+    answers of peers of any run are taken."""
     blocks = sorted(announced)
     poll = Poll(run_id, channels, seconds=ANSWER_SECONDS)
-    replies = await asyncio.gather(*(_replies(poll, announced[block]) for block in blocks))
-    rows = [_stage_row(block, announced[block], row) for block, row in zip(blocks, replies, strict=True)]
+    ordered = [sorted(announced[block], key=lambda record: record.peer_id) for block in blocks]
+    replies = await asyncio.gather(*(_replies(poll, row if asks_all else row[:MOST_ASKED]) for row in ordered))
+    rows = [_stage_row(*of_block) for of_block in zip(blocks, ordered, replies, strict=True)]
     told = [Answer.of(reply).last_peers for row in replies for reply in row if reply is not None]
     return SwarmView(
         run=run_id,
@@ -93,8 +97,10 @@ def with_moves(
                 waiting_for=claim.waiting_for,
             )
         )  # fmt: skip
+    num_asked = {row.block: row.num_asked for row in rows}
     return tuple(
-        StageRow(stage=block.stage, variant=block.variant, peers=tuple(peers)) for block, peers in sorted(shown.items())
+        StageRow(stage=block.stage, variant=block.variant, peers=tuple(peers), num_asked=num_asked.get(block))
+        for block, peers in sorted(shown.items())
     )
 
 
@@ -139,9 +145,13 @@ async def _replies(poll: Poll, records: Sequence[PeerRecord]) -> list[pb.Describ
 
 
 def _stage_row(block: Block, records: Sequence[PeerRecord], replies: Sequence[pb.DescribeReply | None]) -> StageRow:
-    rows = [PeerRow.of(record, reply) for record, reply in zip(records, replies, strict=True)]
+    """The row of a block, of whose records the first ones' peers were asked, and gave these replies."""
+    num_asked = len(replies)
+    asked = [PeerRow.of(record, reply) for record, reply in zip(records, replies, strict=False)]
+    others = [PeerRow.of(record, None, was_asked=False) for record in records[num_asked:]]
+    peers = [row for rows in (asked, others) for row in sorted(rows, key=lambda row: (row.name, row.peer_id))]
     return StageRow(
-        stage=block.stage, variant=block.variant, peers=tuple(sorted(rows, key=lambda row: (row.name, row.peer_id)))
+        stage=block.stage, variant=block.variant, peers=tuple(peers), num_asked=num_asked if others else None
     )
 
 
@@ -157,25 +167,29 @@ Outcome = TypeVar("Outcome")
 class Lookout:
     def __init__(
         self, config: RunConfig, directory: Directory, channels: ChannelPool,
-        on_peers: Callable[[Sequence[PeerRecord]], None] = lambda records: None,
+        on_peers: Callable[[Sequence[PeerRecord]], None] = lambda records: None, *, asks_all: bool = False,
     ) -> None:  # fmt: skip
-        """`on_peers` is called with the records of the peers that serve, after each reading of the directory."""
+        """`on_peers` is called with the records of the peers that serve, after each reading of the directory.
+        `asks_all`: also of a large block every peer is asked."""
         self.config = config
         self._directory = directory
         self._channels = channels
         self._on_peers = on_peers
+        self._asks_all = asks_all
         self.joining = Joining()
         """The commands with which others join the run, when the last view was taken."""
 
     async def view(self) -> SwarmView:
-        """Take a view of the run now: read the directory, and ask every peer. Raises what RecordStore.get raises."""
+        """Take a view of the run now: read the directory, and ask the peers. Raises what RecordStore.get raises."""
         blocks = self.config.blocks
         rows, trainers, claims = await asyncio.gather(
             asyncio.gather(*map(self._directory.peers, blocks)), self._directory.trainers(), self._directory.claims()
         )
         self._on_peers([record for row in rows for record in row if record.state is PeerState.SERVING])
         announced = dict(zip(blocks, rows, strict=True))
-        view = await observe(self.config.run_id, announced, trainers, self._channels, claims=claims)
+        view = await observe(
+            self.config.run_id, announced, trainers, self._channels, claims=claims, asks_all=self._asks_all
+        )
         self.joining = Joining.at(self.config, entries_of(rows), insecure=self._channels.is_insecure)
         return dataclasses.replace(view, join_command=self.joining.peer)
 
@@ -218,14 +232,14 @@ def ways_to(entrances: Sequence[Entrance], *, all_runs: bool) -> Iterator[list[W
 
 
 @asynccontextmanager
-async def lookouts_on(ways: Sequence[Way]) -> AsyncIterator[list[Lookout]]:
+async def lookouts_on(ways: Sequence[Way], *, asks_all: bool = False) -> AsyncIterator[list[Lookout]]:
     """Open a lookout for each run that is found, for as long as the block runs. A run that is found in several ways
-    gets one.
+    gets one. `asks_all` is as in Lookout.
 
     Raises what discover_config, PeerStore.get and agree_on_config raise, if no run is found.
     """
     async with AsyncExitStack() as stack:
-        opened = [stack.enter_async_context(_lookouts_at(way)) for way in ways]
+        opened = [stack.enter_async_context(_lookouts_at(way, asks_all=asks_all)) for way in ways]
         found = await asyncio.gather(*opened, return_exceptions=True)
         lookouts = _what_came(found, [way.entrance.where for way in ways])
         by_run: dict[str, Lookout] = {}
@@ -247,17 +261,19 @@ def _what_came(outcomes: Sequence[Outcome | BaseException], names: Sequence[str]
 
 
 @asynccontextmanager
-async def _lookouts_at(way: Way) -> AsyncIterator[list[Lookout]]:
+async def _lookouts_at(way: Way, *, asks_all: bool) -> AsyncIterator[list[Lookout]]:
     entrance, clock, node = way.entrance, SystemClock(), way.node
     if node is None:
         async with entrance.asking(clock) as (member, store):
-            yield [Lookout(member.config, member.directory, member.channels, store.learn)]
+            yield [Lookout(member.config, member.directory, member.channels, store.learn, asks_all=asks_all)]
         return
     identity = admitted(generate(), entrance.token)
     channels = ChannelPool(insecure=entrance.insecure, identity=identity, clock=clock)
     try:
         configs = await _configs(way, node, identity)
-        yield [Lookout(one, Directory(node, identity, one.run_id, clock), channels) for one in configs]
+        yield [
+            Lookout(one, Directory(node, identity, one.run_id, clock), channels, asks_all=asks_all) for one in configs
+        ]
     finally:
         await channels.close()
 

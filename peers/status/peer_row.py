@@ -5,6 +5,7 @@ docs/status.md once it is generated again. A figure that does not travel yet is 
 (proto/swarm/rpc/v1/stage.proto), which stage_peer/presence.py fills.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -311,9 +312,10 @@ class PeerRow:
     )
 
     @classmethod
-    def of(cls, record: PeerRecord, reply: pb.DescribeReply | None) -> Self:
-        """Make the row of a peer from its announcement and, unless it is silent, its answer."""
-        return cls(**read(cls, record, None if reply is None else Answer.of(reply)))
+    def of(cls, record: PeerRecord, reply: pb.DescribeReply | None, *, was_asked: bool = True) -> Self:
+        """Make the row of a peer from its announcement and, unless it is silent or was not asked, its answer."""
+        row = cls(**read(cls, record, None if reply is None else Answer.of(reply)))
+        return row if was_asked else dataclasses.replace(row, state=record.state.value)
 
     @property
     def way(self) -> str:

@@ -153,6 +153,9 @@ class StatusOptions(ViewOptions):
     """Go on until Ctrl-C."""
     json: bool = False
     """One line of JSON for each run and look, instead of a table."""
+    every_peer: bool = False
+    """Ask and show every peer, also of a stage that has more than 64. Otherwise 64 of them are asked what they do and
+    shown, and the others counted; with --json the others are shown as they announce themselves."""
     interval: takes.Seconds = 2.0
     """Seconds between two looks with --watch."""
     log_level: logs.LogLevel = "warning"
@@ -189,7 +192,7 @@ def audit_files(options: StatusOptions) -> int:
 
 async def look_from(options: StatusOptions, ways: Sequence[Way]) -> None:
     """Show the runs to which these ways lead. Raises what lookouts_on and views raise."""
-    async with lookouts_on(ways) as lookouts:
+    async with lookouts_on(ways, asks_all=options.every_peer) as lookouts:
         await look(options, partial(views, lookouts))
 
 

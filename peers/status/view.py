@@ -75,6 +75,9 @@ class StageRow:
     stage: int
     variant: int = 0
     peers: tuple[PeerRow, ...] = ()
+    num_asked: int | None = None
+    """How many of the peers were asked what they do, the first ones; the others are shown as they announce themselves.
+    None if all were asked."""
     last_peer: LastPeer | None = None
     """If no peer serves the stage, the last one that did; None if it is not known."""
 
@@ -153,6 +156,16 @@ class SwarmView:
     def peers(self) -> list[PeerRow]:
         """The peers of all stages; one that moves may have two rows."""
         return [peer for row in self.stages for peer in row.peers]
+
+    @property
+    def left_out(self) -> list[str]:
+        """Lines about the peers of large blocks that were not asked, which a table leaves out."""
+        return [
+            f"stage {row.block.label}: {len(row.peers):,} peers are announced; {row.num_asked} of them were asked and "
+            "are shown (all with --every-peer)"
+            for row in self.stages
+            if row.num_asked is not None
+        ]
 
     @property
     def round(self) -> int:

@@ -38,6 +38,13 @@ def test_table_shows_peers_trainers_events_and_the_empty_stage() -> None:
     assert "stage 1 has no peer: start one with swarm-peer INVITE --stage 1" in drawn
 
 
+def test_of_a_large_stage_the_peers_that_were_asked_are_shown_and_all_are_counted() -> None:
+    peers = tuple(replace(PEER, name=f"host-{number}") for number in range(5))
+    drawn = _draw(replace(VIEW, stages=(StageRow(stage=0, peers=peers, num_asked=2),)))
+    assert [f"host-{number}" in drawn for number in range(5)] == [True, True, False, False, False]
+    assert "stage 0: 5 peers are announced; 2 of them were asked and are shown" in drawn
+
+
 def test_of_a_stage_whose_peers_do_not_answer_nobody_is_told_to_start_one() -> None:
     silent = replace(PEER, state="unreachable")
     view = replace(VIEW, stages=(StageRow(stage=0, peers=(silent, replace(silent, name="host-2"))),))

@@ -262,3 +262,21 @@ async def test_only_a_peer_of_the_run_that_is_asked_for_is_shown(run_id: str, st
         seen = await observe(run_id, {Block(0): [record]}, (), channels)
     await channels.close()
     assert seen.stages[0].peers[0].state == state
+
+
+async def test_of_many_peers_some_are_asked_and_the_others_shown_as_they_announce_themselves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("peers.status.lookout.MOST_ASKED", 1)
+    records = {Block(0): [_record(OTHER, 0, PeerState.SERVING), _record(MOVER, 0, PeerState.SERVING)]}
+    channels = ChannelPool(insecure=True)
+    try:
+        some, all_ = [await observe(RUN, records, (), channels, asks_all=asks_all) for asks_all in (False, True)]
+    finally:
+        await channels.close()
+    (row,) = some.stages
+    assert [(peer.peer_id, peer.state) for peer in row.peers] == [(MOVER, "unreachable"), (OTHER, "serving")]
+    assert row.num_asked == 1
+    (line,) = some.left_out
+    assert line.startswith("stage 0: 2 peers are announced; 1 of them were asked")
+    assert ({peer.state for peer in all_.peers}, all_.left_out) == ({"unreachable"}, [])
