@@ -215,7 +215,8 @@ class ClaimRecord(_Announcement):
     stage: _Stage
     variant: _Variant = 0
     from_stage: _Stage | None = None
-    """The stage that the peer serves until then; None for a peer that joins the run."""
+    from_variant: _Variant = 0
+    """With `from_variant`, the block that the peer serves until then; None for a peer that joins the run."""
     state: ClaimState
     waiting_for: Annotated[str, Field(max_length=LONGEST_WAIT, pattern=NAME_PATTERN)] = ""
     """What the peer waits for on its way, in words."""
@@ -225,6 +226,10 @@ class ClaimRecord(_Announcement):
     @property
     def block(self) -> Block:
         return Block(self.stage, self.variant)
+
+    @property
+    def from_block(self) -> Block | None:
+        return None if self.from_stage is None else Block(self.from_stage, self.from_variant)
 
 
 class TrainerRecord(_Sender):

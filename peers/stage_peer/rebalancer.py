@@ -16,7 +16,7 @@ from swarm.checkpoint import file
 from swarm.dht.directory import Announcement
 from swarm.errors import Fatal, SwarmError
 from swarm.rebalancing.decision import next_check_seconds
-from swarm.rebalancing.judgement import SETTLE_SECONDS, Judgement, stage_costs
+from swarm.rebalancing.judgement import SETTLE_SECONDS, Judgement, costs_of
 from swarm.rebalancing.layout import layout_of
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import LONGEST_WAIT, Block, ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState
@@ -38,20 +38,22 @@ class Claim:
     def stage(self) -> int | None:
         return None if self._record is None else self._record.stage
 
-    async def make(self, stage: int, *, from_stage: int | None, confirmed: bool = False) -> ClaimRecord:
-        """Claim a stage. Another peer's claim may still take precedence over it, unless it is confirmed at once."""
-        now = self._membership.clock.time()
+    async def make(self, block: Block, *, from_block: Block | None, confirmed: bool = False) -> ClaimRecord:
+        """Claim a block. Another peer's claim may still take precedence over it, unless it is confirmed at once."""
+        now, before = self._membership.clock.time(), from_block or Block(0)
         self._record = ClaimRecord(
-            peer_id=self._membership.peer_id, name=self._name, announced_at=now, stage=stage, from_stage=from_stage,
+            peer_id=self._membership.peer_id, name=self._name, announced_at=now, stage=block.stage,
+            variant=block.variant, from_stage=from_block and before.stage, from_variant=before.variant,
             state=ClaimState.CONFIRMED if confirmed else ClaimState.PENDING, claimed_at=now,
         )  # fmt: skip
         await self._announcement.now()
         return self._record
 
-    async def confirm(self, stage: int) -> None:
-        """Confirm the claim: the peer goes to this stage, which may be another one than it claimed at first."""
+    async def confirm(self, block: Block) -> None:
+        """Confirm the claim: the peer goes to this block, which may be another one than it claimed at first."""
         assert self._record is not None, "what is confirmed was claimed"
-        self._record = self._record.model_copy(update={"state": ClaimState.CONFIRMED, "stage": stage})
+        goes = {"state": ClaimState.CONFIRMED, "stage": block.stage, "variant": block.variant}
+        self._record = self._record.model_copy(update=goes)
         await self._announcement.now()
 
     async def withdraw(self) -> None:
@@ -83,8 +85,8 @@ class Rebalancer:
         self._rng = rng
         self._every_seconds = every_seconds
         self._checkpoints = checkpoints
-        self._unfit = set(unfit)
-        self._costs = stage_costs(membership.config)
+        self._unfit = set(map(Block, unfit))
+        self._costs = costs_of(membership.config)
         self._poll = membership.poll()
         self._judgement = Judgement(own_id=self._own_id, costs=self._costs)
 
@@ -94,17 +96,17 @@ class Rebalancer:
         """Choose the stage that this newcomer should serve, and claim it. Raises PeerUnavailable, and Fatal if no peer
         holds any stage of the run any more."""
         records, claims = await self._look()
-        former = [stage for stage, row in records.items() if any(record.peer_id == self._own_id for record in row)]
+        former = [block for block, row in records.items() if any(record.peer_id == self._own_id for record in row)]
         first = self._some(self._judgement.first_choice(records, claims, self._closed()))
-        own = await self._claim.make(first, from_stage=None)
+        own = await self._claim.make(first, from_block=None)
         await self._clock.sleep(SETTLE_SECONDS)
         records, claims = await self._look()
         lost = self._lost()
-        stage = self._some(self._judgement.choice(records, claims, own, self._unfit | lost))
-        await self._claim.confirm(stage)
-        left = "".join(_why_not(before, stage, lost) for before in former if before != stage)
-        logger.info("chose stage %d of 0 to %d%s", stage, len(self._costs) - 1, left)
-        return stage
+        block = self._some(self._judgement.choice(records, claims, own, self._unfit | lost))
+        await self._claim.confirm(block)
+        left = "".join(_why_not(before, block, lost) for before in former if before != block)
+        logger.info("chose stage %s of 0 to %s%s", block, max(self._costs), left)
+        return block.stage
 
     # -- moving ------------------------------------------------------------------------------------------------------
 
@@ -116,31 +118,31 @@ class Rebalancer:
             if self._every_seconds <= 0:
                 await asyncio.Event().wait()
             await self._clock.sleep(next_check_seconds(self._rng, self._every_seconds))
-            self._judgement.measured(stage, rate())
+            self._judgement.measured(Block(stage), rate())
             try:
-                target = await self._check(stage)
+                target = await self._check(Block(stage))
             except SwarmError as error:
                 logger.debug("no look at the other stages: %s", error)
                 continue
             if target is not None:
-                return target
+                return target.stage
 
-    async def _check(self, stage: int) -> int | None:
+    async def _check(self, block: Block) -> Block | None:
         records, claims = await self._look()
         layout = layout_of(records, claims, self._costs)
         target = self._judgement.wants(layout, self._closed(), self._clock.monotonic())
         if target is None:
             return None
-        if not await self.can_spare(stage) or not await self._can_enter(target):
+        if not await self.can_spare(block.stage) or not await self._can_enter(target):
             return None
         is_confirmed = False
         try:
-            own = await self._claim.make(target, from_stage=stage)
+            own = await self._claim.make(target, from_block=block)
             await self._clock.sleep(SETTLE_SECONDS)
             records, claims = await self._look()
             layout = layout_of(records, claims, self._costs, own=own)
             if not self._judgement.still_wants(layout, target, self._closed(), self._clock.monotonic()):
-                logger.info("stays at stage %d: others are on their way to stage %d", stage, target)
+                logger.info("stays at stage %s: others are on their way to stage %s", block, target)
                 return None
             await self._claim.confirm(target)
             is_confirmed = True
@@ -161,7 +163,7 @@ class Rebalancer:
         has learnt, and does not count, unless `lineage` is empty. Without `last_members`, who took part in the last
         round, all announced ones count.
         """
-        holders = await self._holders(stage, round_number, lineage)
+        holders = await self._holders(Block(stage), round_number, lineage)
         return bool(holders) and has_quorum(
             self._membership.config.averaging.quorum, holders, last_members=last_members,
             announced=lambda: {self._own_id, *(record.peer_id for record in self._known.others(Block(stage)))},
@@ -171,19 +173,21 @@ class Rebalancer:
         """Whether a peer on its way to the stage can get the stage's state from this peer alone; see `can_spare`.
         Raises PeerUnavailable."""
         claims = await self._membership.directory.claims()
-        coming = (claim.peer_id for claim in claims if claim.stage == stage and claim.state is ClaimState.CONFIRMED)
+        coming = (
+            claim.peer_id for claim in claims if claim.block == Block(stage) and claim.state is ClaimState.CONFIRMED
+        )
         if not any(peer_id != self._own_id for peer_id in coming):
             return False
-        return not await self._holders(stage, round_number, lineage)
+        return not await self._holders(Block(stage), round_number, lineage)
 
-    async def _holders(self, stage: int, round_number: int, lineage: str) -> set[str]:
+    async def _holders(self, block: Block, round_number: int, lineage: str) -> set[str]:
         """Ids of the other peers of the stage that stay and hold this peer's state. If rounds need a majority, all
         peers are asked, otherwise a few."""
         _, claims = await self._look()
         leaving = {
-            claim.peer_id for claim in claims if claim.from_stage == stage and claim.state is ClaimState.CONFIRMED
+            claim.peer_id for claim in claims if claim.from_block == block and claim.state is ClaimState.CONFIRMED
         }
-        staying = [record for record in self._known.others(Block(stage)) if record.peer_id not in leaving]
+        staying = [record for record in self._known.others(block) if record.peer_id not in leaving]
         needs_all = self._membership.config.averaging.needs_majority
         return {
             reply.peer_id
@@ -191,8 +195,8 @@ class Rebalancer:
             if reply.round > round_number or (reply.round == round_number and lineage in ("", reply.lineage))
         }
 
-    async def _can_enter(self, stage: int) -> bool:
-        others = self._known.others(Block(stage))
+    async def _can_enter(self, block: Block) -> bool:
+        others = self._known.others(block)
         if not others:
             # Nothing was learnt yet, or there is a checkpoint: otherwise `_lost` would have the stage.
             return True
@@ -207,22 +211,23 @@ class Rebalancer:
 
     async def goes(self, stage: int, *, from_stage: int | None) -> None:
         """Claim a stage, confirmed at once: this peer was told to serve it, or goes back to it."""
-        await self._claim.make(stage, from_stage=from_stage, confirmed=True)
+        before = None if from_stage is None else Block(from_stage)
+        await self._claim.make(Block(stage), from_block=before, confirmed=True)
 
     async def arrived(self, stage: int, *, move_seconds: float | None = None) -> None:
         """Note that the peer serves the stage now, and that its next move may take as long as this one did."""
-        self._judgement.arrived(stage, move_seconds=move_seconds)
+        self._judgement.arrived(Block(stage), move_seconds=move_seconds)
         await self._claim.withdraw()
 
     async def gave_up(self, stage: int) -> None:
         """Note that the peer could not leave its stage for this one, or not enter this one, so that it does not soon
         try again."""
-        self._judgement.gave_up(stage, self._clock.monotonic())
+        self._judgement.gave_up(Block(stage), self._clock.monotonic())
         await self._claim.withdraw()
 
     # -- what the DHT tells ------------------------------------------------------------------------------------------
 
-    async def _look(self) -> tuple[dict[int, Sequence[PeerRecord]], list[ClaimRecord]]:
+    async def _look(self) -> tuple[dict[Block, Sequence[PeerRecord]], list[ClaimRecord]]:
         # Claims are read before records: a peer that arrives in between then has both, and is counted once, at its
         # record.
         claims = await self._membership.directory.claims()
@@ -230,33 +235,33 @@ class Rebalancer:
         await self._known.look(directory, blocks)
         # A stage's throughput is the sum over all of its peers, whereas the sample that is known serves for routing.
         rows = await asyncio.gather(*map(directory.peers, blocks))
-        records: dict[int, Sequence[PeerRecord]] = {b.stage: row for b, row in zip(blocks, rows, strict=True)}
+        records: dict[Block, Sequence[PeerRecord]] = dict(zip(blocks, rows, strict=True))
         present = {PeerId(record.peer_id) for row in records.values() for record in row}
         under_way = {PeerId(claim.peer_id) for claim in claims}
         self._judgement.look(present | under_way, self._clock.monotonic())
         return records, claims
 
-    def _closed(self) -> set[int]:
-        """Stages that this peer cannot enter."""
+    def _closed(self) -> set[Block]:
+        """Blocks that this peer cannot enter."""
         return self._unfit | self._lost()
 
-    def _lost(self) -> set[int]:
-        """Stages that no peer can enter: no peer and no checkpoint has what they learnt."""
+    def _lost(self) -> set[Block]:
+        """Blocks that no peer can enter: no peer and no checkpoint has what they learnt."""
         if not self._known.round:
             return set()
-        return {stage for stage in range(len(self._costs)) if not self._known.others(Block(stage))} - self._restorable()
+        return {block for block in self._costs if not self._known.others(block)} - self._restorable()
 
-    def _some(self, stage: int | None) -> int:
-        if stage is None:
+    def _some(self, block: Block | None) -> Block:
+        if block is None:
             fits = " that fits into this machine's memory" if self._unfit else ""
             raise Fatal(
                 f"nobody holds any stage of this run{fits} any more: if its peers are only frozen or cut off, start "
                 "this one again when they are back; if they are gone for good, start a peer with --stage N and a "
                 "checkpoint (--resume DIR)"
             )
-        return stage
+        return block
 
-    def _restorable(self) -> set[int]:
+    def _restorable(self) -> set[Block]:
         if self._checkpoints is None:
             return set()
         try:
@@ -264,14 +269,15 @@ class Rebalancer:
         except OSError as error:
             logger.warning("%s cannot be read: %s", self._checkpoints, error.strerror)
             return set()
-        return {name.stage for name in names if name.num_stages == len(self._costs)}
+        num_stages = self._membership.config.stages.num_stages
+        return {name.block for name in names if name.num_stages == num_stages}
 
 
-def _why_not(former: int, stage: int, lost: Collection[int]) -> str:
+def _why_not(former: Block, block: Block, lost: Collection[Block]) -> str:
     """Text that says why a peer that was killed and is back takes this stage, and not the stage at which its old record
     still announces it."""
     if former not in lost:
-        return f", and not stage {former}, at which this peer was before: stage {stage} needs a peer more"
+        return f", and not stage {former}, at which this peer was before: stage {block} needs a peer more"
     return (
         f", and not stage {former}, at which this peer was before: it came back without the state, and no other peer "
         "and no checkpoint (--resume DIR) has it"

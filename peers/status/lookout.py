@@ -84,7 +84,7 @@ def with_moves(
             if has_left:
                 peer = dataclasses.replace(peer, state="leaving")
             claim = under_way.get(peer.peer_id)
-            if claim is not None and claim.from_stage == row.stage:
+            if claim is not None and claim.from_block == row.block:
                 under_way.pop(peer.peer_id)
                 waiting_for = peer.waiting_for or claim.waiting_for
                 peer = dataclasses.replace(peer, state="moving", moving_to=claim.block.label, waiting_for=waiting_for)
@@ -93,8 +93,8 @@ def with_moves(
         state = "joining" if claim.from_stage is None else "moving"
         shown.setdefault(claim.block, []).append(
             PeerRow(
-                name=claim.name, peer_id=claim.peer_id, state=state, moving_from=claim.from_stage,
-                waiting_for=claim.waiting_for,
+                name=claim.name, peer_id=claim.peer_id, state=state,
+                moving_from=claim.from_block and claim.from_block.label, waiting_for=claim.waiting_for,
             )
         )  # fmt: skip
     num_asked = {row.block: row.num_asked for row in rows}

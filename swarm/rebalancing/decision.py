@@ -21,7 +21,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from swarm.rebalancing.layout import Layout, Worker
-from swarm.types import PeerId
+from swarm.types import Block, PeerId
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,67 +60,68 @@ def decide(
     own_id: PeerId,
     policy: Policy = DEFAULT,
     *,
-    own_rates: Mapping[int, float] | None = None,
-    closed: Collection[int] = (),
+    own_rates: Mapping[Block, float] | None = None,
+    closed: Collection[Block] = (),
     waited: bool = False,
-) -> int | None:
-    """The stage that a peer should move to; None if it should stay where it is.
+) -> Block | None:
+    """The block that a peer should move to; None if it should stay where it is.
 
     Args:
-        own_rates: samples per second that this peer has measured itself, at the stages that it has served.
-        closed: stages that this peer cannot enter.
+        own_rates: samples per second that this peer has measured itself, at the blocks that it has served.
+        closed: blocks that this peer cannot enter.
         waited: whether this peer has seen the gap before and no more suitable peer has filled it since, so that it may
             move itself.
     """
     own = layout.workers.get(own_id)
-    if own is None or not (own.movable and own.serving) or layout.num_serving[own.stage] < 2 or len(layout.costs) < 2:
+    if own is None or not (own.movable and own.serving) or layout.num_serving[own.block] < 2 or len(layout.costs) < 2:
         return None
     rates = _own_rates(layout, own, own_rates or {})
     before = layout.pipeline_throughput
     # Most checks find the stages in balance, and end here without a plan.
     most = _best_balance(layout, own, rates) - before
-    least = min(_margin(layout, policy, own.stage, stage) for stage in rates if stage != own.stage)
-    if layout.throughput[own.stage] - rates[own.stage] < before or most < least:
+    least = min(_margin(layout, policy, own.block, block) for block in rates if block != own.block)
+    if layout.throughput[own.block] - rates[own.block] < before or most < least:
         return None
     plan = _Plan(layout, own, rates, near=0.0 if waited else policy.near)
-    target, best_value, best_gain, lost, num_moves = None, 0.0, 0.0, 0.0, 0
+    target: Block | None = None
+    best_value, best_gain, lost, num_moves = 0.0, 0.0, 0.0, 0
     # The plan goes on as long as the gain that is still possible is larger than the possible error of the figures.
     while most >= best_gain + least and plan.take_step():
         if plan.target in closed:
             break
         lost += plan.rate * policy.move_seconds
         num_moves += 1
-        gain = min(plan.throughput) - before
+        gain = min(plan.throughput.values()) - before
         value = gain * (policy.stay_seconds - policy.move_seconds) - lost
         # A longer plan must gain clearly more than a shorter one: an error in another peer's figure may make it look
         # better, and this peer's move look needless.
-        if value > best_value and gain >= best_gain + _margin(layout, policy, own.stage, plan.target):
+        if value > best_value and gain >= best_gain + _margin(layout, policy, own.block, plan.target):
             best_value, best_gain = value, gain
             # This peer's own move, too, must bring more than an error could.
             if plan.own_target is not None and min(gain, plan.own_share * num_moves) >= _margin(
-                layout, policy, own.stage, plan.own_target
+                layout, policy, own.block, plan.own_target
             ):
                 target = plan.own_target
     return target
 
 
-def choose_stage(layout: Layout, *, num_before: int = 0, closed: Collection[int] = ()) -> int | None:
-    """The stage that a newcomer should serve: the weakest; of several equally weak ones, the one with fewest peers.
+def choose_block(layout: Layout, *, num_before: int = 0, closed: Collection[Block] = ()) -> Block | None:
+    """The block that a newcomer should serve: the weakest; of several equally weak ones, the one with fewest peers.
 
     Args:
         num_before: how many other newcomers choose first by the same rule. All newcomers count as usual peers.
-        closed: stages that cannot be entered.
+        closed: blocks that cannot be entered.
 
     Returns:
-        None if no stage can be entered.
+        None if no block can be entered.
     """
-    throughput, num_workers = list(layout.throughput), list(layout.num_workers)
+    throughput, num_workers = dict(layout.throughput), dict(layout.num_workers)
     choice = None
     for _ in range(num_before + 1):
-        open_stages = [stage for stage in range(len(throughput)) if stage not in closed]
-        if not open_stages:
+        open_blocks = [block for block in throughput if block not in closed]
+        if not open_blocks:
             return None
-        choice = min(open_stages, key=lambda stage: (throughput[stage], num_workers[stage], stage))
+        choice = min(open_blocks, key=lambda block: (throughput[block], num_workers[block], block))
         throughput[choice] += layout.usual_speed / layout.costs[choice]
         num_workers[choice] += 1
     return choice
@@ -130,35 +131,35 @@ class _Plan:
     """A plan of moves, each by the most suitable peer, from the view of the peer `own`.
 
     Attributes:
-        throughput: the throughput of each stage after the moves so far.
-        target: the stage to which the last move went.
-        rate: the throughput that the last moved peer had at its former stage.
-        own_target: the stage to which the plan moves `own`; None if it does not.
+        throughput: the throughput of each block after the moves so far.
+        target: the block to which the last move went.
+        rate: the throughput that the last moved peer had at its former block.
+        own_target: the block to which the plan moves `own`; None if it does not.
     """
 
-    def __init__(self, layout: Layout, own: Worker, own_rates: Mapping[int, float], near: float) -> None:
-        self.throughput = list(layout.throughput)
-        self.target, self.rate = own.stage, 0.0
-        self.own_target: int | None = None
+    def __init__(self, layout: Layout, own: Worker, own_rates: Mapping[Block, float], near: float) -> None:
+        self.throughput = dict(layout.throughput)
+        self.target, self.rate = own.block, 0.0
+        self.own_target: Block | None = None
         self._own = own
         self._own_rates = own_rates
         self._near = near
         self._costs = layout.costs
-        self._num_serving = list(layout.num_serving)
+        self._num_serving = dict(layout.num_serving)
         # The inner lists are shared with the layout, and replaced where the plan changes them.
-        self._movable = list(layout.movable)
-        self._movable[own.stage] = [one for one in layout.movable[own.stage] if one[1] != own.peer_id]
+        self._movable = dict(layout.movable)
+        self._movable[own.block] = [one for one in layout.movable[own.block] if one[1] != own.peer_id]
 
     def take_step(self) -> bool:
         """Make the next move. Returns whether there is one."""
-        self.target = target = min(range(len(self.throughput)), key=self.throughput.__getitem__)
+        self.target = target = min(self.throughput, key=self.throughput.__getitem__)
         lowest = self.throughput[target]
-        sources = [s for s in range(len(self.throughput)) if self._num_serving[s] >= 2 and self.throughput[s] > lowest]
+        sources = [b for b, rate in self.throughput.items() if self._num_serving[b] >= 2 and rate > lowest]
         best = max((found for s in sources if (found := self._best_of(s, target))), default=None)
-        own = self._own_level(target) if self.own_target is None and self._own.stage in sources else None
+        own = self._own_level(target) if self.own_target is None and self._own.block in sources else None
         if own is not None and (best is None or self._is_near(own, best, lowest)):
             self.own_target = target
-            self._move(self._own.stage, self._own_rates[self._own.stage], self._own_rates[target])
+            self._move(self._own.block, self._own_rates[self._own.block], self._own_rates[target])
             return True
         if best is None:
             return False
@@ -174,24 +175,24 @@ class _Plan:
         """By how much weaker the weakest stage would be if `own` stayed and the plan's other moves were made."""
         if self.own_target is None:
             return 0.0
-        without = list(self.throughput)
+        without = dict(self.throughput)
         without[self.own_target] -= self._own_rates[self.own_target]
-        without[self._own.stage] += self._own_rates[self._own.stage]
-        return min(self.throughput) - min(without)
+        without[self._own.block] += self._own_rates[self._own.block]
+        return min(self.throughput.values()) - min(without.values())
 
-    def _own_level(self, target: int) -> tuple[float, float] | None:
+    def _own_level(self, target: Block) -> tuple[float, float] | None:
         """If `own` moves: the throughput of the weaker of the two stages, and what is left at its former stage.
 
         None if the move would not raise the weakest stage.
         """
-        lowest, left = self.throughput[target], self.throughput[self._own.stage] - self._own_rates[self._own.stage]
+        lowest, left = self.throughput[target], self.throughput[self._own.block] - self._own_rates[self._own.block]
         level = min(left, lowest + self._own_rates[target])
         return (level, left) if level > lowest * _MORE else None
 
-    def _is_near(self, own: tuple[float, float], best: tuple[float, float, int, int], lowest: float) -> bool:
+    def _is_near(self, own: tuple[float, float], best: tuple[float, float, Block, int], lowest: float) -> bool:
         return own[0] - lowest >= self._near * (best[0] - lowest) and own[1] >= self._near * best[1]
 
-    def _best_of(self, source: int, target: int) -> tuple[float, float, int, int] | None:
+    def _best_of(self, source: Block, target: Block) -> tuple[float, float, Block, int] | None:
         """The result of `_own_level` for the best other peer at a source, with the source and its position there."""
         candidates, lowest = self._movable[source], self.throughput[target]
         # Peers slower than `ideal` bring less to the target, and faster ones leave less at the source.
@@ -207,27 +208,27 @@ class _Plan:
         best = max(found, default=None)
         return best if best is not None and best[0] > lowest * _MORE else None
 
-    def _move(self, source: int, loses: float, gains: float) -> None:
+    def _move(self, source: Block, loses: float, gains: float) -> None:
         self.rate = loses
         self.throughput[source] -= loses
         self.throughput[self.target] += gains
         self._num_serving[source] -= 1
 
 
-def _own_rates(layout: Layout, own: Worker, measured: Mapping[int, float]) -> dict[int, float]:
+def _own_rates(layout: Layout, own: Worker, measured: Mapping[Block, float]) -> dict[Block, float]:
     speed = layout.speed(own)
-    rates = {stage: speed / cost for stage, cost in enumerate(layout.costs)}
-    elsewhere = {stage: rate for stage, rate in measured.items() if rate > 0 and stage != own.stage}
+    rates = {block: speed / cost for block, cost in layout.costs.items()}
+    elsewhere = {block: rate for block, rate in measured.items() if rate > 0 and block != own.block}
     return rates | elsewhere
 
 
-def _best_balance(layout: Layout, own: Worker, rates: Mapping[int, float]) -> float:
+def _best_balance(layout: Layout, own: Worker, rates: Mapping[Block, float]) -> float:
     """The throughput that the weakest stage would have if all work were spread perfectly."""
-    fastest = max(rate * cost for rate, cost in zip(rates.values(), layout.costs, strict=True))
-    return (layout.total_speed - layout.speed(own) + fastest) / sum(layout.costs)
+    fastest = max(rate * cost for rate, cost in zip(rates.values(), layout.costs.values(), strict=True))
+    return (layout.total_speed - layout.speed(own) + fastest) / sum(layout.costs.values())
 
 
-def _margin(layout: Layout, policy: Policy, one: int, other: int) -> float:
+def _margin(layout: Layout, policy: Policy, one: Block, other: Block) -> float:
     root = math.sqrt(layout.squares[one] + layout.squares[other])
     num_peers = layout.num_workers[one] + layout.num_workers[other]
     return root * min(policy.hysteresis, policy.enough / math.sqrt(max(1, num_peers)))

@@ -12,9 +12,9 @@ from collections.abc import Collection, Mapping, Sequence, Set
 
 from swarm.config import RunConfig
 from swarm.model.stages import layer_ranges
-from swarm.rebalancing.decision import DEFAULT, choose_stage, decide
+from swarm.rebalancing.decision import DEFAULT, choose_block, decide
 from swarm.rebalancing.layout import Layout, layout_of, newcomers_before, without_choosing
-from swarm.types import ClaimRecord, PeerId, PeerRecord
+from swarm.types import Block, ClaimRecord, PeerId, PeerRecord
 
 PRIOR_SECONDS = 3600.0
 """The stay that is assumed at first, as if one peer had been watched for this long and had then left."""
@@ -25,14 +25,15 @@ AVOID_SECONDS = 60.0
 MAX_AVOID_SECONDS = 3600.0
 
 
-def stage_costs(config: RunConfig) -> tuple[float, ...]:
-    """Relative cost of a sample at each stage, 1 on average: the number of multiplications in a forward pass.
+def costs_of(config: RunConfig) -> dict[Block, float]:
+    """Relative cost of a sample at each block, 1 on average: the number of multiplications in a forward pass.
 
     Of a custom class only the number of layers is known, so they count as equal.
     """
-    work = [_work(config, stage, len(layers)) for stage, layers in enumerate(layer_ranges(config))]
-    mean = statistics.fmean(work)
-    return tuple(stage_work / mean for stage_work in work)
+    layers = layer_ranges(config)
+    work = {block: _work(config, block.stage, len(layers[block.stage])) for block in config.blocks}
+    mean = statistics.fmean(work.values())
+    return {block: of_block / mean for block, of_block in work.items()}
 
 
 def _work(config: RunConfig, stage: int, num_layers: int) -> float:
@@ -76,23 +77,23 @@ class Stays:
         return self._peer_seconds / self._num_departures
 
 
-Records = Mapping[int, Sequence[PeerRecord]]
+Records = Mapping[Block, Sequence[PeerRecord]]
 
 
 class Judgement:
-    """One peer's conclusions. Every argument `closed` holds the stages that the peer cannot enter.
+    """One peer's conclusions. Every argument `closed` holds the blocks that the peer cannot enter.
 
-    Every `now` is seconds of a clock that never goes back. The peer also avoids stages that it failed to enter.
+    Every `now` is seconds of a clock that never goes back. The peer also avoids blocks that it failed to enter.
     """
 
-    def __init__(self, *, own_id: PeerId, costs: Sequence[float]) -> None:
+    def __init__(self, *, own_id: PeerId, costs: Mapping[Block, float]) -> None:
         self._own_id = own_id
         self._costs = costs
         self._policy = DEFAULT
         self._stays = Stays()
-        self._rates: dict[int, float] = {}
-        self._avoided: dict[int, tuple[float, float]] = {}
-        """Until when each stage is avoided, and for how long it will be the next time."""
+        self._rates: dict[Block, float] = {}
+        self._avoided: dict[Block, tuple[float, float]] = {}
+        """Until when each block is avoided, and for how long it will be the next time."""
         self._saw_gap = False
 
     def look(self, present: Set[PeerId], now: float) -> None:
@@ -101,25 +102,25 @@ class Judgement:
 
     # -- joining -----------------------------------------------------------------------------------------------------
 
-    def first_choice(self, records: Records, claims: Sequence[ClaimRecord], closed: Collection[int]) -> int | None:
-        """The stage that this newcomer should claim; None if there is none that it can enter."""
+    def first_choice(self, records: Records, claims: Sequence[ClaimRecord], closed: Collection[Block]) -> Block | None:
+        """The block that this newcomer should claim; None if there is none that it can enter."""
         others = [claim for claim in claims if claim.peer_id != self._own_id]
-        return choose_stage(layout_of(self._without_own(records), others, self._costs), closed=closed)
+        return choose_block(layout_of(self._without_own(records), others, self._costs), closed=closed)
 
     def choice(
-        self, records: Records, claims: Sequence[ClaimRecord], own: ClaimRecord, closed: Collection[int]
-    ) -> int | None:
-        """The stage that this newcomer should serve, after the second look.
+        self, records: Records, claims: Sequence[ClaimRecord], own: ClaimRecord, closed: Collection[Block]
+    ) -> Block | None:
+        """The block that this newcomer should serve, after the second look.
 
         Each of several newcomers that start together places those before it by the same rule.
         """
         layout = layout_of(self._without_own(records), without_choosing(claims), self._costs, own=own)
-        return choose_stage(layout, num_before=len(newcomers_before(claims, own, layout)), closed=closed)
+        return choose_block(layout, num_before=len(newcomers_before(claims, own, layout)), closed=closed)
 
     def _without_own(self, records: Records) -> Records:
         """The records without those of this peer's id. A newcomer has no record yet, so such a record is from a killed
         process, whose stage may now be the one that needs a peer."""
-        return {stage: [r for r in row if r.peer_id != self._own_id] for stage, row in records.items()}
+        return {block: [r for r in row if r.peer_id != self._own_id] for block, row in records.items()}
 
     # -- moving ------------------------------------------------------------------------------------------------------
 
@@ -127,39 +128,39 @@ class Judgement:
         """Note that the peer has begun to serve a stage: a gap that it saw from another stage does not count."""
         self._saw_gap = False
 
-    def measured(self, stage: int, samples_per_second: float) -> None:
-        """Note the throughput that the peer has measured at the stage that it serves."""
-        self._rates[stage] = samples_per_second
+    def measured(self, block: Block, samples_per_second: float) -> None:
+        """Note the throughput that the peer has measured at the block that it serves."""
+        self._rates[block] = samples_per_second
 
-    def wants(self, layout: Layout, closed: Collection[int], now: float) -> int | None:
-        """The stage that the peer should claim; None if it should stay until its next look."""
+    def wants(self, layout: Layout, closed: Collection[Block], now: float) -> Block | None:
+        """The block that the peer should claim; None if it should stay until its next look."""
         target = self._decide(layout, closed, now, waited=self._saw_gap)
         if target is None:
             self._saw_gap = self._decide(layout, closed, now, waited=True) is not None
         return target
 
-    def still_wants(self, layout: Layout, target: int, closed: Collection[int], now: float) -> bool:
+    def still_wants(self, layout: Layout, target: Block, closed: Collection[Block], now: float) -> bool:
         """Whether the move to `target` is still called for, after the second look (`layout_of` with `own`)."""
         return self._decide(layout, closed, now, waited=self._saw_gap) == target
 
-    def _decide(self, layout: Layout, closed: Collection[int], now: float, *, waited: bool) -> int | None:
+    def _decide(self, layout: Layout, closed: Collection[Block], now: float, *, waited: bool) -> Block | None:
         policy = dataclasses.replace(self._policy, stay_seconds=self._stays.mean_seconds)
         closed = self.avoided(now) | set(closed)
         return decide(layout, self._own_id, policy, own_rates=self._rates, closed=closed, waited=waited)
 
     # -- how a move ended --------------------------------------------------------------------------------------------
 
-    def arrived(self, stage: int, *, move_seconds: float | None) -> None:
-        """Note that the peer serves a stage now. The next move is expected to take as long as this one did."""
+    def arrived(self, block: Block, *, move_seconds: float | None) -> None:
+        """Note that the peer serves a block now. The next move is expected to take as long as this one did."""
         if move_seconds is not None:
             self._policy = dataclasses.replace(self._policy, move_seconds=move_seconds)
-        self._avoided.pop(stage, None)
+        self._avoided.pop(block, None)
 
-    def gave_up(self, stage: int, now: float) -> None:
-        """Avoid a stage for a while, because the peer could not leave for it or not enter it."""
-        _, seconds = self._avoided.get(stage, (0.0, AVOID_SECONDS))
-        self._avoided[stage] = now + seconds, min(2 * seconds, MAX_AVOID_SECONDS)
+    def gave_up(self, block: Block, now: float) -> None:
+        """Avoid a block for a while, because the peer could not leave for it or not enter it."""
+        _, seconds = self._avoided.get(block, (0.0, AVOID_SECONDS))
+        self._avoided[block] = now + seconds, min(2 * seconds, MAX_AVOID_SECONDS)
 
-    def avoided(self, now: float) -> set[int]:
-        """The stages that the peer avoids now, because it has failed to enter them."""
-        return {stage for stage, (until, _) in self._avoided.items() if until > now}
+    def avoided(self, now: float) -> set[Block]:
+        """The blocks that the peer avoids now, because it has failed to enter them."""
+        return {block for block, (until, _) in self._avoided.items() if until > now}

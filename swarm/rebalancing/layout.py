@@ -1,6 +1,6 @@
-"""Which peers work at which stage, and each stage's throughput: what follows from the DHT's records and claims.
+"""Which peers work at which block, and each block's throughput: what follows from the DHT's records and claims.
 
-A claim names the stage that its peer is about to serve. Other peers count that peer as if it were there already, so
+A claim names the block that its peer is about to serve. Other peers count that peer as if it were there already, so
 that two peers do not fill one gap. A peer that claims looks again a little later, when it can see all claims that were
 made at the same time. It counts the claims that come before its own, and leaves out those that come after. All peers
 order claims in the same way, so of two that want the same gap one finds it taken. Pure.
@@ -11,66 +11,66 @@ from bisect import insort
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from swarm.types import ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState
+from swarm.types import Block, ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState
 
 
 @dataclass(frozen=True, kw_only=True)
 class Worker:
     peer_id: PeerId
-    stage: int
-    """The stage where the peer counts. A peer on its way counts where it goes."""
+    block: Block
+    """The block where the peer counts. A peer on its way counts where it goes."""
     speed: float = 0.0
-    """Samples per second at a stage of relative cost 1; 0 if unmeasured, which counts as the others' median."""
+    """Samples per second at a block of relative cost 1; 0 if unmeasured, which counts as the others' median."""
     serving: bool = True
-    """Whether the peer serves that stage already, and stays."""
+    """Whether the peer serves that block already, and stays."""
     movable: bool = False
     """Whether the peer moves if that is called for; a peer that is on its way does not."""
 
 
 class Layout:
-    """All peers of a run, by stage.
+    """All peers of a run, by block.
 
     Attributes:
-        costs: relative cost of a sample, by stage.
+        costs: relative cost of a sample, by block, in the order of the pipeline.
         workers: the peers, by id.
-        throughput: samples per second of each stage: the sum over its peers.
-        squares: by stage: the sum of the squares of its peers' samples per second.
-        num_workers: how many peers count at each stage.
+        throughput: samples per second of each block: the sum over its peers.
+        squares: by block: the sum of the squares of its peers' samples per second.
+        num_workers: how many peers count at each block.
         num_serving: how many of these serve it already.
-        movable: by stage, (speed, peer id) of the peers that may move, the slowest first.
+        movable: by block, (speed, peer id) of the peers that may move, the slowest first.
         usual_speed: the median of the measured speeds; 1 if no peer is measured.
         total_speed: the speed of all peers together.
     """
 
-    def __init__(self, workers: Iterable[Worker], costs: Sequence[float]) -> None:
-        self.costs = tuple(costs)
+    def __init__(self, workers: Iterable[Worker], costs: Mapping[Block, float]) -> None:
+        self.costs = dict(costs)
         self.workers = {worker.peer_id: worker for worker in workers}
         measured = [worker.speed for worker in self.workers.values() if worker.speed > 0]
         self.usual_speed = statistics.median(measured) if measured else 1.0
-        self.throughput = [0.0] * len(costs)
-        self.squares = [0.0] * len(costs)
-        self.num_workers = [0] * len(costs)
-        self.num_serving = [0] * len(costs)
-        self.movable: list[list[tuple[float, PeerId]]] = [[] for _ in costs]
+        self.throughput = dict.fromkeys(costs, 0.0)
+        self.squares = dict.fromkeys(costs, 0.0)
+        self.num_workers = dict.fromkeys(costs, 0)
+        self.num_serving = dict.fromkeys(costs, 0)
+        self.movable: dict[Block, list[tuple[float, PeerId]]] = {block: [] for block in costs}
         self.total_speed = 0.0
         for worker in self.workers.values():
             speed = self.speed(worker)
-            rate = speed / self.costs[worker.stage]
+            rate = speed / self.costs[worker.block]
             self.total_speed += speed
-            self.throughput[worker.stage] += rate
-            self.squares[worker.stage] += rate * rate
-            self.num_workers[worker.stage] += 1
-            self.num_serving[worker.stage] += worker.serving
+            self.throughput[worker.block] += rate
+            self.squares[worker.block] += rate * rate
+            self.num_workers[worker.block] += 1
+            self.num_serving[worker.block] += worker.serving
             if worker.movable and worker.serving:
-                insort(self.movable[worker.stage], (speed, worker.peer_id))
+                insort(self.movable[worker.block], (speed, worker.peer_id))
 
     def speed(self, worker: Worker) -> float:
-        """A peer's samples per second at a stage of cost 1; if unmeasured, the usual speed."""
+        """A peer's samples per second at a block of cost 1; if unmeasured, the usual speed."""
         return worker.speed if worker.speed > 0 else self.usual_speed
 
     @property
     def pipeline_throughput(self) -> float:
-        return min(self.throughput)
+        return min(self.throughput.values())
 
 
 def comes_before(one: ClaimRecord, other: ClaimRecord) -> bool:
@@ -80,40 +80,40 @@ def comes_before(one: ClaimRecord, other: ClaimRecord) -> bool:
 
 
 def layout_of(
-    records: Mapping[int, Sequence[PeerRecord]],
+    records: Mapping[Block, Sequence[PeerRecord]],
     claims: Iterable[ClaimRecord],
-    costs: Sequence[float],
+    costs: Mapping[Block, float],
     *,
     own: ClaimRecord | None = None,
 ) -> Layout:
-    """The layout of all peers, each at the stage where it counts.
+    """The layout of all peers, each at the block where it counts.
 
     Args:
-        records: the peers' records by stage, whatever their state.
-        costs: relative cost of a sample, by stage.
+        records: the peers' records by block, whatever their state.
+        costs: relative cost of a sample, by block.
         own: this peer's claim, if it has made one. Then this peer, and those whose claims come later, count where they
             are now.
     """
     latest: dict[str, PeerRecord] = {}
     for record in (record for row in records.values() for record in row):
         known = latest.get(record.peer_id)
-        if record.stage < len(costs) and (known is None or known.announced_at < record.announced_at):
+        if record.block in costs and (known is None or known.announced_at < record.announced_at):
             latest[record.peer_id] = record
     counted = {
         claim.peer_id: claim
         for claim in claims
         if claim.state is not ClaimState.WITHDRAWN
-        and claim.stage < len(costs)
+        and claim.block in costs
         and (own is None or (claim.peer_id != own.peer_id and comes_before(claim, own)))
     }
     workers = [_worker(record, counted.pop(peer_id, None), costs) for peer_id, record in latest.items()]
     # Newcomers have claims, but no records yet.
-    newcomers = [Worker(peer_id=PeerId(claim.peer_id), stage=claim.stage, serving=False) for claim in counted.values()]
+    newcomers = [Worker(peer_id=PeerId(claim.peer_id), block=claim.block, serving=False) for claim in counted.values()]
     return Layout([*(worker for worker in workers if worker is not None), *newcomers], costs)
 
 
 def newcomers_before(claims: Iterable[ClaimRecord], own: ClaimRecord, layout: Layout) -> list[ClaimRecord]:
-    """The claims of newcomers that are choosing a stage now, and come before this peer.
+    """The claims of newcomers that are choosing a block now, and come before this peer.
 
     Claims of peers that count already are left out: a peer that has just arrived may still be listed with one.
     """
@@ -129,16 +129,16 @@ def _is_choosing(claim: ClaimRecord) -> bool:
     return claim.from_stage is None and claim.state is ClaimState.PENDING
 
 
-def _worker(record: PeerRecord, claim: ClaimRecord | None, costs: Sequence[float]) -> Worker | None:
-    speed = record.samples_per_second * costs[record.stage]
+def _worker(record: PeerRecord, claim: ClaimRecord | None, costs: Mapping[Block, float]) -> Worker | None:
+    speed = record.samples_per_second * costs[record.block]
     peer_id, serves = PeerId(record.peer_id), record.state is PeerState.SERVING
-    has_arrived = claim is not None and serves and record.stage == claim.stage
+    has_arrived = claim is not None and serves and record.block == claim.block
     if claim is not None and not has_arrived:
-        return Worker(peer_id=peer_id, stage=claim.stage, speed=speed, serving=False)
+        return Worker(peer_id=peer_id, block=claim.block, speed=speed, serving=False)
     if record.state is PeerState.LEAVING:
         return None
     movable = serves and record.movable and not has_arrived
-    return Worker(peer_id=peer_id, stage=record.stage, speed=speed, serving=serves, movable=movable)
+    return Worker(peer_id=peer_id, block=record.block, speed=speed, serving=serves, movable=movable)
 
 
 def _order(claim: ClaimRecord) -> tuple[bool, float, str]:

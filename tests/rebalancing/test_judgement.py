@@ -6,7 +6,7 @@ import pytest
 
 from swarm.config import ModelConfig, RunConfig, StagesConfig
 from swarm.model.stages import build_stage
-from swarm.rebalancing.judgement import PRIOR_SECONDS, Stays, stage_costs
+from swarm.rebalancing.judgement import PRIOR_SECONDS, Stays, costs_of
 from swarm.types import PeerId
 
 
@@ -40,8 +40,14 @@ def _config(**model: object) -> RunConfig:
     )
 
 
+def _costs(config: RunConfig) -> list[float]:
+    costs = costs_of(config)
+    assert tuple(costs) == config.blocks
+    return list(costs.values())
+
+
 def test_the_mean_is_one_and_the_head_costs() -> None:
-    costs = stage_costs(_config(vocab_size=50_000))
+    costs = _costs(_config(vocab_size=50_000))
     assert sum(costs) == pytest.approx(3)
     assert costs[0] == pytest.approx(costs[1], rel=0.01)
     assert costs[2] > 5 * costs[1]
@@ -49,12 +55,12 @@ def test_the_mean_is_one_and_the_head_costs() -> None:
 
 def test_layers_count() -> None:
     config = dataclasses.replace(_config(), stages=StagesConfig(num_stages=3, layers_per_stage=(1, 2, 3)))
-    costs = stage_costs(config)
+    costs = _costs(config)
     assert costs[1] == pytest.approx(2 * costs[0], rel=0.01)
     own = dataclasses.replace(config, model=dataclasses.replace(config.model, custom_class="a.b:C"))
-    assert stage_costs(own) == pytest.approx((0.5, 1, 1.5))
+    assert _costs(own) == pytest.approx((0.5, 1, 1.5))
     none = dataclasses.replace(config, stages=StagesConfig(num_stages=3, layers_per_stage=(0, 3, 3)))
-    assert 0 < stage_costs(none)[0] < 0.01
+    assert 0 < _costs(none)[0] < 0.01
 
 
 @pytest.mark.parametrize(
@@ -64,7 +70,7 @@ def test_multiplications_are_those_of_the_matrices(model: dict[str, object]) -> 
     """There is only one token, so attention has next to no multiplications between tokens."""
     config = _config(num_heads=4, num_kv_heads=2, vocab_size=1000, **model)
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, sequence_length=1))
-    costs = stage_costs(config)
+    costs = _costs(config)
     matrices = [
         sum(
             p.numel()

@@ -6,11 +6,12 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.rebalancing.decision import choose_stage, decide
+from swarm.rebalancing.decision import choose_block, decide
 from swarm.rebalancing.layout import comes_before, layout_of, newcomers_before, without_choosing
-from swarm.types import ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState
+from swarm.types import Block, ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState
+from tests.rebalancing.places import by_block
 
-COSTS = (1.0, 2.0, 1.0)
+COSTS = by_block([1.0, 2.0, 1.0])
 
 
 def _id(number: int) -> PeerId:
@@ -33,24 +34,24 @@ def _claim(number: int, stage: int, from_stage: int | None = None, **fields: Any
     return ClaimRecord.model_validate({**values, **fields})
 
 
-def _by_stage(*records: PeerRecord) -> dict[int, list[PeerRecord]]:
-    return {stage: [record for record in records if record.stage == stage] for stage in range(len(COSTS))}
+def _by_stage(*records: PeerRecord) -> dict[Block, list[PeerRecord]]:
+    return {block: [record for record in records if record.block == block] for block in COSTS}
 
 
 def test_a_peer_on_its_way_counts_where_it_goes_with_what_it_will_manage_there() -> None:
     records = _by_stage(_record(1, 0), _record(2, 0), _record(3, 1), _record(4, 2))
     now = layout_of(records, [_claim(1, 1, from_stage=0)], COSTS)
-    assert now.throughput == [6.0, 6.0 + 3.0, 6.0]
-    assert now.num_serving == [1, 1, 1]
+    assert list(now.throughput.values()) == [6.0, 6.0 + 3.0, 6.0]
+    assert list(now.num_serving.values()) == [1, 1, 1]
     assert decide(now, _id(1)) is None, "it does not move again before it has arrived"
     withdrawn = layout_of(records, [_claim(1, 1, from_stage=0, state=ClaimState.WITHDRAWN)], COSTS)
-    assert withdrawn.throughput == [12.0, 6.0, 6.0]
+    assert list(withdrawn.throughput.values()) == [12.0, 6.0, 6.0]
 
 
 def test_a_leaving_peer_counts_only_if_it_is_on_its_way() -> None:
     records = _by_stage(_record(1, 0, state=PeerState.LEAVING), _record(2, 0), _record(3, 1))
-    assert layout_of(records, [], COSTS).throughput == [6.0, 6.0, 0.0]
-    assert layout_of(records, [_claim(1, 2, from_stage=0)], COSTS).throughput == [6.0, 6.0, 6.0]
+    assert list(layout_of(records, [], COSTS).throughput.values()) == [6.0, 6.0, 0.0]
+    assert list(layout_of(records, [_claim(1, 2, from_stage=0)], COSTS).throughput.values()) == [6.0, 6.0, 6.0]
 
 
 def test_a_peer_that_has_arrived_is_counted_once_and_where_it_is() -> None:
@@ -58,14 +59,14 @@ def test_a_peer_that_has_arrived_is_counted_once_and_where_it_is() -> None:
     new = _record(1, 2, announced_at=105.0, samples_per_second=4.0)
     claim = _claim(1, 2, from_stage=0, state=ClaimState.CONFIRMED)
     now = layout_of(_by_stage(old, new, _record(2, 0)), [claim], COSTS)
-    assert now.throughput == [6.0, 0.0, 4.0]
-    assert now.num_serving == [1, 0, 1]
+    assert list(now.throughput.values()) == [6.0, 0.0, 4.0]
+    assert list(now.num_serving.values()) == [1, 0, 1]
     assert not now.workers[_id(1)].movable, "not before it has said so"
 
 
 def test_newcomers_count_as_usual_peers() -> None:
     now = layout_of(_by_stage(_record(1, 0)), [_claim(9, 1, state=ClaimState.CONFIRMED)], COSTS)
-    assert now.throughput == [6.0, 3.0, 0.0]
+    assert list(now.throughput.values()) == [6.0, 3.0, 0.0]
 
 
 def test_at_the_second_look_only_what_comes_before_counts() -> None:
@@ -73,9 +74,9 @@ def test_at_the_second_look_only_what_comes_before_counts() -> None:
     own = _claim(2, 1, from_stage=0)
     earlier, later = _claim(1, 1, from_stage=0, claimed_at=99.0), _claim(3, 1, from_stage=0, claimed_at=101.0)
     under_way = _claim(5, 1, from_stage=2, claimed_at=102.0, state=ClaimState.CONFIRMED)
-    assert layout_of(records, [own, later], COSTS, own=own).num_serving == [3, 0, 2]
-    assert layout_of(records, [own, earlier], COSTS, own=own).num_serving == [2, 0, 2]
-    assert layout_of(records, [own, under_way], COSTS, own=own).num_serving == [3, 0, 1]
+    assert list(layout_of(records, [own, later], COSTS, own=own).num_serving.values()) == [3, 0, 2]
+    assert list(layout_of(records, [own, earlier], COSTS, own=own).num_serving.values()) == [2, 0, 2]
+    assert list(layout_of(records, [own, under_way], COSTS, own=own).num_serving.values()) == [3, 0, 1]
     same_time = _claim(1, 1, from_stage=0)
     assert comes_before(same_time, own)
     assert not comes_before(own, same_time)
@@ -91,32 +92,43 @@ def test_of_all_who_claim_at_once_only_as_many_go_as_there_are_gaps(
     stages: list[int], times: list[int], seed: int
 ) -> None:
     """All peers decide from the same records, claim, look again, and go or not, as if they had taken turns."""
-    costs = (1.0, 1.0, 1.0)
+    costs = by_block([1.0, 1.0, 1.0])
     records = _by_stage(*(_record(number, stage) for number, stage in enumerate(stages)))
     first = layout_of(records, [], costs)
     targets = {number: decide(first, _id(number)) for number in range(len(stages))}
     claims = [
-        _claim(number, target, from_stage=stages[number], claimed_at=float(times[number]))
+        _claim(number, target.stage, from_stage=stages[number], claimed_at=float(times[number]))
         for number, target in targets.items()
         if target is not None
     ]
     # This holds in whichever order they look again, and whether the first ones have confirmed by then or not.
     in_turn = random.Random(seed).sample(claims, len(claims))
-    going = [o for o in in_turn if decide(layout_of(records, claims, costs, own=o), PeerId(o.peer_id)) == o.stage]
+    going = [o for o in in_turn if decide(layout_of(records, claims, costs, own=o), PeerId(o.peer_id)) == o.block]
     after = layout_of(records, going, costs)
     best = len(stages) // 3
     assert after.pipeline_throughput >= first.pipeline_throughput
     gaps = sum(max(0, best - stages.count(stage)) for stage in range(3))
     assert len(going) <= gaps
     assert bool(going) == bool(claims), "the first of them finds nothing in its way"
-    assert all(count >= 1 for count, stage in zip(after.num_serving, range(3), strict=True) if stages.count(stage))
+    assert all(
+        count >= 1 for count, stage in zip(after.num_serving.values(), range(3), strict=True) if stages.count(stage)
+    )
 
 
 def test_newcomers_at_the_same_time_spread() -> None:
     choosing = [_claim(number, 0, claimed_at=100.0 + number % 3) for number in range(9)]
-    costs = (1.0, 1.0, 1.0)
+    costs = by_block([1.0, 1.0, 1.0])
     chosen = []
     for own in choosing:
         now = layout_of({}, without_choosing(choosing), costs, own=own)
-        chosen.append(choose_stage(now, num_before=len(newcomers_before(choosing, own, now))))
-    assert sorted(chosen) == [0, 0, 0, 1, 1, 1, 2, 2, 2]  # type: ignore[type-var]  # None would not sort
+        chosen.append(choose_block(now, num_before=len(newcomers_before(choosing, own, now))))
+    assert sorted(chosen) == [Block(number // 3) for number in range(9)]  # type: ignore[type-var]  # None would not sort
+
+
+def test_variants_of_a_stage_are_blocks_of_their_own() -> None:
+    costs = {Block(0): 1.0, Block(1): 1.0, Block(1, 1): 1.0}
+    records = {Block(0): [_record(1, 0), _record(2, 0)], Block(1): [_record(3, 1)]}
+    now = layout_of(records, [], costs)
+    assert decide(now, _id(1)) == choose_block(now) == Block(1, 1)
+    gone = layout_of(records, [_claim(1, 1, from_stage=0, variant=1)], costs)
+    assert list(gone.throughput.values()) == [6.0, 6.0, 6.0]

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from swarm.rebalancing.decision import DEFAULT, decide
 from swarm.rebalancing.layout import Layout, Worker
-from swarm.types import PeerId
-from tests.rebalancing.places import moved, settle, with_speeds
+from swarm.types import Block, PeerId
+from tests.rebalancing.places import by_block, moved, settle, with_speeds
 
 speeds = st.floats(0.05, 20.0)
 
@@ -23,20 +23,20 @@ def layouts(draw: st.DrawFn, *, min_peers: int = 1, equal: bool = False) -> Layo
     )
     workers = [
         Worker(
-            peer_id=PeerId(f"{number}"), stage=draw(st.integers(0, num_stages - 1)),
+            peer_id=PeerId(f"{number}"), block=Block(draw(st.integers(0, num_stages - 1))),
             speed=1.0 if equal else draw(st.one_of(speeds, st.just(0.0))), serving=equal or draw(st.integers(0, 9)) > 0,
             movable=equal or draw(st.integers(0, 4)) > 0,
         )
         for number in range(draw(st.integers(min_peers, 25)))
     ]  # fmt: skip
-    return Layout(workers, costs)
+    return Layout(workers, by_block(costs))
 
 
 @settings(max_examples=60)
 @given(layouts(), st.integers(0, 2**32))
 def test_a_move_never_lowers_the_throughput_nor_empties_a_stage(now: Layout, seed: int) -> None:
     for peer_id, _, after in settle(now, random.Random(seed)):
-        source = now.workers[peer_id].stage
+        source = now.workers[peer_id].block
         assert after.pipeline_throughput >= now.pipeline_throughput
         # That holds also while the peer is on its way, when it counts nowhere.
         assert now.throughput[source] - now.speed(now.workers[peer_id]) / now.costs[source] >= now.pipeline_throughput
@@ -53,14 +53,14 @@ def test_it_settles(now: Layout, seed: int) -> None:
 
 def test_a_peer_does_not_go_to_and_fro_for_the_sake_of_a_move_that_another_does_not_make() -> None:
     """The fast peer stays at the stage where a sample costs little: its figure there is too uncertain for a move."""
-    slow = [Worker(peer_id=PeerId(f"slow {n}"), stage=0, movable=n > 0) for n in range(5)]
+    slow = [Worker(peer_id=PeerId(f"slow {n}"), block=Block(0), movable=n > 0) for n in range(5)]
     others = [
-        Worker(peer_id=PeerId("fast"), stage=2, speed=2.0, movable=True),
-        Worker(peer_id=PeerId("slowest"), stage=2, speed=0.05),
-        *(Worker(peer_id=PeerId(f"joining {n}"), stage=2, serving=False) for n in range(2)),
+        Worker(peer_id=PeerId("fast"), block=Block(2), speed=2.0, movable=True),
+        Worker(peer_id=PeerId("slowest"), block=Block(2), speed=0.05),
+        *(Worker(peer_id=PeerId(f"joining {n}"), block=Block(2), serving=False) for n in range(2)),
     ]
-    moves = settle(Layout([*slow, *others], [3.0, 3.0, 0.25]), random.Random(0), limit=3)
-    assert {stage for _, stage, _ in moves} == {1}
+    moves = settle(Layout([*slow, *others], by_block([3.0, 3.0, 0.25])), random.Random(0), limit=3)
+    assert {block for _, block, _ in moves} == {Block(1)}
 
 
 @settings(max_examples=60)
@@ -68,7 +68,7 @@ def test_a_peer_does_not_go_to_and_fro_for_the_sake_of_a_move_that_another_does_
 def test_equal_peers_settle_at_the_best_there_is(now: Layout, seed: int) -> None:
     """They do so with no more moves than there are gaps."""
     best = len(now.workers) // len(now.costs)
-    gaps = sum(max(0, best - round(throughput)) for throughput in now.throughput)
+    gaps = sum(max(0, best - round(throughput)) for throughput in now.throughput.values())
     moves = settle(now, random.Random(seed))
     final = moves[-1][2] if moves else now
     assert final.pipeline_throughput == best
@@ -82,12 +82,12 @@ def test_a_settled_swarm_has_no_single_move_worth_making(now: Layout, seed: int)
     moves = settle(now, random.Random(seed))
     now = moves[-1][2] if moves else now
     for worker in now.workers.values():
-        if not (worker.movable and worker.serving) or now.num_serving[worker.stage] < 2:
+        if not (worker.movable and worker.serving) or now.num_serving[worker.block] < 2:
             continue
-        for target in set(range(len(now.costs))) - {worker.stage}:
+        for target in now.costs.keys() - {worker.block}:
             gain = moved(now, worker.peer_id, target).pipeline_throughput - now.pipeline_throughput
-            most = 2 * (now.squares[worker.stage] + now.squares[target]) ** 0.5 * DEFAULT.hysteresis
-            assert gain <= max(most, 0.02 * now.speed(worker) / now.costs[worker.stage])
+            most = 2 * (now.squares[worker.block] + now.squares[target]) ** 0.5 * DEFAULT.hysteresis
+            assert gain <= max(most, 0.02 * now.speed(worker) / now.costs[worker.block])
 
 
 def test_noise_moves_hardly_anybody() -> None:
@@ -118,12 +118,12 @@ def _any_layout(rng: random.Random) -> Layout:
     num_stages = rng.randint(2, 5)
     workers = [
         Worker(
-            peer_id=PeerId(str(number)), stage=rng.randrange(num_stages), movable=True,
+            peer_id=PeerId(str(number)), block=Block(rng.randrange(num_stages)), movable=True,
             speed=rng.choice([1.0, rng.uniform(1, 3), rng.uniform(0.05, 20)]),
         )
         for number in range(rng.randint(2, 25))
     ]  # fmt: skip
-    return Layout(workers, [rng.uniform(0.2, 3) for _ in range(num_stages)])
+    return Layout(workers, by_block([rng.uniform(0.2, 3) for _ in range(num_stages)]))
 
 
 @settings(max_examples=60)
@@ -137,6 +137,6 @@ def test_of_two_movers_the_later_one_counts_the_first(now: Layout, seed: int) ->
     after = moved(now, first, to_first)
     again = decide(after, second)
     if again is not None:
-        source = after.workers[second].stage
+        source = after.workers[second].block
         assert after.num_serving[source] >= 2
         assert moved(after, second, again).pipeline_throughput >= after.pipeline_throughput

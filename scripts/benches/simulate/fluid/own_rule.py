@@ -7,7 +7,7 @@ from scripts.benches.simulate.fluid.swarm import FluidSwarm
 from swarm.rebalancing.decision import next_check_seconds
 from swarm.rebalancing.judgement import SETTLE_SECONDS, Judgement
 from swarm.rebalancing.layout import Layout, layout_of
-from swarm.types import ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState
+from swarm.types import Block, ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState
 
 
 class NoRule:
@@ -72,7 +72,7 @@ class OwnRule(NoRule):
     def __init__(self, swarm: FluidSwarm, rng: random.Random) -> None:
         super().__init__(swarm, rng)
         self._timeline = swarm.timeline
-        self._costs = (1.0,) * swarm.num_stages
+        self._costs = dict.fromkeys(map(Block, range(swarm.num_stages)), 1.0)
         self._judgements: dict[int, Judgement] = {}
         self._records: dict[int, PeerRecord] = {}
         self._claims: dict[int, ClaimRecord] = {}
@@ -82,15 +82,15 @@ class OwnRule(NoRule):
     # -- the DHT -----------------------------------------------------------------------------------------------------
 
     def _changed(self) -> None:
-        self._rows: dict[int, list[PeerRecord]] | None = None
+        self._rows: dict[Block, list[PeerRecord]] | None = None
         self._layout: Layout | None = None
         self._listed: frozenset[PeerId] = frozenset()
 
-    def _read(self) -> dict[int, list[PeerRecord]]:
+    def _read(self) -> dict[Block, list[PeerRecord]]:
         if self._rows is None:
-            self._rows = {stage: [] for stage in range(len(self._costs))}
+            self._rows = {block: [] for block in self._costs}
             for record in self._records.values():
-                self._rows[record.stage].append(record)
+                self._rows[record.block].append(record)
             self._listed = frozenset(_id(peer) for peer in self._records.keys() | self._claims.keys())
         return self._rows
 
@@ -137,9 +137,9 @@ class OwnRule(NoRule):
 
     def came(self, peer: int) -> None:
         self._judgements[peer] = judgement = Judgement(own_id=_id(peer), costs=self._costs)
-        stage = judgement.first_choice(self._read(), list(self._claims.values()), ())
-        assert stage is not None, "every stage can be entered"
-        own = self._claim(peer, stage, None)
+        block = judgement.first_choice(self._read(), list(self._claims.values()), ())
+        assert block is not None, "every stage can be entered"
+        own = self._claim(peer, block.stage, None)
         self._timeline.after(SETTLE_SECONDS, lambda: self._join(peer, own))
 
     def left(self, peer: int) -> None:
@@ -154,10 +154,10 @@ class OwnRule(NoRule):
     def _join(self, peer: int, own: ClaimRecord) -> None:
         if (judgement := self._judgements.get(peer)) is None:
             return
-        stage = judgement.choice(self._read(), list(self._claims.values()), own, ())
-        assert stage is not None, "every stage can be entered"
-        self._confirm(peer, stage)
-        self._swarm.join(peer, stage, lambda: self._arrived(peer, move_seconds=None))
+        block = judgement.choice(self._read(), list(self._claims.values()), own, ())
+        assert block is not None, "every stage can be entered"
+        self._confirm(peer, block.stage)
+        self._swarm.join(peer, block.stage, lambda: self._arrived(peer, move_seconds=None))
 
     def _arrived(self, peer: int, *, move_seconds: float | None) -> None:
         stage = self._swarm.stage_of[peer]
@@ -165,7 +165,7 @@ class OwnRule(NoRule):
         if peer in self._claims:
             self._withdraw(peer)
         judgement = self._judgements[peer]
-        judgement.arrived(stage, move_seconds=move_seconds)
+        judgement.arrived(Block(stage), move_seconds=move_seconds)
         judgement.serves()
         self._will_look(peer)
 
@@ -179,17 +179,17 @@ class OwnRule(NoRule):
             return
         rows, now, stage = self._read(), self._timeline.monotonic(), self._swarm.stage_of[peer]
         judgement.look(self._listed, now)
-        judgement.measured(stage, self._records[peer].samples_per_second)
+        judgement.measured(Block(stage), self._records[peer].samples_per_second)
         if self._layout is None:
             self._layout = layout_of(rows, self._claims.values(), self._costs)
         target = judgement.wants(self._layout, (), now)
-        if target is None or not self._can_spare(peer, stage) or not self._swarm.peers[target]:
+        if target is None or not self._can_spare(peer, stage) or not self._swarm.peers[target.stage]:
             self._will_look(peer)
             return
-        own = self._claim(peer, target, stage)
+        own = self._claim(peer, target.stage, stage)
         self._timeline.after(SETTLE_SECONDS, lambda: self._look_again(peer, target, own))
 
-    def _look_again(self, peer: int, target: int, own: ClaimRecord) -> None:
+    def _look_again(self, peer: int, target: Block, own: ClaimRecord) -> None:
         if (judgement := self._judgements.get(peer)) is None:
             return
         layout = layout_of(self._read(), self._claims.values(), self._costs, own=own)
@@ -197,11 +197,11 @@ class OwnRule(NoRule):
             self._withdraw(peer)
             self._will_look(peer)
             return
-        self._confirm(peer, target)
+        self._confirm(peer, target.stage)
         ends = math.ceil(self._timeline.monotonic() / ROUND_SECONDS) * ROUND_SECONDS
         self._timeline.at(ends, lambda: self._go(peer, target))
 
-    def _go(self, peer: int, target: int) -> None:
+    def _go(self, peer: int, target: Block) -> None:
         if (judgement := self._judgements.get(peer)) is None:
             return
         if not self._can_spare(peer, self._swarm.stage_of[peer]):
@@ -212,7 +212,7 @@ class OwnRule(NoRule):
         del self._records[peer]
         self._changed()
         seconds = self._swarm.download_seconds
-        self._swarm.move(peer, target, lambda: self._arrived(peer, move_seconds=seconds))
+        self._swarm.move(peer, target.stage, lambda: self._arrived(peer, move_seconds=seconds))
 
     def _can_spare(self, peer: int, stage: int) -> bool:
         return any(
