@@ -32,7 +32,7 @@ class Layout:
 
     Attributes:
         costs: relative cost of a sample, by block, in the order of the pipeline.
-        workers: the peers, by id.
+        workers: the peers, by id; of one that serves several blocks the last of them.
         throughput: samples per second of each block: the sum over its peers.
         squares: by block: the sum of the squares of its peers' samples per second.
         num_workers: how many peers count at each block.
@@ -44,8 +44,9 @@ class Layout:
 
     def __init__(self, workers: Iterable[Worker], costs: Mapping[Block, float]) -> None:
         self.costs = dict(costs)
-        self.workers = {worker.peer_id: worker for worker in workers}
-        measured = [worker.speed for worker in self.workers.values() if worker.speed > 0]
+        all_workers = list(workers)
+        self.workers = {worker.peer_id: worker for worker in all_workers}
+        measured = [worker.speed for worker in all_workers if worker.speed > 0]
         self.usual_speed = statistics.median(measured) if measured else 1.0
         self.throughput = dict.fromkeys(costs, 0.0)
         self.squares = dict.fromkeys(costs, 0.0)
@@ -53,7 +54,7 @@ class Layout:
         self.num_serving = dict.fromkeys(costs, 0)
         self.movable: dict[Block, list[tuple[float, PeerId]]] = {block: [] for block in costs}
         self.total_speed = 0.0
-        for worker in self.workers.values():
+        for worker in all_workers:
             speed = self.speed(worker)
             rate = speed / self.costs[worker.block]
             self.total_speed += speed
@@ -94,11 +95,13 @@ def layout_of(
         own: this peer's claim, if it has made one. Then this peer, and those whose claims come later, count where they
             are now.
     """
-    latest: dict[str, PeerRecord] = {}
+    latest: dict[tuple[str, Block | None], PeerRecord] = {}
     for record in (record for row in records.values() for record in row):
-        known = latest.get(record.peer_id)
+        # One that stays may serve several blocks, and counts at each.
+        place = record.peer_id, None if record.movable else record.block
+        known = latest.get(place)
         if record.block in costs and (known is None or known.announced_at < record.announced_at):
-            latest[record.peer_id] = record
+            latest[place] = record
     counted = {
         claim.peer_id: claim
         for claim in claims
@@ -106,7 +109,13 @@ def layout_of(
         and claim.block in costs
         and (own is None or (claim.peer_id != own.peer_id and comes_before(claim, own)))
     }
-    workers = [_worker(record, counted.pop(peer_id, None), costs) for peer_id, record in latest.items()]
+    claimed = {
+        place: claim for place, record in latest.items()
+        if (claim := counted.get(record.peer_id)) is not None and (record.movable or claim.block == record.block)
+    }  # fmt: skip
+    workers = [_worker(record, claimed.get(place), costs) for place, record in latest.items()]
+    for claim in claimed.values():
+        counted.pop(claim.peer_id, None)
     # Newcomers have claims, but no records yet.
     newcomers = [Worker(peer_id=PeerId(claim.peer_id), block=claim.block, serving=False) for claim in counted.values()]
     return Layout([*(worker for worker in workers if worker is not None), *newcomers], costs)

@@ -48,6 +48,19 @@ def test_a_peer_on_its_way_counts_where_it_goes_with_what_it_will_manage_there()
     assert list(withdrawn.throughput.values()) == [12.0, 6.0, 6.0]
 
 
+def test_a_peer_that_serves_several_stages_counts_at_each() -> None:
+    """It stays. One that may move counts once, where it was announced last."""
+    span = [_record(1, stage, movable=False, announced_at=100.0 + stage) for stage in (0, 1)]
+    now = layout_of(_by_stage(*span, _record(2, 2)), [], COSTS)
+    assert list(now.throughput.values()) == [6.0, 6.0, 6.0]
+    assert list(now.num_serving.values()) == [1, 1, 1]
+    claimed = layout_of(_by_stage(span[1], _record(2, 2)), [_claim(1, 0)], COSTS)
+    assert list(claimed.num_workers.values()) == [1, 1, 1]
+    assert list(claimed.num_serving.values()) == [0, 1, 1], "it is about to serve the first one"
+    moved = [_record(1, 0), _record(1, 1, announced_at=101.0)]
+    assert list(layout_of(_by_stage(*moved), [], COSTS).num_serving.values()) == [0, 1, 0]
+
+
 def test_a_leaving_peer_counts_only_if_it_is_on_its_way() -> None:
     records = _by_stage(_record(1, 0, state=PeerState.LEAVING), _record(2, 0), _record(3, 1))
     assert list(layout_of(records, [], COSTS).throughput.values()) == [6.0, 6.0, 0.0]
