@@ -63,7 +63,6 @@ class LoraConfig:
         require_not_negative("lora", self, "rank")
         require_positive("lora", self, "alpha")
         require(0.0 <= self.dropout < 1.0, f"lora.dropout must be in [0, 1), not {self.dropout}")
-        require(self.base == "as-is" or self.is_on, "lora.base = 'nf4' is for adapters: give lora.rank as well")
         require(bool(self.targets), "lora.targets must name at least one matrix; lora.rank = 0 turns adapters off")
         require(
             ALL_LINEAR not in self.targets or len(self.targets) == 1,

@@ -167,7 +167,15 @@ class RunConfig:
         Args:
             num_steps: the steps that the run is planned for, if that is known.
             text: the size of its text, if sizes are left open.
+
+        Raises:
+            ValueError: a setting is given that needs another one.
         """
+        # Not checked before, because a program sets one field after the other.
+        require(
+            self.lora.base == "as-is" or self.lora.is_on,
+            f"lora.base = {self.lora.base!r} is for adapters: give lora.rank as well",
+        )
         if self.lacks_sizes:
             return sized(self, text).begun(num_steps)
         optimizer = self.optimizer

@@ -137,3 +137,10 @@ def test_an_outer_step_that_is_left_out_follows_from_the_round(
     """If only one of the two is given, the other one takes DiLoCo's value."""
     run = RunConfig(rounds=RoundsConfig(round_samples=16 * inner_batches, inner_batch_samples=16), outer=outer)
     assert (run.outer_step.learning_rate, run.outer_step.momentum) == expected
+
+
+def test_a_base_in_4_bits_is_refused_without_adapters() -> None:
+    config = RunConfig(lora=LoraConfig(base="nf4"))
+    with pytest.raises(ValueError, match="lora.base = 'nf4' is for adapters: give lora.rank as well"):
+        config.begun()
+    assert dataclasses.replace(config, lora=LoraConfig(base="nf4", rank=2)).begun().lora.base == "nf4"

@@ -74,7 +74,6 @@ from swarm.config import RunConfig
             "model.block_types is not for a model with a model.bottleneck_dim",
         ),
         ("[model]\nversions = 'bf16'\ncustom_class = 'a:B'", "model.versions = 'bf16' is for the built-in model"),
-        ("[lora]\nbase = 'nf4'", "lora.base = 'nf4' is for adapters: give lora.rank"),
         (
             "[model]\nnum_shards = 2\nblock_types = 'spd'\n[lora]\nrank = 2\nbase = 'nf4'",
             "lora.base = 'nf4' is not for a model with model.block_types",
