@@ -141,6 +141,6 @@ def test_an_outer_step_that_is_left_out_follows_from_the_round(
 
 def test_a_base_in_4_bits_is_refused_without_adapters() -> None:
     config = RunConfig(lora=LoraConfig(base="nf4"))
-    with pytest.raises(ValueError, match="lora.base = 'nf4' is for adapters: give lora.rank as well"):
+    with pytest.raises(ValueError, match=r"lora.base = 'nf4' is for adapters: give lora.rank as well"):
         config.begun()
     assert dataclasses.replace(config, lora=LoraConfig(base="nf4", rank=2)).begun().lora.base == "nf4"
