@@ -1,4 +1,4 @@
-"""Rounds of a stage whose peers know only some of each other: real peers and a trainer, with keys that are split soon."""
+"""Rounds of a stage whose peers know only some of each other: with real peers, and keys that are split soon."""
 
 import asyncio
 from pathlib import Path
