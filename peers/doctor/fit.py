@@ -7,6 +7,7 @@ configuration is downloaded, and its tokenizer where a text is named.
 import dataclasses
 import json
 import math
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from peers.shared.devices import Device
 from peers.shared.environment import cache_folder
 from peers.shared.needs import Needs
 from peers.shared.process import EXIT_FAILURE
-from peers.shared.room import Room
+from peers.shared.room import Room, written
 from peers.shared.run_options import begun
 from swarm import config as configs
 from swarm.config import RunConfig, StagesConfig, WireConfig
@@ -201,10 +202,15 @@ def report(options: DoctorOptions) -> int:
     places += [(f"a GPU of {size} GiB", (size << 30) - RESERVED_BYTES, True) for size in COMMON_GIB]
     fits = list[dict[str, Any]]()
     for name, free_bytes, on_gpu in places:
-        verdicts = [stage.verdict(free_bytes) for stage in of_stages(config, num_peers, on_gpu=on_gpu)]
+        there = of_stages(config, num_peers, on_gpu=on_gpu)
+        verdicts = [stage.verdict(free_bytes) for stage in there]
         lacks = any(verdict.startswith("lacks") for verdict in verdicts)
         settings = helpful(config, free_bytes, num_peers, on_gpu=on_gpu) if lacks else []
+        # RAM is not bounded here: of the GPUs of other machines it is not known.
+        room = Room(device=name, device_bytes=free_bytes, ram_bytes=sys.maxsize)
+        span = room.largest([stage.needs for stage in there], range(len(there)))
         fits.append({"device": name, "free_bytes": free_bytes, "stages": verdicts, "would_fit_with": settings})
+        fits[-1]["together"] = None if span is None else written(span)
         fits[-1]["fits"] = not lacks
     stages = of_stages(config, num_peers, on_gpu=here)
     seconds = measured_step(config, stages, num_peers, device)
@@ -238,6 +244,8 @@ def _print(
     for fit in fits:
         said = {text: [str(n) for n, verdict in enumerate(fit["stages"]) if verdict == text] for text in fit["stages"]}
         text = "; ".join(_in_words(who, what) for what, who in said.items())
+        if fit["together"] is not None and "-" in fit["together"]:
+            text += f"; {fit['together']} together"
         print(f"{fit['device']:<15}  {in_words(fit['free_bytes']):>9} free  {text}")
         for settings in fit["would_fit_with"]:
             print(f"{'':<33}fits with {' '.join(f'--set {setting}' for setting in settings)}")

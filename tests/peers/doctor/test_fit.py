@@ -70,6 +70,21 @@ def test_a_model_is_trained_further_with_two_moments(tmp_path: Path) -> None:
         assert stage.needs.optimizer == 8 * needs.num_parameters(config, number)
 
 
+def test_a_plan_says_which_stages_one_peer_may_serve_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(_PUBLISHED["HuggingFaceTB/SmolLM2-360M"]))
+    arguments = ["--model", str(tmp_path), "--stages", "4", "--device", "cpu", "--set", "data.microbatch_size=1"]
+    doctor.main([*arguments, "--memory", "1TiB", "--json"])
+    own, *gpus = json.loads(capsys.readouterr().out)["devices"]
+    assert own["together"] == "0-3"
+    assert own["free_bytes"] == 1 << 40
+    lengths = [int(gpu["together"].partition("-")[2] or gpu["together"]) for gpu in gpus]
+    assert lengths == sorted(lengths)
+    assert doctor.main([*arguments, "--memory", "512MiB", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["devices"][0]["together"] is None
+
+
 def _fine_tuned(folder: Path, size: str, lora_rank: int, setting: str) -> RunConfig:
     settings = f"rounds.setting={setting} averaging.codec=fp32 wire.dtype=bf16 data.microbatch_size=1"
     settings += " data.sequence_length=2048 model.autocast=off"
@@ -116,7 +131,7 @@ def test_a_plan_is_reported_with_a_measured_step(capsys: pytest.CaptureFixture[s
     assert doctor.main(["--preset", "tiny", "--device", "cpu"]) == 0
     text = capsys.readouterr().out
     assert "A step has 64 microbatches of 8 x 64 tokens." in text
-    assert "a GPU of 24 GiB   23.0 GiB free  stages 0, 1, 2 fit\n" in text
+    assert "a GPU of 24 GiB   23.0 GiB free  stages 0, 1, 2 fit; 0-2 together\n" in text
 
 
 @pytest.mark.parametrize(
