@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from peers.status.peer_row import PeerRow
 from peers.status.view import StageRow, SwarmView
+from swarm.types import Block
 
 MOST_ROUNDS = 48
 MOST_FOLLOWED = 256
@@ -92,12 +93,12 @@ class Contribution:
     """What one peer has contributed.
 
     Attributes:
-        stage: the stage at which it was seen last.
+        stage: the block, by its label, at which it was seen last.
         first_seen, last_seen: when it was seen first and last, in seconds since the epoch.
         serving_seconds: for how long it was seen to serve.
-        microbatches: how many microbatches counted at its stage through it.
+        microbatches: how many microbatches counted through it, at each of its blocks.
         exchanged_bytes: how many bytes it sent and received for averages.
-        told_microbatches, told_bytes, told_start: its counters and its start time, as it reported them last.
+        told: its counters of both and its start time at each of its blocks, as it reported them last.
     """
 
     name: str
@@ -107,9 +108,7 @@ class Contribution:
     serving_seconds: float = 0.0
     microbatches: int = 0
     exchanged_bytes: int = 0
-    told_microbatches: int = 0
-    told_bytes: int = 0
-    told_start: float = 0.0
+    told: dict[str, tuple[int, int, float]] = field(default_factory=dict)
 
 
 @dataclass
@@ -118,28 +117,34 @@ class Contributions:
 
     def add(self, view: SwarmView, at: float, *, seconds: float) -> None:
         """Add what peers have done since the last view, which was taken `seconds` ago."""
+        serving: dict[str, list[tuple[Block, PeerRow]]] = {}
         for row in view.stages:
             for peer in row.peers:
-                if peer.state != "serving" or not peer.peer_id:
-                    continue
-                known = self.peers.pop(peer.peer_id, None)
-                is_known = known is not None
-                known = known or Contribution(name=peer.name, stage=row.block.label, first_seen=at, last_seen=at)
-                # The peer moves to the end of the dict, whose order is that in which peers were last seen.
-                self.peers[peer.peer_id] = known
-                begins = known.stage != row.block.label or peer.started_at != known.told_start
-                known.microbatches += _gain(known.told_microbatches, peer.committed, begins=begins)
-                known.exchanged_bytes += _gain(known.told_bytes, peer.exchanged_bytes, begins=begins)
-                known.serving_seconds += seconds if is_known else 0.0
-                known.name, known.stage, known.last_seen = peer.name, row.block.label, at
-                known.told_microbatches, known.told_bytes = peer.committed, peer.exchanged_bytes
-                known.told_start = peer.started_at
+                if peer.state == "serving" and peer.peer_id:
+                    serving.setdefault(peer.peer_id, []).append((row.block, peer))
+        for peer_id, rows in serving.items():
+            known = self.peers.pop(peer_id, None)
+            is_known = known is not None
+            (block, peer), now = rows[-1], {str(block): _told(peer) for block, peer in rows}
+            known = known or Contribution(name=peer.name, stage=block.label, first_seen=at, last_seen=at)
+            # The peer moves to the end of the dict, whose order is that in which peers were last seen.
+            self.peers[peer_id] = known
+            for name, (microbatches, num_bytes, start) in now.items():
+                told_microbatches, told_bytes, told_start = known.told.get(name, (0, 0, 0.0))
+                known.microbatches += _gain(told_microbatches, microbatches, begins=start != told_start)
+                known.exchanged_bytes += _gain(told_bytes, num_bytes, begins=start != told_start)
+            known.serving_seconds += seconds if is_known else 0.0
+            known.name, known.stage, known.last_seen, known.told = peer.name, block.label, at, now
         for peer_id in list(self.peers)[: max(0, len(self.peers) - MOST_PEERS)]:
             del self.peers[peer_id]
 
     def to_json(self) -> dict[str, dict[str, object]]:
         shown = ("name", "stage", "first_seen", "last_seen", "serving_seconds", "microbatches", "exchanged_bytes")
         return {peer_id: {name: getattr(each, name) for name in shown} for peer_id, each in self.peers.items()}
+
+
+def _told(peer: PeerRow) -> tuple[int, int, float]:
+    return peer.committed, peer.exchanged_bytes, peer.started_at
 
 
 def _gain(before: int, now: int, *, begins: bool) -> int:

@@ -69,6 +69,14 @@ def test_contributions_add_up_over_restarts_and_moves() -> None:
     assert (given.serving_seconds, given.first_seen, given.last_seen, given.stage) == (10.0, 2.0, 12.0, 1)
 
 
+def test_of_a_peer_of_several_blocks_each_counter_counts_by_itself() -> None:
+    def told(*committed: int) -> SwarmView:
+        return view(*([peer("ann", started_at=10.0, committed=number)] for number in committed))
+
+    given = _after(told(5, 50), told(7, 51), told(7, 53)).contributions.peers[A]
+    assert (given.microbatches, given.serving_seconds) == (7 + 53, 4.0)
+
+
 def test_time_in_which_nobody_watched_is_nobodys() -> None:
     history = _after(view([peer("ann")]), view([peer("ann")]), every=3600.0)
     assert history.contributions.peers[A].serving_seconds == 0.0
