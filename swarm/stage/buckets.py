@@ -5,7 +5,7 @@ acknowledged, so that no batch grows because another one is late. Nothing here w
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from weakref import WeakSet
 
@@ -196,9 +196,11 @@ class GradientBucket:
         """The factor that turns the sums into means."""
         return 1.0 / max(1, self.amount.targets)
 
-    def mean(self) -> Tensors:
-        """The mean over the targets; zeros where there are none."""
-        return {name: value * self.scale for name, value in self.sums.items()}
+    def means(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The mean over the targets, zeros where there are none: tensor by tensor, so that a device which sends them on
+        never holds all of them beside the sums."""
+        for name, value in self.sums.items():
+            yield name, value * self.scale
 
 
 @dataclass(eq=False)

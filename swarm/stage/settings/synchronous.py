@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 
 import torch
 from torch import nn
@@ -88,17 +89,21 @@ class SynchronousWeights(StageWeights):
         self.round.closed = True
         bucket = self.buckets.open()
         return Contribution(
-            tensors={name: self._staging.download(value).wait() for name, value in bucket.mean().items()},
+            tensors={name: self._staging.download(value).wait() for name, value in bucket.means()},
             num_samples=bucket.amount.samples,
             num_targets=bucket.amount.targets,
             round_samples=bucket.amount.samples,
         )
 
     def _end_round(self, result: RoundResult, rate: float) -> tuple[Amount, Tensors]:
-        uploaded = {name: self._staging.upload(value) for name, value in result.tensors.items()}
-        # Not in place, because others may still fetch the average.
-        gradients = clipped(uploaded, result.total_squared_norm, self._config.optimizer.clip_norm, self._memory)
-        del uploaded
+        # Not in place, because others may still fetch the average. One by one, so that a device does not hold it twice.
+        clip = partial(
+            clipped, squared_norm=result.total_squared_norm, max_norm=self._config.optimizer.clip_norm,
+            memory=self._memory,
+        )  # fmt: skip
+        gradients = dict[str, torch.Tensor]()
+        for name, value in result.tensors.items():
+            gradients |= clip({name: self._staging.upload(value)})
         optim.step(self._ends_rounds, self.masters, gradients, rate)
         del gradients  # Frees memory for what follows.
         self.buckets.clear()
