@@ -23,7 +23,7 @@ async def commit_round(chain: Chain) -> None:
             contribution = await peer.runtime.control(peer.weights.close)
             amount = Amount(contribution.num_samples, contribution.num_targets)
             bucket.add([mean * amount.targets for mean in contribution.tensors.values()], amount)
-        averages.append(bucket.mean())
+        averages.append(dict(bucket.means()))
     squared_norm = sum(squared_norm_of(average.values()) for average in averages)
     for peer in chain.peers:
         await peer.runtime.control(partial(apply_average, peer, averages[peer.backend.stage], squared_norm))
