@@ -27,8 +27,8 @@ class DoctorOptions:
     """Instead of an INVITE: the run that a peer announces in this network with --lan. Needs the extra lan."""
     token: str | None = None
     """Token of a locked run, or @FILE; it may also come with the invite (INVITE#TOKEN), or in SWARM_TOKEN."""
-    stage: takes.StageOrAuto = "auto"
-    """Stage that the peer is to serve."""
+    stage: takes.StagesOrAuto = "auto"
+    """Stage that the peer is to serve, or adjacent ones (1-3), or all."""
     device: str = "auto"
     """Device that the peer is to compute on."""
     memory: takes.Memory | None = None

@@ -65,7 +65,7 @@ async def thoroughly(plan: DoctorOptions, run: Membership | str, dht_addresses: 
     return [*findings, versions(run.known.everyone()), *on_line]
 
 
-async def in_passing(plan: DoctorOptions, run: Membership, device: Device) -> list[Finding]:
+async def in_passing(plan: DoctorOptions, run: Membership, device: Device | None) -> list[Finding]:
     """Make the checks that take only a moment, and return the findings that say that something is wrong."""
     peers = run.known.everyone()
     found = await line.distances(peers, run.channels, run.clock, seconds=MOMENT_SECONDS)
@@ -99,7 +99,7 @@ def _for_run(plan: DoctorOptions, run: Membership, device: Device | None) -> lis
     if run.config.model.custom_class:
         why = "the run has a model of its own, whose size only its code knows"
         return [*findings, not_checked("memory", why), not_checked("disk", why)]
-    span = None if plan.stage == "auto" else range(plan.stage, plan.stage + 1)
+    span = None if plan.stage == "auto" else plan.stage.of(run.config.stages.num_stages)
     num_peers = 1 + min(len(run.known.others(block)) for block in run.blocks if span is None or block.stage in span)
     each = of_stages(run.config, on_gpu=device is not None and device.kind == "cuda", num_peers=num_peers)
     if device is None:

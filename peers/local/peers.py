@@ -12,6 +12,7 @@ from peers.local.options import PRESET, LocalOptions
 from peers.local.supervisor import Child, Supervisor
 from peers.shared import cli, devices
 from peers.shared.devices import Device
+from peers.shared.option_types import Span
 from peers.stage_peer.options import PeerOptions
 from swarm.config import RunConfig
 from swarm.types import PeerRecord, PeerState
@@ -74,7 +75,7 @@ class LocalPeers:
         graph_bytes = devices.graph_bytes(device, num_processes=self._places.count(device))
         ready_file, options = self._folder / f"{name}.json", self._options
         own = PeerOptions(
-            stage=stage,
+            stage=Span(stage, stage),
             name=name,
             host="127.0.0.1",
             device=device.name,

@@ -75,6 +75,8 @@ class Device:
     free_bytes: int
     own_bytes: int = 0
     given_bytes: int | None = None
+    total_bytes: int = 0
+    """All bytes of a GPU; 0 of others."""
 
     @property
     def all_bytes(self) -> int:
@@ -94,6 +96,13 @@ def choose(devices: Sequence[Device], rng: random.Random) -> Device:
     best = _best_kind(devices)
     most = max(device.free_bytes for device in best)
     return rng.choice([device for device in best if device.free_bytes >= ALIKE * most])
+
+
+def unused(devices: Sequence[Device], rng: random.Random) -> list[Device]:
+    """The devices for one process that serves several stages: all CUDA GPUs of which nobody else uses memory. If there
+    are none, the one that `choose` takes."""
+    free = [device for device in devices if device.kind == "cuda" and device.free_bytes >= ALIKE * device.total_bytes]
+    return free or [choose(devices, rng)]
 
 
 def spread(devices: Sequence[Device], num_processes: int) -> list[Device]:
@@ -168,6 +177,21 @@ def known_peak_tflops(gpu: str, autocast: str) -> float:
 
 
 # -- this machine's devices --------------------------------------------------------------------------------------------
+
+
+def devices_of(names: str, rng: random.Random, *, for_span: bool) -> list["torch.device"]:
+    """The torch devices for `--device` with one name or several, for a process that serves one stage or, `for_span`,
+    adjacent ones. Raises ValueError as device_of does, or if one stage is to be on several devices."""
+    import torch
+
+    parts = names.split(",")
+    if for_span and names in ("auto", "cuda") and torch.cuda.device_count() > 1:
+        parts = [device.name for device in unused(found(), rng)]
+    if len(parts) > 1 and not for_span:
+        raise ValueError(f"--device {names}: one stage is on one device; several need --stage 1-3, say, or all")
+    if len(set(parts)) < len(parts):
+        raise ValueError(f"--device {names} names a device twice")
+    return [device_of(part, rng) for part in parts]
 
 
 def device_of(name: str, rng: random.Random) -> "torch.device":
@@ -246,9 +270,9 @@ def here(device: "torch.device", memory_bytes: int | None = None) -> Device:
     `memory_bytes` there, what is left of these."""
     import torch
 
-    free_bytes, own_bytes = free_ram_bytes(), resident_bytes()
+    free_bytes, own_bytes, total_bytes = free_ram_bytes(), resident_bytes(), 0
     if device.type == "cuda":
-        free_bytes, _ = torch.cuda.mem_get_info(device)
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
         own_bytes = torch.cuda.memory_allocated(device)
         # What torch holds without using it is free as well, for this process.
         free_bytes += torch.cuda.memory_reserved(device) - own_bytes
@@ -258,7 +282,10 @@ def here(device: "torch.device", memory_bytes: int | None = None) -> Device:
         free_bytes = min(free_bytes, torch.mps.recommended_max_memory() - own_bytes)
     if memory_bytes is not None:
         free_bytes = memory_bytes - own_bytes
-    return Device(name=str(device), free_bytes=max(0, free_bytes), own_bytes=own_bytes, given_bytes=memory_bytes)
+    return Device(
+        name=str(device), free_bytes=max(0, free_bytes), own_bytes=own_bytes, given_bytes=memory_bytes,
+        total_bytes=total_bytes,
+    )  # fmt: skip
 
 
 def free_ram_bytes() -> int:

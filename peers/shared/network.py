@@ -216,7 +216,9 @@ class Membership:
             config=config,
             identity=identity,
             directory=Directory(store, identity, config.run_id, clock),
-            known=KnownPeers(Router(clock, random.Random(identity.peer_id)), own_id=identity.peer_id),
+            known=KnownPeers(
+                Router(clock, random.Random(identity.peer_id), PeerId(identity.peer_id)), own_id=identity.peer_id
+            ),
             channels=ChannelPool(insecure=insecure, identity=identity, clock=clock, run_id=config.run_id),
             clock=clock,
         )

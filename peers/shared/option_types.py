@@ -8,7 +8,7 @@ import contextlib
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -173,7 +173,46 @@ Positive = Annotated[int, whole(1, MOST)]
 Tokens = Annotated[int, whole(0, LARGEST_COUNT)]
 """The tokens of a text, or any other number that goes into messages."""
 Stages = Annotated[int, whole(1, 4096)]
-StageOrAuto = Annotated[int | Literal["auto"], whole(0, 4095, or_word="auto")]
+LARGEST_STAGE = 4095
+
+
+@dataclass(frozen=True)
+class Span:
+    """Adjacent stages that one process serves: 2, 1-3, or all of a run, whose number need not be known yet."""
+
+    first: int = 0
+    last: int | None = None
+    """None for the last one of the run."""
+
+    def __str__(self) -> str:
+        if self.last is None:
+            return "all"
+        return str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
+
+    @classmethod
+    def parse(cls, word: str) -> "Span | None":
+        if word == "all":
+            return cls()
+        match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", word, re.ASCII)
+        span = match and cls(int(match[1]), int(match[2] or match[1]))
+        return span if span and span.first <= (span.last or 0) <= LARGEST_STAGE else None
+
+    def of(self, num_stages: int) -> range:
+        """These stages of a run. Raises ValueError if the run has not all of them."""
+        last = num_stages - 1
+        if self.last is not None and self.last > last:
+            stages = f"the stages 0 to {last}" if last else "stage 0 alone"
+            raise ValueError(f"--stage {self} does not exist: this run has {stages}")
+        return range(self.first, (last if self.last is None else self.last) + 1)
+
+
+StagesOrAuto = Annotated[
+    Span | Literal["auto"],
+    taking(
+        "a stage (2), adjacent ones (1-3), all, or auto", "INT|INT-INT|{all,auto}",
+        lambda word: word if word == "auto" else Span.parse(word),
+    ),
+]  # fmt: skip
 LoraRank = Annotated[int, whole(0, 1 << 16)]
 Port = Annotated[int, whole(0, 65535)]
 """0 takes a free one."""

@@ -1,4 +1,4 @@
-"""Runs a stage peer's servers, one after another: at its first stage, then wherever it moves.
+"""Runs a stage peer's servers, one after another: at its first stages, then wherever it moves.
 
 A peer that moves waits for the end of a round, drains, withdraws, and begins at the new stage like any joiner, with the
 same identity and DHT node. A peer that cannot begin there goes back. It never serves a stage without the stage's state,
@@ -15,7 +15,9 @@ from peers.reach.listen import Announced, Listening
 from peers.shared import stopping
 from peers.shared.faults import leaves
 from peers.shared.network import LOOK_SECONDS
+from peers.shared.room import named, written
 from peers.stage_peer.rebalancer import Rebalancer
+from peers.stage_peer.served_block import ServedBlock
 from peers.stage_peer.server import PeerServer
 from swarm import events
 from swarm.errors import Fatal, SwarmError
@@ -50,17 +52,17 @@ class Move:
     """When it began to drain, on the monotonic clock."""
 
 
-ServerFactory = Callable[[int, int, bool, asyncio.TaskGroup], Awaitable[PeerServer]]
-"""Makes a stage's server, once the stage's initial weights are here. Its arguments are the stage, the number of moves
+ServerFactory = Callable[[range, int, bool, asyncio.TaskGroup], Awaitable[PeerServer]]
+"""Makes the server of stages, once their initial weights are here. Its arguments are the stages, the number of moves
 until now, whether the peer comes from another stage, and the task group of the server."""
 
 
 class Mover:
     def __init__(
         self, *, make_server: ServerFactory, rebalancer: Rebalancer, listen: Listening, clock: Clock, event_log: Events,
-        stop: asyncio.Event, on_serving: Callable[[int, Announced], None],
+        stop: asyncio.Event, on_serving: Callable[[range, Announced], None],
     ) -> None:  # fmt: skip
-        """`on_serving` is called whenever the peer begins to serve a stage, and `stop` is set when it is to leave the
+        """`on_serving` is called whenever the peer serves its stages, and `stop` is set when it is to leave the
         run."""
         self._make_server = make_server
         self._rebalancer = rebalancer
@@ -71,16 +73,18 @@ class Mover:
         self._on_serving = on_serving
         self._num_moves = 0
 
-    async def run(self, stage: int) -> None:
-        """Serve a stage, and then the stages to which the peer moves, until `stop` is set, which also ends the attempt
-        to enter a stage. Raises in a group what the server at the first stage raised, or any server once it served."""
+    async def run(self, stages: range) -> None:
+        """Serve these stages, and then those to which the peer moves, until `stop` is set, which also ends the attempt
+        to enter a stage. Only a peer of one stage moves. Raises in a group what the first server raised, or any server
+        once it served."""
         move: Move | None = None
+        stage = stages[0]
         retry_seconds = RETRY_SECONDS
         while True:
             if move is not None:
                 # The old model is freed before the new one is made.
                 gc.collect()
-            next_move, failure = await self._serve(stage, move)
+            next_move, failure = await self._serve(range(stage, stage + 1) if move else stages, move)
             if failure is None:
                 if next_move is None:
                     return
@@ -88,7 +92,7 @@ class Mover:
                 stage, move, retry_seconds = next_move.to_stage, next_move, RETRY_SECONDS
                 continue
             if self._stop.is_set():
-                logger.info("leaving: stage %d was not entered yet", stage)
+                logger.info("leaving: stage %s was not entered yet", written(stages) if move is None else stage)
                 await self._rebalancer.gave_up(stage)
                 return
             assert move is not None, "only one that moves may fail and go on"
@@ -103,23 +107,24 @@ class Mover:
             self._event_log.write(events.Leave(), Block(stage))
             stage, retry_seconds = other, min(2 * retry_seconds, MAX_RETRY_SECONDS)
 
-    async def _serve(self, stage: int, move: Move | None) -> tuple[Move | None, str | None]:
-        """Serve one stage until the peer leaves it. Return the next move, and why the stage was not entered if it was
+    async def _serve(self, stages: range, move: Move | None) -> tuple[Move | None, str | None]:
+        """Serve stages until the peer leaves them. Return the next move, and why the stage was not entered if it was
         not."""
         serving, next_move, failure = False, None, None
+        stage = stages[0]
         try:
             async with asyncio.TaskGroup() as tasks:
                 has_moved = move is not None and stage == move.to_stage
                 async with asyncio.timeout(None) as entering:
                     stopping = tasks.create_task(self._end_at_stop(entering))
-                    server = await self._make_server(stage, self._num_moves + has_moved, move is not None, tasks)
+                    server = await self._make_server(stages, self._num_moves + has_moved, move is not None, tasks)
                     async with server.serving(self._listen) as announced:
                         stopping.cancel()
                         serving = not entering.expired()
                         if serving:
                             entering.reschedule(None)
                         await self._arrived(stage, move)
-                        self._on_serving(stage, announced)
+                        self._on_serving(stages, announced)
                         next_move = await self._stay(server, stage)
         except* (SwarmError, OSError, ValueError) as faults:
             if serving or (move is None and not self._stop.is_set()):
@@ -131,7 +136,7 @@ class Mover:
             if not is_out_of_memory(error):
                 raise
             raise Fatal(
-                f"stage {stage} ran out of memory (no room for {what_was_asked(error)}): take a smaller "
+                f"{named(stages)} ran out of memory (no room for {what_was_asked(error)}): take a smaller "
                 f"--graph-memory-mib or --max-in-flight, {SMALLER}, more stages, or another --device"
             ) from None
         return next_move, failure
@@ -167,12 +172,13 @@ class Mover:
                 )
                 server.will_leave()
                 deadline = self._clock.monotonic() + LAST_ROUND_SECONDS
-                await self._hand_over(server, stage, deadline)
+                await asyncio.gather(*(self._hand_over(block, deadline) for block in server.blocks.values()))
                 await server.end_of_round(deadline - self._clock.monotonic(), quiet_seconds=LAST_QUIET_SECONDS)
                 logger.info("leaving: finishing what is in flight")
                 await server.drain(LAST_DRAIN_SECONDS)
                 await server.leave()
-                self._event_log.write(events.Leave(), Block(stage))
+                for block in server.blocks:
+                    self._event_log.write(events.Leave(), block)
                 if (fault := server.fault) is not None:
                     raise fault
                 return None
@@ -194,10 +200,10 @@ class Mover:
                 await server.go_on()
             await self._rebalancer.gave_up(target)
 
-    async def _hand_over(self, server: PeerServer, stage: int, deadline: float) -> None:
+    async def _hand_over(self, block: ServedBlock, deadline: float) -> None:
         """Go on serving, until the deadline, while a peer on its way here can get the stage's state only from this
         peer. At round 0 every peer can make the initial state itself."""
-        block, has_said = server.blocks[Block(stage)], False
+        stage, has_said = block.stage.number, False
         while block.stage.round > 0 and self._clock.monotonic() < deadline:
             try:
                 if not await self._rebalancer.is_awaited(

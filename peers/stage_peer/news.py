@@ -22,6 +22,7 @@ from peers.reach.listen import Announced, private_advice
 from peers.shared.devices import here
 from peers.shared.lan import Announcer
 from peers.shared.network import Membership, say_who_may_join
+from peers.shared.room import written
 from peers.stage_peer.options import PeerOptions
 from peers.status.answer import idle_because
 from peers.status.view import Joining
@@ -46,16 +47,18 @@ MOST_ACCUSERS = 3
 QUIET_SECONDS = 30.0
 
 
-async def say_what_is_wrong(options: PeerOptions, member: Membership, device: torch.device) -> None:
+async def say_what_is_wrong(options: PeerOptions, member: Membership, devices: Sequence[torch.device]) -> None:
     """Log a line for each thing that is wrong. This takes a few seconds at most, if other peers are silent."""
     plan = DoctorOptions(
-        stage=options.first_stage,
-        device=str(device),
+        stage=options.span,
+        device=str(devices[0]),
         memory=options.memory,
         checkpoint=options.checkpoint,
         keep_checkpoints=options.keep_checkpoints or 3,
     )
-    for finding in await in_passing(plan, member, here(device, options.memory)):
+    # Of several devices it was made sure before that each has room for its stages.
+    device = here(devices[0], options.memory) if len(devices) == 1 else None
+    for finding in await in_passing(plan, member, device):
         logger.warning("%s: %s", finding.what, finding.text)
 
 
@@ -74,19 +77,19 @@ class Arrival:
         self._announcer = announcer
         self._has_said = False
 
-    def serves(self, stage: int, announced: Announced) -> None:
-        """Tell that the peer now serves a stage, and at which addresses. Raises OSError if the ready file cannot be
-        written the first time; later on that is a warning."""
+    def serves(self, stages: range, announced: Announced) -> None:
+        """Tell that the peer now serves these stages, and at which addresses. Raises OSError if the ready file cannot
+        be written the first time; later on that is a warning."""
         is_first, self._has_said = not self._has_said, True
         if is_first:
             say_who_may_join(self._membership.identity.authority)
-            self._say_how_to_join(stage, announced)
+            self._say_how_to_join(stages, announced)
             if self._announcer is not None:
                 self._announcer.tell(self._invite(self._entries(announced)))
         if self._options.ready_file is None:
             return
         try:
-            self._write(self._options.ready_file, stage, announced)
+            self._write(self._options.ready_file, stages, announced)
         except OSError as error:
             if is_first:
                 raise
@@ -102,12 +105,12 @@ class Arrival:
     def _invite(self, entries: Sequence[Entry]) -> Invite:
         return Invite.fitting(self._membership.config.run_id, entries, is_locked=bool(self._membership.config.owner))
 
-    def _say_how_to_join(self, stage: int, announced: Announced) -> None:
+    def _say_how_to_join(self, stages: range, announced: Announced) -> None:
         config, known, entries = self._membership.config, self._membership.known, self._entries(announced)
         joining = Joining.at(config, entries, insecure=self._options.insecure)
         last = config.stages.num_stages - 1
         kind = "new run" if self._is_new else "run"
-        print(f"Serving stage {stage} (of 0 to {last}) of {kind} {config.run_id} on {self._device}")
+        print(f"Serving stage {written(stages)} (of 0 to {last}) of {kind} {config.run_id} on {self._device}")
         print(f"  join:   {joining.peer}")
         print(f"  train:  {joining.trainer}")
         print(f"  watch:  {joining.status}", flush=True)
@@ -122,11 +125,12 @@ class Arrival:
         dht = f"addresses for --initial-peers: {' '.join(addresses)}; " if addresses else ""
         logger.info("%sfor swarm-status --peer: %s", dht, entries[0])
 
-    def _write(self, path: Path, stage: int, announced: Announced) -> None:
+    def _write(self, path: Path, stages: range, announced: Announced) -> None:
         identity = self._membership.identity
         ready = {
             "peer_id": identity.peer_id,
-            "stage": stage,
+            "stage": stages[0],
+            "stages": [*stages],
             "endpoint": announced.endpoints[0],
             "invite": str(self._invite(self._entries(announced))),
             "other_endpoints": announced.endpoints[1:],
@@ -198,8 +202,10 @@ class Around:
 class StageNews:
     """Chooses what is worth a line of the log, a few a minute whatever the length of rounds, and logs it."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, *, prefix: str = "") -> None:
+        """Each line begins with the `prefix`, which names the stage where a process serves several."""
         self._clock = clock
+        self._prefix = prefix
         self._rounds = Repeats(clock, EVERY_SECONDS)
         self._num_tasks = 0
         self._busy_at = clock.monotonic()
@@ -217,12 +223,12 @@ class StageNews:
         fault = InnerSteps.read(report.inner_steps).fault
         if fault and not self._has_warned:
             self._has_warned = True
-            logger.warning("%s", fault)
+            logger.warning("%s%s", self._prefix, fault)
         if is_behind or not self._rounds.count(""):
             return
         logger.info(
-            "round %d committed: %s, averaged by %d of %s in %.1f s; this one manages %.3g samples/s",
-            report.round, counted(report.num_samples, "sample"), report.num_members,
+            "%sround %d committed: %s, averaged by %d of %s in %.1f s; this one manages %.3g samples/s",
+            self._prefix, report.round, counted(report.num_samples, "sample"), report.num_members,
             counted(report.num_alive, "peer"), report.aggregate_seconds,
             samples_per_second,
         )  # fmt: skip
@@ -235,7 +241,7 @@ class StageNews:
             self._num_tasks, self._busy_at, self._is_quiet = num_tasks, now, False
         elif not self._is_quiet and now - self._busy_at >= QUIET_SECONDS:
             self._is_quiet = True
-            logger.info("no microbatch for %d s: %s", QUIET_SECONDS, around.why_quiet)
+            logger.info("%sno microbatch for %d s: %s", self._prefix, QUIET_SECONDS, around.why_quiet)
 
     def look_at(self, shares: pb.TimeShares, around: Around) -> None:
         """Log why this peer has little to do, if it has, but not often. While a block has no peer, nothing else is the
@@ -243,7 +249,7 @@ class StageNews:
         reason = "" if around.empty_blocks else idle_because(shares)
         self._idle_looks = self._idle_looks + 1 if reason else 0
         if self._idle_looks >= IDLE_LOOKS and self._idle.count(""):
-            logger.info("this peer is %s", reason)
+            logger.info("%sthis peer is %s", self._prefix, reason)
 
     def _look_for_accusers(self, around: Around) -> None:
         """Warn of senders that say that they have banned this peer. Their claims change nothing else."""

@@ -19,7 +19,7 @@ DEFAULT_REBALANCE_SECONDS = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class PeerOptions:
-    """Serve one stage of a run."""
+    """Serve one stage of a run, or adjacent ones."""
 
     invite: InviteOption = None
     """The invite to a run that is there already, swarm://..., as every swarm-peer prints it; without one a new run
@@ -27,9 +27,10 @@ class PeerOptions:
     lan: bool = False
     """Announce the run's invite in the local network, for those that look for it with --lan. Without INVITE and without
     a new run's options, first take the run that another peer announces there. Needs the extra lan."""
-    stage: takes.StageOrAuto | None = None
-    """Stage to serve, from 0, and to stay at. auto takes the one that needs a peer most, and moves when another one
-    does. Left out, it is auto with an invite, and else 0, also where others serve that already."""
+    stage: takes.StagesOrAuto | None = None
+    """Stage to serve, from 0, or adjacent ones (1-3) or all, and to stay there. auto takes the one that needs a peer
+    most, and moves when another one does. Left out, it is auto with an invite, and else 0, also where others serve that
+    already."""
     rebalance_every: Annotated[float, takes.number(0, 10**6)] | None = None
     """Seconds between two checks whether another stage needs this peer more, 60 if left out; with 0 it never moves.
     Only with --stage auto."""
@@ -78,7 +79,8 @@ class PeerOptions:
     set: SettingsOption = ()
     device: str = "auto"
     """cpu, cuda, cuda:1, ... or mps; auto takes a GPU if there is one. Of several GPUs it takes the one with the most
-    free memory, as cuda does."""
+    free memory, as cuda does; for several stages it takes all that nobody else uses. Several stages are spread over
+    several devices, which may be named: cuda:0,cuda:1."""
     memory: takes.Memory | None = None
     """Memory of the device that this peer may have, such as 20GiB, instead of what is free. It takes no stage that
     needs more, and graphs get half of what is left beside the stage's weights and optimizer."""
@@ -130,7 +132,7 @@ class PeerOptions:
     insecure: bool = False
     """Speak plain TCP instead of TLS: for debugging, and for the whole run or not at all."""
     checkpoint: takes.Folder | None = None
-    """Write checkpoints of this stage to this folder."""
+    """Write checkpoints of what this peer serves to this folder."""
     checkpoint_every: takes.Positive | None = None
     """Rounds from one checkpoint to the next, 10 if left out; the same at all peers, so that all stages have the same
     rounds."""
@@ -162,7 +164,7 @@ class PeerOptions:
     """debug, info, warning or error."""
 
     def __post_init__(self) -> None:
-        if self.rebalance_every is not None and self.first_stage != "auto":
+        if self.rebalance_every is not None and self.span != "auto":
             raise ValueError("--rebalance-every needs --stage auto: at a stage that it was given a peer stays")
         if self.config is not None and (self.preset or self.model) is not None:
             raise ValueError("--config, --preset and --model exclude each other")
@@ -213,10 +215,15 @@ class PeerOptions:
         return self.lan and not self.names_a_run and not self.joins
 
     @property
-    def first_stage(self) -> int | Literal["auto"]:
+    def span(self) -> takes.Span | Literal["auto"]:
         if self.stage is not None:
             return self.stage
-        return "auto" if self.invite is not None or self.seeks else 0
+        return "auto" if self.invite is not None or self.seeks else takes.Span(0, 0)
+
+    @property
+    def serves_one(self) -> bool:
+        """Whether it is sure, before the run is known, that the peer serves one stage at a time."""
+        return self.span == "auto" or self.span.first == self.span.last
 
     @property
     def shares_port(self) -> bool:
@@ -239,12 +246,12 @@ class PeerOptions:
 
     @property
     def label(self) -> str:
-        """The name of the peer's key file; also its name in the log if --name is left out and its stage is fixed."""
-        return "auto" if self.first_stage == "auto" else f"stage {self.first_stage}"
+        """The name of the peer's key file; also its name in the log if --name is left out and its stages are fixed."""
+        return "auto" if self.span == "auto" else f"stage {self.span}"
 
     @property
     def rebalance_seconds(self) -> float:
         """Time between two checks whether another stage needs this peer more; 0 never moves."""
-        if self.first_stage != "auto":
+        if self.span != "auto":
             return 0.0
         return DEFAULT_REBALANCE_SECONDS if self.rebalance_every is None else self.rebalance_every

@@ -76,8 +76,9 @@ class _Awaited:
 
 
 async def find_others(
-    membership: Membership, block: Block, *, patient: bool, gives_up: bool = False, needs_holder: bool = False
-) -> Others:
+    membership: Membership, block: Block, *, patient: bool, gives_up: bool = False, needs_holder: bool = False,
+    own: Mapping[Block, pb.DescribeReply] | None = None,
+) -> Others:  # fmt: skip
     """Ask the announced peers at which rounds they are.
 
     This waits while holders of the stage are announced and do not answer: they may be frozen, or cut off from here, and
@@ -90,8 +91,8 @@ async def find_others(
     A `patient` peer waits, up to SETTLE_SECONDS, until a peer serves and the stages that commit together are at one
     round. One that `gives_up` waits as long at most for peers that are silent or leaving, and then raises
     PeerUnavailable. One that `needs_holder`, since it can get its state only from one, waits up to RETURN_SECONDS for
-    the return of a holder that is no longer announced. Raises Fatal if the run has gone on, and no peer of it has
-    answered.
+    the return of a holder that is no longer announced. `own` is what this very process says of other stages that it
+    serves. Raises Fatal if the run has gone on, and no peer of it has answered.
     """
     config, known, clock = membership.config, membership.known, membership.clock
     began_at = clock.monotonic()
@@ -101,7 +102,7 @@ async def find_others(
     while True:
         holders.look()
         is_patient = clock.monotonic() < began_at + SILENT_SECONDS
-        found = await _ask_all(config, block, known, poll, rng, is_patient=is_patient)
+        found = await _ask_all(config, block, known, poll, rng, own or {}, is_patient=is_patient)
         if isinstance(found, Others):
             together = {found.rounds[other] for other in partners(config, block) if other in found.rounds}
             is_settled = found.held_at is not None or (bool(found.rounds) and len(together) <= 1)
@@ -173,8 +174,9 @@ def partners(config: RunConfig, block: Block) -> Collection[Block]:
 
 
 async def _ask_all(
-    config: RunConfig, block: Block, known: KnownPeers, poll: Poll, rng: random.Random, *, is_patient: bool
-) -> Others | _Awaited:
+    config: RunConfig, block: Block, known: KnownPeers, poll: Poll, rng: random.Random,
+    own: Mapping[Block, pb.DescribeReply], *, is_patient: bool,
+) -> Others | _Awaited:  # fmt: skip
     announced, leaving = known.others(block), known.leaving(block)
     holders = await poll.replies(announced)
     if len({reply.round > 0 for reply in holders}) == 1:
@@ -192,6 +194,8 @@ async def _ask_all(
     }
     rows = await asyncio.gather(*map(poll.replies, asked.values()))
     replies = {other: row for other, row in zip(asked, rows, strict=True) if row}
+    for other, reply in own.items():
+        replies[other] = [reply, *replies.get(other, ())]
     if holders:
         # They do not agree whether the run has gone on. The other stages' peers decide that.
         rounds = _rounds(replies | {block: holders})

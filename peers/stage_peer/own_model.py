@@ -180,8 +180,8 @@ def own_config(
         config = dataclasses.replace(config, lora=dataclasses.replace(config.lora, **options.lora_options))
         if not config.lora.is_on and options.lora_options.keys() != {"rank"}:
             raise ValueError("--lora-alpha, --lora-dropout and --lora-targets need a --lora-rank above 0")
-    if options.first_stage != "auto":
-        require_stage(config, options.first_stage)
+    if options.span != "auto":
+        options.span.of(config.stages.num_stages)
     owner = token.authority.fingerprint if token is not None else ""
     if config.owner not in ("", owner):
         raise ValueError(f"the run is locked by owner {config.owner[:16]}: give a token of that owner's with --token")
@@ -225,14 +225,6 @@ def _rate_in_words(config: RunConfig) -> str:
             return told
         case other:
             assert_never(other)
-
-
-def require_stage(config: RunConfig, stage: int) -> None:
-    """Raise ValueError if the run has no such stage."""
-    last = config.stages.num_stages - 1
-    if stage > last:
-        stages = f"the stages 0 to {last}" if last else "stage 0 alone"
-        raise ValueError(f"--stage {stage} does not exist: this run has {stages}")
 
 
 def require_allowed_class(config: RunConfig, own: RunConfig | None, allowed: str | None) -> None:

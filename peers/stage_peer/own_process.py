@@ -12,6 +12,7 @@ from grpc_health.v1._async import HealthServicer
 
 from peers.reach.listen import Announced
 from peers.shared.network import Membership
+from peers.stage_peer.incarnation import Rivals
 from peers.stage_peer.own_stage import ServerOptions
 from swarm.machine.clock import Clock
 from swarm.rpc.callers import Callers
@@ -73,6 +74,7 @@ class OwnProcess:
         self.callers = callers
         self.health = Health()
         self.loop_lag = LoopLag(membership.clock)
+        self.rivals = Rivals(membership, own=options.incarnation, endpoint=lambda: self.endpoint)
         self._announced: Callable[[], Announced] = Announced
         self.meeting_point = MeetingPoint(
             membership.identity.peer_id, options.meeting, membership.clock, insecure=options.insecure,
@@ -95,6 +97,10 @@ class OwnProcess:
     async def set_serving(self, serves: bool) -> None:
         statuses = health_pb2.HealthCheckResponse
         await self.health.set("", statuses.SERVING if serves else statuses.NOT_SERVING)
+
+    def described(self) -> dict[Block, pb.DescribeReply]:
+        """What the blocks say of themselves."""
+        return {name: block.describe() for name, block in self.blocks.items()}
 
     def is_exchanging(self) -> bool:
         """Whether the average of some block is under way, to which other traffic on this process's line gives way."""

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ from peers.shared import devices, needs, process
 from peers.shared.devices import Dtype
 from peers.shared.needs import Needs
 from peers.shared.network import Membership
-from peers.shared.room import Room
+from peers.shared.room import Room, named
 from peers.stage_peer.incarnation import Incarnation
 from peers.stage_peer.resume import ResumeOptions, genesis
 from peers.status.exporter import OwnFigures
@@ -77,6 +76,8 @@ class ServerOptions:
     weights: Weights | None = None
     shelves: Shelves = field(default_factory=Shelves)
     meeting: MeetingLimits = field(default_factory=MeetingLimits)
+    prefix: str = ""
+    """What lines of the log about this block begin with: the stage, where the process serves several."""
     movable: bool = False
     moves: int = 0
     own_figures: OwnFigures = field(default_factory=OwnFigures)
@@ -104,15 +105,50 @@ class OwnRoom:
             each = needs.of_stages(config, on_gpu=on_gpu, num_peers=num_peers, anchors_on_disk=anchors_on_disk)
         return cls(room=Room.on(devices.here(device, memory_bytes)), each=each)
 
-    def require(self, stage: int | Literal["auto"]) -> None:
-        """Raise ValueError, which says what would fit, if a stage does not fit, or with `auto` none of the run's."""
-        if self.each and (fault := self.room.fault(self.each, None if stage == "auto" else range(stage, stage + 1))):
+    def require(self, span: range | None) -> None:
+        """Raise ValueError, which says what would fit, if these stages do not fit together; None: if none of the run's
+        does."""
+        if self.each and (fault := self.room.fault(self.each, span)):
             raise ValueError(fault)
 
     @property
     def unfit(self) -> set[int]:
         """The stages that do not fit."""
         return {stage for stage, needs in enumerate(self.each) if not self.room.holds(needs)}
+
+
+def deal(sizes: Sequence[int], num_devices: int) -> list[int]:
+    """The device of each block of a span, by its number: neighbours stay together, the largest share is as small as it
+    can be, and no device is left out if there are enough blocks. `sizes` are the blocks' numbers of parameters."""
+    shares = min(num_devices, len(sizes))
+    least, most = max(sizes), sum(sizes)
+    while least < most:
+        middle = (least + most) // 2
+        if max(_dealt(sizes, shares, middle)) < shares:
+            most = middle
+        else:
+            least = middle + 1
+    return _dealt(sizes, shares, most)
+
+
+def _dealt(sizes: Sequence[int], num_devices: int, limit: int) -> list[int]:
+    """Deal so that no device but the last gets more than `limit`."""
+    dealt, device, taken = [], 0, 0
+    for number, size in enumerate(sizes):
+        must_move = len(sizes) - number <= num_devices - 1 - device
+        if taken and (taken + size > limit or must_move):
+            device, taken = device + 1, 0
+        dealt.append(device)
+        taken += size
+    return dealt
+
+
+def dealt(config: RunConfig, stages: Sequence[int], num_devices: int) -> list[int]:
+    """The number of each stage's device; see deal."""
+    if num_devices == 1:
+        return [0] * len(stages)
+    shapes = (parameter_shapes(config, stage).values() for stage in stages)
+    return deal([sum(shape.numel() for shape in own) for own in shapes], num_devices)
 
 
 def own_backends(
@@ -184,12 +220,11 @@ def _weights(config: RunConfig, block: Block, options: ServerOptions) -> tuple[n
 
 
 def _no_room(blocks: Collection[Block], device: torch.device, asked: str) -> str:
-    if len(blocks) == 1:
-        what, advice = f"stage {min(blocks)} does", "take more stages, or another --device"
-    else:
-        what = f"stages {min(blocks)} to {max(blocks)} do"
-        advice = "serve fewer of them (--stage), begin the run with more stages, or take another --device, or more"
-    return f"{what} not fit on {device} (no room for {asked}): {advice}"
+    do, advice = "does", "take more stages, or another --device"
+    if len(blocks) > 1:
+        do, advice = "do", "serve fewer of them (--stage), take more stages, or another --device, or more of them"
+    span = range(min(blocks).stage, max(blocks).stage + 1)
+    return f"{named(span)} {do} not fit on {device} (no room for {asked}): {advice}"
 
 
 async def warm_up(

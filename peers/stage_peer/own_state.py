@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from peers.shared import option_types
@@ -19,6 +19,7 @@ from swarm.checkpoint.writer import DEFAULT_EVERY, CheckpointWriter
 from swarm.config import RunConfig
 from swarm.errors import NotReady
 from swarm.machine.out_of_memory import is_out_of_memory
+from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.member import StageMember
 from swarm.stage.stage import Stage
 from swarm.types import Block, PeerRecord
@@ -41,16 +42,16 @@ class OwnState:
         self._holders: Sequence[PeerRecord] = ()
         """These peers, as last read from the DHT."""
 
-    async def begin(self) -> None:
-        """Take the state of a checkpoint, if there is one and no peer holds this stage; see resume.begin. Raises what
-        find_others and resume.choose do."""
+    async def begin(self, own: Mapping[Block, pb.DescribeReply] | None = None) -> None:
+        """Take the state of a checkpoint, if there is one and no peer holds this stage; see resume.begin. `own` is as
+        for find_others. Raises what that and resume.choose do."""
         options = self._options.resume
         folder = options.folder
         resumes = folder is not None and not CheckpointFolder(folder, self._membership.config).is_empty
         with self._membership.waits.on(f"word of the other peers, before stage {self._stage.block} begins"):
             others = await find_others(
                 self._membership, self._stage.block, patient=options.joins and resumes, gives_up=options.moves,
-                needs_holder=not (resumes or options.starts_over or options.moves),
+                needs_holder=not (resumes or options.starts_over or options.moves), own=own,
             )  # fmt: skip
         self._held_at = others.held_at or 0
         self._holders = self._membership.known.others(self._stage.block)

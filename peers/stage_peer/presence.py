@@ -129,7 +129,9 @@ class Presence:
             num_calls=self._process.callers.num_begun,
             num_others=len(known.others(block)) + len(self._trainers),
             has_trainer=bool(self._trainers),
-            empty_blocks=[other for other in member.blocks if other != block and not known.others(other)],
+            empty_blocks=[
+                other for other in member.blocks if other not in self._process.blocks and not known.others(other)
+            ],
             left_alone_by={
                 sender.name or sender.peer_id[:8]: ban.reason
                 for sender in senders

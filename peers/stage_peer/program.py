@@ -1,13 +1,14 @@
-"""swarm-peer: serves one stage of a run.
+"""swarm-peer: serves one stage of a run, or adjacent ones.
 
     swarm-peer --preset tiny                                   the first peer, stage 0, of a new run
     swarm-peer INVITE                                          everyone else, wherever it is needed most
     swarm-peer INVITE --stage 2                                ... at a stage
+    swarm-peer INVITE --stage 1-3                              ... or at adjacent ones
     swarm-peer --meet ID@HOST:443 --preset tiny                the first peer, if all are behind routers
 
 It does, in this order: read the options, join the DHT, agree on the configuration, and choose a stage. Then mover.py
-builds the stage's model and serves, at one stage or at several in turn, until SIGTERM. The mechanisms are in swarm/;
-here they are wired together.
+builds the stages' models and serves, at the same stages or at one after another, until SIGTERM. The mechanisms are in
+swarm/; here they are wired together.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ from peers.reach.own_port import reserved
 from peers.reach.reach import Reach
 from peers.reach.router_ports import RouterPorts, own_routers
 from peers.shared import cli, logs, option_types, stopping
-from peers.shared.devices import device_of, peak_flops
+from peers.shared.devices import devices_of, peak_flops
 from peers.shared.entrance import Entrance, find_entrance
 from peers.shared.environment import cache_folder, keep_compiled_code
 from peers.shared.event_file import begin, open_events, start_of
@@ -43,8 +44,8 @@ from peers.stage_peer.mover import Mover
 from peers.stage_peer.news import Arrival, require_ready_file, say_what_is_wrong
 from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_dashboard import OwnDashboard, require_page
-from peers.stage_peer.own_model import OwnModel, open_model, own_config, require_allowed_class, require_stage
-from peers.stage_peer.own_stage import OwnRoom, ServerOptions
+from peers.stage_peer.own_model import OwnModel, open_model, own_config, require_allowed_class
+from peers.stage_peer.own_stage import OwnRoom, ServerOptions, dealt
 from peers.stage_peer.own_state import open_checkpoints
 from peers.stage_peer.rebalancer import Claim, Rebalancer
 from peers.stage_peer.resume import ResumeOptions
@@ -83,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
     options = cli.parse(PeerOptions, prog=PROG, argv=argv)
     name = options.name or default_name()
     # If the stage is fixed, log lines name the stage, which says more than a process id.
-    logs.setup_logging(name if options.first_stage == "auto" else options.name or options.label, options.log_level)
+    logs.setup_logging(name if options.span == "auto" else options.name or options.label, options.log_level)
     clock, cache = SystemClock(), cache_folder()
     option_types.require_own_host("--host", options.host)
     if options.shares_port:
@@ -99,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
     require_ready_file(options.ready_file)
     require_page(options, os.environ, is_locked=token is not None)
     keep_compiled_code(os.environ)
-    device = device_of(options.device, random.SystemRandom())
+    devices = devices_of(options.device, random.SystemRandom(), for_span=not options.serves_one)
     if options.threads:
         torch.set_num_threads(options.threads)
     meet = tuple(map(Entry.parse, options.meet))
@@ -130,7 +131,8 @@ def main(argv: Sequence[str]) -> int:
         )  # fmt: skip
         start = Start(
             options=options, config=own, model=model, entrance=entrance, addresses=addresses, identity=member,
-            node=node, listen=listen, meet=meet, device=device, checkpoints=checkpoints, events=events, returns=returns,
+            node=node, listen=listen, meet=meet, devices=devices, checkpoints=checkpoints, events=events,
+            returns=returns,
         )  # fmt: skip
         run_loop(run(start))
     finally:
@@ -140,11 +142,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def warn_of_empty_run(options: PeerOptions, *, returns: bool) -> None:
-    if not (options.joins or returns or options.resume or options.first_stage in (0, "auto")):
+    if not (options.joins or returns or options.resume or options.span == "auto" or options.span.first == 0):
         logger.warning(
             "this begins a new run at stage %s, in which nobody serves stage 0; to join one that is there, give its "
             "INVITE",
-            options.first_stage,
+            options.span,
         )
 
 
@@ -185,7 +187,7 @@ class Start:
     node: DhtNode
     listen: Listen
     meet: Sequence[Entry]
-    device: torch.device
+    devices: Sequence[torch.device]
     checkpoints: CheckpointWriter | None
     events: Events
     returns: bool
@@ -215,13 +217,13 @@ async def run(start: Start) -> None:
 
 
 async def enter(start: Start) -> Membership:
-    """Enter the run. Raises what agree_on_config, require_allowed_class and require_stage raise."""
+    """Enter the run. Raises what agree_on_config, require_allowed_class and Span.of raise."""
     options, identity, clock = start.options, start.identity, SystemClock()
     run, others = start.entrance.run, start.addresses if options.joins else ()
     config = await agree_on_config(start.node, start.config, others, clock, identity.authority, run=run)
     require_allowed_class(config, start.config, options.allow_class)
-    if options.first_stage != "auto":
-        require_stage(config, options.first_stage)
+    if options.span != "auto":
+        options.span.of(config.stages.num_stages)
     return Membership.enter(config, start.node, identity, clock, insecure=options.insecure)
 
 
@@ -234,9 +236,34 @@ def reach_of(start: Start, member: Membership) -> Reach:
     )  # fmt: skip
 
 
-async def options_for(start: Start, member: Membership) -> ServerOptions:
-    """The options of the servers at all stages, as far as they do not depend on the stage. Compiling may be tried."""
-    options, device = start.options, start.device
+async def require_room(start: Start, member: Membership) -> OwnRoom:
+    """The room on the first device. Raises ValueError if a device has no room for the stages that it gets."""
+    options = start.options
+    rooms = [
+        await asyncio.to_thread(
+            OwnRoom.of,
+            member,
+            device,
+            dtype=options.dtype,
+            memory_bytes=options.memory,
+            anchors_on_disk=options.anchors is not None,
+        )
+        for device in start.devices
+    ]
+    if options.span == "auto":
+        rooms[0].require(None if options.joins else range(1))
+        return rooms[0]
+    stages = options.span.of(len(member.blocks))
+    numbers = dealt(member.config, stages, len(rooms))
+    for number, room in enumerate(rooms[: max(numbers) + 1]):
+        first = stages.start + numbers.index(number)
+        room.require(range(first, first + numbers.count(number)))
+    return rooms[0]
+
+
+async def options_for(start: Start, member: Membership, device: torch.device) -> ServerOptions:
+    """The options of all stages on a device, as far as they do not depend on the stage. Compiling may be tried."""
+    options = start.options
     compiles = await asyncio.to_thread(compiled.compiles, options.compile, member.config, device)
     return ServerOptions(
         name=options.name, device=device, insecure=options.insecure, max_in_flight=options.max_in_flight,
@@ -258,45 +285,39 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
     rivals, claim = Rivals(member, own=incarnation), Claim(member, options.name)
     announcer = Announcer(member.config.run_id) if options.lan else None
     is_new = not (options.joins or start.returns or options.resume)
-    arrival = Arrival(options, member, str(start.device), is_new=is_new, announcer=announcer)
+    arrival = Arrival(options, member, ",".join(map(str, start.devices)), is_new=is_new, announcer=announcer)
     reach = reach_of(start, member)
     page = OwnDashboard(options, identity.peer_id, reach.open_port, start.entrance.token)
     contents = Contents(member, start.model, cache_folder(), checkpoints=options.checkpoint)
 
-    def serves(stage: int, announced: Announced) -> None:
-        arrival.serves(stage, announced)
+    def serves(stages: range, announced: Announced) -> None:
+        arrival.serves(stages, announced)
         page.begin()
 
-    async def make_server(stage: int, moves: int, moved: bool, tasks: asyncio.TaskGroup) -> PeerServer:
+    async def make_server(stages: range, moves: int, moved: bool, tasks: asyncio.TaskGroup) -> PeerServer:
         resumes = options.resume is not None and bool(file.names(options.resume))
-        weights = await contents.initial_weights(Block(stage), resumes=resumes)
-        resume = start.resume_options(moved=moved, has_weights=weights is not None)
-        local = dataclasses.replace(
-            everywhere, moves=moves, weights=weights, resume=resume, shelves=contents.shelves, own_figures=own_figures,
-            incarnation=incarnation,
-        )  # fmt: skip
-        return PeerServer(member, {Block(stage): local}, tasks)
+        blocks = {}
+        for stage, number in zip(stages, dealt(member.config, stages, len(everywhere)), strict=True):
+            weights = await contents.initial_weights(Block(stage), resumes=resumes)
+            blocks[Block(stage)] = dataclasses.replace(
+                everywhere[number], prefix=f"stage {stage}: " if len(stages) > 1 else "", moves=moves, weights=weights,
+                shelves=contents.shelves, own_figures=own_figures,
+                resume=start.resume_options(moved=moved, has_weights=weights is not None), incarnation=incarnation,
+            )  # fmt: skip
+        return PeerServer(member, blocks, tasks)
 
     async with asyncio.TaskGroup() as tasks:
         # This task starts before anything that waits, because joiners may already look for the run.
         announcing = published(member.directory, member.peer_id, member.config, clock).keep()
         background = list(map(tasks.create_task, (announcing, member.waits.run(clock))))
         await member.known.look_first(member.directory, member.blocks, clock, returns=start.returns)
-        room = await asyncio.to_thread(
-            OwnRoom.of,
-            member,
-            start.device,
-            dtype=options.dtype,
-            memory_bytes=options.memory,
-            anchors_on_disk=options.anchors is not None,
-        )
-        room.require(options.first_stage if options.joins or options.first_stage != "auto" else 0)
+        room = await require_room(start, member)
         rebalancer = Rebalancer(
             member, claim, random.Random(identity.peer_id), every_seconds=options.rebalance_seconds,
             checkpoints=options.resume, unfit=room.unfit,
         )  # fmt: skip
-        await say_what_is_wrong(options, member, start.device)
-        everywhere = await options_for(start, member)
+        await say_what_is_wrong(options, member, start.devices)
+        everywhere = [await options_for(start, member, device) for device in start.devices]
         # Rivals are looked for before anything is announced: an announcement would replace the records of another
         # process with this identity.
         await rivals.require_alone()
@@ -304,10 +325,10 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         background += map(tasks.create_task, (watching, reach.keep(), claim.keep()))
         await reach.found_out()
         with member.waits.on("a stage that needs this peer"):
-            stage = await first_stage(options, rebalancer)
+            stages = await first_stages(options, rebalancer, member.config)
         # Only from here on is the stop event watched. Before this line, Ctrl-C and SIGTERM end the process directly.
         stop = stopping.stop_event()
-        said = start_of(member.config, peer_id=member.peer_id, name=options.name, stage=stage)
+        said = start_of(member.config, peer_id=member.peer_id, name=options.name, stage=stages[0])
         begin(start.events, options.events, said)
         serving = [stop_or_expiry(stop, identity, clock), rivals.watch(), contents.keep_tokenizer(), page.run()]
         background += map(tasks.create_task, serving if announcer is None else [*serving, announcer.run()])
@@ -315,19 +336,21 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
             make_server=make_server, rebalancer=rebalancer, clock=clock, event_log=start.events, stop=stop,
             on_serving=serves, listen=reach,
         )  # fmt: skip
-        await mover.run(stage)
+        await mover.run(stages)
         for task in background:
             task.cancel()
     await member.channels.close()
 
 
-async def first_stage(options: PeerOptions, rebalancer: Rebalancer) -> int:
-    """Claim the stage to begin with: the one that the user named, 0 of a new run, or the one that needs a peer most."""
-    if options.first_stage == "auto" and options.joins:
-        return await rebalancer.choose_stage()
-    stage = 0 if options.first_stage == "auto" else options.first_stage
-    await rebalancer.goes(stage, from_stage=None)
-    return stage
+async def first_stages(options: PeerOptions, rebalancer: Rebalancer, config: RunConfig) -> range:
+    """Claim the stage to begin with: the one that the user named, 0 of a new run, or the one that needs a peer most. Of
+    several that the user named the first one is claimed."""
+    if options.span == "auto" and options.joins:
+        stage = await rebalancer.choose_stage()
+        return range(stage, stage + 1)
+    stages = range(1) if options.span == "auto" else options.span.of(config.stages.num_stages)
+    await rebalancer.goes(stages[0], from_stage=None)
+    return stages
 
 
 def published(directory: Directory, peer_id: str, config: RunConfig, clock: Clock) -> Announcement:

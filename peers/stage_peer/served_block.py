@@ -5,7 +5,7 @@ write checkpoints -> drain -> leave. What the blocks of a process share is in ow
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from peers.shared.network import LOOK_SECONDS, Membership
@@ -15,13 +15,16 @@ from peers.stage_peer.own_stage import ServerOptions, warm_up
 from peers.stage_peer.own_state import Checkpoints, OwnState
 from peers.stage_peer.presence import Presence
 from peers.stage_peer.services import block_handlers
+from peers.status.peer_row import PeerRow
 from swarm.averaging.averager import Averager
+from swarm.averaging.servicer import Handlers
 from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import Transport
 from swarm.events import Join
 from swarm.hop.hop import Hop, watch_connections
 from swarm.hop.retries import HopLimits
 from swarm.rpc.dispatch import Dispatch
+from swarm.rpc.local import LocalBlock
 from swarm.rpc.transfers import Turns
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.backend import StageBackend
@@ -30,9 +33,10 @@ from swarm.stage.context import StageContext, StageLimits
 from swarm.stage.generation import GenerationServicer
 from swarm.stage.member import StageMember
 from swarm.stage.runtime import Runtime
+from swarm.stage.servicer import StageServicer
 from swarm.stage.stage import Stage
 from swarm.stage.time_shares import TimeWatch
-from swarm.types import Block
+from swarm.types import Block, PeerRecord
 
 SETTLE_SECONDS = 5.0
 """How long a peer that ends waits at most until it has passed on its acknowledgements. Passing on one takes no longer
@@ -51,7 +55,7 @@ class ServedBlock:
                 run_id=config.run_id, block=Block(block.stage + 1), reply_specs=reply_specs(config, block.stage + 1),
                 router=membership.known.router, channels=membership.channels, clock=membership.clock,
                 events=options.events, limits=HopLimits(round_microbatches=config.round_microbatches),
-                memory=backend.staging.host_bytes,
+                memory=backend.staging.host_bytes, own=self._local,
             )  # fmt: skip
         self._membership = membership
         self._options = options
@@ -64,12 +68,13 @@ class ServedBlock:
         )  # fmt: skip
         self.member = StageMember(self.stage, num_alive=lambda: self.averager.num_alive, on_commit=self._committed)
         self.averager: Averager
+        self.local: LocalBlock
         self.checkpoints = Checkpoints(
             options.checkpoints, config, block, self.member, tasks,
             highest_microbatch=lambda: self.averager.view().highest_microbatch,
         )  # fmt: skip
         self._own_state = OwnState(membership, self.stage, self.member, options)
-        self._news = StageNews(membership.clock)
+        self._news = StageNews(membership.clock, prefix=options.prefix)
         self._generation = GenerationServicer(self.stage, options.sessions)
         self.presence = Presence(
             membership, self.stage, self.member, options, process, TimeWatch(self.stage, membership.clock)
@@ -84,7 +89,7 @@ class ServedBlock:
                 context.backend, context.runtime, self._membership.clock, device=self._options.device,
                 compiles=self._options.compiles,
             )  # fmt: skip
-        await self._own_state.begin()
+        await self._own_state.begin(self._process.described())
 
     @asynccontextmanager
     async def serving(self, dispatch: Dispatch, turns: Turns) -> AsyncIterator[None]:
@@ -93,10 +98,13 @@ class ServedBlock:
         Raises in a group NotReady if the state could not be downloaded from the peers that hold it.
         """
         self.averager = Averager(self._context(turns), self.member)
+        servicer = StageServicer(
+            self.stage, describe=self.describe, callers=self._process.callers, rival_of=self._process.rivals.of
+        )
+        self.local = LocalBlock(servicer, self._generation)
         handlers = block_handlers(
-            self._membership, self.stage, self.averager, self._generation, self._options, self._process,
-            describe=self.describe,
-        )  # fmt: skip
+            self._membership, self.stage, self.averager, servicer, self._generation, self._options
+        )
         dispatch.add(self.stage.block, handlers)
         self._process.blocks[self.stage.block] = self
         waits = self._membership.waits
@@ -118,17 +126,38 @@ class ServedBlock:
                     task.cancel()
         finally:
             self.stage.end()
+            await self.local.stop(1.0)
 
     def describe(self) -> pb.DescribeReply:
         return self.presence.describe(self.averager, self._generation.counters())
+
+    def figures(self) -> PeerRow:
+        return PeerRow.of(self.presence.record(), self.describe())
 
     def _context(self, turns: Turns) -> Context:
         member = self._membership
         return Context(
             config=member.config, own=self.presence.record(), endpoints=lambda: self._process.announced.endpoints,
-            peers=member.known.peers, transport=Transport(member.channels), clock=member.clock,
-            events=self._options.events, waits=member.waits, turns=turns,
+            peers=self._peers, transport=Transport(member.channels), clock=member.clock, events=self._options.events,
+            waits=member.waits, turns=turns, own_block=self._beside,
         )  # fmt: skip
+
+    def _peers(self, block: Block) -> Sequence[PeerRecord]:
+        """The peers of a block, as the DHT last showed them, and this process as it is now if it serves that too."""
+        known, beside = self._membership.known.peers(block), self._process.blocks.get(block)
+        if beside is None or beside is self:
+            return known
+        own_id = self._membership.peer_id
+        return [beside.presence.record(), *(record for record in known if record.peer_id != own_id)]
+
+    def _local(self, record: PeerRecord) -> LocalBlock | None:
+        """The block that a record announces, if this process serves it."""
+        block = self._process.blocks.get(record.block)
+        return block.local if block is not None and record.peer_id == self._membership.peer_id else None
+
+    def _beside(self, block: Block) -> Handlers | None:
+        beside = self._process.blocks.get(block)
+        return None if beside is None else beside.averager.handlers
 
     async def _watch_connections(self) -> None:
         member, hop = self._membership, self.stage.context.hop

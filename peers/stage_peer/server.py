@@ -18,7 +18,6 @@ from peers.stage_peer.own_stage import ServerOptions, own_backends
 from peers.stage_peer.resume import require_weights
 from peers.stage_peer.served_block import ServedBlock
 from peers.stage_peer.services import add_services_of
-from peers.status.peer_row import PeerRow
 from swarm.errors import Fatal
 from swarm.rpc import tls
 from swarm.rpc.callers import Callers
@@ -53,6 +52,7 @@ class PeerServer:
         max_training_bytes = sum(max_kept_bytes(request_specs(config, block.stage), most) for block in blocks)
         self.callers = Callers(clock, max_training_bytes=max_training_bytes)
         self._process = OwnProcess(membership, options, self.callers)
+        membership.known.hop_within([block for block in blocks if Block(block.stage - 1) in blocks])
         if config.lora.is_on:
             # The state that is downloaded from peers of the stage does not include frozen base weights.
             for block, own in blocks.items():
@@ -87,10 +87,10 @@ class PeerServer:
                 for block in others:
                     await block.begin()
                     await stack.enter_async_context(block.serving(dispatch, turns))
+                run = self._membership.config.run_id
                 self._options.own_figures.follow(
-                    lambda: PeerRow.of(first.presence.record(), first.describe()),
-                    run=self._membership.config.run_id, stage=str(first.stage.block),
-                )  # fmt: skip
+                    *((block.figures, {"run": run, "stage": str(name)}) for name, block in self.blocks.items())
+                )
                 yield self._process.announced
         finally:
             for block in self.blocks.values():
@@ -122,7 +122,7 @@ class PeerServer:
                 yield dispatch, turns
             finally:
                 measuring.cancel()
-                self._options.own_figures.follow(lambda: None)
+                self._options.own_figures.follow()
                 for block in self.blocks.values():
                     block.stage.end()
                 await server.stop(grace=1.0)

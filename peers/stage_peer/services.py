@@ -1,14 +1,12 @@
 """The services on a stage peer's gRPC server: those of each block, and those of the process."""
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import grpc
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 from peers.shared.network import Membership
-from peers.stage_peer.incarnation import Rivals
 from peers.stage_peer.own_process import OwnProcess
 from peers.stage_peer.own_stage import ServerOptions
 from swarm.averaging.averager import Averager
@@ -21,7 +19,6 @@ from swarm.pipeline.leases import RoundView
 from swarm.rpc.dispatch import BlockHandlers
 from swarm.rpc.probe import ProbeServicer
 from swarm.rpc.transfers import Turns
-from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_server
 from swarm.rpc.v1.content_pb2_grpc import add_ContentServiceServicer_to_server
 from swarm.rpc.v1.directory_pb2_grpc import add_DirectoryServiceServicer_to_server
@@ -37,18 +34,17 @@ from swarm.types import PeerId
 
 
 def block_handlers(
-    membership: Membership, stage: Stage, averager: Averager, generation: GenerationServicer, options: ServerOptions,
-    process: OwnProcess, *, describe: Callable[[], pb.DescribeReply],
+    membership: Membership, stage: Stage, averager: Averager, servicer: StageServicer, generation: GenerationServicer,
+    options: ServerOptions,
 ) -> BlockHandlers:  # fmt: skip
     """The services of one block."""
     config, handlers = membership.config, BlockHandlers()
-    rivals = Rivals(membership, own=options.incarnation, endpoint=lambda: process.endpoint)
     lease = LeaseServicer(
         config=config, block=stage.block, clock=membership.clock, rng=random.SystemRandom(),
         lead=lambda: group_lead(averager), changed=averager.changed, events=options.events,
     )  # fmt: skip
     server: Any = handlers
-    add_stage_servicer(StageServicer(stage, describe=describe, callers=process.callers, rival_of=rivals.of), server)
+    add_stage_servicer(servicer, server)
     add_GenerationServiceServicer_to_server(generation, server)
     add_LeaseServiceServicer_to_server(lease, server)
     add_AveragingServiceServicer_to_server(AveragingServicer(averager.handlers, own_id=membership.peer_id), server)

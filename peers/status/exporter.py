@@ -29,17 +29,16 @@ Source = Callable[[], Any]
 
 class OwnFigures:
     def __init__(self) -> None:
-        self._source: Source = lambda: None
-        self.labels: Mapping[str, str] = {}
-        """Further labels of the process: its run, its stage."""
+        self._sources: Sequence[tuple[Source, Mapping[str, str]]] = ()
 
-    def follow(self, source: Source, **labels: str) -> None:
-        """From now on take the figures from this source. It returns None once it has no figures any more."""
-        self._source, self.labels = source, labels
+    def follow(self, *sources: tuple[Source, Mapping[str, str]]) -> None:
+        """From now on take the figures from these sources. Each has further labels: the run, and the stage where there
+        is one. Several differ in the stage."""
+        self._sources = sources
 
-    def now(self) -> Any:
-        """The figures now; None while there are none."""
-        return self._source()
+    def now(self) -> list[tuple[Any, Mapping[str, str]]]:
+        """The figures now, with those labels; empty while there are none."""
+        return [(source(), labels) for source, labels in self._sources]
 
 
 def require_exporter(host: str, port: int | None) -> None:
@@ -104,15 +103,28 @@ class _Exporter:
         """The metrics now; none while the event loop is stuck. Called by a thread of the server."""
         asked = asyncio.run_coroutine_threadsafe(self._now(), self._loop)
         try:
-            record, labels = asked.result(ANSWER_SECONDS)
+            rows = asked.result(ANSWER_SECONDS)
         except TimeoutError:
             asked.cancel()
             logger.warning("Prometheus is told nothing: the event loop has been stuck for %.0f s", ANSWER_SECONDS)
             return ()
-        return () if record is None else list(metrics(self._prefix, record, labels))
+        return _together([(labels, list(metrics(self._prefix, record, labels))) for record, labels in rows])
 
-    async def _now(self) -> tuple[Any, Mapping[str, str]]:
-        return self._own.now(), self._own.labels
+    async def _now(self) -> list[tuple[Any, Mapping[str, str]]]:
+        return self._own.now()
+
+
+def _together(rows: "Sequence[tuple[Mapping[str, str], list[Metric]]]") -> "Iterable[Metric]":
+    """The metrics of all rows. Where there are several, each sample has its row's stage as a label."""
+    families: dict[str, Metric] = {}
+    for labels, row in rows:
+        for metric in row:
+            if len(rows) > 1:
+                stage = {"stage": labels["stage"]}
+                metric.samples = [sample._replace(labels={**sample.labels, **stage}) for sample in metric.samples]
+            if (known := families.setdefault(metric.name, metric)) is not metric:
+                known.samples += metric.samples
+    return families.values()
 
 
 def metrics(prefix: str, record: Any, labels: Mapping[str, str]) -> "Iterable[Metric]":

@@ -113,7 +113,7 @@ async def run(
     with metrics, report:
         session = make_session(options, member, data, watcher, report, events)
         own = OwnFigures()
-        own.follow(lambda: TrainerRow.of(record_of(member, session, name)), run=config.run_id)
+        own.follow((lambda: TrainerRow.of(record_of(member, session, name)), {"run": config.run_id}))
         async with exporting(own, "swarm_trainer", host=options.metrics_host, port=options.metrics_port):
             exit_code = await carry_out(member, session, name)
     events.write(Leave())

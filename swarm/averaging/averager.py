@@ -8,6 +8,7 @@ downloads the state. It never touches weights: it asks the stage to do that.
 import asyncio
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 
 from swarm.averaging.advance import Advance
 from swarm.averaging.agreement import messages
@@ -39,7 +40,7 @@ from swarm.errors import DeadlineExceeded, NotReady, PeerUnavailable
 from swarm.machine.clock import wait
 from swarm.rpc.v1.stage_pb2 import AveragingCounters
 from swarm.training.round_member import RoundMember
-from swarm.types import PeerId, PeerRecord
+from swarm.types import Block, PeerId, PeerRecord
 
 
 @dataclass(eq=False)
@@ -54,15 +55,13 @@ class Calls:
     async def __call__(
         self, peer: PeerRecord, method: Method[Request, Reply], request: Request, *, timeout_seconds: float
     ) -> Reply:
-        """Call a peer, or this one. A peer of this stage that cannot be reached is suspected.
+        """Call a peer, or this one, which may serve other blocks too. A peer of this block that cannot be reached is
+        suspected.
 
         Raises the error that the peer answers with, PeerUnavailable or DeadlineExceeded.
         """
         if peer.peer_id == self.context.own_id:
-            if method.name not in self.participant.answers:
-                # Somebody takes this peer for one of another stage, or has not heard yet that it has moved.
-                raise PeerUnavailable(f"this peer does not answer {method.name} to itself")
-            return await self._ask_itself(method, request, timeout_seconds)
+            return await self._ask_itself(peer.block, method, request, timeout_seconds)
         try:
             return await self.context.transport.call(peer, method, request, timeout_seconds=timeout_seconds)
         except (PeerUnavailable, NotReady) as error:
@@ -72,10 +71,20 @@ class Calls:
                 self.context.changes.signal()  # Other parts need not wait for that peer any more.
             raise
 
-    async def _ask_itself(self, method: Method[Request, Reply], request: Request, timeout_seconds: float) -> Reply:
+    async def _ask_itself(
+        self, block: Block, method: Method[Request, Reply], request: Request, timeout_seconds: float
+    ) -> Reply:
+        if block == self.context.own.block:
+            answer = self.participant.answers.get(method.name)
+        else:
+            other = self.context.own_block(block)
+            answer = None if other is None else partial(other.handle, method)
+        if answer is None:
+            # Somebody takes this peer for one of another stage, or has not heard yet that it has moved.
+            raise PeerUnavailable(f"this peer does not answer {method.name} to itself")
         try:
             async with asyncio.timeout(timeout_seconds):
-                reply: Reply = await self.participant.answers[method.name](request)
+                reply: Reply = await answer(request)
         except TimeoutError:
             raise DeadlineExceeded(f"{method.name} took longer than {timeout_seconds:.1f} s here") from None
         self.context.changes.signal()

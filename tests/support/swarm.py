@@ -16,6 +16,7 @@ from typing import Any
 from peers.commands import command_line
 from peers.local.supervisor import Child, Supervisor
 from peers.shared import cli
+from peers.shared.option_types import Span
 from peers.stage_peer.options import PeerOptions
 from peers.trainer.options import TrainerOptions
 from swarm.types import PeerRecord, PeerState
@@ -166,7 +167,8 @@ class RealSwarm:
         name = f"peer-{self._num_started}"
         ready_file = self.folder / f"{name}.json"
         own = PeerOptions(
-            stage="auto" if stage == "auto" else int(stage), name=name, host="127.0.0.1", device="cpu", threads=1,
+            stage="auto" if stage == "auto" else Span.parse(str(stage)), name=name, host="127.0.0.1", device="cpu",
+            threads=1,
             initial_peers=(self.address,) if self.peers else (),
             config=None if self.peers or self.model else self.config,
             model=None if self.peers or self.model is None else str(self.model),

@@ -6,7 +6,7 @@ the process around it are replaced. Peers and trainers log their events, as the 
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -51,7 +51,12 @@ class WholePeer:
     peer_id: str
     log: EventLog
     task: asyncio.Task[None] | None = None
-    server: ServedBlock | None = None
+    servers: Mapping[Block, ServedBlock] = field(default_factory=dict)
+    """The blocks that it serves."""
+
+    @property
+    def server(self) -> ServedBlock | None:
+        return self.servers.get(Block(self.stage))
 
     async def kill(self) -> None:
         """End the peer without any message to others. This is as similar to kill -9 as is possible within a process;
@@ -79,19 +84,21 @@ class WholeSwarm:
         """The event logs of all processes that there ever were."""
         return sorted(self.folder.iterdir())
 
-    async def start(self, stage: int) -> WholePeer:
-        """Start a peer, and return it when it serves."""
+    async def start(self, stage: int, *more: int) -> WholePeer:
+        """Start a peer of one stage, or of several, and return it when it serves."""
         own = identities.generate()
         peer = WholePeer(stage=stage, peer_id=own.peer_id, log=self._log(f"peer-{stage}"))
         serving = asyncio.get_running_loop().create_future()
-        peer.task = asyncio.create_task(self._run(peer, own, serving))
+        peer.task = asyncio.create_task(self._run(peer, own, [Block(stage), *map(Block, more)], serving))
         await asyncio.wait([peer.task, serving], return_when=asyncio.FIRST_COMPLETED)
         if peer.task.done():
             peer.task.result()
         self.peers.append(peer)
         return peer
 
-    async def _run(self, peer: WholePeer, own: identities.Identity, serving: "asyncio.Future[None]") -> None:
+    async def _run(
+        self, peer: WholePeer, own: identities.Identity, served: Sequence[Block], serving: "asyncio.Future[None]"
+    ) -> None:
         config, blocks = self.config, self.config.blocks
         peer.log.write(start_of(config, peer_id=own.peer_id, name="", stage=peer.stage))
         member = Membership.enter(config, self._store, own, CLOCK, insecure=True)
@@ -102,8 +109,8 @@ class WholeSwarm:
         async with asyncio.TaskGroup() as tasks:
             await member.known.look(member.directory, blocks)
             tasks.create_task(member.directory.watch(blocks, member.known.update, LOOK_SECONDS))
-            server = PeerServer(member, {Block(peer.stage): options}, tasks)
-            peer.server = server.blocks[Block(peer.stage)]
+            server = PeerServer(member, dict.fromkeys(served, options), tasks)
+            peer.servers = server.blocks
             async with server.serving(HERE):
                 serving.set_result(None)
                 await asyncio.Event().wait()

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from peers.local.supervisor import Child, Exit, Supervisor
 from peers.shared import cli
+from peers.shared.option_types import Span
 from peers.stage_peer.options import PeerOptions
 from peers.trainer.options import TrainerOptions
 from scripts.benches.chaos.program import TASKS_FILE, set_clock
@@ -204,7 +205,7 @@ class Cast:
         checkpoints.mkdir(exist_ok=True)
         addresses = self._addresses(role)
         options = PeerOptions(
-            stage=role.stage, name=role.name, host="127.0.0.1", port=host_and_port(role.endpoint)[1],
+            stage=Span(role.stage, role.stage), name=role.name, host="127.0.0.1", port=host_and_port(role.endpoint)[1],
             dht_port=role.dht_port, threads=1, device="cpu", ready_file=role.ready_file,
             identity=role.folder / "identity.pem", checkpoint=checkpoints, checkpoint_every=self.checkpoint_every,
             resume=checkpoints, events=role.events, initial_peers=addresses,

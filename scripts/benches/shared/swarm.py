@@ -12,6 +12,7 @@ import torch
 from peers.commands import command_line
 from peers.local.supervisor import Child, Supervisor, last_line
 from peers.shared import cli
+from peers.shared.option_types import Span
 from peers.stage_peer.options import PeerOptions
 from peers.trainer.options import MOST_IN_FLIGHT, TrainerOptions
 from scripts.benches.shared.common import POLL_SECONDS, wait_for_json, write_config
@@ -133,7 +134,7 @@ class SwarmProcesses:
         self._num_started += 1
         addresses = tuple(peer.dht_address for peer in self.peers[:8])
         options = PeerOptions(
-            stage=stage, name=name[:64], host="127.0.0.1", threads=self.threads, device=self.device,
+            stage=Span(stage, stage), name=name[:64], host="127.0.0.1", threads=self.threads, device=self.device,
             identity=self.folder / f"{name}.pem", ready_file=self.ready_file(name), events=self._event_log(name),
             initial_peers=addresses, allow_class=(self.config.model.custom_class or None) if addresses else None,
             config=None if addresses or self.model else self.folder / "run.toml",

@@ -142,16 +142,19 @@ class TiedParameters:
         block = _block_of(holder)
         others = sorted(context.peers(block), key=lambda record: record.peer_id)
         candidates = [record_of(holder.contact, block), *others]
-        candidates = [record for record in candidates if record.peer_id != context.own_id]
+        own = context.own_block(block)
+        if own is None:
+            candidates = [record for record in candidates if record.peer_id != context.own_id]
         if not candidates:
             raise PeerUnavailable("no other peer there is known")
         request = pb.SharedRequest(
             address=context.address_of(block), peer_id=context.own_id, round=round_number, digest=holder.digest
         )
+        chosen = candidates[turn % len(candidates)]
+        if own is not None and chosen.peer_id == context.own_id:
+            return await own.shared(request)
         seconds = context.timing.average_seconds + num_bytes / context.timing.bytes_per_second
-        return await context.transport.shared(
-            candidates[turn % len(candidates)], request, reply_bytes=num_bytes, timeout_seconds=seconds
-        )
+        return await context.transport.shared(chosen, request, reply_bytes=num_bytes, timeout_seconds=seconds)
 
     async def _decode(self, encoded: Buffer) -> torch.Tensor:
         return await asyncio.to_thread(decode_bounded, self._codec, encoded, self._num_elements)

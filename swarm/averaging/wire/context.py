@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from swarm.averaging.agreement.rules import Timing
-from swarm.averaging.wire.transport import Transport
+from swarm.averaging.wire.transport import OwnBlock, Transport
 from swarm.config import RunConfig
 from swarm.errors import NotReady
 from swarm.events import Events
@@ -104,6 +104,7 @@ class Context:
         peers: gives the directory's last known view of a block.
         endpoints: gives this peer's present endpoints, if those in `own` may become out of date.
         turns: decide which peers may download from this one now; None if all may at the same time.
+        own_block: gives another block that this process serves; None if it does not serve that one.
     """
 
     config: RunConfig
@@ -117,6 +118,7 @@ class Context:
     endpoints: Callable[[], Sequence[str]] | None = None
     waits: Waits = field(default_factory=Waits)
     turns: Turns | None = None
+    own_block: Callable[[Block], OwnBlock | None] = lambda _: None
 
     @cached_property
     def changes(self) -> Changes:

@@ -72,6 +72,14 @@ class Caller(Protocol):
     ) -> Reply: ...
 
 
+class OwnBlock(Protocol):
+    """Another block that this very process serves: its answers to calls, without a network."""
+
+    async def handle(self, method: Method[Request, Reply], request: Request) -> Reply: ...
+
+    async def shared(self, request: pb.SharedRequest) -> Buffer: ...
+
+
 class Transport:
     """Calls to other peers over gRPC. Every call raises PeerUnavailable, DeadlineExceeded, or the error that the peer
     answered with.

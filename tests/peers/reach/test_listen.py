@@ -58,7 +58,7 @@ def test_each_has_an_option_of_its_own() -> None:
 def test_an_invite_comes_without_an_option() -> None:
     options = cli.parse(PeerOptions, prog="swarm-peer", argv=["--threads", "1", "swarm://1x"])
     assert cli.arguments(options) == ["swarm://1x", "--threads", "1"]
-    assert options.first_stage == "auto"
+    assert options.span == "auto"
 
 
 def test_without_a_port_it_counts_for_the_dht_as_well() -> None:

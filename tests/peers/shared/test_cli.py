@@ -11,7 +11,7 @@ import tyro
 from peers import commands
 from peers.local.options import LocalOptions
 from peers.shared.cli import arguments, parse
-from peers.shared.option_types import FolderOrName, StageOrAuto
+from peers.shared.option_types import FolderOrName, Span, StagesOrAuto
 from peers.stage_peer.options import PeerOptions
 from peers.static.options import StaticOptions
 from swarm.config import ModelConfig, RunConfig, with_settings
@@ -33,7 +33,7 @@ class _Options:
     """What is logged."""
     insecure: bool = False
     """Do without TLS."""
-    goes: StageOrAuto = 0
+    goes: StagesOrAuto = "auto"
     """Where to."""
     every: int | None = None
     """Rounds."""
@@ -90,7 +90,7 @@ def test_an_option_may_be_given_several_times_and_takes_no_more_than_one_each_ti
             "unrecognized options: --insecur, --log-leve, info; did you mean --insecure or --log-level?",
         ),
         ("--stage x", "--stage takes a whole number of 64 bits, not 'x'"),
-        ("--stage 1 --goes N", "--goes takes a whole number from 0 to 4,095, or auto, not 'N'"),
+        ("--stage 1 --goes N", "--goes takes a stage (2), adjacent ones (1-3), all, or auto, not 'N'"),
         ("--stage 1 --every x", "--every takes a whole number of 64 bits, not 'x'"),
         ("--stage 1 --seconds soon", "--seconds takes a number, not 'soon'"),
         ("", "missing --stage"),
@@ -160,7 +160,7 @@ def test_help_shows_the_docstrings(capsys: pytest.CaptureFixture[str]) -> None:
         _Options(stage=0),
         _Options(stage=3, initial_peers=("a", "b"), output=Path("x y"), log_level="debug", insecure=True),
         _Options(stage=1, goes="auto", every=7, seconds=0.25, dataset=("a", "b c")),
-        _Options(stage=1, goes=5),
+        _Options(stage=1, goes=Span(5, 7)),
         _Options(stage=1, initial_peers=("a", "b"), invites=("c", "d e")),
     ],
 )

@@ -4,6 +4,7 @@ import dataclasses
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -11,7 +12,18 @@ import pytest
 import torch
 
 from peers.shared import devices
-from peers.shared.devices import Device, choose, device_of, found, free_ram_bytes, graph_bytes, here, spread
+from peers.shared.devices import (
+    Device,
+    choose,
+    device_of,
+    devices_of,
+    found,
+    free_ram_bytes,
+    graph_bytes,
+    here,
+    spread,
+    unused,
+)
 from swarm.config import ModelConfig, RunConfig
 
 GIB = 1 << 30
@@ -40,6 +52,29 @@ def test_processes_that_start_together_do_not_all_take_the_first_gpu() -> None:
     taken = Counter(choose([*_gpus(79, 80, 78.5, 40)], random.Random(seed)).name for seed in range(300))
     assert taken.keys() == {"cuda:0", "cuda:1", "cuda:2"}
     assert min(taken.values()) > 60
+
+
+@pytest.mark.parametrize(
+    ("here", "names"),
+    [
+        ([*_gpus(80, 80, 80), CPU], ["cuda:0", "cuda:1", "cuda:2"]),
+        ([*_gpus(80, 60, 79), CPU], ["cuda:0", "cuda:2"]),
+        ([*_gpus(40, 60, 10), CPU], ["cuda:1"]),
+        ([CPU], ["cpu"]),
+    ],
+)
+def test_a_process_with_several_stages_takes_the_gpus_that_nobody_uses(here: list[Device], names: list[str]) -> None:
+    """If all are in use, it takes the one that one stage would have."""
+    of_80 = [replace(device, total_bytes=80 * GIB) if device.kind == "cuda" else device for device in here]
+    assert [device.name for device in unused(of_80, random.Random(0))] == names
+
+
+def test_several_devices_are_for_several_stages() -> None:
+    assert [str(one) for one in devices_of("cpu", random.Random(0), for_span=True)] == ["cpu"]
+    with pytest.raises(ValueError, match="--device cpu,cpu names a device twice"):
+        devices_of("cpu,cpu", random.Random(0), for_span=True)
+    with pytest.raises(ValueError, match="--device cpu,mps: one stage is on one device; several need --stage 1-3, say"):
+        devices_of("cpu,mps", random.Random(0), for_span=False)
 
 
 @pytest.mark.parametrize(

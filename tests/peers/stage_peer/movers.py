@@ -109,13 +109,13 @@ class LocalPeer:
             make_server=self.make_server, rebalancer=self.rebalancer, clock=self.clock, event_log=self.log,
             stop=self.stop,
             listen=HERE,
-            on_serving=lambda stage, _: self.served.put_nowait(stage),
+            on_serving=lambda stages, _: self.served.put_nowait(stages[0]),
         )  # fmt: skip
         async with asyncio.TaskGroup() as tasks:
             blocks = self._config.blocks
             await self.known.look(self.directory, blocks)
             watching = tasks.create_task(self.directory.watch(blocks, self.known.update, 0.2))
-            running = tasks.create_task(mover.run(stage))
+            running = tasks.create_task(mover.run(range(stage, stage + 1)))
             try:
                 assert await self.next_served() == stage
                 yield self
@@ -146,8 +146,9 @@ class LocalPeer:
         return snapshot.round, dict(snapshot.tensors)
 
     async def make_server(
-        self, stage: int, moves: int, comes_from_another: bool, tasks: asyncio.TaskGroup
+        self, stages: range, moves: int, comes_from_another: bool, tasks: asyncio.TaskGroup
     ) -> PeerServer:
+        stage = stages[0]
         weights, shelves = None, Shelves()
         if self._contents is not None:
             weights = await self._contents.initial_weights(Block(stage), resumes=bool(file.names(self._resume)))

@@ -2,17 +2,21 @@
 
 import asyncio
 import dataclasses
+import itertools
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from peers.shared import needs
 from peers.shared.network import Membership
-from peers.stage_peer.own_stage import OwnRoom, ServerOptions, own_backends, warm_up
+from peers.stage_peer.own_stage import OwnRoom, ServerOptions, deal, own_backends, warm_up
 from peers.stage_peer.resume import ResumeOptions
 from swarm.config import RoundsConfig, RunConfig, StagesConfig, load_preset
 from swarm.credentials.identity import generate
@@ -21,6 +25,7 @@ from swarm.events import Events
 from swarm.machine.recording import Recorder
 from swarm.model.stage_module import StageModule
 from swarm.stage.backend import StageBackend
+from swarm.stage.graphs import GraphBudget
 from swarm.stage.runtime import Runtime
 from swarm.stage.staging import Staging
 from swarm.types import Block
@@ -68,6 +73,43 @@ async def test_it_serves_the_run_all_the_same_whatever_it_computes_in(tmp_path: 
             assert len(await swarm.train(1)) == 1
 
 
+def test_blocks_are_dealt_to_devices_in_order_and_evenly() -> None:
+    assert deal([5, 1, 1, 5], 2) == [0, 0, 1, 1]
+    assert deal([1, 2, 3, 4, 5], 2) == [0, 0, 0, 1, 1]
+    assert deal([1, 1, 1, 10], 2) == [0, 0, 0, 1]
+    assert deal([1, 1, 1, 1], 3) == [0, 0, 1, 2], "no device is left out"
+    assert deal([3], 4) == [0]
+
+
+@given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=7), num_devices=st.integers(1, 5))
+def test_no_other_cut_has_a_smaller_largest_share(sizes: list[int], num_devices: int) -> None:
+    def largest(cut: Sequence[int]) -> int:
+        return max(sum(size for size, device in zip(sizes, cut, strict=True) if device == one) for one in set(cut))
+
+    used = min(num_devices, len(sizes))
+    starts = itertools.combinations(range(1, len(sizes)), used - 1)
+    cuts = ([sum(start <= number for start in chosen) for number in range(len(sizes))] for chosen in starts)
+    assert largest(deal(sizes, num_devices)) == min(map(largest, cuts))
+
+
+def test_blocks_on_one_device_share_its_memory_for_graphs() -> None:
+    first = GraphBudget(limit_bytes=100, graph_bytes=30)
+    second = first.beside()
+    first.keep()
+    first.keep()
+    assert second.has_room()
+    second.graph_bytes = 50
+    assert not second.has_room()
+    first.let_go()
+    assert second.has_room()
+    second.keep()
+    second.keep()
+    first.halve()
+    assert first.limit_bytes == second.limit_bytes == 50
+    first.recorded_bytes = 20
+    assert second.most_bytes == 30
+
+
 def _room(config: RunConfig, memory_bytes: int | None) -> OwnRoom:
     clock = ManualClock()
     member = Membership.enter(config, MemoryStore(clock), generate(), clock, insecure=True)
@@ -79,13 +121,16 @@ def test_a_stage_for_which_there_is_no_memory_is_refused_in_a_line() -> None:
     config = dataclasses.replace(load_preset("gpt2-124m").begun(), stages=StagesConfig(num_stages=12))
     room = _room(config, 2 << 30)
     assert room.unfit == {0, 11}
-    room.require(1)
-    room.require("auto")
+    room.require(range(1, 2))
+    room.require(None)
     fault = r"stage 11 takes \S+ GiB or more, and 2.0 GiB of cpu are there: take --stage 1, which fits, or a run with "
     with pytest.raises(ValueError, match=fault):
-        room.require(11)
+        room.require(range(11, 12))
+    _room(config, 4 << 30).require(range(1, 5))
+    with pytest.raises(ValueError, match=r"stages 1 to 4 take \S+ GiB or more, .* are there: take --stage 1-"):
+        room.require(range(1, 5))
     with pytest.raises(ValueError, match=r"a stage takes .* or more, and 512.0 MiB of cpu are there: close other"):
-        _room(config, 512 << 20).require("auto")
+        _room(config, 512 << 20).require(None)
 
 
 def test_anchors_on_disk_need_no_ram_and_their_folder_is_there(tmp_path: Path) -> None:
@@ -106,7 +151,7 @@ def test_anchors_on_disk_need_no_ram_and_their_folder_is_there(tmp_path: Path) -
 def test_what_a_class_of_the_user_s_own_needs_is_not_known() -> None:
     config = dataclasses.replace(SYNCHRONOUS, model=dataclasses.replace(SYNCHRONOUS.model, custom_class="a:B"))
     room = _room(config, 1 << 20)
-    room.require(0)
+    room.require(range(1))
     assert room.unfit == set()
 
 

@@ -48,7 +48,7 @@ def _read(url: str) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
 async def _scrape(record: Any, prefix: str = "swarm_peer", **labels: str) -> Any:
     """Export these figures, and return what Prometheus reads."""
     own = OwnFigures()
-    own.follow(lambda: record, **labels)
+    own.follow((lambda: record, labels))
     (port,) = free_ports(1)
     async with exporting(own, prefix, host="127.0.0.1", port=port):
         return await asyncio.to_thread(_read, f"http://127.0.0.1:{port}/metrics")
@@ -92,17 +92,25 @@ async def test_records_in_a_list_are_told_apart_by_their_words() -> None:
     }
 
 
+async def test_several_blocks_of_one_process_are_told_apart_by_their_stage() -> None:
+    own, (port,) = OwnFigures(), free_ports(1)
+    own.follow((lambda: PEER, {"stage": "1"}), (lambda: replace(PEER, round=8), {"stage": "2"}))
+    async with exporting(own, "swarm_peer", host="127.0.0.1", port=port):
+        read = await asyncio.to_thread(_read, f"http://127.0.0.1:{port}/metrics")
+    assert read["swarm_peer_round"] == {(("stage", "1"),): 7.0, (("stage", "2"),): 8.0}
+
+
 async def test_the_figures_are_those_of_the_moment_and_none_once_there_are_none() -> None:
     own, (port,) = OwnFigures(), free_ports(1)
     row = PEER
     async with exporting(own, "swarm_peer", host="127.0.0.1", port=port):
         url = f"http://127.0.0.1:{port}/metrics"
         assert "swarm_peer_round" not in await asyncio.to_thread(_read, url)
-        own.follow(lambda: row)
+        own.follow((lambda: row, {}))
         assert (await asyncio.to_thread(_read, url))["swarm_peer_round"] == {(): 7.0}
         row = replace(PEER, round=8)
         assert (await asyncio.to_thread(_read, url))["swarm_peer_round"] == {(): 8.0}
-        own.follow(lambda: None)
+        own.follow()
         assert "swarm_peer_info" not in await asyncio.to_thread(_read, url)
     with pytest.raises(OSError, match="refused"):
         await asyncio.to_thread(_read, url)
