@@ -75,7 +75,7 @@ def _microbatch_size(options: Options, d_model: int) -> int:
     return options.microbatch_size or max(1, round(4 * 768 / d_model))
 
 
-def _config(options: Options, width: int) -> RunConfig:
+def config_of(options: Options, width: int) -> RunConfig:
     microbatch = _microbatch_size(options, width)
     samples = microbatch * options.microbatches
     # The learning rate is low, because with one inner step a round DiLoCo's momentum multiplies it many times.
@@ -87,14 +87,14 @@ def _config(options: Options, width: int) -> RunConfig:
 
 
 def _measure(options: Options, d_model: int) -> dict[str, list[float]]:
-    config, _ = with_corpus(_config(options, d_model))
+    config, _ = with_corpus(config_of(options, d_model))
     tokens = config.rounds.round_samples * config.data.sequence_length
     with workplace("pipeline") as (folder, children):
         say(f"d_model {d_model}: processes start")
         write_config(config, folder / "run.toml")
         # All processes start at once, so that each has the same share of the cores while it imports torch and warms up.
-        limit = [_whole_model(f"limit-{number}", 1, options, children, folder) for number in range(2)]
-        single = [_whole_model("single", 2, options, children, folder)]
+        limit = [whole_model(f"limit-{number}", 1, options, children, folder) for number in range(2)]
+        single = [whole_model("single", 2, options, children, folder)]
         swarm = SwarmProcesses(config, children, folder / "swarm")
         swarm.start_peers([0, 1])
         for worker in (*limit, *single):
@@ -113,6 +113,6 @@ def _measure(options: Options, d_model: int) -> dict[str, list[float]]:
         )
 
 
-def _whole_model(name: str, threads: int, options: Options, children: Supervisor, folder: Path) -> Worker:
+def whole_model(name: str, threads: int, options: Options, children: Supervisor, folder: Path) -> Worker:
     numbers = (threads, min(options.sampled, options.microbatches))
     return Worker(name, side("whole_model", folder / "run.toml", folder / name, *numbers), folder / name, children)

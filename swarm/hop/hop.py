@@ -227,7 +227,10 @@ async def watch_connections(*, block: Block, router: Router, channels: ChannelPo
                     # connection.
                     router.failed(block, PeerId(record.peer_id), is_unreachable=True, reason="its connection broke")
             for record in router.unreachable(block):
-                if record.place in under_way:
+                if record.peer_id == router.own:
+                    # This process stood still, and goes on. It need not reach its own address, and often cannot.
+                    router.answered(block, router.own)
+                elif record.place in under_way:
                     # The peer stays banned until this probe has ended and the next check has come.
                     router.unanswered(block, PeerId(record.peer_id), 4 * GAP_SECONDS)
                 else:

@@ -18,6 +18,7 @@ from scripts.benches.shared.ports import free_ports
 from swarm.hop import hop
 from swarm.hop.hop import GAP_SECONDS, watch_connections
 from swarm.machine.clock import SystemClock
+from swarm.routing.peer_queue import NOBODY
 from swarm.routing.router import Router
 from swarm.routing.throughput import BASE_BAN_SECONDS, LEAST_BAN_SHARE
 from swarm.rpc.channels import ChannelPool
@@ -42,10 +43,10 @@ class _Health(HealthServicer):
 class _Peer:
     """A peer that a router knows by a port, at which it may listen or not."""
 
-    def __init__(self, channels: ChannelPool) -> None:
+    def __init__(self, channels: ChannelPool, *, is_own: bool = False) -> None:
         self.channels = channels
         self.clock = ManualClock()
-        self.router = Router(self.clock, random.Random(0))
+        self.router = Router(self.clock, random.Random(0), _ID if is_own else NOBODY)
         self.health = _Health()
         self.server = grpc.aio.server(options=SERVER_OPTIONS)
         add_HealthServicer_to_server(self.health, self.server)
@@ -75,10 +76,10 @@ class _Peer:
 
 
 @asynccontextmanager
-async def probed() -> AsyncIterator[_Peer]:
+async def probed(*, is_own: bool = False) -> AsyncIterator[_Peer]:
     """A peer that is watched, and at whose port nobody listens yet."""
     channels = ChannelPool(insecure=True)
-    peer = _Peer(channels)
+    peer = _Peer(channels, is_own=is_own)
     probing = asyncio.create_task(
         watch_connections(block=Block(0), router=peer.router, channels=channels, clock=SystemClock())
     )
@@ -104,6 +105,14 @@ async def test_a_peer_is_asked_again_as_soon_as_it_serves() -> None:
         assert peer.is_banned, "it joins"
         await peer.says(health_pb2.HealthCheckResponse.SERVING)
         await eventually(lambda: not peer.is_banned)
+
+
+async def test_a_process_that_stood_still_goes_on_with_its_own_block_whether_or_not_it_reaches_its_address() -> None:
+    async with probed(is_own=True) as peer:
+        peer.router.failed(Block(0), _ID, is_unreachable=True)
+        peer.clock.advance(LEAST_BAN_SHARE * BASE_BAN_SECONDS)
+        await eventually(lambda: not peer.is_banned)
+        assert peer.health.num_asked == 0
 
 
 async def test_a_frozen_peer_stays_banned_until_it_wakes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,8 +64,8 @@ class SwarmProcesses:
     def events(self) -> Path:
         return self.folder / "events"
 
-    def start_peers(self, stages: Sequence[int], environments: Sequence[Mapping[str, str]] = ()) -> None:
-        """Start one peer for each entry, with these additions to its environment, and return when all of them serve.
+    def start_peers(self, stages: Sequence[int | Span], environments: Sequence[Mapping[str, str]] = ()) -> None:
+        """Start one peer for each stage, or span of stages, with these additions to its environment, and return when all of them serve.
         Raises PeerUnavailable and DeadlineExceeded."""
         self.prepare()
         peers = list(zip(stages, environments or [{}] * len(stages), strict=True))
@@ -129,12 +129,12 @@ class SwarmProcesses:
             self.children.kill9(peer.child)
         self.peers.clear()
 
-    def launch_peer(self, stage: int, *, environment: Mapping[str, str] | None = None) -> Child:
+    def launch_peer(self, stage: int | Span, *, environment: Mapping[str, str] | None = None) -> Child:
         name = f"{self.folder.name}-stage-{stage}-peer-{self._num_started}"
         self._num_started += 1
         addresses = tuple(peer.dht_address for peer in self.peers[:8])
         options = PeerOptions(
-            stage=Span(stage, stage), name=name[:64], host="127.0.0.1", threads=self.threads, device=self.device,
+            stage=stage if isinstance(stage, Span) else Span(stage, stage), name=name[:64], host="127.0.0.1", threads=self.threads, device=self.device,
             identity=self.folder / f"{name}.pem", ready_file=self.ready_file(name), events=self._event_log(name),
             initial_peers=addresses, allow_class=(self.config.model.custom_class or None) if addresses else None,
             config=None if addresses or self.model else self.folder / "run.toml",
@@ -165,11 +165,12 @@ class SwarmProcesses:
     def _event_log(self, name: str) -> Path | None:
         return self.events / f"{name}.jsonl" if self.logs_events else None
 
-    def until_ready(self, child: Child, stage: int) -> ServingPeer:
-        """Wait until a peer serves. Raises as `start_peers` does."""
+    def until_ready(self, child: Child, stage: int | Span) -> ServingPeer:
+        """Wait until a peer serves; its record is that of the first stage. Raises as `start_peers` does."""
         ready = wait_for_json(self.ready_file(child.name), self.children)
         record = PeerRecord(
-            peer_id=ready["peer_id"], name=child.name[:64], announced_at=ready["time"], stage=stage,
+            peer_id=ready["peer_id"], name=child.name[:64], announced_at=ready["time"],
+            stage=stage.first if isinstance(stage, Span) else stage,
             endpoint=ready["endpoint"], certificate_pem=ready["certificate_pem"], state=PeerState.SERVING,
         )  # fmt: skip
         if isinstance(self.children, Lines):
