@@ -239,7 +239,8 @@ class PeerQueue:
             self._set_aside(self._members[peer_id], now)
 
     def links(self) -> dict[PeerId, Link]:
-        return {peer_id: member.link for peer_id, member in self._members.items()}
+        """What was measured of the line to each member; there is none to the own peer."""
+        return {peer_id: member.link for peer_id, member in self._members.items() if peer_id != self._own}
 
     def left_alone(self, now: float) -> list[LeftAlone]:
         silent, found = set(self._bans.unreachable(now)), list[LeftAlone]()

@@ -147,6 +147,7 @@ def test_the_own_peer_comes_after_hints_and_before_all_others_unless_it_is_busy_
     assert chosen() == id_of(2)
     router.failed(Block(0), id_of(2))
     assert {chosen() for _ in range(20)} == {id_of(1), id_of(3)}
+    assert router.links(Block(0)).keys() == {id_of(1), id_of(3)}
     other = router.choose(Block(1), 4)
     assert other is not None, "a stage that the own peer does not serve"
 

@@ -65,8 +65,8 @@ class SwarmProcesses:
         return self.folder / "events"
 
     def start_peers(self, stages: Sequence[int | Span], environments: Sequence[Mapping[str, str]] = ()) -> None:
-        """Start one peer for each stage, or span of stages, with these additions to its environment, and return when all of them serve.
-        Raises PeerUnavailable and DeadlineExceeded."""
+        """Start one peer for each stage, or span of stages, with these additions to its environment, and return when
+        all of them serve. Raises PeerUnavailable and DeadlineExceeded."""
         self.prepare()
         peers = list(zip(stages, environments or [{}] * len(stages), strict=True))
         # The first one has to be there before others can join it.
@@ -134,7 +134,8 @@ class SwarmProcesses:
         self._num_started += 1
         addresses = tuple(peer.dht_address for peer in self.peers[:8])
         options = PeerOptions(
-            stage=stage if isinstance(stage, Span) else Span(stage, stage), name=name[:64], host="127.0.0.1", threads=self.threads, device=self.device,
+            stage=stage if isinstance(stage, Span) else Span(stage, stage), name=name[:64], host="127.0.0.1",
+            threads=self.threads, device=self.device,
             identity=self.folder / f"{name}.pem", ready_file=self.ready_file(name), events=self._event_log(name),
             initial_peers=addresses, allow_class=(self.config.model.custom_class or None) if addresses else None,
             config=None if addresses or self.model else self.folder / "run.toml",
