@@ -18,6 +18,7 @@ import torch
 
 from swarm.config import OptimizerConfig, OuterConfig
 from swarm.machine.memory import Recycler
+from swarm.training import elementwise
 from swarm.training.blockwise import SIGNED, UNSIGNED, Packed, rows_of
 from swarm.training.pieces import Work, treat, treat_rows
 
@@ -141,7 +142,7 @@ class AdamW(Optimizer):
     def _work(self, rate: float, num_steps: int, *, decays: bool) -> Work:
         config = self._config
         return partial(
-            _adamw,
+            elementwise.adamw,
             betas=(config.beta1, config.beta2),
             epsilon=config.epsilon,
             decay=1.0 - rate * config.weight_decay if decays else 1.0,
@@ -198,7 +199,7 @@ class AdamW(Optimizer):
             rows_of(parameter.detach().view(-1)), rows_of(gradient.reshape(-1)), moments["exp_avg"].rows(),
             moments["exp_avg_sq"].rows(), strict=True,
         ):  # fmt: skip
-            treat_rows(partial(_packed, step=step), [weights, gradients, *first, *second])
+            treat_rows(partial(elementwise.packed, step=step), [weights, gradients, *first, *second])
 
     def _state_of(self, name: str, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         # A step counter is on the CPU, where reading it waits for nothing; fused steps read it on the device.
@@ -239,14 +240,16 @@ class OuterSgd(Optimizer):
     def update(self, parameters: Parameters, gradients: Mapping[str, torch.Tensor], rate: float) -> None:
         if self._momentum == 0.0:
             # Without momentum there is no state.
-            _treat(partial(_sgd, rate=rate), [[value, gradients[name]] for name, value in parameters.items()])
+            _treat(
+                partial(elementwise.sgd, rate=rate), [[value, gradients[name]] for name, value in parameters.items()]
+            )
             return
         group = []
         for name, parameter in parameters.items():
             if name not in self.state:
                 self.put(name, parameter, "momentum_buffer", torch.zeros_like(parameter))
             group.append([parameter, gradients[name], self.state[name]["momentum_buffer"]])
-        _treat(partial(_nesterov, momentum=self._momentum, rate=rate), group)
+        _treat(partial(elementwise.nesterov, momentum=self._momentum, rate=rate), group)
 
 
 @torch.no_grad()
@@ -256,67 +259,6 @@ def step(optimizer: Optimizer, parameters: Parameters, gradients: Mapping[str, t
 
 def _treat(work: Work, groups: list[list[torch.Tensor]]) -> None:
     treat(work, groups, together=bool(groups) and groups[0][0].device.type != "cpu")
-
-
-def _adamw(
-    xp: Any,
-    scratch: Any,
-    weights: Any,
-    gradient: Any,
-    first: Any,
-    second: Any,
-    *,
-    betas: tuple[float, float],
-    epsilon: float,
-    decay: float,
-    size: float,
-    unbiased: float,
-) -> None:
-    # m <- m + (1 - beta1) (g - m)
-    xp.subtract(gradient, first, out=scratch)
-    xp.multiply(scratch, 1.0 - betas[0], out=scratch)
-    xp.add(first, scratch, out=first)
-    # v <- beta2 v + (1 - beta2) g^2
-    xp.multiply(gradient, gradient, out=scratch)
-    xp.multiply(scratch, 1.0 - betas[1], out=scratch)
-    xp.multiply(second, betas[1], out=second)
-    xp.add(second, scratch, out=second)
-    # p <- decay p - size m / (sqrt(v) unbiased + epsilon)
-    xp.sqrt(second, out=scratch)
-    xp.multiply(scratch, unbiased, out=scratch)
-    xp.add(scratch, epsilon, out=scratch)
-    xp.divide(first, scratch, out=scratch)
-    xp.multiply(scratch, size, out=scratch)
-    xp.multiply(weights, decay, out=weights)
-    xp.subtract(weights, scratch, out=weights)
-
-
-def _packed(
-    xp: Any, scratch: Any, weights: Any, gradient: Any,
-    first: Any, first_scales: Any, second: Any, second_scales: Any, *, step: Work,
-) -> None:  # fmt: skip
-    """Take a step with moments that are held as codes and scales."""
-    moments = SIGNED.decode(first, first_scales), UNSIGNED.decode(second, second_scales)
-    step(xp, scratch, weights, gradient, *moments)
-    SIGNED.encode(moments[0], first, first_scales)
-    UNSIGNED.encode(moments[1], second, second_scales)
-
-
-def _nesterov(
-    xp: Any, scratch: Any, weights: Any, gradient: Any, velocity: Any, *, momentum: float, rate: float
-) -> None:
-    # v <- mu v + g
-    xp.multiply(velocity, momentum, out=velocity)
-    xp.add(velocity, gradient, out=velocity)
-    # p <- p - rate (mu v + g)
-    xp.multiply(velocity, momentum, out=scratch)
-    xp.add(scratch, gradient, out=scratch)
-    _sgd(xp, scratch, weights, scratch, rate=rate)
-
-
-def _sgd(xp: Any, scratch: Any, weights: Any, gradient: Any, *, rate: float) -> None:
-    xp.multiply(gradient, rate, out=scratch)
-    xp.subtract(weights, scratch, out=weights)
 
 
 def _power(base: float, exponent: int) -> float:
