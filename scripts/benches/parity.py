@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 
 from peers.local.supervisor import Supervisor
+from peers.shared.option_types import Span
 from scripts.benches.shared.common import (
     BenchOptions,
     compute_like_peers,
@@ -27,7 +28,7 @@ from scripts.benches.shared.common import (
     workplace,
     write_config,
 )
-from scripts.benches.shared.swarm import SwarmProcesses
+from scripts.benches.shared.swarm import SwarmProcesses, mixed_spans
 from scripts.benches.sides.reference import Reference
 from swarm.averaging.state_transfer import Downloads, StateTransfer
 from swarm.averaging.wire.transport import Transport
@@ -69,10 +70,14 @@ class Options(BenchOptions):
     """Train adapters of this rank (LoRA) beside a model of transformers, and compare with peft's layers."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """The optimizer of both."""
+    spans: bool = False
+    """Let processes serve several stages: one all of them, others all but the last one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_at_least(self, {"steps": CONTROL_MICROBATCH // MICROBATCHES_PER_ROUND + 1})
+        require_at_least(
+            self, {"stages": 2 if self.spans else 1, "steps": CONTROL_MICROBATCH // MICROBATCHES_PER_ROUND + 1}
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,11 +97,11 @@ def _compare(options: Options, children: Supervisor, folder: Path) -> dict[str, 
     config, data = with_corpus(_config(options))
     steps, num_peers = options.steps, options.peers_per_stage
     references = _references(lambda: Reference(config, data), steps)
-    swarm = _train_swarm(config, num_peers, steps, children, folder / "swarm")
+    swarm = _train_swarm(config, num_peers, steps, children, folder / "swarm", spans=options.spans)
     uncut = dataclasses.replace(config, stages=StagesConfig(num_stages=1))
     single = _train_swarm(uncut, 1, steps, children, folder / "single")
     tied = dataclasses.replace(config, model=dataclasses.replace(config.model, tied_embeddings=True))
-    tied_swarm = _train_swarm(tied, num_peers, steps, children, folder / "tied")
+    tied_swarm = _train_swarm(tied, num_peers, steps, children, folder / "tied", spans=options.spans)
     shapes = {
         "one_by_one": differences(single, references["plain"]),
         "tied_embeddings": differences(tied_swarm, train_reference(Reference(tied, data), steps, {})),
@@ -112,7 +117,10 @@ def _compare_adapters(options: Options, children: Supervisor, folder: Path) -> d
     config, data = with_corpus(with_model(plain, folder))
     write_config(config, folder / RUN / run_folder.CONFIG)
     references = _references(lambda: Reference(config, data, peft_model(config, folder)), options.steps)
-    swarm = _train_swarm(config, options.peers_per_stage, options.steps, children, folder / "swarm", model=folder / RUN)
+    swarm = _train_swarm(
+        config, options.peers_per_stage, options.steps, children, folder / "swarm", model=folder / RUN,
+        spans=options.spans,
+    )  # fmt: skip
     return _figures(swarm, references, {}, committed=[])
 
 
@@ -155,12 +163,15 @@ def train_reference(reference: Reference, steps: int, counts: Mapping[int, int])
 
 def _train_swarm(
     config: RunConfig, peers_per_stage: int, steps: int, children: Supervisor, folder: Path, *,
-    model: Path | None = None,
+    model: Path | None = None, spans: bool = False,
 ) -> Trained:  # fmt: skip
     num_stages = config.stages.num_stages
-    say(f"swarm: {num_stages} x {peers_per_stage} peers start")
+    peers: list[int | Span] = [*range(num_stages)] * peers_per_stage
+    if spans:
+        peers = mixed_spans(num_stages, peers_per_stage)
+    say(f"swarm: peers of the stages {', '.join(map(str, peers))} start")
     swarm = SwarmProcesses(config, children, folder, model=model)
-    swarm.start_peers([stage for _ in range(peers_per_stage) for stage in range(num_stages)])
+    swarm.start_peers(peers)
     say(f"swarm: {steps} steps")
     swarm.train("trainer", steps)
     trained = trained_by(swarm, steps)
@@ -171,7 +182,9 @@ def _train_swarm(
 def trained_by(swarm: SwarmProcesses, steps: int) -> Trained:
     """What a swarm has come to whose trainer, named `trainer`, has taken this many steps."""
     say("swarm: the weights are downloaded")
-    weights, committed = asyncio.run(_inspect(swarm.config, [peer.record for peer in swarm.peers], steps))
+    weights, committed = asyncio.run(
+        _inspect(swarm.config, [record for peer in swarm.peers for record in peer.records], steps)
+    )
     return Trained(losses=[row["train/loss"] for row in swarm.steps("trainer")], weights=weights, committed=committed)
 
 
@@ -184,7 +197,7 @@ async def _inspect(
     channels = ChannelPool()
     for record in records:
         weights.append(await _download_weights(config, record, steps, channels))
-        request = pb.DescribeRequest(run_id=config.run_id)
+        request = pb.DescribeRequest(run_id=config.run_id, stage=record.stage)
         reply = await describe(channels.channel(record), request, seconds=ANSWER_SECONDS)
         committed[record.stage] += reply.counters.committed
     await channels.close()

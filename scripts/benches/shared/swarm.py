@@ -40,7 +40,14 @@ class ServingPeer:
 
     child: Child
     record: PeerRecord
+    """Its announcement at the first of its stages."""
     dht_address: str
+    stages: Sequence[int]
+
+    @property
+    def records(self) -> list[PeerRecord]:
+        """Its announcements at all of its stages."""
+        return [self.record.model_copy(update={"stage": stage}) for stage in self.stages]
 
 
 @dataclass(eq=False)
@@ -65,7 +72,7 @@ class SwarmProcesses:
         return self.folder / "events"
 
     def start_peers(self, stages: Sequence[int | Span], environments: Sequence[Mapping[str, str]] = ()) -> None:
-        """Start one peer for each stage, or span of stages, with these additions to its environment, and return when
+        """Start one peer for each entry, a stage or several, with these additions to its environment, and return when
         all of them serve. Raises PeerUnavailable and DeadlineExceeded."""
         self.prepare()
         peers = list(zip(stages, environments or [{}] * len(stages), strict=True))
@@ -167,16 +174,23 @@ class SwarmProcesses:
         return self.events / f"{name}.jsonl" if self.logs_events else None
 
     def until_ready(self, child: Child, stage: int | Span) -> ServingPeer:
-        """Wait until a peer serves; its record is that of the first stage. Raises as `start_peers` does."""
+        """Wait until a peer serves. Raises as `start_peers` does."""
         ready = wait_for_json(self.ready_file(child.name), self.children)
         record = PeerRecord(
-            peer_id=ready["peer_id"], name=child.name[:64], announced_at=ready["time"],
-            stage=stage.first if isinstance(stage, Span) else stage,
+            peer_id=ready["peer_id"], name=child.name[:64], announced_at=ready["time"], stage=ready["stage"],
             endpoint=ready["endpoint"], certificate_pem=ready["certificate_pem"], state=PeerState.SERVING,
         )  # fmt: skip
         if isinstance(self.children, Lines):
             self.children.throttle.serve(record.endpoint, self.children.links[child.name])
-        return ServingPeer(child=child, record=record, dht_address=ready["dht_addresses"][0])
+        return ServingPeer(
+            child=child, record=record, dht_address=ready["dht_addresses"][0], stages=tuple(ready["stages"])
+        )
+
+
+def mixed_spans(num_stages: int, num_copies: int) -> list[int | Span]:
+    """Peers with one stage, with all but the last one, and one with all of a run."""
+    pair: list[int | Span] = [Span(0, num_stages - 2), num_stages - 1]
+    return [Span(0, num_stages - 1), *pair * num_copies]
 
 
 @dataclass(eq=False)
