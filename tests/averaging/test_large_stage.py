@@ -23,9 +23,8 @@ def _num_commits(log: Path) -> int:
     return sum(isinstance(line.event, Commit) for line in history.read(log))
 
 
-@pytest.mark.parametrize(
-    "config", [pytest.param(SYNCHRONOUS, marks=pytest.mark.slow), DILOCO], ids=["synchronous", "diloco"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO], ids=["synchronous", "diloco"])
 async def test_all_take_part_in_the_rounds_of_a_stage_of_which_each_knows_a_part(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

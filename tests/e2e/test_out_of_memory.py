@@ -59,11 +59,10 @@ def test_no_memory_for_the_stage_ends_with_a_line(swarm: RealSwarm) -> None:
     text = swarm.config.read_text(encoding="utf-8").replace("d_model = 128", "d_model = 8192")
     swarm.config.write_text(text, encoding="utf-8")
     result = _run("peer", "--config", str(swarm.config), "--threads", "1", "--device", "cpu", limit_mib=1200)
-    assert result.returncode == 1
-    *_, warning, error = result.stderr.splitlines()
-    assert "memory: stage 0 takes 45.6 GiB" in warning
-    assert "stage 0 does not fit on cpu" in error
-    assert "take more stages, or another --device" in error
+    assert result.returncode == 2
+    error = result.stderr.splitlines()[-1]
+    assert "stage 0 takes 48.1 GiB or more" in error
+    assert "take a run with more stages, or another --device" in error
 
 
 # Where memory ends inside gRPC or another library's own code, the process may abort before anybody can say why.
