@@ -3,9 +3,11 @@
 What does not fit fails at the start, and not after an hour.
 """
 
+import asyncio
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,6 +19,7 @@ from peers.shared.needs import Needs
 from peers.shared.network import Membership
 from peers.shared.room import Room, named
 from peers.stage_peer.incarnation import Incarnation
+from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.resume import ResumeOptions, genesis
 from peers.status.exporter import OwnFigures
 from swarm.checkpoint.writer import CheckpointWriter
@@ -60,9 +63,9 @@ class ServerOptions:
     checkpoints: CheckpointWriter | None
     events: Events
     memory_bytes: int | None = None
+    """Memory of the device that the process may have; None for what is free."""
     anchors: Path | None = None
     """The folder on whose disk DiLoCo's anchors and outer momentum are; None: they are in RAM."""
-    """Memory of the device that the process may have; None for what is free."""
     dtype: Dtype | None = None
     """The type of matrix products; None for that of the run."""
     peak_flops: float = 0.0
@@ -149,6 +152,24 @@ def dealt(config: RunConfig, stages: Sequence[int], num_devices: int) -> list[in
         return [0] * len(stages)
     shapes = (parameter_shapes(config, stage).values() for stage in stages)
     return deal([sum(shape.numel() for shape in own) for own in shapes], num_devices)
+
+
+async def require_room(options: PeerOptions, member: Membership, on: Sequence[torch.device]) -> OwnRoom:
+    """The room on the first device. Raises ValueError if a device has no room for the stages that it gets."""
+    of = partial(
+        OwnRoom.of, member, dtype=options.dtype, memory_bytes=options.memory,
+        anchors_on_disk=options.anchors is not None,
+    )  # fmt: skip
+    rooms = [await asyncio.to_thread(of, device) for device in on]
+    if options.span == "auto":
+        rooms[0].require(None if options.joins else range(1))
+        return rooms[0]
+    stages = options.span.of(len(member.blocks))
+    numbers = dealt(member.config, stages, len(rooms))
+    for number, room in enumerate(rooms[: max(numbers) + 1]):
+        first = stages.start + numbers.index(number)
+        room.require(range(first, first + numbers.count(number)))
+    return rooms[0]
 
 
 def own_backends(

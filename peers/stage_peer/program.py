@@ -17,7 +17,7 @@ import dataclasses
 import logging
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,13 +39,13 @@ from peers.shared.sole_writer import claim_identity
 from peers.shared.token_option import admitted, stop_or_expiry
 from peers.stage_peer import incarnation as incarnations
 from peers.stage_peer.contents import Contents
-from peers.stage_peer.incarnation import Rivals
+from peers.stage_peer.incarnation import Incarnation, Rivals
 from peers.stage_peer.mover import Mover
 from peers.stage_peer.news import Arrival, require_ready_file, say_what_is_wrong
 from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_dashboard import OwnDashboard, require_page
 from peers.stage_peer.own_model import OwnModel, open_model, own_config, require_allowed_class
-from peers.stage_peer.own_stage import OwnRoom, ServerOptions, dealt
+from peers.stage_peer.own_stage import ServerOptions, dealt, require_room
 from peers.stage_peer.own_state import open_checkpoints
 from peers.stage_peer.rebalancer import Claim, Rebalancer
 from peers.stage_peer.resume import ResumeOptions
@@ -236,32 +236,9 @@ def reach_of(start: Start, member: Membership) -> Reach:
     )  # fmt: skip
 
 
-async def require_room(start: Start, member: Membership) -> OwnRoom:
-    """The room on the first device. Raises ValueError if a device has no room for the stages that it gets."""
-    options = start.options
-    rooms = [
-        await asyncio.to_thread(
-            OwnRoom.of,
-            member,
-            device,
-            dtype=options.dtype,
-            memory_bytes=options.memory,
-            anchors_on_disk=options.anchors is not None,
-        )
-        for device in start.devices
-    ]
-    if options.span == "auto":
-        rooms[0].require(None if options.joins else range(1))
-        return rooms[0]
-    stages = options.span.of(len(member.blocks))
-    numbers = dealt(member.config, stages, len(rooms))
-    for number, room in enumerate(rooms[: max(numbers) + 1]):
-        first = stages.start + numbers.index(number)
-        room.require(range(first, first + numbers.count(number)))
-    return rooms[0]
-
-
-async def options_for(start: Start, member: Membership, device: torch.device) -> ServerOptions:
+async def options_for(
+    start: Start, member: Membership, device: torch.device, own_figures: OwnFigures, incarnation: Incarnation
+) -> ServerOptions:
     """The options of all stages on a device, as far as they do not depend on the stage. Compiling may be tried."""
     options = start.options
     compiles = await asyncio.to_thread(compiled.compiles, options.compile, member.config, device)
@@ -273,8 +250,23 @@ async def options_for(start: Start, member: Membership, device: torch.device) ->
         dtype=options.dtype, compiles=compiles, recorder=None if options.compile == "off" else recorder_of(device),
         peak_flops=peak_flops(options.peak_tflops, member.config, options.dtype, device),
         meeting=MeetingLimits.of(options.relay_mbit), movable=options.rebalance_seconds > 0,
-        resume=start.resume_options(moved=False, has_weights=False),
+        resume=start.resume_options(moved=False, has_weights=False), own_figures=own_figures, incarnation=incarnation,
     )  # fmt: skip
+
+
+async def options_of(
+    start: Start, contents: Contents, blocks: Mapping[Block, ServerOptions], *, moves: int, moved: bool
+) -> dict[Block, ServerOptions]:
+    """The options of blocks, made of those of their devices, once the blocks' initial weights are here."""
+    resumes = start.options.resume is not None and bool(file.names(start.options.resume))
+    own = {}
+    for block, options in blocks.items():
+        weights = await contents.initial_weights(block, resumes=resumes)
+        own[block] = dataclasses.replace(
+            options, prefix=f"stage {block}: " if len(blocks) > 1 else "", moves=moves, weights=weights,
+            shelves=contents.shelves, resume=start.resume_options(moved=moved, has_weights=weights is not None),
+        )  # fmt: skip
+    return own
 
 
 async def serve(start: Start, own_figures: OwnFigures) -> None:
@@ -295,29 +287,22 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         page.begin()
 
     async def make_server(stages: range, moves: int, moved: bool, tasks: asyncio.TaskGroup) -> PeerServer:
-        resumes = options.resume is not None and bool(file.names(options.resume))
-        blocks = {}
-        for stage, number in zip(stages, dealt(member.config, stages, len(everywhere)), strict=True):
-            weights = await contents.initial_weights(Block(stage), resumes=resumes)
-            blocks[Block(stage)] = dataclasses.replace(
-                everywhere[number], prefix=f"stage {stage}: " if len(stages) > 1 else "", moves=moves, weights=weights,
-                shelves=contents.shelves, own_figures=own_figures,
-                resume=start.resume_options(moved=moved, has_weights=weights is not None), incarnation=incarnation,
-            )  # fmt: skip
-        return PeerServer(member, blocks, tasks)
+        devices = [everywhere[number] for number in dealt(member.config, stages, len(everywhere))]
+        each = dict(zip(map(Block, stages), devices, strict=True))
+        return PeerServer(member, await options_of(start, contents, each, moves=moves, moved=moved), tasks)
 
     async with asyncio.TaskGroup() as tasks:
         # This task starts before anything that waits, because joiners may already look for the run.
         announcing = published(member.directory, member.peer_id, member.config, clock).keep()
         background = list(map(tasks.create_task, (announcing, member.waits.run(clock))))
         await member.known.look_first(member.directory, member.blocks, clock, returns=start.returns)
-        room = await require_room(start, member)
+        room = await require_room(options, member, start.devices)
         rebalancer = Rebalancer(
             member, claim, random.Random(identity.peer_id), every_seconds=options.rebalance_seconds,
             checkpoints=options.resume, unfit=room.unfit,
         )  # fmt: skip
         await say_what_is_wrong(options, member, start.devices)
-        everywhere = [await options_for(start, member, device) for device in start.devices]
+        everywhere = [await options_for(start, member, one, own_figures, incarnation) for one in start.devices]
         # Rivals are looked for before anything is announced: an announcement would replace the records of another
         # process with this identity.
         await rivals.require_alone()

@@ -26,7 +26,7 @@ from swarm.rpc.wire import require_in_range
 from swarm.stage.boundary import Boundary, boundary_of
 from swarm.stage.buckets import Accumulated, GradientBucket, Source, Version
 from swarm.stage.function import StageFunction, WireInputs
-from swarm.stage.graphs import Graph, GraphBudget, read
+from swarm.stage.graphs import Graph, GraphBudget
 from swarm.stage.staging import Download, Staging
 from swarm.stage.weights import StageWeights
 from swarm.training import samples
@@ -250,7 +250,7 @@ class StageBackend:
         graph = forward._graph
         assert graph is not None
         # Waits for the device, because a gradient that is not finite could not be taken out of the sum again.
-        loss, are_all_finite = read(graph.outputs if self.is_last else None, gradients if self._scale.is_fixed else [])
+        loss, are_all_finite = _read(graph.outputs if self.is_last else None, gradients if self._scale.is_fixed else [])
         amount = samples.amount(forward.wire_inputs)
         mean_loss = loss / max(1, amount.targets)
         require_in_range("loss", mean_loss)
@@ -280,7 +280,7 @@ class StageBackend:
             assert forward._graph is not None
             gradient_BTR = self._scaled(wire_gradient, forward.wire_inputs, scale)
             gradients = forward._graph.gradients(gradient_BTR, of_inputs=self.stage > 0, of_weights=of_weights)
-            if self._scale.is_fixed or read(None, gradients)[1]:
+            if self._scale.is_fixed or _read(None, gradients)[1]:
                 self._scale.succeeded()
                 return gradients, scale
             if not self._scale.halve():
@@ -295,3 +295,13 @@ class StageBackend:
             return None
         gradient_BTR = self.function.decode(wire_gradient, wire_inputs)
         return gradient_BTR if scale == 1.0 else gradient_BTR * scale
+
+
+def _read(loss: torch.Tensor | None, gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, bool]:
+    """Bring the loss to the CPU, or 0 if there is none, and find whether all gradients are finite. Waits for the device
+    once, or not at all if there is nothing to read."""
+    read = [] if loss is None else [loss.detach().float()]
+    if gradients:
+        read += torch._foreach_norm(list(gradients))
+    numbers = torch.stack(read).cpu() if read else torch.zeros(1)
+    return torch.zeros(()) if loss is None else numbers[0], bool(numbers[loss is not None :].isfinite().all())

@@ -87,10 +87,8 @@ class GraphBudget:
             one.limit_bytes = limit_bytes
 
     def build(self, compute: Callable[[], torch.Tensor], version: Version) -> torch.Tensor:
-        """Run `compute` with these weights. The first time, measure what autograd saves for the backward.
-
-        The weights themselves are not counted.
-        """
+        """Run `compute` with these weights. The first time, measure what autograd saves for the backward, without the
+        weights themselves."""
         if self.graph_bytes:
             return compute()
         storages: dict[int, int] = {}
@@ -154,25 +152,11 @@ class _Scalar(torch.autograd.Function):
 
 
 def with_gradient(outputs: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Make a scalar that has `gradient` as its gradient by `outputs`.
-
-    torch.autograd.grad takes such a gradient itself, but then imports sympy, with hundreds of modules: a new peer's
-    compute thread would stand still for a second or more at its first backward.
-    """
+    """Make a scalar that has `gradient` as its gradient by `outputs`. torch.autograd.grad takes such a gradient itself,
+    but then imports sympy, with hundreds of modules: a new peer's compute thread would stand still for a second or more
+    at its first backward."""
     scalar: torch.Tensor = _Scalar.apply(outputs, gradient)  # type: ignore[no-untyped-call]  # torch's
     return scalar
-
-
-def read(loss: torch.Tensor | None, gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, bool]:
-    """Bring the loss to the CPU, or 0 if there is none, and find whether all gradients are finite.
-
-    Waits for the device once, or not at all if there is nothing to read.
-    """
-    read = [] if loss is None else [loss.detach().float()]
-    if gradients:
-        read += torch._foreach_norm(list(gradients))
-    numbers = torch.stack(read).cpu() if read else torch.zeros(1)
-    return torch.zeros(()) if loss is None else numbers[0], bool(numbers[loss is not None :].isfinite().all())
 
 
 class Example(NamedTuple):
