@@ -1,16 +1,16 @@
 """Does every microbatch count exactly once at each stage, whatever fails?
 
-Peers are killed and replaced, or the network loses replies. Losses and final weights are compared with a single
-process's, and all event logs are audited. A duplicate and a loss are planted in copies of the logs, to show that the
-audit would find them.
+Peers of one stage or of several are killed and replaced, or the network loses replies. Losses and final weights are
+compared with a single process's, and all event logs are audited. A duplicate and a loss are planted in copies of the
+logs, to show that the audit would find them.
 """
 
 import json
 import random
 import shutil
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 
 from peers.local.supervisor import Child
+from peers.shared.option_types import StagesOrAuto
 from scripts.benches.parity import BOUND, Trained, differences, train_reference, trained_by
 from scripts.benches.shared.common import (
     POLL_SECONDS,
@@ -30,15 +31,18 @@ from scripts.benches.shared.common import (
     with_corpus,
     workplace,
 )
-from scripts.benches.shared.swarm import STALL_SECONDS, SwarmProcesses, stalled
+from scripts.benches.shared.swarm import STALL_SECONDS, ServingPeer, SwarmProcesses, mixed_spans, stalled
 from scripts.benches.shared.throttle import Lines
 from scripts.benches.sides.reference import Reference
 from swarm.audit.audit import audit
 from swarm.config import RunConfig
 from swarm.errors import DeadlineExceeded, PeerUnavailable
 
-Scenario = Literal["kills", "pairs", "network"]
+Scenario = Literal["kills", "pairs", "network", "spans"]
 STAGES, PEERS_A_STAGE = 3, 3
+PEERS: list[int | StagesOrAuto] = [*range(STAGES)] * PEERS_A_STAGE
+SPANS: list[int | StagesOrAuto] = [*mixed_spans(STAGES, 2), "auto"]
+"""The peers of the scenario `spans`. What is killed there is a process that serves several stages."""
 EVERY = 2  # Steps from one fault to the next
 MAX_IN_FLIGHT = 4  # Microbatches under way. There are few of them, so that joiners get enough of the cores.
 HELD_SECONDS = (0.5, 2.0)
@@ -52,7 +56,7 @@ unreachable."""
 class Options(BenchOptions):
     """Train while faults happen, and check that every microbatch counted once."""
 
-    scenarios: tuple[Scenario, ...] = ("kills", "pairs", "network")
+    scenarios: tuple[Scenario, ...] = ("kills", "pairs", "network", "spans")
     """Runs of the bench, each a swarm of its own."""
     steps: int = 40
     """Optimizer steps to train, at least four; something fails in every second one."""
@@ -94,10 +98,11 @@ def _config(options: Options) -> RunConfig:
 def _run_scenario(scenario: Scenario, options: Options, config: RunConfig, reference: Trained) -> dict[str, Any]:
     with workplace(scenario, line_seconds=0.0 if scenario == "network" else None) as (folder, children):
         swarm = SwarmProcesses(config, children, folder / scenario, logs_events=True)
-        say(f"{scenario}: {STAGES} x {PEERS_A_STAGE} peers start")
-        for _ in range(PEERS_A_STAGE):
-            # Peers are started one after another, because each start takes several seconds of a core.
-            swarm.start_peers(range(STAGES))
+        peers = SPANS if scenario == "spans" else PEERS
+        say(f"{scenario}: peers of the stages {', '.join(map(str, peers))} start")
+        for first in range(0, len(peers), STAGES):
+            # Only a few are started at once, because each start takes several seconds of a core.
+            swarm.start_peers(peers[first : first + STAGES])
         faulty = FaultySwarm(swarm, random.Random(f"{options.seed} {scenario}"))
         faulty.train(options.steps, FAULTS[scenario])
         trained = trained_by(swarm, options.steps)
@@ -124,7 +129,7 @@ class _Held:
     """The place in a file that says that the process contributed a microbatch to a committed round."""
 
     path: Path
-    stage: int
+    block: str
     round: int
     accumulate: int
     ack: int
@@ -132,27 +137,29 @@ class _Held:
 
 def _held(path: Path) -> list[_Held]:
     held: list[_Held] = []
-    open_: dict[int, int] = {}
-    acks: dict[int, int] = {}
-    stage, peer = -1, ""
+    open_: defaultdict[str, dict[int, int]] = defaultdict(dict)
+    acks: dict[tuple[str, int], int] = {}
+    peer = ""
     for number, text in enumerate(path.read_text().splitlines()):
         event = json.loads(text)
+        block = event.get("block", "")
         match event["event"]:
             case "start":
-                stage, peer = event["stage"], event["peer"]
+                peer = event["peer"]
+                open_.clear()
             case "accumulate":
-                open_[event["microbatch"]] = number
+                open_[block][event["microbatch"]] = number
             case "roll_back":
-                open_.pop(event["microbatch"], None)
+                open_[block].pop(event["microbatch"], None)
             case "ack":
-                acks[event["microbatch"]] = number
+                acks[block, event["microbatch"]] = number
             case "commit" if peer in event["members"]:
                 held += [
-                    _Held(path=path, stage=stage, round=event["round"], accumulate=line, ack=acks[index])
-                    for index, line in open_.items()
+                    _Held(path=path, block=block, round=event["round"], accumulate=line, ack=acks[block, index])
+                    for index, line in open_[block].items()
                 ]
-        if event["event"] in ("commit", "install", "start"):
-            open_.clear()
+        if event["event"] in ("commit", "install"):
+            open_[block].clear()
     return held
 
 
@@ -160,7 +167,7 @@ def _plant(logs: Sequence[Path], folder: Path, rng: random.Random) -> dict[str, 
     """Plant one duplicate and one loss in copies of the logs, and return how many of each the audit finds."""
     everything = [held for path in logs for held in _held(path)]
     stolen = rng.choice(everything)
-    beside = [h for h in everything if (h.stage, h.round) == (stolen.stage, stolen.round) and h.path != stolen.path]
+    beside = [h for h in everything if (h.block, h.round) == (stolen.block, stolen.round) and h.path != stolen.path]
     if not beside:
         return _plant(logs, folder, rng)
     thief = rng.choice(beside)
@@ -182,14 +189,15 @@ def _plant(logs: Sequence[Path], folder: Path, rng: random.Random) -> dict[str, 
 
 @dataclass(eq=False)
 class FaultySwarm:
-    """A swarm, and the faults that happen while it trains, one in every second step. A peer of each stage stays."""
+    """A swarm, and the faults that happen while it trains, one in every second step. Each block of a process that is
+    killed has another process that stays."""
 
     swarm: SwarmProcesses
     rng: random.Random
     faults: Counter[str] = field(default_factory=Counter)  # How many faults there were, by kind
     owed: int = 0  # Faults that are due but wait, because no peer can be spared at the moment
-    joining: list[tuple[Child, int]] = field(default_factory=list)
-    """Peers that were started and do not serve yet, with their stages."""
+    joining: list[tuple[Child, int | StagesOrAuto]] = field(default_factory=list)
+    """Peers that were started and do not serve yet, with the stages that they were told to serve."""
     _timeline: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
 
     @property
@@ -234,6 +242,7 @@ class FaultySwarm:
                 raise DeadlineExceeded(f"{name} does not serve {START_SECONDS:.0f} s after the last step")
             time.sleep(POLL_SECONDS)
         fail_on_exit(self.swarm.children)
+        self.swarm.look_again()
 
     def has_ended(self, trainer: Child) -> bool:
         """Whether the trainer has ended without an error. Raises PeerUnavailable if any other process has ended."""
@@ -249,34 +258,43 @@ class FaultySwarm:
                 self.joining.remove((child, stage))
                 self.swarm.peers.append(self.swarm.until_ready(child, stage))
 
-    def kill(self, stages: Sequence[int]) -> bool:
-        """Kill a peer of each of these stages at the same time, and start others in their place. Return False, and kill
-        none, if a stage has too few peers."""
-        candidates = [[peer for peer in self.swarm.peers if peer.record.stage == stage] for stage in stages]
-        if any(len(peers) < 2 for peers in candidates):
+    def kill(self, victims: Collection[ServingPeer]) -> bool:
+        """Kill processes at the same time, and start others like them in their place. Return False, and kill none, if
+        a block would have no process left. One that was told `auto` may be about to move, and does not count."""
+        staying = [peer for peer in self.swarm.peers if peer not in victims and peer.told != "auto"]
+        served = {stage for peer in staying for stage in peer.stages}
+        if not victims or not all(served.issuperset(victim.stages) for victim in victims):
             return False
-        victims = [self.rng.choice(peers) for peers in candidates]
         for victim in victims:
             self.swarm.peers.remove(victim)
             self.swarm.children.kill9(victim.child)
-        self.joining += [(self.swarm.launch_peer(stage), stage) for stage in stages]
+        self.joining += [(self.swarm.launch_peer(victim.told), victim.told) for victim in victims]
         self.faults["kill"] += len(victims)
         return True
 
     def kill_one(self) -> bool:
-        return self.kill([self.rng.randrange(self.swarm.config.stages.num_stages)])
+        return self.kill(self._one_of(self.rng.randrange(self.swarm.config.stages.num_stages)))
 
     def kill_neighbours(self) -> bool:
         stage = self.rng.randrange(self.swarm.config.stages.num_stages - 1)
-        return self.kill([stage, stage + 1])
+        return self.kill([*self._one_of(stage), *self._one_of(stage + 1)])
+
+    def kill_span(self) -> bool:
+        self.swarm.look_again()
+        spans = [peer for peer in self.swarm.peers if len(peer.stages) > 1]
+        return self.kill(self.rng.sample(spans, min(1, len(spans))))
+
+    def _one_of(self, stage: int) -> list[ServingPeer]:
+        peers = [peer for peer in self.swarm.peers if stage in peer.stages]
+        return self.rng.sample(peers, min(1, len(peers)))
 
     def disturb(self) -> bool:
         """For a while, lose a process's answers or acknowledgements, or let bytes pass in one direction only."""
         lines = self.swarm.children
         assert isinstance(lines, Lines)
         stage = self.rng.randrange(self.swarm.config.stages.num_stages)
-        target = self.rng.choice([peer for peer in self.swarm.peers if peer.record.stage == stage])
-        callers = [peer.child.name for peer in self.swarm.peers if peer.record.stage == stage - 1]
+        target = self.rng.choice([peer for peer in self.swarm.peers if stage in peer.stages])
+        callers = [peer.child.name for peer in self.swarm.peers if stage - 1 in peer.stages]
         caller = lines.links[self.rng.choice(callers or [f"{self.swarm.folder.name}-trainer"])]
         callee = lines.links[target.child.name]
         kind = self.rng.choice(["lost_replies", "lost_acks", "one_way"])
@@ -298,4 +316,5 @@ class FaultySwarm:
 
 FAULTS: dict[Scenario, Callable[[FaultySwarm], bool]] = {
     "kills": FaultySwarm.kill_one, "pairs": FaultySwarm.kill_neighbours, "network": FaultySwarm.disturb,
+    "spans": FaultySwarm.kill_span,
 }  # fmt: skip

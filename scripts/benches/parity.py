@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from peers.local.supervisor import Supervisor
-from peers.shared.option_types import Span
+from peers.shared.option_types import StagesOrAuto
 from scripts.benches.shared.common import (
     BenchOptions,
     compute_like_peers,
@@ -166,7 +166,7 @@ def _train_swarm(
     model: Path | None = None, spans: bool = False,
 ) -> Trained:  # fmt: skip
     num_stages = config.stages.num_stages
-    peers: list[int | Span] = [*range(num_stages)] * peers_per_stage
+    peers: list[int | StagesOrAuto] = [*range(num_stages)] * peers_per_stage
     if spans:
         peers = mixed_spans(num_stages, peers_per_stage)
     say(f"swarm: peers of the stages {', '.join(map(str, peers))} start")

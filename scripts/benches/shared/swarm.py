@@ -12,7 +12,7 @@ import torch
 from peers.commands import command_line
 from peers.local.supervisor import Child, Supervisor, last_line
 from peers.shared import cli
-from peers.shared.option_types import Span
+from peers.shared.option_types import Span, StagesOrAuto
 from peers.stage_peer.options import PeerOptions
 from peers.trainer.options import MOST_IN_FLIGHT, TrainerOptions
 from scripts.benches.shared.common import POLL_SECONDS, wait_for_json, write_config
@@ -43,6 +43,8 @@ class ServingPeer:
     """Its announcement at the first of its stages."""
     dht_address: str
     stages: Sequence[int]
+    told: int | StagesOrAuto
+    """The stages that it was told to serve."""
 
     @property
     def records(self) -> list[PeerRecord]:
@@ -71,9 +73,9 @@ class SwarmProcesses:
     def events(self) -> Path:
         return self.folder / "events"
 
-    def start_peers(self, stages: Sequence[int | Span], environments: Sequence[Mapping[str, str]] = ()) -> None:
-        """Start one peer for each entry, a stage or several, with these additions to its environment, and return when
-        all of them serve. Raises PeerUnavailable and DeadlineExceeded."""
+    def start_peers(self, stages: Sequence[int | StagesOrAuto], environments: Sequence[Mapping[str, str]] = ()) -> None:
+        """Start one peer for each entry, a stage or several or auto, with these additions to its environment, and
+        return when all of them serve. Raises PeerUnavailable and DeadlineExceeded."""
         self.prepare()
         peers = list(zip(stages, environments or [{}] * len(stages), strict=True))
         # The first one has to be there before others can join it.
@@ -136,12 +138,12 @@ class SwarmProcesses:
             self.children.kill9(peer.child)
         self.peers.clear()
 
-    def launch_peer(self, stage: int | Span, *, environment: Mapping[str, str] | None = None) -> Child:
+    def launch_peer(self, stage: int | StagesOrAuto, *, environment: Mapping[str, str] | None = None) -> Child:
         name = f"{self.folder.name}-stage-{stage}-peer-{self._num_started}"
         self._num_started += 1
         addresses = tuple(peer.dht_address for peer in self.peers[:8])
         options = PeerOptions(
-            stage=stage if isinstance(stage, Span) else Span(stage, stage), name=name[:64], host="127.0.0.1",
+            stage=Span(stage, stage) if isinstance(stage, int) else stage, name=name[:64], host="127.0.0.1",
             threads=self.threads, device=self.device,
             identity=self.folder / f"{name}.pem", ready_file=self.ready_file(name), events=self._event_log(name),
             initial_peers=addresses, allow_class=(self.config.model.custom_class or None) if addresses else None,
@@ -155,7 +157,8 @@ class SwarmProcesses:
         train carries texts."""
         clock = SystemClock()
         router, channels = Router(clock, random.Random(0)), ChannelPool(identity=identity)
-        router.update(Block(stage), [peer.record for peer in self.peers if peer.record.stage == stage])
+        records = [record for peer in self.peers for record in peer.records if record.stage == stage]
+        router.update(Block(stage), records)
         specs = reply_specs(self.config, stage) if trains else {}
         hop = Hop(
             run_id=self.config.run_id,
@@ -173,7 +176,11 @@ class SwarmProcesses:
     def _event_log(self, name: str) -> Path | None:
         return self.events / f"{name}.jsonl" if self.logs_events else None
 
-    def until_ready(self, child: Child, stage: int | Span) -> ServingPeer:
+    def look_again(self) -> None:
+        """Read again which stages the peers serve: one that was told `auto` moves."""
+        self.peers = [self.until_ready(peer.child, peer.told) for peer in self.peers]
+
+    def until_ready(self, child: Child, stage: int | StagesOrAuto) -> ServingPeer:
         """Wait until a peer serves. Raises as `start_peers` does."""
         ready = wait_for_json(self.ready_file(child.name), self.children)
         record = PeerRecord(
@@ -183,13 +190,13 @@ class SwarmProcesses:
         if isinstance(self.children, Lines):
             self.children.throttle.serve(record.endpoint, self.children.links[child.name])
         return ServingPeer(
-            child=child, record=record, dht_address=ready["dht_addresses"][0], stages=tuple(ready["stages"])
+            child=child, record=record, dht_address=ready["dht_addresses"][0], stages=tuple(ready["stages"]), told=stage
         )
 
 
-def mixed_spans(num_stages: int, num_copies: int) -> list[int | Span]:
+def mixed_spans(num_stages: int, num_copies: int) -> list[int | StagesOrAuto]:
     """Peers with one stage, with all but the last one, and one with all of a run."""
-    pair: list[int | Span] = [Span(0, num_stages - 2), num_stages - 1]
+    pair: list[int | StagesOrAuto] = [Span(0, num_stages - 2), num_stages - 1]
     return [Span(0, num_stages - 1), *pair * num_copies]
 
 
