@@ -40,7 +40,6 @@ from swarm.errors import DeadlineExceeded, PeerUnavailable
 
 Scenario = Literal["kills", "pairs", "network", "spans"]
 STAGES, PEERS_A_STAGE = 3, 3
-PEERS: list[int | StagesOrAuto] = [*range(STAGES)] * PEERS_A_STAGE
 SPANS: list[int | StagesOrAuto] = [*mixed_spans(STAGES, 2), "auto"]
 """The peers of the scenario `spans`. What is killed there is a process that serves several stages."""
 EVERY = 2  # Steps from one fault to the next
@@ -98,7 +97,7 @@ def _config(options: Options) -> RunConfig:
 def _run_scenario(scenario: Scenario, options: Options, config: RunConfig, reference: Trained) -> dict[str, Any]:
     with workplace(scenario, line_seconds=0.0 if scenario == "network" else None) as (folder, children):
         swarm = SwarmProcesses(config, children, folder / scenario, logs_events=True)
-        peers = SPANS if scenario == "spans" else PEERS
+        peers = SPANS if scenario == "spans" else [*range(STAGES)] * PEERS_A_STAGE
         say(f"{scenario}: peers of the stages {', '.join(map(str, peers))} start")
         for first in range(0, len(peers), STAGES):
             # Only a few are started at once, because each start takes several seconds of a core.

@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_health.v1.health_pb2_grpc import HealthStub, add_HealthServicer_to_server
 
 from peers.local.supervisor import Supervisor
-from scripts.benches.chaos import figures
+from peers.shared.option_types import Span
+from scripts.benches.chaos import faults, figures
 from scripts.benches.chaos.cast import Cast, Role, Usage
 from scripts.benches.chaos.faults import KINDS, fault
 from scripts.benches.chaos.program import set_clock, wind
@@ -88,18 +90,22 @@ def test_growth_is_that_of_processes_which_lived_through_the_second_half() -> No
 
 
 @pytest.fixture
-def cast(tmp_path: Path) -> Iterator[Cast]:
-    """Two stages of two peers each, none of them started."""
+def cast(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cast]:
+    """Two stages of two peers each, or other peers, none of them started."""
     (tmp_path / "disk").mkdir()
     with Throttle() as throttle:
         cast = Cast(
             folder=tmp_path, config=tmp_path / "run.toml", children=Supervisor(tmp_path / "logs"), throttle=throttle,
             checkpoint_every=1, disk=tmp_path / "disk",
         )  # fmt: skip
-        cast.add(stages=2, peers_per_stage=2, trainers=1)
+        cast.add(2, getattr(request, "param", [0, 1, 0, 1]), trainers=1)
         yield cast
 
 
+spans = pytest.mark.parametrize("cast", [[Span(), 0, 1, 1]], indirect=True)
+
+
+@pytest.mark.parametrize("cast", [[0, 1, 0, 1], [Span(), 0, 1, 1]], indirect=True)
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.hits == "network"])
 def test_a_fault_of_the_network_ends_and_leaves_no_obstacle(cast: Cast, name: str) -> None:
     for seed in range(20):
@@ -113,6 +119,37 @@ def test_a_fault_of_the_network_ends_and_leaves_no_obstacle(cast: Cast, name: st
 def test_what_nobody_alive_can_suffer_hits_nobody(cast: Cast, name: str) -> None:
     with fault(KINDS[name], cast, random.Random(0)) as victims:
         assert victims == []
+
+
+def _let_live(cast: Cast) -> None:
+    for role in cast.peers():
+        role.child, role.ready = cast.children.start(role.name, ["sleep", "60"]), True
+
+
+@spans
+def test_each_block_keeps_a_live_process(cast: Cast, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "DOWN_SECONDS", (1000.0, 2000.0))
+    with cast.children:
+        num_killed = 0
+        for seed in range(5):
+            _let_live(cast)
+            random_ = random.Random(seed)
+            while victims := KINDS["kill-peer"].begin(cast, random_, ExitStack()):
+                num_killed += len(victims)
+                assert all(any(role.alive for role in cast.peers(stage)) for stage in (0, 1))
+        assert num_killed >= 10
+
+
+@spans
+def test_what_lives_at_the_scarcest_stage_is_the_capacity_and_a_span_is_a_part_of_one_at_each(cast: Cast) -> None:
+    with cast.children:
+        _let_live(cast)
+        cast.tick()
+        cast.kill9(cast.peers()[0], 1000.0)
+        cast.tick()
+        cast.kill9(cast.peers(1)[-1], 1000.0)
+        cast.tick()
+    assert [share for _, share in cast.capacity] == pytest.approx([1.0, 1 / 1.5, 1 / 1.5])
 
 
 FORKS_IN_A_THREAD = """

@@ -35,6 +35,7 @@ from scripts.benches.shared.common import (
     with_corpus,
     write_config,
 )
+from scripts.benches.shared.swarm import mixed_spans
 from scripts.benches.shared.throttle import Throttle
 from scripts.benches.sides.paced_stage import PACE
 from swarm.config import RunConfig, Setting
@@ -63,6 +64,8 @@ class Options(BenchOptions):
     """Which faults, when, and which processes they hit."""
     kinds: tuple[str, ...] = tuple(KINDS)
     """Which kinds of fault to have."""
+    spans: bool = False
+    """Let some peers serve several stages, and one choose its own."""
     calibration_seconds: float = 60.0
     """Undisturbed training before each part of the storm and after the last: its rate is the yardstick."""
     keep: Path | None = None
@@ -91,8 +94,9 @@ def run(options: Options) -> dict[str, Any]:
             environment={PACE: str(SECONDS_PER_SAMPLE)}, disk=disk or folder / "checkpoints",
             checkpoint_every=1 if options.setting == "synchronous" else 5, allow_class=config.model.custom_class,
         )  # fmt: skip
-        cast.add(STAGES, PEERS_A_STAGE, TRAINERS)
-        say(f"{STAGES} x {PEERS_A_STAGE} peers and {TRAINERS} trainers start")
+        peers = [*mixed_spans(STAGES, 2), "auto"] if options.spans else [*range(STAGES)] * PEERS_A_STAGE
+        cast.add(STAGES, peers, TRAINERS)
+        say(f"peers of the stages {', '.join(map(str, peers))} and {TRAINERS} trainers start")
         cast.begin()
         _wait(cast, SETTLING_SECONDS)
         calm = [_wait(cast, options.calibration_seconds)]

@@ -9,14 +9,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from peers.local.supervisor import Child, Exit, Supervisor
 from peers.shared import cli
-from peers.shared.option_types import Span
+from peers.shared.option_types import Span, StagesOrAuto
 from peers.stage_peer.options import PeerOptions
 from peers.trainer.options import TrainerOptions
 from scripts.benches.chaos.program import TASKS_FILE, set_clock
@@ -36,9 +36,10 @@ class Role:
     """A machine of the swarm, and the process that it runs at the moment."""
 
     name: str
-    stage: int | None  # None for a trainer
+    told: StagesOrAuto | None  # The stages that it was told to serve; None for a trainer
     folder: Path
     link: Link
+    stages: Sequence[int] = ()  # Those that it serves, or served last
     endpoint: str = ""
     dht_port: int = 0
     address: str = ""  # Where others enter the DHT here
@@ -91,21 +92,24 @@ class Cast:
     roles: list[Role] = field(default_factory=list)
     unexpected: list[Exit] = field(default_factory=list)  # Processes that ended without having been told to, and why
     capacity: list[tuple[float, float]] = field(default_factory=list)
-    """By monotonic time, the share of live peers at the stage where this share is smallest."""
+    """By monotonic time, the live peers of the stage that has fewest of them, over what it would be if all lived."""
     usage: list[Usage] = field(default_factory=list)  # The resources that all live processes held, every few seconds
     _looked_at: float = 0.0
 
-    def add(self, stages: int, peers_per_stage: int, trainers: int) -> None:
-        for number in range(stages * peers_per_stage):
-            self._add(f"peer-{number}", number % stages)
+    def add(self, num_stages: int, peers: Sequence[int | StagesOrAuto], trainers: int) -> None:
+        """Add peers that are told to serve these stages of a run."""
+        for number, told in enumerate(peers):
+            span = Span(told, told) if isinstance(told, int) else told
+            self._add(f"peer-{number}", span, () if span == "auto" else span.of(num_stages))
         for number in range(trainers):
             self._add(f"trainer-{number}", None)
 
     def peers(self, stage: int | None = None) -> list[Role]:
-        return [role for role in self.roles if role.stage is not None and stage in (None, role.stage)]
+        """All peers, or those of a stage."""
+        return [role for role in self.roles if role.told is not None and (stage is None or stage in role.stages)]
 
     def trainers(self) -> list[Role]:
-        return [role for role in self.roles if role.stage is None]
+        return [role for role in self.roles if role.told is None]
 
     def begin(self) -> None:
         """Start all roles: the first peer, the other peers, and then the trainers. Raises DeadlineExceeded and
@@ -139,26 +143,25 @@ class Cast:
         for role in self.roles:
             if role.child is None and now >= role.restart_at:
                 self.start(role)
-            if role.child is not None and not role.ready and role.ready_file.exists():
-                role.ready = True
-                role.address = json.loads(role.ready_file.read_text())["dht_addresses"][0]
-        stages = {role.stage for role in self.peers()}
-        shares = [sum(role.alive for role in self.peers(s)) / len(self.peers(s)) for s in stages]
+            if role.child is not None and (not role.ready or role.told == "auto") and role.ready_file.exists():
+                ready = json.loads(role.ready_file.read_text())
+                role.ready, role.address, role.stages = True, ready["dht_addresses"][0], ready["stages"]
         if now - self._looked_at > USAGE_SECONDS:
             self._looked_at = now
             self.usage += [used for role in self.roles if role.alive and (used := _usage(role, now))]
-        self.capacity.append((now, min(shares)))
+        alive = self._fewest([role for role in self.peers() if role.alive])
+        self.capacity.append((now, alive / self._fewest(self.peers())))
 
     def start(self, role: Role) -> None:
         role.ready_file.unlink(missing_ok=True)
         role.ended_by_us = False
         set_clock(role.clock, 0.0)
-        arguments = self._trainer(role) if role.stage is None else self._peer(role)
-        name = "trainer" if role.stage is None else "peer"
+        arguments = self._trainer(role) if role.told is None else self._peer(role)
+        name = "trainer" if role.told is None else "peer"
         command = [sys.executable, "-m", "scripts.benches.chaos.program", name, str(role.clock), *arguments]
         environment = {**self.environment, **role.link.environment}
         role.child = self.children.start(role.name, command, environment=environment)
-        role.ready = role.stage is None
+        role.ready = role.told is None
 
     def kill9(self, role: Role, down_seconds: float) -> None:
         assert role.child is not None
@@ -189,23 +192,28 @@ class Cast:
                 file.write(bytes(65536))
         return lambda: filler.unlink(missing_ok=True)
 
-    def _add(self, name: str, stage: int | None) -> None:
+    def _fewest(self, roles: Sequence[Role]) -> float:
+        """The peers of the stage that has fewest of them. A peer of several stages is an equal part of one at each."""
+        stages = {stage for role in self.peers() for stage in role.stages}
+        return min(sum(1 / len(role.stages) for role in roles if stage in role.stages) for stage in stages)
+
+    def _add(self, name: str, told: StagesOrAuto | None, stages: Sequence[int] = ()) -> None:
         folder = self.folder / name
         folder.mkdir(parents=True)
-        role = Role(name=name, stage=stage, folder=folder, link=self.throttle.link())
-        if stage is not None:
+        role = Role(name=name, told=told, stages=stages, folder=folder, link=self.throttle.link())
+        if told is not None:
             port, role.dht_port = free_ports(2)
             role.endpoint = f"127.0.0.1:{port}"
             self.throttle.serve(role.endpoint, role.link)
         self.roles.append(role)
 
     def _peer(self, role: Role) -> list[str]:
-        assert role.stage is not None
+        assert role.told is not None
         checkpoints = self.disk / role.name
         checkpoints.mkdir(exist_ok=True)
         addresses = self._addresses(role)
         options = PeerOptions(
-            stage=Span(role.stage, role.stage), name=role.name, host="127.0.0.1", port=host_and_port(role.endpoint)[1],
+            stage=role.told, name=role.name, host="127.0.0.1", port=host_and_port(role.endpoint)[1],
             dht_port=role.dht_port, threads=1, device="cpu", ready_file=role.ready_file,
             identity=role.folder / "identity.pem", checkpoint=checkpoints, checkpoint_every=self.checkpoint_every,
             resume=checkpoints, events=role.events, initial_peers=addresses,

@@ -39,10 +39,14 @@ def fault(kind: Kind, cast: Cast, random: Random) -> Iterator[list[Role]]:
 
 
 def _one(cast: Cast, random: Random, *, peers: bool = True) -> list[Role]:
-    candidates = [role for role in cast.roles if role.alive and peers == (role.stage is not None)]
-    if peers:
-        candidates = [role for role in candidates if sum(other.alive for other in cast.peers(role.stage)) > 1]
+    candidates = [
+        role for role in (cast.peers() if peers else cast.trainers()) if role.alive and _can_spare(cast, role)
+    ]
     return [random.choice(candidates)] if candidates else []
+
+
+def _can_spare(cast: Cast, role: Role) -> bool:
+    return all(sum(other.alive for other in cast.peers(stage)) > 1 for stage in role.stages)
 
 
 def _kill_peer(cast: Cast, random: Random, undo: ExitStack, *, peers: bool = True) -> list[Role]:
@@ -142,9 +146,10 @@ def _stall(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
 
 
 def _lose(cast: Cast, random: Random, undo: ExitStack, *, replies: bool) -> list[Role]:
-    callee = random.choice(cast.peers())
-    assert callee.stage is not None
-    caller = random.choice(cast.trainers() if callee.stage == 0 else cast.peers(callee.stage - 1))
+    callee = random.choice([role for role in cast.peers() if role.stages])
+    stage = random.choice(callee.stages)
+    before = [role for role in cast.peers(stage - 1) if role is not callee]
+    caller = random.choice(cast.trainers() if stage == 0 else before)
     undo.callback(cast.throttle.break_connections, caller.link, callee.link)
     ends = [callee, caller] if replies else [caller, callee]
     _hinder(cast, ends[:1], ends[1:], undo)

@@ -47,8 +47,8 @@ def of(
     """All figures. Each part of the storm is compared with the calm windows before and after it, because a machine's
     speed changes over time."""
     events = {role.name: _read(role) for role in cast.peers()}
-    stages = sorted({role.stage for role in cast.peers() if role.stage is not None})
-    chains = {stage: chain([events[role.name] for role in cast.peers(stage)]) for stage in stages}
+    stages = sorted({stage for role in cast.peers() for stage in role.stages})
+    chains = {stage: chain([_at(stage, own) for own in events.values()]) for stage in stages}
     attempts = [
         one.attempts for rounds in chains.values() for one in rounds if any(_within(one.at, part) for part in storm)
     ]
@@ -198,17 +198,22 @@ def _recoveries(
     cast: Cast, events: Mapping[str, Sequence[Mapping[str, Any]]], chains: Mapping[int, Sequence[Committed]],
     struck: Sequence[Struck],
 ) -> tuple[list[float], list[float]]:  # fmt: skip
-    """For each kill of a peer, the seconds until its stage's next commit, and until the next commit by that peer
-    itself."""
+    """For each kill of a peer, and each of its stages, the seconds until the stage's next commit, and until the next
+    commit by that peer itself."""
     to_commit, to_return = [], []
     by_name = {role.name: role for role in cast.roles}
     for fault in struck:
         for role in [by_name[name] for name in fault.names if fault.kind == "kill-peer"]:
-            assert role.stage is not None
-            to_commit += [one.at - fault.at for one in chains[role.stage] if one.at > fault.at][:1]
-            own = (event["monotonic"] for event in events[role.name] if event["event"] == "commit")
-            to_return += [at - fault.at for at in own if at > fault.at][:1]
+            for stage in role.stages:
+                to_commit += [one.at - fault.at for one in chains[stage] if one.at > fault.at][:1]
+                own = [e["monotonic"] for e in _at(stage, events[role.name]) if e["event"] == "commit"]
+                to_return += [at - fault.at for at in own if at > fault.at][:1]
     return to_commit, to_return
+
+
+def _at(stage: int, events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The events that are about a stage."""
+    return [event for event in events if event.get("block") == str(stage)]
 
 
 def _within(at: float, window: Window) -> bool:
