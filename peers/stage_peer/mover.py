@@ -18,7 +18,7 @@ from peers.shared.network import LOOK_SECONDS
 from peers.shared.room import named, written
 from peers.stage_peer.rebalancer import Rebalancer
 from peers.stage_peer.served_block import ServedBlock
-from peers.stage_peer.server import PeerServer
+from peers.stage_peer.server import LAST_DRAIN_SECONDS, LAST_QUIET_SECONDS, LAST_ROUND_SECONDS, PeerServer
 from swarm import events
 from swarm.errors import Fatal, SwarmError
 from swarm.events import Events
@@ -28,14 +28,10 @@ from swarm.types import Block
 
 logger = logging.getLogger(__name__)
 
-ROUND_SECONDS, LAST_ROUND_SECONDS = 600.0, 60.0
-"""How long a moving peer, and a peer that ends, go on serving until their round is committed. If the commit takes
-longer, their microbatches of the round are lost. The second, with LAST_DRAIN_SECONDS, has to stay below
-FAREWELL_SECONDS of shared/token_option.py and below the stop_grace_period of compose.yaml."""
-DRAIN_SECONDS, LAST_DRAIN_SECONDS = 60.0, 15.0
-"""How long such a peer then waits for its microbatches to end; a moving peer stays if they take longer."""
-QUIET_SECONDS, LAST_QUIET_SECONDS = 30.0, 5.0
-"""A peer stops waiting for its round once nothing has been under way for this long, because then no trainer trains."""
+ROUND_SECONDS, DRAIN_SECONDS, QUIET_SECONDS = 600.0, 60.0, 30.0
+"""How long a moving peer goes on serving until its round is committed; if the commit takes longer, its microbatches of
+the round are lost. Then, how long it waits for its microbatches to end; it stays if they take longer. And it stops
+waiting for its round once nothing has been under way for so long, because then no trainer trains."""
 COMMIT_SECONDS = 5.0
 """How long another peer of the stage may take to commit the round that this one has committed."""
 RETRY_SECONDS, MAX_RETRY_SECONDS = 2.0, 60.0
@@ -118,6 +114,8 @@ class Mover:
                 async with asyncio.timeout(None) as entering:
                     stopping = tasks.create_task(self._end_at_stop(entering))
                     server = await self._make_server(stages, self._num_moves + has_moved, move is not None, tasks)
+                    stopping.cancel()
+                    stopping = tasks.create_task(self._end_at_stop(entering, server))
                     async with server.serving(self._listen) as announced:
                         stopping.cancel()
                         serving = not entering.expired()
@@ -141,8 +139,10 @@ class Mover:
             ) from None
         return next_move, failure
 
-    async def _end_at_stop(self, entering: asyncio.Timeout) -> None:
+    async def _end_at_stop(self, entering: asyncio.Timeout, server: PeerServer | None = None) -> None:
         await self._stop.wait()
+        if server is not None:
+            await server.leave_early()
         entering.reschedule(0.0)
 
     async def _arrived(self, stage: int, move: Move | None) -> None:

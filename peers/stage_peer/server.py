@@ -5,6 +5,7 @@ One process has one of it at a time. The blocks begin one after another, each as
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -18,7 +19,8 @@ from peers.stage_peer.own_stage import ServerOptions, own_backends
 from peers.stage_peer.resume import require_weights
 from peers.stage_peer.served_block import ServedBlock
 from peers.stage_peer.services import add_services_of
-from swarm.errors import Fatal
+from swarm.errors import Fatal, SwarmError
+from swarm.events import Leave
 from swarm.rpc import tls
 from swarm.rpc.callers import Callers
 from swarm.rpc.channels import ChannelPool
@@ -33,6 +35,13 @@ from swarm.stage.runtime import Runtime
 from swarm.stage.slots import LARGEST_NUM_SLOTS
 from swarm.stage.staging import staging_of
 from swarm.types import Block
+
+logger = logging.getLogger(__name__)
+
+LAST_ROUND_SECONDS, LAST_DRAIN_SECONDS, LAST_QUIET_SECONDS = 60.0, 15.0, 5.0
+"""How long a peer that ends goes on serving until its round is committed, how long it then waits for its microbatches
+to end, and after how long a quiet it stops waiting for its round. The first two together have to stay below
+FAREWELL_SECONDS of shared/token_option.py and below the stop_grace_period of compose.yaml."""
 
 
 class PeerServer:
@@ -61,6 +70,7 @@ class PeerServer:
         self._runtimes = {
             device: Runtime(queue_capacity=1024, stopwatch=staging.stopwatch) for device, staging in stagings.items()
         }
+        self._served: list[ServedBlock] = []
         self.blocks = {
             block: ServedBlock(
                 membership, block, backend, self._runtimes[blocks[block].device], tasks, blocks[block], limits,
@@ -71,7 +81,10 @@ class PeerServer:
 
     @asynccontextmanager
     async def serving(self, listen: Listening) -> AsyncIterator[Announced]:
-        """Get the blocks' states, and serve the blocks inside. Yields the addresses that others are told.
+        """Get the blocks' states, one after another, and serve the blocks inside. Yields the addresses that others are
+        told.
+
+        If a later block cannot be served, the peer first leaves those that it serves already; see leave_early.
 
         Raises ValueError if the port is in use, what OwnState.begin does, and in a group NotReady if a block's state
         could not be downloaded from the peers that hold it.
@@ -84,9 +97,15 @@ class PeerServer:
                 await first.begin()
                 dispatch, turns = await stack.enter_async_context(self._server(listen))
                 await stack.enter_async_context(first.serving(dispatch, turns))
-                for block in others:
-                    await block.begin()
-                    await stack.enter_async_context(block.serving(dispatch, turns))
+                self._served.append(first)
+                try:
+                    for block in others:
+                        await block.begin()
+                        await stack.enter_async_context(block.serving(dispatch, turns))
+                        self._served.append(block)
+                except (SwarmError, OSError, ValueError, ExceptionGroup):
+                    await self.leave_early()
+                    raise
                 run = self._membership.config.run_id
                 self._options.own_figures.follow(
                     *((block.figures, {"run": run, "stage": str(name)}) for name, block in self.blocks.items())
@@ -148,7 +167,7 @@ class PeerServer:
 
     def will_leave(self) -> None:
         """See Presence.will_leave."""
-        for block in self.blocks.values():
+        for block in self._served:
             block.presence.will_leave()
 
     async def end_of_round(self, seconds: float, *, quiet_seconds: float) -> None:
@@ -160,17 +179,31 @@ class PeerServer:
             if len(self.blocks) > 1:
                 block.stage.admission.close()
 
-        await asyncio.gather(*map(one, self.blocks.values()))
+        await asyncio.gather(*map(one, self._served))
 
     async def drain(self, seconds: float) -> bool:
         """See ServedBlock.drain."""
-        return all(await asyncio.gather(*(block.drain(seconds) for block in self.blocks.values())))
+        return all(await asyncio.gather(*(block.drain(seconds) for block in self._served)))
 
     async def go_on(self) -> None:
-        for block in self.blocks.values():
+        for block in self._served:
             await block.go_on()
 
     async def leave(self) -> None:
         """See ServedBlock.leave."""
-        for block in self.blocks.values():
+        for block in self._served:
             await block.leave()
+
+    async def leave_early(self) -> None:
+        """Leave the blocks that are served while others are not yet: after their round, in LAST_ROUND_SECONDS and
+        LAST_DRAIN_SECONDS at most."""
+        if not self._served:
+            return
+        names = ", ".join(str(block.stage.block) for block in self._served)
+        logger.info("leaving stage %s after this round, in %.0f s at most", names, LAST_ROUND_SECONDS)
+        self.will_leave()
+        await self.end_of_round(LAST_ROUND_SECONDS, quiet_seconds=LAST_QUIET_SECONDS)
+        await self.drain(LAST_DRAIN_SECONDS)
+        await self.leave()
+        for block in self._served:
+            self._options.events.write(Leave(), block.stage.block)

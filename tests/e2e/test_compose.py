@@ -14,7 +14,7 @@ import yaml  # type: ignore[import-untyped]  # transformers brings it
 
 from peers.commands import command_line
 from peers.local.supervisor import Child, Supervisor
-from peers.stage_peer import mover
+from peers.stage_peer import server
 from scripts.benches.shared.internet import Internet, missing
 from tests.support.swarm import wait_until
 
@@ -70,7 +70,7 @@ def test_a_peer_that_is_told_to_stop_has_the_time_that_its_round_may_take() -> N
     assert len(peers) == 3
     for peer in peers:
         seconds = float(peer["stop_grace_period"].removesuffix("s"))
-        assert seconds > mover.LAST_ROUND_SECONDS + mover.LAST_DRAIN_SECONDS
+        assert seconds > server.LAST_ROUND_SECONDS + server.LAST_DRAIN_SECONDS
 
 
 @pytest.mark.e2e

@@ -103,8 +103,8 @@ class LocalPeer:
         self.made: list[weakref.ref[ServedBlock]] = []
 
     @asynccontextmanager
-    async def running(self, stage: int) -> AsyncIterator["LocalPeer"]:
-        """Serve inside the block, from the first stage on."""
+    async def running(self, stage: int, *more: int) -> AsyncIterator["LocalPeer"]:
+        """Serve inside the block, at first this stage, or several."""
         mover = Mover(
             make_server=self.make_server, rebalancer=self.rebalancer, clock=self.clock, event_log=self.log,
             stop=self.stop,
@@ -115,7 +115,7 @@ class LocalPeer:
             blocks = self._config.blocks
             await self.known.look(self.directory, blocks)
             watching = tasks.create_task(self.directory.watch(blocks, self.known.update, 0.2))
-            running = tasks.create_task(mover.run(range(stage, stage + 1)))
+            running = tasks.create_task(mover.run(range(stage, stage + 1 + len(more))))
             try:
                 assert await self.next_served() == stage
                 yield self
@@ -161,7 +161,7 @@ class LocalPeer:
             ),
             checkpoints=self.writer, events=self.log, movable=True, moves=moves, weights=weights, shelves=shelves,
         )  # fmt: skip
-        server = PeerServer(self._membership, {Block(stage): options}, tasks)
+        server = PeerServer(self._membership, dict.fromkeys(map(Block, stages), options), tasks)
         self.server = server.blocks[Block(stage)]
         self.tasks = tasks
         self.made.append(weakref.ref(self.server))

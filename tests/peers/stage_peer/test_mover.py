@@ -231,6 +231,35 @@ async def test_a_peer_that_is_told_to_stop_while_it_enters_a_stage_ends(
         assert not patience.expired()
 
 
+async def test_a_process_that_is_told_to_stop_while_it_enters_its_second_stage_leaves_the_first_one(
+    config: RunConfig, store: MemoryStore, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def hang(*_: object) -> AsyncIterator[None]:
+        asked.set()
+        await asyncio.Event().wait()
+        yield
+
+    asked = asyncio.Event()
+    nothing = tmp_path / "nothing"
+    nothing.mkdir()
+    async with (
+        LocalPeer(config, store, resume=trained).running(0),
+        LocalPeer(config, store, resume=trained).running(1) as holder,
+    ):
+        assert holder.server is not None
+        monkeypatch.setattr(holder.server.averager.handlers, "download", hang)
+        peer = LocalPeer(config, store, resume=nothing)
+        peer.served.put_nowait(0)  # The block begins at once.
+        async with asyncio.timeout(60.0), peer.running(0, 1):
+            await asked.wait()
+            record = await peer.record(0)
+            assert record is not None
+            assert record.state is PeerState.SERVING
+        assert (peer.log.events[-1], peer.log.blocks[-1]) == (Leave(), Block(0))
+        record = await peer.record(0)
+        assert record is None or record.state is PeerState.LEAVING
+
+
 async def test_it_stays_if_nobody_else_serves_its_stage(
     config: RunConfig, store: MemoryStore, trained: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,15 +1,20 @@
 """A process that serves several blocks is a peer of each of them."""
 
 import asyncio
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from peers.shared.faults import leaves
+from peers.stage_peer.own_state import OwnState
 from swarm.audit.audit import audit
+from swarm.averaging.averager import Averager
 from swarm.config import RunConfig
+from swarm.errors import NotReady
 from swarm.types import Block, PeerState
-from tests.support.chain import BOTH, PATIENCE_SECONDS, SYNCHRONOUS
+from tests.support.chain import BOTH, PATIENCE_SECONDS, SYNCHRONOUS, eventually
 from tests.support.whole_swarm import WholeSwarm, whole_swarm
 
 STEPS = 3
@@ -64,3 +69,35 @@ async def test_a_joiner_gets_the_state_of_all_its_blocks(tmp_path: Path) -> None
             mine, theirs = await served.member.snapshot(), await swarm.peers[0].servers[block].member.snapshot()
             assert (mine.round, mine.digest) == (theirs.round, theirs.digest)
             assert mine.round == STEPS
+
+
+async def test_a_process_that_lacks_the_state_of_a_later_block_leaves_the_first_one_with_nothing_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It serves block 0 while it waits for the state of block 1, which it does not get."""
+    may_fail, arrives = asyncio.Event(), OwnState.arrive
+
+    async def arrive(own: OwnState, averager: Averager) -> None:
+        if averager.context.own.block == Block(1):
+            await may_fail.wait()
+            raise NotReady("it is not to be had")
+        await arrives(own, averager)
+
+    async with whole_swarm(SYNCHRONOUS, tmp_path / "events", num_peers=(1, 1, 1)) as swarm:
+        monkeypatch.setattr(OwnState, "arrive", arrive)
+        starting = asyncio.create_task(swarm.start(0, 1))
+        await eventually(lambda: len(swarm.logs) == 4)
+        newcomer = swarm.logs[-1]
+        training = asyncio.create_task(swarm.train(STEPS))
+        await eventually(lambda: '"accumulate"' in newcomer.read_text())
+        may_fail.set()
+        with pytest.raises(ExceptionGroup) as failure:
+            await starting
+        assert "it is not to be had" in str(next(leaves(failure.value)))
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await training
+    report = audit(swarm.logs)
+    assert report.proven, report
+    assert report.replayed == 0
+    last = json.loads(newcomer.read_text().splitlines()[-1])
+    assert (last["event"], last["block"]) == ("leave", "0")
