@@ -5,18 +5,19 @@ run lasts.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
-from peers.dashboard.rounds import Contributions, Rounds
+from peers.dashboard.rounds import Contributions, Rounds, by_peer
 from peers.status.peer_row import PeerRow
 from peers.status.view import SwarmView
 from swarm.machine.disk import put_in_place
 from swarm.machine.words import counted
+from swarm.types import Block
 
 logger = logging.getLogger(__name__)
 
@@ -55,26 +56,33 @@ def _of_stages(before: SwarmView, now: SwarmView) -> Iterator[Line]:
 
 def _of_peers(before: SwarmView, now: SwarmView) -> Iterator[Line]:
     earlier, present = _by_id(before), _by_id(now)
-    for peer_id, (stage, peer) in present.items():
+    for peer_id, (blocks, peer) in present.items():
         if peer_id not in earlier:
-            yield from _of_newcomer(stage, peer)
+            yield from _of_newcomer(_written(blocks), peer)
         else:
-            yield from _of_change(*earlier[peer_id], stage, peer)
-    for peer_id, (stage, peer) in earlier.items():
+            yield from _of_change(*earlier[peer_id], blocks, peer)
+    for peer_id, (blocks, peer) in earlier.items():
         if peer_id not in present and peer.state != "leaving":
-            yield Line("bad", f"{peer.name} of stage {stage} has gone")
+            yield Line("bad", f"{peer.name} of stage {_written(blocks)} has gone")
 
 
-def _of_newcomer(stage: int | str, peer: PeerRow) -> Iterator[Line]:
+def _written(blocks: Sequence[Block]) -> str:
+    """Adjacent blocks as people write them: 2, or 1-3."""
+    return f"{blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else str(blocks[0])
+
+
+def _of_newcomer(stage: str, peer: PeerRow) -> Iterator[Line]:
     if peer.state == "serving":
         yield Line("good", f"{peer.name} serves stage {stage}")
     elif peer.state in ("joining", "moving"):
         yield Line("plain", f"{peer.name} is on its way to stage {stage}")
 
 
-def _of_change(old_stage: int | str, old: PeerRow, stage: int | str, peer: PeerRow) -> Iterator[Line]:
-    if peer.state == "serving" and old_stage != stage:
-        yield Line("good", f"{peer.name} has moved from stage {old_stage} to stage {stage}")
+def _of_change(was: Sequence[Block], old: PeerRow, now: Sequence[Block], peer: PeerRow) -> Iterator[Line]:
+    stage = _written(now)
+    if peer.state == "serving" and was != now:
+        does = "serves" if set(was) & set(now) else f"has moved from stage {_written(was)} to"
+        yield Line("good", f"{peer.name} {does} stage {stage}")
     elif peer.started_at > old.started_at > 0:
         yield Line("plain", f"{peer.name} of stage {stage} was started again")
     elif peer.state == old.state:
@@ -102,14 +110,13 @@ def _of_refusals(before: SwarmView, now: SwarmView) -> Iterator[Line]:
         yield Line("bad", now.refusals[key])
 
 
-def _by_id(view: SwarmView) -> dict[str, tuple[int | str, PeerRow]]:
-    """The label of its block and row of each peer by its id. A moving peer has two rows: the one at its new block is
-    taken."""
-    found: dict[str, tuple[int | str, PeerRow]] = {}
-    for row in view.stages:
-        for peer in row.peers:
-            if peer.peer_id and (peer.peer_id not in found or peer.stays):
-                found[peer.peer_id] = (row.block.label, peer)
+def _by_id(view: SwarmView) -> dict[str, tuple[Sequence[Block], PeerRow]]:
+    """The blocks of each peer by its id, and its row at the last of them. A moving peer has rows at its old and at its
+    new blocks: the new ones are taken."""
+    found: dict[str, tuple[Sequence[Block], PeerRow]] = {}
+    for peer_id, rows in by_peer(view).items():
+        blocks = [block for block, peer in rows.items() if peer.stays] or list(rows)
+        found[peer_id] = (blocks, rows[blocks[-1]])
     return found
 
 

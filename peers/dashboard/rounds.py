@@ -84,6 +84,16 @@ def _followed(row: StageRow, num_stages: int) -> list[PeerRow]:
     return serving[: max(1, MOST_FOLLOWED // num_stages)]
 
 
+def by_peer(view: SwarmView) -> dict[str, dict[Block, PeerRow]]:
+    """The rows of each peer, by its id."""
+    found: dict[str, dict[Block, PeerRow]] = {}
+    for row in view.stages:
+        for peer in row.peers:
+            if peer.peer_id:
+                found.setdefault(peer.peer_id, {})[row.block] = peer
+    return found
+
+
 MOST_PEERS = 1024
 """The most peers that are kept: those that were seen last."""
 
@@ -93,7 +103,6 @@ class Contribution:
     """What one peer has contributed.
 
     Attributes:
-        stage: the block, by its label, at which it was seen last.
         first_seen, last_seen: when it was seen first and last, in seconds since the epoch.
         serving_seconds: for how long it was seen to serve.
         microbatches: how many microbatches counted through it, at each of its blocks.
@@ -102,7 +111,6 @@ class Contribution:
     """
 
     name: str
-    stage: int | str
     first_seen: float
     last_seen: float
     serving_seconds: float = 0.0
@@ -117,29 +125,26 @@ class Contributions:
 
     def add(self, view: SwarmView, at: float, *, seconds: float) -> None:
         """Add what peers have done since the last view, which was taken `seconds` ago."""
-        serving: dict[str, list[tuple[Block, PeerRow]]] = {}
-        for row in view.stages:
-            for peer in row.peers:
-                if peer.state == "serving" and peer.peer_id:
-                    serving.setdefault(peer.peer_id, []).append((row.block, peer))
-        for peer_id, rows in serving.items():
-            known = self.peers.pop(peer_id, None)
+        for peer_id, rows in by_peer(view).items():
+            now = {str(block): _told(peer) for block, peer in rows.items() if peer.state == "serving"}
+            if not now:
+                continue
+            known, name = self.peers.pop(peer_id, None), next(iter(rows.values())).name
             is_known = known is not None
-            (block, peer), now = rows[-1], {str(block): _told(peer) for block, peer in rows}
-            known = known or Contribution(name=peer.name, stage=block.label, first_seen=at, last_seen=at)
+            known = known or Contribution(name=name, first_seen=at, last_seen=at)
             # The peer moves to the end of the dict, whose order is that in which peers were last seen.
             self.peers[peer_id] = known
-            for name, (microbatches, num_bytes, start) in now.items():
-                told_microbatches, told_bytes, told_start = known.told.get(name, (0, 0, 0.0))
+            for block, (microbatches, num_bytes, start) in now.items():
+                told_microbatches, told_bytes, told_start = known.told.get(block, (0, 0, 0.0))
                 known.microbatches += _gain(told_microbatches, microbatches, begins=start != told_start)
                 known.exchanged_bytes += _gain(told_bytes, num_bytes, begins=start != told_start)
             known.serving_seconds += seconds if is_known else 0.0
-            known.name, known.stage, known.last_seen, known.told = peer.name, block.label, at, now
+            known.name, known.last_seen, known.told = name, at, now
         for peer_id in list(self.peers)[: max(0, len(self.peers) - MOST_PEERS)]:
             del self.peers[peer_id]
 
     def to_json(self) -> dict[str, dict[str, object]]:
-        shown = ("name", "stage", "first_seen", "last_seen", "serving_seconds", "microbatches", "exchanged_bytes")
+        shown = ("name", "first_seen", "last_seen", "serving_seconds", "microbatches", "exchanged_bytes")
         return {peer_id: {name: getattr(each, name) for name in shown} for peer_id, each in self.peers.items()}
 
 

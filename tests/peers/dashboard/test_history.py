@@ -66,7 +66,7 @@ def test_contributions_add_up_over_restarts_and_moves() -> None:
     given = history.contributions.peers[A]
     assert given.microbatches == 5 + 2 + 2 + 2 + 9 + 1
     assert given.exchanged_bytes == 10 * given.microbatches
-    assert (given.serving_seconds, given.first_seen, given.last_seen, given.stage) == (10.0, 2.0, 12.0, 1)
+    assert (given.serving_seconds, given.first_seen, given.last_seen) == (10.0, 2.0, 12.0)
 
 
 def test_of_a_peer_of_several_blocks_each_counter_counts_by_itself() -> None:
@@ -104,6 +104,9 @@ ANN, BOB = peer("ann"), peer("bob")
         (view([BOB]), view([BOB, replace(ANN, state="joining")]), ["ann is on its way to stage 0"]),
         (view([_started(ANN, 1.0)]), view([_started(ANN, 9.0)]), ["ann of stage 0 was started again"]),
         (view([ANN, BOB], [peer("cid")]), view([BOB], [peer("cid"), ANN]), ["ann has moved from stage 0 to stage 1"]),
+        (view([], [BOB]), view([ANN], [ANN, BOB]), ["stage 0 has a peer again", "ann serves stage 0-1"]),
+        (view([ANN, BOB], [BOB]), view([ANN, BOB], [ANN, BOB]), ["ann serves stage 0-1"]),
+        (view([ANN, BOB], [ANN, BOB]), view([BOB], [BOB]), ["ann of stage 0-1 has gone"]),
         (view([ANN], step=None), view([ANN]), ["trainer feeder is there"]),
         (view([ANN]), view([ANN], step=None), ["trainer feeder has gone"]),
         (view([ANN]), view([replace(ANN, refusals=("1a2b is elsewhere",))]), ["ann: 1a2b is elsewhere"]),
