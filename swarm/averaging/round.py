@@ -217,7 +217,7 @@ class Round:
         # Every member sends the whole vector and gets it back. At worst all of that goes over one line.
         num_times = 2 * (len(begun) - 1) if through_one else 4
         num_bytes = num_times * self._codec.num_bytes(shares.num_elements)
-        floor = self.context.timing.average_seconds + num_bytes / self.context.timing.bytes_per_second
+        floor = self.context.timing.exchange_seconds(num_bytes)
         request = pb.AverageRequest(
             address=self.context.address,
             peer_id=self.context.own_id,

@@ -167,8 +167,7 @@ class Tenure:
         if promised is not None and promised.leader_id == leader_id:
             self._attempts.add(promised)
         seconds, timing = now - self._whole_since, self._timing
-        exchange_seconds = timing.average_seconds + 4 * num_bytes / timing.bytes_per_second
-        busy_seconds = CLOSINGS * timing.max_closing_seconds + EXCHANGES * exchange_seconds
+        busy_seconds = CLOSINGS * timing.max_closing_seconds + EXCHANGES * timing.exchange_seconds(4 * num_bytes)
         if not self._attempts:
             return f"it has begun no attempt for {seconds:.0f} s" if seconds >= timing.idle_seconds else ""
         if len(self._attempts) >= MOST_ATTEMPTS and seconds >= timing.idle_seconds:

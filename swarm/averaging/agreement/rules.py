@@ -85,6 +85,10 @@ class Timing:
     max_retry_seconds: float = 5.0
     """Longest wait between two attempts."""
 
+    def exchange_seconds(self, num_bytes: float) -> float:
+        """The least deadline for an exchange in which so many bytes pass over one line."""
+        return self.average_seconds + num_bytes / self.bytes_per_second
+
 
 def leader_of(peer_ids: Iterable[_Id]) -> _Id:
     """The leader of these peers of a stage: the one with the lowest id. There must be one at least.

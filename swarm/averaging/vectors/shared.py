@@ -153,7 +153,7 @@ class TiedParameters:
         chosen = candidates[turn % len(candidates)]
         if own is not None and chosen.peer_id == context.own_id:
             return await own.shared(request)
-        seconds = context.timing.average_seconds + num_bytes / context.timing.bytes_per_second
+        seconds = context.timing.exchange_seconds(num_bytes)
         return await context.transport.shared(chosen, request, reply_bytes=num_bytes, timeout_seconds=seconds)
 
     async def _decode(self, encoded: Buffer) -> torch.Tensor:
