@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from peers.shared.faults import describe
 from swarm.machine.out_of_memory import is_out_of_memory, what_was_asked
-from swarm.machine.words import printable
+from swarm.machine.words import ABOUT, printable
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -46,10 +46,12 @@ def _log_faults(hook: Callable[[Any], object]) -> Callable[[Any], None]:
 
 class _OneLineFormatter(logging.Formatter):
     def __init__(self, name: str, *, tracebacks: bool) -> None:
-        super().__init__(f"%(asctime)s {name.replace('%', '%%')} %(levelname)s: %(message)s", datefmt="%H:%M:%S")
+        line = f"%(asctime)s {name.replace('%', '%%')} %(levelname)s: %(about)s%(message)s"
+        super().__init__(line, datefmt="%H:%M:%S")
         self._tracebacks = tracebacks
 
     def formatMessage(self, record: logging.LogRecord) -> str:
+        record.about = ABOUT.get()
         line = super().formatMessage(record)
         if record.exc_info and not self._tracebacks:
             line += f" ({describe(record.exc_info[1])})"

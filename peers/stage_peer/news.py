@@ -202,10 +202,8 @@ class Around:
 class StageNews:
     """Chooses what is worth a line of the log, a few a minute whatever the length of rounds, and logs it."""
 
-    def __init__(self, clock: Clock, *, prefix: str = "") -> None:
-        """Each line begins with the `prefix`, which names the stage where a process serves several."""
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._prefix = prefix
         self._rounds = Repeats(clock, EVERY_SECONDS)
         self._num_tasks = 0
         self._busy_at = clock.monotonic()
@@ -223,12 +221,12 @@ class StageNews:
         fault = InnerSteps.read(report.inner_steps).fault
         if fault and not self._has_warned:
             self._has_warned = True
-            logger.warning("%s%s", self._prefix, fault)
+            logger.warning("%s", fault)
         if is_behind or not self._rounds.count(""):
             return
         logger.info(
-            "%sround %d committed: %s, averaged by %d of %s in %.1f s; this one manages %.3g samples/s",
-            self._prefix, report.round, counted(report.num_samples, "sample"), report.num_members,
+            "round %d committed: %s, averaged by %d of %s in %.1f s; this one manages %.3g samples/s",
+            report.round, counted(report.num_samples, "sample"), report.num_members,
             counted(report.num_alive, "peer"), report.aggregate_seconds,
             samples_per_second,
         )  # fmt: skip
@@ -241,7 +239,7 @@ class StageNews:
             self._num_tasks, self._busy_at, self._is_quiet = num_tasks, now, False
         elif not self._is_quiet and now - self._busy_at >= QUIET_SECONDS:
             self._is_quiet = True
-            logger.info("%sno microbatch for %d s: %s", self._prefix, QUIET_SECONDS, around.why_quiet)
+            logger.info("no microbatch for %d s: %s", QUIET_SECONDS, around.why_quiet)
 
     def look_at(self, shares: pb.TimeShares, around: Around) -> None:
         """Log why this peer has little to do, if it has, but not often. While a block has no peer, nothing else is the
@@ -249,7 +247,7 @@ class StageNews:
         reason = "" if around.empty_blocks else idle_because(shares)
         self._idle_looks = self._idle_looks + 1 if reason else 0
         if self._idle_looks >= IDLE_LOOKS and self._idle.count(""):
-            logger.info("%sthis peer is %s", self._prefix, reason)
+            logger.info("this peer is %s", reason)
 
     def _look_for_accusers(self, around: Around) -> None:
         """Warn of senders that say that they have banned this peer. Their claims change nothing else."""

@@ -23,6 +23,7 @@ from swarm.averaging.wire.transport import Transport
 from swarm.events import Join
 from swarm.hop.hop import Hop, watch_connections
 from swarm.hop.retries import HopLimits
+from swarm.machine.words import about
 from swarm.rpc.dispatch import Dispatch
 from swarm.rpc.local import LocalBlock
 from swarm.rpc.transfers import Turns
@@ -74,7 +75,7 @@ class ServedBlock:
             highest_microbatch=lambda: self.averager.view().highest_microbatch,
         )  # fmt: skip
         self._own_state = OwnState(membership, self.stage, self.member, options)
-        self._news = StageNews(membership.clock, prefix=options.prefix)
+        self._news = StageNews(membership.clock)
         self._generation = GenerationServicer(self.stage, options.sessions)
         self.presence = Presence(
             membership, self.stage, self.member, options, process, TimeWatch(self.stage, membership.clock)
@@ -101,7 +102,7 @@ class ServedBlock:
         servicer = StageServicer(
             self.stage, describe=self.describe, callers=self._process.callers, rival_of=self._process.rivals.of
         )
-        self.local = LocalBlock(servicer, self._generation)
+        self.local = LocalBlock(servicer, self._generation, self._options.prefix)
         handlers = block_handlers(
             self._membership, self.stage, self.averager, servicer, self._generation, self._options
         )
@@ -110,8 +111,9 @@ class ServedBlock:
         waits = self._membership.waits
         try:
             async with asyncio.TaskGroup() as tasks:
-                averaging = tasks.create_task(self.averager.run())
-                reporting = tasks.create_task(self.stage.endings.report_changes(self.averager.notify))
+                with about(self._options.prefix):
+                    averaging = tasks.create_task(self.averager.run())
+                    reporting = tasks.create_task(self.stage.endings.report_changes(self.averager.notify))
                 await asyncio.sleep(0)
                 await self._own_state.arrive(self.averager)
                 await self.averager.arrived()
@@ -119,7 +121,8 @@ class ServedBlock:
                 await self.presence.serves()
                 self._options.events.write(Join())
                 works = (*self.presence.works(self._news), self._watch_connections(), self._watch_leadership())
-                background = [tasks.create_task(work) for work in works]
+                with about(self._options.prefix):
+                    background = [tasks.create_task(work) for work in works]
                 with waits.on(self._waits_for_round), waits.on(self._waits_for_stage):
                     yield
                 for task in (averaging, reporting, *background):

@@ -38,7 +38,7 @@ def block_handlers(
     options: ServerOptions,
 ) -> BlockHandlers:  # fmt: skip
     """The services of one block."""
-    config, handlers = membership.config, BlockHandlers()
+    config, handlers = membership.config, BlockHandlers(options.prefix)
     lease = LeaseServicer(
         config=config, block=stage.block, clock=membership.clock, rng=random.SystemRandom(),
         lead=lambda: group_lead(averager), changed=averager.changed, events=options.events,

@@ -1,9 +1,12 @@
-"""Lines for people: numbers in words, text from strangers as a terminal may show it, and how often one line is logged.
+"""Lines for people: numbers in words, text from strangers as a terminal may show it, what a line is about, and how
+often one is logged.
 
 A fault of one peer would otherwise be logged for each microbatch.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from swarm.machine.clock import Clock
@@ -12,6 +15,19 @@ _ENDINGS = (("y", "ies"), ("ch", "ches"))
 """The endings of nouns that do not simply take an s. (A y must follow a consonant.)"""
 MOST_KEPT = 256
 """How many kinds of event are remembered. If there are more, the oldest are forgotten and count as new."""
+
+ABOUT: ContextVar[str] = ContextVar("ABOUT", default="")
+"""What lines of the log begin with that the present task writes: its block, where a process serves several."""
+
+
+@contextmanager
+def about(text: str) -> Iterator[None]:
+    """Let the tasks that begin inside write lines that begin with this text."""
+    token = ABOUT.set(text)
+    try:
+        yield
+    finally:
+        ABOUT.reset(token)
 
 
 def counted(number: int, noun: str) -> str:

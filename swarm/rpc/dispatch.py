@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 
 from swarm.errors import DeadlineExceeded, MalformedMessage, SwarmError
+from swarm.machine.words import ABOUT
 from swarm.rpc.failures import abort
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.wire import parsed
@@ -39,7 +40,9 @@ Allow = Callable[[str, int, Any], None]
 class BlockHandlers:
     """Takes the place of a server for the servicers of one block: gRPC's functions add them to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: str = "") -> None:
+        """Lines of the log that calls write begin with the prefix."""
+        self.prefix = prefix
         self._generic: list[grpc.GenericRpcHandler] = []
 
     def add_generic_rpc_handlers(self, handlers: tuple[grpc.GenericRpcHandler, ...]) -> None:
@@ -90,7 +93,9 @@ class Dispatch(grpc.GenericRpcHandler):
                     self._allow(method, block.stage, context)
             except SwarmError as error:
                 await abort(context, error)
-            return _behaviour(found.get(block, usual)), request, context
+            answering = block if block in found else min(found)
+            ABOUT.set(self._blocks[answering].prefix)
+            return _behaviour(found[answering]), request, context
 
         async def coroutine(request: Any, context: Any) -> Any:
             behaviour, *arguments = await opened(request, context)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import grpc
 
+from swarm.machine.words import about
 from swarm.rpc.callers import OWN
 
 logger = logging.getLogger(__name__)
@@ -184,8 +185,10 @@ def is_local(end: Any) -> bool:
 class LocalBlock:
     """A block of this process, for callers in it: the methods are those of stubs for gRPC."""
 
-    def __init__(self, stage: Any, generation: Any) -> None:
-        """The two servicers are also those that other processes reach over gRPC."""
+    def __init__(self, stage: Any, generation: Any, prefix: str = "") -> None:
+        """The two servicers are also those that other processes reach over gRPC. Lines of the log that calls write
+        begin with the prefix."""
+        self._prefix = prefix
         self._stage = stage
         self._generation = generation
         self._under_way: set[asyncio.Task[None]] = set()
@@ -215,7 +218,8 @@ class LocalBlock:
     def _begin(
         self, behaviour: Callable[[Any, LocalContext], Coroutine[Any, Any, None]], request: Any = None
     ) -> LocalCall:
-        call = LocalCall(behaviour, request)
+        with about(self._prefix):
+            call = LocalCall(behaviour, request)
         self._under_way.add(call.task)
         call.task.add_done_callback(self._under_way.discard)
         return call

@@ -52,6 +52,8 @@ def test_mixed_spans_outlive_the_kill_of_one_and_take_it_back(tmp_path: Path, ch
     swarm.interrupt(trainer)
     report = swarm.audit()
     assert report["proven"], report
+    log = second.child.log.read_text()
+    assert all(f"stage {stage}: round " in log for stage in (0, 1)), "lines of averaging name their stage"
     _assert_one_state_for_each_round(swarm)
     swarm.assert_no_tracebacks()
 

@@ -10,6 +10,7 @@ import pytest
 
 from swarm.credentials.rights import Role, require_call
 from swarm.errors import NotAllowed, SwarmError, WrongStage
+from swarm.machine.words import ABOUT
 from swarm.rpc import dispatch as dispatches
 from swarm.rpc.dispatch import BlockHandlers, Dispatch
 from swarm.rpc.failures import abort, translate
@@ -47,7 +48,7 @@ class _Stage(_Checked, StageServiceServicer):
     """Counts the messages of a stream, and names its stage."""
 
     async def Describe(self, request: Any, context: Any) -> Any:
-        return stage_pb2.DescribeReply(stage=self.stage)
+        return stage_pb2.DescribeReply(stage=self.stage, waiting_for=ABOUT.get())
 
     async def Hold(self, request: Any, context: Any) -> None:  # type: ignore[override]
         await self.check(request.address, context)
@@ -90,7 +91,7 @@ async def _serving(*stages: int, allow: dispatches.Allow = lambda method, stage,
     server.add_generic_rpc_handlers((dispatch,))
     port = server.add_insecure_port("127.0.0.1:0")
     for stage in stages:
-        handlers: Any = BlockHandlers()
+        handlers: Any = BlockHandlers(f"stage {stage}: ")
         add_stage_servicer(_Stage(stage), handlers)  # type: ignore[abstract]
         add_AveragingServiceServicer_to_server(_Averaging(stage), handlers)  # type: ignore[abstract]
         dispatch.add(Block(stage), handlers)
@@ -157,7 +158,8 @@ async def test_the_block_that_is_asked_for_describes_itself_and_without_one_the_
         stub: Any = stage_stub(channel)
         asked = stage_pb2.DescribeRequest
         for request, stage in ((asked(), 3), (asked(stage=3), 3), (asked(stage=4), 4), (asked(stage=4, variant=1), 3)):
-            assert (await stub.Describe(request)).stage == stage
+            reply = await stub.Describe(request)
+            assert (reply.stage, reply.waiting_for) == (stage, f"stage {stage}: "), "and its lines of the log name it"
 
 
 async def test_a_trainer_may_feed_the_first_stage_and_no_other_one_of_the_process() -> None:

@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from swarm.errors import NotReady, Overloaded, PeerUnavailable, SwarmError
+from swarm.machine.words import ABOUT, about
 from swarm.rpc.ask import Stream
 from swarm.rpc.callers import OWN, Caller, Callers, caller_of
 from swarm.rpc.failures import abort
@@ -192,6 +193,15 @@ async def test_few_messages_wait_for_a_side_that_does_not_read() -> None:
     with pytest.raises(PeerUnavailable, match="took nothing"):
         await caller.write(_message(), 0.01)
     await block.stop(0.0)
+
+
+async def test_what_a_call_logs_names_the_block_that_answers() -> None:
+    async def name(_: Any, context: Any) -> None:
+        await context.write(ABOUT.get())
+
+    with about("stage 0: "):
+        answer = await LocalBlock(_Servicer(name), None, "stage 1: ").Train().read()
+        assert (answer, ABOUT.get()) == ("stage 1: ", "stage 0: ")
 
 
 async def test_a_block_that_stops_ends_its_calls_after_a_while() -> None:

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from peers.shared import logs
+from swarm.machine.words import about
 
 
 def _raise(error: BaseException) -> int:
@@ -23,6 +24,16 @@ def test_a_log_record_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert lines[0].endswith("50%peer ERROR: it failed (TypeError: odd)")
+
+
+def test_a_line_begins_with_what_its_task_is_about(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.setup_logging("peer-1", "info")
+    with about("stage 2: "):
+        logging.getLogger("swarm").info("round %d", 3)
+    logging.getLogger("swarm").info("none")
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.endswith("peer-1 INFO: stage 2: round 3")
+    assert second.endswith("peer-1 INFO: none")
 
 
 def test_strangers_text_in_a_log_is_no_command_to_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
