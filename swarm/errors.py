@@ -18,6 +18,7 @@
         |-- ConfigMismatch           two configurations of one run differ; the message names the field
         |-- CorpusMismatch           two machines hold different text under one dataset name
         |-- StaleMicrobatch          its round has committed: the microbatch is not wanted any more
+        |-- PathStandsStill          a block on the microbatch's path has no peers; other paths go on
         |-- RoundGone                no peer holds the weights of a round any more
         |-- IntegrityError           bytes do not match their digest or their signature
         `-- RetriesExhausted         every allowed attempt failed; the message names the last cause
@@ -113,6 +114,10 @@ class CorpusMismatch(Fatal):
 
 class StaleMicrobatch(Fatal):
     """The round that the microbatch belongs to has already been committed."""
+
+
+class PathStandsStill(Fatal):
+    """A block on the microbatch's path has no peers. The microbatch is given back: its path may go on later."""
 
 
 class RoundGone(Fatal):

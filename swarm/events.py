@@ -41,20 +41,32 @@ class Start(Event):
     num_fragments: int
     """The number of parts of a stage that are averaged in turn, one in each round."""
     round_microbatches: int
-    """Microbatches of a synchronous round."""
+    """Microbatches of a synchronous round, over all paths."""
     most_samples: int
-    """The most samples of one member that count towards a round, however many more it has."""
+    """The most samples of one member of a block on all paths that count towards a round, however many more it has."""
     software: str
     """Version of swarm."""
     pid: int
     boot: str
     """An id of the machine's boot: monotonic times of one boot can be compared."""
     format: int = FORMAT
+    paths: tuple[tuple[int, ...], ...] = ()
+    """The variants of the stages that each path leads through; empty if each stage has one."""
 
     @property
     def blocks(self) -> tuple[Block, ...]:
         """The blocks of the run."""
-        return tuple(map(Block, range(self.num_stages)))
+        paths = self.paths or ((0,) * self.num_stages,)
+        return tuple(sorted({Block(stage, variant) for path in paths for stage, variant in enumerate(path)}))
+
+    def passes(self, microbatch: int, block: Block) -> bool:
+        """Whether a microbatch's path leads through a block."""
+        return not self.paths or self.paths[microbatch % len(self.paths)][block.stage] == block.variant
+
+    def most_samples_of(self, block: Block) -> int:
+        """`most_samples` of a member of this block."""
+        num_through = sum(self.passes(path, block) for path in range(len(self.paths)))
+        return self.most_samples * num_through // len(self.paths) if self.paths else self.most_samples
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 PeerId = NewType("PeerId", str)
 """40 hexadecimal digits: the digest of a peer's public key (see swarm.credentials.identity)."""
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 """Peers of different protocol versions refuse each other."""
 
 LARGEST_COUNT = 1 << 48

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import swarm
 from peers.shared.sole_writer import require_sole_writer
-from swarm.averaging.agreement.shares import most_samples
+from swarm.averaging.agreement.shares import counted_rounds
 from swarm.config import RunConfig
 from swarm.events import EventLog, Events, Start, boot_id
 from swarm.machine.clock import Clock
@@ -45,6 +45,8 @@ def start_of(config: RunConfig, *, peer_id: str, name: str, stage: int) -> Start
         run=config.run_id, peer=peer_id, name=name, stage=stage, setting=config.rounds.setting,
         num_stages=config.stages.num_stages,
         num_fragments=1 if config.rounds.synchronous else config.averaging.num_fragments,
-        round_microbatches=config.microbatches_per_round, most_samples=most_samples(config),
+        round_microbatches=config.microbatches_per_round,
+        most_samples=config.rounds.round_samples * counted_rounds(config),
+        paths=config.paths if len(config.paths) > 1 else (),
         software=swarm.__version__, pid=os.getpid(), boot=boot_id(),
     )  # fmt: skip

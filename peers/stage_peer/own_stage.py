@@ -235,7 +235,8 @@ def _weights(config: RunConfig, block: Block, options: ServerOptions) -> tuple[n
         module.compile_layers()
     lineage = genesis(config, block)
     try:
-        return module, weights_of(config, module, lineage=lineage, events=options.events, anchors=options.anchors)
+        own = config.for_block(block)
+        return module, weights_of(own, module, lineage=lineage, events=options.events, anchors=options.anchors)
     except OSError as error:
         raise Fatal(f"--anchors: {error}") from None
 

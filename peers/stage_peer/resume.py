@@ -252,7 +252,7 @@ def _at_their_round(
 def _begin_with(restored: Restored) -> Beginning:
     # A synchronous round has microbatches of its own: of later ones some were seen, and none was learnt.
     is_exact = restored.config.rounds.synchronous
-    highest = restored.config.microbatches_of(restored.round).start - 1 if is_exact else restored.highest_microbatch
+    highest = restored.round * restored.config.microbatches_per_round - 1 if is_exact else restored.highest_microbatch
     return Beginning(
         restored=restored, round=restored.round, run_samples=restored.run_samples, lineage=restored.lineage,
         highest_microbatch=highest,

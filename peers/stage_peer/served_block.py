@@ -50,20 +50,21 @@ class ServedBlock:
         options: ServerOptions, limits: StageLimits, process: OwnProcess,
     ) -> None:  # fmt: skip
         config = membership.config
-        hop = None
-        if not backend.is_last:
-            hop = Hop(
-                run_id=config.run_id, block=Block(block.stage + 1), reply_specs=reply_specs(config, block.stage + 1),
+        hops = {
+            following: Hop(
+                run_id=config.run_id, block=following, reply_specs=reply_specs(config, following.stage),
                 router=membership.known.router, channels=membership.channels, clock=membership.clock,
-                events=options.events, limits=HopLimits(round_microbatches=config.round_microbatches),
-                memory=backend.staging.host_bytes, own=self._local,
-            )  # fmt: skip
+                events=options.events, limits=HopLimits.of(config, following), memory=backend.staging.host_bytes,
+                own=self._local,
+            )
+            for following in config.neighbours(block, 1)
+        }  # fmt: skip
         self._membership = membership
         self._options = options
         self._process = process
         self.stage = Stage(
             StageContext(
-                config=config, backend=backend, runtime=runtime, hop=hop, clock=membership.clock, tasks=tasks,
+                config=config, backend=backend, runtime=runtime, hops=hops, clock=membership.clock, tasks=tasks,
                 limits=limits, variant=block.variant,
             )
         )  # fmt: skip
@@ -163,11 +164,13 @@ class ServedBlock:
         return None if beside is None else beside.averager.handlers
 
     async def _watch_connections(self) -> None:
-        member, hop = self._membership, self.stage.context.hop
-        if hop is not None:
-            await watch_connections(
-                block=hop.block, router=member.known.router, channels=member.channels, clock=member.clock
-            )
+        member = self._membership
+        async with asyncio.TaskGroup() as tasks:
+            for block in self.stage.context.hops:
+                watching = watch_connections(
+                    block=block, router=member.known.router, channels=member.channels, clock=member.clock
+                )
+                tasks.create_task(watching)
 
     async def _watch_leadership(self) -> None:
         """Tell the directory whether this peer leads the block's rounds: then it has to know all of the block's
@@ -251,9 +254,8 @@ class ServedBlock:
         return f"the commit of round {self.stage.round}" if is_held_up else ""
 
     def _waits_for_stage(self, _: float) -> str:
-        hop = self.stage.context.hop
-        obstacle = None if hop is None else hop.obstacle
-        return "" if hop is None or obstacle is None else f"stage {hop.block} ({obstacle.causes or 'it has no peer'})"
+        obstacles = ((block, hop.obstacle) for block, hop in self.stage.context.hops.items())
+        return ", ".join(f"stage {block} ({each.causes or 'it has no peer'})" for block, each in obstacles if each)
 
     def _committed(self) -> None:
         self._news.committed(

@@ -127,7 +127,7 @@ def make_session(
     config, clock, channels = member.config, member.clock, member.channels
     hop = Hop(
         run_id=config.run_id, block=Block(0), reply_specs={}, router=member.known.router, channels=channels,
-        clock=clock, events=events, limits=HopLimits(round_microbatches=config.round_microbatches),
+        clock=clock, events=events, limits=HopLimits.of(config, Block(0)),
     )  # fmt: skip
     leases = LeaseClient(
         config=config, trainer_id=member.peer_id, peers=member.known.peers, channels=channels, clock=clock

@@ -120,7 +120,8 @@ def _check_all_seen(start: Start, seen: Set[Block], findings: Findings) -> None:
 
 def _check_complete(round_: CommittedRound, microbatches: IdSet, start: Start, findings: Findings) -> None:
     size = start.round_microbatches
-    wanted = IdSet(range(round_.number * size, (round_.number + 1) * size))
+    indices = range(round_.number * size, (round_.number + 1) * size)
+    wanted = IdSet(index for index in indices if start.passes(index, round_.block))
     if missing := wanted.without(microbatches):
         findings.missing += len(missing)
         round_.violation(findings, "missing in a committed round", list(missing))

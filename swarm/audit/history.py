@@ -236,6 +236,8 @@ class _Life:
     def _accumulate(self, event: Accumulate) -> None:
         if self._is_synchronous and event.microbatch // self._start.round_microbatches != self.round:
             self._violation("accumulated in another round than its own", [event.microbatch])
+        if not self._start.passes(event.microbatch, self._block):
+            self._violation("accumulated, though its path leads elsewhere", [event.microbatch])
         if event.only_at not in (None, self._block.stage):
             self._violation(f"accumulated, though only stage {event.only_at} lacks it", [event.microbatch])
         self._holdings.accumulate(event)
@@ -265,7 +267,7 @@ class _Life:
             peer=self._start.peer,
             ballot=(event.attempt, event.leader),
             closing=closing,
-            most_samples=self._start.most_samples,
+            most_samples=self._start.most_samples_of(self._block),
             file=self._name,
             boot=self._start.boot,
             monotonic=line.monotonic,

@@ -176,7 +176,7 @@ class Advance:
             # contribution's shapes.
             contribution = await self.member.close(self.place.standing.round, drop=())
             try:
-                results.require_counts(committed.result, self.context.config)
+                results.require_counts(committed.result, self.context.config, self.context.own.block)
                 await asyncio.to_thread(results.require_applicable, committed.result, contribution.tensors)
             except IntegrityError as wrong:
                 self.place.group.step_back()

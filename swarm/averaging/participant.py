@@ -160,7 +160,7 @@ class Participant:
         Raises MalformedMessage for another leader's attempt, or for shares that make no sense.
         """
         ballot = messages.own_ballot(request)
-        shares = shares_of(request.shares, self.context.config)
+        shares = shares_of(request.shares, self.context.config, self.context.own.block)
         try:
             async with self.place.lock:
                 attempt = self._join(request, ballot, shares)
@@ -199,15 +199,16 @@ class Participant:
         own = shares.of(self.context.own_id).counts
         if (own, shares.num_elements) != (self._counts(attempt.closed), attempt.closed.vector_D.numel()):
             raise Refused("the shares do not name this member's contribution")
-        rounds = self.context.config.rounds
-        if rounds.synchronous and shares.round_samples != rounds.round_samples:
-            raise Refused(f"the members have {shares.round_samples} samples, and a round has {rounds.round_samples}")
+        config = self.context.config
+        wanted = config.round_samples_of(self.context.own.block)
+        if config.rounds.synchronous and shares.round_samples != wanted:
+            raise Refused(f"the members have {shares.round_samples} samples, and a round has {wanted}")
         self.place.group.join(request.round, ballot, shares.digest)
         attempt.open(shares)
         return attempt
 
     def _counts(self, closed: Closed) -> Counts:
-        return Counts.of(closed.contribution, closed.norm).bounded(self.context.config)
+        return Counts.of(closed.contribution, closed.norm).bounded(self.context.config, self.context.own.block)
 
     def _others(self, request: pb.AverageRequest, attempt: Attempt) -> OtherMembers:
         opening = pb.ExchangeOpen(

@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Callable, Collection, Set
+from functools import partial
 
 from swarm.averaging.agreement import messages
 from swarm.averaging.agreement.messages import Standing
@@ -40,14 +41,14 @@ class Roster:
         Args:
             is_elsewhere: tells whether a peer is known to be on another branch that this peer does not follow.
         """
-        config = context.config
+        config, block = context.config, context.own.block
         self.contacts = Contacts(context)
-        self.reports = RoundReports(config.round_microbatches)
-        self._round_samples, self._most_samples = config.rounds.round_samples, most_samples(config)
+        self.reports = RoundReports(partial(config.microbatches_of, block=block) if config.rounds.synchronous else None)
+        self._round_samples, self._most_samples = config.round_samples_of(block), most_samples(config, block)
         self.suspicions = Suspicions(context.clock, context.timing)
         self.passed_over = PassedOver(context.own_id)
         self._own_id = context.own_id
-        self._block = context.own.block
+        self._block = block
         self._clock = context.clock
         self._timing = context.timing
         self._branches_yield = not config.averaging.needs_majority

@@ -138,7 +138,9 @@ class Round:
                 if isinstance(reply, SwarmError) or reply.HasField("refusal"):
                     raise self.blame.failure("a member could not drop a duplicate", {peer: reply})
                 begun[peer] = reply
-        failed = without_the_useless(begun, self.context.config, standing.round, self.context.own_id)
+        failed = without_the_useless(
+            begun, self.context.config, self.context.own.block, standing.round, self.context.own_id
+        )
         if failed is not None:
             raise failed
         self._require_whole_round(standing.round, begun, unreached)
@@ -151,7 +153,8 @@ class Round:
             failed = self.blame.failure("the round is not complete any more", unreached)
             failed.void = True
             raise failed
-        if self.context.config.rounds.synchronous and num_samples != self.context.config.rounds.round_samples:
+        config, block = self.context.config, self.context.own.block
+        if config.rounds.synchronous and num_samples != config.round_samples_of(block):
             # Then some sum holds samples of other microbatches than it names, or holds some twice.
             reason = f"{num_samples} samples were contributed to a round of another size"
             raise self.blame.failure(reason, unreached)

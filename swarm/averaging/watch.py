@@ -68,10 +68,11 @@ class RoundWatch:
         committed = frozenset[int]().union(*(p.committed for p in progress.values()))
         shown = frozenset[int]().union(*(p.committed for peer, p in progress.items() if peer not in overdue))
         num_samples = sum(p.num_samples for p in progress.values())
-        decision = self.place.decision
-        if decision is not None and decision.round == standing.round and self.context.config.rounds.synchronous:
+        decision, config = self.place.decision, self.context.config
+        if decision is not None and decision.round == standing.round and config.rounds.synchronous:
             # A decided result holds all microbatches of the round, even if a member has left since.
-            committed = shown = committed | frozenset(self.context.config.microbatches_of(standing.round))
+            decided = config.microbatches_of(standing.round, self.context.own.block)
+            committed = shown = committed | frozenset(decided)
         leader_id = self.leader_id
         return GroupView(
             round=standing.round,
@@ -117,6 +118,7 @@ class RoundWatch:
         """
         return is_complete(
             self.context.config,
+            self.context.own.block,
             round_number,
             committed,
             num_samples,

@@ -9,8 +9,10 @@ import dataclasses
 import functools
 import hashlib
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
+from fractions import Fraction
+from typing import Any, Literal
 
 from swarm.config.checks import MAY_CHANGE, STRICT, is_sha256, may_change, require
 from swarm.config.data import DataConfig
@@ -48,8 +50,9 @@ class RunConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)
     stages: StagesConfig = field(
         # The shards of `parallel` blocks are added up at the ends of stages, so another cut would make another model.
+        # Variants of a stage have the layers of that stage.
         default_factory=StagesConfig,
-        metadata=may_change(lambda run: "parallel" not in run.model.types_of_blocks),
+        metadata=may_change(lambda run: "parallel" not in run.model.types_of_blocks and not run.stages.variants),
     )
     data: DataConfig = field(default_factory=DataConfig)
     rounds: RoundsConfig = field(default_factory=RoundsConfig)
@@ -101,6 +104,11 @@ class RunConfig:
             f"data.sequence_length ({self.data.sequence_length}) must not exceed model.max_positions "
             f"({model.max_positions})",
         )
+        require(
+            not (model.tied_embeddings and num_stages > 1 and self.stages.variants)
+            or self.stages.variants[0] == self.stages.variants[-1] == 1,
+            "model.tied_embeddings needs one variant of the first stage and one of the last: these share parameters",
+        )
         fewest = min(layers) if layers else model.num_layers // num_stages
         require(
             fewest > 0 or not self.lora.is_on,
@@ -124,6 +132,11 @@ class RunConfig:
             rounds.round_samples % size == 0,
             f"rounds.round_samples ({rounds.round_samples}) must be a multiple of data.microbatch_size ({size})",
         )
+        require(
+            self.microbatches_per_round % len(self.paths) == 0,
+            f"rounds.round_samples ({rounds.round_samples}) makes {self.microbatches_per_round} microbatches, and "
+            f"these must be a multiple of the {len(self.paths)} paths",
+        )
         if rounds.synchronous:
             require(
                 self.microbatches_per_round <= MOST_MICROBATCHES,
@@ -137,10 +150,56 @@ class RunConfig:
                 f"data.microbatch_size ({size})",
             )
 
-    @property
+    @functools.cached_property
     def blocks(self) -> tuple[Block, ...]:
         """All blocks of the run, in the order of the pipeline."""
-        return tuple(map(Block, range(self.stages.num_stages)))
+        return tuple(sorted({Block(stage, variant) for path in self.paths for stage, variant in enumerate(path)}))
+
+    # -- paths -------------------------------------------------------------------------------------------------------
+
+    @property
+    def paths(self) -> tuple[tuple[int, ...], ...]:
+        """The variants that each path leads through. A run without variants has one path."""
+        return self.stages.all_paths
+
+    def path_of(self, microbatch: int) -> int:
+        """Which path a microbatch takes, by its index."""
+        return microbatch % len(self.paths)
+
+    def blocks_of(self, path: int) -> tuple[Block, ...]:
+        """The blocks that a path leads through, one for each stage."""
+        return tuple(Block(stage, variant) for stage, variant in enumerate(self.paths[path]))
+
+    def paths_through(self, block: Block) -> tuple[int, ...]:
+        return tuple(path for path, variants in enumerate(self.paths) if variants[block.stage] == block.variant)
+
+    def neighbours(self, block: Block, step: Literal[-1, 1]) -> tuple[Block, ...]:
+        """The blocks that come right behind (1) or before (-1) a block on the paths through it."""
+        stage = block.stage + step
+        if not 0 <= stage < self.stages.num_stages:
+            return ()
+        return tuple(sorted({Block(stage, self.paths[path][stage]) for path in self.paths_through(block)}))
+
+    def share_of(self, block: Block) -> Fraction:
+        """The share of the run's microbatches that pass through a block."""
+        return Fraction(len(self.paths_through(block)), len(self.paths))
+
+    def for_block(self, block: Block) -> "RunConfig":
+        """The configuration by which a block's weights step: the schedule of the learning rate counts only the samples
+        that pass through the block."""
+        optimizer, share = self.gradient_step, self.share_of(block)
+        if share == 1:
+            return self
+        return dataclasses.replace(
+            self,
+            optimizer=dataclasses.replace(
+                optimizer,
+                warmup_samples=int(optimizer.warmup_samples * share),
+                total_samples=int(optimizer.total_samples * share),
+            ),
+        )
+
+    # -- rounds ------------------------------------------------------------------------------------------------------
 
     @property
     def lacks_sizes(self) -> bool:
@@ -157,8 +216,19 @@ class RunConfig:
         microbatches."""
         return self.microbatches_per_round if self.rounds.synchronous else None
 
-    def microbatches_of(self, round_number: int) -> range:
-        return range(round_number * self.microbatches_per_round, (round_number + 1) * self.microbatches_per_round)
+    def microbatches_of(self, round_number: int, block: Block) -> Collection[int]:
+        """Synchronous: the indices of the microbatches that a round consists of at a block, in ascending order."""
+        size = self.microbatches_per_round
+        indices = range(round_number * size, (round_number + 1) * size)
+        if len(self.paths) == 1:
+            return indices
+        paths = {*self.paths_through(block)}
+        # A dict, because callers look for many indices in it.
+        return dict.fromkeys(index for index in indices if self.path_of(index) in paths)
+
+    def round_samples_of(self, block: Block) -> int:
+        """How many samples a round has at a block: its share of `rounds.round_samples`."""
+        return int(self.rounds.round_samples * self.share_of(block))
 
     def begun(self, num_steps: int | None = None, text: TextSize = PLENTY) -> "RunConfig":
         """The configuration with which a run begins: what was left open of its sizes, the learning rate and the wire is

@@ -1,10 +1,18 @@
 """`[stages]` and `[wire]`: how the layers are cut into stages, and what travels between these."""
 
-from dataclasses import dataclass
+import functools
+import itertools
+import math
+from dataclasses import dataclass, field
 from typing import Literal
 
-from swarm.config.checks import STRICT, require, require_usable_numbers
+from swarm.config.checks import STRICT, may_change, require, require_usable_numbers
 from swarm.machine.words import counted
+from swarm.types import LARGEST_STAGE, LARGEST_VARIANT
+
+MOST_PATHS = 1024
+"""The most paths of one run: each takes its turn in the order of the microbatches."""
+_NEVER = may_change(lambda run: False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,10 +25,19 @@ class StagesConfig:
     """Stages in the pipeline; stage 0 also holds the embedding, the last one the head and the loss."""
     layers_per_stage: tuple[int, ...] = ()
     """Layers of each stage; empty means as even as possible, the remainder to the middle stages first."""
+    variants: tuple[int, ...] = field(default=(), metadata=_NEVER)
+    """How many variants each stage has, with parameters of their own (DiPaCo, arXiv 2403.10616): `[1, 4, 4, 1]`. Left
+    out, each stage has one. A variant of a stage is a block, which peers serve and average by itself."""
+    paths: tuple[tuple[int, ...], ...] = field(default=(), metadata=_NEVER)
+    """The paths through the variants: each names one variant of every stage. Microbatches take them in turn. Left out,
+    they are all combinations, in the order in which the last stage's variant changes first."""
 
     def __post_init__(self) -> None:
         require_usable_numbers("stages", self)
-        require(1 <= self.num_stages <= 4096, f"stages.num_stages must be between 1 and 4096, not {self.num_stages}")
+        require(
+            1 <= self.num_stages <= LARGEST_STAGE + 1,
+            f"stages.num_stages must be between 1 and {LARGEST_STAGE + 1}, not {self.num_stages}",
+        )
         if self.layers_per_stage:
             require(
                 len(self.layers_per_stage) == self.num_stages,
@@ -28,6 +45,32 @@ class StagesConfig:
                 f"{counted(self.num_stages, 'stage')}",
             )
             require(min(self.layers_per_stage) >= 0, "stages.layers_per_stage must not be negative")
+        if self.variants:
+            require(
+                len(self.variants) == self.num_stages,
+                f"stages.variants has {counted(len(self.variants), 'entry')} for {counted(self.num_stages, 'stage')}",
+            )
+            require(
+                all(1 <= number <= LARGEST_VARIANT + 1 for number in self.variants),
+                f"stages.variants must be between 1 and {LARGEST_VARIANT + 1}, not {list(self.variants)}",
+            )
+        require(not self.paths or bool(self.variants), "stages.paths needs stages.variants")
+        num_paths = len(self.paths) or math.prod(self.variants)
+        require(num_paths <= MOST_PATHS, f"stages.variants makes {num_paths} paths, and a run has at most {MOST_PATHS}")
+        for path in self.paths:
+            require(
+                len(path) == self.num_stages and all(0 <= v < n for v, n in zip(path, self.variants, strict=True)),
+                f"stages.paths must name a variant of each stage, of {list(self.variants)}, and {list(path)} does not",
+            )
+        require(len({*self.paths}) == len(self.paths), "stages.paths names a path twice")
+        for stage, number in enumerate(self.variants):
+            unused = set(range(number)) - {path[stage] for path in self.all_paths}
+            require(not unused, f"no path leads through variant {min(unused, default=0)} of stage {stage}")
+
+    @functools.cached_property
+    def all_paths(self) -> tuple[tuple[int, ...], ...]:
+        """Every path: the variant of each stage that it leads through. A run without variants has one path."""
+        return self.paths or tuple(itertools.product(*map(range, self.variants or (1,) * self.num_stages)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,8 +97,7 @@ class Calls:
         clock: Clock, limits: HopLimits, line: Line, memory: NewBytes,
     ) -> None:  # fmt: skip
         """`memory` makes the memory of the tensors that are answered."""
-        self._address = address_of(run_id, block)
-        self._block = block
+        self._run_id, self._block = run_id, block
         self._reply_specs = reply_specs
         self._stub = stub
         self._router = router
@@ -137,7 +136,7 @@ class Calls:
         if is_eager:
             self._credits.remove(peer_id)
         return pb.Open(
-            address=self._address, microbatch=microbatch.index, round=microbatch.round,
+            address=address_of(self._run_id, self._block), microbatch=microbatch.index, round=microbatch.round,
             num_samples=microbatch.num_samples, hints=pack_route(retries.route.peers),
             accumulate_only_at=microbatch.accumulate_only_at,
             rerouted_backward=retries.route.forward_passed and not is_known, eager=is_eager,
@@ -207,13 +206,13 @@ class Calls:
         self._router.succeeded(self._block, peer_id, reply)
 
     async def evaluate(
-        self, record: PeerRecord, tensors: Tensors, held: Sequence[pb.HeldRound], listener: HopListener
+        self, record: PeerRecord, tensors: Tensors, held: Sequence[pb.HeldRound], listener: HopListener, *, path: int
     ) -> float:
         """Ask one peer, as Hop.evaluate does. Raises any SwarmError that `translate` gives."""
         num_samples, num_tokens = tensors["tokens"].shape
         request = pb.EvaluateOpen(
-            address=self._address, round=held[0].round, num_samples=num_samples, sequence_length=num_tokens - 1,
-            later=held[1:],
+            address=address_of(self._run_id, self._block, path), round=held[0].round, num_samples=num_samples,
+            sequence_length=num_tokens - 1, later=held[1:],
         )  # fmt: skip
         async with Stream(self._stub(record).Evaluate()) as call:
             await self._line.send(call, pb.EvaluateRequest(open=request), tensors)
@@ -225,10 +224,10 @@ class Calls:
             _require_targets(reply.evaluated.num_targets, tensors)
             return float(reply.evaluated.loss)
 
-    async def hold(self, record: PeerRecord, newest_round: int, listener: HopListener) -> Hold:
+    async def hold(self, record: PeerRecord, newest_round: int, listener: HopListener, *, path: int) -> Hold:
         """Open a hold, as Hop.hold does, at one peer, which asks one of the next stage, and so on to the last. Raises
         what `translate` gives. Cancellation ends the stream."""
-        request = pb.HoldRequest(address=self._address, newest_round=newest_round)
+        request = pb.HoldRequest(address=address_of(self._run_id, self._block, path), newest_round=newest_round)
         async with Stream(self._stub(record).Hold(request)) as stream:
             # The peer gives signs of life while it asks the later stages.
             while not (reply := await stream.read(self._limits.silence_seconds)).HasField("held"):

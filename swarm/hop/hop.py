@@ -108,16 +108,16 @@ class Hop:
 
         return await self._until_answered(once, microbatch.num_samples, listener, retries)
 
-    async def hold(self, newest_round: int, listener: HopListener | None = None) -> Hold:
-        """Ask a peer of the stage, and one of each later stage, to keep a round's weights until the hold is closed.
-        With DiLoCo a stage holds this round or the newest one before it.
+    async def hold(self, newest_round: int, listener: HopListener | None = None, *, path: int = 0) -> Hold:
+        """Ask a peer of the stage, and one of each later stage on a path, to keep a round's weights until the hold is
+        closed. With DiLoCo a stage holds this round or the newest one before it.
 
         Raises RoundGone if no peer of a stage has that round's weights any more, Overloaded if peers hold as many other
         rounds as they can, and what `train` does. Cancellation ends the hold at all of these peers.
         """
         heard_by = listener or HopListener()
         return await self._until_answered(
-            lambda record: self._calls.hold(record, newest_round, heard_by),
+            lambda record: self._calls.hold(record, newest_round, heard_by, path=path),
             1,
             heard_by,
             self._retries(),
@@ -125,9 +125,9 @@ class Hop:
         )
 
     async def evaluate(
-        self, tensors: Tensors, held: Sequence[pb.HeldRound], listener: HopListener | None = None
+        self, tensors: Tensors, held: Sequence[pb.HeldRound], listener: HopListener | None = None, *, path: int = 0
     ) -> float:
-        """Compute the mean loss in nats per target, by a forward through all stages with the weights with which a round
+        """Compute the mean loss in nats per target, by a forward along a path with the weights with which a round
         began.
 
         `tokens` are (B, T + 1), the last column being only a target. `held` says for this and all later stages which
@@ -136,7 +136,7 @@ class Hop:
         """
         heard_by, retries = listener or HopListener(), self._retries({self.block: PeerId(held[0].peer_id)})
         return await self._until_answered(
-            lambda record: self._calls.evaluate(record, tensors, held, heard_by),
+            lambda record: self._calls.evaluate(record, tensors, held, heard_by, path=path),
             tensors["tokens"].shape[0],
             heard_by,
             retries,
@@ -176,6 +176,7 @@ class Hop:
                     raise asyncio.CancelledError
                 record = retries.choose(num_samples)
                 if record is None:
+                    retries.require_peers()
                     listener.progress(self.block.stage, obstacle=retries.candidates.obstacle())
                     await self._clock.sleep(retries.candidates.wait_seconds())
                     continue

@@ -4,9 +4,12 @@ It reports failed and busy peers to the router, and decides how long this microb
 """
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
+from swarm.config import RunConfig
 from swarm.errors import (
     DeadlineExceeded,
     IncompatibleVersion,
@@ -14,6 +17,7 @@ from swarm.errors import (
     NotAllowed,
     NotReady,
     Overloaded,
+    PathStandsStill,
     PeerUnavailable,
     RetriesExhausted,
     RoundGone,
@@ -53,6 +57,8 @@ sender gets replies from all of them often enough to choose well itself, unless 
 FEW_EACH = 2
 """A round with at most this many microbatches for each peer of the stage is short. In a short round it matters which
 peer gets one microbatch more, and no sender knows what the others have just sent."""
+EMPTY_SECONDS = 5.0
+"""In a run of several paths: how long a microbatch waits at most for a block that has no peers."""
 AS_FAST = 2.0
 """A peer that takes at most this many times as long as another one finishes a microbatch no later than that one would
 finish a second one."""
@@ -141,6 +147,18 @@ class HopLimits:
     that join, move, leave, or lack a round's weights."""
     round_microbatches: int | None = None
     """None with DiLoCo."""
+    empty_seconds: float = math.inf
+    """Longest wait for a block that has no peers at all."""
+
+    @classmethod
+    def of(cls, config: RunConfig, block: Block) -> Self:
+        """The limits of hops to a block. With DiLoCo a microbatch does not wait for a block without peers if the run
+        has other paths, because it would keep the room of theirs."""
+        waits = config.rounds.synchronous or len(config.paths) == 1
+        return cls(
+            round_microbatches=len(config.microbatches_of(0, block)) if config.rounds.synchronous else None,
+            empty_seconds=math.inf if waits else EMPTY_SECONDS,
+        )
 
 
 class Retries:
@@ -162,8 +180,10 @@ class Retries:
         self.route = Route(block, hints or {})
         self._block = block
         self._router = router
+        self._clock = clock
         self._limits = limits
         self._repeats = repeats
+        self._empty_since: float | None = None
         self._without = set() if without is None else without
         self.has_others = False
         self.is_refused = False
@@ -177,6 +197,13 @@ class Retries:
     def choose(self, num_samples: int) -> PeerRecord | None:
         """Choose the peer to ask now; None if there is none. A peer that knows the microbatch comes first."""
         return self.candidates.choose(num_samples, prefer=self.route.own)
+
+    def require_peers(self) -> None:
+        """Raise PathStandsStill if the block has had no peers for longer than a microbatch waits for one."""
+        now, is_empty = self._clock.monotonic(), self._router.num_peers(self._block) == 0
+        self._empty_since = (self._empty_since or now) if is_empty else None
+        if self._empty_since is not None and now - self._empty_since >= self._limits.empty_seconds:
+            raise PathStandsStill(f"stage {self._block} has no peers")
 
     # -- an attempt that succeeds --------------------------------------------------------------------------------------
 

@@ -30,13 +30,15 @@ class Order:
     """The text that a session has to write.
 
     The prompt and the text after it have `num_positions` tokens. If the prompt has all of them, the session ends with
-    the token after it. Every token is below `vocab_size`. Without `scoring` no token is scored.
+    the token after it. Every token is below `vocab_size`. Without `scoring` no token is scored. `path` is one of the
+    run's.
     """
 
     sampling: Sampling
     num_positions: int
     vocab_size: int
     scoring: Scoring | None = None
+    path: int = 0
 
     def __post_init__(self) -> None:
         if self.scoring is not None:
@@ -82,7 +84,10 @@ def unpack_order(opening: pb.SessionOpen, *, vocab_size: int) -> Order:
         scoring = None
         if opening.HasField("scoring"):
             scoring = Scoring(first=opening.scoring.first, num_top=opening.scoring.num_top)
-        return Order(sampling=sampling, num_positions=opening.num_positions, vocab_size=vocab_size, scoring=scoring)
+        return Order(
+            sampling=sampling, num_positions=opening.num_positions, vocab_size=vocab_size, scoring=scoring,
+            path=opening.address.path,
+        )  # fmt: skip
     except ValueError as error:
         raise MalformedMessage(f"sampling: {error}") from None
 
@@ -172,7 +177,7 @@ class SessionCall:
 
 class SessionCalls:
     def __init__(self, *, run_id: str, block: Block, stub: OpenStub, limits: HopLimits) -> None:
-        self._address = address_of(run_id, block)
+        self._run_id, self._block = run_id, block
         self._stub = stub
         self._limits = limits
 
@@ -187,8 +192,8 @@ class SessionCalls:
         RoundMismatch if it no longer has that round's weights, and whatever else `translate` gives.
         """
         opening = pb.SessionOpen(
-            address=self._address, rounds=rounds, newest_round=newest_round, num_positions=order.num_positions,
-            sampling=pack_sampling(order.sampling), standby=standby,
+            address=address_of(self._run_id, self._block, order.path), rounds=rounds, newest_round=newest_round,
+            num_positions=order.num_positions, sampling=pack_sampling(order.sampling), standby=standby,
         )  # fmt: skip
         if order.scoring is not None:
             opening.scoring.CopyFrom(pb.Scoring(first=order.scoring.first, num_top=order.scoring.num_top))

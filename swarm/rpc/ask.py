@@ -21,8 +21,10 @@ SLOWEST_BYTES_PER_SECOND = 32 << 10
 not counted."""
 
 
-def address_of(run_id: str, block: Block) -> pb.Address:
-    return pb.Address(run_id=run_id, protocol_version=PROTOCOL_VERSION, stage=block.stage, variant=block.variant)
+def address_of(run_id: str, block: Block, path: int = 0) -> pb.Address:
+    return pb.Address(
+        run_id=run_id, protocol_version=PROTOCOL_VERSION, stage=block.stage, variant=block.variant, path=path
+    )  # fmt: skip
 
 
 async def ask(call: Callable[[Any], Awaitable[Reply]], request: Any, *, seconds: float, finite: bool = True) -> Reply:

@@ -24,6 +24,7 @@ _CODES: dict[type[SwarmError], grpc.StatusCode] = {
     errors.CorpusMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     errors.RoundMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     errors.StaleMicrobatch: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.PathStandsStill: grpc.StatusCode.FAILED_PRECONDITION,
     errors.RoundGone: grpc.StatusCode.FAILED_PRECONDITION,
     errors.IntegrityError: grpc.StatusCode.DATA_LOSS,
     errors.NotAllowed: grpc.StatusCode.PERMISSION_DENIED,

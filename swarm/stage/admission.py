@@ -189,11 +189,10 @@ class Admission:
     def _is_idle(self) -> bool:
         """Whether one more microbatch would give the peer more to do now: the microbatch need not wait, and fits in
         memory."""
-        hop = self._context.hop
         return not (
             not self._count.lacks_work
             or self._setting.num_waiting
             or self._context.records.answers.num_written
-            or (hop is not None and hop.is_held_up)
+            or self._context.is_held_up
             or not self._context.backend.function.has_room()
         )

@@ -2,14 +2,14 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
 from swarm.config import RunConfig
-from swarm.errors import NotReady
+from swarm.errors import MalformedMessage, NotReady
 from swarm.events import Events
 from swarm.hop.hop import Hop
 from swarm.machine.clock import Clock, spawn
@@ -151,7 +151,7 @@ class StageContext:
 
     Attributes:
         config: the run's, which names it. The backend's may compute in another type.
-        hop: the hop to the next stage; None at the last stage.
+        hops: the hops to the blocks that come next on the paths through this one; none at the last stage.
         variant: which variant of the backend's stage the peer serves.
         tasks: the group of all tasks that outlive the call that asked for them.
     """
@@ -159,7 +159,7 @@ class StageContext:
     config: RunConfig
     backend: StageBackend
     runtime: Runtime
-    hop: Hop | None
+    hops: Mapping[Block, Hop]
     clock: Clock
     tasks: asyncio.TaskGroup
     limits: StageLimits
@@ -177,6 +177,18 @@ class StageContext:
     @property
     def events(self) -> Events:
         return self.backend.events
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether no next block takes more work now."""
+        return bool(self.hops) and all(hop.is_held_up for hop in self.hops.values())
+
+    def hop_on(self, path: int) -> Hop | None:
+        """The hop to the next block on a path; None at the last stage. Raises MalformedMessage if the path does not
+        lead through this block."""
+        if path >= len(self.config.paths) or self.block not in (blocks := self.config.blocks_of(path)):
+            raise MalformedMessage(f"path {path} does not lead through stage {self.block}")
+        return None if self.backend.is_last else self.hops[blocks[self.stage + 1]]
 
     @cached_property
     def present_round(self) -> PresentRound:

@@ -39,7 +39,6 @@ class Evaluation:
         self._backend = stage.context.backend
         self._device = next(iter(stage.context.backend.weights.masters.values())).device
         self._runtime = stage.context.runtime
-        self._hop = stage.context.hop
         self._evaluating = asyncio.Lock()
         """Held by the one evaluation that is queued at the compute thread, so that evaluations take little of its time
         from training."""
@@ -58,6 +57,7 @@ class Evaluation:
             SwarmError: what the next stages raise.
         """
         check_address(request.address, run_id=self._config.run_id, block=self._stage.block)
+        hop = self._stage.context.hop_on(request.address.path)
         if not self._stage.admission.is_open:
             raise NotReady("this peer is joining or leaving")
         number = request.newest_round
@@ -67,9 +67,9 @@ class Evaluation:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._stage.held_rounds.held(number, caller_of(context), linger_seconds=0.0))
             held = pb.Held(round=number)
-            if self._hop is not None:
-                awaited = _Awaited(self._hop.block.stage)
-                opening = asyncio.ensure_future(self._hop.hold(request.newest_round, awaited))
+            if hop is not None:
+                awaited = _Awaited(hop.block.stage)
+                opening = asyncio.ensure_future(hop.hold(request.newest_round, awaited, path=request.address.path))
                 later = await _with_progress(context, opening, awaited, pb.HoldReply)
                 stack.callback(later.close)
                 held.later.extend(later.held)
@@ -89,6 +89,7 @@ class Evaluation:
         if opening is None:
             raise MalformedMessage("an evaluation begins with its open message")
         check_address(opening.address, run_id=self._config.run_id, block=self._stage.block)
+        hop = self._stage.context.hop_on(opening.address.path)
         self._check(opening)
         specs = request_specs(self._config, self._backend.stage, opening.num_samples, opening.sequence_length)
         incoming.expect(specs, training=False)
@@ -96,7 +97,7 @@ class Evaluation:
         tensors = await incoming.tensors()
         computed = asyncio.ensure_future(self._compute(incoming.caller, opening, tensors))
         output = await _with_progress(context, computed, _Awaited(self._backend.stage), pb.EvaluateReply)
-        loss = output if self._hop is None else await self._at_next(self._hop, context, opening, tensors, output)
+        loss = output if hop is None else await self._at_next(hop, context, opening, tensors, output)
         return pb.Evaluated(loss=float(loss), num_targets=samples.amount(tensors).targets)
 
     async def _at_next(
@@ -108,7 +109,7 @@ class Evaluation:
         hidden: torch.Tensor,
     ) -> float:
         awaited, inputs = _Awaited(hop.block.stage), {**samples.of(tensors), HIDDEN: hidden}
-        downstream = asyncio.ensure_future(hop.evaluate(inputs, opening.later, awaited))
+        downstream = asyncio.ensure_future(hop.evaluate(inputs, opening.later, awaited, path=opening.address.path))
         loss: float = await _with_progress(context, downstream, awaited, pb.EvaluateReply)
         return loss
 

@@ -171,7 +171,6 @@ class GenerationServicer(GenerationServiceServicer):
     def __init__(self, stage: Stage, limits: SessionLimits) -> None:
         self._stage = stage
         self._config = stage.context.config
-        self._hop = stage.context.hop
         self._decoder = Decoder(stage.context.backend, stage.context.runtime, most_bytes=limits.max_bytes)
         self._boundary = boundary_of(self._config)
         self._limits = limits
@@ -203,7 +202,7 @@ class GenerationServicer(GenerationServiceServicer):
     async def _serve(self, opening: pb.SessionOpen, context: Context, name: Caller) -> None:
         stage = self._stage.number
         check_address(opening.address, run_id=self._config.run_id, block=self._stage.block)
-        order = self._order(opening)
+        order, hop = self._order(opening), self._stage.context.hop_on(opening.address.path)
         if not self._stage.admission.is_open:
             raise NotReady("this peer is joining or leaving")
         with ExitStack() as stack:
@@ -211,8 +210,8 @@ class GenerationServicer(GenerationServiceServicer):
             stack.enter_context(self._bytes.taken(name, session_bytes(self._config, stage, order)))
             held = stack.enter_context(self._stage.held_rounds.held(await self._round(opening, name), name))
             later = None
-            if self._hop is not None:
-                later = self._hop.continuation(order, rounds=tuple(opening.rounds[1:]), newest_round=held.number)
+            if hop is not None:
+                later = hop.continuation(order, rounds=tuple(opening.rounds[1:]), newest_round=held.number)
             computed = Computed(order, held, self._decoder.cache(order), Scorer(order.scoring or NO_SCORING))
             session = Session(
                 context, computed, self._decoder, boundary=self._boundary, is_first=stage == 0, continuation=later,

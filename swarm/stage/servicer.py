@@ -235,6 +235,7 @@ class StageServicer(StageServiceServicer):
         size = self._config.data.microbatch_size
         if opening.num_samples != size:
             raise MalformedMessage(f"a microbatch of this run has {size} samples, not {opening.num_samples}")
+        self._stage.context.hop_on(self._config.path_of(opening.microbatch))  # Refuses what belongs elsewhere.
         only_at = opening.accumulate_only_at if opening.HasField("accumulate_only_at") else None
         return Microbatch(
             index=opening.microbatch,

@@ -159,7 +159,7 @@ class Stage:
             order,
             backend=context.backend,
             runtime=context.runtime,
-            hop=context.hop,
+            hop=context.hop_on(context.config.path_of(microbatch.index)),
             # Without accumulation the gradient goes into no step, so the forward waits for none.
             turn=self.setting.turn(order.age) if accumulate else contextlib.nullcontext(),
             # This must not refer to the computation: the reference cycle would keep it and its tensors in memory until

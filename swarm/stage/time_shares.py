@@ -73,9 +73,9 @@ class TimeWatch:
         last, now, counters = self._looks[-1], self._clock.monotonic(), self._stage.counters
         busy, elapsed = self._stage.context.runtime.busy_seconds, now - last.at
         computing = min(max(0.0, busy - last.busy), elapsed)
-        idle, hop = elapsed - computing, self._stage.context.hop
+        idle = elapsed - computing
         averages = self._stage.stands_still
-        finds_no_room = not averages and hop is not None and hop.is_held_up
+        finds_no_room = not averages and self._stage.context.is_held_up
         self._looks.append(
             _Look(
                 at=now,

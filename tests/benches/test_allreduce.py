@@ -15,6 +15,7 @@ from scripts.benches.sides.averaging_peer import as_tensors, compare, distance, 
 from scripts.benches.sides.swarm_averager import averaging_config
 from swarm.averaging.agreement.rules import is_complete
 from swarm.errors import IntegrityError
+from swarm.types import Block
 
 NUM_PARAMETERS = 1000
 
@@ -33,7 +34,7 @@ def test_distances_are_shares_of_the_mean_and_name_what_is_held() -> None:
 
 @pytest.mark.parametrize("num_peers", [3, 4, 7])
 def test_a_round_waits_for_all_until_the_survivors_have_learnt_more(num_peers: int) -> None:
-    complete = partial(is_complete, averaging_config("fp16", num_peers))
+    complete = partial(is_complete, averaging_config("fp16", num_peers), Block(0))
     assert complete(0, (), num_peers * (num_peers - 1))
     assert not complete(0, (), (num_peers - 1) * (num_peers - 1))
     # One survivor does not know yet that a member is gone, and still trains for the former number of members.

@@ -25,14 +25,12 @@ class _Peer:
     """A stage of which only what the watch looks at is there."""
 
     clock: ManualClock = field(default_factory=ManualClock)
-    is_last: bool = False
 
     def __post_init__(self) -> None:
         self.runtime = SimpleNamespace(busy_seconds=0.0)
-        self.hop = None if self.is_last else SimpleNamespace(is_held_up=False)
         backend = SimpleNamespace(config=CONFIG, module=nn.Linear(2, 2))
-        context = SimpleNamespace(runtime=self.runtime, hop=self.hop, backend=backend)
-        self.stage = SimpleNamespace(number=1, counters=Counter[str](), context=context, stands_still=False)
+        self.context = SimpleNamespace(runtime=self.runtime, is_held_up=False, backend=backend)
+        self.stage = SimpleNamespace(number=1, counters=Counter[str](), context=self.context, stands_still=False)
         self.watch = TimeWatch(cast(Stage, self.stage), self.clock)
 
     def live(self, seconds: float, *, busy: float = 0.0, tasks: int = 0) -> None:
@@ -44,9 +42,8 @@ class _Peer:
 
 def test_time_goes_to_what_is_waited_for_when_nothing_is_computed() -> None:
     peer = _Peer()
-    assert peer.hop is not None
     peer.live(10.0, busy=5.0, tasks=3)
-    peer.hop.is_held_up = True
+    peer.context.is_held_up = True
     peer.live(4.0, busy=1.0)
     peer.stage.stands_still = True
     peer.live(6.0)
@@ -57,7 +54,7 @@ def test_time_goes_to_what_is_waited_for_when_nothing_is_computed() -> None:
 
 
 def test_only_the_last_minute_counts() -> None:
-    peer = _Peer(is_last=True)
+    peer = _Peer()
     for second in range(600):
         peer.live(0.25, busy=0.25 if second < 300 else 0.05, tasks=1)
     assert peer.watch.shares.computing == pytest.approx(0.2)

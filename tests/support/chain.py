@@ -194,7 +194,8 @@ class Peer:
         )
         last = stage == config.stages.num_stages - 1
         context = StageContext(
-            config=config, backend=self.backend, runtime=self.runtime, hop=None if last else self.hop, clock=clock,
+            config=config, backend=self.backend, runtime=self.runtime, clock=clock,
+            hops={} if last else {self.hop.block: self.hop},
             tasks=tasks, limits=stage_limits,
         )  # fmt: skip
         self.stage = Stage(context)

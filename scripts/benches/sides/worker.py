@@ -107,8 +107,8 @@ class Worker:
         self._poll_seconds = poll_seconds
         self.stage = Stage(
             StageContext(
-                config=config, backend=backend, runtime=runtime, hop=hop, clock=clock, tasks=tasks,
-                limits=StageLimits(max_in_flight=max_in_flight),
+                config=config, backend=backend, runtime=runtime, clock=clock, tasks=tasks,
+                hops={} if hop is None else {hop.block: hop}, limits=StageLimits(max_in_flight=max_in_flight),
             )
         )  # fmt: skip
         self.member = StageMember(self.stage, num_alive=lambda: len(peers(own.block)))

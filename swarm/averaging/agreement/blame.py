@@ -12,7 +12,7 @@ from swarm.averaging.agreement.shares import Counts
 from swarm.config import RunConfig
 from swarm.errors import DeadlineExceeded, Overloaded, PeerUnavailable, SwarmError
 from swarm.rpc.v1 import averaging_pb2 as pb
-from swarm.types import PeerId
+from swarm.types import Block, PeerId
 
 logger = logging.getLogger(__name__)
 
@@ -245,7 +245,7 @@ def require_true_results(begun: Begun, ballot: Ballot) -> None:
 
 
 def without_the_useless(
-    begun: Mapping[PeerId, pb.BeginReply], config: RunConfig, round_number: int, own_id: PeerId
+    begun: Mapping[PeerId, pb.BeginReply], config: RunConfig, block: Block, round_number: int, own_id: PeerId
 ) -> AttemptFailed | None:
     """Make the error of an attempt in which some contributions are useless. It leaves their members out. None if all
     are useful.
@@ -259,11 +259,11 @@ def without_the_useless(
     size = begun[own_id].num_elements if own_id in begun else sizes.most_common(1)[0][0]
     useless = dict[PeerId, str]()
     for peer, reply in begun.items():
-        fault = Counts.of(reply, reply.norm).fault(config)
+        fault = Counts.of(reply, reply.norm).fault(config, block)
         if not fault and reply.num_elements != size:
             fault = "of another size"
         if not fault and config.rounds.synchronous:
-            named = messages.unpack_indices_of(config.microbatches_of(round_number), reply.committed_gaps)
+            named = messages.unpack_indices_of(config.microbatches_of(round_number, block), reply.committed_gaps)
             if {reply.num_samples, reply.round_samples} != {len(named) * config.data.microbatch_size}:
                 fault = "of other samples than the microbatches that it names"
         if fault:

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from swarm.averaging.agreement.group import Ballot
@@ -158,7 +158,7 @@ def unpack_indices(gaps: Iterable[int]) -> frozenset[int]:
     return frozenset(indices)
 
 
-def unpack_indices_of(round_indices: range, gaps: Iterable[int]) -> frozenset[int]:
+def unpack_indices_of(round_indices: Container[int], gaps: Iterable[int]) -> frozenset[int]:
     """Like `unpack_indices`, but leaves out indices that do not belong to the round."""
     return frozenset(index for index in itertools.accumulate(gaps, initial=-1) if index in round_indices)
 

@@ -300,8 +300,9 @@ class Entry:
     def _computing_seconds(self) -> float:
         """Seconds in which the weakest stage computes a round, by its peers' announcements; infinite if a stage has
         measured nothing."""
-        rates = [
-            sum(record.samples_per_second for record in self._peers(block) if record.state is PeerState.SERVING)
-            for block in self._config.blocks
-        ]
-        return self._config.rounds.round_samples / min(rates) if min(rates) > 0 else math.inf
+        seconds = list[float]()
+        for block in self._config.blocks:
+            serving = [record for record in self._peers(block) if record.state is PeerState.SERVING]
+            rate = sum(record.samples_per_second for record in serving)
+            seconds.append(self._config.round_samples_of(block) / rate if rate > 0 else math.inf)
+        return max(seconds)

@@ -1,7 +1,7 @@
 """What one peer has heard of the others of its stage: their reports about the round, and whom it cannot rely on."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Set
+from collections.abc import Callable, Collection, Container, Iterable, Set
 from dataclasses import dataclass, field
 
 from swarm.averaging.agreement import messages
@@ -39,8 +39,8 @@ class Report:
 class RoundReports:
     """The reports about the present round; begun anew with each round."""
 
-    round_microbatches: int | None
-    """The number of microbatches of a synchronous round; None with DiLoCo."""
+    microbatches_of: Callable[[int], Container[int]] | None
+    """Gives the microbatches of a synchronous round; None with DiLoCo."""
     current: dict[PeerId, Report] = field(default_factory=dict, init=False)
     """The newest report of each peer that is not suspected."""
     last: dict[PeerId, Report] = field(default_factory=dict, init=False)
@@ -50,10 +50,9 @@ class RoundReports:
 
     def named(self, round_number: int, gaps: Iterable[int]) -> frozenset[int]:
         """Read the microbatches of a round that a peer names; with DiLoCo none, because only their number matters."""
-        size = self.round_microbatches
-        if size is None:
+        if self.microbatches_of is None:
             return frozenset()
-        return messages.unpack_indices_of(range(round_number * size, (round_number + 1) * size), gaps)
+        return messages.unpack_indices_of(self.microbatches_of(round_number), gaps)
 
     def hear(self, peer_id: PeerId, report: Report) -> None:
         before = self.last.get(peer_id)

@@ -13,7 +13,7 @@ from typing import TypeVar, assert_never
 from swarm.averaging.agreement import messages
 from swarm.config import Quorum, RunConfig
 from swarm.rpc.v1 import averaging_pb2 as pb
-from swarm.types import PeerId
+from swarm.types import Block, PeerId
 
 Begun = Mapping[PeerId, pb.BeginReply]
 """The answers of the members that began an attempt."""
@@ -100,6 +100,7 @@ def leader_of(peer_ids: Iterable[_Id]) -> _Id:
 
 def is_complete(
     config: RunConfig,
+    block: Block,
     round_number: int,
     committed: Collection[int],
     num_samples: int,
@@ -125,8 +126,8 @@ def is_complete(
             only when needed.
     """
     if config.rounds.synchronous:
-        return all(index in committed for index in config.microbatches_of(round_number))
-    if num_samples >= config.rounds.round_samples:
+        return all(index in committed for index in config.microbatches_of(round_number, block))
+    if num_samples >= config.round_samples_of(block):
         return num_samples >= absent_samples
     return absent_samples == 0 < num_samples and is_late()
 

@@ -17,6 +17,7 @@ from swarm.config import RunConfig
 from swarm.errors import MalformedMessage
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import Contribution
+from swarm.types import Block
 
 BANDWIDTH_NOISE = 1.5
 """Bandwidths that differ by less than this factor count as equal, because on a fast network such differences are
@@ -63,9 +64,9 @@ class Counts:
             norm=norm,
         )
 
-    def bounded(self, config: RunConfig) -> "Counts":
+    def bounded(self, config: RunConfig, block: Block) -> "Counts":
         """The counts with which a member takes part that has computed more than can count."""
-        most = most_samples(config)
+        most = most_samples(config, block)
         num_samples = min(self.num_samples, most_rounds(config) * most)
         return Counts(
             num_samples=num_samples,
@@ -74,7 +75,7 @@ class Counts:
             norm=self.norm,
         )
 
-    def fault(self, config: RunConfig) -> str:
+    def fault(self, config: RunConfig, block: Block) -> str:
         """What is impossible about the counts, in words that follow "its contribution is"; empty if nothing is."""
         faults = (
             ("not finite", not math.isfinite(self.norm)),
@@ -84,18 +85,23 @@ class Counts:
                 "of more targets than its samples can have",
                 self.num_targets > self.num_samples * config.data.sequence_length,
             ),
-            ("of more samples than a round can hold", not self._is_bounded(config)),
+            ("of more samples than a round can hold", not self._is_bounded(config, block)),
         )
         return next((fault for fault, is_so in faults if is_so), "")
 
-    def _is_bounded(self, config: RunConfig) -> bool:
-        bounded = self.bounded(config)
+    def _is_bounded(self, config: RunConfig, block: Block) -> bool:
+        bounded = self.bounded(config, block)
         return (self.num_samples, self.round_samples) == (bounded.num_samples, bounded.round_samples)
 
 
-def most_samples(config: RunConfig) -> int:
-    """The most samples of one member that count towards a round."""
-    return config.rounds.round_samples * (1 if config.rounds.synchronous else COUNTED_ROUNDS)
+def most_samples(config: RunConfig, block: Block) -> int:
+    """The most samples of one member that count towards a round of the block."""
+    return config.round_samples_of(block) * counted_rounds(config)
+
+
+def counted_rounds(config: RunConfig) -> int:
+    """As how many rounds the samples of one member count at most."""
+    return 1 if config.rounds.synchronous else COUNTED_ROUNDS
 
 
 def most_rounds(config: RunConfig) -> int:
@@ -198,7 +204,7 @@ def divide(
     return _weighed(list(begun), counts, sizes, clip_to_median)
 
 
-def shares_of(shares: Sequence[pb.Share], config: RunConfig) -> Shares:
+def shares_of(shares: Sequence[pb.Share], config: RunConfig, block: Block) -> Shares:
     """The shares that a leader names.
 
     Raises:
@@ -206,7 +212,7 @@ def shares_of(shares: Sequence[pb.Share], config: RunConfig) -> Shares:
     """
     counts = [Counts.of(share, share.norm) for share in shares]
     for share, each in zip(shares, counts, strict=True):
-        if fault := each.fault(config):
+        if fault := each.fault(config, block):
             raise MalformedMessage(f"the contribution of {share.contact.peer_id} is {fault}")
     if not any(each.num_samples for each in counts):
         raise MalformedMessage("no member has samples")

@@ -16,6 +16,7 @@ from swarm.config import RunConfig
 from swarm.errors import IntegrityError, MalformedMessage
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import RoundResult, Tensors, known
+from swarm.types import Block
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -94,9 +95,9 @@ def require_norms(outcome: pb.Outcome, squared_norm: float) -> None:
         )
 
 
-def require_counts(result: RoundResult, config: RunConfig) -> None:
+def require_counts(result: RoundResult, config: RunConfig, block: Block) -> None:
     """Raise IntegrityError for a round of more samples than its members can have given, or of others than it has."""
-    most = most_samples(config) * (1 if config.rounds.synchronous else len(result.members))
+    most = most_samples(config, block) * (1 if config.rounds.synchronous else len(result.members))
     least = most if config.rounds.synchronous else 0
     if not least <= result.num_samples <= most:
         raise IntegrityError(

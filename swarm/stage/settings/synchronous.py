@@ -129,7 +129,8 @@ class SynchronousWeights(StageWeights):
 class SynchronousSetting(Setting):
     def __init__(self, context: StageContext, weights: SynchronousWeights) -> None:
         self._stage = context.stage
-        self._microbatches_per_round = context.config.microbatches_per_round
+        self._run_microbatches = context.config.microbatches_per_round
+        self._own_microbatches = len(context.config.microbatches_of(0, context.block))
         self._round_wait_seconds = context.limits.round_wait_seconds
         self._weights = weights
         self._round = context.present_round
@@ -143,7 +144,7 @@ class SynchronousSetting(Setting):
         Microbatches of the last round are admitted, with that round's weights, though they no longer count here. A
         stage that lost all its peers and came back from a checkpoint needs them, because it has to do that round again.
         """
-        round_of = microbatch.index // self._microbatches_per_round
+        round_of = microbatch.index // self._run_microbatches
         if round_of != microbatch.round:
             raise MalformedMessage(f"microbatch {microbatch.index} belongs to round {round_of}, not {microbatch.round}")
         if microbatch.round < self._round.number:
@@ -192,7 +193,7 @@ class SynchronousSetting(Setting):
 
     def has_its_part(self, num_in_flight: int) -> bool:
         # A round takes as long as the peer that has most of it.
-        return num_in_flight * self._weights.round.num_members >= self._microbatches_per_round
+        return num_in_flight * self._weights.round.num_members >= self._own_microbatches
 
     # -- when microbatches are computed ------------------------------------------------------------------------------
 

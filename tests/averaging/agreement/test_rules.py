@@ -9,7 +9,7 @@ from swarm.averaging.agreement.group import Ballot
 from swarm.averaging.agreement.messages import pack_ballot, pack_indices
 from swarm.averaging.agreement.rules import agreed, duplicates, has_quorum, is_complete, leader_of, unfinished
 from swarm.rpc.v1 import averaging_pb2 as pb
-from swarm.types import PeerId
+from swarm.types import Block, PeerId
 from tests.support.chain import DILOCO, SYNCHRONOUS
 
 
@@ -21,7 +21,7 @@ def test_the_lowest_id_leads() -> None:
 
 
 def test_synchronous_wants_every_microbatch_of_the_round() -> None:
-    complete = partial(is_complete, SYNCHRONOUS)
+    complete = partial(is_complete, SYNCHRONOUS, Block(0))
     size = SYNCHRONOUS.microbatches_per_round
     second = range(size, 2 * size)
     assert complete(1, frozenset(second), 0)
@@ -31,7 +31,7 @@ def test_synchronous_wants_every_microbatch_of_the_round() -> None:
 
 
 def test_diloco_wants_the_rounds_samples_whichever_they_are() -> None:
-    complete = partial(is_complete, DILOCO)
+    complete = partial(is_complete, DILOCO, Block(0))
     wanted = DILOCO.rounds.round_samples
     assert complete(7, frozenset(), wanted)
     assert not complete(7, frozenset(range(100)), wanted - 1)
@@ -39,21 +39,21 @@ def test_diloco_wants_the_rounds_samples_whichever_they_are() -> None:
 
 def test_a_stage_that_lost_samples_goes_on_with_what_it_has_once_it_is_late() -> None:
     """Otherwise its rounds would stay behind the others' for good, and all stages would have no anchor in common."""
-    complete = partial(is_complete, DILOCO)
+    complete = partial(is_complete, DILOCO, Block(0))
     assert complete(3, frozenset(), 1, is_late=lambda: True)
     assert not complete(3, frozenset(), 0, is_late=lambda: True), "there is nothing to average"
     assert not complete(3, frozenset(), 1, is_late=lambda: False)
 
 
 def test_a_member_that_holds_most_of_a_round_is_not_left_out_of_it() -> None:
-    complete, wanted = partial(is_complete, DILOCO), DILOCO.rounds.round_samples
+    complete, wanted = partial(is_complete, DILOCO, Block(0)), DILOCO.rounds.round_samples
     assert complete(0, frozenset(), wanted, absent_samples=wanted)
     assert not complete(0, frozenset(), wanted, absent_samples=wanted + 1)
 
 
 def test_a_round_ends_early_with_everybody_or_not_at_all() -> None:
     """Otherwise a newcomer's first step might end the round in place of the member that has nearly all of it."""
-    complete, wanted = partial(is_complete, DILOCO), DILOCO.rounds.round_samples
+    complete, wanted = partial(is_complete, DILOCO, Block(0)), DILOCO.rounds.round_samples
     assert not complete(3, frozenset(), wanted - 1, absent_samples=1, is_late=lambda: True)
 
 

@@ -17,6 +17,7 @@ from swarm.averaging.agreement.shares import (
 )
 from swarm.errors import MalformedMessage
 from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.types import Block
 from tests.averaging.fake_stage import make_config
 
 
@@ -123,9 +124,9 @@ def _named(name: str = "a", **counts: float) -> pb.Share:
 @pytest.mark.parametrize("setting", ["synchronous", "diloco"])
 def test_members_compute_the_weights_from_all_members_counts(setting: str) -> None:
     config = make_config(setting)
-    shares = shares_of([_named("a"), _named("b", num_targets=6)], config)
+    shares = shares_of([_named("a"), _named("b", num_targets=6)], config, Block(0))
     assert [share.weight for share in shares.members] == [0.25, 0.75]
-    clipped = shares_of([_named("a"), _named("b"), _named("c", norm=1e9)], config)
+    clipped = shares_of([_named("a"), _named("b"), _named("c", norm=1e9)], config, Block(0))
     assert (clipped.of("c").weight < 1e-6) == (setting == "diloco")
 
 
@@ -143,18 +144,18 @@ def test_members_compute_the_weights_from_all_members_counts(setting: str) -> No
 )
 def test_a_leader_that_names_impossible_counts_is_refused(setting: str, lie: dict[str, float]) -> None:
     with pytest.raises(MalformedMessage, match="the contribution of liar is"):
-        shares_of([_named("honest"), _named("liar", **lie)], make_config(setting))
+        shares_of([_named("honest"), _named("liar", **lie)], make_config(setting), Block(0))
 
 
 @pytest.mark.parametrize("setting", ["synchronous", "diloco"])
 def test_a_member_with_more_than_can_count_takes_part_with_what_can(setting: str) -> None:
     config = make_config(setting)
     much = Counts(num_samples=1 << 30, num_targets=3 << 29, round_samples=1 << 20, norm=1.0)
-    bounded = much.bounded(config)
+    bounded = much.bounded(config, Block(0))
     assert (bounded.round_samples, bounded.num_samples) == (
-        most_samples(config), most_rounds(config) * most_samples(config)
+        most_samples(config, Block(0)), most_rounds(config) * most_samples(config, Block(0))
     )  # fmt: skip
     assert bounded.num_targets == 3 * bounded.num_samples // 2
-    assert bounded.bounded(config) == bounded
-    assert not bounded.fault(config)
-    assert much.fault(config)
+    assert bounded.bounded(config, Block(0)) == bounded
+    assert not bounded.fault(config, Block(0))
+    assert much.fault(config, Block(0))
