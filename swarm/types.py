@@ -73,6 +73,7 @@ class Block(NamedTuple):
 
 _Stage = Annotated[int, Field(ge=0, le=LARGEST_STAGE)]
 _Variant = Annotated[int, Field(ge=0, le=LARGEST_VARIANT)]
+_NumStages = Annotated[int, Field(ge=1, le=LARGEST_STAGE + 1)]
 
 TRAINER_STAGE = -1
 """A trainer is "stage -1": it hands microbatches to stage 0 with the code that every stage uses."""
@@ -210,13 +211,17 @@ class ClaimState(StrEnum):
 
 
 class ClaimRecord(_Announcement):
-    """A peer's announcement that it is about to serve a block: key `RUN.claims`, one subkey a peer."""
+    """A peer's announcement that it is about to serve a block, or several of adjacent stages: key `RUN.claims`, one
+    subkey a peer."""
 
     stage: _Stage
     variant: _Variant = 0
+    num_stages: _NumStages = 1
+    """How many adjacent stages the peer will serve, of which `stage` is the first."""
     from_stage: _Stage | None = None
     from_variant: _Variant = 0
-    """With `from_variant`, the block that the peer serves until then; None for a peer that joins the run."""
+    from_num_stages: _NumStages = 1
+    """With `from_stage` and `from_variant`, what the peer serves until then; None for a peer that joins the run."""
     state: ClaimState
     waiting_for: Annotated[str, Field(max_length=LONGEST_WAIT, pattern=NAME_PATTERN)] = ""
     """What the peer waits for on its way, in words."""
@@ -224,12 +229,18 @@ class ClaimRecord(_Announcement):
     """When the peer first claimed. Of two claims the earlier counts."""
 
     @property
-    def block(self) -> Block:
-        return Block(self.stage, self.variant)
+    def span(self) -> tuple[Block, ...]:
+        """All that the peer will serve."""
+        return _span(self.stage, self.num_stages, self.variant)
 
     @property
-    def from_block(self) -> Block | None:
-        return None if self.from_stage is None else Block(self.from_stage, self.from_variant)
+    def from_span(self) -> tuple[Block, ...]:
+        """What the peer serves until then; nothing for a peer that joins the run."""
+        return () if self.from_stage is None else _span(self.from_stage, self.from_num_stages, self.from_variant)
+
+
+def _span(stage: int, num_stages: int, variant: int) -> tuple[Block, ...]:
+    return tuple(Block(each, variant) for each in range(stage, stage + num_stages))
 
 
 class TrainerRecord(_Sender):

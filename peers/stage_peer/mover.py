@@ -89,16 +89,16 @@ class Mover:
                 continue
             if self._stop.is_set():
                 logger.info("leaving: stage %s was not entered yet", written(stages) if move is None else stage)
-                await self._rebalancer.gave_up(stage)
+                await self._rebalancer.gave_up(range(stage, stage + 1))
                 return
             assert move is not None, "only one that moves may fail and go on"
             other = move.from_stage if stage == move.to_stage else move.to_stage
             logger.warning("cannot begin at stage %d: %s; trying stage %d", stage, failure, other)
-            await self._rebalancer.gave_up(stage)
-            await self._rebalancer.goes(other, from_stage=stage)
+            await self._rebalancer.gave_up(range(stage, stage + 1))
+            await self._rebalancer.goes(range(other, other + 1), before=range(stage, stage + 1))
             await stopping.before(self._stop.wait(), self._clock.sleep(retry_seconds))
             if self._stop.is_set():
-                await self._rebalancer.gave_up(other)
+                await self._rebalancer.gave_up(range(other, other + 1))
                 return
             self._event_log.write(events.Leave(), Block(stage))
             stage, retry_seconds = other, min(2 * retry_seconds, MAX_RETRY_SECONDS)
@@ -121,9 +121,9 @@ class Mover:
                         serving = not entering.expired()
                         if serving:
                             entering.reschedule(None)
-                        await self._arrived(stage, move)
+                        await self._arrived(stages, move)
                         self._on_serving(stages, announced)
-                        next_move = await self._stay(server, stage)
+                        next_move = await self._stay(server, stages)
         except* (SwarmError, OSError, ValueError) as faults:
             if serving or (move is None and not self._stop.is_set()):
                 raise
@@ -145,26 +145,27 @@ class Mover:
             await server.leave_early()
         entering.reschedule(0.0)
 
-    async def _arrived(self, stage: int, move: Move | None) -> None:
+    async def _arrived(self, stages: range, move: Move | None) -> None:
+        stage = stages[0]
         if move is None or stage != move.to_stage:
-            await self._rebalancer.arrived(stage)
+            await self._rebalancer.arrived(stages)
             if move is not None:
                 logger.info("back at stage %d", stage)
             return
         self._num_moves += 1
         seconds = self._clock.monotonic() - move.since
-        await self._rebalancer.arrived(stage, move_seconds=seconds)
+        await self._rebalancer.arrived(stages, move_seconds=seconds)
         logger.info("moved from stage %d to stage %d in %.1f s", move.from_stage, stage, seconds)
 
-    async def _stay(self, server: PeerServer, stage: int) -> Move | None:
+    async def _stay(self, server: PeerServer, stages: range) -> Move | None:
         """Stay at the stage until the peer has left it. Return the move to the next stage; None if the peer leaves the
         run. Raises Fatal if it has left because it cannot go on."""
+        stage = stages[0]
         while True:
-            target = await stopping.before(
-                stopping.before(self._stop.wait(), server.gives_up()),
-                self._rebalancer.next_move(stage, lambda: server.samples_per_second(Block(stage))),
+            span = await stopping.before(
+                stopping.before(self._stop.wait(), server.gives_up()), self._rebalancer.next_move(stages, server.rates)
             )
-            if target is None:
+            if span is None:
                 if (fault := server.fault) is not None:
                     logger.error("this peer cannot go on: %s", fault)
                 logger.info(
@@ -182,10 +183,11 @@ class Mover:
                 if (fault := server.fault) is not None:
                     raise fault
                 return None
+            target = span[0]
             logger.info("moving to stage %d after this round", target)
             await stopping.before(self._stop.wait(), server.end_of_round(ROUND_SECONDS, quiet_seconds=QUIET_SECONDS))
             if self._stop.is_set():
-                await self._rebalancer.gave_up(target)
+                await self._rebalancer.gave_up(span)
                 continue
             move = Move(from_stage=stage, to_stage=target, since=self._clock.monotonic())
             is_drained = await stopping.before(self._stop.wait(), server.drain(DRAIN_SECONDS))
@@ -198,7 +200,7 @@ class Mover:
                 )
                 logger.warning("stays at stage %d: %s", stage, reason)
                 await server.go_on()
-            await self._rebalancer.gave_up(target)
+            await self._rebalancer.gave_up(span)
 
     async def _hand_over(self, block: ServedBlock, deadline: float) -> None:
         """Go on serving, until the deadline, while a peer on its way here can get the stage's state only from this

@@ -28,9 +28,9 @@ class PeerOptions:
     """Announce the run's invite in the local network, for those that look for it with --lan. Without INVITE and without
     a new run's options, first take the run that another peer announces there. Needs the extra lan."""
     stage: takes.StagesOrAuto | None = None
-    """Stage to serve, from 0, or adjacent ones (1-3) or all, and to stay there. auto takes the one that needs a peer
-    most, and moves when another one does. Left out, it is auto with an invite, and else 0, also where others serve that
-    already."""
+    """Stage to serve, from 0, or adjacent ones (1-3) or all, and to stay there. auto takes those for which
+    there is room and with which the pipeline is fastest; where it takes one, it moves when another one needs a peer
+    more. Left out, it is auto with an invite, and else 0, also where others serve that already."""
     rebalance_every: Annotated[float, takes.number(0, 10**6)] | None = None
     """Seconds between two checks whether another stage needs this peer more, 60 if left out; with 0 it never moves.
     Only with --stage auto."""

@@ -115,9 +115,9 @@ class OwnRoom:
             raise ValueError(fault)
 
     @property
-    def unfit(self) -> set[int]:
-        """The stages that do not fit."""
-        return {stage for stage, needs in enumerate(self.each) if not self.room.holds(needs)}
+    def spans(self) -> list[range] | None:
+        """All adjacent stages for which there is room together; None where only the run's own code knows their size."""
+        return self.room.spans(self.each) if self.each else None
 
 
 def deal(sizes: Sequence[int], num_devices: int) -> list[int]:
@@ -162,7 +162,7 @@ async def require_room(options: PeerOptions, member: Membership, on: Sequence[to
     )  # fmt: skip
     rooms = [await asyncio.to_thread(of, device) for device in on]
     if options.span == "auto":
-        rooms[0].require(None if options.joins else range(1))
+        rooms[0].require(None)
         return rooms[0]
     stages = options.span.of(len(member.blocks))
     numbers = dealt(member.config, stages, len(rooms))

@@ -264,6 +264,7 @@ async def options_of(
         weights = await contents.initial_weights(block, resumes=resumes)
         own[block] = dataclasses.replace(
             options, prefix=f"stage {block}: " if len(blocks) > 1 else "", moves=moves, weights=weights,
+            movable=options.movable and len(blocks) == 1,
             shelves=contents.shelves, resume=start.resume_options(moved=moved, has_weights=weights is not None),
         )  # fmt: skip
     return own
@@ -299,7 +300,7 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         room = await require_room(options, member, start.devices)
         rebalancer = Rebalancer(
             member, claim, random.Random(identity.peer_id), every_seconds=options.rebalance_seconds,
-            checkpoints=options.resume, unfit=room.unfit,
+            checkpoints=options.resume, spans=room.spans,
         )  # fmt: skip
         await say_what_is_wrong(options, member, start.devices)
         everywhere = [await options_for(start, member, one, own_figures, incarnation) for one in start.devices]
@@ -328,13 +329,11 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
 
 
 async def first_stages(options: PeerOptions, rebalancer: Rebalancer, config: RunConfig) -> range:
-    """Claim the stage to begin with: the one that the user named, 0 of a new run, or the one that needs a peer most. Of
-    several that the user named the first one is claimed."""
-    if options.span == "auto" and options.joins:
-        stage = await rebalancer.choose_stage()
-        return range(stage, stage + 1)
-    stages = range(1) if options.span == "auto" else options.span.of(config.stages.num_stages)
-    await rebalancer.goes(stages[0], from_stage=None)
+    """Claim the stages to begin with: those that the user named, or those that need a peer most."""
+    if options.span == "auto":
+        return await rebalancer.choose_stages()
+    stages = options.span.of(config.stages.num_stages)
+    await rebalancer.goes(stages)
     return stages
 
 

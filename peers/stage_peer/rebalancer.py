@@ -1,4 +1,4 @@
-"""Decides which stage a newcomer takes, and when a peer moves to another one, and claims that stage in the DHT.
+"""Decides which stages a newcomer takes, and when a peer moves to others, and claims those stages in the DHT.
 
 The DHT may be wrong about which peers are alive. So a peer leaves a stage only after another peer that stays there has
 answered, and goes only to a stage whose state it can get.
@@ -7,17 +7,19 @@ answered, and goes only to a stage whose state it can get.
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from peers.shared.network import Membership
+from peers.shared.room import named, written
 from swarm.averaging.agreement.rules import has_quorum
 from swarm.checkpoint import file
 from swarm.dht.directory import Announcement
 from swarm.errors import Fatal, SwarmError
 from swarm.rebalancing.decision import next_check_seconds
 from swarm.rebalancing.judgement import SETTLE_SECONDS, Judgement, costs_of
-from swarm.rebalancing.layout import layout_of
+from swarm.rebalancing.layout import Span, layout_of
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import LONGEST_WAIT, Block, ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState
 
@@ -35,25 +37,27 @@ class Claim:
         self._announcement = Announcement(membership.directory, "the claim", self._present, membership.clock)
 
     @property
-    def stage(self) -> int | None:
-        return None if self._record is None else self._record.stage
+    def span(self) -> Span:
+        """What is claimed now."""
+        return () if self._record is None else self._record.span
 
-    async def make(self, block: Block, *, from_block: Block | None, confirmed: bool = False) -> ClaimRecord:
-        """Claim a block. Another peer's claim may still take precedence over it, unless it is confirmed at once."""
-        now, before = self._membership.clock.time(), from_block or Block(0)
+    async def make(self, span: Span, *, before: Span, confirmed: bool = False) -> ClaimRecord:
+        """Claim a span, beside or instead of the one that this peer served before. Another peer's claim may still take
+        precedence over it, unless it is confirmed at once."""
+        now = self._membership.clock.time()
         self._record = ClaimRecord(
-            peer_id=self._membership.peer_id, name=self._name, announced_at=now, stage=block.stage,
-            variant=block.variant, from_stage=from_block and before.stage, from_variant=before.variant,
+            peer_id=self._membership.peer_id, name=self._name, announced_at=now, **_claimed(span),
+            from_stage=before[0].stage if before else None, from_variant=before[0].variant if before else 0,
+            from_num_stages=max(1, len(before)),
             state=ClaimState.CONFIRMED if confirmed else ClaimState.PENDING, claimed_at=now,
         )  # fmt: skip
         await self._announcement.now()
         return self._record
 
-    async def confirm(self, block: Block) -> None:
-        """Confirm the claim: the peer goes to this block, which may be another one than it claimed at first."""
+    async def confirm(self, span: Span) -> None:
+        """Confirm the claim: the peer goes to this span, which may be another one than it claimed at first."""
         assert self._record is not None, "what is confirmed was claimed"
-        goes = {"state": ClaimState.CONFIRMED, "stage": block.stage, "variant": block.variant}
-        self._record = self._record.model_copy(update=goes)
+        self._record = self._record.model_copy(update={"state": ClaimState.CONFIRMED, **_claimed(span)})
         await self._announcement.now()
 
     async def withdraw(self) -> None:
@@ -73,10 +77,11 @@ class Claim:
 class Rebalancer:
     def __init__(
         self, membership: Membership, claim: Claim, rng: random.Random, *, every_seconds: float,
-        checkpoints: Path | None, unfit: Collection[int] = (),
+        checkpoints: Path | None, spans: Sequence[range] | None = None,
     ) -> None:  # fmt: skip
         """It checks every so many seconds on average whether to move, and never with 0. A stage that no peer holds can
-        be restored from `checkpoints`, if there are any. For `unfit` stages this machine has too little memory."""
+        be restored from `checkpoints`, if there are any. `spans` are the stages for which this machine has room
+        together; None: any single one."""
         self._membership = membership
         self._own_id = PeerId(membership.peer_id)
         self._claim = claim
@@ -85,65 +90,73 @@ class Rebalancer:
         self._rng = rng
         self._every_seconds = every_seconds
         self._checkpoints = checkpoints
-        self._unfit = set(map(Block, unfit))
         self._costs = costs_of(membership.config)
         self._poll = membership.poll()
-        self._judgement = Judgement(own_id=self._own_id, costs=self._costs)
+        fitting = None if spans is None else list(map(_span, spans))
+        self._has_room = fitting is None or {block for span in fitting for block in span} >= self._costs.keys()
+        self._judgement = Judgement(own_id=self._own_id, costs=self._costs, spans=fitting)
 
     # -- joining -----------------------------------------------------------------------------------------------------
 
-    async def choose_stage(self) -> int:
-        """Choose the stage that this newcomer should serve, and claim it. Raises PeerUnavailable, and Fatal if no peer
-        holds any stage of the run any more."""
+    async def choose_stages(self) -> range:
+        """Choose the stages that this newcomer should serve, and claim them. Raises PeerUnavailable, and Fatal if no
+        peer holds any stage of the run any more."""
         records, claims = await self._look()
         former = [block for block, row in records.items() if any(record.peer_id == self._own_id for record in row)]
-        first = self._some(self._judgement.first_choice(records, claims, self._closed()))
-        own = await self._claim.make(first, from_block=None)
+        first = self._some(self._judgement.first_choice(records, claims, self._lost()))
+        own = await self._claim.make(first, before=())
         await self._clock.sleep(SETTLE_SECONDS)
         records, claims = await self._look()
         lost = self._lost()
-        block = self._some(self._judgement.choice(records, claims, own, self._unfit | lost))
-        await self._claim.confirm(block)
-        left = "".join(_why_not(before, block, lost) for before in former if before != block)
-        logger.info("chose stage %s of 0 to %s%s", block, max(self._costs), left)
-        return block.stage
+        span = self._some(self._judgement.choice(records, claims, own, lost))
+        await self._claim.confirm(span)
+        stages = _stages(span)
+        left = "".join(_why_not(before, stages, lost) for before in former if before not in span)
+        logger.info("chose %s of 0 to %s%s", named(stages), max(self._costs), left)
+        return stages
 
     # -- moving ------------------------------------------------------------------------------------------------------
 
-    async def next_move(self, stage: int, rate: Callable[[], float]) -> int:
-        """Wait, possibly for ever, until this peer should move from `stage`, where it computes with the `rate`, in
-        samples per second. Claim the new stage, and return it."""
+    async def next_move(self, stages: range, rates: Callable[[], Mapping[Block, float]]) -> range:
+        """Wait, possibly for ever, until this peer should move from its `stages`. Claim the new stages, and return
+        them. `rates` gives the samples per second that it manages at each stage, as if it served that one alone."""
         self._judgement.serves()
         while True:
             if self._every_seconds <= 0:
                 await asyncio.Event().wait()
             await self._clock.sleep(next_check_seconds(self._rng, self._every_seconds))
-            self._judgement.measured(Block(stage), rate())
+            self._judgement.measured(rates())
             try:
-                target = await self._check(Block(stage))
+                target = await self._check(_span(stages))
             except SwarmError as error:
                 logger.debug("no look at the other stages: %s", error)
                 continue
-            if target is not None:
-                return target.stage
+            if target:
+                return _stages(target)
 
-    async def _check(self, block: Block) -> Block | None:
+    async def _check(self, span: Span) -> Span:
+        """The span to which this peer should move, which it then has claimed; empty if it should stay."""
         records, claims = await self._look()
         layout = layout_of(records, claims, self._costs)
-        target = self._judgement.wants(layout, self._closed(), self._clock.monotonic())
+        target = self._judgement.wants(layout, self._lost(), self._clock.monotonic())
         if target is None:
-            return None
-        if not await self.can_spare(block.stage) or not await self._can_enter(target):
-            return None
+            return ()
+        for block in span:
+            if block not in target and not await self.can_spare(block.stage):
+                return ()
+        for block in target:
+            if block not in span and not await self._can_enter(block):
+                return ()
         is_confirmed = False
         try:
-            own = await self._claim.make(target, from_block=block)
+            own = await self._claim.make(target, before=span)
             await self._clock.sleep(SETTLE_SECONDS)
             records, claims = await self._look()
             layout = layout_of(records, claims, self._costs, own=own)
-            if not self._judgement.still_wants(layout, target, self._closed(), self._clock.monotonic()):
-                logger.info("stays at stage %s: others are on their way to stage %s", block, target)
-                return None
+            if not self._judgement.still_wants(layout, target, self._lost(), self._clock.monotonic()):
+                going = written(_stages(target))
+                logger.info("stays at stage %s: others are on their way to stage %s", written(_stages(span)), going)
+                return ()
             await self._claim.confirm(target)
             is_confirmed = True
             return target
@@ -174,8 +187,9 @@ class Rebalancer:
         Raises PeerUnavailable."""
         claims = await self._membership.directory.claims()
         coming = (
-            claim.peer_id for claim in claims if claim.block == Block(stage) and claim.state is ClaimState.CONFIRMED
-        )
+            claim.peer_id for claim in claims
+            if Block(stage) in set(claim.span) - {*claim.from_span} and claim.state is ClaimState.CONFIRMED
+        )  # fmt: skip
         if not any(peer_id != self._own_id for peer_id in coming):
             return False
         return not await self._holders(Block(stage), round_number, lineage)
@@ -185,8 +199,9 @@ class Rebalancer:
         peers are asked, otherwise a few."""
         _, claims = await self._look()
         leaving = {
-            claim.peer_id for claim in claims if claim.from_block == block and claim.state is ClaimState.CONFIRMED
-        }
+            claim.peer_id for claim in claims
+            if block in set(claim.from_span) - {*claim.span} and claim.state is ClaimState.CONFIRMED
+        }  # fmt: skip
         staying = [record for record in self._known.others(block) if record.peer_id not in leaving]
         needs_all = self._membership.config.averaging.needs_majority
         return {
@@ -209,20 +224,18 @@ class Rebalancer:
 
     # -- claims ------------------------------------------------------------------------------------------------------
 
-    async def goes(self, stage: int, *, from_stage: int | None) -> None:
-        """Claim a stage, confirmed at once: this peer was told to serve it, or goes back to it."""
-        before = None if from_stage is None else Block(from_stage)
-        await self._claim.make(Block(stage), from_block=before, confirmed=True)
+    async def goes(self, stages: range, *, before: range = range(0)) -> None:
+        """Claim stages, confirmed at once: this peer was told to serve them, or goes back to them."""
+        await self._claim.make(_span(stages), before=_span(before), confirmed=True)
 
-    async def arrived(self, stage: int, *, move_seconds: float | None = None) -> None:
-        """Note that the peer serves the stage now, and that its next move may take as long as this one did."""
-        self._judgement.arrived(Block(stage), move_seconds=move_seconds)
+    async def arrived(self, stages: range, *, move_seconds: float | None = None) -> None:
+        """Note that the peer serves these stages now, and that its next move may take as long as this one did."""
+        self._judgement.arrived(_span(stages), move_seconds=move_seconds)
         await self._claim.withdraw()
 
-    async def gave_up(self, stage: int) -> None:
-        """Note that the peer could not leave its stage for this one, or not enter this one, so that it does not soon
-        try again."""
-        self._judgement.gave_up(Block(stage), self._clock.monotonic())
+    async def gave_up(self, stages: range, *, before: range = range(0)) -> None:
+        """Note that the peer could not move to these stages from those before, so that it does not soon try again."""
+        self._judgement.gave_up(_span(stages), self._clock.monotonic(), before=_span(before))
         await self._claim.withdraw()
 
     # -- what the DHT tells ------------------------------------------------------------------------------------------
@@ -241,25 +254,21 @@ class Rebalancer:
         self._judgement.look(present | under_way, self._clock.monotonic())
         return records, claims
 
-    def _closed(self) -> set[Block]:
-        """Blocks that this peer cannot enter."""
-        return self._unfit | self._lost()
-
     def _lost(self) -> set[Block]:
         """Blocks that no peer can enter: no peer and no checkpoint has what they learnt."""
         if not self._known.round:
             return set()
         return {block for block in self._costs if not self._known.others(block)} - self._restorable()
 
-    def _some(self, block: Block | None) -> Block:
-        if block is None:
-            fits = " that fits into this machine's memory" if self._unfit else ""
+    def _some(self, span: Span | None) -> Span:
+        if span is None:
+            fits = "" if self._has_room else " that fits into this machine's memory"
             raise Fatal(
                 f"nobody holds any stage of this run{fits} any more: if its peers are only frozen or cut off, start "
                 "this one again when they are back; if they are gone for good, start a peer with --stage N and a "
                 "checkpoint (--resume DIR)"
             )
-        return block
+        return span
 
     def _restorable(self) -> set[Block]:
         if self._checkpoints is None:
@@ -273,11 +282,24 @@ class Rebalancer:
         return {name.block for name in names if name.num_stages == num_stages}
 
 
-def _why_not(former: Block, block: Block, lost: Collection[Block]) -> str:
-    """Text that says why a peer that was killed and is back takes this stage, and not the stage at which its old record
-    still announces it."""
+def _span(stages: range) -> Span:
+    return tuple(map(Block, stages))
+
+
+def _stages(span: Span) -> range:
+    return range(span[0].stage, span[-1].stage + 1)
+
+
+def _claimed(span: Span) -> dict[str, Any]:
+    return {"stage": span[0].stage, "variant": span[0].variant, "num_stages": len(span)}
+
+
+def _why_not(former: Block, stages: range, lost: Collection[Block]) -> str:
+    """Text that says why a peer that was killed and is back takes these stages, and not the stage at which its old
+    record still announces it."""
     if former not in lost:
-        return f", and not stage {former}, at which this peer was before: stage {block} needs a peer more"
+        needs = "needs" if len(stages) == 1 else "need"
+        return f", and not stage {former}, at which this peer was before: {named(stages)} {needs} a peer more"
     return (
         f", and not stage {former}, at which this peer was before: it came back without the state, and no other peer "
         "and no checkpoint (--resume DIR) has it"

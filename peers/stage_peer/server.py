@@ -157,8 +157,10 @@ class PeerServer:
             for task in waiting:
                 task.cancel()
 
-    def samples_per_second(self, block: Block) -> float:
-        return self._process.samples_per_second(self.blocks[block].stage)
+    def rates(self) -> dict[Block, float]:
+        """The samples per second that each block would manage alone, of those that have computed."""
+        seconds = {name: block.stage.seconds_per_sample for name, block in self.blocks.items()}
+        return {name: 1.0 / each for name, each in seconds.items() if each}
 
     @property
     def fault(self) -> Fatal | None:

@@ -67,15 +67,21 @@ async def observe(
 def with_moves(
     rows: Sequence[StageRow], announced: Mapping[Block, Sequence[PeerRecord]], claims: Sequence[ClaimRecord]
 ) -> tuple[StageRow, ...]:
-    """Mark each peer that moves. It is listed at its old block until it has left, and then at its new block. A peer
-    that has announced that it leaves, and no longer answers, has left; it is not shown as unreachable."""
+    """Mark each peer that moves. It is listed at the blocks that it leaves until it has left them, and then at its new
+    blocks. A peer that has announced that it leaves, and no longer answers, has left; it is not shown as
+    unreachable."""
     records = [record for row in announced.values() for record in row]
     leaving = {(record.peer_id, record.block) for record in records if record.state is PeerState.LEAVING}
     serving = {(record.peer_id, record.block) for record in records if record.state is PeerState.SERVING}
     serving_ids = {peer_id for peer_id, _ in serving}
     confirmed = [claim for claim in claims if claim.state is ClaimState.CONFIRMED]
-    under_way = {claim.peer_id: claim for claim in confirmed if (claim.peer_id, claim.block) not in serving}
+    under_way = {
+        claim.peer_id: claim
+        for claim in confirmed
+        if any((claim.peer_id, block) not in serving for block in claim.span)
+    }
     shown: dict[Block, list[PeerRow]] = {row.block: [] for row in rows}
+    leaves = set[str]()
     for row in rows:
         for peer in row.peers:
             has_left = peer.state == "unreachable" and (peer.peer_id, row.block) in leaving
@@ -84,24 +90,29 @@ def with_moves(
             if has_left:
                 peer = dataclasses.replace(peer, state="leaving")
             claim = under_way.get(peer.peer_id)
-            if claim is not None and claim.from_block == row.block:
-                under_way.pop(peer.peer_id)
+            if claim is not None and row.block in claim.from_span and row.block not in claim.span:
+                leaves.add(peer.peer_id)
                 waiting_for = peer.waiting_for or claim.waiting_for
-                peer = dataclasses.replace(peer, state="moving", moving_to=claim.block.label, waiting_for=waiting_for)
+                peer = dataclasses.replace(peer, state="moving", moving_to=_label(claim.span), waiting_for=waiting_for)
             shown[row.block].append(peer)
     for claim in under_way.values():
-        state = "joining" if claim.from_stage is None else "moving"
-        shown.setdefault(claim.block, []).append(
-            PeerRow(
-                name=claim.name, peer_id=claim.peer_id, state=state,
-                moving_from=claim.from_block and claim.from_block.label, waiting_for=claim.waiting_for,
-            )
+        arriving = PeerRow(
+            name=claim.name, peer_id=claim.peer_id, state="moving" if claim.from_span else "joining",
+            moving_from=_label(claim.from_span), waiting_for=claim.waiting_for,
         )  # fmt: skip
+        for block in claim.span if claim.peer_id not in leaves else ():
+            if block not in claim.from_span and (claim.peer_id, block) not in serving:
+                shown.setdefault(block, []).append(arriving)
     num_asked = {row.block: row.num_asked for row in rows}
     return tuple(
         StageRow(stage=block.stage, variant=block.variant, peers=tuple(peers), num_asked=num_asked.get(block))
         for block, peers in sorted(shown.items())
     )
+
+
+def _label(span: Sequence[Block]) -> int | str | None:
+    """A span as views show it: the label of its block, or the first and the last one's; None if it is empty."""
+    return (span[0].label if len(span) == 1 else f"{span[0]}-{span[-1]}") if span else None
 
 
 def with_last_peers(

@@ -1,7 +1,7 @@
-"""One peer's conclusions from its looks at the DHT: which stage to join, and whether to move.
+"""One peer's conclusions from its looks at the DHT: which span to join with, and whether to move.
 
 Keeps what the peer has learnt from look to look: how long others stay, which throughput it measured itself, which
-stages it could not enter, whether it has seen a gap before. What a sample costs at each stage follows from the
+blocks it could not enter, whether it has seen a gap before. What a sample costs at each stage follows from the
 configuration alone: reports of a stage's peers say as much about their machines as about the stage. Pure: it never
 waits, reads or claims.
 """
@@ -12,8 +12,8 @@ from collections.abc import Collection, Mapping, Sequence, Set
 
 from swarm.config import RunConfig
 from swarm.model.stages import layer_ranges
-from swarm.rebalancing.decision import DEFAULT, choose_block, decide
-from swarm.rebalancing.layout import Layout, layout_of, newcomers_before, without_choosing
+from swarm.rebalancing.decision import DEFAULT, choose_span, decide
+from swarm.rebalancing.layout import Layout, Span, all_spans, layout_of, newcomers_before, without_choosing
 from swarm.types import Block, ClaimRecord, PeerId, PeerRecord
 
 PRIOR_SECONDS = 3600.0
@@ -21,7 +21,7 @@ PRIOR_SECONDS = 3600.0
 SETTLE_SECONDS = 3.0
 """The time from a claim to the second look. By then all claims of the same moment can be read."""
 AVOID_SECONDS = 60.0
-"""How long a peer avoids a stage that it could not enter; twice as long each time."""
+"""How long a peer avoids a block that it could not enter; twice as long each time."""
 MAX_AVOID_SECONDS = 3600.0
 
 
@@ -86,81 +86,96 @@ class Judgement:
     Every `now` is seconds of a clock that never goes back. The peer also avoids blocks that it failed to enter.
     """
 
-    def __init__(self, *, own_id: PeerId, costs: Mapping[Block, float]) -> None:
+    def __init__(self, *, own_id: PeerId, costs: Mapping[Block, float], spans: Collection[Span] | None = None) -> None:
+        """`spans` are those for which the peer has room; None: any single block."""
         self._own_id = own_id
         self._costs = costs
+        self._spans = all_spans([*costs], 1) if spans is None else spans
         self._policy = DEFAULT
         self._stays = Stays()
         self._rates: dict[Block, float] = {}
-        self._avoided: dict[Block, tuple[float, float]] = {}
-        """Until when each block is avoided, and for how long it will be the next time."""
+        self._avoided: dict[Block | Span, tuple[float, float]] = {}
+        """Until when each block is avoided, or a span to which the peer could not narrow its own, and for how long it
+        will be the next time."""
         self._saw_gap = False
 
     def look(self, present: Set[PeerId], now: float) -> None:
-        """Take note of the peers that are there, those on their way to another stage included."""
+        """Take note of the peers that are there, those on their way to other blocks included."""
         self._stays.look(present, now)
 
     # -- joining -----------------------------------------------------------------------------------------------------
 
-    def first_choice(self, records: Records, claims: Sequence[ClaimRecord], closed: Collection[Block]) -> Block | None:
-        """The block that this newcomer should claim; None if there is none that it can enter."""
+    def first_choice(self, records: Records, claims: Sequence[ClaimRecord], closed: Collection[Block]) -> Span | None:
+        """The span that this newcomer should claim; None if there is none that it can enter."""
         others = [claim for claim in claims if claim.peer_id != self._own_id]
-        return choose_block(layout_of(self._without_own(records), others, self._costs), closed=closed)
+        layout = layout_of(self._without_own(records), others, self._costs)
+        return choose_span(layout, self._spans, closed=closed)
 
     def choice(
         self, records: Records, claims: Sequence[ClaimRecord], own: ClaimRecord, closed: Collection[Block]
-    ) -> Block | None:
-        """The block that this newcomer should serve, after the second look.
+    ) -> Span | None:
+        """The span that this newcomer should serve, after the second look.
 
         Each of several newcomers that start together places those before it by the same rule.
         """
         layout = layout_of(self._without_own(records), without_choosing(claims), self._costs, own=own)
-        return choose_block(layout, num_before=len(newcomers_before(claims, own, layout)), closed=closed)
+        num_before = len(newcomers_before(claims, own, layout))
+        return choose_span(layout, self._spans, num_before=num_before, closed=closed)
 
     def _without_own(self, records: Records) -> Records:
         """The records without those of this peer's id. A newcomer has no record yet, so such a record is from a killed
-        process, whose stage may now be the one that needs a peer."""
+        process, whose blocks may now be those that need a peer."""
         return {block: [r for r in row if r.peer_id != self._own_id] for block, row in records.items()}
 
     # -- moving ------------------------------------------------------------------------------------------------------
 
     def serves(self) -> None:
-        """Note that the peer has begun to serve a stage: a gap that it saw from another stage does not count."""
+        """Note that the peer has begun to serve its span: a gap that it saw from another one does not count."""
         self._saw_gap = False
 
-    def measured(self, block: Block, samples_per_second: float) -> None:
-        """Note the throughput that the peer has measured at the block that it serves."""
-        self._rates[block] = samples_per_second
+    def measured(self, rates: Mapping[Block, float]) -> None:
+        """Note the samples per second that the peer has measured at each block that it serves, as if it served that
+        one alone."""
+        self._rates.update(rates)
 
-    def wants(self, layout: Layout, closed: Collection[Block], now: float) -> Block | None:
-        """The block that the peer should claim; None if it should stay until its next look."""
+    def wants(self, layout: Layout, closed: Collection[Block], now: float) -> Span | None:
+        """The span that the peer should claim; None if it should stay until its next look."""
         target = self._decide(layout, closed, now, waited=self._saw_gap)
         if target is None:
             self._saw_gap = self._decide(layout, closed, now, waited=True) is not None
         return target
 
-    def still_wants(self, layout: Layout, target: Block, closed: Collection[Block], now: float) -> bool:
+    def still_wants(self, layout: Layout, target: Span, closed: Collection[Block], now: float) -> bool:
         """Whether the move to `target` is still called for, after the second look (`layout_of` with `own`)."""
         return self._decide(layout, closed, now, waited=self._saw_gap) == target
 
-    def _decide(self, layout: Layout, closed: Collection[Block], now: float, *, waited: bool) -> Block | None:
+    def _decide(self, layout: Layout, closed: Collection[Block], now: float, *, waited: bool) -> Span | None:
         policy = dataclasses.replace(self._policy, stay_seconds=self._stays.mean_seconds)
-        closed = self.avoided(now) | set(closed)
-        return decide(layout, self._own_id, policy, own_rates=self._rates, closed=closed, waited=waited)
+        # A peer of several blocks does not move yet, and one of a single block only to another one.
+        singles = [span for span in self._spans if len(span) == 1]
+        return decide(
+            layout, self._own_id, policy, spans=singles, own_rates=self._rates, closed=self.avoided(now) | set(closed),
+            waited=waited,
+        )  # fmt: skip
 
     # -- how a move ended --------------------------------------------------------------------------------------------
 
-    def arrived(self, block: Block, *, move_seconds: float | None) -> None:
-        """Note that the peer serves a block now. The next move is expected to take as long as this one did."""
+    def arrived(self, span: Span, *, move_seconds: float | None) -> None:
+        """Note that the peer serves a span now. The next move is expected to take as long as this one did."""
         if move_seconds is not None:
             self._policy = dataclasses.replace(self._policy, move_seconds=move_seconds)
-        self._avoided.pop(block, None)
+        self._avoided.pop(span, None)
+        for block in span:
+            self._avoided.pop(block, None)
 
-    def gave_up(self, block: Block, now: float) -> None:
-        """Avoid a block for a while, because the peer could not leave for it or not enter it."""
-        _, seconds = self._avoided.get(block, (0.0, AVOID_SECONDS))
-        self._avoided[block] = now + seconds, min(2 * seconds, MAX_AVOID_SECONDS)
+    def gave_up(self, span: Span, now: float, *, before: Span = ()) -> None:
+        """Avoid the new blocks of a span for a while, because the peer could not leave blocks of its span `before` for
+        it or not enter it. If it has no new ones, avoid that span."""
+        avoiding: list[Block | Span] = [block for block in span if block not in before]
+        for avoided in avoiding or [span]:
+            _, seconds = self._avoided.get(avoided, (0.0, AVOID_SECONDS))
+            self._avoided[avoided] = now + seconds, min(2 * seconds, MAX_AVOID_SECONDS)
 
-    def avoided(self, now: float) -> set[Block]:
-        """The blocks that the peer avoids now, because it has failed to enter them."""
-        return {block for block, (until, _) in self._avoided.items() if until > now}
+    def avoided(self, now: float) -> set[Block | Span]:
+        """The blocks that the peer avoids now, because it has failed to enter them, and spans."""
+        return {avoided for avoided, (until, _) in self._avoided.items() if until > now}

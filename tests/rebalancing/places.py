@@ -5,8 +5,13 @@ import random
 from collections.abc import Mapping, Sequence
 
 from swarm.rebalancing.decision import DEFAULT, Policy, decide
-from swarm.rebalancing.layout import Layout, Worker
+from swarm.rebalancing.layout import Layout, Span, Worker
 from swarm.types import Block, PeerId
+
+
+def span(first: int, last: int | None = None) -> Span:
+    """The blocks of stages `first` to `last`, or of one stage."""
+    return tuple(map(Block, range(first, (first if last is None else last) + 1)))
 
 
 def by_block(costs: Sequence[float]) -> dict[Block, float]:
@@ -17,16 +22,16 @@ def by_block(costs: Sequence[float]) -> dict[Block, float]:
 def layout(*stages: Sequence[float], costs: Sequence[float] | None = None, movable: bool = True) -> Layout:
     """Peers with these speeds at each stage, which all serve; peer 2 of stage 1 is `1.2`."""
     workers = [
-        Worker(peer_id=PeerId(f"{stage}.{number}"), block=Block(stage), speed=speed, movable=movable)
+        Worker(peer_id=PeerId(f"{stage}.{number}"), span=(Block(stage),), speed=speed, movable=movable)
         for stage, speeds in enumerate(stages)
         for number, speed in enumerate(speeds)
     ]
     return Layout(workers, by_block(costs or [1.0] * len(stages)))
 
 
-def moved(before: Layout, peer_id: PeerId, block: Block) -> Layout:
+def moved(before: Layout, peer_id: PeerId, span: Span) -> Layout:
     """The layout after a peer's move."""
-    changed = dataclasses.replace(before.workers[peer_id], block=block)
+    changed = dataclasses.replace(before.workers[peer_id], span=span)
     return Layout((before.workers | {peer_id: changed}).values(), before.costs)
 
 
@@ -37,10 +42,12 @@ def with_speeds(before: Layout, speeds: Mapping[PeerId, float]) -> Layout:
 
 
 def settle(
-    now: Layout, rng: random.Random, policy: Policy = DEFAULT, *, limit: int = 10_000
-) -> list[tuple[PeerId, Block, Layout]]:
-    """Let peers decide one at a time, in random order, until none moves; yields each move and the layout after it."""
-    moves: list[tuple[PeerId, Block, Layout]] = []
+    now: Layout, rng: random.Random, policy: Policy = DEFAULT, *, limit: int = 10_000,
+    spans: Mapping[PeerId, Sequence[Span]] | None = None,
+) -> list[tuple[PeerId, Span, Layout]]:  # fmt: skip
+    """Let peers decide one at a time, in random order, until none moves; gives each move and the layout after it.
+    `spans` are those for which each peer has room; None: all have room for any single block."""
+    moves: list[tuple[PeerId, Span, Layout]] = []
     turns: list[PeerId] = []
     num_stays = 0
     # By then every peer has had a turn after waiting, in whichever order the turns came.
@@ -49,7 +56,8 @@ def settle(
             turns = sorted(now.workers)
             rng.shuffle(turns)
         peer_id = turns.pop()
-        target = decide(now, peer_id, policy, waited=num_stays >= len(now.workers))
+        room = None if spans is None else spans[peer_id]
+        target = decide(now, peer_id, policy, spans=room, waited=num_stays >= len(now.workers))
         if target is None:
             num_stays += 1
             continue

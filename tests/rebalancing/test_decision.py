@@ -2,21 +2,22 @@
 
 import random
 import time
+from typing import Any
 
 import pytest
 
-from swarm.rebalancing.decision import Policy, choose_block, decide, next_check_seconds
-from swarm.rebalancing.layout import Layout, Worker
+from swarm.rebalancing.decision import Policy, choose_span, decide, next_check_seconds
+from swarm.rebalancing.layout import Layout, Span, Worker, all_spans
 from swarm.types import Block, PeerId
-from tests.rebalancing.places import by_block, layout, settle
+from tests.rebalancing.places import by_block, layout, settle, span
 
 FIRST, SECOND, THIRD = PeerId("0.0"), PeerId("0.1"), PeerId("0.2")
 
 
 def test_a_stage_that_lost_two_of_three_gets_one() -> None:
     now = layout([1, 1, 1], [1], [1, 1, 1])
-    assert decide(now, FIRST) == Block(1)
-    assert decide(now, PeerId("2.1")) == Block(1)
+    assert decide(now, FIRST) == span(1)
+    assert decide(now, PeerId("2.1")) == span(1)
     assert decide(now, PeerId("1.0")) is None
     moves = settle(now, random.Random(1))
     assert len(moves) == 1
@@ -37,9 +38,9 @@ def test_a_move_that_raises_nothing_by_itself_is_made_if_the_next_one_does() -> 
 def test_the_last_serving_peer_stays() -> None:
     assert decide(layout([9], [1]), FIRST) is None
     workers = [
-        Worker(peer_id=FIRST, block=Block(0), speed=9, movable=True),
-        Worker(peer_id=SECOND, block=Block(0), speed=9, serving=False),
-        Worker(peer_id=THIRD, block=Block(1), speed=1, movable=True),
+        Worker(peer_id=FIRST, span=span(0), speed=9, movable=True),
+        Worker(peer_id=SECOND, span=span(0), speed=9, missing={Block(0)}),
+        Worker(peer_id=THIRD, span=span(1), speed=1, movable=True),
     ]
     assert decide(Layout(workers, by_block([1, 1])), FIRST) is None, "the other one has not arrived"
 
@@ -47,16 +48,16 @@ def test_the_last_serving_peer_stays() -> None:
 def test_the_best_fitting_peer_goes_and_others_only_if_it_does_not() -> None:
     now = layout([6, 1, 1, 1], [4])
     assert decide(now, FIRST) is None, "its stage would be the weakest then"
-    assert decide(now, SECOND) == Block(1)
+    assert decide(now, SECOND) == span(1)
     now = layout([3, 1.5, 1.5], [2])
-    assert decide(now, SECOND) == Block(1)
+    assert decide(now, SECOND) == span(1)
     assert decide(now, FIRST) is None
-    assert decide(now, FIRST, waited=True) == Block(1)
+    assert decide(now, FIRST, waited=True) == span(1)
 
 
 def test_the_strongest_stage_gives_first() -> None:
     now = layout([1] * 5, [1] * 2, [])
-    assert decide(now, FIRST) == Block(2)
+    assert decide(now, FIRST) == span(2)
     assert decide(now, PeerId("1.0")) is None, "its stage would be a gap itself"
 
 
@@ -70,12 +71,12 @@ def test_errors_do_not_make_a_move_look_needless(errors: tuple[float, float, flo
 
 def test_a_move_has_to_pay_for_itself() -> None:
     now = layout([1, 1, 1], [1])
-    assert decide(now, FIRST, Policy(move_seconds=60, stay_seconds=130)) == Block(1)
+    assert decide(now, FIRST, Policy(move_seconds=60, stay_seconds=130)) == span(1)
     assert decide(now, FIRST, Policy(move_seconds=60, stay_seconds=110)) is None
     crowd = layout([1] * 104, [1] * 97)
-    assert decide(crowd, FIRST, Policy(hysteresis=0.1)) == Block(1)
+    assert decide(crowd, FIRST, Policy(hysteresis=0.1)) == span(1)
     assert decide(crowd, FIRST, Policy(hysteresis=0.3, enough=5.0)) is None
-    assert decide(crowd, FIRST, Policy(hysteresis=0.3)) == Block(1), "half a peer's worth is enough"
+    assert decide(crowd, FIRST, Policy(hysteresis=0.3)) == span(1), "half a peer's worth is enough"
 
 
 def test_costs_tell_what_a_peer_would_manage_elsewhere() -> None:
@@ -88,40 +89,40 @@ def test_costs_tell_what_a_peer_would_manage_elsewhere() -> None:
 def test_what_a_peer_measured_there_itself_counts_more() -> None:
     now = layout([1, 1, 1], [1])
     assert decide(now, FIRST, own_rates={Block(1): 0.05}) is None
-    assert decide(now, FIRST, own_rates={Block(0): 0.05}) == Block(1), (
+    assert decide(now, FIRST, own_rates={Block(0): 0.05}) == span(1), (
         "of the stage where it is, the announced figure is newer"
     )
 
 
 def test_a_stage_that_cannot_be_entered() -> None:
     now = layout([1, 1, 1], [])
-    assert decide(now, FIRST) == Block(1)
+    assert decide(now, FIRST) == span(1)
     assert decide(now, FIRST, closed={Block(1)}) is None
     now = layout([1] * 6, [1], [1, 1])
-    assert decide(now, FIRST) == decide(now, FIRST, closed={Block(2)}) == Block(1), "that move pays by itself"
+    assert decide(now, FIRST) == decide(now, FIRST, closed={Block(2)}) == span(1), "that move pays by itself"
 
 
 def test_pinned_peers_are_not_counted_on() -> None:
     now = layout([1, 1, 1], [1], movable=False)
     assert decide(now, FIRST) is None
-    workers = [*now.workers.values(), Worker(peer_id=PeerId("0.9"), block=Block(0), speed=0.6, movable=True)]
-    assert decide(Layout(workers, now.costs), PeerId("0.9")) == Block(1), "though another one would fit better"
+    workers = [*now.workers.values(), Worker(peer_id=PeerId("0.9"), span=span(0), speed=0.6, movable=True)]
+    assert decide(Layout(workers, now.costs), PeerId("0.9")) == span(1), "though another one would fit better"
 
 
 def test_unmeasured_peers_count_as_usual_ones() -> None:
     now = layout([2, 2, 0], [2])
     assert list(now.throughput.values()) == [6, 2]
-    assert decide(now, THIRD) == Block(1)
+    assert decide(now, THIRD) == span(1)
     assert list(layout([0, 0], [0]).throughput.values()) == [2, 1]
 
 
 def test_newcomers_fill_the_weakest_stage_one_after_another() -> None:
-    assert choose_block(Layout([], by_block([1, 1, 1]))) == Block(0)
+    assert _choice(Layout([], by_block([1, 1, 1]))) == span(0)
     now = layout([1], [], [1])
-    assert [choose_block(now, num_before=number) for number in range(4)] == [*map(Block, (1, 0, 1, 2))]
-    assert choose_block(now, closed={Block(1)}) == Block(0)
-    assert choose_block(now, closed=set(now.costs)) is None
-    assert choose_block(layout([1], [3], [1, 1])) == Block(0)
+    assert [_choice(now, num_before=number) for number in range(4)] == [*map(span, (1, 0, 1, 2))]
+    assert _choice(now, closed={Block(1)}) == span(0)
+    assert _choice(now, closed=set(now.costs)) is None
+    assert _choice(layout([1], [3], [1, 1])) == span(0)
 
 
 def test_check_times_are_spread() -> None:
@@ -145,6 +146,11 @@ def test_a_decision_among_400_peers_is_cheap() -> None:
     assert min(seconds(torn) for _ in range(5)) < 0.1
 
 
-def _rows(moves: list[tuple[PeerId, Block, Layout]]) -> list[list[PeerId]]:
+def _rows(moves: list[tuple[PeerId, Span, Layout]]) -> list[list[PeerId]]:
     last = moves[-1][2]
-    return [[p for p, worker in last.workers.items() if worker.block == block] for block in last.costs]
+    return [[p for p, worker in last.workers.items() if block in worker.span] for block in last.costs]
+
+
+def _choice(now: Layout, **more: Any) -> Span | None:
+    """Where a newcomer goes that has room for one block."""
+    return choose_span(now, all_spans([*now.costs], 1), **more)

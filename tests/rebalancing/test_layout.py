@@ -3,13 +3,14 @@
 import random
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.rebalancing.decision import choose_block, decide
-from swarm.rebalancing.layout import comes_before, layout_of, newcomers_before, without_choosing
+from swarm.rebalancing.decision import choose_span, decide
+from swarm.rebalancing.layout import all_spans, comes_before, layout_of, newcomers_before, without_choosing
 from swarm.types import Block, ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState
-from tests.rebalancing.places import by_block
+from tests.rebalancing.places import by_block, span
 
 COSTS = by_block([1.0, 2.0, 1.0])
 
@@ -48,17 +49,46 @@ def test_a_peer_on_its_way_counts_where_it_goes_with_what_it_will_manage_there()
     assert list(withdrawn.throughput.values()) == [12.0, 6.0, 6.0]
 
 
-def test_a_peer_that_serves_several_stages_counts_at_each() -> None:
-    """It stays. One that may move counts once, where it was announced last."""
-    span = [_record(1, stage, movable=False, announced_at=100.0 + stage) for stage in (0, 1)]
-    now = layout_of(_by_stage(*span, _record(2, 2)), [], COSTS)
-    assert list(now.throughput.values()) == [6.0, 6.0, 6.0]
+@pytest.mark.parametrize("movable", [False, True])
+def test_a_peer_that_serves_several_stages_counts_at_each(movable: bool) -> None:
+    served = [
+        _record(1, stage, movable=movable, announced_at=100.0 + stage, samples_per_second=2.0) for stage in (0, 1)
+    ]
+    now = layout_of(_by_stage(*served, _record(2, 2)), [], COSTS)
+    assert list(now.throughput.values()) == [2.0, 2.0, 6.0]
     assert list(now.num_serving.values()) == [1, 1, 1]
-    claimed = layout_of(_by_stage(span[1], _record(2, 2)), [_claim(1, 0)], COSTS)
+    assert now.workers[_id(1)].speed == 6.0, "each sample takes the time of both"
+    assert now.workers[_id(1)].movable is movable
+    unmeasured = [served[0], _record(1, 1, movable=movable, samples_per_second=0.0)]
+    assert layout_of(_by_stage(*unmeasured), [], COSTS).workers[_id(1)].speed == 2.0
+    claimed = layout_of(_by_stage(served[1], _record(2, 2)), [_claim(1, 0, num_stages=2)], COSTS)
     assert list(claimed.num_workers.values()) == [1, 1, 1]
     assert list(claimed.num_serving.values()) == [0, 1, 1], "it is about to serve the first one"
-    moved = [_record(1, 0), _record(1, 1, announced_at=101.0)]
-    assert list(layout_of(_by_stage(*moved), [], COSTS).num_serving.values()) == [0, 1, 0]
+
+
+def test_a_peer_on_its_way_to_another_span_counts_at_what_it_keeps_and_where_it_goes() -> None:
+    records = _by_stage(_record(1, 0, samples_per_second=2.0), _record(1, 1, samples_per_second=2.0), _record(2, 0))
+    shifts = layout_of(records, [_claim(1, 1, from_stage=0, from_num_stages=2, num_stages=2)], COSTS)
+    assert list(shifts.throughput.values()) == [6.0, 2.0, 2.0]
+    assert list(shifts.num_serving.values()) == [1, 1, 0]
+    narrows = layout_of(records, [_claim(1, 1, from_stage=0, from_num_stages=2)], COSTS)
+    assert list(narrows.throughput.values()) == [6.0, 3.0, 0.0]
+    assert not narrows.workers[_id(1)].movable, "not before it has arrived"
+
+
+def test_blocks_on_one_device_share_its_time_and_others_do_not() -> None:
+    records = _by_stage(*(_record(1, stage, device=f"cuda:{stage}", movable=False) for stage in (0, 1)))
+    assert list(layout_of(records, [], COSTS).throughput.values()) == [6.0, 6.0, 0.0]
+
+
+def test_what_a_former_process_of_the_peer_announced_does_not_count() -> None:
+    records = _by_stage(_record(1, 0, nonce="a"), _record(1, 1, nonce="b", announced_at=101.0))
+    assert list(layout_of(records, [], COSTS).num_serving.values()) == [0, 1, 0]
+
+
+def test_a_claim_of_stages_that_the_run_does_not_have_does_not_count() -> None:
+    now = layout_of(_by_stage(_record(1, 0)), [_claim(1, 2, from_stage=0, num_stages=4096)], COSTS)
+    assert list(now.num_serving.values()) == [1, 0, 0]
 
 
 def test_a_leaving_peer_counts_only_if_it_is_on_its_way() -> None:
@@ -110,13 +140,13 @@ def test_of_all_who_claim_at_once_only_as_many_go_as_there_are_gaps(
     first = layout_of(records, [], costs)
     targets = {number: decide(first, _id(number)) for number in range(len(stages))}
     claims = [
-        _claim(number, target.stage, from_stage=stages[number], claimed_at=float(times[number]))
+        _claim(number, target[0].stage, from_stage=stages[number], claimed_at=float(times[number]))
         for number, target in targets.items()
         if target is not None
     ]
     # This holds in whichever order they look again, and whether the first ones have confirmed by then or not.
     in_turn = random.Random(seed).sample(claims, len(claims))
-    going = [o for o in in_turn if decide(layout_of(records, claims, costs, own=o), PeerId(o.peer_id)) == o.block]
+    going = [o for o in in_turn if decide(layout_of(records, claims, costs, own=o), PeerId(o.peer_id)) == o.span]
     after = layout_of(records, going, costs)
     best = len(stages) // 3
     assert after.pipeline_throughput >= first.pipeline_throughput
@@ -134,14 +164,14 @@ def test_newcomers_at_the_same_time_spread() -> None:
     chosen = []
     for own in choosing:
         now = layout_of({}, without_choosing(choosing), costs, own=own)
-        chosen.append(choose_block(now, num_before=len(newcomers_before(choosing, own, now))))
-    assert sorted(chosen) == [Block(number // 3) for number in range(9)]  # type: ignore[type-var]  # None would not sort
+        chosen.append(choose_span(now, all_spans([*costs], 1), num_before=len(newcomers_before(choosing, own, now))))
+    assert sorted(chosen) == [span(number // 3) for number in range(9)]  # type: ignore[type-var]  # None would not sort
 
 
 def test_variants_of_a_stage_are_blocks_of_their_own() -> None:
     costs = {Block(0): 1.0, Block(1): 1.0, Block(1, 1): 1.0}
     records = {Block(0): [_record(1, 0), _record(2, 0)], Block(1): [_record(3, 1)]}
     now = layout_of(records, [], costs)
-    assert decide(now, _id(1)) == choose_block(now) == Block(1, 1)
+    assert decide(now, _id(1)) == choose_span(now, all_spans([*costs], 1)) == (Block(1, 1),)
     gone = layout_of(records, [_claim(1, 1, from_stage=0, variant=1)], costs)
     assert list(gone.throughput.values()) == [6.0, 6.0, 6.0]

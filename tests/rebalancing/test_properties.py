@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from swarm.rebalancing.decision import DEFAULT, decide
 from swarm.rebalancing.layout import Layout, Worker
-from swarm.types import Block, PeerId
-from tests.rebalancing.places import by_block, moved, settle, with_speeds
+from swarm.types import PeerId
+from tests.rebalancing.places import by_block, moved, settle, span, with_speeds
 
 speeds = st.floats(0.05, 20.0)
 
@@ -23,8 +23,9 @@ def layouts(draw: st.DrawFn, *, min_peers: int = 1, equal: bool = False) -> Layo
     )
     workers = [
         Worker(
-            peer_id=PeerId(f"{number}"), block=Block(draw(st.integers(0, num_stages - 1))),
-            speed=1.0 if equal else draw(st.one_of(speeds, st.just(0.0))), serving=equal or draw(st.integers(0, 9)) > 0,
+            peer_id=PeerId(f"{number}"), span=(at := span(draw(st.integers(0, num_stages - 1)))),
+            speed=1.0 if equal else draw(st.one_of(speeds, st.just(0.0))),
+            missing=() if equal or draw(st.integers(0, 9)) > 0 else at,
             movable=equal or draw(st.integers(0, 4)) > 0,
         )
         for number in range(draw(st.integers(min_peers, 25)))
@@ -36,7 +37,7 @@ def layouts(draw: st.DrawFn, *, min_peers: int = 1, equal: bool = False) -> Layo
 @given(layouts(), st.integers(0, 2**32))
 def test_a_move_never_lowers_the_throughput_nor_empties_a_stage(now: Layout, seed: int) -> None:
     for peer_id, _, after in settle(now, random.Random(seed)):
-        source = now.workers[peer_id].block
+        [source] = now.workers[peer_id].span
         assert after.pipeline_throughput >= now.pipeline_throughput
         # That holds also while the peer is on its way, when it counts nowhere.
         assert now.throughput[source] - now.speed(now.workers[peer_id]) / now.costs[source] >= now.pipeline_throughput
@@ -53,14 +54,14 @@ def test_it_settles(now: Layout, seed: int) -> None:
 
 def test_a_peer_does_not_go_to_and_fro_for_the_sake_of_a_move_that_another_does_not_make() -> None:
     """The fast peer stays at the stage where a sample costs little: its figure there is too uncertain for a move."""
-    slow = [Worker(peer_id=PeerId(f"slow {n}"), block=Block(0), movable=n > 0) for n in range(5)]
+    slow = [Worker(peer_id=PeerId(f"slow {n}"), span=span(0), movable=n > 0) for n in range(5)]
     others = [
-        Worker(peer_id=PeerId("fast"), block=Block(2), speed=2.0, movable=True),
-        Worker(peer_id=PeerId("slowest"), block=Block(2), speed=0.05),
-        *(Worker(peer_id=PeerId(f"joining {n}"), block=Block(2), serving=False) for n in range(2)),
+        Worker(peer_id=PeerId("fast"), span=span(2), speed=2.0, movable=True),
+        Worker(peer_id=PeerId("slowest"), span=span(2), speed=0.05),
+        *(Worker(peer_id=PeerId(f"joining {n}"), span=span(2), missing=span(2)) for n in range(2)),
     ]
     moves = settle(Layout([*slow, *others], by_block([3.0, 3.0, 0.25])), random.Random(0), limit=3)
-    assert {block for _, block, _ in moves} == {Block(1)}
+    assert {to for _, to, _ in moves} == {span(1)}
 
 
 @settings(max_examples=60)
@@ -82,12 +83,13 @@ def test_a_settled_swarm_has_no_single_move_worth_making(now: Layout, seed: int)
     moves = settle(now, random.Random(seed))
     now = moves[-1][2] if moves else now
     for worker in now.workers.values():
-        if not (worker.movable and worker.serving) or now.num_serving[worker.block] < 2:
+        [source] = worker.span
+        if not worker.movable or worker.missing or now.num_serving[source] < 2:
             continue
-        for target in now.costs.keys() - {worker.block}:
-            gain = moved(now, worker.peer_id, target).pipeline_throughput - now.pipeline_throughput
-            most = 2 * (now.squares[worker.block] + now.squares[target]) ** 0.5 * DEFAULT.hysteresis
-            assert gain <= max(most, 0.02 * now.speed(worker) / now.costs[worker.block])
+        for target in now.costs.keys() - {source}:
+            gain = moved(now, worker.peer_id, (target,)).pipeline_throughput - now.pipeline_throughput
+            most = 2 * (now.squares[source] + now.squares[target]) ** 0.5 * DEFAULT.hysteresis
+            assert gain <= max(most, 0.02 * now.speed(worker) / now.costs[source])
 
 
 def test_noise_moves_hardly_anybody() -> None:
@@ -118,7 +120,7 @@ def _any_layout(rng: random.Random) -> Layout:
     num_stages = rng.randint(2, 5)
     workers = [
         Worker(
-            peer_id=PeerId(str(number)), block=Block(rng.randrange(num_stages)), movable=True,
+            peer_id=PeerId(str(number)), span=span(rng.randrange(num_stages)), movable=True,
             speed=rng.choice([1.0, rng.uniform(1, 3), rng.uniform(0.05, 20)]),
         )
         for number in range(rng.randint(2, 25))
@@ -137,6 +139,6 @@ def test_of_two_movers_the_later_one_counts_the_first(now: Layout, seed: int) ->
     after = moved(now, first, to_first)
     again = decide(after, second)
     if again is not None:
-        source = after.workers[second].block
+        [source] = after.workers[second].span
         assert after.num_serving[source] >= 2
         assert moved(after, second, again).pipeline_throughput >= after.pipeline_throughput

@@ -3,7 +3,7 @@
 import asyncio
 import random
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -48,10 +48,11 @@ class Ordered(Rebalancer):
         super().__init__(*parts, **more)
         self.orders: asyncio.Queue[int] = asyncio.Queue()
 
-    async def next_move(self, stage: int, rate: Callable[[], float]) -> int:
+    async def next_move(self, stages: range, rates: Callable[[], Mapping[Block, float]]) -> range:
         target = await self.orders.get()
-        await self.goes(target, from_stage=stage)
-        return target
+        going = range(target, target + 1)
+        await self.goes(going, before=stages)
+        return going
 
 
 class Record(Events):

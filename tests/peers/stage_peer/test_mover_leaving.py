@@ -122,7 +122,7 @@ async def test_a_stage_s_last_holder_stays_until_whoever_is_on_its_way_has_the_s
     monkeypatch.setattr(handlers, "download", slowly)
     (tmp_path / "nothing").mkdir()
     joiner = LocalPeer(config, store, resume=tmp_path / "nothing")
-    await joiner.rebalancer.goes(1, from_stage=None)
+    await joiner.rebalancer.goes(range(1, 2))
     joiner.served.put_nowait(1)  # The block begins at once.
     async with joiner.running(1):
         await asked.wait()

@@ -55,7 +55,7 @@ class SlowStore(MemoryStore):
 class Peer:
     """Announces itself, and does what its rebalancer says."""
 
-    def __init__(self, world: "World", number: int, unfit: Sequence[int] = ()) -> None:
+    def __init__(self, world: "World", number: int, spans: Sequence[range] | None = None) -> None:
         self.world = world
         identity = generate()
         self.peer_id = PeerId(identity.peer_id)
@@ -64,7 +64,7 @@ class Peer:
         self.directory, self.known = member.directory, member.known
         self.claim = Claim(member, str(number))
         self.rebalancer = Rebalancer(
-            member, self.claim, rng, every_seconds=PERIOD_SECONDS, checkpoints=world.checkpoints, unfit=unfit
+            member, self.claim, rng, every_seconds=PERIOD_SECONDS, checkpoints=world.checkpoints, spans=spans
         )
         self.stage: int | None = None
         self.state = PeerState.SERVING
@@ -83,14 +83,16 @@ class Peer:
             task.cancel()
 
     async def _live(self, stage: int | None) -> None:
-        self.stage = stage if stage is not None else await self.rebalancer.choose_stage()
+        self.stage = stage if stage is not None else (await self.rebalancer.choose_stages())[0]
         while True:
             await self.announce()
-            await self.rebalancer.arrived(self.stage)
-            target = await self.rebalancer.next_move(self.stage, lambda: 10.0)
+            here = range(self.stage, self.stage + 1)
+            await self.rebalancer.arrived(here)
+            going = await self.rebalancer.next_move(here, dict)
             if not await self.rebalancer.can_spare(self.stage):
-                await self.rebalancer.gave_up(target)
+                await self.rebalancer.gave_up(going, before=here)
                 continue
+            [target] = going
             self.world.moves.append((self.world.clock.monotonic(), self.stage, target))
             left, self.stage = Block(self.stage), None
             await self.directory.withdraw(left)
@@ -313,9 +315,9 @@ async def test_a_stage_that_could_not_be_entered_is_left_alone_for_longer_each_t
 
     async def fail() -> None:
         while True:
-            target = await peer.rebalancer.next_move(0, lambda: 10.0)
-            world.moves.append((world.clock.monotonic(), 0, target))
-            await peer.rebalancer.gave_up(target)
+            target = await peer.rebalancer.next_move(range(1), dict)
+            world.moves.append((world.clock.monotonic(), 0, target[0]))
+            await peer.rebalancer.gave_up(target, before=range(1))
             assert [claim.state for claim in await peer.directory.claims()] == [ClaimState.WITHDRAWN]
 
     async with asyncio.TaskGroup() as tasks:
@@ -343,16 +345,16 @@ async def test_a_claim_that_cannot_be_settled_is_dropped(monkeypatch: pytest.Mon
             other.stage = stage
             other.tasks = [tasks.create_task(other.keep_announced())]
         peer.tasks.append(tasks.create_task(peer.claim.keep()))
-        moving = tasks.create_task(peer.rebalancer.next_move(0, lambda: 10.0))
+        moving = tasks.create_task(peer.rebalancer.next_move(range(1), dict))
         async with asyncio.timeout(3600):
-            while peer.claim.stage is None:
+            while not peer.claim.span:
                 await world.clock.sleep(0.1)
             world.store.is_gone = True
-            while peer.claim.stage is not None:
+            while peer.claim.span:
                 await world.clock.sleep(0.1)
             await world.clock.sleep(30.0)
             world.store.is_gone = False
-            assert await moving == 1
+            assert await moving == range(1, 2)
         for other in world.peers:
             other.kill()
 
@@ -360,9 +362,9 @@ async def test_a_claim_that_cannot_be_settled_is_dropped(monkeypatch: pytest.Mon
 @in_virtual_time
 async def test_a_newcomer_takes_no_stage_that_does_not_fit() -> None:
     world = World()
-    assert await Peer(world, 11, unfit=(0, 1)).rebalancer.choose_stage() == 2
+    assert await Peer(world, 11, spans=[range(2, 3)]).rebalancer.choose_stages() == range(2, 3)
     with pytest.raises(Fatal, match="nobody holds any stage of this run that fits into this machine's memory any more"):
-        await Peer(world, 12, unfit=(0, 1, 2)).rebalancer.choose_stage()
+        await Peer(world, 12, spans=[]).rebalancer.choose_stages()
 
 
 @in_virtual_time
@@ -372,7 +374,7 @@ async def test_a_newcomer_that_can_enter_nothing_says_so(monkeypatch: pytest.Mon
     leaving.stage, leaving.state = 0, PeerState.LEAVING
     await leaving.announce()
     with pytest.raises(Fatal, match="nobody holds any stage of this run any more"):
-        await newcomer.rebalancer.choose_stage()
+        await newcomer.rebalancer.choose_stages()
 
 
 @pytest.mark.parametrize(
@@ -394,7 +396,7 @@ def test_a_peer_that_was_killed_and_is_back_says_why_it_takes_another_stage(
             # Nothing was learnt yet where a stage without a peer can be entered.
             peer.stage, peer.round = stage, 3 if 1 not in others else 0
             await peer.announce()
-        return await world.peers[0].rebalancer.choose_stage()
+        return (await world.peers[0].rebalancer.choose_stages())[0]
 
     caplog.set_level("INFO")
     stage = run(scene())

@@ -6,7 +6,7 @@ import random
 from scripts.benches.simulate.fluid.swarm import FluidSwarm
 from swarm.rebalancing.decision import next_check_seconds
 from swarm.rebalancing.judgement import SETTLE_SECONDS, Judgement
-from swarm.rebalancing.layout import Layout, layout_of
+from swarm.rebalancing.layout import Layout, Span, layout_of
 from swarm.types import Block, ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState
 
 
@@ -137,9 +137,9 @@ class OwnRule(NoRule):
 
     def came(self, peer: int) -> None:
         self._judgements[peer] = judgement = Judgement(own_id=_id(peer), costs=self._costs)
-        block = judgement.first_choice(self._read(), list(self._claims.values()), ())
-        assert block is not None, "every stage can be entered"
-        own = self._claim(peer, block.stage, None)
+        span = judgement.first_choice(self._read(), list(self._claims.values()), ())
+        assert span is not None, "every stage can be entered"
+        own = self._claim(peer, span[0].stage, None)
         self._timeline.after(SETTLE_SECONDS, lambda: self._join(peer, own))
 
     def left(self, peer: int) -> None:
@@ -154,10 +154,10 @@ class OwnRule(NoRule):
     def _join(self, peer: int, own: ClaimRecord) -> None:
         if (judgement := self._judgements.get(peer)) is None:
             return
-        block = judgement.choice(self._read(), list(self._claims.values()), own, ())
-        assert block is not None, "every stage can be entered"
-        self._confirm(peer, block.stage)
-        self._swarm.join(peer, block.stage, lambda: self._arrived(peer, move_seconds=None))
+        span = judgement.choice(self._read(), list(self._claims.values()), own, ())
+        assert span is not None, "every stage can be entered"
+        self._confirm(peer, span[0].stage)
+        self._swarm.join(peer, span[0].stage, lambda: self._arrived(peer, move_seconds=None))
 
     def _arrived(self, peer: int, *, move_seconds: float | None) -> None:
         stage = self._swarm.stage_of[peer]
@@ -165,7 +165,7 @@ class OwnRule(NoRule):
         if peer in self._claims:
             self._withdraw(peer)
         judgement = self._judgements[peer]
-        judgement.arrived(Block(stage), move_seconds=move_seconds)
+        judgement.arrived((Block(stage),), move_seconds=move_seconds)
         judgement.serves()
         self._will_look(peer)
 
@@ -179,17 +179,17 @@ class OwnRule(NoRule):
             return
         rows, now, stage = self._read(), self._timeline.monotonic(), self._swarm.stage_of[peer]
         judgement.look(self._listed, now)
-        judgement.measured(Block(stage), self._records[peer].samples_per_second)
+        judgement.measured({Block(stage): self._records[peer].samples_per_second})
         if self._layout is None:
             self._layout = layout_of(rows, self._claims.values(), self._costs)
         target = judgement.wants(self._layout, (), now)
-        if target is None or not self._can_spare(peer, stage) or not self._swarm.peers[target.stage]:
+        if target is None or not self._can_spare(peer, stage) or not self._swarm.peers[target[0].stage]:
             self._will_look(peer)
             return
-        own = self._claim(peer, target.stage, stage)
+        own = self._claim(peer, target[0].stage, stage)
         self._timeline.after(SETTLE_SECONDS, lambda: self._look_again(peer, target, own))
 
-    def _look_again(self, peer: int, target: Block, own: ClaimRecord) -> None:
+    def _look_again(self, peer: int, target: Span, own: ClaimRecord) -> None:
         if (judgement := self._judgements.get(peer)) is None:
             return
         layout = layout_of(self._read(), self._claims.values(), self._costs, own=own)
@@ -197,11 +197,11 @@ class OwnRule(NoRule):
             self._withdraw(peer)
             self._will_look(peer)
             return
-        self._confirm(peer, target.stage)
+        self._confirm(peer, target[0].stage)
         ends = math.ceil(self._timeline.monotonic() / ROUND_SECONDS) * ROUND_SECONDS
         self._timeline.at(ends, lambda: self._go(peer, target))
 
-    def _go(self, peer: int, target: Block) -> None:
+    def _go(self, peer: int, target: Span) -> None:
         if (judgement := self._judgements.get(peer)) is None:
             return
         if not self._can_spare(peer, self._swarm.stage_of[peer]):
@@ -212,7 +212,7 @@ class OwnRule(NoRule):
         del self._records[peer]
         self._changed()
         seconds = self._swarm.download_seconds
-        self._swarm.move(peer, target.stage, lambda: self._arrived(peer, move_seconds=seconds))
+        self._swarm.move(peer, target[0].stage, lambda: self._arrived(peer, move_seconds=seconds))
 
     def _can_spare(self, peer: int, stage: int) -> bool:
         return any(
