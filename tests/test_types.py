@@ -39,7 +39,22 @@ def test_a_record_without_a_variant_is_of_the_first_one() -> None:
     assert PeerRecord(**RECORD).block == Block(2)
     assert PeerRecord(**RECORD, variant=3).block == Block(2, 3)
     claim = {"peer_id": "ab" * 20, "announced_at": 1.0, "claimed_at": 1.0, "stage": 2, "state": "pending"}
-    assert [ClaimRecord.model_validate(claim | more).block for more in ({}, {"variant": 1})] == [Block(2), Block(2, 1)]
+    assert [ClaimRecord.model_validate(claim | more).span for more in ({}, {"variant": 1})] == [
+        (Block(2),), (Block(2, 1),),
+    ]  # fmt: skip
+
+
+def test_a_claim_names_adjacent_blocks_and_those_before() -> None:
+    claim = {"peer_id": "ab" * 20, "announced_at": 1.0, "claimed_at": 1.0, "stage": 2, "state": "pending"}
+    newcomer = ClaimRecord.model_validate(claim | {"num_stages": 3})
+    assert (newcomer.span, newcomer.from_span) == ((Block(2), Block(3), Block(4)), ())
+    assert ClaimRecord.model_validate(claim | {"from_stage": 1, "from_num_stages": 2}).from_span == (Block(1), Block(2))
+    for num_stages in (0, 4097):
+        with pytest.raises(ValidationError):
+            ClaimRecord.model_validate(claim | {"num_stages": num_stages})
+
+
+def test_a_record_of_a_variant_that_is_too_large_is_refused() -> None:
     with pytest.raises(ValidationError):
         PeerRecord(**RECORD, variant=4096)
 
