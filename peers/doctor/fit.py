@@ -159,8 +159,9 @@ def measured_step(config: RunConfig, stages: Sequence[StageFit], num_peers: int,
     """The seconds of a step if all peers had this device, and lines took no time; None if a layer has no room on it.
     Blocks for some seconds, while one layer is measured, with as many tokens as there is time for."""
     model = dataclasses.replace(
-        config.model, num_layers=3, block_types="", num_shards=1, weights="", gradient_checkpointing=False
-    )
+        config.model, num_layers=3, block_types="", num_shards=1, weights="", gradient_checkpointing=False,
+        bottleneck_dim=0, bottleneck="fixed", bottleneck_layers=(),
+    )  # fmt: skip
     alone = dataclasses.replace(config, model=model, stages=StagesConfig(num_stages=3))
     alone = needs.computing_on(alone, on_gpu=device.kind == "cuda")
     if 4 * sum(needs.state_bytes(alone, 1).values()) > 3 * device.free_bytes:

@@ -26,11 +26,13 @@ from peers.shared.room import written
 from peers.stage_peer.options import PeerOptions
 from peers.status.answer import idle_because
 from peers.status.view import Joining
+from swarm.config import RunConfig
 from swarm.machine.clock import Clock
 from swarm.machine.words import Repeats, counted
 from swarm.rpc.entry import Entry, direct, points_of, where
 from swarm.rpc.invite import Invite
 from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.stage.boundary import boundary_of
 from swarm.training.inner_steps import InnerSteps
 from swarm.types import Block, PeerId
 
@@ -174,6 +176,7 @@ class Around:
         num_others: how many trainers and other peers of its stage there are. All of them would call this peer.
         empty_blocks: the other blocks that no peer serves.
         left_alone_by: the senders that say that they have banned this peer, each with its reason.
+        fitting_bottleneck: as the function of this name says.
     """
 
     endpoint: str
@@ -182,6 +185,7 @@ class Around:
     has_trainer: bool
     empty_blocks: Sequence[Block]
     left_alone_by: Mapping[str, str]
+    fitting_bottleneck: str = ""
 
     @property
     def why_quiet(self) -> str:
@@ -197,6 +201,27 @@ class Around:
         if not self.has_trainer:
             return "no trainer is in the run"
         return "the trainers send none to this peer"
+
+
+def fitting_bottleneck(
+    config: RunConfig, samples_per_second: float, line_bytes_per_second: float, round_trip_seconds: float
+) -> str:
+    """With how many numbers a token the line to the next stage would be as fast as this peer computes, in words; empty
+    if it is already, if its length or nothing is known to be the reason, or if the model can have no bottleneck."""
+    model, boundary, data = config.model, boundary_of(config), config.data
+    may_have_one = not (model.custom_class or model.weights or model.block_types or config.lora.is_on)
+    needed = samples_per_second * boundary.spec(1, data.sequence_length).num_bytes
+    if not (may_have_one and 0 < line_bytes_per_second < needed):
+        return ""
+    microbatch_bytes = boundary.spec(data.microbatch_size, data.sequence_length).num_bytes
+    if microbatch_bytes < 2 * round_trip_seconds * line_bytes_per_second:
+        return ""
+    num_fitting = max(1, int(boundary.width * line_bytes_per_second / needed))
+    return (
+        f"; {line_bytes_per_second / 1e6:.3g} MB/s arrive at the next stage, and this peer computes for "
+        f"{needed / 1e6:.3g} MB/s: {num_fitting} of the {boundary.width} numbers a token would fit that line "
+        "(model.bottleneck_dim of a new run)"
+    )
 
 
 class StageNews:
@@ -242,12 +267,12 @@ class StageNews:
             logger.info("no microbatch for %d s: %s", QUIET_SECONDS, around.why_quiet)
 
     def look_at(self, shares: pb.TimeShares, around: Around) -> None:
-        """Log why this peer has little to do, if it has, but not often. While a block has no peer, nothing else is the
-        reason."""
+        """Log why this peer has little to do, if it has, but not often, and what would fit a slow line. While a block
+        has no peer, nothing else is the reason."""
         reason = "" if around.empty_blocks else idle_because(shares)
         self._idle_looks = self._idle_looks + 1 if reason else 0
         if self._idle_looks >= IDLE_LOOKS and self._idle.count(""):
-            logger.info("this peer is %s", reason)
+            logger.info("this peer is %s%s", reason, around.fitting_bottleneck)
 
     def _look_for_accusers(self, around: Around) -> None:
         """Warn of senders that say that they have banned this peer. Their claims change nothing else."""

@@ -9,7 +9,7 @@ from typing import Any
 import swarm
 from peers.shared import devices
 from peers.shared.network import Membership
-from peers.stage_peer.news import Around, StageNews
+from peers.stage_peer.news import Around, StageNews, fitting_bottleneck
 from peers.stage_peer.own_process import OwnProcess
 from peers.stage_peer.own_stage import ServerOptions
 from swarm.averaging.averager import Averager
@@ -138,7 +138,17 @@ class Presence:
                 for ban in sender.bans
                 if ban.peer_id == member.peer_id and ban.until > now
             },
+            fitting_bottleneck=self._fitting_bottleneck(),
         )
+
+    def _fitting_bottleneck(self) -> str:
+        if (hop := self._stage.context.hop) is None:
+            return ""
+        trips = [link.round_trip_seconds or 0.0 for link in self._membership.known.router.links(self._next).values()]
+        return fitting_bottleneck(
+            self._membership.config, self._process.samples_per_second(self._stage), hop.line_bytes_per_second,
+            min(trips, default=0.0),
+        )  # fmt: skip
 
     @property
     def _occasion(self) -> tuple[int, int, Sequence[str]]:

@@ -5,6 +5,7 @@ The state that living peers hold is downloaded afterwards, by the averager.
 
 import asyncio
 import hashlib
+import json
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,7 +20,7 @@ from swarm.checkpoint import changes, file
 from swarm.checkpoint.folder import CheckpointFolder, Restored
 from swarm.checkpoint.writer import CheckpointWriter
 from swarm.config import RunConfig
-from swarm.config.sizes import SIZES
+from swarm.config.sizes import sizes_of
 from swarm.errors import Fatal, IntegrityError, PeerUnavailable
 from swarm.stage.member import StageMember
 from swarm.stage.state import digest_of, named, parts
@@ -76,8 +77,8 @@ def with_sizes_of(folder: Path, config: RunConfig) -> RunConfig:
         with suppress(IntegrityError):
             before = file.config_of(folder / str(name))
             settings = [
-                f"{section}.{field}={getattr(getattr(before, section), field)}"
-                for section, field in SIZES
+                f"{section}.{field}={json.dumps(getattr(getattr(before, section), field))}"
+                for section, field in sizes_of(config)
                 if not getattr(getattr(config, section), field)
             ]
             return configs.with_settings(config, settings)

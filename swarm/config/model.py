@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Literal, assert_never, cast, get_args
 
@@ -45,8 +46,16 @@ class ModelConfig:
     d_model: int = 256
     """Width of the residual stream."""
     bottleneck_dim: int = 0
-    """Columns of the residual stream that are trained, and travel between stages; the other columns are a fixed
-    function of the token, which every stage computes. 0: all columns are trained and travel."""
+    """How many numbers travel between stages for each token, if not d_model. 0: all columns of the residual stream
+    travel."""
+    bottleneck: Literal["fixed", "learned"] = "fixed"
+    """With a bottleneck_dim. `fixed`: only these columns of the residual stream are trained, and the others are a fixed
+    function of the token, which every stage computes. `learned`: all columns are trained, and where a stage ends, a
+    matrix that is trained with the model adds what it reads from all columns to those that travel; another one makes
+    all columns of them again."""
+    bottleneck_layers: tuple[int, ...] = ()
+    """learned: the numbers of layers after which the model has a bottleneck. Stages end only there. Empty: where the
+    run's stages end, which the first peer fills in."""
     num_heads: int = 4
     """Query heads a layer."""
     num_kv_heads: int = 0
@@ -145,19 +154,7 @@ class ModelConfig:
             self.num_heads % self.kv_heads == 0,
             f"model.num_kv_heads ({self.kv_heads}) must divide model.num_heads ({self.num_heads})",
         )
-        require(
-            0 <= self.bottleneck_dim < self.d_model,
-            f"model.bottleneck_dim must be at least 0 and below model.d_model ({self.d_model}), "
-            f"not {self.bottleneck_dim}",
-        )
-        require(
-            not (self.bottleneck_dim and self.tied_embeddings),
-            "model.tied_embeddings is not for model.bottleneck_dim: few columns of that embedding are trained",
-        )
-        require(
-            not (self.bottleneck_dim and self.custom_class),
-            "model.bottleneck_dim is for the built-in model, not for a model.custom_class",
-        )
+        self._check_bottleneck()
         require(
             not self.weights or is_sha256(self.weights),
             f"model.weights must be the 64 hexadecimal digits that swarm-model shows, not {self.weights[:80]!r}",
@@ -172,6 +169,32 @@ class ModelConfig:
         )
         require(0.0 <= self.dropout < 1.0, f"model.dropout must be in [0, 1), not {self.dropout}")
         self._check_blocks()
+
+    def _check_bottleneck(self) -> None:
+        require(
+            0 <= self.bottleneck_dim < self.d_model,
+            f"model.bottleneck_dim must be at least 0 and below model.d_model ({self.d_model}), "
+            f"not {self.bottleneck_dim}",
+        )
+        require(
+            not (self.bottleneck_dim and self.custom_class),
+            "model.bottleneck_dim is for the built-in model, not for a model.custom_class",
+        )
+        if not self.learns_bottlenecks:
+            require(
+                not (self.bottleneck_dim and self.tied_embeddings),
+                "model.tied_embeddings is not for model.bottleneck_dim: few columns of that embedding are trained",
+            )
+            require(not self.bottleneck_layers, "model.bottleneck_layers is for model.bottleneck = 'learned'")
+            return
+        require(self.bottleneck_dim > 0, "model.bottleneck = 'learned' needs a model.bottleneck_dim")
+        require(not self.weights, "model.bottleneck = 'learned' is for weights that are drawn, not for model.weights")
+        after = self.bottleneck_layers
+        require(
+            all(one < other for one, other in pairwise((0, *after, self.num_layers)) if after),
+            f"model.bottleneck_layers must be numbers that rise, above 0 and below model.num_layers "
+            f"({self.num_layers}), not {', '.join(map(str, after[:20]))}",
+        )
 
     def _check_blocks(self) -> None:
         require_at_least_one("model", self, "num_shards")
@@ -246,6 +269,17 @@ class ModelConfig:
         return cast(tuple[BlockType, ...], (self.block_types,) * self.num_layers if is_one else self.block_types)
 
     @property
+    def learns_bottlenecks(self) -> bool:
+        """Whether matrices that are trained bring the residual stream through bottlenecks."""
+        match self.bottleneck:
+            case "learned":
+                return True
+            case "fixed":
+                return False
+            case other:
+                assert_never(other)
+
+    @property
     def is_gated(self) -> bool:
         """Whether the feed-forward block has a gate: a second matrix that reads, beside the one called up."""
         match self.feed_forward:
@@ -290,6 +324,11 @@ class ModelConfig:
     def hidden_width(self) -> int:
         """How many numbers travel from stage to stage for each token."""
         return self.bottleneck_dim or self.d_model
+
+    @property
+    def trained_width(self) -> int:
+        """How many columns of the residual stream are trained; with a fixed bottleneck all only in the last layer."""
+        return self.d_model if self.learns_bottlenecks else self.hidden_width
 
     @property
     def feed_forward_width(self) -> int:

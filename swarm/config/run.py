@@ -20,7 +20,7 @@ from swarm.config.lora import LoraConfig
 from swarm.config.model import ModelConfig
 from swarm.config.optimizer import OptimizerConfig
 from swarm.config.rounds import AveragingConfig, OuterConfig, RoundsConfig
-from swarm.config.sizes import PLENTY, SIZES, TextSize, sized
+from swarm.config.sizes import PLENTY, TextSize, sized, sizes_of
 from swarm.config.stages import StagesConfig, WireConfig
 from swarm.errors import ConfigMismatch
 from swarm.types import Block
@@ -108,6 +108,12 @@ class RunConfig:
             not (model.tied_embeddings and num_stages > 1 and self.stages.variants)
             or self.stages.variants[0] == self.stages.variants[-1] == 1,
             "model.tied_embeddings needs one variant of the first stage and one of the last: these share parameters",
+        )
+        elsewhere = sorted({*self.stage_ends} - {*(model.bottleneck_layers or self.stage_ends)})
+        require(
+            not elsewhere,
+            f"stages.layers_per_stage would end stages after layers {', '.join(map(str, elsewhere))}, and this model's "
+            f"stages end after layers {', '.join(map(str, model.bottleneck_layers))} only (model.bottleneck_layers)",
         )
         fewest = min(layers) if layers else model.num_layers // num_stages
         require(
@@ -202,9 +208,15 @@ class RunConfig:
     # -- rounds ------------------------------------------------------------------------------------------------------
 
     @property
+    def stage_ends(self) -> tuple[int, ...]:
+        """The numbers of layers after which the stages end, without the last one's."""
+        return self.stages.ends(self.model.num_layers)
+
+    @property
     def lacks_sizes(self) -> bool:
-        """Whether sizes of samples, microbatches or rounds are left out, which `begun` fills in."""
-        return not all(getattr(getattr(self, section), field) for section, field in SIZES)
+        """Whether sizes of samples, microbatches or rounds are left out, or the places of learned bottlenecks, which
+        `begun` fills in."""
+        return not all(getattr(getattr(self, section), field) for section, field in sizes_of(self))
 
     @property
     def microbatches_per_round(self) -> int:

@@ -9,18 +9,18 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from swarm.config.checks import require
 from swarm.config.rounds import RoundsConfig
 
 if TYPE_CHECKING:
     from swarm.config.run import RunConfig
 
-SIZES = (
+_SIZES = (
     ("data", "sequence_length"),
     ("data", "microbatch_size"),
     ("rounds", "round_samples"),
     ("rounds", "inner_batch_samples"),
 )
-"""Section and field of each size. 0 leaves it out."""
 LONGEST_SAMPLE, SHORTEST_SAMPLE = 1024, 64
 """Tokens of a sample: the most, even if the model takes longer sequences, and the fewest."""
 FEWEST_SAMPLES = 32
@@ -53,8 +53,17 @@ class TextSize:
 PLENTY = TextSize(samples=1 << 40, sample_tokens=1)
 
 
+def sizes_of(config: "RunConfig") -> tuple[tuple[str, str], ...]:
+    """Section and field of each size that a run has. A false value leaves it out."""
+    return (*_SIZES, ("model", "bottleneck_layers")) if config.model.learns_bottlenecks else _SIZES
+
+
 def sized(config: "RunConfig", text: TextSize) -> "RunConfig":
-    """The configuration with all sizes. Those that are given stay as they are, and the others fit them."""
+    """The configuration with all sizes. Those that are given stay as they are, and the others fit them.
+
+    Raises:
+        ValueError: there is only one stage, or one without layers, and it is not said where bottlenecks are.
+    """
     model, data = config.model, config.data
     length = data.sequence_length or _sample_tokens(config, text)
     num_samples = max(1, text.samples * text.sample_tokens // length)
@@ -74,6 +83,13 @@ def sized(config: "RunConfig", text: TextSize) -> "RunConfig":
     if not rounds.round_samples:
         num_steps = max(FEWEST_INNER_STEPS, min(LONGEST_ROUND, num_samples // ROUNDS_PER_EPOCH) // batch)
         rounds = dataclasses.replace(rounds, round_samples=batch * _power(num_steps))
+    if model.learns_bottlenecks and not model.bottleneck_layers:
+        require(
+            len(config.stage_ends) > 0,
+            "model.bottleneck = 'learned' has bottlenecks where stages end, and there is one stage: give "
+            "model.bottleneck_layers",
+        )
+        model = dataclasses.replace(model, bottleneck_layers=config.stage_ends)
     data = dataclasses.replace(data, sequence_length=length, microbatch_size=size)
     return dataclasses.replace(config, model=model, data=data, rounds=rounds)
 

@@ -67,6 +67,18 @@ class StagesConfig:
             unused = set(range(number)) - {path[stage] for path in self.all_paths}
             require(not unused, f"no path leads through variant {min(unused, default=0)} of stage {stage}")
 
+    def ends(self, num_layers: int) -> tuple[int, ...]:
+        """The numbers of layers after which stages end, without the last one's: as configured, or as even as possible.
+
+        The remainder goes to the middle stages first, because the outer ones also have the embedding and the head.
+        """
+        sizes = list(self.layers_per_stage)
+        if not sizes:
+            share, remainder = divmod(num_layers, self.num_stages)
+            middle_first = sorted(range(self.num_stages), key=lambda stage: abs(2 * stage - (self.num_stages - 1)))
+            sizes = [share + (stage in middle_first[:remainder]) for stage in range(self.num_stages)]
+        return tuple(itertools.accumulate(sizes[:-1]))
+
     @functools.cached_property
     def all_paths(self) -> tuple[tuple[int, ...], ...]:
         """Every path: the variant of each stage that it leads through. A run without variants has one path."""

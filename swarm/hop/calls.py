@@ -4,6 +4,7 @@ The hop chooses the peer, and asks another one if the attempt fails. Every wait 
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,11 +27,29 @@ OpenStub = Callable[[PeerRecord], Any]
 
 
 class Line:
-    """Sends tensors to the next stage, and knows whether any are on their way."""
+    """Sends tensors to the next stage, knows whether any are on their way, and measures how fast they arrive."""
 
     def __init__(self, silence_seconds: float) -> None:
         self._silence_seconds = silence_seconds
         self._num_sending = 0
+        self._num_on_way = self._num_arrived_bytes = 0
+        self._since = self._on_way_seconds = 0.0
+
+    @property
+    def bytes_per_second(self) -> float:
+        """The tensors of microbatches that have arrived, by the time in which any were on their way; 0 before that."""
+        return self._num_arrived_bytes / self._on_way_seconds if self._on_way_seconds else 0.0
+
+    def leaves(self, now: float) -> None:
+        """Note that a microbatch's tensors are on their way."""
+        self._since = self._since if self._num_on_way else now
+        self._num_on_way += 1
+
+    def arrives(self, num_bytes: int, now: float) -> None:
+        """Note that they have arrived, or that they will not: then they are 0 bytes."""
+        self._on_way_seconds, self._since = self._on_way_seconds + now - self._since, now
+        self._num_on_way -= 1
+        self._num_arrived_bytes += num_bytes
 
     @property
     def is_busy(self) -> bool:
@@ -53,8 +72,8 @@ class _Way:
     because the system's buffers take megabytes at once.
     """
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    def __init__(self, clock: Clock, line: Line) -> None:
+        self._clock, self._line = clock, line
         self._asked_at = clock.monotonic()
         self._sent_at: float | None = None
         self.seconds: float | None = None
@@ -72,10 +91,18 @@ class _Way:
     def begin(self, tensors: Tensors) -> None:
         self._sent_at = self._clock.monotonic()
         self.num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        self._line.leaves(self._sent_at)
 
     def heard(self) -> None:
         if self._sent_at is not None and self.seconds is None:
-            self.seconds = self._clock.monotonic() - self._sent_at
+            now = self._clock.monotonic()
+            self.seconds = now - self._sent_at
+            self._line.arrives(self.num_bytes, now)
+
+    def close(self) -> None:
+        """Note that the call is over: what has not arrived yet will not arrive."""
+        if self._sent_at is not None and self.seconds is None:
+            self._line.arrives(0, self._clock.monotonic())
 
 
 class Hold:
@@ -113,22 +140,23 @@ class Calls:
     ) -> HopReply:
         """Let a peer, and all stages after it, compute one microbatch. Raises any SwarmError that `translate` gives.
         Cancellation closes the stream, which makes the peer roll back."""
-        peer_id, way = PeerId(record.peer_id), _Way(self._clock)
+        peer_id = PeerId(record.peer_id)
         specs = self._reply_specs if microbatch.answers_gradient(self._block.stage) else {}
         reader = TensorReader(specs, self._memory)
         retries.offered(peer_id)
-        async with Stream(self._stub(record).Train()) as call:
-            await self._hand_over(call, self._opening(peer_id, microbatch, retries), tensors, way, retries)
-            retries.route.handed_over(peer_id)
-            listener.routed(retries.route.peers)
-            done = await self._follow(call, peer_id, microbatch, reader, way, listener, retries)
-            _require_targets(done.num_targets, tensors)
-            self._learn(peer_id, microbatch, done, way)
-            return HopReply(
-                loss=done.loss, tensors=reader.tensors,
-                route={**unpack_route(done.route), self._block: peer_id},
-                num_reroutes=done.num_reroutes + retries.num_failures, num_busy=retries.num_busy, _call=call,
-            )  # fmt: skip
+        with contextlib.closing(_Way(self._clock, self._line)) as way:
+            async with Stream(self._stub(record).Train()) as call:
+                await self._hand_over(call, self._opening(peer_id, microbatch, retries), tensors, way, retries)
+                retries.route.handed_over(peer_id)
+                listener.routed(retries.route.peers)
+                done = await self._follow(call, peer_id, microbatch, reader, way, listener, retries)
+                _require_targets(done.num_targets, tensors)
+                self._learn(peer_id, microbatch, done, way)
+                return HopReply(
+                    loss=done.loss, tensors=reader.tensors,
+                    route={**unpack_route(done.route), self._block: peer_id},
+                    num_reroutes=done.num_reroutes + retries.num_failures, num_busy=retries.num_busy, _call=call,
+                )  # fmt: skip
 
     def _opening(self, peer_id: PeerId, microbatch: Microbatch, retries: Retries) -> pb.Open:
         is_known = peer_id == retries.route.own

@@ -81,6 +81,11 @@ class Hop:
         return self._line.is_busy or any(retries.is_refused for retries in self._under_way)
 
     @property
+    def line_bytes_per_second(self) -> float:
+        """How fast tensors of microbatches arrive at the stage, all together; 0 before any have arrived."""
+        return self._line.bytes_per_second
+
+    @property
     def obstacle(self) -> Obstacle | None:
         """Why no peer of the stage takes the microbatches under way here; None if one does or will in a moment."""
         obstacles = (retries.candidates.obstacle() for retries in self._under_way)

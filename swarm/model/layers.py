@@ -96,8 +96,13 @@ def make_feed_forward(model: ModelConfig, output_width: int, shards: Shards | No
 class TransformerLayer(nn.Module):
     """One pre-norm layer. Its index in the whole model, `layer`, names its dropout.
 
-    With a bottleneck a layer reads all columns of the residual stream and writes the trained ones. The model's last
-    layer writes all of them, because nothing travels after it.
+    With a fixed bottleneck a layer reads all columns of the residual stream and writes the trained ones. The model's
+    last layer writes all of them, because nothing travels after it.
+
+    Of a learned bottleneck (ResBM, arXiv 2604.11947) the layer before has the encoder E and the layer behind the
+    decoder D. Where x are all columns and x_R the first R of them, z = x_R + E x travels. With the fixed columns c of
+    the tokens, as in MAPL's anchors (arXiv 2606.05484), the layer behind goes on with y + D y, where y = (z, c). So the
+    first columns pass through unchanged, with their gradients, and training begins with E = D = 0.
     """
 
     def __init__(self, model: ModelConfig, layer: int, shards: Shards | None = None, *, fused: bool = False) -> None:
@@ -108,7 +113,9 @@ class TransformerLayer(nn.Module):
         """
         super().__init__()
         self.fused = fused
-        self.writes_all = layer == model.num_layers - 1
+        decodes, encodes = layer in model.bottleneck_layers, layer + 1 in model.bottleneck_layers
+        self.reads_fixed_columns = decodes or (model.bottleneck_dim > 0 and not model.learns_bottlenecks)
+        self.writes_all = model.learns_bottlenecks or layer == model.num_layers - 1
         width = model.d_model if self.writes_all else model.hidden_width
         self.site = f"layers.{layer}"
         self.attention_norm = make_norm(model, model.d_model, fused=fused)
@@ -117,6 +124,8 @@ class TransformerLayer(nn.Module):
         self.feed_forward_norm = make_norm(model, model.d_model, fused=fused)
         self.feed_forward = make_feed_forward(model, width, shards, fused=fused)
         self.feed_forward_dropout = Dropout(model.dropout, f"{self.site}.feed_forward")
+        self.decoder = nn.Linear(model.d_model, model.d_model, bias=False) if decodes else None
+        self.encoder = nn.Linear(model.d_model, model.bottleneck_dim, bias=False) if encodes else None
 
     def forward(
         self,
@@ -137,7 +146,11 @@ class TransformerLayer(nn.Module):
             sublayers: the parts of the layer that are computed.
         """
         if fixed_BTC is not None and self.writes_all:
-            hidden_BTR, fixed_BTC = all_columns(hidden_BTR, fixed_BTC), None
+            if self.reads_fixed_columns:
+                hidden_BTR = all_columns(hidden_BTR, fixed_BTC)
+            fixed_BTC = None
+        if self.decoder is not None:
+            hidden_BTR = hidden_BTR + product(hidden_BTR, self.decoder.weight)
         if "attention" in sublayers:
             normed_BTD = self._cast_once(self.attention_norm(all_columns(hidden_BTR, fixed_BTC)))
             mixed_BTR = self.attention(normed_BTD, cos_TJ, sin_TJ, self._attend(reach), key)
@@ -145,6 +158,9 @@ class TransformerLayer(nn.Module):
         if "feed_forward" in sublayers:
             normed_BTD = self._cast_once(self.feed_forward_norm(all_columns(hidden_BTR, fixed_BTC)))
             hidden_BTR = hidden_BTR + self.feed_forward_dropout(self.feed_forward(normed_BTD, key), key)
+        if self.encoder is not None:
+            weight_RD = self.encoder.weight
+            hidden_BTR = hidden_BTR[..., : len(weight_RD)] + product(hidden_BTR, weight_RD)
         return hidden_BTR
 
     def _cast_once(self, normed_BTD: Tensor) -> Tensor:
@@ -188,7 +204,7 @@ class FixedColumns(nn.Module):
 class Embedding(nn.Module):
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(model.vocab_size, model.hidden_width))
+        self.weight = nn.Parameter(torch.empty(model.vocab_size, model.trained_width))
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         return rows(tokens_BT, self.weight)
@@ -199,7 +215,7 @@ class Positions(nn.Module):
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(model.max_positions, model.hidden_width))
+        self.weight = nn.Parameter(torch.empty(model.max_positions, model.trained_width))
 
     def forward(self, embedded_BTR: Tensor, positions_T: Tensor) -> Tensor:
         return embedded_BTR + rows(positions_T, self.weight)

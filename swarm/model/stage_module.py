@@ -15,11 +15,13 @@ A model of your own
 - may have `init_parameters(seed)`, which sets every parameter to values that follow from the seed and the parameter's
   name. Without it, `initialise` does so.
 
-With `model.bottleneck_dim` the residual stream consists of R trained columns, which the layers write and the stages
-hand on, and of fixed columns, which every stage looks up by token (Protocol Models, arXiv 2506.01260, with the subspace
-of the first R columns). The model is the same under any cut, and what travels is exact.
+With `model.bottleneck_dim` and a fixed bottleneck the residual stream consists of R trained columns, which the layers
+write and the stages hand on, and of fixed columns, which every stage looks up by token (Protocol Models, arXiv
+2506.01260, with the subspace of the first R columns). The model is the same under any cut, and what travels is exact.
+With learned bottlenecks all columns are trained, and R numbers stand for them between two layers where a stage may end
+(TransformerLayer has the formulas). A bottleneck is a part of these two layers, whether a stage ends there or not.
 
-Shape suffixes: B samples, T positions, D model width, R its trained columns (D without a bottleneck), V vocabulary.
+Shape suffixes: B samples, T positions, D model width, R the numbers that travel (D without a bottleneck), V vocabulary.
 """
 
 import contextlib
@@ -62,6 +64,8 @@ class StageModule(nn.Module):
                 has only this process's parts of the matrices, those of shards.part_of.
         """
         super().__init__()
+        has_places = bool(config.model.bottleneck_layers) or not config.model.learns_bottlenecks
+        assert has_places, "the peer that begins a run says where bottlenecks are"
         self.fused = fused
         self._compiles = False
         self.model = config.model
@@ -84,7 +88,8 @@ class StageModule(nn.Module):
         self.layers = nn.ModuleDict(
             {str(layer): TransformerLayer(held, layer, shards, fused=fused) for layer in layer_range}
         )
-        self.fixed_columns = FixedColumns(config.model, config.data.seed) if config.model.bottleneck_dim else None
+        has_fixed_columns = any(layer.reads_fixed_columns for layer in self.layers.values())
+        self.fixed_columns = FixedColumns(config.model, config.data.seed) if has_fixed_columns else None
         self.head = Head(config.model, fused=fused) if is_last else None
 
     def compile_layers(self) -> None:

@@ -5,6 +5,7 @@ names. Shape suffixes: B samples, T positions, V vocabulary.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,22 +31,12 @@ from swarm.training.samples import TOKENS, Samples
 
 _Module = TypeVar("_Module", bound=StageModule)
 _INTO_RESIDUAL = (".attention.output.weight", ".feed_forward.down.weight")
+_BOTTLENECK = (".encoder.weight", ".decoder.weight")
 
 
 def layer_ranges(config: RunConfig) -> list[range]:
-    """The layers of each stage, in order: as configured, or as even as possible.
-
-    The remainder goes to the middle stages first, because the outer ones also have the embedding and the head.
-    """
-    num_stages = config.stages.num_stages
-    sizes = list(config.stages.layers_per_stage)
-    if not sizes:
-        share, remainder = divmod(config.model.num_layers, num_stages)
-        middle_first = sorted(range(num_stages), key=lambda stage: abs(2 * stage - (num_stages - 1)))
-        sizes = [share] * num_stages
-        for stage in middle_first[:remainder]:
-            sizes[stage] += 1
-    return [range(sum(sizes[:stage]), sum(sizes[: stage + 1])) for stage in range(num_stages)]
+    """The layers of each stage, in order."""
+    return list(itertools.starmap(range, itertools.pairwise((0, *config.stage_ends, config.model.num_layers))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +107,8 @@ def build_stage(
 def initialise(module: nn.Module, config: RunConfig) -> None:
     """Set every parameter (on the CPU) to values that follow from the run's seed and the parameter's name.
 
-    Biases are 0 and other vectors 1. Matrices are random with standard deviation `model.init_std`, which is divided by
-    sqrt(2 * num_layers) if they project into the residual stream.
+    Biases and the matrices of learned bottlenecks are 0, and other vectors 1. Other matrices are random with standard
+    deviation `model.init_std`, which is divided by sqrt(2 * num_layers) if they project into the residual stream.
     """
     for name, parameter in module.named_parameters():
         _set_initial(name, parameter, config)
@@ -137,6 +128,9 @@ def drawn(name: str, shape: Sequence[int], config: RunConfig) -> Tensor:
 def _set_initial(name: str, parameter: Tensor, config: RunConfig) -> None:
     if parameter.ndim < 2:
         parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+        return
+    if config.model.learns_bottlenecks and name.endswith(_BOTTLENECK):
+        parameter.zero_()
         return
     depth_scale = math.sqrt(2 * config.model.num_layers) if name.endswith(_INTO_RESIDUAL) else 1.0
     draw(parameter, math.sqrt(3) * config.model.init_std / depth_scale, config.data.seed, name)

@@ -31,14 +31,14 @@ def costs_of(config: RunConfig) -> dict[Block, float]:
     Of a custom class only the number of layers is known, so they count as equal.
     """
     layers = layer_ranges(config)
-    work = {block: _work(config, block.stage, len(layers[block.stage])) for block in config.blocks}
+    work = {block: _work(config, block.stage, layers[block.stage]) for block in config.blocks}
     mean = statistics.fmean(work.values())
     return {block: of_block / mean for block, of_block in work.items()}
 
 
-def _work(config: RunConfig, stage: int, num_layers: int) -> float:
+def _work(config: RunConfig, stage: int, layers: range) -> float:
     """Multiplications for one token. Never 0, since even a stage without layers handles every sample."""
-    model = config.model
+    model, num_layers = config.model, len(layers)
     query_width = model.num_heads * model.width_of_heads
     kv_width = model.kv_heads * model.width_of_heads
     projections = model.d_model * (query_width + 2 * kv_width)
@@ -50,10 +50,12 @@ def _work(config: RunConfig, stage: int, num_layers: int) -> float:
     writes = query_width + model.feed_forward_width
     if model.custom_class:
         return max(num_layers, 1) * (reads + model.d_model * writes)
-    work = model.d_model + num_layers * (reads + model.hidden_width * writes)
+    work = model.d_model + num_layers * (reads + model.trained_width * writes)
     if stage == config.stages.num_stages - 1:
         # The last layer writes all columns, whatever travels elsewhere.
-        work += (model.d_model - model.hidden_width) * writes + model.vocab_size * model.d_model
+        work += (model.d_model - model.trained_width) * writes + model.vocab_size * model.d_model
+    for after in model.bottleneck_layers:
+        work += model.d_model * (model.bottleneck_dim * (after - 1 in layers) + model.d_model * (after in layers))
     return work
 
 

@@ -40,6 +40,26 @@ from swarm.config import RunConfig
             "[model]\nbottleneck_dim = 16\n[stages]\nlayers_per_stage = [2, 2, 0]",
             "stages.layers_per_stage must not end with 0 where there is a model.bottleneck_dim",
         ),
+        ("[model]\nbottleneck = 'learned'", "model.bottleneck = 'learned' needs a model.bottleneck_dim"),
+        (
+            "[model]\nbottleneck_dim = 16\nbottleneck_layers = [2]",
+            "model.bottleneck_layers is for model.bottleneck = 'learned'",
+        ),
+        *(
+            (
+                f"[model]\nbottleneck_dim = 16\nbottleneck = 'learned'\nbottleneck_layers = [{after}]",
+                "model.bottleneck_layers must be numbers that rise, above 0 and below model.num_layers (4)",
+            )
+            for after in ("0, 2", "2, 4", "3, 1", "2, 2")
+        ),
+        (
+            "[model]\nbottleneck_dim = 16\nbottleneck = 'learned'\nbottleneck_layers = [1, 2]",
+            "stages.layers_per_stage would end stages after layers 3, and this model's stages end after layers 1, 2 ",
+        ),
+        (
+            f"[model]\nbottleneck_dim = 16\nbottleneck = 'learned'\nweights = '{64 * 'a'}'",
+            "model.bottleneck = 'learned' is for weights that are drawn",
+        ),
         (
             "[model]\neos_token_ids = [1, 256]",
             "model.eos_token_ids must be at least 0 and below model.vocab_size (256), not 256",

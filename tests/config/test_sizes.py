@@ -87,3 +87,21 @@ def test_samples_are_no_longer_than_documents_have_use_for(packing: bool, text: 
     assert begun.data.sequence_length == length
     num_samples = text.samples * text.sample_tokens // length
     assert num_samples // begun.rounds.inner_batch_samples >= 4
+
+
+def test_learned_bottlenecks_are_where_the_stages_of_the_first_peer_end() -> None:
+    model = ModelConfig(num_layers=6, bottleneck_dim=8, bottleneck="learned")
+    config = RunConfig(model=model, stages=StagesConfig(num_stages=3))
+    assert config.lacks_sizes
+    begun = config.begun()
+    assert begun.model.bottleneck_layers == (2, 4)
+    assert not begun.lacks_sizes
+    assert begun.begun() == begun
+    for layers in ((6,), (2, 4), (4, 2), (2, 2, 2), (2, 0, 4)):
+        again = dataclasses.replace(begun, stages=StagesConfig(num_stages=len(layers), layers_per_stage=layers))
+        assert again.begun().model == begun.model
+    for layers in ((3, 3), (0, 6), (2, 2, 1, 1)):
+        with pytest.raises(ValueError, match=r"this model's stages end after layers 2, 4 only"):
+            dataclasses.replace(begun, stages=StagesConfig(num_stages=len(layers), layers_per_stage=layers))
+    with pytest.raises(ValueError, match=r"there is one stage: give model.bottleneck_layers"):
+        dataclasses.replace(config, stages=StagesConfig(num_stages=1)).begun()

@@ -42,11 +42,12 @@ GPT2: dict[str, Any] = {
         make_config(num_kv_heads=2, qk_norm=True, qkv_bias=True),
         make_config(**GPT2),
         make_config(bottleneck_dim=8),
+        make_config(bottleneck_dim=8, bottleneck="learned", bottleneck_layers=(2,)),
         make_config(block_types=("parallel", "tp", "spd", "tp"), num_shards=2),
         make_config(lora_rank=4),
         make_config(autocast="bf16"),
     ],
-    ids=["llama", "qwen", "gpt2", "bottleneck", "shards", "lora", "bf16"],
+    ids=["llama", "qwen", "gpt2", "bottleneck", "learned", "shards", "lora", "bf16"],
 )
 def test_recorded_steps_give_the_logits_of_plain_ones(config: RunConfig) -> None:
     tolerance = 1e-5 if config.model.autocast == "off" else 2e-2

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from google.protobuf.message import Message
 
+from swarm.hop.calls import Line
 from swarm.routing.throughput import Observation
 from swarm.rpc.callers import Caller, Callers
 from swarm.rpc.serving import MESSAGE_SECONDS
@@ -71,6 +72,17 @@ async def test_a_link_is_measured_with_a_credit_and_without_one(eager: bool, mon
         await chain.train_all([1])
     # There is one message each way: with a credit the question goes along with the tensors.
     assert links == [0.5]
+
+
+def test_the_line_is_measured_while_anything_is_on_its_way() -> None:
+    line = Line(1.0)
+    assert line.bytes_per_second == 0.0
+    for now, num_bytes in ((10, None), (11, None), (12, 100), (14, 200), (20, None), (21, 0)):
+        if num_bytes is None:
+            line.leaves(now)
+        else:
+            line.arrives(num_bytes, now)
+    assert line.bytes_per_second == pytest.approx(300 / 5)
 
 
 async def test_nothing_sent_says_nothing_of_the_link(monkeypatch: pytest.MonkeyPatch) -> None:

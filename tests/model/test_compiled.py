@@ -33,6 +33,8 @@ from swarm.model.stages import build_stage
         ({}, LoraConfig(), True, 1),
         # The last layer writes more columns than the others.
         ({"bottleneck_dim": 32}, LoraConfig(), False, 2),
+        # A layer may have an encoder, or a decoder.
+        ({"bottleneck_dim": 32, "bottleneck": "learned", "bottleneck_layers": (2,)}, LoraConfig(), False, 3),
         # A layer's two parts are compiled apart.
         ({"block_types": "tp", "num_shards": 2}, LoraConfig(), False, 2),
         # The first layer's inputs need no gradient.

@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 import types
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.func import functional_call
 
 from swarm.config import DataConfig, ModelConfig, RunConfig, StagesConfig
 from swarm.machine.out_of_memory import is_out_of_memory
+from swarm.model.attention import rotary_tables
 from swarm.model.layers import FIXED_STD
 from swarm.model.masks import DropoutKey
 from swarm.model.stage_module import StageModule, stage_loss, with_weights
@@ -81,6 +83,8 @@ def test_a_module_with_other_weights_is_called_with_them_and_copies_none(options
 
 
 NARROW: dict[str, Any] = {"bottleneck_dim": 6}
+LEARNED: dict[str, Any] = {**NARROW, "bottleneck": "learned", "bottleneck_layers": (1, 3)}
+LEARNED_CUTS = [(4,), (1, 3), (3, 1), (1, 2, 1)]
 
 
 @pytest.mark.parametrize(
@@ -88,19 +92,77 @@ NARROW: dict[str, Any] = {"bottleneck_dim": 6}
     [
         *((cut, key, {}) for cut in CUTS for key in (KEY, None)),
         *((cut, KEY, NARROW | {"gradient_checkpointing": again}) for cut in CUTS if cut[-1] for again in (False, True)),
+        *((cut, KEY, LEARNED | {"gradient_checkpointing": again}) for cut in LEARNED_CUTS for again in (False, True)),
+        *((cut, KEY, LEARNED | {"tied_embeddings": True}) for cut in LEARNED_CUTS[:1]),
     ],
 )
 def test_any_cut_is_the_uncut_model(cut: tuple[int, ...], key: DropoutKey | None, model: dict[str, Any]) -> None:
     """Loss and gradients are the same bits, and the parameters have the same names."""
     config = make_config(cut, **model)
-    reference = build_transformer(config, device="cpu")
+    reference, stages = build_transformer(config, device="cpu"), make_stages(config)
+    _set_bottlenecks((reference, *stages))
     expected = reference.loss(make_tokens(), key)
     torch.autograd.backward(expected)
-    loss, gradients = loss_and_gradients(make_stages(config), key)
+    loss, gradients = loss_and_gradients(stages, key)
     assert torch.equal(loss, expected)
     assert gradients.keys() == dict(reference.named_parameters()).keys() == reference.state_dict().keys()
     for name, parameter in reference.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=0)
+
+
+def _set_bottlenecks(stages: Iterable[nn.Module]) -> None:
+    """Give the matrices of learned bottlenecks, which begin as zeros, numbers that follow from their names."""
+    with torch.no_grad():
+        for stage in stages:
+            for name, parameter in stage.named_parameters():
+                if "coder" in name:
+                    parameter.normal_(std=0.2, generator=torch.Generator().manual_seed(len(name) + int(name[7])))
+
+
+@pytest.mark.parametrize("cut", LEARNED_CUTS)
+def test_learned_bottlenecks_compute_what_their_formulas_say(cut: tuple[int, ...]) -> None:
+    """In float64, by the layers of a model without bottlenecks, and matrices between these."""
+    stages, tokens = make_stages(make_config(cut, **LEARNED)), make_tokens()
+    _set_bottlenecks(stages)
+    shapes = {name: tuple(p.shape) for stage in stages for name, p in stage.named_parameters() if "coder" in name}
+    around_1 = {"layers.0.encoder.weight": (6, 32), "layers.1.decoder.weight": (32, 32)}
+    around_3 = {"layers.2.encoder.weight": (6, 32), "layers.3.decoder.weight": (32, 32)}
+    assert shapes == around_1 | around_3
+    loss, gradients = loss_and_gradients(stages, None)
+
+    table_VC = torch.cat([buffer for stage in stages for buffer in stage.buffers()]).double()[:40]
+    assert table_VC.shape == (40, 26)
+    (plain,) = make_stages(make_config((4,)))
+    assert isinstance(plain.double(), StageModule)
+    weights = {name: p.detach().double() for stage in stages for name, p in stage.named_parameters()}
+    plain.load_state_dict({name: value for name, value in weights.items() if "coder" not in name})
+    coders = {name: weights[name].requires_grad_() for name in shapes}
+    cos_TJ, sin_TJ = (table.double() for table in rotary_tables(MODEL, torch.arange(12)))
+    hidden = plain.embedding(tokens[:, :-1])
+    for number, layer in enumerate(plain.layers.values()):
+        if (decoder := coders.get(f"layers.{number}.decoder.weight")) is not None:
+            hidden = torch.cat((hidden, table_VC[tokens[:, :-1]]), dim=-1)
+            hidden = hidden + hidden @ decoder.T
+        hidden = layer(hidden, None, cos_TJ, sin_TJ, None)
+        if (encoder := coders.get(f"layers.{number}.encoder.weight")) is not None:
+            hidden = hidden[..., :6] + hidden @ encoder.T
+    expected = F.cross_entropy(plain.head(hidden, None).flatten(0, 1), tokens[:, 1:].flatten())
+    torch.autograd.backward(expected)
+    assert float(loss) == pytest.approx(float(expected.detach()), abs=1e-6)
+    wanted = {name: p.grad for name, p in plain.named_parameters()} | {name: p.grad for name, p in coders.items()}
+    assert gradients.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        assert gradient is not None
+        torch.testing.assert_close(gradients[name].double(), gradient, rtol=1e-3, atol=1e-6, msg=name)
+
+
+def test_training_begins_with_the_first_columns_alone() -> None:
+    first, last = make_stages(make_config((2, 2), **LEARNED | {"bottleneck_layers": (2,)}))
+    whole, _ = make_stages(make_config((2, 2)))
+    tokens = make_tokens()[:, :-1]
+    assert torch.equal(first(tokens, dropout_key=None), whole(tokens, dropout_key=None)[..., :6])
+    assert not [*first.buffers()], "only a layer behind a bottleneck looks tokens up"
+    assert [tuple(buffer.shape) for buffer in last.buffers()] == [(40, 26)]
 
 
 def test_through_a_bottleneck_few_numbers_travel_and_the_rest_is_looked_up() -> None:

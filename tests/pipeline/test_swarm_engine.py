@@ -91,11 +91,12 @@ async def _assert_freed(chain: Chain) -> None:
         _long(SYNCHRONOUS, **LEARNED),
         _long(SYNCHRONOUS, block_types=("parallel", "tp", "spd"), num_shards=2),
         _long(SYNCHRONOUS, bottleneck_dim=8),
+        _long(SYNCHRONOUS, bottleneck_dim=8, bottleneck="learned", bottleneck_layers=(1, 2)),
         _long(SYNCHRONOUS, num_kv_heads=1, qk_norm=True, qkv_bias=True, tied_embeddings=True),
         _long(SYNCHRONOUS, autocast="bf16"),
         dataclasses.replace(CONFIG, lora=LoraConfig(rank=4)),
     ],
-    ids=["llama", "diloco", "gpt2", "shards", "bottleneck", "qwen", "autocast", "lora"],
+    ids=["llama", "diloco", "gpt2", "shards", "bottleneck", "learned", "qwen", "autocast", "lora"],
 )
 async def test_tokens_are_those_of_one_process(config: RunConfig, sampling: Sampling) -> None:
     expected = _expected(config, PROMPT, sampling, 40)

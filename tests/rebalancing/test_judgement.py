@@ -64,7 +64,14 @@ def test_layers_count() -> None:
 
 
 @pytest.mark.parametrize(
-    "model", [{}, {"bottleneck_dim": 8}, {"head_width": 40}, {"feed_forward": "gelu", "feed_forward_bias": True}]
+    "model",
+    [
+        {},
+        {"bottleneck_dim": 8},
+        {"bottleneck_dim": 8, "bottleneck": "learned", "bottleneck_layers": (2, 4)},
+        {"head_width": 40},
+        {"feed_forward": "gelu", "feed_forward_bias": True},
+    ],
 )
 def test_multiplications_are_those_of_the_matrices(model: dict[str, object]) -> None:
     """There is only one token, so attention has next to no multiplications between tokens."""

@@ -53,9 +53,10 @@ def _weights(chain: Sequence[StageBackend]) -> torch.Tensor:
 
 @pytest.mark.parametrize("wire", ["fp32", "int8"])
 @pytest.mark.parametrize("limit_bytes", [PLENTY, 0])
-def test_a_bottleneck_is_one_process_s_too(wire: Any, limit_bytes: int) -> None:
+@pytest.mark.parametrize("learned", [{}, {"bottleneck": "learned", "bottleneck_layers": (1, 2)}])
+def test_a_bottleneck_is_one_process_s_too(wire: Any, limit_bytes: int, learned: dict[str, Any]) -> None:
     config = dataclasses.replace(
-        DROPOUT, model=dataclasses.replace(DROPOUT.model, bottleneck_dim=8), wire=WireConfig(dtype=wire)
+        DROPOUT, model=dataclasses.replace(DROPOUT.model, bottleneck_dim=8, **learned), wire=WireConfig(dtype=wire)
     )
     chain = chain_of(config, limit_bytes)
     losses = [run_microbatch(chain, microbatch)[0] for microbatch in range(3)]

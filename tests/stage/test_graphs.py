@@ -51,6 +51,10 @@ _DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=
 _KINDS = {
     "checkpointing": dataclasses.replace(_DILOCO, model=dataclasses.replace(CONFIG.model, gradient_checkpointing=True)),
     "bottleneck": dataclasses.replace(_DILOCO, model=dataclasses.replace(CONFIG.model, bottleneck_dim=8)),
+    "learned": dataclasses.replace(
+        _DILOCO,
+        model=dataclasses.replace(CONFIG.model, bottleneck_dim=8, bottleneck="learned", bottleneck_layers=(1, 2)),
+    ),
     "gpt2": dataclasses.replace(_DILOCO, model=GPT2),
     "lora": dataclasses.replace(
         _DILOCO, lora=LoraConfig(rank=2), model=dataclasses.replace(CONFIG.model, autocast="bf16")

@@ -134,6 +134,17 @@ def test_a_plan_is_reported_with_a_measured_step(capsys: pytest.CaptureFixture[s
     assert "a GPU of 24 GiB   23.0 GiB free  stages 0, 1, 2 fit; 0-2 together\n" in text
 
 
+@pytest.mark.parametrize("kind", ["fixed", "learned"])
+def test_a_plan_may_have_bottlenecks(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ("model.bottleneck_dim=8", f"model.bottleneck={kind}")
+    given = [word for setting in settings for word in ("--set", setting)]
+    assert doctor.main(["--preset", "tiny", "--device", "cpu", "--peers", "2", "--json", *given]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    hidden = 32 * configs.load_preset("tiny").data.tokens_per_microbatch * 8 * 4
+    assert plan["stages"][1]["sent"] == 2 * hidden + plan["stages"][1]["weights"] // 2
+    assert plan["step_seconds"] > 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "fault"),
     [

@@ -13,7 +13,9 @@ from peers.stage_peer.news import (
     QUIET_SECONDS,
     Around,
     StageNews,
+    fitting_bottleneck,
 )
+from swarm.config import DataConfig, ModelConfig, RunConfig, WireConfig
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import Block
 from tests.support.manual_clock import ManualClock
@@ -138,6 +140,58 @@ def test_a_peer_that_is_idle_for_a_minute_says_so_now_and_then(caplog: pytest.Lo
             clock.advance(IDLE_SECONDS / 100 + 0.1)
             news.look_at(idle, around())
     assert [message[:43] for message in caplog.messages] == ["this peer is busy for 10% of the time, and "] * 2
+
+
+def _run(**model: Any) -> RunConfig:
+    """Of 4 samples of 128 tokens a microbatch, with 512 numbers a token in bfloat16: 131 kB a sample."""
+    return RunConfig(
+        model=ModelConfig(num_heads=4, **({"d_model": 512} | model)), wire=WireConfig(dtype="bf16"),
+        data=DataConfig(sequence_length=128, microbatch_size=4),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "line_bytes_per_second", "round_trip_seconds", "expected"),
+    [
+        (
+            _run(),
+            2.5e6,
+            0.02,
+            "; 2.5 MB/s arrive at the next stage, and this peer computes for 13.1 MB/s: 97 of the 512",
+        ),
+        (
+            _run(bottleneck_dim=64),
+            1e6,
+            0.0,
+            "; 1 MB/s arrive at the next stage, and this peer computes for 1.64 MB/s: 39 of",
+        ),
+        (
+            _run(),
+            10.0,
+            0.0,
+            "; 1e-05 MB/s arrive at the next stage, and this peer computes for 13.1 MB/s: 1 of the 512 ",
+        ),
+        (_run(), 14e6, 0.0, ""),
+        (_run(), 0.0, 0.0, ""),
+        # Most of the time a microbatch is on its way because the next stage is far.
+        (_run(), 2.5e6, 0.2, ""),
+        (_run(weights=64 * "a"), 2.5e6, 0.02, ""),
+        (_run(custom_class="a.b:C"), 2.5e6, 0.02, ""),
+    ],
+)
+def test_a_line_that_is_slower_than_computing_is_told_what_would_fit_it(
+    config: RunConfig, line_bytes_per_second: float, round_trip_seconds: float, expected: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    advice = fitting_bottleneck(config, 100.0, line_bytes_per_second, round_trip_seconds)
+    assert advice[: len(expected)] == expected
+    assert bool(advice) == bool(expected)
+    news = StageNews(ManualClock())
+    with caplog.at_level("INFO"):
+        for _ in range(IDLE_LOOKS):
+            news.look_at(pb.TimeShares(computing=0.1, waiting_for_room=0.9), around(fitting_bottleneck=advice))
+    (message,) = caplog.messages
+    assert message.endswith(f"or a faster line{advice}")
 
 
 def test_a_peer_that_is_idle_since_a_stage_is_empty_gets_no_advice(caplog: pytest.LogCaptureFixture) -> None:

@@ -94,6 +94,20 @@ def test_a_run_that_goes_on_keeps_the_sizes_that_it_had(tmp_path: Path) -> None:
     assert with_sizes_of(tmp_path / "empty", left_open) == left_open
 
 
+def test_a_run_that_goes_on_keeps_its_bottlenecks_under_another_cut(tmp_path: Path) -> None:
+    model = dataclasses.replace(DILOCO.model, num_layers=4, bottleneck_dim=4, bottleneck="learned")
+    left_open = dataclasses.replace(DILOCO, model=model, stages=StagesConfig(num_stages=3))
+    _write(tmp_path, left_open.begun(), 1)
+    for num_stages in (1, 3):
+        found = with_sizes_of(tmp_path, dataclasses.replace(left_open, stages=StagesConfig(num_stages=num_stages)))
+        assert found.model.bottleneck_layers == (1, 3)
+        assert found.stages.num_stages == num_stages
+    with pytest.raises(
+        ValueError, match=r"would end stages after layers 2, and this model's stages end after layers 1, 3"
+    ):
+        with_sizes_of(tmp_path, dataclasses.replace(left_open, stages=StagesConfig(num_stages=2)))
+
+
 @both
 def test_the_first_peer_of_a_run_begins_at_its_newest_checkpoint(config: RunConfig, tmp_path: Path) -> None:
     folder = _write(tmp_path, config, 30, 40)
