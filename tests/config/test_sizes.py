@@ -100,8 +100,8 @@ def test_learned_bottlenecks_are_where_the_stages_of_the_first_peer_end() -> Non
     for layers in ((6,), (2, 4), (4, 2), (2, 2, 2), (2, 0, 4)):
         again = dataclasses.replace(begun, stages=StagesConfig(num_stages=len(layers), layers_per_stage=layers))
         assert again.begun().model == begun.model
-    for layers in ((3, 3), (0, 6), (2, 2, 1, 1)):
+    for others in ((3, 3), (0, 6), (2, 2, 1, 1)):
         with pytest.raises(ValueError, match=r"this model's stages end after layers 2, 4 only"):
-            dataclasses.replace(begun, stages=StagesConfig(num_stages=len(layers), layers_per_stage=layers))
+            dataclasses.replace(begun, stages=StagesConfig(num_stages=len(others), layers_per_stage=others))
     with pytest.raises(ValueError, match=r"there is one stage: give model.bottleneck_layers"):
         dataclasses.replace(config, stages=StagesConfig(num_stages=1)).begun()

@@ -132,8 +132,10 @@ def test_learned_bottlenecks_compute_what_their_formulas_say(cut: tuple[int, ...
 
     table_VC = torch.cat([buffer for stage in stages for buffer in stage.buffers()]).double()[:40]
     assert table_VC.shape == (40, 26)
-    (plain,) = make_stages(make_config((4,)))
-    assert isinstance(plain.double(), StageModule)
+    plain = make_stages(make_config((4,)))[0].double()
+    assert isinstance(plain, StageModule)
+    assert plain.embedding is not None
+    assert plain.head is not None
     weights = {name: p.detach().double() for stage in stages for name, p in stage.named_parameters()}
     plain.load_state_dict({name: value for name, value in weights.items() if "coder" not in name})
     coders = {name: weights[name].requires_grad_() for name in shapes}

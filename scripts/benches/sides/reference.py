@@ -13,7 +13,7 @@ from swarm.config import OptimizerConfig, RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.model.adapters import trained_parameters
 from swarm.model.masks import DropoutKey
-from swarm.model.stages import build_stage, build_transformer
+from swarm.model.stages import Transformer, build_stage, build_transformer
 from swarm.training import optim, samples
 from swarm.training.clipping import clip, squared_norm_of
 from swarm.training.optimizers import gradient_optimizer
@@ -119,8 +119,8 @@ NUM_BATCHES = 16
 class HeldOut:
     """Measures different weights of one model on the same samples."""
 
-    def __init__(self, config: RunConfig, data: Microbatches) -> None:
-        self._model = build_transformer(config, device="cpu")
+    def __init__(self, config: RunConfig, data: Microbatches, model: Transformer | None = None) -> None:
+        self._model = model or build_transformer(config, device="cpu")
         batches = data.held_out(NUM_SAMPLES)
         merged = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
         pieces = {name: tensor.chunk(NUM_BATCHES) for name, tensor in merged.items()}
