@@ -142,12 +142,11 @@ class Presence:
         )
 
     def _fitting_bottleneck(self) -> str:
-        if (hop := self._stage.context.hop) is None:
-            return ""
-        trips = [link.round_trip_seconds or 0.0 for link in self._membership.known.router.links(self._next).values()]
+        router, hops = self._membership.known.router, self._stage.context.hops
+        trips = [link.round_trip_seconds or 0.0 for block in hops for link in router.links(block).values()]
         return fitting_bottleneck(
-            self._membership.config, self._process.samples_per_second(self._stage), hop.line_bytes_per_second,
-            min(trips, default=0.0),
+            self._membership.config, self._process.samples_per_second(self._stage),
+            sum(hop.line_bytes_per_second for hop in hops.values()), min(trips, default=0.0),
         )  # fmt: skip
 
     @property
