@@ -18,6 +18,7 @@ from typing import Any, Self
 
 from swarm.machine.json_file import LineFile
 from swarm.training.inner_steps import InnerSteps
+from swarm.types import Block
 
 logger = logging.getLogger(__name__)
 
@@ -135,8 +136,8 @@ class StepMetrics:
     """If there are several datasets, the same loss for each, by the dataset's name."""
     device_memory_bytes: int | None = _figure("device/memory_bytes", default=None)
     """The most device memory that any stage peer has used."""
-    inner_steps: Sequence[InnerSteps] = ()
-    """DiLoCo only: the inner steps of one peer of each stage, by stage."""
+    inner_steps: Mapping[Block, InnerSteps] = field(default_factory=dict)
+    """DiLoCo only: the inner steps of one peer of each block."""
 
     def named(self) -> dict[str, Value]:
         """The figures under their names in the JSONL file, in Weights & Biases and in TensorBoard."""
@@ -145,7 +146,7 @@ class StepMetrics:
 
     def _inner(self) -> dict[str, Value]:
         named: dict[str, Value] = {}
-        for stage, steps in enumerate(self.inner_steps):
+        for stage, steps in self.inner_steps.items():
             named["inner/configured_samples"] = steps.configured_samples
             named |= {
                 f"inner/stage_{stage}/steps": steps.count,

@@ -9,6 +9,7 @@ import pytest
 
 from swarm.metrics import BEGINS, MetricsLog, StepMetrics, plot_loss, read, read_current
 from swarm.training.inner_steps import InnerSteps
+from swarm.types import Block
 
 METRICS = StepMetrics(
     step=1, loss=5.5, gradient_norm=0.5, learning_rate=1e-3, tokens_per_sec=100.0, total_tokens=4096, step_time=2.0,
@@ -80,15 +81,15 @@ def test_every_dataset_has_a_held_out_loss(tmp_path: Path) -> None:
     assert other == {"step": 2, "val/loss": 2.75, **expected}
 
 
-def test_inner_steps_have_names_by_stage(tmp_path: Path) -> None:
+def test_inner_steps_have_names_by_block(tmp_path: Path) -> None:
     steps = InnerSteps(configured_samples=16)
     steps.add(16, {3: 1, 4: 1}, newest=4)
-    named = replace(METRICS, inner_steps=(InnerSteps(configured_samples=16), steps)).named()
+    named = replace(METRICS, inner_steps={Block(0): InnerSteps(configured_samples=16), Block(1, 2): steps}).named()
     assert {name: value for name, value in named.items() if name.startswith("inner/")} == {
         "inner/configured_samples": 16,
         **{f"inner/stage_0/{name}": 0 for name in ("steps", "samples_per_step", "staleness", "largest_staleness")},
-        "inner/stage_1/steps": 1, "inner/stage_1/samples_per_step": 16.0, "inner/stage_1/staleness": 0.5,
-        "inner/stage_1/largest_staleness": 1,
+        "inner/stage_1.2/steps": 1, "inner/stage_1.2/samples_per_step": 16.0, "inner/stage_1.2/staleness": 0.5,
+        "inner/stage_1.2/largest_staleness": 1,
     }  # fmt: skip
 
 

@@ -124,7 +124,7 @@ async def _engine(member: Membership) -> AsyncIterator[SwarmEngine]:
     )
     watcher = RoundWatcher(
         run_id=member.config.run_id,
-        blocks=member.blocks,
+        blocks=lambda: member.blocks,
         synchronous=member.config.rounds.synchronous,
         peers=known.peers,
         channels=channels,

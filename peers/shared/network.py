@@ -119,10 +119,10 @@ class KnownPeers:
     def _others(self, block: Block, state: PeerState) -> list[PeerRecord]:
         return [r for r in self.peers(block) if r.state is state and r.peer_id != self.own_id]
 
-    def bans(self, block: Block, clock: Clock) -> tuple[Ban, ...]:
-        """The peers of a block that this process has banned because they failed, the longest bans first."""
+    def bans(self, blocks: Iterable[Block], clock: Clock) -> tuple[Ban, ...]:
+        """The peers of blocks that this process has banned because they failed, the longest bans first."""
         offset = clock.time() - clock.monotonic()
-        banned = [each for each in self.router.left_alone(block) if not each.is_busy]
+        banned = [each for block in blocks for each in self.router.left_alone(block) if not each.is_busy]
         longest = heapq.nlargest(MOST_BANS, banned, key=lambda each: each.until)
         return tuple(
             Ban(peer_id=each.record.peer_id, reason=each.reason, until=offset + each.until) for each in longest

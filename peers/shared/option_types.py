@@ -213,6 +213,17 @@ StagesOrAuto = Annotated[
         lambda word: word if word == "auto" else Span.parse(word),
     ),
 ]  # fmt: skip
+Paths = Annotated[
+    tuple[int, ...],
+    taking(
+        "a path's number (0), or several (0,2)", "INT,INT...",
+        lambda word: (
+            tuple(sorted({int(number) for number in word.split(",")}))
+            if re.fullmatch(r"\d{1,4}(,\d{1,4})*", word, re.ASCII)
+            else None
+        ),
+    ),
+]  # fmt: skip
 LoraRank = Annotated[int, whole(0, 1 << 16)]
 Port = Annotated[int, whole(0, 65535)]
 """0 takes a free one."""

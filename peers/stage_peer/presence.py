@@ -96,7 +96,7 @@ class Presence:
             moves=options.moves,
             nonce=options.incarnation.nonce,
             started_at=options.incarnation.started_at,
-            bans=self._membership.known.bans(self._next, self._membership.clock),
+            bans=self._membership.known.bans([self._next], self._membership.clock),
         )
 
     async def announce(self) -> None:

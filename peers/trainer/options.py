@@ -23,6 +23,8 @@ class TrainerOptions(RunOptions):
 
     steps: takes.Positive = 100
     """Steps to train from where the swarm is now."""
+    paths: takes.Paths | None = None
+    """In a run whose stages have variants: feed only these paths, by their numbers, from 0; left out, all."""
     dataset: tyro.conf.UseAppendAction[tuple[takes.FolderOrName, ...]] = ()
     """Where this machine has the run's text; its contents must be the run's. By default the run's own name for it. Of
     several datasets all are given, in any order: --dataset ONE --dataset OTHER."""
@@ -43,7 +45,8 @@ class TrainerOptions(RunOptions):
     sample_tokens: takes.Count = 0
     """Tokens of text that the trained swarm writes at the end."""
     max_in_flight: Annotated[int, takes.whole(1, 1 << 16)] = MOST_IN_FLIGHT
-    """Largest number of microbatches under way at once; the trainer finds how many are worth while."""
+    """Largest number of microbatches under way at once, but one of each path at least; the trainer finds how many are
+    worth while."""
     wandb: takes.WandbProject | None = None
     """Report to this Weights & Biases project, into local files."""
     wandb_online: bool = False

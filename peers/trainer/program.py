@@ -47,6 +47,7 @@ from swarm.pipeline.lease_service import LeaseClient
 from swarm.pipeline.leased_work import LeasedWork
 from swarm.pipeline.round_watcher import RoundWatcher
 from swarm.pipeline.train_loop import TrainLoop
+from swarm.pipeline.trainer_paths import TrainerPaths
 from swarm.types import TRAINER_STAGE, Block, TrainerRecord
 
 logger = logging.getLogger(__name__)
@@ -54,11 +55,11 @@ logger = logging.getLogger(__name__)
 PROG = "swarm-trainer"
 
 
-def cure_of(stage: int, member: Membership, *, insecure: bool) -> str:
-    """Text that says when and how the last peer of an empty stage ended, and what the user can do to fill the stage."""
+def cure_of(block: Block, member: Membership, *, insecure: bool) -> str:
+    """Text that says when and how the last peer of an empty block ended, and what the user can do to fill the block."""
     command = Joining.at(member.config, member.known.entries(4), insecure=insecure).peer
-    gone = member.known.router.gone(Block(stage))
-    cure = remedy(command, stage, member.known.round, may_return=gone is not None and not gone.has_left)
+    gone = member.known.router.gone(block)
+    cure = remedy(command, block.label, member.known.round, may_return=gone is not None and not gone.has_left)
     return cure if gone is None else f"{gone.in_words(member.clock.monotonic())}; {cure}"
 
 
@@ -79,6 +80,7 @@ def main(argv: Sequence[str]) -> int:
         stack = AsyncExitStack()
         try:
             member = runner.run(stack.enter_async_context(reading(entrance, clock)))
+            paths = paths_of(options, member)
             if options.tokenizer is None:
                 options = dataclasses.replace(options, tokenizer=runner.run(have_tokenizer(member, cache_folder())))
             # The text is prepared in the main thread, outside the loop: this may take minutes, and Ctrl-C could not end
@@ -86,14 +88,23 @@ def main(argv: Sequence[str]) -> int:
             with stopping.interruptible(), naming_options(options):
                 corpus, data = open_corpus(member.config, options.dataset, options.tokenizer, options.validation)
             process.require_addresses(process.THREAD_BYTES)
-            return runner.run(run(options, member, corpus, data, events))
+            return runner.run(run(options, member, paths, corpus, data, events))
         finally:
             runner.run(stack.aclose())
 
 
+def paths_of(options: TrainerOptions, member: Membership) -> TrainerPaths:
+    """The paths that this trainer feeds. Raises ValueError if the run does not have them."""
+    try:
+        return TrainerPaths(member.config, member.clock, member.known.peers, options.paths or ())
+    except ValueError as error:
+        raise ValueError(f"--paths {','.join(map(str, options.paths or ()))}: {error}") from None
+
+
 async def run(
-    options: TrainerOptions, member: Membership, corpus: corpora.Corpus, data: Microbatches, events: Events
-) -> int:
+    options: TrainerOptions, member: Membership, paths: TrainerPaths, corpus: corpora.Corpus, data: Microbatches,
+    events: Events,
+) -> int:  # fmt: skip
     config = member.config
     say_who_may_join(member.identity.authority)
     name = options.name or default_name()
@@ -102,51 +113,55 @@ async def run(
     reported = reporting.start(options, options.output, config)
     metrics = MetricsLog(options.output / "metrics.jsonl", reporters=reported.reporters)
     watcher = RoundWatcher(
-        run_id=config.run_id, blocks=member.blocks, synchronous=config.rounds.synchronous,
+        run_id=config.run_id, blocks=paths.followed, synchronous=config.rounds.synchronous,
         peers=member.known.peers, channels=member.channels,
     )  # fmt: skip
     report = Report(
         config, steps=0 if options.evaluate_only else options.steps, output=options.output, metrics=metrics,
         console=Screen(stderr=True), clock=member.clock,
-        remedy=lambda stage: cure_of(stage, member, insecure=options.insecure),
+        remedy=lambda block: cure_of(block, member, insecure=options.insecure),
     )  # fmt: skip
     with metrics, report:
-        session = make_session(options, member, data, watcher, report, events)
+        session = make_session(options, member, paths, data, watcher, report, events)
         own = OwnFigures()
-        own.follow((lambda: TrainerRow.of(record_of(member, session, name)), {"run": config.run_id}))
+        own.follow((lambda: TrainerRow.of(record_of(member, paths, session, name)), {"run": config.run_id}))
         async with exporting(own, "swarm_trainer", host=options.metrics_host, port=options.metrics_port):
-            exit_code = await carry_out(member, session, name)
+            exit_code = await carry_out(member, paths, session, name)
     events.write(Leave())
     return await finish(report, options.output, corpus, session.sample, reported, exit_code=exit_code)
 
 
 def make_session(
-    options: TrainerOptions, member: Membership, data: Microbatches, watcher: RoundWatcher, report: Report,
-    events: Events,
+    options: TrainerOptions, member: Membership, paths: TrainerPaths, data: Microbatches, watcher: RoundWatcher,
+    report: Report, events: Events,
 ) -> Session:  # fmt: skip
     config, clock, channels = member.config, member.clock, member.channels
-    hop = Hop(
-        run_id=config.run_id, block=Block(0), reply_specs={}, router=member.known.router, channels=channels,
-        clock=clock, events=events, limits=HopLimits.of(config, Block(0)),
-    )  # fmt: skip
+    hops = {
+        block: Hop(
+            run_id=config.run_id, block=block, reply_specs={}, router=member.known.router, channels=channels,
+            clock=clock, events=events, limits=HopLimits.of(config, block),
+        )
+        for block in paths.entries
+    }  # fmt: skip
     leases = LeaseClient(
         config=config, trainer_id=member.peer_id, peers=member.known.peers, channels=channels, clock=clock
     )
     work = LeasedWork(
-        config=config, leases=leases, clock=clock, max_in_flight=options.max_in_flight, on_waiting=report.waiting
-    )
-    loop = TrainLoop(
-        config=config, data=data, hop=hop, work=work, watcher=watcher, clock=clock, on_waiting=report.waiting,
-        events=events,
+        config=config, paths=paths, leases=leases, clock=clock, max_in_flight=options.max_in_flight,
+        on_waiting=report.waiting,
     )  # fmt: skip
-    return Session(options, config, data, hop, watcher, loop, report)
+    loop = TrainLoop(
+        config=config, paths=paths, data=data, hops=hops, work=work, watcher=watcher, clock=clock,
+        on_waiting=report.waiting, events=events,
+    )  # fmt: skip
+    return Session(options, config, paths, data, hops, watcher, loop, report)
 
 
-async def carry_out(member: Membership, session: Session, name: str) -> int:
+async def carry_out(member: Membership, paths: TrainerPaths, session: Session, name: str) -> int:
     """Train, or only evaluate, until it is done or told to stop, and return the exit code, 0 if it is done."""
     known, directory, clock = member.known, member.directory, member.clock
     stop = stopping.stop_event()
-    announcement = Announcement(directory, "this trainer", lambda: record_of(member, session, name), clock)
+    announcement = Announcement(directory, "this trainer", lambda: record_of(member, paths, session, name), clock)
     async with asyncio.TaskGroup() as tasks:
         background = [
             tasks.create_task(
@@ -158,8 +173,11 @@ async def carry_out(member: Membership, session: Session, name: str) -> int:
                 )
             ),
             tasks.create_task(announcement.keep()),
-            tasks.create_task(
-                watch_connections(block=Block(0), router=known.router, channels=member.channels, clock=clock)
+            *(
+                tasks.create_task(
+                    watch_connections(block=block, router=known.router, channels=member.channels, clock=clock)
+                )
+                for block in paths.entries
             ),
         ]
         work = session.only_evaluate() if session.options.evaluate_only else session.train()
@@ -169,7 +187,7 @@ async def carry_out(member: Membership, session: Session, name: str) -> int:
     return stop.exit_code if stop.is_set() else 0
 
 
-def record_of(member: Membership, session: Session, name: str) -> TrainerRecord:
+def record_of(member: Membership, paths: TrainerPaths, session: Session, name: str) -> TrainerRecord:
     figures = session.report.figures
     return TrainerRecord(
         peer_id=member.peer_id,
@@ -180,7 +198,7 @@ def record_of(member: Membership, session: Session, name: str) -> TrainerRecord:
         tokens=figures.own_tokens,
         tokens_per_second=figures.tokens_per_second,
         in_flight=session.loop.num_in_flight,
-        bans=member.known.bans(Block(0), member.clock),
+        bans=member.known.bans(paths.entries, member.clock),
     )
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -28,6 +28,7 @@ from swarm.machine.words import Repeats
 from swarm.metrics import BEGINS, MetricsLog, StepMetrics, plot_loss
 from swarm.pipeline.train_loop import Step
 from swarm.training.inner_steps import InnerSteps
+from swarm.types import Block
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +46,9 @@ class Report(contextlib.AbstractContextManager["Report"]):
 
     def __init__(
         self, config: RunConfig, *, steps: int, output: Path, metrics: MetricsLog, console: Console, clock: Clock,
-        remedy: Callable[[int], str],
+        remedy: Callable[[Block], str],
     ) -> None:  # fmt: skip
-        """With 0 `steps` there is only an evaluation. `remedy` says what the user can do about a stage without a
+        """With 0 `steps` there is only an evaluation. `remedy` says what the user can do about a block without a
         peer."""
         self._clock = clock
         self._config = config
@@ -58,11 +59,9 @@ class Report(contextlib.AbstractContextManager["Report"]):
         self._console = console
         self._remedy = remedy
         self._waits, self._busy = Repeats(clock, WAITS_SECONDS), Repeats(clock)
-        self._said_at: dict[int, float] = {}
-        """By stage."""
-        self._empty_at: dict[int, float] = {}
-        """By stage."""
-        self._warned: set[int] = set()
+        self._said_at: dict[Block, float] = {}
+        self._empty_at: dict[Block, float] = {}
+        self._warned: set[Block] = set()
         self._bar = Progress(
             TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[note]}"),
             TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=console,
@@ -81,31 +80,29 @@ class Report(contextlib.AbstractContextManager["Report"]):
         self.figures.begin(first_step)
         self._metrics.event(first_step, BEGINS)
 
-    def waiting(self, stage: int, obstacle: Obstacle) -> None:
-        """Log why no peer of a stage takes work: each cause once until the next step, with a pause between two causes.
+    def waiting(self, block: Block, obstacle: Obstacle) -> None:
+        """Log why no peer of a block takes work: each cause once until the next step, with a pause between two causes.
         With slow stages, all peers are often merely busy, so this cause is logged only now and then."""
-        if stage >= self._config.stages.num_stages:
-            return  # The run has no such stage: a peer has made it up.
         now = self._clock.monotonic()
         if obstacle.is_empty_stage:
-            self._empty_at[stage] = now
+            self._empty_at[block] = now
         else:
-            self._empty_at.pop(stage, None)
+            self._empty_at.pop(block, None)
         if obstacle.is_business:
             # Peers before an empty stage are busy with microbatches that wait for that stage. Its own line names the
             # cause.
-            if any(later > stage and now - at < EMPTY_SECONDS for later, at in self._empty_at.items()):
+            if any(later.stage > block.stage and now - at < EMPTY_SECONDS for later, at in self._empty_at.items()):
                 return
-            if self._busy.count(stage):
-                logger.info("waiting: %s", obstacle.in_words(stage))
+            if self._busy.count(block):
+                logger.info("waiting: %s", obstacle.in_words(block))
             return
-        if now - self._said_at.get(stage, -math.inf) < GAP_SECONDS or not self._waits.count((stage, obstacle.causes)):
+        if now - self._said_at.get(block, -math.inf) < GAP_SECONDS or not self._waits.count((block, obstacle.causes)):
             return
-        self._said_at[stage] = now
-        cure = f": {self._remedy(stage)}" if obstacle.is_empty_stage else ""
-        logger.warning("waiting: %s%s", obstacle.in_words(stage), cure)
+        self._said_at[block] = now
+        cure = f": {self._remedy(block)}" if obstacle.is_empty_stage else ""
+        logger.warning("waiting: %s%s", obstacle.in_words(block), cure)
         what = "has no peer" if obstacle.is_empty_stage else "takes no work"
-        self._metrics.event(self.figures.step_number, f"stage {stage} {what}")
+        self._metrics.event(self.figures.step_number, f"stage {block} {what}")
 
     def within(self, num_microbatches: int) -> None:
         share = min(0.99, num_microbatches / self._config.microbatches_per_round)
@@ -143,17 +140,17 @@ class Report(contextlib.AbstractContextManager["Report"]):
                 validation_loss=None if validation is None else validation.mean,
                 validation_losses={} if validation is None else validation.of_several,
                 device_memory_bytes=report.device_bytes if report else None,
-                inner_steps=report.inner_steps if report else (),
+                inner_steps=report.inner_steps if report else {},
             )
         )
-        self._warn(report.inner_steps if report else ())
+        self._warn(report.inner_steps if report else {})
         self._say(step.number, validation)
 
-    def _warn(self, inner_steps: Sequence[InnerSteps]) -> None:
-        for stage, steps in enumerate(inner_steps):
-            if steps.fault and stage not in self._warned:
-                self._warned.add(stage)
-                logger.warning("stage %d: %s", stage, steps.fault)
+    def _warn(self, inner_steps: Mapping[Block, InnerSteps]) -> None:
+        for block, steps in inner_steps.items():
+            if steps.fault and block not in self._warned:
+                self._warned.add(block)
+                logger.warning("stage %s: %s", block, steps.fault)
 
     def evaluated_before(self, validation: HeldOutLoss) -> None:
         self.figures.first_validation_loss = validation.mean

@@ -6,6 +6,7 @@ sample.
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -23,7 +24,9 @@ from swarm.machine.words import printable
 from swarm.pipeline.round_watcher import RoundWatcher
 from swarm.pipeline.swarm_engine import SwarmEngine
 from swarm.pipeline.train_loop import Step, TrainLoop
+from swarm.pipeline.trainer_paths import TrainerPaths
 from swarm.training.samples import TOKENS
+from swarm.types import Block
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +42,9 @@ TEMPERATURE = 0.7
 class Session:
     options: TrainerOptions
     config: RunConfig
+    paths: TrainerPaths
     data: Microbatches
-    hop: Hop
+    hops: Mapping[Block, Hop]
     watcher: RoundWatcher
     loop: TrainLoop
     report: Report
@@ -82,9 +86,9 @@ class Session:
         await self.watcher.poll()
         # A resumed run begins at a later round than 0, and some of its stages may have no peer yet.
         while (present := self.watcher.known_round) is None:
-            for block in self.config.blocks:
+            for block in self.paths.blocks:
                 if (obstacle := self.watcher.obstacle(block)) is not None:
-                    self.report.waiting(block.stage, obstacle)
+                    self.report.waiting(block, obstacle)
             await asyncio.sleep(0.5)
             await self.watcher.poll()
         return present
@@ -105,11 +109,11 @@ class Session:
             for _ in range(ATTEMPTS):
                 await self.watcher.poll()
                 work = held_out_loss(
-                    self.hop,
+                    self.hops[self.paths.entries[0]],
                     self.data,
                     round_number=self.watcher.latest_round,
                     num_samples=self.options.evaluation_samples,
-                    listener=self.loop,
+                    listener=self.loop.listener(self.paths.paths[0]),
                 )
                 try:
                     # The evaluation runs in a task of its own, because in older Pythons a failed task group leaves the
@@ -129,7 +133,7 @@ class Session:
         tokenizer = tokenizers.load(self.options.tokenizer or self.config.data.tokenizer)
         sampling = Sampling(temperature=TEMPERATURE, seed=self.config.data.seed)
         try:
-            engine = SwarmEngine(self.hop, self.config)
+            engine = SwarmEngine(self.hops[self.paths.entries[0]], self.config)
             prompt = self.data.held_out(1)[0][TOKENS][0, :-1].tolist()[-_half(engine) :]
             tokens = await _continued(engine, prompt, sampling, self.options.sample_tokens)
         except (ValueError, SwarmError) as error:

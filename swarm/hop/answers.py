@@ -71,7 +71,7 @@ class Obstacle:
     def is_business(self) -> bool:
         return 0 < self.num_peers == self.num_busy
 
-    def in_words(self, stage: int) -> str:
+    def in_words(self, stage: Block) -> str:
         """One line that says what is wrong, and what happens next or what the user has to do."""
         if self.is_empty_stage:
             return f"stage {stage} has no peer"
@@ -90,7 +90,7 @@ class Obstacle:
         return f"{line}; if {its[0]}, see that {its[1]} --port can be reached, and that {its[1]} --announce is right"
 
 
-OnWaiting = Callable[[int, Obstacle], None]
+OnWaiting = Callable[[Block, Obstacle], None]
 
 
 def pack_obstacle(obstacle: Obstacle | None) -> pb.Obstacle | None:

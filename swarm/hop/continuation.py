@@ -194,9 +194,7 @@ class Continuation:
         if obstacle is None or not isinstance(why, PeerUnavailable):
             raise why
         # What gRPC says of a failed connection names neither the stage nor the peer.
-        raise PeerUnavailable(
-            obstacle.in_words(self._block.stage), is_gone=why.is_gone, is_unreachable=why.is_unreachable
-        )
+        raise PeerUnavailable(obstacle.in_words(self._block), is_gone=why.is_gone, is_unreachable=why.is_unreachable)
 
     async def _open(self, record: PeerRecord, *, standby: bool) -> SessionCall:
         return await self._calls.open(

@@ -5,6 +5,7 @@ leader, and renews the leases that it was granted by asking again.
 """
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -104,12 +105,13 @@ class LeaseServicer(LeaseServiceServicer):
 
     def _grant(self, view: RoundView, request: pb.AcquireRequest, trainer: Trainer) -> Grant:
         if self._table is None:
-            self._table = LeaseTable(self.config, self.block.stage, self.clock, self.rng)
+            self._table = LeaseTable(self.config, self.block, self.clock, self.rng)
         # If stage 0 has not begun this round yet, this stage lacks all microbatches, and no trainer can run them.
         too_new = request.HasField("newest_round") and view.round > request.newest_round
         is_first, is_older = self.block.stage == 0, view.round < request.newest_round
+        paths = request.paths or itertools.cycle(self.config.paths_through(self.block))
         grant = self._table.acquire(
-            view, trainer, 0 if too_new else min(MAX_COUNT, request.count),
+            view, trainer, [*itertools.islice(paths, 0 if too_new else min(MAX_COUNT, request.count))],
             holding=set(request.holding), released=set(request.released), acknowledged=set(request.acknowledged),
             all_granted=is_first or is_older or request.newest_is_granted,
             all_committed=is_first or is_older or request.newest_is_complete,
@@ -123,6 +125,8 @@ class LeaseServicer(LeaseServiceServicer):
         named = max(len(request.holding), len(request.released), len(request.acknowledged))
         if named > MAX_NAMED or len(request.trainer_id) > MAX_ID_LENGTH:
             raise MalformedMessage(f"a request names at most {MAX_NAMED} microbatches, and a trainer's id is short")
+        if len(request.paths) > MAX_COUNT or not {*request.paths} <= {*self.config.paths_through(self.block)}:
+            raise MalformedMessage(f"a request names at most {MAX_COUNT} paths, which lead through stage {self.block}")
 
 
 @dataclass(eq=False)
@@ -142,10 +146,11 @@ class LeaseClient:
     """By block: the peers that failed when its leader was last looked for, if it was not found."""
 
     async def acquire(
-        self, block: Block, count: int, *, holding: Collection[int], released: Collection[int], wait_seconds: float,
-        acknowledged: Collection[int] = (), newest: pb.AcquireReply | None = None,
+        self, block: Block, paths: Sequence[int], *, holding: Collection[int], released: Collection[int],
+        wait_seconds: float, acknowledged: Collection[int] = (), newest: pb.AcquireReply | None = None,
     ) -> pb.AcquireReply | None:  # fmt: skip
-        """Ask the leader of a block for microbatches, and renew those in `holding`; None if no leader was reached.
+        """Ask the leader of a block for a microbatch for each entry of `paths`, and renew those in `holding`; None if
+        no leader was reached.
 
         `acknowledged` are microbatches that this trainer has lately acknowledged to stage 0, or is about to. A later
         stage that gets stage 0's `newest` answer grants nothing of a round that stage 0 has not begun.
@@ -153,8 +158,9 @@ class LeaseClient:
         Raises NotAllowed or IncompatibleVersion if every peer of the stage refused so, and MalformedMessage.
         """
         request = pb.AcquireRequest(
-            address=address_of(self.config.run_id, block), trainer_id=self.trainer_id, count=count,
+            address=address_of(self.config.run_id, block), trainer_id=self.trainer_id, count=len(paths),
             wait_seconds=wait_seconds, holding=holding, released=released, acknowledged=acknowledged,
+            paths=paths[:MAX_COUNT] if len(self.config.paths) > 1 else (),
         )  # fmt: skip
         if newest is not None:
             request.newest_round = newest.round
@@ -176,7 +182,7 @@ class LeaseClient:
                 continue
             self._failed_at.pop(PeerId(record.peer_id), None)
             if not reply.leader_peer_id:
-                if reply.microbatches or not count:
+                if reply.microbatches or not paths:
                     self._believed_at[block] = self.clock.monotonic()
                 self._leaders[block] = PeerId(record.peer_id)
                 self._failed.pop(block, None)

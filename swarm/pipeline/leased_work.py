@@ -1,7 +1,7 @@
 """The microbatches that a trainer has leased: those that wait, those that are under way, and their leases.
 
-Asks the leaders for as many as the window has room for, renews the leases, and gives up microbatches whose leases it
-could not renew.
+Asks the leaders for as many as the windows have room for, renews the leases, and gives up microbatches whose leases it
+could not renew. Each path has a window of its own, so that one that is busy or stands still takes no room from others.
 """
 
 import asyncio
@@ -9,15 +9,17 @@ import contextlib
 import functools
 import logging
 import math
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from swarm.config import RunConfig
-from swarm.hop.answers import OnWaiting
+from swarm.hop.answers import Obstacle, OnWaiting
 from swarm.machine.clock import Clock, wait
 from swarm.machine.words import counted
 from swarm.pipeline.lease_service import MAX_NAMED, LeaseClient
+from swarm.pipeline.trainer_paths import TrainerPaths
+from swarm.pipeline.windows import Windows
 from swarm.rpc.v1 import lease_pb2 as pb
 from swarm.training.samples import Microbatch
 from swarm.types import LEASE_SECONDS, TRAINER_ACK_SECONDS, Block
@@ -32,47 +34,6 @@ GAP_SECONDS = 0.02
 """Least time between two requests to stage 0 for more."""
 LOST_GAP_SECONDS = 0.05
 """Least time between two requests to a later stage for microbatches that it has lost."""
-_LEAST_GROWTH = 1.0
-"""The growth in the round trip after a Busy. It doubles with each round trip without a Busy, as another trainer may
-have left."""
-_DECREASE = 0.93
-"""The factor by which a Busy shrinks the window. It is near 1: Busy from one of many peers says that this peer has
-enough, not that all have."""
-
-
-class Window:
-    """How many microbatches a trainer keeps in flight: as many as the swarm takes, so that a trainer needs to know
-    neither the swarm's size nor the links. Like a TCP window it doubles in a round trip until a peer is busy; then it
-    shrinks, and growth begins anew."""
-
-    def __init__(self, *, start: int, largest: int) -> None:
-        self._size = float(min(start, largest))
-        self._largest = largest
-        self._growth = self._size
-        """By how many microbatches the window grows in a round trip."""
-        self._num_older = 0
-        """How many of the microbatches under way were in flight already when the window last shrank."""
-
-    @property
-    def size(self) -> int:
-        return max(1, int(self._size))
-
-    def finished(self, *, num_busy: int, in_flight: int) -> None:
-        """Adapt the window to a microbatch that came back; `num_busy` is how often peers answered Busy, and `in_flight`
-        how many are under way, this one included."""
-        is_older = self._num_older > 0
-        self._num_older = max(0, self._num_older - 1)
-        if num_busy:
-            self._growth = _LEAST_GROWTH
-            # Microbatches that were refused together shrink the window once, not once each.
-            if not is_older:
-                self._size = max(1.0, self._size * _DECREASE)
-                self._num_older = in_flight - 1
-        elif in_flight >= self.size:
-            # Only a full window has shown that it is not too large.
-            share = 1.0 / self._size
-            self._size = min(float(self._largest), self._size + self._growth * share)
-            self._growth = min(self._size, self._growth * 2**share)
 
 
 @dataclass
@@ -90,14 +51,17 @@ class LeasedWork:
     """The microbatches that one trainer holds."""
 
     def __init__(
-        self, *, config: RunConfig, leases: LeaseClient, clock: Clock, max_in_flight: int, on_waiting: OnWaiting
-    ) -> None:
-        """`on_waiting` is called if no leader of stage 0 answers while this trainer has nothing to do."""
+        self, *, config: RunConfig, paths: TrainerPaths, leases: LeaseClient, clock: Clock, max_in_flight: int,
+        on_waiting: OnWaiting,
+    ) -> None:  # fmt: skip
+        """`on_waiting` is called if no leader of stage 0 answers, or a block has no peers, while this trainer has
+        nothing to do."""
         self._config = config
         self._leases = leases
         self._clock = clock
         self._on_waiting = on_waiting
-        self._window = Window(start=2 * config.stages.num_stages, largest=max_in_flight)
+        self._paths = paths
+        self._windows = Windows(paths.paths, num_stages=config.stages.num_stages, max_in_flight=max_in_flight)
         self._queue: deque[Work] = deque()
         self._in_flight: dict[int, tuple[Work, asyncio.Task[None]]] = {}
         self._released: dict[Block, list[int]] = {block: [] for block in config.blocks}
@@ -105,12 +69,12 @@ class LeasedWork:
         self._acknowledged: deque[tuple[float, int]] = deque(maxlen=MAX_NAMED)
         """The latest acknowledged microbatches, each with the time of its ack. They are sent to the leaders of later
         stages."""
-        self._stage_0: pb.AcquireReply | None = None
-        """The last answer of stage 0."""
-        self._wanted = asyncio.Event()
+        self._stage_0: dict[Block, pb.AcquireReply] = {}
+        """The last answer of each block of stage 0."""
+        self._wanted = {block: asyncio.Event() for block in paths.entries}
         self._changed = asyncio.Event()
         self._num_pauses = 0
-        self._renewed_at = clock.monotonic()
+        self._renewed_at = dict.fromkeys(paths.entries, clock.monotonic())
 
     @property
     def num_in_flight(self) -> int:
@@ -123,10 +87,9 @@ class LeasedWork:
         """All tasks, those included that only send an ack now."""
         return [task for _, task in self._in_flight.values()]
 
-    @property
-    def is_overdue(self) -> bool:
-        """Whether the leases were not renewed for so long that another trainer may have them."""
-        return self._clock.monotonic() - self._renewed_at > TRAINER_ACK_SECONDS
+    def is_overdue(self, entry: Block) -> bool:
+        """Whether the leases of a block of stage 0 were not renewed for so long that another trainer may have them."""
+        return self._clock.monotonic() - self._renewed_at[entry] > TRAINER_ACK_SECONDS
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -155,25 +118,32 @@ class LeasedWork:
         if self._is_paused:
             return None
         waiting = (work for work in self._queue if work.microbatch.index not in self._in_flight)
-        # Work that waits is mostly of one round, so room is computed once for each round.
+        # Work that waits is mostly of one round, so room is computed once for each path and round.
         has_room = functools.cache(self._has_room)
-        work = next((work for work in waiting if has_room(work.microbatch.round)), None)
+        work = next((work for work in waiting if has_room(self._path_of(work), work.microbatch.round)), None)
         if work is not None:
             self._queue.remove(work)
         return work
 
-    def _has_room(self, round_number: int) -> bool:
-        """Whether one more microbatch of that round may be under way. Those of later rounds may wait for it, and do not
-        count."""
-        under_way = (work for work, _ in self._in_flight.values() if not work.answered)
-        return sum(work.microbatch.round <= round_number for work in under_way) < self._window.size
+    def _has_room(self, path: int, round_number: int) -> bool:
+        """Whether one more microbatch of that path and round may be under way. Those of later rounds may wait for it,
+        and do not count."""
+        num = sum(work.microbatch.round <= round_number for work in self._under_way(path))
+        return num < self._windows.size(path) and self._paths.is_live(path)
+
+    def _under_way(self, path: int) -> list[Work]:
+        return [work for work, _ in self._in_flight.values() if not work.answered and self._path_of(work) == path]
+
+    def _path_of(self, work: Work) -> int:
+        return self._config.path_of(work.microbatch.index)
 
     def begun(self, work: Work, task: asyncio.Task[None]) -> None:
         self._in_flight[work.microbatch.index] = (work, task)
 
     def answered(self, work: Work, *, num_busy: int) -> None:
         """Note that the answer has come and is about to be acknowledged."""
-        self._window.finished(num_busy=num_busy, in_flight=self.num_in_flight)
+        path = self._path_of(work)
+        self._windows.finished(path, num_busy=num_busy, in_flight=len(self._under_way(path)))
         work.answered = True
         self._changed.set()
         self.note_acknowledged(work.microbatch)
@@ -194,36 +164,39 @@ class LeasedWork:
 
     async def changed(self) -> None:
         """Wait until other work may begin. If there is room, more work is asked for meanwhile."""
-        if self._room() > 0:
-            self._wanted.set()
+        for entry, wanted in self._wanted.items():
+            if self._room(entry):
+                wanted.set()
         self._changed.clear()
         await self._changed.wait()
 
     # -- leasing more --------------------------------------------------------------------------------------------------
 
-    async def keep_leased(self, last_round: int) -> None:
-        """Renew leases at stage 0, and ask it for more, up to round `last_round`. Runs until it is cancelled."""
+    async def keep_leased(self, entry: Block, last_round: int) -> None:
+        """Renew leases at a block of stage 0, and ask it for more, up to round `last_round`. Runs until it is
+        cancelled."""
         while True:
-            if self.is_overdue:
-                self.let_go()
+            self._paths.say_changes()
+            if self.is_overdue(entry):
+                self.let_go(entry)
             asked_at = self._clock.monotonic()
-            if await self._acquire(last_round):
-                self._renewed_at = asked_at
-            self._wanted.clear()
-            if self._room() > 0:
+            if await self._acquire(entry, last_round):
+                self._renewed_at[entry] = asked_at
+            self._wanted[entry].clear()
+            if self._room(entry):
                 # More is wanted, so stage 0 is asked again at once; it answers as soon as it has some.
                 await self._clock.sleep(GAP_SECONDS)
                 continue
-            await wait(self._wanted, RENEW_SECONDS)
+            await wait(self._wanted[entry], RENEW_SECONDS)
 
     async def replay_lost(self, block: Block, last_round: int) -> None:
         """Synchronous: lease microbatches that a block of a later stage has lost with a peer. Runs until it is
         cancelled."""
         while True:
-            if self._stage_0 is not None:
-                num_held = sum(work.granted_by == block for work in self._held() if not work.answered)
-                room = 0 if self._is_paused else max(0, self._window.size - num_held)
-                lost = await self._ask(block, room, wait_seconds=GRANT_WAIT_SECONDS, stage_0=self._stage_0)
+            if (stage_0 := self._newest()) is not None:
+                held = self._num_held(lambda work: work.granted_by == block)
+                wish = [] if self._is_paused else self._windows.wish(self._paths.through(block), held)
+                lost = await self._ask(block, wish, wait_seconds=GRANT_WAIT_SECONDS, stage_0=stage_0)
                 if lost is not None:
                     self._take(block, lost, last_round)
             await self._clock.sleep(LOST_GAP_SECONDS)
@@ -235,43 +208,64 @@ class LeasedWork:
         self._queue.clear()
         self._in_flight.clear()
         blocks = [block for block, released in self._released.items() if released]
-        await asyncio.gather(*(self._ask(block, 0, wait_seconds=0.0) for block in blocks))
+        await asyncio.gather(*(self._ask(block, [], wait_seconds=0.0) for block in blocks))
 
-    def let_go(self) -> None:
-        """Give up all work, because the leases were not renewed and another trainer may soon run the same."""
-        if self._in_flight:
-            logger.warning(
-                "the leases were not renewed in time: %s given up", counted(len(self._in_flight), "microbatch")
-            )
-        self._give_up_queue()
-        for task in self.tasks:
+    def let_go(self, entry: Block) -> None:
+        """Give up all work on paths that begin at a block, because the leases were not renewed and another trainer may
+        soon run the same."""
+        tasks = [task for work, task in self._in_flight.values() if self._entry_of(work) == entry]
+        if tasks:
+            logger.warning("the leases were not renewed in time: %s given up", counted(len(tasks), "microbatch"))
+        self._give_up_queue(entry)
+        for task in tasks:
             task.cancel()
 
-    async def _acquire(self, last_round: int) -> bool:
-        room = self._room()
-        leased = await self._ask(Block(0), room, wait_seconds=GRANT_WAIT_SECONDS if room else 0.0)
+    async def _acquire(self, entry: Block, last_round: int) -> bool:
+        wish = self._room(entry)
+        leased = await self._ask(entry, wish, wait_seconds=GRANT_WAIT_SECONDS if wish else 0.0)
+        if not self._queue and not self._in_flight:
+            if leased is None:
+                self._on_waiting(entry, self._leases.obstacle(entry))
+            elif (missing := self._paths.missing) is not None:
+                self._on_waiting(missing, Obstacle(num_peers=0))
         if leased is None:
-            if not self._queue and not self._in_flight:
-                self._on_waiting(0, self._leases.obstacle(Block(0)))
             return False
-        self._stage_0 = leased
-        self._take(Block(0), leased, last_round)
+        self._stage_0[entry] = leased
+        self._take(entry, leased, last_round)
         return True
 
-    def _room(self) -> int:
-        """How many more microbatches are wanted: enough for the window, and half as many to begin during a request.
+    def _room(self, entry: Block) -> list[int]:
+        """The paths that begin at a block and of which more microbatches are wanted, each as often as more are: enough
+        for the window, and half as many to begin during a request.
 
         No more are held, because no other trainer could run them. Work of a later round than stage 0's does not count
         as held: it waits for a stage 0 that came back from a checkpoint.
         """
         if self._is_paused:
-            return 0
-        newest = math.inf if self._stage_0 is None else self._stage_0.round
-        num_held = sum(work.microbatch.round <= newest for work in self._held() if not work.answered)
-        return max(0, self._window.size + math.ceil(self._window.size / 2) - num_held)
+            return []
+        newest = self._stage_0[entry].round if entry in self._stage_0 else math.inf
+        held = self._num_held(lambda work: work.microbatch.round <= newest)
+        return self._windows.wish(filter(self._paths.is_live, self._paths.through(entry)), held, ahead=0.5)
+
+    def _num_held(self, counts: Callable[[Work], bool]) -> Counter[int]:
+        """How many microbatches without an answer are held, by path, of those that count."""
+        return Counter(self._path_of(work) for work in self._held() if not work.answered and counts(work))
+
+    def _newest(self) -> pb.AcquireReply | None:
+        """What stage 0 has granted and has, of the round of its block that has come least far; None if a block of it
+        has not answered yet."""
+        replies = self._stage_0.values()
+        if len(replies) < len(self._paths.entries):
+            return None
+        oldest = min(reply.round for reply in replies)
+        last = [reply for reply in replies if reply.round == oldest]
+        return pb.AcquireReply(
+            round=oldest, round_granted=all(reply.round_granted for reply in last),
+            round_complete=all(reply.round_complete for reply in last),
+        )  # fmt: skip
 
     async def _ask(
-        self, block: Block, count: int, wait_seconds: float, stage_0: pb.AcquireReply | None = None
+        self, block: Block, wish: Sequence[int], wait_seconds: float, stage_0: pb.AcquireReply | None = None
     ) -> pb.AcquireReply | None:
         holding = [work.microbatch.index for work in self._held() if work.granted_by == block]
         released, self._released[block] = self._released[block], []
@@ -279,7 +273,7 @@ class LeasedWork:
         while self._acknowledged and self._clock.monotonic() - self._acknowledged[0][0] > LEASE_SECONDS:
             self._acknowledged.popleft()
         leased = await self._leases.acquire(
-            block, count, holding=holding, released=released, wait_seconds=wait_seconds,
+            block, wish, holding=holding, released=released, wait_seconds=wait_seconds,
             acknowledged=[microbatch for _, microbatch in self._acknowledged], newest=stage_0,
         )  # fmt: skip
         if leased is None:
@@ -324,7 +318,12 @@ class LeasedWork:
             if work.microbatch.is_replay and not work.answered and is_needless(work):
                 task.cancel()
 
-    def _give_up_queue(self) -> None:
-        for work in self._queue:
+    def _give_up_queue(self, entry: Block | None = None) -> None:
+        """Release what waits; with `entry` only what begins at that block."""
+        given_up = [work for work in self._queue if entry in (None, self._entry_of(work))]
+        for work in given_up:
+            self._queue.remove(work)
             self.release(work)
-        self._queue.clear()
+
+    def _entry_of(self, work: Work) -> Block:
+        return self._paths.entry_of(work.microbatch.index)

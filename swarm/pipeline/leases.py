@@ -1,21 +1,22 @@
 """Leases: which trainer runs which microbatches. Pure; lease_service sends the answers.
 
-Stage 0's leader grants new microbatches. In the synchronous setting each stage's leader also grants the microbatches
-that its stage has lost. A lease expires unless its trainer renews it. If a trainer renews but gets nothing done, its
-microbatches go to another trainer that has nothing else to do. A trainer's claim to hold a microbatch counts only if
-the trainer was granted it.
+Stage 0's leader grants new microbatches; where stage 0 has variants, the leader of each grants those whose path begins
+there. In the synchronous setting each block's leader also grants the microbatches that its block has lost. A lease
+expires unless its trainer renews it. If a trainer renews but gets nothing done, its microbatches go to another trainer
+that has nothing else to do. A trainer's claim to hold a microbatch counts only if the trainer was granted it.
 """
 
+import itertools
 import math
 import random
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from swarm.config import RunConfig
 from swarm.machine.clock import Clock
-from swarm.pipeline.round_leases import Finished, RoundLeases
+from swarm.pipeline.round_leases import Finished, RoundLeases, Wish
 from swarm.pipeline.trainers import DOUBT_SECONDS, Trainer, Trainers
-from swarm.types import LARGEST_COUNT, LEASE_SECONDS
+from swarm.types import LARGEST_COUNT, LEASE_SECONDS, Block
 
 GATHER_SECONDS = 1.0
 """A peer that takes the lead grants nothing of a synchronous round for this long. Trainers renew their leases twice as
@@ -69,28 +70,33 @@ class Grant:
 
 
 class LeaseTable:
-    """The leases of one stage, while this peer leads it.
+    """The leases of one block, while this peer leads it.
 
     With DiLoCo every microbatch is granted once and no peer waits for it, so no leases are kept.
     """
 
-    def __init__(self, config: RunConfig, stage: int, clock: Clock, rng: random.Random) -> None:
+    def __init__(self, config: RunConfig, block: Block, clock: Clock, rng: random.Random) -> None:
         self._config = config
-        self._stage = stage
+        self._block = block
         self._clock = clock
         self._rng = rng
         self._leads_since = self._asked_at = clock.monotonic()
         self._trainers = Trainers(clock)
-        self._round = RoundLeases(-1, config.microbatches_per_round, self._trainers, clock)
+        self._round = RoundLeases(config, block, -1, self._trainers, clock)
+        self._fresh: dict[int, Iterator[int]] = {}
+        """DiLoCo: the ids that are granted next, by path."""
         self._next: int | None = None
+        """No id from this one on has been granted."""
         self._skipped = -1
         """The highest id that was known when `_next` was last chosen."""
 
     def acquire(
-        self, view: RoundView, trainer: Trainer, count: int, *, holding: Collection[int], released: Collection[int],
-        acknowledged: Collection[int] = (), all_granted: bool = True, all_committed: bool = True,
+        self, view: RoundView, trainer: Trainer, paths: Sequence[int], *, holding: Collection[int],
+        released: Collection[int], acknowledged: Collection[int] = (), all_granted: bool = True,
+        all_committed: bool = True,
     ) -> Grant:  # fmt: skip
-        """Renew a trainer's leases, take back what it released, and grant it up to `count` microbatches.
+        """Renew a trainer's leases, take back what it released, and grant it microbatches of these `paths`, each of
+        which is named as often as one of it is wanted.
 
         What it is `holding` is by its own account; it has `acknowledged` to stage 0, or is about to. A later stage is
         told whether stage 0 has granted all of the round (if not, trainers have better to do than to replay what a
@@ -98,7 +104,7 @@ class LeaseTable:
         """
         self._note_lead()
         if not self._config.rounds.synchronous:
-            return self._grant_endless(view, count, [*holding, *released])
+            return self._grant_endless(view, paths, [*holding, *released])
         state = self._at_round(view.round)
         state.note_committed(view.committed)
         self._trainers.hear(trainer)
@@ -106,17 +112,17 @@ class LeaseTable:
         gathers = self._gathers(view)
         self._note_told(view, trainer, holding, acknowledged, gathers=gathers)
         state.end_silent(LEASE_SECONDS)
-        count = 0 if gathers else min(count, state.room(trainer))
-        self._trainers.note_wish(trainer, wants=count > 0)
-        grant = self._grant_of_round(view, trainer, count, all_granted, all_committed)
-        if count and not grant.microbatches and (state.end_silent(DOUBT_SECONDS) or state.end_overdue(trainer)):
-            grant = self._grant_of_round(view, trainer, count, all_granted, all_committed)
+        wish = Wish(trainer, paths, 0 if gathers else min(len(paths), state.room(trainer)))
+        self._trainers.note_wish(trainer, paths if wish.most else ())
+        grant = self._grant_of_round(view, wish, all_granted, all_committed)
+        if wish.most and not grant.microbatches and (state.end_silent(DOUBT_SECONDS) or state.end_overdue(trainer)):
+            grant = self._grant_of_round(view, wish, all_granted, all_committed)
         return grant
 
     def _at_round(self, number: int) -> RoundLeases:
         if number != self._round.number:
             self._round.note_ended()
-            self._round = RoundLeases(number, self._config.microbatches_per_round, self._trainers, self._clock)
+            self._round = RoundLeases(self._config, self._block, number, self._trainers, self._clock)
         return self._round
 
     def _note_lead(self) -> None:
@@ -141,33 +147,33 @@ class LeaseTable:
         at = self._leads_since if now - self._leads_since < GATHER_SECONDS else now
         for microbatch in acknowledged:
             # Stage 0 has granted the microbatch itself, and so can check this. A later stage cannot.
-            if microbatch in state.ids and (self._stage > 0 or state.was_given(trainer, microbatch)):
+            if microbatch in state.ids and (self._block.stage > 0 or state.was_given(trainer, microbatch)):
                 state.finished.setdefault(microbatch, Finished(trainer, at))
         if gathers:
-            state.note_claim(trainer, holding, acknowledged if self._stage == 0 else ())
+            state.note_claim(trainer, holding, acknowledged if self._block.stage == 0 else ())
         else:
-            state.believe_claims(view.committed, is_replay=self._stage > 0, at=self._leads_since)
+            state.believe_claims(view.committed, is_replay=self._block.stage > 0, at=self._leads_since)
 
-    def _grant_of_round(
-        self, view: RoundView, trainer: Trainer, count: int, all_granted: bool, all_committed: bool
-    ) -> Grant:
+    def _grant_of_round(self, view: RoundView, wish: Wish, all_granted: bool, all_committed: bool) -> Grant:
         wanted = [m for m in self._round.ids if m not in view.committed and m not in self._round.leases]
         away = view.counted - view.committed - view.lost
         may_come_back = bool(away) or view.misses_member
         lost = self._lost(view, wanted, may_be_elsewhere=may_come_back or view.awaits_reports)
         # Lost microbatches are replayed at once, so that they do not hold up the end of the round.
-        if (grant := self._lease_replays(trainer, lost, count)).microbatches:
+        if (grant := self._lease_replays(wish, lost)).microbatches:
             return grant
-        if self._stage == 0:
+        if self._block.stage == 0:
             known = self._round.finished.keys() | view.counted
             fresh = [microbatch for microbatch in wanted if microbatch not in known]
             if fresh:
                 # A trainer gets only a share. If it got all, the others would have nothing to do, and all would be lost
                 # if it died.
-                share = math.ceil(len(fresh) / (2 * self._trainers.num_parts(trainer) - 1))
-                allowed = self._round.allowed(trainer, fresh)[: min(count, share)]
+                paths = frozenset(wish.paths)
+                own = [microbatch for microbatch in fresh if self._config.path_of(microbatch) in paths]
+                share = math.ceil(len(own) / (2 * self._trainers.num_parts(wish.trainer) - 1))
+                allowed = self._round.allowed(wish, own)[:share]
                 for microbatch in allowed:
-                    self._round.give(trainer, microbatch, is_replay=False, has_arrived=False)
+                    self._round.give(wish.trainer, microbatch, is_replay=False, has_arrived=False)
                 return Grant(microbatches=allowed)
         if not all_granted:
             return Grant(microbatches=())
@@ -179,7 +185,7 @@ class LeaseTable:
         if not missing and all_committed and all_told and view.quiet_seconds >= SETTLE_SECONDS:
             # Trainers have acknowledged these, but no member counts them. The member that had them must have died.
             missing = [m for m in wanted if self._seconds_since(m) >= SETTLE_SECONDS]
-        return self._lease_replays(trainer, missing, count, all_granted=True)
+        return self._lease_replays(wish, missing, all_granted=True)
 
     def _lost(self, view: RoundView, wanted: Sequence[int], *, may_be_elsewhere: bool) -> list[int]:
         """The wanted microbatches whose member has died, or that no member counts LOST_SECONDS after their ack. If they
@@ -197,19 +203,20 @@ class LeaseTable:
         finished = self._round.finished.get(microbatch)
         return math.inf if finished is None else self._clock.monotonic() - finished.at
 
-    def _lease_replays(
-        self, trainer: Trainer, microbatches: Sequence[int], count: int, *, all_granted: bool = False
-    ) -> Grant:
-        allowed = self._round.allowed(trainer, microbatches)[:count]
+    def _lease_replays(self, wish: Wish, microbatches: Sequence[int], *, all_granted: bool = False) -> Grant:
+        allowed = self._round.allowed(wish, microbatches)
         # A replay may end before its trainer renews the lease, so its grant counts as arrived from the start.
         for microbatch in allowed:
-            self._round.give(trainer, microbatch, is_replay=True, has_arrived=True)
-        only_at = self._stage if allowed else None
+            self._round.give(wish.trainer, microbatch, is_replay=True, has_arrived=True)
+        only_at = self._block.stage if allowed else None
         return Grant(microbatches=allowed, accumulate_only_at=only_at, all_granted=all_granted)
 
-    def _grant_endless(self, view: RoundView, count: int, told: Collection[int]) -> Grant:
-        """Grant new ids, above those that the trainer claims to hold from any leader. No id is granted twice, even if a
-        trainer gives it back, because another leader may have granted it too."""
+    def _grant_endless(self, view: RoundView, paths: Sequence[int], told: Collection[int]) -> Grant:
+        """Grant new ids of these paths, above those that the trainer claims to hold from any leader. No id is granted
+        twice, even if a trainer gives it back, because another leader may have granted it too.
+
+        Each path has a sequence of its own, so that no text is left out of one because another is wanted more often.
+        """
         known = max(view.highest_microbatch, max(told, default=-1))
         if known < 0 and view.awaits_reports and self._clock.monotonic() - self._leads_since < LONGEST_GATHER_SECONDS:
             # The peer that led before may be about to report the highest id that it has seen.
@@ -225,6 +232,11 @@ class LeaseTable:
             is_unknown = known <= 0 < view.round
             if is_made_up or is_unknown:
                 self._next = self._rng.randrange(LARGEST_COUNT // 2)
-        fresh = range(self._next, self._next + count)
-        self._next = fresh.stop
+            num_paths = len(self._config.paths)
+            self._fresh = {
+                path: itertools.count(self._next + (path - self._next) % num_paths, num_paths)
+                for path in self._config.paths_through(self._block)
+            }
+        fresh = sorted(next(self._fresh[path]) for path in paths)
+        self._next = max([self._next, *(microbatch + 1 for microbatch in fresh)])
         return Grant(microbatches=fresh)

@@ -11,8 +11,19 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass
 
+from swarm.config import RunConfig
 from swarm.machine.clock import Clock
 from swarm.pipeline.trainers import Trainer, Trainers
+from swarm.types import Block
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a trainer asks for: up to `most` microbatches of these paths, of each at most as many as it is named."""
+
+    trainer: Trainer
+    paths: Sequence[int]
+    most: int
 
 
 @dataclass
@@ -49,11 +60,12 @@ class _Claim:
 
 
 class RoundLeases:
-    """The leases of a round, while this peer leads its stage."""
+    """The leases of a round of one block, while this peer leads it."""
 
-    def __init__(self, number: int, size: int, trainers: Trainers, clock: Clock) -> None:
+    def __init__(self, config: RunConfig, block: Block, number: int, trainers: Trainers, clock: Clock) -> None:
         self.number = number
-        self.ids = range(number * size, (number + 1) * size)
+        self.ids = config.microbatches_of(number, block)
+        self._path_of = config.path_of
         self.leases: dict[int, Lease] = {}
         self.finished: dict[int, Finished] = {}
         self._trainers = trainers
@@ -181,22 +193,30 @@ class RoundLeases:
             for microbatch in [m for m, lease in self.leases.items() if lease.trainer.bearer == bearer]:
                 del self.leases[microbatch]
 
-    def allowed(self, trainer: Trainer, microbatches: Sequence[int]) -> list[int]:
-        """The microbatches that this trainer may have, because no other trainer that wants work comes first.
+    def allowed(self, wish: Wish, microbatches: Sequence[int]) -> list[int]:
+        """The first microbatches that are wanted and that the trainer may have, because no other trainer that wants
+        them comes first.
 
         A replay first goes to the trainer that ran the microbatch, which knows the peers that need not compute it
         again. If that fails, the others follow, first the bearers that have had it less often.
         """
-        rivals = self._trainers.rivals(trainer)
+        trainer, left = wish.trainer, Counter(wish.paths)
+        rivals = {path: self._trainers.rivals(trainer, path) for path in left}
 
-        def is_allowed(microbatch: int) -> bool:
+        def is_allowed(microbatch: int, path: int) -> bool:
             finished = self.finished.get(microbatch)
             if finished is not None and not finished.was_replay:
                 if finished.trainer == trainer:
                     return True
-                if self._trainers.wants(finished.trainer):
+                if self._trainers.wants(finished.trainer, path):
                     return False
             times = self._times[microbatch, trainer.bearer]
-            return all(self._times[microbatch, rival] >= times for rival in rivals)
+            return all(self._times[microbatch, rival] >= times for rival in rivals[path])
 
-        return [microbatch for microbatch in microbatches if is_allowed(microbatch)]
+        found = list[int]()
+        for microbatch in microbatches:
+            path = self._path_of(microbatch)
+            if len(found) < wish.most and left[path] and is_allowed(microbatch, path):
+                found.append(microbatch)
+                left[path] -= 1
+        return found

@@ -1,13 +1,14 @@
 """Follows the rounds for a trainer, which asks the stages' peers about them.
 
 Some peers of each stage are asked. They answer once their stage is at a new round, or after a while. A stage has
-committed a round when most of those that answer say so. A round that every stage has committed is one step.
+committed a round when most of those that answer say so. A round that all followed blocks have committed is one step.
 """
 
 import asyncio
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from swarm.hop.answers import Obstacle, left_alone
@@ -28,7 +29,7 @@ _NUM_ASKED = 3
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
     run_samples: int
-    """How many samples the run has committed, this round included."""
+    """How many samples the run has committed, this round included, by what is known of the watched blocks."""
     gradient_norm: float
     """The norm of the whole model's gradient, or with DiLoCo of the whole model's averaged pseudo-gradient."""
     learning_rate: float
@@ -48,28 +49,29 @@ class StepReport:
     """How many attempts have failed since the peers that were asked started."""
     device_bytes: int
     """The most that a peer reported; 0 without an accelerator."""
-    inner_steps: tuple[InnerSteps, ...]
-    """DiLoCo: how the inner steps went at the peer that was asked, by stage."""
+    inner_steps: Mapping[Block, InnerSteps]
+    """DiLoCo: how the inner steps went at the peer that was asked, by block."""
 
 
 class RoundWatcher:
     """Asks some peers of each block at which round it is, others at each poll."""
 
     def __init__(
-        self, *, run_id: str, blocks: Sequence[Block], synchronous: bool,
+        self, *, run_id: str, blocks: Callable[[], Collection[Block]], synchronous: bool,
         peers: Callable[[Block], Sequence[PeerRecord]], channels: ChannelPool,
     ) -> None:  # fmt: skip
-        """`blocks` are those of the run."""
+        """`blocks` are those that are followed now: all of the run, or with DiLoCo those that do not stand still."""
         self._synchronous = synchronous
         self._peers = peers
         self._poll = Poll(run_id, channels, seconds=_ANSWER_SECONDS)
-        self._reports: dict[Block, dict[int, pb.RoundReport]] = {block: {} for block in blocks}
+        self._followed = blocks
+        self._reports = defaultdict[Block, dict[int, pb.RoundReport]](dict)
         self._rounds: dict[Block, int] = {}
         """The highest round that each block has reached, once it has answered."""
         self._present: dict[Block, int] = {}
         """The present round of each block. It may be lower than in `_rounds`: a lost block may have come back at an
         earlier round."""
-        self._latest = self._num_polls = 0
+        self._round = self._latest = self._num_polls = 0
         self._obstacles: dict[Block, Obstacle] = {}
         """By block: why none of its peers answered."""
         self._device_bytes = 0
@@ -77,12 +79,14 @@ class RoundWatcher:
 
     @property
     def round(self) -> int:
-        return min(self._rounds.values()) if len(self._rounds) == len(self._reports) else 0
+        """The round that all followed blocks have reached. It never becomes lower: a block that is followed again may
+        still be at an earlier one."""
+        return self._round
 
     @property
     def known_round(self) -> int | None:
-        """The round that all blocks which have answered have reached; None while none has answered."""
-        return min(self._rounds.values(), default=None)
+        """The round that all followed blocks which have answered have reached; None while none has answered."""
+        return min((self._rounds[block] for block in self._followed() if block in self._rounds), default=None)
 
     @property
     def latest_round(self) -> int:
@@ -93,10 +97,11 @@ class RoundWatcher:
         return self._obstacles.get(block)
 
     async def poll(self, wait_seconds: float = 0.0) -> None:
-        """Ask every block once. If a block does not answer, its earlier answer is kept. A peer whose block is still at
-        the same round may wait for `wait_seconds`."""
-        answers = await asyncio.gather(*(self._describe(block, wait_seconds) for block in self._reports))
-        rows = dict(zip(self._reports, answers, strict=True))
+        """Ask every followed block once. If a block does not answer, its earlier answer is kept. A peer whose block is
+        still at the same round may wait for `wait_seconds`."""
+        followed = list(self._followed())
+        answers = await asyncio.gather(*(self._describe(block, wait_seconds) for block in followed))
+        rows = dict(zip(followed, answers, strict=True))
         self._num_polls += 1
         found = RunRounds.of({block: [reply.round for reply in row] for block, row in rows.items()})
         self._latest = max(self._latest, found.latest)
@@ -110,17 +115,21 @@ class RoundWatcher:
             reports.update({report.round: report for report in reply.rounds if report.round < present})
             for round_number in sorted(reports)[:-_KEPT_REPORTS]:
                 del reports[round_number]
+        if all(block in self._rounds for block in followed):
+            self._round = max(self._round, min(self._rounds[block] for block in followed))
 
     def report(self, step: int) -> StepReport | None:
-        """The figures of a round that all blocks have committed; None if those of a block are missing."""
-        if not all(step in reports for reports in self._reports.values()):
+        """The figures of a round that all followed blocks have committed; None if those of a block are missing."""
+        followed = list(self._followed())
+        if not all(step in self._reports[block] for block in followed):
             return None
-        rounds = [reports[step] for reports in self._reports.values()]
+        of_blocks = {block: self._reports[block][step] for block in followed}
+        rounds = list(of_blocks.values())
         norms = [entry.gradient_norm for entry in rounds]
         sent = sum(entry.bytes_sent for entry in rounds)
         plain = sum(entry.bytes_sent * entry.compression_ratio for entry in rounds)
         return StepReport(
-            run_samples=min(entry.run_samples for entry in rounds),
+            run_samples=self._run_samples(step),
             gradient_norm=norms[0] if self._synchronous else math.hypot(*norms),
             learning_rate=rounds[0].learning_rate,
             num_members=sum(entry.num_members for entry in rounds),
@@ -139,8 +148,19 @@ class RoundWatcher:
             num_attempts=max(entry.attempts for entry in rounds),
             num_aborted=sum(self._aborted.values()),
             device_bytes=self._device_bytes,
-            inner_steps=() if self._synchronous else tuple(InnerSteps.read(entry.inner_steps) for entry in rounds),
+            inner_steps={}
+            if self._synchronous
+            else {block: InnerSteps.read(entry.inner_steps) for block, entry in of_blocks.items()},
         )
+
+    def _run_samples(self, step: int) -> int:
+        """The least over the stages of what their variants have, each in this round or the last one that is known of it
+        before."""
+        samples = Counter[int]()
+        for block, reports in self._reports.items():
+            last = max((number for number in reports if number <= step), default=None)
+            samples[block.stage] += 0 if last is None else reports[last].run_samples
+        return min(samples.values())
 
     async def _describe(self, block: Block, wait_seconds: float) -> list[pb.DescribeReply]:
         """The answers of some peers; no more are awaited once most of these are at a new round."""

@@ -6,14 +6,14 @@ lease -> tokens -> hop to stage 0 -> loss -> ack
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from fractions import Fraction
 
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
-from swarm.errors import Fatal, RetriesExhausted, StaleMicrobatch
+from swarm.errors import Fatal, PathStandsStill, RetriesExhausted, StaleMicrobatch
 from swarm.events import Ack, Events
 from swarm.hop.answers import HopListener, HopReply, Obstacle, OnWaiting
 from swarm.hop.hop import Hop
@@ -21,6 +21,7 @@ from swarm.machine.clock import Clock
 from swarm.machine.words import Repeats, counted
 from swarm.pipeline.leased_work import LeasedWork, Work
 from swarm.pipeline.round_watcher import RoundWatcher, StepReport
+from swarm.pipeline.trainer_paths import TrainerPaths
 from swarm.training import samples
 from swarm.training.samples import Microbatch
 from swarm.types import Block, PeerId
@@ -104,16 +105,31 @@ class Step:
     report: StepReport | None
 
 
-class TrainLoop(HopListener):
+@dataclass(frozen=True)
+class PathListener(HopListener):
+    """Tells at which block of a path microbatches wait, and why."""
+
+    blocks: Sequence[Block]
+    on_waiting: OnWaiting
+
+    def progress(self, stage: int, *, obstacle: Obstacle | None) -> None:
+        # A peer may make up a stage that the run does not have.
+        if obstacle is not None and stage < len(self.blocks):
+            self.on_waiting(self.blocks[stage], obstacle)
+
+
+class TrainLoop:
     """Runs microbatches and follows the swarm's steps."""
 
     def __init__(
-        self, *, config: RunConfig, data: Microbatches, hop: Hop, work: LeasedWork, watcher: RoundWatcher,
-        clock: Clock, on_waiting: OnWaiting, events: Events | None = None,
+        self, *, config: RunConfig, paths: TrainerPaths, data: Microbatches, hops: Mapping[Block, Hop],
+        work: LeasedWork, watcher: RoundWatcher, clock: Clock, on_waiting: OnWaiting, events: Events | None = None,
     ) -> None:  # fmt: skip
+        """`hops` lead to the blocks at which the paths begin."""
         self._config = config
         self._data = data
-        self._hop = hop
+        self._paths = paths
+        self._hops = hops
         self._work = work
         self._watcher = watcher
         self._clock = clock
@@ -137,9 +153,8 @@ class TrainLoop(HopListener):
         """Hand out no microbatch inside the block; see LeasedWork.paused."""
         return self._work.paused()
 
-    def progress(self, stage: int, *, obstacle: Obstacle | None) -> None:
-        if obstacle is not None:
-            self._on_waiting(stage, obstacle)
+    def listener(self, path: int) -> PathListener:
+        return PathListener(self._config.blocks_of(path), self._on_waiting)
 
     async def run(self, first: int, count: int, on_step: Callable[[Step], Awaitable[None]]) -> None:
         """Train until the swarm has committed rounds `first` to `first + count - 1`.
@@ -148,11 +163,11 @@ class TrainLoop(HopListener):
         Cancellation stops at once: peers roll back what was in flight, and leases are given back.
         """
         last_round = first + count - 1
-        later = [block for block in self._config.blocks if block.stage > 0 and self._config.rounds.synchronous]
+        later = [block for block in self._paths.blocks if block.stage > 0 and self._config.rounds.synchronous]
         try:
             async with asyncio.TaskGroup() as tasks:
                 background = [
-                    tasks.create_task(self._work.keep_leased(last_round)),
+                    *(tasks.create_task(self._work.keep_leased(block, last_round)) for block in self._paths.entries),
                     *(tasks.create_task(self._work.replay_lost(block, last_round)) for block in later),
                     tasks.create_task(self._dispatch(tasks)),
                 ]
@@ -208,8 +223,9 @@ class TrainLoop(HopListener):
         try:
             batch = self._data.samples(self._data_number(microbatch))
             hints = microbatch.known_by(self._routes.get(microbatch.index, {}))
-            reply = await self._hop.train(microbatch, batch, self, hints)
-            if self._work.is_overdue:
+            entry, path = self._paths.entry_of(microbatch.index), self._config.path_of(microbatch.index)
+            reply = await self._hops[entry].train(microbatch, batch, self.listener(path), hints)
+            if self._work.is_overdue(entry):
                 # This process may have been stopped for a while, and another trainer may have the microbatch by now.
                 reply.close()
                 self._work.release(work)
@@ -224,6 +240,9 @@ class TrainLoop(HopListener):
         except StaleMicrobatch as error:
             logger.debug("microbatch %d: %s", microbatch.index, error)
             self._work.note_acknowledged(microbatch)
+        except PathStandsStill as error:
+            self._paths.leave_alone(microbatch.index, str(error))
+            self._work.release(work)
         except Fatal as error:
             self._failed(work, error)
 

@@ -7,7 +7,7 @@ together these get no more than one would.
 import math
 import statistics
 from collections import Counter, deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,18 +51,20 @@ class Trainers:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._heard_at: dict[Trainer, float] = {}
-        self._wanted_at: dict[Trainer, float] = {}
+        self._wishes: dict[Trainer, tuple[float, frozenset[int]]] = {}
+        """When a trainer has last asked for work, and of which paths."""
         self._bans: dict[str, _Ban] = {}
         self._times = deque[float](maxlen=64)
 
     def hear(self, trainer: Trainer) -> None:
         self._heard_at[trainer] = self._clock.monotonic()
 
-    def note_wish(self, trainer: Trainer, *, wants: bool) -> None:
-        now = self._clock.monotonic()
-        self._wanted_at = {other: at for other, at in self._wanted_at.items() if now - at <= KNOWN_SECONDS}
-        if wants:
-            self._wanted_at[trainer] = now
+    def note_wish(self, trainer: Trainer, paths: Iterable[int]) -> None:
+        """Note of which paths a trainer wants work, which may be none."""
+        now, wanted = self._clock.monotonic(), frozenset(paths)
+        self._wishes = {other: wish for other, wish in self._wishes.items() if now - wish[0] <= KNOWN_SECONDS}
+        if wanted:
+            self._wishes[trainer] = now, wanted
 
     def forget_silent(self, seconds: float, *, but: Collection[Trainer]) -> None:
         self._heard_at = {t: at for t, at in self._heard_at.items() if t in but or not self.is_silent(t, seconds)}
@@ -70,16 +72,16 @@ class Trainers:
     def is_silent(self, trainer: Trainer, seconds: float) -> bool:
         return self._clock.monotonic() - self._heard_at.get(trainer, -math.inf) >= seconds
 
-    def wants(self, trainer: Trainer) -> bool:
-        return trainer in self._wanted_at
+    def wants(self, trainer: Trainer, path: int) -> bool:
+        return trainer in self._wishes and path in self._wishes[trainer][1]
 
-    def rivals(self, trainer: Trainer) -> set[str]:
-        """The other bearers that have a trainer which wants work."""
-        return {other.bearer for other in self._wanted_at} - {trainer.bearer}
+    def rivals(self, trainer: Trainer, path: int) -> set[str]:
+        """The other bearers that have a trainer which wants work of a path."""
+        return {other.bearer for other in self._wishes if self.wants(other, path)} - {trainer.bearer}
 
     def num_parts(self, trainer: Trainer) -> int:
         """The number of equal parts into which work is divided; the trainer gets one of them."""
-        return _num_parts(trainer, self._wanted_at.keys() | {trainer})
+        return _num_parts(trainer, self._wishes.keys() | {trainer})
 
     def room(self, trainer: Trainer, size: int, held: Counter[Trainer]) -> int:
         """How many more of a round's `size` microbatches a trainer may hold.
@@ -89,7 +91,7 @@ class Trainers:
         """
         if self.is_banned(trainer.bearer):
             return 0
-        sharing = {t for t in held if not self.is_silent(t, DOUBT_SECONDS)} | self._wanted_at.keys() | {trainer}
+        sharing = {t for t in held if not self.is_silent(t, DOUBT_SECONDS)} | self._wishes.keys() | {trainer}
         sharing = {other for other in sharing if other.bearer not in self._bans or not self.is_banned(other.bearer)}
         of_bearer = math.ceil(size / len({other.bearer for other in sharing}))
         of_trainer = math.ceil(size / _num_parts(trainer, sharing))

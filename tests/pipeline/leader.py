@@ -1,16 +1,19 @@
 """A leader's table of leases with a clock of its own, and with shorter calls for tests."""
 
+import itertools
 import random
-from collections.abc import Collection, Set
+from collections.abc import Collection, Sequence, Set
 from typing import Any
 
 from swarm.config import RoundsConfig, RunConfig
 from swarm.pipeline.leases import GATHER_SECONDS, Grant, LeaseTable, RoundView
 from swarm.pipeline.trainers import Trainer
+from swarm.types import Block
 from tests.support.manual_clock import ManualClock
 
 SYNCHRONOUS = RunConfig(rounds=RoundsConfig(setting="synchronous", round_samples=48))
 DILOCO = RunConfig(rounds=RoundsConfig(setting="diloco", round_samples=48))
+FIRST = Block(0)
 SIZE = SYNCHRONOUS.microbatches_per_round
 
 
@@ -32,9 +35,11 @@ class _AskedClock(ManualClock):
 class Leader:
     """A table with a clock, and with shorter calls for tests."""
 
-    def __init__(self, config: RunConfig, stage: int = 0, seed: int = 0, led_seconds: float = GATHER_SECONDS) -> None:
+    def __init__(
+        self, config: RunConfig, block: Block = FIRST, seed: int = 0, led_seconds: float = GATHER_SECONDS
+    ) -> None:
         self.clock = _AskedClock(self)
-        self.table = LeaseTable(config, stage, self.clock, random.Random(seed))
+        self.table = LeaseTable(config, block, self.clock, random.Random(seed))
         self.committed: set[int] = set()
         self.counted: set[int] = set()
         self.lost: set[int] = set()
@@ -42,21 +47,24 @@ class Leader:
         self.round = 0
         self.is_asked = config.rounds.synchronous
         """Whether a trainer that wants nothing asks all the time, as trainers do."""
+        self._paths = config.paths_through(block)
         self.clock.advance(led_seconds)
 
     def ask(
         self, trainer: str | Trainer, count: int, *, holding: Collection[int] = (), released: Collection[int] = (),
         quiet_seconds: float = 0.0, committed: Set[int] | None = None, all_granted: bool = True,
         all_committed: bool = True, awaits_reports: bool = False, misses_member: bool = False,
-        acknowledged: Collection[int] = (),
+        acknowledged: Collection[int] = (), paths: Sequence[int] | None = None,
     ) -> Grant:  # fmt: skip
+        """Ask for as many microbatches, of the block's paths in turns, or for those of the `paths` that are named."""
+        paths = [*itertools.islice(itertools.cycle(self._paths), count)] if paths is None else paths
         view = RoundView(
             round=self.round, committed=self.committed if committed is None else committed,
             counted=self.counted | self.lost | self.committed, lost=self.lost, highest_microbatch=self.highest,
             quiet_seconds=quiet_seconds, awaits_reports=awaits_reports, misses_member=misses_member, complete=False,
         )  # fmt: skip
         return self.table.acquire(
-            view, trainer if isinstance(trainer, Trainer) else Trainer(trainer, trainer), count, holding=holding,
+            view, trainer if isinstance(trainer, Trainer) else Trainer(trainer, trainer), paths, holding=holding,
             released=released, all_granted=all_granted,
             acknowledged=acknowledged, all_committed=all_committed,
         )  # fmt: skip

@@ -11,7 +11,7 @@ from swarm.pipeline.leases import (
     SHOWN_SECONDS,
 )
 from swarm.pipeline.trainers import KNOWN_SECONDS
-from swarm.types import LEASE_SECONDS
+from swarm.types import LEASE_SECONDS, Block
 from tests.pipeline.leader import SIZE, SYNCHRONOUS, Leader
 
 
@@ -35,7 +35,7 @@ def test_what_finished_just_now_is_not_missing_yet() -> None:
 
 
 def test_a_later_stage_grants_only_what_it_lacks() -> None:
-    leader = Leader(SYNCHRONOUS, stage=1)
+    leader = Leader(SYNCHRONOUS, block=Block(1))
     leader.committed = {0, 1, 2, 3}
     assert leader.give("a", 9) == []
     grant = leader.ask("a", 1, quiet_seconds=SETTLE_SECONDS)
@@ -45,14 +45,14 @@ def test_a_later_stage_grants_only_what_it_lacks() -> None:
 
 @pytest.mark.parametrize("all_granted", [False, True])
 def test_a_later_stage_waits_for_what_stage_0_has_not_committed_yet(all_granted: bool) -> None:
-    leader = Leader(SYNCHRONOUS, stage=1)
+    leader = Leader(SYNCHRONOUS, block=Block(1))
     leader.committed = {0, 1}
     assert leader.give("a", 9, quiet_seconds=60.0, all_granted=all_granted, all_committed=False) == []
 
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_what_died_with_its_member_is_replayed_while_the_round_goes_on(stage: int) -> None:
-    leader = Leader(SYNCHRONOUS, stage=stage)
+    leader = Leader(SYNCHRONOUS, block=Block(stage))
     leader.committed, leader.lost = {0}, {1, 2}
     grant = leader.ask("a", 9, all_granted=False)
     assert (list(grant.microbatches), grant.accumulate_only_at) == ([1, 2], stage)
@@ -61,7 +61,7 @@ def test_what_died_with_its_member_is_replayed_while_the_round_goes_on(stage: in
 
 
 def test_a_replay_is_left_to_the_trainer_that_ran_it_while_that_has_room() -> None:
-    leader = Leader(SYNCHRONOUS, stage=1)
+    leader = Leader(SYNCHRONOUS, block=Block(1))
     leader.committed = {0, 1, 2, 3}
     leader.ask("a", 0, acknowledged=[0, 1])
     leader.ask("b", 0, acknowledged=[2, 3])
@@ -87,7 +87,7 @@ def test_who_may_not_replay_what_is_lost_gets_something_new() -> None:
 
 
 def test_what_a_later_stage_does_not_have_long_after_stage_0_is_replayed_while_the_round_goes_on() -> None:
-    leader = Leader(SYNCHRONOUS, stage=2)
+    leader = Leader(SYNCHRONOUS, block=Block(2))
     leader.committed = {0}
     told = [0, 1, 3, SIZE]
     assert leader.give("a", 9, all_granted=False, acknowledged=told) == []
@@ -115,7 +115,7 @@ def test_the_same_at_stage_0_which_knows_itself_who_is_done_with_what() -> None:
 
 @pytest.mark.parametrize("reason", ["a peer has not told yet", "a member does not answer"])
 def test_what_another_member_may_have_is_not_lost(reason: str) -> None:
-    leader = Leader(SYNCHRONOUS, stage=1)
+    leader = Leader(SYNCHRONOUS, block=Block(1))
     if reason == "a member does not answer":
         leader.counted = {4}
     leader.give("a", 9, all_granted=False, acknowledged=[1])
@@ -127,7 +127,7 @@ def test_what_another_member_may_have_is_not_lost(reason: str) -> None:
 
 
 def test_a_replay_is_not_granted_again_while_its_ack_may_be_under_way() -> None:
-    leader = Leader(SYNCHRONOUS, stage=1)
+    leader = Leader(SYNCHRONOUS, block=Block(1))
     leader.committed, leader.lost = {0}, {1}
     assert leader.give("a", 9) == [1]
     assert leader.give("a", 9) == []
@@ -136,7 +136,7 @@ def test_a_replay_is_not_granted_again_while_its_ack_may_be_under_way() -> None:
 
 
 def test_what_may_come_back_is_replayed_once_there_is_nothing_new_to_do() -> None:
-    leader = Leader(SYNCHRONOUS, stage=1)
+    leader = Leader(SYNCHRONOUS, block=Block(1))
     leader.committed, leader.counted = {2, 3}, {0, 1}
     assert leader.give("a", 9, all_granted=False, all_committed=False) == []
     assert leader.give("a", 9, awaits_reports=True, all_committed=False) == []
@@ -163,24 +163,24 @@ def test_stage_0_says_when_there_is_nothing_new_to_do() -> None:
 
 def test_a_peer_that_never_tells_what_it_has_is_not_waited_for_for_ever() -> None:
     """The leader can reach that peer, but the peer cannot reach the leader."""
-    leader = Leader(SYNCHRONOUS, stage=1, led_seconds=LONGEST_GATHER_SECONDS)
+    leader = Leader(SYNCHRONOUS, block=Block(1), led_seconds=LONGEST_GATHER_SECONDS)
     leader.committed = {0, 1, 2, 3, 4}
     assert leader.give("a", 9, awaits_reports=True, quiet_seconds=LONGEST_QUIET_SECONDS - 1) == []
     assert leader.give("a", 9, awaits_reports=True, quiet_seconds=LONGEST_QUIET_SECONDS) == [5]
 
 
 def test_what_a_member_may_come_back_with_is_granted_all_the_same() -> None:
-    leader = Leader(SYNCHRONOUS, stage=1)
+    leader = Leader(SYNCHRONOUS, block=Block(1))
     leader.committed, leader.counted = {2, 3, 4}, {0, 1}
     assert leader.give("a", 9, quiet_seconds=60.0) == [0, 1]
     assert leader.give("a", 9, holding=[0, 1], quiet_seconds=60.0) == [5], "nobody has shown it: it may have that too"
-    leader = Leader(SYNCHRONOUS, stage=1)
+    leader = Leader(SYNCHRONOUS, block=Block(1))
     leader.committed = {0, 1, 2, 3, 4}
     assert leader.give("a", 9, quiet_seconds=60.0, misses_member=True) == [5], "a silent member has it, untold"
 
 
 def test_a_replay_that_gets_lost_is_granted_again() -> None:
-    leader = Leader(SYNCHRONOUS, stage=2)
+    leader = Leader(SYNCHRONOUS, block=Block(2))
     leader.committed = {0, 1, 2, 3, 4}
     assert leader.give("a", 9, quiet_seconds=9.0) == [5]
     assert leader.give("a", 9, quiet_seconds=9.0) == [], "its ack may still be under way"
@@ -196,13 +196,13 @@ def test_a_complete_round_grants_nothing() -> None:
 
 
 def test_what_a_silent_member_had_is_replayed_though_another_has_not_told_what_it_has() -> None:
-    leader = Leader(SYNCHRONOUS, stage=1, led_seconds=LONGEST_GATHER_SECONDS)
+    leader = Leader(SYNCHRONOUS, block=Block(1), led_seconds=LONGEST_GATHER_SECONDS)
     leader.committed, leader.counted = {2, 3, 4, 5}, {0}
     assert leader.give("a", 9, quiet_seconds=9.0, awaits_reports=True) == [0]
     assert leader.give("a", 9, quiet_seconds=9.0, awaits_reports=True, holding=[0]) == []
 
 
 def test_while_a_peer_has_not_told_what_it_has_nothing_is_missing() -> None:
-    leader = Leader(SYNCHRONOUS, stage=1, led_seconds=LONGEST_GATHER_SECONDS)
+    leader = Leader(SYNCHRONOUS, block=Block(1), led_seconds=LONGEST_GATHER_SECONDS)
     assert leader.give("a", 9, quiet_seconds=9.0, awaits_reports=True) == []
     assert leader.give("a", 9, quiet_seconds=60.0) == [*range(SIZE)]

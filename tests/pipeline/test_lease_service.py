@@ -101,7 +101,7 @@ def _client(
         config=SYNCHRONOUS, trainer_id="trainer", peers=lambda stage: peers, channels=ChannelPool(),
         clock=clock or ManualClock(),
     )  # fmt: skip
-    return lambda: client.acquire(Block(1), 1, holding=(), released=(), wait_seconds=0.0), peers
+    return lambda: client.acquire(Block(1), [0], holding=(), released=(), wait_seconds=0.0), peers
 
 
 async def test_a_peer_that_serves_another_stage_by_now_is_passed_over() -> None:
@@ -206,7 +206,7 @@ async def test_an_answer_that_makes_no_sense_is_none() -> None:
     client = LeaseClient(
         config=SYNCHRONOUS, trainer_id="trainer", peers=lambda stage: [record], channels=channels, clock=ManualClock()
     )
-    leased = [await client.acquire(Block(0), 1, holding=(), released=(), wait_seconds=0.0) for _ in range(2)]
+    leased = [await client.acquire(Block(0), [0], holding=(), released=(), wait_seconds=0.0) for _ in range(2)]
     assert leased[0] is None
     assert leased[1] is not None
     assert leased[1].round == 3

@@ -14,7 +14,7 @@ from swarm.pipeline.leases import (
     SHOWN_SECONDS,
 )
 from swarm.pipeline.trainers import DOUBT_SECONDS
-from swarm.types import LARGEST_COUNT, LEASE_SECONDS
+from swarm.types import LARGEST_COUNT, LEASE_SECONDS, Block
 from tests.pipeline.leader import DILOCO, SIZE, SYNCHRONOUS, Leader
 
 
@@ -72,7 +72,7 @@ def test_what_a_silent_trainer_holds_goes_to_one_that_has_nothing_else_to_do() -
 
 
 def test_so_do_replays_that_it_holds() -> None:
-    leader = Leader(SYNCHRONOUS, stage=1)
+    leader = Leader(SYNCHRONOUS, block=Block(1))
     leader.lost = {3, 4}
     assert leader.give("dead", 9, all_granted=False) == [3, 4]
     leader.clock.advance(DOUBT_SECONDS)
@@ -159,7 +159,7 @@ def test_who_has_just_taken_the_lead_learns_first_who_holds_what() -> None:
 
 
 def test_how_late_is_what_was_done_before_it_led_counts_from_then() -> None:
-    leader = Leader(SYNCHRONOUS, stage=1, led_seconds=GATHER_SECONDS / 2)
+    leader = Leader(SYNCHRONOUS, block=Block(1), led_seconds=GATHER_SECONDS / 2)
     leader.committed, leader.counted = {2, 3, 4, 5}, {0, 1}
     assert leader.give("a", 9, acknowledged=range(6)) == []
     leader.clock.advance(SHOWN_SECONDS - GATHER_SECONDS / 2)

@@ -22,7 +22,7 @@ TWO = Block(0), Block(1)
 
 def _watcher(chain: Chain, *, synchronous: bool = False) -> RoundWatcher:
     return RoundWatcher(
-        run_id=chain.config.run_id, blocks=chain.config.blocks, synchronous=synchronous,
+        run_id=chain.config.run_id, blocks=lambda: chain.config.blocks, synchronous=synchronous,
         peers=lambda block: [chain.peers[block.stage].record], channels=chain.peers[0].channels,
     )  # fmt: skip
 
@@ -82,7 +82,9 @@ async def test_a_step_has_the_figures_of_all_stages(synchronous: bool) -> None:
             bytes_sent=400, bytes_received=60, compression_ratio=4.75, seconds=3.5, exchange_seconds=0.75,
             contribution_norm=9.0, residual_bytes=24,
         ),
-        inner_steps=() if synchronous else tuple(InnerSteps(count=stage, configured_samples=16) for stage in range(3)),
+        inner_steps={}
+        if synchronous
+        else {Block(stage): InnerSteps(count=stage, configured_samples=16) for stage in range(3)},
     )  # fmt: skip
     assert watcher.report(2) is None
 
@@ -136,7 +138,7 @@ async def test_who_is_announced_and_cannot_be_reached_is_named() -> None:
     ]
     channels = ChannelPool(insecure=True)
     watcher = RoundWatcher(
-        run_id="run", blocks=TWO, synchronous=True, peers=lambda block: records if block.stage == 1 else [],
+        run_id="run", blocks=lambda: TWO, synchronous=True, peers=lambda block: records if block.stage == 1 else [],
         channels=channels,
     )  # fmt: skip
     await watcher.poll()
@@ -173,7 +175,7 @@ async def test_what_one_peer_says_of_the_round_changes_nothing(lie: int) -> None
         stack.push_async_callback(channels.close)
         watcher = RoundWatcher(
             run_id="",
-            blocks=TWO,
+            blocks=lambda: TWO,
             synchronous=True,
             peers=lambda block: rows[block.stage],
             channels=channels,
@@ -190,7 +192,7 @@ async def test_a_stage_that_says_any_round_ends_no_step_before_the_others() -> N
         stack.push_async_callback(channels.close)
         watcher = RoundWatcher(
             run_id="",
-            blocks=TWO,
+            blocks=lambda: TWO,
             synchronous=False,
             peers=lambda block: [records[block.stage]],
             channels=channels,

@@ -2,7 +2,7 @@
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import Any, cast
@@ -19,6 +19,7 @@ from swarm.pipeline.lease_service import LeaseClient
 from swarm.pipeline.leased_work import LeasedWork
 from swarm.pipeline.round_watcher import RoundWatcher
 from swarm.pipeline.train_loop import Step, TrainLoop
+from swarm.pipeline.trainer_paths import TrainerPaths
 from swarm.rpc.v1 import lease_pb2 as pb
 from swarm.training.samples import TOKENS, Microbatch
 from swarm.types import LEASE_SECONDS, TRAINER_ACK_SECONDS, Block, PeerId
@@ -89,12 +90,12 @@ class World:
         return Obstacle(num_peers=1, num_silent=1, causes="gpu-1: no answer")
 
     async def acquire(
-        self, block: Block, count: int, *, holding: Collection[int], released: Collection[int], wait_seconds: float,
-        acknowledged: Collection[int] = (), newest: pb.AcquireReply | None = None,
+        self, block: Block, paths: Sequence[int], *, holding: Collection[int], released: Collection[int],
+        wait_seconds: float, acknowledged: Collection[int] = (), newest: pb.AcquireReply | None = None,
     ) -> pb.AcquireReply | None:  # fmt: skip
         if not self.reachable:
             return None
-        stage = block.stage
+        stage, count = block.stage, len(paths)
         self.told[stage] = list(acknowledged)
         if stage:
             self.num_asked += 1
@@ -143,14 +144,15 @@ async def running(config: RunConfig = DILOCO, max_in_flight: int = 6, first: int
     """A loop that has begun to run the microbatch, and ends with round `first`, which the stages are in."""
     world = World()
     world.round = first
+    paths = TrainerPaths(config, world.clock, lambda block: [])
     world.work = LeasedWork(
-        config=config, leases=cast(LeaseClient, world), clock=world.clock, max_in_flight=max_in_flight,
-        on_waiting=lambda stage, obstacle: None,
+        config=config, paths=paths, leases=cast(LeaseClient, world), clock=world.clock, max_in_flight=max_in_flight,
+        on_waiting=lambda block, obstacle: None,
     )  # fmt: skip
     loop = TrainLoop(
-        config=config, data=cast(Microbatches, world), hop=cast(Hop, world), work=world.work,
-        watcher=cast(RoundWatcher, world), clock=world.clock,
-        on_waiting=lambda stage, obstacle: None,
+        config=config, paths=paths, data=cast(Microbatches, world), hops={Block(0): cast(Hop, world)},
+        work=world.work, watcher=cast(RoundWatcher, world), clock=world.clock,
+        on_waiting=lambda block, obstacle: None,
     )  # fmt: skip
     task = asyncio.create_task(loop.run(first, 1, world.on_step))
     await eventually(lambda: world.num_runs == 1, meanwhile=lambda: world.clock.advance(0.02))
@@ -241,12 +243,12 @@ async def test_what_is_granted_while_a_trainer_evaluates_is_given_back() -> None
         await eventually(lambda: world.num_granted == 4, meanwhile=lambda: world.clock.advance(0.02))
         acquire, pause = world.acquire, ExitStack()
 
-        async def acquire_late(block: Block, count: int, **options: Any) -> pb.AcquireReply | None:
+        async def acquire_late(block: Block, paths: Sequence[int], **options: Any) -> pb.AcquireReply | None:
             if block == Block(0):
                 world.acquire = acquire  # type: ignore[method-assign]
                 world.num_there = 6
                 pause.enter_context(world.work.paused())
-            return await acquire(block, count, **options)
+            return await acquire(block, paths, **options)
 
         world.acquire = acquire_late  # type: ignore[method-assign]
         await eventually(lambda: world.acquire is acquire, meanwhile=lambda: pass_time(world))
@@ -396,7 +398,7 @@ async def test_what_was_about_to_begin_after_a_freeze_is_given_up_too() -> None:
         await asyncio.sleep(0)
         # One more microbatch is begun, and before its task has had its first turn, the leases are overdue.
         assert world.work.num_in_flight == 1
-        world.work.let_go()
+        world.work.let_go(Block(0))
         await eventually(lambda: 1 in world.released, meanwhile=lambda: pass_time(world))
         assert world.num_runs == 1
         await eventually(lambda: world.work.num_in_flight == 0)

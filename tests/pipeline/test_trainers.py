@@ -8,6 +8,7 @@ import pytest
 from swarm.config import RoundsConfig, RunConfig
 from swarm.pipeline.leases import GATHER_SECONDS
 from swarm.pipeline.trainers import BAN_SECONDS, FIRST_PATIENCE_SECONDS, LEAST_PATIENCE_SECONDS, Trainer, Trainers
+from swarm.types import Block
 from tests.pipeline.leader import SIZE, SYNCHRONOUS, Leader
 from tests.support.manual_clock import ManualClock
 
@@ -16,7 +17,7 @@ class _Race:
     """An honest trainer, and a holder of another token that tries to keep rounds from ending."""
 
     def __init__(self, strategy: str, config: RunConfig, stage: int = 0) -> None:
-        self.leader = Leader(config, stage)
+        self.leader = Leader(config, Block(stage))
         self.leader.is_asked = False
         self.size = config.microbatches_per_round
         self.strategy = strategy

@@ -6,7 +6,7 @@ the process around it are replaced. Peers and trainers log their events, as the 
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -28,11 +28,13 @@ from swarm.data.prepared import Prepared
 from swarm.dht.directory import Directory
 from swarm.events import EventLog
 from swarm.hop.hop import Hop
+from swarm.hop.retries import HopLimits
 from swarm.machine.clock import SystemClock
 from swarm.pipeline.lease_service import LeaseClient
 from swarm.pipeline.leased_work import LeasedWork
 from swarm.pipeline.round_watcher import RoundWatcher
 from swarm.pipeline.train_loop import Step, TrainLoop
+from swarm.pipeline.trainer_paths import TrainerPaths
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
 from swarm.training.samples import TOKENS
@@ -115,30 +117,35 @@ class WholeSwarm:
                 serving.set_result(None)
                 await asyncio.Event().wait()
 
-    async def train(self, steps: int, *, first: int = 0) -> list[Step]:
-        """Let a new trainer train this many steps, and return the steps."""
+    async def train(self, steps: int, *, first: int = 0, chosen: Collection[int] = ()) -> list[Step]:
+        """Let a new trainer of the chosen paths, or of all, train this many steps, and return the steps."""
         config, blocks = self.config, self.config.blocks
         own, log, done = identities.generate(), self._log("trainer"), list[Step]()
         log.write(start_of(config, peer_id=own.peer_id, name="", stage=TRAINER_STAGE))
         router, channels = Router(CLOCK, random.Random(own.peer_id)), ChannelPool(insecure=True)
         directory, known = Directory(self._store, own, config.run_id, CLOCK), KnownPeers(router)
         await known.look(directory, blocks)
-        hop = Hop(
-            run_id=config.run_id, block=Block(0), reply_specs={}, router=router, channels=channels, clock=CLOCK,
-            events=log,
-        )  # fmt: skip
+        paths = TrainerPaths(config, CLOCK, known.peers, chosen)
+        hops = {
+            block: Hop(
+                run_id=config.run_id, block=block, reply_specs={}, router=router, channels=channels, clock=CLOCK,
+                events=log, limits=HopLimits.of(config, block),
+            )
+            for block in paths.entries
+        }  # fmt: skip
         watcher = RoundWatcher(
-            run_id=config.run_id, blocks=blocks, synchronous=config.rounds.synchronous, peers=known.peers,
+            run_id=config.run_id, blocks=paths.followed, synchronous=config.rounds.synchronous, peers=known.peers,
             channels=channels,
         )  # fmt: skip
         leases = LeaseClient(config=config, trainer_id=own.peer_id, peers=known.peers, channels=channels, clock=CLOCK)
         work = LeasedWork(
-            config=config, leases=leases, clock=CLOCK, max_in_flight=16, on_waiting=lambda stage, obstacle: None
-        )
+            config=config, paths=paths, leases=leases, clock=CLOCK, max_in_flight=16,
+            on_waiting=lambda block, obstacle: None,
+        )  # fmt: skip
         data = cast(Microbatches, _Data(config, self.tokens))
         loop = TrainLoop(
-            config=config, data=data, hop=hop, work=work, watcher=watcher, clock=CLOCK,
-            on_waiting=lambda stage, obstacle: None, events=log,
+            config=config, paths=paths, data=data, hops=hops, work=work, watcher=watcher, clock=CLOCK,
+            on_waiting=lambda block, obstacle: None, events=log,
         )  # fmt: skip
 
         async def take(step: Step) -> None:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from swarm.rpc.v1 import stage_pb2 as swarm_dot_rpc_dot_v1_dot_stage__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18swarm/rpc/v1/lease.proto\x12\x0cswarm.rpc.v1\x1a\x18swarm/rpc/v1/stage.proto\"\x8d\x02\n\x0e\x41\x63quireRequest\x12&\n\x07\x61\x64\x64ress\x18\x01 \x01(\x0b\x32\x15.swarm.rpc.v1.Address\x12\x12\n\ntrainer_id\x18\x02 \x01(\t\x12\r\n\x05\x63ount\x18\x03 \x01(\r\x12\x14\n\x0cwait_seconds\x18\x04 \x01(\x01\x12\x0f\n\x07holding\x18\x05 \x03(\x04\x12\x10\n\x08released\x18\x06 \x03(\x04\x12\x19\n\x0cnewest_round\x18\x07 \x01(\x04H\x00\x88\x01\x01\x12\x1a\n\x12newest_is_complete\x18\x08 \x01(\x08\x12\x19\n\x11newest_is_granted\x18\n \x01(\x08\x12\x14\n\x0c\x61\x63knowledged\x18\t \x03(\x04\x42\x0f\n\r_newest_round\"\xc9\x01\n\x0c\x41\x63quireReply\x12\x16\n\x0eleader_peer_id\x18\x01 \x01(\t\x12\x14\n\x0cmicrobatches\x18\x02 \x03(\x04\x12\r\n\x05round\x18\x03 \x01(\x04\x12\x1f\n\x12\x61\x63\x63umulate_only_at\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0eround_complete\x18\x05 \x01(\x08\x12\x0f\n\x07\x63ounted\x18\x06 \x03(\x04\x12\x15\n\rround_granted\x18\x08 \x01(\x08\x42\x15\n\x13_accumulate_only_atJ\x04\x08\x07\x10\x08\x32S\n\x0cLeaseService\x12\x43\n\x07\x41\x63quire\x12\x1c.swarm.rpc.v1.AcquireRequest\x1a\x1a.swarm.rpc.v1.AcquireReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18swarm/rpc/v1/lease.proto\x12\x0cswarm.rpc.v1\x1a\x18swarm/rpc/v1/stage.proto\"\x9c\x02\n\x0e\x41\x63quireRequest\x12&\n\x07\x61\x64\x64ress\x18\x01 \x01(\x0b\x32\x15.swarm.rpc.v1.Address\x12\x12\n\ntrainer_id\x18\x02 \x01(\t\x12\r\n\x05\x63ount\x18\x03 \x01(\r\x12\x14\n\x0cwait_seconds\x18\x04 \x01(\x01\x12\x0f\n\x07holding\x18\x05 \x03(\x04\x12\x10\n\x08released\x18\x06 \x03(\x04\x12\x19\n\x0cnewest_round\x18\x07 \x01(\x04H\x00\x88\x01\x01\x12\x1a\n\x12newest_is_complete\x18\x08 \x01(\x08\x12\x19\n\x11newest_is_granted\x18\n \x01(\x08\x12\x14\n\x0c\x61\x63knowledged\x18\t \x03(\x04\x12\r\n\x05paths\x18\x0b \x03(\rB\x0f\n\r_newest_round\"\xc9\x01\n\x0c\x41\x63quireReply\x12\x16\n\x0eleader_peer_id\x18\x01 \x01(\t\x12\x14\n\x0cmicrobatches\x18\x02 \x03(\x04\x12\r\n\x05round\x18\x03 \x01(\x04\x12\x1f\n\x12\x61\x63\x63umulate_only_at\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0eround_complete\x18\x05 \x01(\x08\x12\x0f\n\x07\x63ounted\x18\x06 \x03(\x04\x12\x15\n\rround_granted\x18\x08 \x01(\x08\x42\x15\n\x13_accumulate_only_atJ\x04\x08\x07\x10\x08\x32S\n\x0cLeaseService\x12\x43\n\x07\x41\x63quire\x12\x1c.swarm.rpc.v1.AcquireRequest\x1a\x1a.swarm.rpc.v1.AcquireReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,9 +33,9 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'swarm.rpc.v1.lease_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ACQUIREREQUEST']._serialized_start=69
-  _globals['_ACQUIREREQUEST']._serialized_end=338
-  _globals['_ACQUIREREPLY']._serialized_start=341
-  _globals['_ACQUIREREPLY']._serialized_end=542
-  _globals['_LEASESERVICE']._serialized_start=544
-  _globals['_LEASESERVICE']._serialized_end=627
+  _globals['_ACQUIREREQUEST']._serialized_end=353
+  _globals['_ACQUIREREPLY']._serialized_start=356
+  _globals['_ACQUIREREPLY']._serialized_end=557
+  _globals['_LEASESERVICE']._serialized_start=559
+  _globals['_LEASESERVICE']._serialized_end=642
 # @@protoc_insertion_point(module_scope)

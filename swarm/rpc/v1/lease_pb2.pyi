@@ -33,6 +33,7 @@ class AcquireRequest(_message.Message):
     NEWEST_IS_COMPLETE_FIELD_NUMBER: _builtins.int
     NEWEST_IS_GRANTED_FIELD_NUMBER: _builtins.int
     ACKNOWLEDGED_FIELD_NUMBER: _builtins.int
+    PATHS_FIELD_NUMBER: _builtins.int
     trainer_id: _builtins.str
     count: _builtins.int
     """The number of microbatches that are wanted."""
@@ -60,6 +61,12 @@ class AcquireRequest(_message.Message):
         or in `holding`, the grant did not arrive.
         """
 
+    @_builtins.property
+    def paths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The path of each wanted microbatch: a path is named as often as microbatches of it are wanted. Empty if the run has
+        one path.
+        """
+
     def __init__(
         self,
         *,
@@ -73,10 +80,11 @@ class AcquireRequest(_message.Message):
         newest_is_complete: _builtins.bool = ...,
         newest_is_granted: _builtins.bool = ...,
         acknowledged: _abc.Iterable[_builtins.int] | None = ...,
+        paths: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_newest_round", b"_newest_round", "address", b"address", "newest_round", b"newest_round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_newest_round", b"_newest_round", "acknowledged", b"acknowledged", "address", b"address", "count", b"count", "holding", b"holding", "newest_is_complete", b"newest_is_complete", "newest_is_granted", b"newest_is_granted", "newest_round", b"newest_round", "released", b"released", "trainer_id", b"trainer_id", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_newest_round", b"_newest_round", "acknowledged", b"acknowledged", "address", b"address", "count", b"count", "holding", b"holding", "newest_is_complete", b"newest_is_complete", "newest_is_granted", b"newest_is_granted", "newest_round", b"newest_round", "paths", b"paths", "released", b"released", "trainer_id", b"trainer_id", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__newest_round: _TypeAlias = _typing.Literal["newest_round"]  # noqa: Y015
     _WhichOneofArgType__newest_round: _TypeAlias = _typing.Literal["_newest_round", b"_newest_round"]  # noqa: Y015
@@ -104,7 +112,7 @@ class AcquireReply(_message.Message):
     round_complete: _builtins.bool
     """The stage has all microbatches of the round. If the round does not end, another stage lacks some."""
     round_granted: _builtins.bool
-    """Everything of the round is granted. Only replays are left."""
+    """Everything of the round that begins at this block is granted. Only replays are left."""
     @_builtins.property
     def microbatches(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property

@@ -83,12 +83,12 @@ def test_whom_a_process_leaves_alone_it_says_in_its_announcement() -> None:
         for number in range(8)
     ]
     known.update(Block(1), records)
-    assert known.bans(Block(1), clock) == ()
+    assert known.bans([Block(1)], clock) == ()
     known.router.busy(Block(1), PeerId(records[7].peer_id), 100.0, "work waits here already")
     for record in records[:6]:
         known.router.failed(Block(1), PeerId(record.peer_id), reason="no answer")
         clock.advance(0.5)
-    bans = known.bans(Block(1), clock)
+    bans = known.bans([Block(1), Block(1, 1)], clock)
     assert [ban.peer_id for ban in bans] == [record.peer_id for record in records[5:1:-1]], "those that last longest"
     assert {ban.reason for ban in bans} == {"no answer"}
     assert bans[0].until == pytest.approx(clock.time() + 4.5)

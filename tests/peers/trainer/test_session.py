@@ -30,9 +30,11 @@ from swarm.pipeline.leased_work import LeasedWork
 from swarm.pipeline.round_watcher import RoundWatcher
 from swarm.pipeline.swarm_engine import SwarmEngine
 from swarm.pipeline.train_loop import TrainLoop
+from swarm.pipeline.trainer_paths import TrainerPaths
 from swarm.stage import evaluation
 from swarm.stage.generation import SessionLimits
 from swarm.training.samples import TOKENS
+from swarm.types import Block
 from tests.support.chain import SYNCHRONOUS, Chain, eventually, running_chain, tokens
 
 
@@ -49,8 +51,9 @@ class _HeldOut:
 def _session(chain: Chain, metrics: MetricsLog, folder: Path, *, steps: int = 1) -> Session:
     """A session as the program wires it, without what only training needs."""
     config, data = chain.config, cast(Microbatches, _HeldOut())
+    paths = TrainerPaths(config, SystemClock(), lambda block: [peer.record for peer in chain.at(block.stage)])
     watcher = RoundWatcher(
-        run_id=config.run_id, blocks=config.blocks, synchronous=True, channels=chain.peers[0].channels,
+        run_id=config.run_id, blocks=paths.followed, synchronous=True, channels=chain.peers[0].channels,
         peers=lambda block: [peer.record for peer in chain.at(block.stage)],
     )  # fmt: skip
     report = Report(
@@ -60,17 +63,19 @@ def _session(chain: Chain, metrics: MetricsLog, folder: Path, *, steps: int = 1)
         metrics=metrics,
         console=Console(quiet=True),
         clock=SystemClock(),
-        remedy=lambda stage: f"start one at {stage}",
+        remedy=lambda block: f"start one at {block}",
     )
     work = LeasedWork(
-        config=config, leases=cast(LeaseClient, None), clock=SystemClock(), max_in_flight=1, on_waiting=report.waiting
-    )
+        config=config, paths=paths, leases=cast(LeaseClient, None), clock=SystemClock(), max_in_flight=1,
+        on_waiting=report.waiting,
+    )  # fmt: skip
+    hops = {Block(0): chain.trainer}
     loop = TrainLoop(
-        config=config, data=data, hop=chain.trainer, work=work, watcher=watcher, clock=SystemClock(),
+        config=config, paths=paths, data=data, hops=hops, work=work, watcher=watcher, clock=SystemClock(),
         on_waiting=report.waiting,
     )  # fmt: skip
     options = TrainerOptions(initial_peers=("x",), evaluation_samples=2, sample_tokens=2)
-    return Session(options, config, data, chain.trainer, watcher, loop, report)
+    return Session(options, config, paths, data, hops, watcher, loop, report)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from swarm.pipeline.leased_work import Window
+from swarm.pipeline.windows import Window
 
 
 def test_a_full_window_nearly_doubles_in_a_round_trip_until_somebody_is_busy() -> None:
