@@ -47,7 +47,7 @@ class Leader:
         self.round = 0
         self.is_asked = config.rounds.synchronous
         """Whether a trainer that wants nothing asks all the time, as trainers do."""
-        self._paths = config.paths_through(block)
+        self._config, self._block, self._paths = config, block, config.paths_through(block)
         self.clock.advance(led_seconds)
 
     def ask(
@@ -71,3 +71,8 @@ class Leader:
 
     def give(self, trainer: str | Trainer, count: int, **options: Any) -> list[int]:
         return list(self.ask(trainer, count, **options).microbatches)
+
+    def round_of(self, path: int | None = None) -> list[int]:
+        """The microbatches of the round at the block, or those of one path."""
+        ids = self._config.microbatches_of(self.round, self._block)
+        return [microbatch for microbatch in ids if path in (None, self._config.path_of(microbatch))]

@@ -199,3 +199,44 @@ async def test_a_stage_that_says_any_round_ends_no_step_before_the_others() -> N
         )
         await watcher.poll()
         assert (watcher.round, watcher.latest_round) == (5, 5)
+
+
+async def test_a_block_that_is_followed_again_takes_no_step_back_and_holds_up_only_the_next_one() -> None:
+    """A path stood still for a while, and its block is rounds behind."""
+    rounds, samples = {Block(0): 5, Block(1): 5, Block(1, 1): 5}, {Block(0): 96, Block(1): 40, Block(1, 1): 32}
+    followed = list(rounds)
+    async with AsyncExitStack() as stack:
+        records: dict[Block, PeerRecord] = {}
+        for number, block in enumerate(followed):
+
+            def say(_: object, block: Block = block) -> pb.DescribeReply:
+                number = rounds[block] - 1
+                report = pb.RoundReport(round=number, run_samples=samples[block] + 10 * number, gradient_norm=1.0)
+                return pb.DescribeReply(stage=block.stage, variant=block.variant, round=rounds[block], rounds=[report])
+
+            record = await stack.enter_async_context(describing(block.stage, say))
+            records[block] = record.model_copy(update={"peer_id": f"{number:040x}", "variant": block.variant})
+        channels = ChannelPool(insecure=True)
+        stack.push_async_callback(channels.close)
+        watcher = RoundWatcher(
+            run_id="", blocks=lambda: followed, synchronous=False, peers=lambda block: [records[block]],
+            channels=channels,
+        )  # fmt: skip
+
+        async def look() -> tuple[int, int | None]:
+            await watcher.poll()
+            report = watcher.report(watcher.round - 1)
+            return watcher.round, None if report is None else report.run_samples
+
+        assert await look() == (5, min(96 + 40, 40 + 32 + 80)), "the variants of a stage together have the run's"
+        rounds.update({Block(0): 7, Block(1): 7})
+        assert await look() == (5, 136), "a step waits for all that are followed"
+        followed.remove(Block(1, 1))
+        assert await look() == (7, min(96 + 60, 40 + 60 + 32 + 40)), "what stands still counts with what it had"
+        followed.append(Block(1, 1))
+        assert await look() == (7, None)
+        assert watcher.known_round == 5
+        rounds.update({Block(0): 8, Block(1): 8, Block(1, 1): 7})
+        assert (await look())[0] == 7
+        rounds[Block(1, 1)] = 8
+        assert await look() == (8, 166)

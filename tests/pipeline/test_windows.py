@@ -1,8 +1,10 @@
 """The window grows while the swarm keeps up, and shrinks when it does not."""
 
+from collections import Counter
+
 import pytest
 
-from swarm.pipeline.windows import Window
+from swarm.pipeline.windows import Window, Windows
 
 
 def test_a_full_window_nearly_doubles_in_a_round_trip_until_somebody_is_busy() -> None:
@@ -82,3 +84,20 @@ def test_it_never_exceeds_what_the_user_allows() -> None:
     assert window.size == 2
     window.finished(num_busy=0, in_flight=2)
     assert window.size == 2
+
+
+def test_each_path_is_wanted_as_often_as_its_window_has_room() -> None:
+    windows = Windows([0, 1, 2], num_stages=2, max_in_flight=30)
+    for _ in range(16):
+        windows.finished(0, num_busy=0, in_flight=windows.size(0))
+        windows.finished(1, num_busy=1, in_flight=1)
+    assert [windows.size(path) for path in range(3)] == [10, 1, 4], "of 30 in flight each path may have 10"
+    held = Counter({0: 7, 1: 5})
+    assert windows.wish([0, 1, 2], held) == [0, 2, 0, 2, 0, 2, 2]
+    assert windows.wish([1, 2], held, ahead=0.5) == [2] * 6
+    assert windows.wish([], held) == []
+
+
+def test_each_path_has_at_least_one_in_flight() -> None:
+    windows = Windows([0, 1, 2], num_stages=2, max_in_flight=2)
+    assert [windows.size(path) for path in range(3)] == [1, 1, 1]

@@ -1,0 +1,102 @@
+"""The paths of a trainer: with DiLoCo those stand still of which a block has no peers, and in no other case."""
+
+import dataclasses
+from collections.abc import Collection
+
+import pytest
+
+from swarm.config import RoundsConfig, RunConfig, StagesConfig
+from swarm.pipeline.trainer_paths import LEFT_ALONE_SECONDS, TrainerPaths
+from swarm.types import Block, PeerRecord, PeerState
+from tests.support.manual_clock import ManualClock
+
+SYNCHRONOUS = RunConfig(
+    stages=StagesConfig(num_stages=3, variants=(1, 2, 2), paths=((0, 0, 0), (0, 1, 0), (0, 1, 1))),
+    rounds=RoundsConfig(setting="synchronous", round_samples=48),
+)
+DILOCO = dataclasses.replace(SYNCHRONOUS, rounds=RoundsConfig(setting="diloco", round_samples=48))
+ONE_PATH = dataclasses.replace(DILOCO, stages=StagesConfig(num_stages=3))
+
+
+def _record(block: Block, state: PeerState = PeerState.SERVING) -> PeerRecord:
+    return PeerRecord(
+        peer_id="0" * 40, announced_at=0.0, stage=block.stage, variant=block.variant, endpoint="127.0.0.1:1",
+        state=state,
+    )  # fmt: skip
+
+
+class _World:
+    def __init__(self, config: RunConfig, chosen: Collection[int] = ()) -> None:
+        self.clock = ManualClock()
+        self.records = {block: [_record(block)] for block in config.blocks}
+        self.paths = TrainerPaths(config, self.clock, lambda block: self.records[block], chosen)
+
+    @property
+    def live(self) -> list[int]:
+        return list(filter(self.paths.is_live, self.paths.paths))
+
+
+@pytest.mark.parametrize(("empty", "live"), [
+    (Block(0), []), (Block(1), [1, 2]), (Block(1, 1), [0]), (Block(2), [2]), (Block(2, 1), [0, 1]),
+])  # fmt: skip
+@pytest.mark.parametrize("state", [None, PeerState.JOINING, PeerState.LEAVING])
+def test_a_path_stands_still_while_a_block_on_it_has_no_peer_that_serves(
+    empty: Block, live: list[int], state: PeerState | None
+) -> None:
+    world = _World(DILOCO)
+    assert world.live == [0, 1, 2]
+    world.records[empty] = [] if state is None else [_record(empty, state)]
+    assert world.live == live
+    assert world.paths.missing == (None if live else empty)
+    followed = {block for path in live or range(3) for block in DILOCO.blocks_of(path)}
+    assert world.paths.followed() == tuple(sorted(followed))
+
+
+@pytest.mark.parametrize("config", [SYNCHRONOUS, ONE_PATH])
+def test_in_the_synchronous_setting_and_with_one_path_nothing_stands_still(config: RunConfig) -> None:
+    world = _World(config)
+    world.records = {block: [] for block in config.blocks}
+    world.paths.leave_alone(0, "stage 1 has no peers")
+    assert world.live == list(range(len(config.paths)))
+    assert (world.paths.followed(), world.paths.missing) == (config.blocks, None)
+
+
+def test_a_path_of_which_a_microbatch_came_back_is_left_alone_for_a_while() -> None:
+    """The peers that stage 0 knows may have died a moment ago, and their records still be there."""
+    world = _World(DILOCO)
+    world.paths.leave_alone(4, "stage 1.1 has no peers")
+    assert world.live == [0, 2]
+    world.clock.advance(LEFT_ALONE_SECONDS)
+    assert world.live == [0, 1, 2]
+
+
+def test_a_trainer_of_some_paths_knows_of_no_others() -> None:
+    world = _World(DILOCO, chosen=[2, 0])
+    assert (world.paths.paths, world.paths.entries) == ((0, 2), (Block(0),))
+    assert world.paths.blocks == (Block(0), Block(1), Block(1, 1), Block(2), Block(2, 1))
+    assert [world.paths.through(block) for block in (Block(0), Block(1, 1), Block(2))] == [(0, 2), (2,), (0,)]
+    assert _World(SYNCHRONOUS, chosen=[0]).paths.followed() == SYNCHRONOUS.blocks, "they are waited for all the same"
+
+
+@pytest.mark.parametrize(("config", "chosen", "complaint"), [
+    (DILOCO, [0, 3], "there is no path 3: this run has the paths 0 to 2"),
+    (ONE_PATH, [1], "there is no path 1: this run has one path, which is 0"),
+])  # fmt: skip
+def test_a_path_that_the_run_does_not_have_is_refused(config: RunConfig, chosen: list[int], complaint: str) -> None:
+    with pytest.raises(ValueError, match=f"^{complaint}$"):
+        _World(config, chosen)
+
+
+def test_the_log_says_once_what_stands_still_and_what_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    world = _World(DILOCO)
+    with caplog.at_level("INFO"):
+        for records in ([_record(Block(1, 1))], [], [], [_record(Block(1, 1))]):
+            world.records[Block(1, 1)] = records
+            world.paths.say_changes()
+        world.paths.leave_alone(0, "stage 2 has no peers")
+        world.paths.say_changes()
+    assert caplog.messages == [
+        "paths 1, 2 stand still: stage 1.1 has no peers",
+        "paths 1, 2 go on",
+        "path 0 stands still: stage 2 has no peers",
+    ]
