@@ -14,7 +14,7 @@ import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from swarm.errors import MalformedMessage, PeerUnavailable, TryAnotherPeer, TryLater
+from swarm.errors import MalformedMessage, PathStandsStill, PeerUnavailable, TryAnotherPeer, TryLater
 from swarm.events import Events
 from swarm.events import Hop as HopEvent
 from swarm.hop.answers import HopListener, HopReply, Obstacle, Tensors
@@ -64,6 +64,8 @@ class Hop:
         self._events = events or Events()
         self._repeats = Repeats(clock)
         self._under_way: set[Retries] = set()
+        self._empty_since: float | None = None
+        """Since when the block has had no peers but banned ones, and none has answered."""
         self._line = Line(self._limits.silence_seconds)
         self._calls = Calls(
             run_id=run_id, block=block, reply_specs=reply_specs,
@@ -181,18 +183,30 @@ class Hop:
                     raise asyncio.CancelledError
                 record = retries.choose(num_samples)
                 if record is None:
-                    retries.require_peers()
+                    self._require_peers()
                     listener.progress(self.block.stage, obstacle=retries.candidates.obstacle())
                     await self._clock.sleep(retries.candidates.wait_seconds())
                     continue
                 try:
-                    return await once(record)
+                    answer = await once(record)
+                    self._empty_since = None
+                    return answer
                 except (TryAnotherPeer, TryLater, MalformedMessage) as error:
                     if isinstance(error, TryLater) and self._clock.monotonic() > since + busy_seconds:
                         raise
                     retries.note(record, error)
         finally:
             self._under_way.remove(retries)
+
+    def _require_peers(self) -> None:
+        """Raise PathStandsStill if the block has had no peers for longer than a microbatch waits for one."""
+        now = self._clock.monotonic()
+        if len(self._router.banned(self.block)) < self._router.num_peers(self.block):
+            self._empty_since = None
+        elif self._empty_since is None:
+            self._empty_since = now
+        elif now - self._empty_since >= self._limits.empty_seconds:
+            raise PathStandsStill(f"no peer of stage {self.block} answers")
 
 
 def _num_cancels() -> int:

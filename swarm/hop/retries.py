@@ -17,7 +17,6 @@ from swarm.errors import (
     NotAllowed,
     NotReady,
     Overloaded,
-    PathStandsStill,
     PeerUnavailable,
     RetriesExhausted,
     RoundGone,
@@ -58,7 +57,8 @@ FEW_EACH = 2
 """A round with at most this many microbatches for each peer of the stage is short. In a short round it matters which
 peer gets one microbatch more, and no sender knows what the others have just sent."""
 EMPTY_SECONDS = 5.0
-"""In a run of several paths: how long a microbatch waits at most for a block that has no peers."""
+"""In a run of several paths: how long a microbatch waits at most for a block that has no peers, or only peers that
+failed. Microbatches that come later wait no more, until one of the peers has answered."""
 AS_FAST = 2.0
 """A peer that takes at most this many times as long as another one finishes a microbatch no later than that one would
 finish a second one."""
@@ -148,7 +148,7 @@ class HopLimits:
     round_microbatches: int | None = None
     """None with DiLoCo."""
     empty_seconds: float = math.inf
-    """Longest wait for a block that has no peers at all."""
+    """Longest wait for a block that has no peers, or only banned ones."""
 
     @classmethod
     def of(cls, config: RunConfig, block: Block) -> Self:
@@ -180,10 +180,8 @@ class Retries:
         self.route = Route(block, hints or {})
         self._block = block
         self._router = router
-        self._clock = clock
         self._limits = limits
         self._repeats = repeats
-        self._empty_since: float | None = None
         self._without = set() if without is None else without
         self.has_others = False
         self.is_refused = False
@@ -197,13 +195,6 @@ class Retries:
     def choose(self, num_samples: int) -> PeerRecord | None:
         """Choose the peer to ask now; None if there is none. A peer that knows the microbatch comes first."""
         return self.candidates.choose(num_samples, prefer=self.route.own)
-
-    def require_peers(self) -> None:
-        """Raise PathStandsStill if the block has had no peers for longer than a microbatch waits for one."""
-        now, is_empty = self._clock.monotonic(), self._router.num_peers(self._block) == 0
-        self._empty_since = (self._empty_since or now) if is_empty else None
-        if self._empty_since is not None and now - self._empty_since >= self._limits.empty_seconds:
-            raise PathStandsStill(f"stage {self._block} has no peers")
 
     # -- an attempt that succeeds --------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """A peer that cannot be reached: when the router learns of it, and when the peer is chosen again."""
 
 import asyncio
+import math
 import random
 import socket
 import time
@@ -15,17 +16,22 @@ from grpc_health.v1._async import HealthServicer
 from grpc_health.v1.health_pb2_grpc import HealthStub, add_HealthServicer_to_server
 
 from scripts.benches.shared.ports import free_ports
+from swarm.errors import PathStandsStill
 from swarm.hop import hop
-from swarm.hop.hop import GAP_SECONDS, watch_connections
+from swarm.hop.answers import HopListener
+from swarm.hop.hop import GAP_SECONDS, Hop, watch_connections
+from swarm.hop.retries import HopLimits
 from swarm.machine.clock import SystemClock
 from swarm.routing.peer_queue import NOBODY
 from swarm.routing.router import Router
 from swarm.routing.throughput import BASE_BAN_SECONDS, LEAST_BAN_SHARE
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server
+from swarm.training.samples import Microbatch
 from swarm.types import Block, PeerId, PeerRecord, PeerState
 from tests.support.chain import eventually
 from tests.support.manual_clock import ManualClock
+from tests.support.virtual_time import LoopClock, in_virtual_time
 
 _ID = PeerId("0123456789abcdef" * 2 + "01234567")
 
@@ -190,3 +196,34 @@ async def test_a_peer_that_is_announced_elsewhere_is_not_banned() -> None:
         await peer.server.stop(None)
         await asyncio.sleep(2 * GAP_SECONDS)
         assert not peer.is_banned
+
+
+@in_virtual_time
+async def test_a_microbatch_of_a_path_that_stands_still_is_given_back_after_a_while_and_later_ones_at_once() -> None:
+    clock, microbatch = LoopClock(), Microbatch(index=0, round=0, num_samples=1)
+    router, banned = (
+        Router(clock, random.Random(0)),
+        PeerRecord(peer_id=_ID, stage=1, variant=2, endpoint="127.0.0.1:1", state=PeerState.SERVING, announced_at=0.0),
+    )
+
+    def make(*, empty_seconds: float) -> Hop:
+        return Hop(
+            run_id="run", block=banned.block, reply_specs={}, router=router, channels=ChannelPool(insecure=True),
+            clock=clock, limits=HopLimits(empty_seconds=empty_seconds),
+        )  # fmt: skip
+
+    async def seconds_of(one: Hop) -> float:
+        began_at = clock.monotonic()
+        with pytest.raises(PathStandsStill, match=r"^no peer of stage 1\.2 answers$"):
+            await one.train(microbatch, {}, HopListener(), {})
+        return clock.monotonic() - began_at
+
+    one = make(empty_seconds=2.0)
+    assert await seconds_of(one) == pytest.approx(2.0, abs=0.3)
+    router.update(banned.block, [banned])
+    router.failed(banned.block, _ID)
+    assert await seconds_of(one) < 0.3, "it does not answer either"
+    router.update(banned.block, [])
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(600.0):
+            await make(empty_seconds=math.inf).train(microbatch, {}, HopListener(), {})

@@ -220,7 +220,7 @@ def test_that_all_peers_of_a_stage_failed_is_told_with_each_cause_and_when_one_i
     told = another.candidates.obstacle()
     assert told == world.retries.candidates.obstacle()
     assert told is not None
-    assert told.in_words(1) == (
+    assert told.in_words(Block(1)) == (
         "both peers of stage 1 failed just now (gpu-0 at 192.0.2.0:5001: no answer; gpu-1: this peer is out of "
         "memory), tried again in 5 s"
     )
@@ -243,7 +243,7 @@ def test_that_a_stage_has_no_peer_is_told_of_an_empty_stage_alone() -> None:
             assert told is None or not told.is_empty_stage
             world.clock.advance(0.1)
         assert told is not None, "a microbatch that has waited for five seconds"
-        assert "gpu-0" in told.in_words(0)
+        assert "gpu-0" in told.in_words(Block(0))
     world.router.update(Block(0), [])
     assert world.retries.choose(4) is None
     assert world.retries.candidates.obstacle() == Obstacle(num_peers=0)
@@ -262,7 +262,7 @@ def test_peers_that_have_no_room_for_a_moment_are_no_obstacle() -> None:
     assert world.retries.choose(4) is None
     told = world.retries.candidates.obstacle()
     assert told is not None
-    assert told.in_words(0) == "both peers of stage 0 take no work now (gpu-0, gpu-1: work waits here already)"
+    assert told.in_words(Block(0)) == "both peers of stage 0 take no work now (gpu-0, gpu-1: work waits here already)"
     world.retries.accepted()
     assert world.retries.candidates.obstacle() is None
 
@@ -289,7 +289,7 @@ def test_of_many_peers_a_few_are_named() -> None:
     assert world.retries.choose(4) is None
     told = world.retries.candidates.obstacle()
     assert told is not None
-    line = told.in_words(0)
+    line = told.in_words(Block(0))
     assert line.startswith(
         "all 40 peers of stage 0 failed just now (gpu-0 at 192.0.2.0:5001, gpu-1 at 192.0.2.1:5001, "
     )
@@ -299,7 +299,7 @@ def test_of_many_peers_a_few_are_named() -> None:
 def test_a_peer_behind_a_meeting_point_is_told_of_by_the_address_there() -> None:
     record = record_of(0, name="gpu-0", endpoint=f"tunnel:{id_of(1)}@192.0.2.9:5001")
     silent = LeftAlone(record, "no answer", until=4.0, is_busy=False, is_silent=True)
-    assert "(gpu-0 by way of 192.0.2.9:5001: no answer)" in Obstacle.of([silent], now=0.0).in_words(1)
+    assert "(gpu-0 by way of 192.0.2.9:5001: no answer)" in Obstacle.of([silent], now=0.0).in_words(Block(1))
 
 
 @given(st.builds(
@@ -307,7 +307,7 @@ def test_a_peer_behind_a_meeting_point_is_told_of_by_the_address_there() -> None
     num_silent=st.integers(0, 2**32 - 1), retry_seconds=st.floats(),
 ))  # fmt: skip
 def test_what_another_peer_tells_of_a_stage_is_always_a_short_line(message: pb.Obstacle) -> None:
-    assert len(Obstacle.read(message).in_words(3)) < 2000
+    assert len(Obstacle.read(message).in_words(Block(3))) < 2000
 
 
 def test_an_obstacle_travels() -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from swarm.errors import Overloaded
-from swarm.pipeline.leased_work import Window
+from swarm.pipeline.windows import Window
 from swarm.stage.slots import FEW, PATIENCE_SECONDS, PILE, SHORTEST_RETRY_SECONDS, SlotCount, Slots
 from tests.support.manual_clock import ManualClock
 

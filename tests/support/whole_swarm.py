@@ -58,7 +58,7 @@ class WholePeer:
 
     @property
     def server(self) -> ServedBlock | None:
-        return self.servers.get(Block(self.stage))
+        return next(iter(self.servers.values()), None)
 
     async def kill(self) -> None:
         """End the peer without any message to others. This is as similar to kill -9 as is possible within a process;
@@ -86,12 +86,16 @@ class WholeSwarm:
         """The event logs of all processes that there ever were."""
         return sorted(self.folder.iterdir())
 
-    async def start(self, stage: int, *more: int) -> WholePeer:
-        """Start a peer of one stage, or of several, and return it when it serves."""
+    async def start(self, stage: int, *more: int, path: int | None = None) -> WholePeer:
+        """Start a peer of one stage, or of several, and return it when it serves. Of a stage with variants it serves
+        all, or those on a path."""
+        blocks = self.config.blocks if path is None else self.config.blocks_of(path)
         own = identities.generate()
         peer = WholePeer(stage=stage, peer_id=own.peer_id, log=self._log(f"peer-{stage}"))
         serving = asyncio.get_running_loop().create_future()
-        peer.task = asyncio.create_task(self._run(peer, own, [Block(stage), *map(Block, more)], serving))
+        peer.task = asyncio.create_task(
+            self._run(peer, own, [block for block in blocks if block.stage in (stage, *more)], serving)
+        )
         await asyncio.wait([peer.task, serving], return_when=asyncio.FIRST_COMPLETED)
         if peer.task.done():
             peer.task.result()
