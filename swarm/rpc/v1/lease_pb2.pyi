@@ -63,9 +63,7 @@ class AcquireRequest(_message.Message):
 
     @_builtins.property
     def paths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The path of each wanted microbatch: a path is named as often as microbatches of it are wanted. Empty if the run has
-        one path.
-        """
+        """The paths of the wanted microbatches: each is named as often as microbatches of it are wanted. Empty: of any path."""
 
     def __init__(
         self,
