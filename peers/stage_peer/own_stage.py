@@ -235,8 +235,10 @@ def _weights(config: RunConfig, block: Block, options: ServerOptions) -> tuple[n
         module.compile_layers()
     lineage = genesis(config, block)
     try:
-        own = config.for_block(block)
-        return module, weights_of(own, module, lineage=lineage, events=options.events, anchors=options.anchors)
+        return module, weights_of(
+            config, module, lineage=lineage, events=options.events, anchors=options.anchors,
+            share=config.share_of(block),
+        )  # fmt: skip
     except OSError as error:
         raise Fatal(f"--anchors: {error}") from None
 

@@ -190,21 +190,6 @@ class RunConfig:
         """The share of the run's microbatches that pass through a block."""
         return Fraction(len(self.paths_through(block)), len(self.paths))
 
-    def for_block(self, block: Block) -> "RunConfig":
-        """The configuration by which a block's weights step: the schedule of the learning rate counts only the samples
-        that pass through the block."""
-        optimizer, share = self.gradient_step, self.share_of(block)
-        if share == 1:
-            return self
-        return dataclasses.replace(
-            self,
-            optimizer=dataclasses.replace(
-                optimizer,
-                warmup_samples=int(optimizer.warmup_samples * share),
-                total_samples=int(optimizer.total_samples * share),
-            ),
-        )
-
     # -- rounds ------------------------------------------------------------------------------------------------------
 
     @property

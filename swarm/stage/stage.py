@@ -7,6 +7,7 @@ microbatches are taken, stage/endings how computations end, and stage/settings e
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
+from fractions import Fraction
 from pathlib import Path
 
 import torch
@@ -215,21 +216,22 @@ class Stage:
 
 def weights_of(
     config: RunConfig, module: nn.Module, *, lineage: str, events: Events | None = None, fused: bool | None = None,
-    anchors: Path | None = None,
+    anchors: Path | None = None, share: Fraction = Fraction(1),
 ) -> StageWeights:  # fmt: skip
     """Make a stage's weights: the module's own, at round 0.
 
     Args:
         fused: whether inner steps are taken in few launches, for a GPU; None: as functions.fuses says.
         anchors: the folder on whose disk DiLoCo's anchors and outer momentum are; None: they are in RAM.
+        share: how many of the run's samples pass through the block. The learning rate follows the run's samples.
 
     Raises:
         OSError: that disk has no room.
         ValueError: the stage has fewer layer groups than the configuration has fragments.
     """
     if config.rounds.synchronous:
-        return SynchronousWeights(config, module, lineage=lineage)
-    return DilocoWeights(config, module, lineage=lineage, events=events, fused=fused, anchors=anchors)
+        return SynchronousWeights(config, module, lineage=lineage, share=share)
+    return DilocoWeights(config, module, lineage=lineage, events=events, fused=fused, anchors=anchors, share=share)
 
 
 def setting_of(context: StageContext) -> Setting:

@@ -7,6 +7,7 @@ only into the masters, and microbatches compute with an immutable copy of them.
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 from torch import nn
@@ -64,10 +65,13 @@ class StageWeights(ABC):
         batch_samples: int | None,
         anchor_device: torch.device,
         lineage: str,
+        share: Fraction,
         outer_memory: Recycler | None = None,
     ) -> None:
-        """Anchors are kept on `anchor_device`; for `batch_samples` see Buckets, and for `outer_memory` OuterSgd."""
+        """Anchors are kept on `anchor_device`; for `batch_samples` see Buckets, for `outer_memory` OuterSgd, and for
+        `share` weights_of."""
         self._config = config
+        self._share = share
         self._memory = Recycler()
         self.masters = trained_parameters(module)
         self._staging = staging_of(next(iter(self.masters.values())).device)
@@ -143,6 +147,10 @@ class StageWeights(ABC):
     @abstractmethod
     def learning_rate(self) -> float:
         """The learning rate for the run's sample count, as far as this peer knows the count within a round."""
+
+    def _rate_after(self, block_samples: int) -> float:
+        """The learning rate once so many samples have passed through the block."""
+        return optim.learning_rate(self._config.gradient_step, int(block_samples / self._share))
 
     @property
     @abstractmethod

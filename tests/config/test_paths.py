@@ -56,17 +56,6 @@ def test_paths_may_be_named() -> None:
     assert list(config.microbatches_of(0, Block(2, 1))) == [1, 3, 5, 7]
 
 
-def test_the_schedule_of_a_block_counts_its_own_samples() -> None:
-    config = config_of()
-    optimizer = config.optimizer.__class__(warmup_samples=100, total_samples=1000, schedule="cosine")
-    config = RunConfig(
-        model=config.model, stages=config.stages, data=config.data, rounds=config.rounds, optimizer=optimizer
-    )  # fmt: skip
-    own = config.for_block(Block(1, 1)).optimizer
-    assert (own.warmup_samples, own.total_samples) == (50, 500)
-    assert config.for_block(Block(0)) is config
-
-
 @pytest.mark.parametrize(
     ("options", "line"),
     [

@@ -9,6 +9,7 @@ and the outer step is taken there, whatever device trains; or they are in files 
 """
 
 from collections.abc import Iterable, Mapping
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -56,6 +57,7 @@ class DilocoWeights(StageWeights):
         module: nn.Module,
         *,
         lineage: str,
+        share: Fraction,
         events: Events | None = None,
         fused: bool | None = None,
         anchors: Path | None = None,
@@ -81,6 +83,7 @@ class DilocoWeights(StageWeights):
             batch_samples=config.rounds.inner_batch_samples,
             anchor_device=torch.device("cpu"),
             lineage=lineage,
+            share=share,
             outer_memory=self._on_disk,
         )
 
@@ -138,7 +141,7 @@ class DilocoWeights(StageWeights):
     @property
     def learning_rate(self) -> float:
         elsewhere = self.round_samples * self.round.num_members
-        return optim.learning_rate(self._config.gradient_step, self.round.run_samples + elsewhere)
+        return self._rate_after(self.round.run_samples + elsewhere)
 
     @property
     def round_samples(self) -> int:

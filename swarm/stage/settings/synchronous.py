@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from contextlib import AbstractAsyncContextManager
+from fractions import Fraction
 from functools import partial
 
 import torch
@@ -35,12 +36,12 @@ may have had to drop the microbatch."""
 class SynchronousWeights(StageWeights):
     """One sum of gradients, and one step a round. Owned by the compute thread."""
 
-    def __init__(self, config: RunConfig, module: nn.Module, *, lineage: str) -> None:
+    def __init__(self, config: RunConfig, module: nn.Module, *, lineage: str, share: Fraction) -> None:
         self._earlier: Version | None
         """The weights of the last round, once a microbatch was computed with them."""
         # Microbatches of the round before are computed with its anchor.
         device = next(module.parameters()).device
-        super().__init__(config, module, batch_samples=None, anchor_device=device, lineage=lineage)
+        super().__init__(config, module, batch_samples=None, anchor_device=device, lineage=lineage, share=share)
 
     def version_for(self, round_number: int) -> Version:
         """The weights of the microbatch's round.
@@ -71,7 +72,7 @@ class SynchronousWeights(StageWeights):
 
     @property
     def learning_rate(self) -> float:
-        return optim.learning_rate(self._config.gradient_step, self.round.run_samples)
+        return self._rate_after(self.round.run_samples)
 
     @property
     def round_samples(self) -> int:

@@ -1,0 +1,110 @@
+"""Runs whose stages have variants: real peers and trainers against one process, and an audit of what they did."""
+
+import asyncio
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from swarm.audit.audit import audit
+from swarm.config import OptimizerConfig, RunConfig, StagesConfig
+from swarm.model.stages import build_stage
+from swarm.stage.weights import StageWeights
+from swarm.training.optim import learning_rate
+from swarm.types import Block
+from tests.support.chain import DILOCO, SYNCHRONOUS, eventually, tokens
+from tests.support.whole_swarm import WholeSwarm, whole_swarm
+
+TWO_PATHS = StagesConfig(num_stages=3, variants=(1, 2, 1))
+STEPS = 4
+
+
+def _two_paths(config: RunConfig) -> RunConfig:
+    optimizer = OptimizerConfig(
+        name="adamw", learning_rate=0.01, warmup_samples=40, weight_decay=0.0, clip_norm=0.5, schedule="linear",
+        total_samples=200,
+    )  # fmt: skip
+    return dataclasses.replace(config, stages=TWO_PATHS, optimizer=optimizer)
+
+
+def _weights(swarm: WholeSwarm) -> dict[Block, StageWeights]:
+    return {
+        block: served.stage.context.backend.weights for peer in swarm.peers for block, served in peer.servers.items()
+    }  # fmt: skip
+
+
+def _reference(config: RunConfig, steps: int) -> dict[Block, dict[str, torch.Tensor]]:
+    """The parameters of every block after so many steps of one process. It knows nothing of rounds: each block steps by
+    the mean gradient over the targets that its own microbatches have, and all are clipped by one norm."""
+    modules = {block: build_stage(config, block.stage, device="cpu") for block in config.blocks}
+    wanted = config.gradient_step
+    adamw = {
+        block: torch.optim.AdamW(
+            module.parameters(), betas=(wanted.beta1, wanted.beta2), eps=wanted.epsilon, weight_decay=0.0
+        )
+        for block, module in modules.items()
+    }
+    for step in range(steps):
+        num_targets = dict.fromkeys(config.blocks, 0)
+        for index in range(step * config.microbatches_per_round, (step + 1) * config.microbatches_per_round):
+            batch = tokens(config, index).long()
+            travels = batch[:, :-1]
+            for block in (Block(0), Block(1, index % 2)):
+                travels = modules[block](travels)
+                num_targets[block] += batch[:, 1:].numel()
+            num_targets[Block(2)] += batch[:, 1:].numel()
+            modules[Block(2)](travels, targets_BT=batch[:, 1:]).backward()
+        gradients = {
+            block: [p.grad.div_(num_targets[block]) for p in module.parameters() if p.grad is not None]
+            for block, module in modules.items()
+        }
+        norm = torch.stack([g.double().norm() for own in gradients.values() for g in own]).norm()
+        for block, own in gradients.items():
+            for gradient in own:
+                gradient.mul_(min(1.0, config.optimizer.clip_norm / float(norm)))
+            adamw[block].param_groups[0]["lr"] = learning_rate(wanted, step * config.rounds.round_samples)
+            adamw[block].step()
+            adamw[block].zero_grad()
+    return {block: dict(module.named_parameters()) for block, module in modules.items()}
+
+
+async def test_two_paths_train_as_one_process_does(tmp_path: Path) -> None:
+    config = _two_paths(SYNCHRONOUS)
+    async with whole_swarm(config, tmp_path / "events", num_peers=(2, 0, 1)) as swarm:
+        await swarm.start(1, path=0)
+        await swarm.start(1)
+        steps = await swarm.train(STEPS)
+        trained = {
+            block: {name: master.detach().clone() for name, master in weights.masters.items()}
+            for block, weights in _weights(swarm).items()
+        }
+    expected = _reference(config, STEPS)
+    assert trained.keys() == expected.keys()
+    for block, own in expected.items():
+        for name, parameter in own.items():
+            torch.testing.assert_close(trained[block][name], parameter.detach(), rtol=0.0, atol=1e-4)
+    moved = [float((trained[Block(1)][n] - trained[Block(1, 1)][n]).abs().max()) for n in trained[Block(1)]]
+    assert max(moved) > 1e-3, "the variants have learnt from different text"
+    assert all(step.report is not None and step.report.num_aborted == 0 for step in steps)
+    report = audit(swarm.logs)
+    assert report.findings.violations == []
+    assert (report.findings.duplicates, report.findings.missing, report.findings.digests_differing) == (0, 0, 0)
+    assert report.rounds_committed >= STEPS
+
+
+@pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO], ids=["synchronous", "diloco"])
+async def test_a_block_that_loses_a_peer_goes_on_and_counts_nothing_twice(config: RunConfig, tmp_path: Path) -> None:
+    config = _two_paths(config)
+    async with whole_swarm(config, tmp_path / "events", num_peers=(1, 0, 1)) as swarm:
+        await swarm.start(1, path=0)
+        await swarm.start(1, path=1)
+        victim = await swarm.start(1, path=1)
+        training = asyncio.create_task(swarm.train(STEPS))
+        await eventually(lambda: victim.servers[Block(1, 1)].stage.round >= 1)
+        await victim.kill()
+        await training
+    report = audit(swarm.logs)
+    assert report.findings.violations == []
+    assert (report.findings.duplicates, report.findings.missing, report.findings.digests_differing) == (0, 0, 0)
+    assert report.rounds_committed >= STEPS
