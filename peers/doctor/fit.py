@@ -102,10 +102,9 @@ def planned(options: DoctorOptions) -> RunConfig:
 def of_stages(config: RunConfig, num_peers: int, *, on_gpu: bool) -> list[StageFit]:
     """What each stage takes."""
     config = needs.computing_on(config, on_gpu=on_gpu)
-    share = -(-config.microbatches_per_round // num_peers)
     each, found = needs.of_stages(config, on_gpu=on_gpu, num_peers=num_peers), list[StageFit]()
     for stage, layers in enumerate(layer_ranges(config)):
-        wire = needs.wire_bytes(config, stage)
+        wire, share = needs.wire_bytes(config, stage), -(-needs.most_microbatches(config, stage) // num_peers)
         averaged = needs.exchanged_bytes(config, stage, num_members=num_peers)
         sent = share * (wire["input"] + wire["output"]) + averaged
         found.append(StageFit(layers=len(layers), needs=each[stage], sent=sent))

@@ -13,7 +13,7 @@ from pathlib import Path
 from peers.doctor.finding import Finding, fine, wrong
 from peers.shared.devices import Device, device_of, here
 from peers.shared.needs import Needs
-from peers.shared.room import Room
+from peers.shared.room import Room, Served
 from swarm.machine.out_of_memory import in_words
 from swarm.machine.words import counted
 
@@ -79,9 +79,9 @@ def judge_files(limit: int | None, num_peers: int) -> Finding:
     return wrong("files", f"{limit} may be open, and about {needed} are needed: ulimit -n {max(1024, 2 * needed)}")
 
 
-def judge_memory(each: Sequence[Needs], room: Room, span: range | None) -> Finding:
+def judge_memory(each: Sequence[Needs], room: Room, span: Served | None) -> Finding:
     """Compare what stages need with the memory that a peer may have. `each` has the needs of all of a run's stages,
-    and `span` those that it is to serve together; None: one that it takes by itself."""
+    and `span` the blocks that it is to serve together; None: one that it takes by itself."""
     if fault := room.fault(each, span):
         return wrong("memory", fault)
     fitting = [str(stage) for stage, needs in enumerate(each) if room.holds(needs)]

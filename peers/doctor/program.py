@@ -29,7 +29,7 @@ from peers.shared.lan import with_invite
 from peers.shared.needs import of_stages
 from peers.shared.network import Membership
 from peers.shared.process import EXIT_FAILURE
-from peers.shared.room import Room
+from peers.shared.room import Room, together
 from peers.shared.run_options import naming_options
 from swarm import __version__
 from swarm.credentials.rights import Role
@@ -99,14 +99,14 @@ def _for_run(plan: DoctorOptions, run: Membership, device: Device | None) -> lis
     if run.config.model.custom_class:
         why = "the run has a model of its own, whose size only its code knows"
         return [*findings, not_checked("memory", why), not_checked("disk", why)]
-    span = None if plan.stage == "auto" else plan.stage.of(run.config.stages.num_stages)
-    num_peers = 1 + min(len(run.known.others(block)) for block in run.blocks if span is None or block.stage in span)
+    span = None if plan.stage == "auto" else plan.stage.of(run.config)
+    num_peers = 1 + min(len(run.known.others(block)) for block in span or run.blocks)
     each = of_stages(run.config, on_gpu=device is not None and device.kind == "cuda", num_peers=num_peers)
     if device is None:
         findings.append(not_checked("memory", "there is no device"))
     else:
         findings.append(machine.judge_memory(each, Room.on(device), span))
-    needs = [each[stage] for stage in span or range(len(each))]
+    needs = each if span is None else [together(each, span)]
     findings.append(machine.disk(cache_folder(), max(need.cache for need in needs), "what is fetched may"))
     if plan.checkpoint is not None:
         # There is one more for a while: the next checkpoint is whole before the oldest is deleted.

@@ -30,7 +30,8 @@ class LocalOptions:
     stages: takes.Stages | None = None
     """Number of stages, instead of the configuration's."""
     peers_per_stage: Annotated[int, takes.whole(1, 1000)] = 2
-    """Peers that each stage begins with."""
+    """Peers that each stage begins with. Where stages have variants, a peer serves the blocks of a path, and there are
+    as few such peers as serve every block, so many times."""
     steps: takes.Positive = 60
     """Steps to train; a step is one round of the whole swarm."""
     dataset: tyro.conf.UseAppendAction[tuple[takes.FolderOrName, ...]] = ()

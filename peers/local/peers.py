@@ -15,7 +15,7 @@ from peers.shared.devices import Device
 from peers.shared.option_types import Span
 from peers.stage_peer.options import PeerOptions
 from swarm.config import RunConfig
-from swarm.types import PeerRecord, PeerState
+from swarm.types import Block, PeerRecord, PeerState
 
 MOST_ADDRESSES = 4
 
@@ -23,10 +23,11 @@ MOST_ADDRESSES = 4
 @dataclass(eq=False)
 class LocalPeer:
     child: Child
-    stage: int
+    span: Span
+    blocks: Sequence[Block]
     ready_file: Path
     record: PeerRecord | None = None
-    """None until it serves."""
+    """That of its first block; None until it serves."""
     dht_address: str = ""
 
     def is_ready(self) -> bool:
@@ -38,13 +39,27 @@ class LocalPeer:
                 peer_id=ready["peer_id"],
                 name=self.child.name,
                 announced_at=ready["time"],
-                stage=self.stage,
+                stage=self.blocks[0].stage,
+                variant=self.blocks[0].variant,
                 endpoint=ready["endpoint"],
                 certificate_pem=ready["certificate_pem"],
                 state=PeerState.SERVING,
                 device=ready["device"],
             )
         return self.record is not None
+
+
+def spans_of(config: RunConfig) -> list[Span]:
+    """What peers serve so that every block has one: a stage each, or in a run with variants a path each, of as few
+    paths as lead through all blocks."""
+    if not config.stages.variants:
+        return [Span(stage, stage) for stage in range(config.stages.num_stages)]
+    left, chosen, paths = {*config.blocks}, list[Span](), {n: {*config.blocks_of(n)} for n in range(len(config.paths))}
+    while left:
+        path = max(paths, key=lambda path: len(paths[path] & left))
+        left -= paths[path]
+        chosen.append(Span(path=path))
+    return chosen
 
 
 class LocalPeers:
@@ -55,9 +70,11 @@ class LocalPeers:
     ) -> None:
         """`places` are the devices of the peers, in the order in which they start; `folder` has their keys and ready
         files."""
-        self.num_stages = options.stages or config.stages.num_stages
+        self.blocks = config.blocks
+        self.spans = spans_of(config)
         self.running: list[LocalPeer] = []
         self._options = options
+        self._config = config
         self._custom_class = config.model.custom_class
         named = dict(config.data.named_by_users)
         self.own_text: dict[str, Any] = named | ({"dataset": config.data.datasets} if "dataset" in named else {})
@@ -67,7 +84,7 @@ class LocalPeers:
         self._places = places
         self._num_started = 0
 
-    def start(self, stage: int) -> LocalPeer:
+    def start(self, span: Span) -> LocalPeer:
         """Start one more peer, and do not wait until it serves."""
         self._num_started += 1
         name = f"peer-{self._num_started}"
@@ -75,7 +92,8 @@ class LocalPeers:
         graph_bytes = devices.graph_bytes(device, num_processes=self._places.count(device))
         ready_file, options = self._folder / f"{name}.json", self._options
         own = PeerOptions(
-            stage=Span(stage, stage),
+            stage=span if span.path is None else None,
+            path=span.path,
             name=name,
             host="127.0.0.1",
             device=device.name,
@@ -91,7 +109,7 @@ class LocalPeers:
             **self._run_options(),
         )
         child = self._children.start(name, command_line("peer", cli.arguments(own)))
-        peer = LocalPeer(child=child, stage=stage, ready_file=ready_file)
+        peer = LocalPeer(child=child, span=span, blocks=span.of(self._config), ready_file=ready_file)
         self.running.append(peer)
         return peer
 
@@ -124,9 +142,14 @@ class LocalPeers:
     def serving(self) -> list[LocalPeer]:
         return [peer for peer in self.running if peer.record is not None]
 
-    def counts(self) -> Counter[int]:
-        """The number of running peers of each stage, whether they serve yet or not."""
-        return Counter({stage: 0 for stage in range(self.num_stages)} | Counter(peer.stage for peer in self.running))
+    def counts(self) -> dict[Block, int]:
+        """The number of running peers of each block, whether they serve yet or not."""
+        return dict.fromkeys(self.blocks, 0) | Counter(block for peer in self.running for block in peer.blocks)
+
+    def most_needed(self) -> Span:
+        """What one more peer is to serve: where there are fewest."""
+        counts = self.counts()
+        return min(self.spans, key=lambda span: min(counts[block] for block in span.of(self._config)))
 
     def kill(self, peer: LocalPeer) -> None:
         self.running.remove(peer)

@@ -1,6 +1,7 @@
 """swarm-local: a whole swarm on one machine, in processes that are as real as anywhere."""
 
 import asyncio
+import dataclasses
 import os
 import sys
 import tempfile
@@ -8,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from peers.local.options import PRESET, LocalOptions
-from peers.local.peers import LocalPeers
+from peers.local.peers import LocalPeers, spans_of
 from peers.local.supervisor import GRACE_SECONDS, Supervisor
 from peers.local.swarm import LocalSwarm
 from peers.shared import cli, devices, stopping
@@ -42,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     if token is not None:
         # Children get the token in the environment: every user of this machine can read their command lines.
         os.environ[VARIABLE] = str(token)
-    num_peers = (options.stages or config.stages.num_stages) * options.peers_per_stage
+    num_peers = len(spans_of(config)) * options.peers_per_stage
     places = devices.spread(devices.named(options.device), num_peers + (options.join_at is not None))
     logs = options.output / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -70,7 +71,11 @@ def run_config(options: LocalOptions) -> RunConfig:
     else:
         config = configs.load(options.config) if options.config else configs.load_preset(options.preset or PRESET)
     config = with_named_text(config, options)
-    return configs.with_settings(config, options.set)
+    config = configs.with_settings(config, options.set)
+    if options.stages is None:
+        return config
+    stages = dataclasses.replace(config.stages, num_stages=options.stages, layers_per_stage=())
+    return dataclasses.replace(config, stages=stages)
 
 
 async def run(swarm: LocalSwarm) -> int:

@@ -110,28 +110,27 @@ class Drama:
         if self._newcomer is not None:
             happened += self._see_it_join(self._newcomer)
         elif self._join_at is not None and num_steps >= self._join_at:
-            counts = self._peers.counts()
-            self._newcomer = self._peers.start(min(counts, key=lambda stage: (counts[stage], stage)))
-            happened.append(f"{self._newcomer.child.name} starts for stage {self._newcomer.stage}")
+            self._newcomer = self._peers.start(self._peers.most_needed())
+            happened.append(f"{self._newcomer.child.name} starts for {self._newcomer.span.label}")
         return happened
 
     def _kill(self) -> list[str]:
-        # Peers may have died by themselves, so the last one of a stage is not killed.
+        # Peers may have died by themselves, so the last one of a block is not killed.
         serving = self._peers.serving
-        stages = Counter(peer.stage for peer in serving)
-        victims = [peer for peer in serving if stages[peer.stage] > 1]
+        counts = Counter(block for peer in serving for block in peer.blocks)
+        victims = [peer for peer in serving if all(counts[block] > 1 for block in peer.blocks)]
         if not victims:
             return []
         victim = self._random.choice(victims)
         self._peers.kill(victim)
         self.num_killed += 1
-        return [f"kill -9 {victim.child.name} of stage {victim.stage}"]
+        return [f"kill -9 {victim.child.name} of {victim.span.label}"]
 
     def _see_it_join(self, newcomer: LocalPeer) -> list[str]:
         if self.num_joined or not newcomer.is_ready():
             return []
         self.num_joined += 1
-        return [f"{newcomer.child.name} joined stage {newcomer.stage}"]
+        return [f"{newcomer.child.name} joined {newcomer.span.label}"]
 
 
 class LocalSwarm:
@@ -154,16 +153,16 @@ class LocalSwarm:
         self._awaited_since = self._tell_at = 0.0
 
     async def run(self) -> int:
-        per_stage, num_stages = self._options.peers_per_stage, self.peers.num_stages
+        per_stage, spans = self._options.peers_per_stage, self.peers.spans
         with LiveTable() as table:
             self._events.append(
-                f"starting {num_stages} x {per_stage} peers and a trainer; their logs are in {self.output.logs}"
+                f"starting {len(spans)} x {per_stage} peers and a trainer; their logs are in {self.output.logs}"
             )
             table.show(SwarmView(run=self._run_name, events=tuple(self._events)))
             await self.start_first_peer(table)
             self.output.clear([child.log for child in self._children.running])
-            for number in range(1, num_stages * per_stage):
-                self.peers.start(number % num_stages)
+            for span in (spans * per_stage)[1:]:
+                self.peers.start(span)
             await self.until_ready(table)
             trainer = self.start_trainer()
             with MetricsLog(self.output.metrics) as metrics:
@@ -178,7 +177,7 @@ class LocalSwarm:
         # If the peer fails, the last line of its log is shown as the reason. Children append to their logs, so the log
         # of an earlier run is deleted first.
         (self.output.logs / "peer-1.log").unlink(missing_ok=True)
-        first = self.peers.start(0)
+        first = self.peers.start(self.peers.spans[0])
         while not first.is_ready():
             self._fail_on_exit()
             self._follow(f"{first.child.name} to serve", first.child)
@@ -233,8 +232,9 @@ class LocalSwarm:
                 gone = self.peers.ended(end.name)
                 what = f"{end.name} ended by itself: {_why(end)}"
                 self._note([what], metrics, step)
-                if not self.peers.counts()[gone.stage]:
-                    lost = f"stage {gone.stage} has no peer left: {what}; its log is {gone.child.log}"
+                counts = self.peers.counts()
+                for block in (block for block in gone.blocks if not counts[block]):
+                    lost = f"stage {block} has no peer left: {what}; its log is {gone.child.log}"
             if lost:
                 # What the stage had learnt is gone, and the trainer would wait for ever.
                 raise PeerUnavailable(lost)
@@ -246,22 +246,23 @@ class LocalSwarm:
         return view.trainers[0].step if view.trainers else self.output.first_step
 
     async def _view(self) -> SwarmView:
-        announced: dict[Block, list[PeerRecord]] = {Block(stage): [] for stage in range(self.peers.num_stages)}
+        announced: dict[Block, list[PeerRecord]] = {block: [] for block in self.peers.blocks}
         for peer in self.peers.running:
-            if peer.record is not None:
-                announced[Block(peer.stage)].append(peer.record)
+            for block in peer.blocks:
+                if peer.record is not None:
+                    announced[block].append(peer.record.model_copy(update=block._asdict()))
         # The run's id ends with a digest that depends on the text. The first peer computes it; here only the run's name
         # is known.
         view = await observe("", announced, (), self._channels, self._events)
-        rows = tuple(dataclasses.replace(row, peers=row.peers + self._starting(row.stage)) for row in view.stages)
+        rows = tuple(dataclasses.replace(row, peers=row.peers + self._starting(row.block)) for row in view.stages)
         return SwarmView(run=self._run_name, stages=rows, trainers=self.output.trainer_rows(), events=view.events)
 
-    def _starting(self, stage: int) -> tuple[PeerRow, ...]:
-        """Rows for the peers of a stage that were started and cannot be asked yet."""
+    def _starting(self, block: Block) -> tuple[PeerRow, ...]:
+        """Rows for the peers of a block that were started and cannot be asked yet."""
         return tuple(
             PeerRow(name=peer.child.name, peer_id="", state="joining")
             for peer in self.peers.running
-            if peer.stage == stage and peer.record is None
+            if block in peer.blocks and peer.record is None
         )
 
     def _fail_on_exit(self) -> None:

@@ -61,7 +61,8 @@ class Needs:
     def of(
         cls, config: RunConfig, stage: int, *, on_gpu: bool, num_peers: int = 1, anchors_on_disk: bool = False
     ) -> "Needs":
-        """The needs for one stage, which has so many peers. What a peer keeps by --anchors is not counted."""
+        """The needs for one stage, or a variant of it, which has so many peers. What a peer keeps by --anchors is not
+        counted."""
         config = computing_on(config, on_gpu=on_gpu)
         held, size = state_bytes(config, stage), _FLOAT_BYTES * num_parameters(config, stage)
         # In float32, even if moments are held in 8 bits.
@@ -72,7 +73,7 @@ class Needs:
         outer = 0 if config.rounds.synchronous else held.pop("anchors") + held.pop("outer_momentum", 0)
         if anchors_on_disk:
             outer = 0
-        share = -(-config.microbatches_per_round // num_peers)
+        share = -(-most_microbatches(config, stage) // num_peers)
         # Parts are computed for two members at least: a peer that is alone now may get company.
         averaging = averaging_bytes(config, stage, num_members=max(2, num_peers))
         ram = outer + averaging + residual_bytes(config, stage) + share * settled_bytes(config, stage)
@@ -131,6 +132,12 @@ def of_stages(config: RunConfig, *, on_gpu: bool, num_peers: int = 1, anchors_on
     return [found[shape] for shape in shapes]
 
 
+def most_microbatches(config: RunConfig, stage: int) -> int:
+    """The microbatches of a round at a stage, of variants at that through which most paths lead."""
+    samples = max(config.round_samples_of(block) for block in config.blocks if block.stage == stage)
+    return samples // config.data.microbatch_size
+
+
 def computing_on(config: RunConfig, *, on_gpu: bool) -> RunConfig:
     """The configuration with what model.autocast `auto` means on a GPU, or on a CPU."""
     if config.model.autocast != "auto":
@@ -141,7 +148,8 @@ def computing_on(config: RunConfig, *, on_gpu: bool) -> RunConfig:
 def _shapes(config: RunConfig, stage: int) -> tuple[dict[str, Size], dict[str, Size]]:
     """The shapes of a stage's parameters, and of those that are trained. They take a while to find out."""
     model = dataclasses.replace(config.model, autocast="off", gradient_checkpointing=False)
-    return _known_shapes(model, config.lora, config.stages, stage)
+    # All variants of a stage have the same shapes.
+    return _known_shapes(model, config.lora, dataclasses.replace(config.stages, variants=(), paths=()), stage)
 
 
 @lru_cache

@@ -8,6 +8,10 @@ from operator import add
 from peers.shared.devices import Device, free_ram_bytes, resident_bytes
 from peers.shared.needs import Needs
 from swarm.machine.out_of_memory import in_words
+from swarm.types import Block
+
+Served = range | Sequence[Block]
+"""What a peer serves together: adjacent stages that have no variants, or any blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +38,8 @@ class Room:
         return needs.least <= self.device_bytes and needs.ram <= self.ram_bytes
 
     def spans(self, each: Sequence[Needs]) -> list[range]:
-        """All spans of adjacent stages for which there is room, of a run whose stages need so much each."""
+        """All spans of adjacent stages for which there is room, of a run whose stages need so much each, with one
+        variant of each."""
         found = list[range]()
         for first in range(len(each)):
             for last in range(first, len(each)):
@@ -43,13 +48,14 @@ class Room:
                 found.append(range(first, last + 1))
         return found
 
-    def largest(self, each: Sequence[Needs], wanted: range) -> range | None:
+    def largest(self, each: Sequence[Needs], wanted: Served) -> range | None:
         """The longest span for which there is room, no longer than the wanted one, and as much of that as can be; None
         if no stage fits."""
         spans = [span for span in self.spans(each) if len(span) <= len(wanted)]
-        return max(spans, key=lambda span: (len(span), len({*span} & {*wanted}), -span.start), default=None)
+        stages = {block.stage for block in blocks_of(wanted)}
+        return max(spans, key=lambda span: (len(span), len({*span} & stages), -span.start), default=None)
 
-    def comparison(self, each: Sequence[Needs], span: range | None) -> str:
+    def comparison(self, each: Sequence[Needs], span: Served | None) -> str:
         """What a span takes, or with None a single stage of the run, and what there is, in words."""
         needs = each if span is None else [together(each, span)]
         least, most = (in_words(choose(one.least for one in needs)) for choose in (min, max))
@@ -61,7 +67,7 @@ class Room:
             text += f"; beside it {in_words(ram)} of RAM, and {in_words(self.ram_bytes)} are there"
         return text
 
-    def fault(self, each: Sequence[Needs], span: range | None) -> str:
+    def fault(self, each: Sequence[Needs], span: Served | None) -> str:
         """What is wrong, and what to do, if there is no room for a span, or with None for any stage; empty if there is
         room."""
         if self.holds(together(each, span)) if span is not None else any(map(self.holds, each)):
@@ -69,19 +75,29 @@ class Room:
         fitting = self.largest(each, span or range(1))
         advice = "close other programs, take a run with more stages, or another --device"
         if fitting is not None:
-            advice = f"take --stage {written(fitting)}, which fits, or a run with more stages"
+            num_stages = len({block.stage for block in blocks_of(span or ())})
+            of_one = " of one path (--path)" if span and num_stages < len(span) else ""
+            advice = f"take --stage {written(fitting)}{of_one}, which fits, or a run with more stages"
         return f"{self.comparison(each, span)}: {advice}"
 
 
-def together(each: Sequence[Needs], span: range) -> Needs:
+def together(each: Sequence[Needs], span: Served) -> Needs:
     """What a span needs at one peer, of a run whose stages need so much each."""
-    return reduce(add, (each[stage] for stage in span))
+    return reduce(add, (each[block.stage] for block in blocks_of(span)))
 
 
-def named(span: range) -> str:
-    return f"stage {span.start}" if len(span) == 1 else f"stages {span.start} to {span[-1]}"
+def blocks_of(span: Served) -> list[Block]:
+    return [Block(one) if isinstance(one, int) else one for one in span]
 
 
-def written(span: range) -> str:
-    """A span as --stage names it."""
-    return str(span.start) if len(span) == 1 else f"{span.start}-{span[-1]}"
+def named(span: Served) -> str:
+    return f"stage{'s' if len(span) > 1 else ''} {written(span).replace('-', ' to ')}"
+
+
+def written(span: Served) -> str:
+    """A span as --stage names it; if that has no name for it, all of its blocks."""
+    blocks = blocks_of(span)
+    first, last = blocks[0].stage, blocks[-1].stage
+    if len(blocks) > 1 and blocks == blocks_of(range(first, last + 1)):
+        return f"{first}-{last}"
+    return ", ".join(map(str, blocks))

@@ -205,18 +205,18 @@ class Mover:
     async def _hand_over(self, block: ServedBlock, deadline: float) -> None:
         """Go on serving, until the deadline, while a peer on its way here can get the stage's state only from this
         peer. At round 0 every peer can make the initial state itself."""
-        stage, has_said = block.stage.number, False
+        name, has_said = block.stage.block, False
         while block.stage.round > 0 and self._clock.monotonic() < deadline:
             try:
                 if not await self._rebalancer.is_awaited(
-                    stage, round_number=block.stage.round, lineage=block.member.progress().lineage
+                    name, round_number=block.stage.round, lineage=block.member.progress().lineage
                 ):
                     return
             except SwarmError as error:
                 logger.debug("nobody to be asked: %s", error)
                 return
             if not has_said:
-                logger.info("a peer is on its way to stage %d: serving on until it has the state", stage)
+                logger.info("a peer is on its way to stage %s: serving on until it has the state", name)
                 has_said = True
             await self._clock.sleep(LOOK_SECONDS)
 

@@ -79,19 +79,19 @@ class Arrival:
         self._announcer = announcer
         self._has_said = False
 
-    def serves(self, stages: range, announced: Announced) -> None:
-        """Tell that the peer now serves these stages, and at which addresses. Raises OSError if the ready file cannot
+    def serves(self, blocks: Sequence[Block], announced: Announced) -> None:
+        """Tell that the peer now serves these blocks, and at which addresses. Raises OSError if the ready file cannot
         be written the first time; later on that is a warning."""
         is_first, self._has_said = not self._has_said, True
         if is_first:
             say_who_may_join(self._membership.identity.authority)
-            self._say_how_to_join(stages, announced)
+            self._say_how_to_join(blocks, announced)
             if self._announcer is not None:
                 self._announcer.tell(self._invite(self._entries(announced)))
         if self._options.ready_file is None:
             return
         try:
-            self._write(self._options.ready_file, stages, announced)
+            self._write(self._options.ready_file, blocks, announced)
         except OSError as error:
             if is_first:
                 raise
@@ -107,12 +107,12 @@ class Arrival:
     def _invite(self, entries: Sequence[Entry]) -> Invite:
         return Invite.fitting(self._membership.config.run_id, entries, is_locked=bool(self._membership.config.owner))
 
-    def _say_how_to_join(self, stages: range, announced: Announced) -> None:
+    def _say_how_to_join(self, blocks: Sequence[Block], announced: Announced) -> None:
         config, known, entries = self._membership.config, self._membership.known, self._entries(announced)
         joining = Joining.at(config, entries, insecure=self._options.insecure)
         last = config.stages.num_stages - 1
         kind = "new run" if self._is_new else "run"
-        print(f"Serving stage {written(stages)} (of 0 to {last}) of {kind} {config.run_id} on {self._device}")
+        print(f"Serving stage {written(blocks)} (of 0 to {last}) of {kind} {config.run_id} on {self._device}")
         print(f"  join:   {joining.peer}")
         print(f"  train:  {joining.trainer}")
         print(f"  watch:  {joining.status}", flush=True)
@@ -127,12 +127,12 @@ class Arrival:
         dht = f"addresses for --initial-peers: {' '.join(addresses)}; " if addresses else ""
         logger.info("%sfor swarm-status --peer: %s", dht, entries[0])
 
-    def _write(self, path: Path, stages: range, announced: Announced) -> None:
+    def _write(self, path: Path, blocks: Sequence[Block], announced: Announced) -> None:
         identity = self._membership.identity
         ready = {
             "peer_id": identity.peer_id,
-            "stage": stages[0],
-            "stages": [*stages],
+            "stage": blocks[0].stage,
+            "stages": [block.label for block in blocks],
             "endpoint": announced.endpoints[0],
             "invite": str(self._invite(self._entries(announced))),
             "other_endpoints": announced.endpoints[1:],

@@ -3,7 +3,7 @@
 It imports neither torch nor hivemind, because swarm-local, which starts peers, needs neither.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -30,7 +30,11 @@ class PeerOptions:
     stage: takes.StagesOrAuto | None = None
     """Stage to serve, from 0, or adjacent ones (1-3) or all, and to stay there. auto takes those for which
     there is room and with which the pipeline is fastest; where it takes one, it moves when another one needs a peer
-    more. Left out, it is auto with an invite, and else 0, also where others serve that already."""
+    more. Left out, it is auto with an invite, and else 0, also where others serve that already. Of a stage that has
+    variants all are served, or one (2.1)."""
+    path: Annotated[int, takes.whole(0, 1023)] | None = None
+    """In a run whose stages have variants: serve only those on this path, from 0. With it --stage is all if it is left
+    out."""
     rebalance_every: Annotated[float, takes.number(0, 10**6)] | None = None
     """Seconds between two checks whether another stage needs this peer more, 60 if left out; with 0 it never moves.
     Only with --stage auto."""
@@ -166,6 +170,8 @@ class PeerOptions:
     def __post_init__(self) -> None:
         if self.rebalance_every is not None and self.span != "auto":
             raise ValueError("--rebalance-every needs --stage auto: at a stage that it was given a peer stays")
+        if self.path is not None and (self.stage == "auto" or (self.stage and self.stage.variant is not None)):
+            raise ValueError(f"--path says which variants are served: --stage {self.stage} does not go with it")
         if self.config is not None and (self.preset or self.model) is not None:
             raise ValueError("--config, --preset and --model exclude each other")
         if not self.names_a_run and not self.joins and not self.lan:
@@ -216,6 +222,8 @@ class PeerOptions:
 
     @property
     def span(self) -> takes.Span | Literal["auto"]:
+        if self.path is not None:
+            return replace(self.stage if isinstance(self.stage, takes.Span) else takes.Span(), path=self.path)
         if self.stage is not None:
             return self.stage
         return "auto" if self.invite is not None or self.seeks else takes.Span(0, 0)
@@ -247,7 +255,7 @@ class PeerOptions:
     @property
     def label(self) -> str:
         """The name of the peer's key file; also its name in the log if --name is left out and its stages are fixed."""
-        return "auto" if self.span == "auto" else f"stage {self.span}"
+        return "auto" if self.span == "auto" else self.span.label
 
     @property
     def rebalance_seconds(self) -> float:

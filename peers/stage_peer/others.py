@@ -47,7 +47,7 @@ class Others:
         held_at: the round of the peers that hold our block; None if no such peer answers.
         rounds: the round of each other block.
         latest: the newest round of the run; 0 where no peer answers.
-        samples: the run's samples at that round.
+        samples: the samples that our block has when the run is at that round.
         repeating: the blocks of which some peer at the block's round also took part in committing the round before.
             Such a peer still has the weights of the round before.
         has_begun: whether a peer that answered has been given microbatches.
@@ -206,12 +206,18 @@ async def _ask_all(
             raise Fatal(f"the run has gone on with {named(gone_on)}, and none of its peers answers this one")
         fault = "those who serve the other stages do not answer"
         return _Awaited(peers=gone_on, what="the run has gone on with", why=_SILENT, fault=fault)
-    return _from_other_stages(replies)
+    return _from_other_blocks(config, block, replies)
 
 
-def _from_other_stages(replies: Mapping[Block, Sequence[pb.DescribeReply]]) -> Others:
+def _from_other_blocks(config: RunConfig, block: Block, replies: Mapping[Block, Sequence[pb.DescribeReply]]) -> Others:
     rounds = _rounds(replies)
-    newest = [reply.run_samples for row in replies.values() for reply in row if reply.round == rounds.latest]
+    # Each block counts the samples that passed through it.
+    newest = [
+        int(reply.run_samples * config.share_of(block) / config.share_of(other))
+        for other, row in replies.items()
+        for reply in row
+        if reply.round == rounds.latest
+    ]
     return Others(
         rounds=rounds.blocks,
         latest=rounds.latest,

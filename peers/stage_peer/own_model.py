@@ -180,8 +180,7 @@ def own_config(
         config = dataclasses.replace(config, lora=dataclasses.replace(config.lora, **options.lora_options))
         if not config.lora.is_on and options.lora_options.keys() != {"rank"}:
             raise ValueError("--lora-alpha, --lora-dropout and --lora-targets need a --lora-rank above 0")
-    if options.span != "auto":
-        options.span.of(config.stages.num_stages)
+    require_blocks(options, config)
     owner = token.authority.fingerprint if token is not None else ""
     if config.owner not in ("", owner):
         raise ValueError(f"the run is locked by owner {config.owner[:16]}: give a token of that owner's with --token")
@@ -196,6 +195,17 @@ def own_config(
         logger.info("%s", _sizes_in_words(config, Microbatches(corpus, config.data).num_windows))
         logger.info("%s", _rate_in_words(config))
     return config
+
+
+def require_blocks(options: PeerOptions, config: RunConfig) -> None:
+    """Raise ValueError if the run has not all that the peer is to serve."""
+    if options.span != "auto":
+        options.span.of(config)
+    elif config.stages.variants:
+        raise ValueError(
+            "the stages of this run have variants, of which a peer cannot choose its own yet: say what it serves, with "
+            "--path 0 or --stage 1.2, say"
+        )
 
 
 def _sizes_in_words(config: RunConfig, num_samples: int) -> str:

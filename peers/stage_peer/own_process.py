@@ -3,6 +3,7 @@
 It knows which blocks the process serves now, so that each of them finds the others.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +73,7 @@ class OwnProcess:
     def __init__(self, membership: Membership, options: ServerOptions, callers: Callers) -> None:
         self.blocks: dict[Block, ServedBlock] = {}
         self.callers = callers
+        self._config = membership.config
         self.health = Health()
         self.loop_lag = LoopLag(membership.clock)
         self.rivals = Rivals(membership, own=options.incarnation, endpoint=lambda: self.endpoint)
@@ -110,12 +112,15 @@ class OwnProcess:
         return any(block.stage.is_busy for block in self.blocks.values())
 
     def samples_per_second(self, stage: Stage) -> float:
-        """What a stage manages beside the others that its compute thread serves; 0 before its first microbatch. One
-        sample of the run passes through all of them."""
-        runtime = stage.context.runtime
+        """What a stage manages beside the others that its compute thread serves; 0 before its first microbatch. The
+        thread is taken to get as many samples of each of those paths of which most blocks are here."""
+        runtime, paths_through = stage.context.runtime, self._config.paths_through
         beside = (block.stage for block in self.blocks.values() if block.stage.context.runtime is runtime)
-        seconds = sum(one.seconds_per_sample for one in {stage, *beside})
-        return 1.0 / seconds if stage.seconds_per_sample else 0.0
+        paths = {one: paths_through(one.block) for one in {stage, *beside}}
+        here = Counter(path for through in paths.values() for path in through)
+        samples = {one: max(1, sum(here[p] == max(here.values()) for p in through)) for one, through in paths.items()}
+        seconds = sum(number * one.seconds_per_sample for one, number in samples.items())
+        return samples[stage] / seconds if stage.seconds_per_sample else 0.0
 
     def lines(self) -> pb.Lines:
         announced, point = self.announced, self.meeting_point

@@ -17,7 +17,7 @@ from peers.shared import devices, needs, process
 from peers.shared.devices import Dtype
 from peers.shared.needs import Needs
 from peers.shared.network import Membership
-from peers.shared.room import Room, named
+from peers.shared.room import Room, Served, named
 from peers.stage_peer.incarnation import Incarnation
 from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.resume import ResumeOptions, genesis
@@ -108,8 +108,8 @@ class OwnRoom:
             each = needs.of_stages(config, on_gpu=on_gpu, num_peers=num_peers, anchors_on_disk=anchors_on_disk)
         return cls(room=Room.on(devices.here(device, memory_bytes)), each=each)
 
-    def require(self, span: range | None) -> None:
-        """Raise ValueError, which says what would fit, if these stages do not fit together; None: if none of the run's
+    def require(self, span: Served | None) -> None:
+        """Raise ValueError, which says what would fit, if these blocks do not fit together; None: if none of the run's
         does."""
         if self.each and (fault := self.room.fault(self.each, span)):
             raise ValueError(fault)
@@ -146,11 +146,11 @@ def _dealt(sizes: Sequence[int], num_devices: int, limit: int) -> list[int]:
     return dealt
 
 
-def dealt(config: RunConfig, stages: Sequence[int], num_devices: int) -> list[int]:
-    """The number of each stage's device; see deal."""
+def dealt(config: RunConfig, blocks: Sequence[Block], num_devices: int) -> list[int]:
+    """The number of each block's device; see deal."""
     if num_devices == 1:
-        return [0] * len(stages)
-    shapes = (parameter_shapes(config, stage).values() for stage in stages)
+        return [0] * len(blocks)
+    shapes = (parameter_shapes(config, block.stage).values() for block in blocks)
     return deal([sum(shape.numel() for shape in own) for own in shapes], num_devices)
 
 
@@ -164,11 +164,10 @@ async def require_room(options: PeerOptions, member: Membership, on: Sequence[to
     if options.span == "auto":
         rooms[0].require(None)
         return rooms[0]
-    stages = options.span.of(len(member.blocks))
-    numbers = dealt(member.config, stages, len(rooms))
+    blocks = options.span.of(member.config)
+    numbers = dealt(member.config, blocks, len(rooms))
     for number, room in enumerate(rooms[: max(numbers) + 1]):
-        first = stages.start + numbers.index(number)
-        room.require(range(first, first + numbers.count(number)))
+        room.require([block for block, where in zip(blocks, numbers, strict=True) if where == number])
     return rooms[0]
 
 
@@ -247,8 +246,7 @@ def _no_room(blocks: Collection[Block], device: torch.device, asked: str) -> str
     do, advice = "does", "take more stages, or another --device"
     if len(blocks) > 1:
         do, advice = "do", "serve fewer of them (--stage), take more stages, or another --device, or more of them"
-    span = range(min(blocks).stage, max(blocks).stage + 1)
-    return f"{named(span)} {do} not fit on {device} (no room for {asked}): {advice}"
+    return f"{named(sorted(blocks))} {do} not fit on {device} (no room for {asked}): {advice}"
 
 
 async def warm_up(

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Coroutine, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import swarm
 from peers.shared import devices
@@ -50,10 +50,8 @@ class Presence:
             level=logging.WARNING,
         )  # fmt: skip
 
-    @property
-    def _next(self) -> Block:
-        """The block to which microbatches go from here."""
-        return Block(self._stage.block.stage + 1)
+    def _neighbours(self, step: Literal[-1, 1]) -> Sequence[Block]:
+        return self._membership.config.neighbours(self._stage.block, step)
 
     async def serves(self) -> None:
         self.state = PeerState.SERVING
@@ -96,7 +94,7 @@ class Presence:
             moves=options.moves,
             nonce=options.incarnation.nonce,
             started_at=options.incarnation.started_at,
-            bans=self._membership.known.bans([self._next], self._membership.clock),
+            bans=self._membership.known.bans(self._neighbours(1), self._membership.clock),
         )
 
     async def announce(self) -> None:
@@ -123,18 +121,19 @@ class Presence:
         known, now = member.known, member.clock.time()
         with contextlib.suppress(PeerUnavailable):
             self._trainers = await member.directory.trainers(partly=True)
-        senders = self._trainers if block.stage == 0 else known.peers(Block(block.stage - 1))
+        before = [record for other in self._neighbours(-1) for record in known.peers(other)]
+        on_paths = {one for path in member.config.paths_through(block) for one in member.config.blocks_of(path)}
         return Around(
             endpoint=self._process.endpoint,
             num_calls=self._process.callers.num_begun,
             num_others=len(known.others(block)) + len(self._trainers),
             has_trainer=bool(self._trainers),
             empty_blocks=[
-                other for other in member.blocks if other not in self._process.blocks and not known.others(other)
+                other for other in sorted(on_paths) if other not in self._process.blocks and not known.others(other)
             ],
             left_alone_by={
                 sender.name or sender.peer_id[:8]: ban.reason
-                for sender in senders
+                for sender in (before if block.stage else self._trainers)
                 for ban in sender.bans
                 if ban.peer_id == member.peer_id and ban.until > now
             },
@@ -215,8 +214,8 @@ class Presence:
         ]  # fmt: skip
 
     def _links(self) -> list[pb.Link]:
-        links = self._membership.known.router.links(self._next)
-        measured = [(peer_id, link) for peer_id, link in links.items() if link.bytes_per_second is not None]
+        links = map(self._membership.known.router.links, self._neighbours(1))
+        measured = [(peer, link) for row in links for peer, link in row.items() if link.bytes_per_second is not None]
         return [
             pb.Link(
                 peer_id=peer_id, round_trip_seconds=link.round_trip_seconds or 0.0,

@@ -4,6 +4,7 @@
     swarm-peer INVITE                                          everyone else, wherever it is needed most
     swarm-peer INVITE --stage 2                                ... at a stage
     swarm-peer INVITE --stage 1-3                              ... or at adjacent ones
+    swarm-peer INVITE --path 5                                 ... or at those of a path, where stages have variants
     swarm-peer --meet ID@HOST:443 --preset tiny                the first peer, if all are behind routers
 
 It does, in this order: read the options, join the DHT, agree on the configuration, and choose a stage. Then mover.py
@@ -44,7 +45,7 @@ from peers.stage_peer.mover import Mover
 from peers.stage_peer.news import Arrival, require_ready_file, say_what_is_wrong
 from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_dashboard import OwnDashboard, require_page
-from peers.stage_peer.own_model import OwnModel, open_model, own_config, require_allowed_class
+from peers.stage_peer.own_model import OwnModel, open_model, own_config, require_allowed_class, require_blocks
 from peers.stage_peer.own_stage import ServerOptions, dealt, require_room
 from peers.stage_peer.own_state import open_checkpoints
 from peers.stage_peer.rebalancer import Claim, Rebalancer
@@ -144,9 +145,8 @@ def main(argv: Sequence[str]) -> int:
 def warn_of_empty_run(options: PeerOptions, *, returns: bool) -> None:
     if not (options.joins or returns or options.resume or options.span == "auto" or options.span.first == 0):
         logger.warning(
-            "this begins a new run at stage %s, in which nobody serves stage 0; to join one that is there, give its "
-            "INVITE",
-            options.span,
+            "this begins a new run at %s, in which nobody serves stage 0; to join one that is there, give its INVITE",
+            options.label,
         )
 
 
@@ -217,13 +217,12 @@ async def run(start: Start) -> None:
 
 
 async def enter(start: Start) -> Membership:
-    """Enter the run. Raises what agree_on_config, require_allowed_class and Span.of raise."""
+    """Enter the run. Raises what agree_on_config, require_allowed_class and require_blocks raise."""
     options, identity, clock = start.options, start.identity, SystemClock()
     run, others = start.entrance.run, start.addresses if options.joins else ()
     config = await agree_on_config(start.node, start.config, others, clock, identity.authority, run=run)
     require_allowed_class(config, start.config, options.allow_class)
-    if options.span != "auto":
-        options.span.of(config.stages.num_stages)
+    require_blocks(options, config)
     return Membership.enter(config, start.node, identity, clock, insecure=options.insecure)
 
 
@@ -284,12 +283,13 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
     contents = Contents(member, start.model, cache_folder(), checkpoints=options.checkpoint)
 
     def serves(stages: range, announced: Announced) -> None:
-        arrival.serves(stages, announced)
+        arrival.serves(blocks_in(stages, options, member.config), announced)
         page.begin()
 
     async def make_server(stages: range, moves: int, moved: bool, tasks: asyncio.TaskGroup) -> PeerServer:
-        devices = [everywhere[number] for number in dealt(member.config, stages, len(everywhere))]
-        each = dict(zip(map(Block, stages), devices, strict=True))
+        blocks = blocks_in(stages, options, member.config)
+        devices = [everywhere[number] for number in dealt(member.config, blocks, len(everywhere))]
+        each = dict(zip(blocks, devices, strict=True))
         return PeerServer(member, await options_of(start, contents, each, moves=moves, moved=moved), tasks)
 
     async with asyncio.TaskGroup() as tasks:
@@ -311,7 +311,7 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         background += map(tasks.create_task, (watching, reach.keep(), claim.keep()))
         await reach.found_out()
         with member.waits.on("a stage that needs this peer"):
-            stages = await first_stages(options, rebalancer, member.config)
+            stages = await first_stages(options, rebalancer, claim, member.config)
         # Only from here on is the stop event watched. Before this line, Ctrl-C and SIGTERM end the process directly.
         stop = stopping.stop_event()
         said = start_of(member.config, peer_id=member.peer_id, name=options.name, stage=stages[0])
@@ -328,13 +328,23 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
     await member.channels.close()
 
 
-async def first_stages(options: PeerOptions, rebalancer: Rebalancer, config: RunConfig) -> range:
-    """Claim the stages to begin with: those that the user named, or those that need a peer most."""
+async def first_stages(options: PeerOptions, rebalancer: Rebalancer, claim: Claim, config: RunConfig) -> range:
+    """Claim the stages to begin with: those that the user named, or those that need a peer most. Of blocks that the
+    user named the first is claimed where stages have variants, since a claim names no path."""
     if options.span == "auto":
         return await rebalancer.choose_stages()
-    stages = options.span.of(config.stages.num_stages)
-    await rebalancer.goes(stages)
+    blocks = options.span.of(config)
+    stages = range(blocks[0].stage, blocks[-1].stage + 1)
+    if config.stages.variants:
+        await claim.make(blocks[:1], before=(), confirmed=True)
+    else:
+        await rebalancer.goes(stages)
     return stages
+
+
+def blocks_in(stages: range, options: PeerOptions, config: RunConfig) -> Sequence[Block]:
+    """The blocks that a peer serves while it is at these stages, which it leaves only if it chose them itself."""
+    return list(map(Block, stages)) if options.span == "auto" else options.span.of(config)
 
 
 def published(directory: Directory, peer_id: str, config: RunConfig, clock: Clock) -> Announcement:

@@ -182,17 +182,17 @@ class Rebalancer:
             announced=lambda: {self._own_id, *(record.peer_id for record in self._known.others(Block(stage)))},
         )  # fmt: skip
 
-    async def is_awaited(self, stage: int, *, round_number: int, lineage: str) -> bool:
+    async def is_awaited(self, block: Block, *, round_number: int, lineage: str) -> bool:
         """Whether a peer on its way to the stage can get the stage's state from this peer alone; see `can_spare`.
         Raises PeerUnavailable."""
         claims = await self._membership.directory.claims()
         coming = (
             claim.peer_id for claim in claims
-            if Block(stage) in set(claim.span) - {*claim.from_span} and claim.state is ClaimState.CONFIRMED
+            if block in set(claim.span) - {*claim.from_span} and claim.state is ClaimState.CONFIRMED
         )  # fmt: skip
         if not any(peer_id != self._own_id for peer_id in coming):
             return False
-        return not await self._holders(Block(stage), round_number, lineage)
+        return not await self._holders(block, round_number, lineage)
 
     async def _holders(self, block: Block, round_number: int, lineage: str) -> set[str]:
         """Ids of the other peers of the stage that stay and hold this peer's state. If rounds need a majority, all

@@ -172,7 +172,8 @@ def choose(
     restored = restored or folder.restore(block, shapes, round_number=wanted)
     if restored is None:
         of_round = "" if wanted is None else f" of round {wanted}"
-        raise Fatal(f"{folder.path} has no sound checkpoint{of_round} with all of stage {block}")
+        why = f": {folder.foreign}" if folder.foreign else ""
+        raise Fatal(f"{folder.path} has no sound checkpoint{of_round} with all of stage {block}{why}")
     if others.rounds and restored.round != others.latest:
         return _enter_late(config, block, restored, others)
     return _begin_with(restored)
@@ -280,6 +281,7 @@ def _start_over(
             f"{begins}nobody holds stage {block} any more: if its peers are only frozen or cut off, start this one "
             "again when they are back; if they are gone for good, begin with a checkpoint (--resume DIR). Without one, "
             "--start-over begins with initial weights, and what the stage had learnt is gone"
+            + ("; so does a stage whose path has not begun yet" if len(config.paths) > 1 else "")
         )
     logger.warning(
         "nobody holds stage %s any more, and there is no checkpoint: it starts again from its initial weights at "

@@ -184,9 +184,9 @@ class ServedBlock:
     async def end_of_round(self, seconds: float, *, quiet_seconds: float) -> None:
         """Serve until the present round is closed, and wait for its commit. Call `drain` next.
 
-        Returns sooner if `seconds` have passed, if this peer has no samples in the round, if no other peer serves some
-        stage, this one included, or if nothing has been under way here for `quiet_seconds` while all members are there:
-        then no trainer trains.
+        Returns sooner if `seconds` have passed, if this peer has no samples in the round, if without it no path through
+        the block has peers at each of its blocks, this one included, or if nothing has been under way here for
+        `quiet_seconds` while all members are there: then no trainer trains.
         """
         with self._membership.waits.on(f"the end of round {self.stage.round}, to leave after it"):
             await self._end_of_round(seconds, quiet_seconds)
@@ -197,7 +197,7 @@ class ServedBlock:
         while (
             self.stage.round == number
             and (self.member.progress().num_samples > 0 or self.stage.is_busy)
-            and all(self._membership.known.others(block) for block in self._membership.blocks)
+            and self._may_end_without()
         ):
             closed = self.stage.is_closed
             # A microbatch that comes between the close and the commit belongs to the next round, and would be lost with
@@ -214,6 +214,14 @@ class ServedBlock:
             if now >= deadline or quiet >= quiet_seconds:
                 return
             await clock.sleep(0.05)
+
+    def _may_end_without(self) -> bool:
+        """Whether the block's rounds go on without this peer: other peers serve all blocks of a path through it, or in
+        the synchronous setting all blocks."""
+        config, others = self._membership.config, self._membership.known.others
+        paths = map(config.blocks_of, config.paths_through(self.stage.block))
+        needed = [config.blocks] if config.rounds.synchronous else paths
+        return any(all(map(others, blocks)) for blocks in needed)
 
     async def drain(self, seconds: float) -> bool:
         """Take no more microbatches, and finish those in flight, until their acknowledgements are passed on. Returns

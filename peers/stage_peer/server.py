@@ -61,7 +61,7 @@ class PeerServer:
         max_training_bytes = sum(max_kept_bytes(request_specs(config, block.stage), most) for block in blocks)
         self.callers = Callers(clock, max_training_bytes=max_training_bytes)
         self._process = OwnProcess(membership, options, self.callers)
-        membership.known.hop_within([block for block in blocks if Block(block.stage - 1) in blocks])
+        membership.known.hop_within([block for block in blocks if {*config.neighbours(block, -1)} & blocks.keys()])
         if config.lora.is_on:
             # The state that is downloaded from peers of the stage does not include frozen base weights.
             for block, own in blocks.items():

@@ -49,7 +49,8 @@ class CheckpointFolder:
         self._config = config
         self._names = file.names(path)
         self._headers: dict[FileName, Header | None] = {}
-        self._has_foreign = False
+        self.foreign = ""
+        """What is told of the first file of another run; empty as long as none was found."""
 
     @property
     def is_empty(self) -> bool:
@@ -111,9 +112,10 @@ class CheckpointFolder:
 
     def _refuse(self, name: FileName, error: IntegrityError) -> None:
         is_foreign = isinstance(error, OfAnotherRun)
-        if not (is_foreign and self._has_foreign):
+        if not (is_foreign and self.foreign):
             logger.warning("refused: %s%s", error, "; others like it are not named" if is_foreign else "")
-        self._has_foreign |= is_foreign
+        if is_foreign:
+            self.foreign = self.foreign or str(error)
         self._headers[name] = None
 
     def _gather(self, headers: Sequence[Header], block: Block, shapes: Mapping[str, torch.Size]) -> Restored | None:

@@ -26,10 +26,11 @@ class DataConfig:
     __pydantic_config__ = STRICT
 
     dataset: str | tuple[str, ...] = field(default="stdlib", metadata=NO_CHANGE)
-    """`stdlib`, a file, folder or glob, `hf:NAME` (`hf:NAME:CONFIGURATION`) for a Hugging Face dataset,
-    `class:package.module:Class` for rows that a class of your own gives, or `dummy` for random tokens. Files that end
-    in `.jsonl`, `.ndjson` or `.parquet` have rows with named fields, all others are text. Texts and JSONL may be
-    compressed (`.gz`). A list names several datasets: part of each is held out, and has a loss of its own."""
+    """`stdlib`, a folder of it (`stdlib:json`), a file, folder or glob, `hf:NAME` (`hf:NAME:CONFIGURATION`) for a
+    Hugging Face dataset, `class:package.module:Class` for rows that a class of your own gives, or `dummy` for random
+    tokens. Files that end in `.jsonl`, `.ndjson` or `.parquet` have rows with named fields, all others are text. Texts
+    and JSONL may be compressed (`.gz`). A list names several datasets: part of each is held out, and has a loss of its
+    own."""
     validation: str = field(default="", metadata=NO_CHANGE)
     """A text of its own for evaluations, named as in `dataset`, of which then nothing is held out. For one dataset."""
     weights: tuple[float, ...] = ()
@@ -88,7 +89,7 @@ class DataConfig:
             object.__setattr__(self, "dataset", self.dataset[0])
         self._check_datasets()
         require(
-            not {"stdlib", "dummy"} & {*self.datasets} or not self.has_targets,
+            not {"stdlib", "dummy"} & {one.partition(":")[0] for one in self.datasets} or not self.has_targets,
             f"data.format {self.format!r} needs a data.dataset with such rows: a JSONL or Parquet file, a folder or "
             "glob of them, or hf:NAME",
         )

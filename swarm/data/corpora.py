@@ -217,7 +217,7 @@ def check_digest(config: DataConfig, corpus: Corpus) -> None:
     ]
     names = ", ".join(map(repr, other or config.datasets))
     names += f" with data.validation {config.validation!r}" if config.validation else ""
-    if text_files.STDLIB in config.datasets:
+    if any(map(text_files.is_stdlib, config.datasets)):
         version = ".".join(map(str, sys.version_info[:3]))
         advice = f"use the Python that the run's first peer uses (this is {version}), or give the run a dataset"
     elif any(dataset.startswith(HUGGING_FACE) for dataset in config.datasets):

@@ -44,7 +44,7 @@ class Found:
 
 
 def find(dataset: str) -> Found:
-    """Find the files of `stdlib`, or of a file, folder or glob.
+    """Find the files of `stdlib`, of `stdlib:FOLDER`, or of a file, folder or glob.
 
     Hidden files and folders count only if they are named themselves.
 
@@ -52,13 +52,20 @@ def find(dataset: str) -> Found:
         ValueError: one line, if there is no such file, folder or glob.
     """
     unreadable: dict[Path, str] = {}
-    if dataset == STDLIB:
-        below = _walk(Path(sysconfig.get_path("stdlib")), unreadable, skipped_folders=_NOT_STDLIB_TEXT)
+    if is_stdlib(dataset):
+        root = Path(sysconfig.get_path("stdlib"), dataset.partition(":")[2])
+        if not root.is_dir():
+            raise ValueError(f"data.dataset {dataset!r}: this Python's standard library has no such folder")
+        below = _walk(root, unreadable, skipped_folders=_NOT_STDLIB_TEXT)
         paths = [path for path in below if path.suffix == ".py" and not path.name.startswith(_NOT_STDLIB_FILES)]
     else:
         paths = _named(dataset, unreadable)
     unreadable |= {path: reason for path in paths if (reason := _why_unreadable(path))}
     return Found(_in_corpus_order([path for path in paths if path not in unreadable]), unreadable)
+
+
+def is_stdlib(dataset: str) -> bool:
+    return dataset.partition(":")[0] == STDLIB
 
 
 def fault(path: Path) -> str:

@@ -182,12 +182,14 @@ class RealSwarm:
         self.peers.remove(peer)
         self.children.kill9(peer.child)
 
-    def start_trainer(self, name: str, *, steps: int, environment: Mapping[str, str] | None = None) -> Child:
+    def start_trainer(self, name: str, *more: str, steps: int, environment: Mapping[str, str] | None = None) -> Child:
+        """Start a trainer, with more options if wanted."""
         options = TrainerOptions(
             initial_peers=(self.address,), steps=steps, output=self.folder / name, name=name, evaluate_every=0,
             evaluation_samples=16, events=self.events / f"{name}.jsonl",
         )  # fmt: skip
-        return self.children.start(name, command_line("trainer", cli.arguments(options)), environment=environment)
+        command = command_line("trainer", [*cli.arguments(options), *more])
+        return self.children.start(name, command, environment=environment)
 
     def steps(self, trainer: str) -> list[dict[str, Any]]:
         path = self.folder / trainer / "metrics.jsonl"

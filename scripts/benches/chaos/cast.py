@@ -100,7 +100,7 @@ class Cast:
         """Add peers that are told to serve these stages of a run."""
         for number, told in enumerate(peers):
             span = Span(told, told) if isinstance(told, int) else told
-            self._add(f"peer-{number}", span, () if span == "auto" else span.of(num_stages))
+            self._add(f"peer-{number}", span, () if span == "auto" else span.stages(num_stages))
         for number in range(trainers):
             self._add(f"trainer-{number}", None)
 

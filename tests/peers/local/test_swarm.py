@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def test_the_trainer_names_a_class_that_its_user_has_named(dataset: str, tmp_pat
     config = configs.load_preset("tiny")
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, dataset=dataset))
     options, peers, children = started_peers(tmp_path, config)
-    serve(peers.start(0))
+    serve(peers.start(peers.spans[0]))
     LocalSwarm(options, "tiny", peers, children, generate()).start_trainer()
     assert (f"--dataset {dataset}" in " ".join(children.commands["trainer"])) == dataset.startswith("class:")
 
@@ -45,8 +46,8 @@ async def test_a_peer_that_does_not_serve_is_named_with_its_log(
     monkeypatch.setattr(swarms, "START_SECONDS", 0.0)
     monkeypatch.setattr(swarms, "START_SECONDS_PER_PEER", 0.0)
     swarm, children = _swarm(tmp_path)
-    serve(swarm.peers.start(0))
-    swarm.peers.start(1)
+    serve(swarm.peers.start(swarm.peers.spans[0]))
+    swarm.peers.start(swarm.peers.spans[1])
     log = children.folder / "peer-2.log"
     with LiveTable() as table, pytest.raises(PeerUnavailable, match=f"^peer-2 does not serve after 0 s; .* {log}$"):
         await swarm.until_ready(table)
@@ -70,8 +71,8 @@ async def test_what_peers_warn_of_is_shown_once_and_what_takes_long_says_what_it
     monkeypatch.setattr(swarms, "TELL_SECONDS", 0.15)
     swarm, _ = _swarm(tmp_path)
     with LiveTable() as table:
-        serve(swarm.peers.start(0))
-        late = [swarm.peers.start(stage) for stage in (1, 2)]
+        serve(swarm.peers.start(swarm.peers.spans[0]))
+        late = [swarm.peers.start(swarm.peers.spans[stage]) for stage in (1, 2)]
         waiting = asyncio.create_task(swarm.until_ready(table))
         for peer in late:
             with peer.child.log.open("a") as log:
@@ -83,7 +84,7 @@ async def test_what_peers_warn_of_is_shown_once_and_what_takes_long_says_what_it
         await waiting
     shown = capsys.readouterr().out
     assert shown.count("peer-2: 3 of 7 rows are left out: [a] has no text") == shown.count("3 of 7 rows") == 1
-    assert "waiting for peer-2, peer-3 to serve, 0 s so far; peer-2: " in shown
+    assert re.search(r"waiting for peer-2, peer-3 to serve, \d+ s so far; peer-2: ", shown)
 
 
 async def test_the_first_peer_is_watched(tmp_path: Path) -> None:
@@ -143,7 +144,7 @@ def test_steps_are_counted_from_where_the_run_goes_on(resume: Path | None, tmp_p
     options, peers, children = started_peers(tmp_path, resume=resume, kill_at=2, join_at=3)
     output, drama = Output(folder, goes_on=resume is not None), Drama(options, peers)
     for number in range(6):
-        serve(peers.start(number % 3))
+        serve(peers.start(peers.spans[number % 3]))
     output.clear([])
     # Ten of the steps that the earlier run made are not in its last checkpoint.
     first = 50 if resume else 0
@@ -159,7 +160,7 @@ def test_steps_are_counted_from_where_the_run_goes_on(resume: Path | None, tmp_p
 
 def test_a_peer_that_joins_is_told_of_once_it_serves(tmp_path: Path) -> None:
     options, peers, _ = started_peers(tmp_path, join_at=0)
-    serve(peers.start(0))
+    serve(peers.start(peers.spans[0]))
     drama = Drama(options, peers)
     assert drama.act(0) == ["peer-2 starts for stage 1"]
     assert drama.act(0) == []
@@ -172,8 +173,8 @@ def test_a_peer_that_joins_is_told_of_once_it_serves(tmp_path: Path) -> None:
 def test_the_last_peer_of_a_stage_is_spared(tmp_path: Path) -> None:
     options, peers, children = started_peers(tmp_path, kill_at=0)
     for stage in (0, 1, 2):
-        serve(peers.start(stage))
-    peers.start(0)
+        serve(peers.start(peers.spans[stage]))
+    peers.start(peers.spans[0])
     drama = Drama(options, peers)
     assert drama.act(0) == []
     assert children.killed == []  # The second peer of stage 0 does not serve yet.
@@ -181,7 +182,7 @@ def test_the_last_peer_of_a_stage_is_spared(tmp_path: Path) -> None:
     drama.act(0)
     drama.act(0)
     assert len(children.killed) == drama.num_killed == 1
-    assert {peer.stage for peer in peers.running} == {0, 1, 2}
+    assert {peer.span for peer in peers.running} == {*peers.spans}
 
 
 async def test_a_stage_that_has_lost_its_last_peer_ends_the_run(
@@ -191,10 +192,10 @@ async def test_a_stage_that_has_lost_its_last_peer_ends_the_run(
     monkeypatch.setattr(swarms, "LOOK_SECONDS", 0.01)
     swarm, children = _swarm(tmp_path)
     for stage in (0, 1, 2, 1):
-        serve(swarm.peers.start(stage))
-    swarm.peers.start(1)
+        serve(swarm.peers.start(swarm.peers.spans[stage]))
+    swarm.peers.start(swarm.peers.spans[1])
     trainer = swarm.start_trainer()
-    names = [peer.child.name for peer in swarm.peers.running if peer.stage == 1]
+    names = [peer.child.name for peer in swarm.peers.running if peer.span == swarm.peers.spans[1]]
     reason = "swarm-peer: error: no memory"
     with LiveTable() as table, MetricsLog(swarm.output.metrics) as metrics:
         watching = asyncio.create_task(swarm.watch(trainer, table, metrics))

@@ -90,7 +90,10 @@ def test_an_option_may_be_given_several_times_and_takes_no_more_than_one_each_ti
             "unrecognized options: --insecur, --log-leve, info; did you mean --insecure or --log-level?",
         ),
         ("--stage x", "--stage takes a whole number of 64 bits, not 'x'"),
-        ("--stage 1 --goes N", "--goes takes a stage (2), adjacent ones (1-3), all, or auto, not 'N'"),
+        (
+            "--stage 1 --goes N",
+            "--goes takes a stage (2), adjacent ones (1-3), a variant of one (2.1), all, or auto, not 'N'",
+        ),
         ("--stage 1 --every x", "--every takes a whole number of 64 bits, not 'x'"),
         ("--stage 1 --seconds soon", "--seconds takes a number, not 'soon'"),
         ("", "missing --stage"),

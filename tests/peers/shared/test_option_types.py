@@ -16,10 +16,12 @@ from peers.generate.options import GenerateOptions
 from peers.local.options import LocalOptions
 from peers.model.options import COMMANDS
 from peers.shared.cli import arguments, parse
+from peers.shared.option_types import Span
 from peers.stage_peer.options import PeerOptions
 from peers.static.options import StaticOptions
 from peers.status.program import StatusOptions
 from peers.trainer.options import TrainerOptions
+from swarm.config import ModelConfig, RoundsConfig, RunConfig, StagesConfig
 
 PROGRAMS: dict[str, list[type[Any]]] = {
     "swarm-peer": [PeerOptions],
@@ -99,7 +101,7 @@ def test_every_number_that_an_option_cannot_take_is_refused_in_a_line_that_says_
         if options is GenerateOptions and (option, word) in MEANT:
             continue
         line = _refused(options, [*_required(options), option, word], capsys)
-        assert re.match(rf"{option} takes a (size such|(whole )?number(,| from| above| of)) ", line)
+        assert re.match(rf"{option} takes a (size such|path's number|(whole )?number(,| from| above| of)) ", line)
         assert line.endswith(f", not {word!r}")
 
 
@@ -111,9 +113,9 @@ def test_every_number_that_an_option_cannot_take_is_refused_in_a_line_that_says_
         (PeerOptions, "--memory", "20", "a size such as 512MiB or 20GiB"),
         (DoctorOptions, "--memory", "-1GiB", "a size such as 512MiB or 20GiB"),
         (DoctorOptions, "--memory", "0GiB", "a size such as 512MiB or 20GiB"),
-        (PeerOptions, "--stage", "last", "a stage (2), adjacent ones (1-3), all, or auto"),
-        (PeerOptions, "--stage", "3-1", "a stage (2), adjacent ones (1-3), all, or auto"),
-        (PeerOptions, "--stage", "4096", "a stage (2), adjacent ones (1-3), all, or auto"),
+        (PeerOptions, "--stage", "last", "a stage (2), adjacent ones (1-3), a variant of one (2.1), all, or auto"),
+        (PeerOptions, "--stage", "3-1", "a stage (2), adjacent ones (1-3), a variant of one (2.1), all, or auto"),
+        (PeerOptions, "--stage", "4096", "a stage (2), adjacent ones (1-3), a variant of one (2.1), all, or auto"),
         (PeerOptions, "--port", "65536", "a whole number from 0 to 65,535"),
         (PeerOptions, "--threads", "1025", "a whole number from 0 to 1,024"),
         (PeerOptions, "--lora-rank", "-1", "a whole number from 0 to 65,536"),
@@ -195,6 +197,54 @@ def test_the_bounds_themselves_are_taken(options: type[Any], argv: str) -> None:
     for option, word in zip(words[::2], words[1::2], strict=True):
         name = option.strip("-").replace("-", "_")
         assert str(getattr(read, name, getattr(getattr(read, "sampling", None), name, None))).removesuffix(".0") == word
+
+
+PATHS = RunConfig(
+    model=ModelConfig(num_layers=3), rounds=RoundsConfig(round_samples=48),
+    stages=StagesConfig(num_stages=3, variants=(2, 1, 3), paths=((0, 0, 0), (1, 0, 1), (1, 0, 2))),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("word", "path", "blocks"),
+    [
+        ("0", None, "0 0.1"),
+        ("0.0", None, "0"),
+        ("0.1", None, "0.1"),
+        ("1-2", None, "1 2 2.1 2.2"),
+        ("all", None, "0 0.1 1 2 2.1 2.2"),
+        ("all", 2, "0.1 1 2.2"),
+        ("1-2", 1, "1 2.1"),
+    ],
+)
+def test_blocks_are_named_by_stages_and_a_variant_or_a_path(word: str, path: int | None, blocks: str) -> None:
+    span = Span.parse(word)
+    assert span is not None
+    assert str(span) == word
+    assert " ".join(map(str, dataclasses.replace(span, path=path).of(PATHS))) == blocks
+
+
+@pytest.mark.parametrize(
+    ("span", "line"),
+    [
+        (Span(2, 2, variant=3), "--stage 2.3 does not exist: this run has the blocks 0, 0.1, 1, 2, 2.1, 2.2"),
+        (Span(2, 3, path=0), "--stage 2-3 does not exist: this run has the stages 0 to 2"),
+        (Span(0, 0, path=3), "--path 3 does not exist: this run has the paths 0 to 2"),
+    ],
+)
+def test_blocks_that_a_run_does_not_have_are_one_line(span: Span, line: str) -> None:
+    with pytest.raises(ValueError, match=f"^{line}$"):
+        span.of(PATHS)
+
+
+def test_a_path_is_of_all_stages_unless_some_are_named() -> None:
+    alone = parse(PeerOptions, prog="swarm-x", argv=["swarm://x", "--path", "5"])
+    assert (alone.span, alone.label) == (Span(path=5), "path 5")
+    some = parse(PeerOptions, prog="swarm-x", argv=["swarm://x", "--stage", "1-2", "--path", "5"])
+    assert (some.span, some.label) == (Span(1, 2, path=5), "stage 1-2 of path 5")
+    for stage in ("auto", "1.2"):
+        with pytest.raises(SystemExit):
+            parse(PeerOptions, prog="swarm-x", argv=["swarm://x", "--stage", stage, "--path", "5"])
 
 
 def test_of_a_very_long_number_the_beginning_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
