@@ -53,7 +53,7 @@ class _Idle(SwarmProcesses):
 
     def until_ready(self, child: Child, stage: int | StagesOrAuto) -> ServingPeer:
         span = Span(1, 1) if stage == "auto" else Span(stage, stage) if isinstance(stage, int) else stage
-        stages = [*span.of(3)]
+        stages = [*span.stages(3)]
         record = PeerRecord(
             peer_id="0" * 40, name="", announced_at=0.0, stage=stages[0], endpoint="127.0.0.1:1",
             state=PeerState.SERVING,
