@@ -243,9 +243,15 @@ def _span(stage: int, num_stages: int, variant: int) -> tuple[Block, ...]:
     return tuple(Block(each, variant) for each in range(stage, stage + num_stages))
 
 
+MOST_NAMED_PATHS = 64
+"""The most paths that a trainer announces."""
+
+
 class TrainerRecord(_Sender):
     """A trainer's announcement: key `RUN.trainers`."""
 
+    paths: Annotated[tuple[Count, ...], Field(max_length=MOST_NAMED_PATHS)] = ()
+    """The first paths that the trainer feeds; empty if it feeds all."""
     step: Count = 0
     loss: Annotated[float, Field(ge=-LARGEST_NUMBER, le=LARGEST_NUMBER)] | None = None
     tokens: Count = 0

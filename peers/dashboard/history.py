@@ -5,6 +5,7 @@ run lasts.
 """
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -248,13 +249,15 @@ class History:
 def figures_over_time(view: SwarmView) -> dict[str, float | None]:
     """The whole run in a few numbers: figures of the trainer that is furthest on, and of all peers together."""
     farthest = max(view.trainers, key=lambda row: (row.step, row.name), default=None)
-    rates = [sum(peer.samples_per_second for peer in row.peers) for row in view.stages]
+    rates = defaultdict[int, float](float)
+    for row in view.stages:
+        rates[row.stage] += sum(peer.samples_per_second for peer in row.peers)
     return {
         "loss": None if farthest is None or not farthest.step else farthest.loss,
         "tokens_per_second": None if farthest is None or not farthest.step else farthest.tokens_per_second,
         "step": None if farthest is None else farthest.step,
         "peers": sum(peer.state == "serving" for peer in view.peers),
-        "samples_per_second": min(rates, default=0.0),
+        "samples_per_second": min(rates.values(), default=0.0),
     }
 
 

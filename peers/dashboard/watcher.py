@@ -35,7 +35,8 @@ def about(config: RunConfig) -> dict[str, Any]:
             "Access": "locked" if config.owner else "open to all",
         },
         "samples_per_microbatch": config.data.microbatch_size,
-        "round_samples": rounds.round_samples,
+        "round_samples": {str(block): config.round_samples_of(block) for block in config.blocks},
+        "paths": [[block.label for block in config.blocks_of(path)] for path in range(len(config.paths))],
         "figures": {"peer": _explained(PeerRow), "trainer": _explained(TrainerRow)},
     }
 
@@ -48,6 +49,7 @@ def present(view: SwarmView, history: History) -> dict[str, Any]:
     return {
         "stages": [row.block.label for row in view.stages],
         "empty_stages": view.empty_stages,
+        "waiting_paths": {str(stage): paths for stage, paths in view.waiting_paths.items()},
         "last_peers": {str(stage): dataclasses.asdict(last) for stage, last in view.last_peers.items()},
         "columns": {"peer": list(columns), "trainer": list(trainer_columns)},
         # A peer that moves is listed at two stages.

@@ -242,7 +242,7 @@ StagesOrAuto = Annotated[
 Paths = Annotated[
     tuple[int, ...],
     taking(
-        "a path's number (0), or several (0,2)", "INT,INT...",
+        "a number of a path (0), or several (0,2)", "INT,INT...",
         lambda word: (
             tuple(sorted({int(number) for number in word.split(",")}))
             if re.fullmatch(r"\d{1,4}(,\d{1,4})*", word, re.ASCII)

@@ -166,15 +166,16 @@ def _strips(record: type, rows: Sequence[object | None], if_none: Text | None = 
 
 def _warnings(view: SwarmView) -> list[str]:
     last = {stage: f" ({peer.in_words})" for stage, peer in view.last_peers.items()}
+    waiting = {stage: f", and {paths} cannot go on" for stage, paths in view.waiting_paths.items()}
     return [
         *(
-            f"stage {stage} has no peer{last.get(stage, '')}: "
+            f"stage {stage} has no peer{last.get(stage, '')}{waiting.get(stage, '')}: "
             + remedy(view.join_command, stage, view.round, may_return=view.may_return(stage))
             for stage in view.empty_stages
         ),
         *(
             f"no peer of stage {stage} answers ({', '.join(names)}): just died, frozen, or out of reach from here"
-            f"{last.get(stage, '')}"
+            f"{last.get(stage, '')}{waiting.get(stage, '')}"
             for stage, names in view.silent_stages.items()
         ),
     ]

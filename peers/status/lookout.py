@@ -202,7 +202,8 @@ class Lookout:
             self.config.run_id, announced, trainers, self._channels, claims=claims, asks_all=self._asks_all
         )
         self.joining = Joining.at(self.config, entries_of(rows), insecure=self._channels.is_insecure)
-        return dataclasses.replace(view, join_command=self.joining.peer)
+        paths = self.config.paths if len(self.config.paths) > 1 else ()
+        return dataclasses.replace(view, join_command=self.joining.peer, paths=paths)
 
 
 async def views(lookouts: Sequence[Lookout]) -> list[SwarmView]:

@@ -14,7 +14,7 @@ from peers.status.answer import LastPeer, time_of_day
 from peers.status.figure import Column, bans_of, figure, number, read
 from peers.status.peer_row import PeerRow
 from swarm.config import RunConfig
-from swarm.machine.words import counted
+from swarm.machine.words import counted, numbered
 from swarm.rpc.entry import Entry
 from swarm.rpc.invite import Invite
 from swarm.training.run_rounds import RunRounds
@@ -115,6 +115,12 @@ class TrainerRow:
         announced=lambda record: record.tokens_per_second,
         column=Column("tokens/s", 4, "{row.tokens_per_second:,.0f}"),
     )
+    paths: tuple[int, ...] = figure(
+        "The paths that it feeds, in a run of several; empty if it feeds all.",
+        default=(),
+        announced=lambda record: record.paths,
+        column=Column("paths", 5, "{row.paths_text}", is_shown=lambda row: row.paths, is_text=True, least_width=8),
+    )
     bans: tuple[Mapping[str, Any], ...] = figure(
         "The peers of stage 0 that it leaves alone since they failed it, as it says itself; as of a peer.",
         default=(),
@@ -124,6 +130,10 @@ class TrainerRow:
     @classmethod
     def of(cls, record: TrainerRecord) -> Self:
         return cls(**read(cls, record, None))
+
+    @property
+    def paths_text(self) -> str:
+        return ", ".join(map(str, self.paths)) or "all"
 
     @property
     def loss_text(self) -> str:
@@ -136,6 +146,8 @@ class SwarmView:
     stages: tuple[StageRow, ...] = ()
     """One row for each block of the run, also for blocks without a peer."""
     trainers: tuple[TrainerRow, ...] = ()
+    paths: tuple[tuple[int, ...], ...] = ()
+    """The variants that each path leads through; empty in a run without variants."""
     events: tuple[str, ...] = ()
     """Lines that say what happened (peers were killed, joined, ended), oldest first."""
     join_command: str = "swarm-peer INVITE"
@@ -183,6 +195,16 @@ class SwarmView:
             for row in self._unserved
         }
         return {stage: names for stage, names in silent.items() if names}
+
+    @property
+    def waiting_paths(self) -> dict[int | str, str]:
+        """For each block that no peer serves, by its label, the paths through it in words; none in a run without
+        variants."""
+        through = {
+            row.block: [number for number, path in enumerate(self.paths) if path[row.stage] == row.variant]
+            for row in self._unserved
+        }
+        return {block.label: numbered("path", paths) for block, paths in through.items() if paths}
 
     @property
     def last_peers(self) -> dict[int | str, LastPeer]:

@@ -48,7 +48,7 @@ from swarm.pipeline.leased_work import LeasedWork
 from swarm.pipeline.round_watcher import RoundWatcher
 from swarm.pipeline.train_loop import TrainLoop
 from swarm.pipeline.trainer_paths import TrainerPaths
-from swarm.types import TRAINER_STAGE, Block, TrainerRecord
+from swarm.types import MOST_NAMED_PATHS, TRAINER_STAGE, Block, TrainerRecord
 
 logger = logging.getLogger(__name__)
 
@@ -193,6 +193,7 @@ def record_of(member: Membership, paths: TrainerPaths, session: Session, name: s
         peer_id=member.peer_id,
         name=name,
         announced_at=member.clock.time(),
+        paths=paths.paths[:MOST_NAMED_PATHS] if paths.paths != tuple(range(len(member.config.paths))) else (),
         step=figures.step_number,
         loss=figures.loss,
         tokens=figures.own_tokens,

@@ -38,7 +38,7 @@ class StageReport:
     microbatches: int
     """The number of microbatches in these rounds. With fragments it is the mean over the fragments."""
     lost: int
-    """DiLoCo: microbatches that were acknowledged somewhere, but are in no round of this stage."""
+    """DiLoCo: microbatches that were acknowledged somewhere, but are in no round of this block on their path."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +54,8 @@ class Report:
     replayed: int
     """Microbatches of committed rounds that were accumulated at one stage alone."""
     lost_share: float
-    """The share of acknowledged microbatches that are lost, as a mean over the stages. What living peers held at the
-    end does not count as lost."""
+    """The share of acknowledged microbatches that are lost, over all blocks on their paths. What living peers held at
+    the end does not count as lost."""
     stages: tuple[StageReport, ...]
 
     @property
@@ -87,7 +87,7 @@ def judge(start: Start, rounds: CommittedRounds, findings: Findings, *, files: i
         _check_together(start, rounds, findings)
     branches = {block: _main_branch(block, start, rounds, findings) for block in start.blocks}
     reports = [_stage_report(block, branch, start, rounds) for block, branch in branches.items()]
-    acknowledged = _acknowledged(rounds)
+    num_acknowledged = sum(len(_acknowledged(rounds, block, start)) for block in branches)
     committed: dict[Block, set[int]] = {block: set() for block in branches}
     for (block, _), round_ in rounds.rounds.items():
         committed[block].add(round_.number)
@@ -95,15 +95,16 @@ def judge(start: Start, rounds: CommittedRounds, findings: Findings, *, files: i
         run=start.run, setting=start.setting, files=files, findings=findings,
         rounds_committed=len(set.intersection(*committed.values())), rounds_aborted=rounds.num_aborted(),
         replayed=sum(r.num_replayed for branch in branches.values() for r in branch),
-        lost_share=sum(report.lost for report in reports) / max(1, len(reports) * len(acknowledged)),
+        lost_share=sum(report.lost for report in reports) / max(1, num_acknowledged),
         stages=tuple(reports),
     )  # fmt: skip
 
 
-def _acknowledged(rounds: CommittedRounds) -> IdSet:
+def _acknowledged(rounds: CommittedRounds, block: Block, start: Start) -> IdSet:
+    """The acknowledged microbatches whose path leads through a block."""
     ids = rounds.acknowledged_by_stages.copy()
     ids.update(rounds.acknowledged_by_trainers)
-    return ids
+    return IdSet(index for index in ids if start.passes(index, block)) if start.paths else ids
 
 
 def _check_all_seen(start: Start, seen: Set[Block], findings: Findings) -> None:
@@ -211,7 +212,7 @@ def _stage_report(block: Block, branch: list[CommittedRound], start: Start, roun
         for fragment, ids in enumerate(counted):
             ids_or_held = ids.copy()
             ids_or_held.update(rounds.held_back(block, fragment, newest))
-            lost += len(_acknowledged(rounds).without(ids_or_held))
+            lost += len(_acknowledged(rounds, block, start).without(ids_or_held))
     return StageReport(
         stage=block.stage,
         variant=block.variant,

@@ -4,7 +4,7 @@ often one is logged.
 A fault of one peer would otherwise be logged for each microbatch.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -38,6 +38,13 @@ def counted(number: int, noun: str) -> str:
         if noun.endswith(ending):
             return f"{number:,} {noun.removesuffix(ending)}{plural}"
     return f"{number:,} {noun}s"
+
+
+def numbered(noun: str, numbers: Sequence[int], most: int = 8) -> str:
+    """Things by their numbers, such as `path 3`, `paths 0, 1`, `paths 0, 1, 2 and 5 more`: `most` are named."""
+    named = ", ".join(map(str, numbers[:most]))
+    more = f" and {len(numbers) - most:,} more" if len(numbers) > most else ""
+    return f"{noun}{'' if len(numbers) == 1 else 's'} {named}{more}"
 
 
 @dataclass(slots=True)

@@ -11,14 +11,13 @@ from collections.abc import Callable, Collection, Sequence
 
 from swarm.config import RunConfig
 from swarm.machine.clock import Clock
+from swarm.machine.words import numbered
 from swarm.types import Block, PeerRecord, PeerState
 
 logger = logging.getLogger(__name__)
 
 LEFT_ALONE_SECONDS = 5.0
 """How long a path gets nothing after a peer has given a microbatch back because the path stands still."""
-_MOST_NAMED = 8
-"""The most paths that one line of the log names."""
 
 
 class TrainerPaths:
@@ -108,15 +107,10 @@ class TrainerPaths:
             if (reason := self._why_still(path)) is not None and path not in self._said:
                 still.setdefault(reason, []).append(path)
         for reason, paths in still.items():
-            logger.warning("%s: %s", _said_of(paths, "stands still", "stand still"), reason)
+            verb = "stands" if len(paths) == 1 else "stand"
+            logger.warning("%s %s still: %s", numbered("path", paths), verb, reason)
         going = [path for path in sorted(self._said) if self.is_live(path)]
         if going:
-            logger.info("%s", _said_of(going, "goes on", "go on"))
+            logger.info("%s %s on", numbered("path", going), "goes" if len(going) == 1 else "go")
         self._said.difference_update(going)
         self._said.update(*still.values())
-
-
-def _said_of(paths: Sequence[int], one: str, several: str) -> str:
-    named = ", ".join(map(str, paths[:_MOST_NAMED]))
-    more = f" and {len(paths) - _MOST_NAMED} more" if len(paths) > _MOST_NAMED else ""
-    return f"path {named} {one}" if len(paths) == 1 else f"paths {named}{more} {several}"

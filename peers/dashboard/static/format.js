@@ -68,3 +68,15 @@ export function words(name) {
 export function count(value, noun) {
   return `${number(value)} ${noun}${value === 1 ? "" : "s"}`;
 }
+
+/** The stage and the variant of a block, by its label: a number, or a text such as "1.2". */
+export function blockOf(label) {
+  const [stage, variant] = String(label).split(".").map(Number);
+  return [stage, variant ?? 0];
+}
+
+/** The order of two blocks, by their labels. */
+export function compareBlocks(a, b) {
+  const [[stage, variant], [other, its]] = [blockOf(a), blockOf(b)];
+  return stage - other || variant - its;
+}

@@ -52,13 +52,19 @@ function lastPeer(run, stage) {
   return ` (${last.name} ${last.has_left ? "left" : "was last heard of"} at ${moment(last.last_at)})`;
 }
 
+/** What waits for a peer of a stage. */
+function waiting(run, stage) {
+  const paths = run.waiting_paths[stage];
+  return paths ? `${paths} cannot go on without one` : "training waits for one";
+}
+
 /** What is wrong, or waited for, now. */
 export function showNotes(list, run) {
   const names = Object.fromEntries(Object.values(run.peers).map(({ peer_id, name }) => [peer_id, name]));
   const all = [...Object.values(run.peers), ...run.trainers];
   const lines = [
-    ...run.empty_stages.map((stage) => ({ kind: "bad", text: `Stage ${stage} has no peer${lastPeer(run, stage)}: training waits for one.` })),
-    ...silentStages(run).map((stage) => ({ kind: "bad", text: `No peer of stage ${stage} answers${lastPeer(run, stage)}: training waits for one.` })),
+    ...run.empty_stages.map((stage) => ({ kind: "bad", text: `Stage ${stage} has no peer${lastPeer(run, stage)}: ${waiting(run, stage)}.` })),
+    ...silentStages(run).map((stage) => ({ kind: "bad", text: `No peer of stage ${stage} answers${lastPeer(run, stage)}: ${waiting(run, stage)}.` })),
     ...all.flatMap(({ name, refusals }) => (refusals ?? []).map((text) => ({ kind: "bad", text: `${name}: ${text}` }))),
     ...all.flatMap(({ name, bans }) => (bans ?? []).map(({ peer_id, reason, until }) => ({
       kind: "bad",

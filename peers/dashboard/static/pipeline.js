@@ -1,7 +1,7 @@
 // The pipeline as a picture: trainers, then stage after stage with its peers, and the hops between them.
 
 import { each, el, say, set } from "./dom.js";
-import { count, duration, number } from "./format.js";
+import { blockOf, count, duration, number } from "./format.js";
 
 const MOST_NAMED = 16; // Peers of a stage that are shown with their names; more of them are dots.
 const MOST_LINES = 160; // Hops between two stages that are drawn one by one; more of them are one band.
@@ -26,13 +26,18 @@ export class Pipeline {
   /** Show a run as it is now. */
   show(run) {
     this.run = run;
-    const stages = run.stages.map((stage) => ({ stage, peers: [] }));
-    const byStage = new Map(stages.map((column) => [column.stage, column]));
+    const blocks = run.stages.map((stage) => ({ stage, peers: [] }));
+    const byStage = new Map(blocks.map((block) => [block.stage, block]));
     for (const [key, peer] of Object.entries(run.peers)) byStage.get(peer.stage)?.peers.push({ key, ...peer });
-    for (const column of stages) column.peers.sort((a, b) => (a.name < b.name ? -1 : a.name > b.name ? 1 : 0));
+    for (const block of blocks) block.peers.sort((a, b) => (a.name < b.name ? -1 : a.name > b.name ? 1 : 0));
     this.fastest = Math.max(1e-9, ...Object.values(run.peers).map((peer) => peer.samples_per_second));
-    each(this.columns, [{ stage: -1, peers: [] }, ...stages], (column) => column.stage, makeColumn, (element, column) =>
-      column.stage < 0 ? this.#showTrainers(element) : this.#showStage(element, column),
+    const stages = new Map(blocks.map(({ stage }) => [blockOf(stage)[0], []]));
+    for (const block of blocks) stages.get(blockOf(block.stage)[0]).push(block);
+    this.next = new Set(run.paths.flatMap((path) => path.slice(1).map((stage, index) => `${path[index]} ${stage}`)));
+    each(this.columns, [[{ stage: -1, peers: [] }], ...stages.values()], ([{ stage }]) => stage, makeColumn, (column, variants) =>
+      each(column, variants, ({ stage }) => stage, makeBlock, (element, block) =>
+        block.stage < 0 ? this.#showTrainers(element) : this.#showStage(element, block),
+      ),
     );
     cancelAnimationFrame(this.frame);
     this.frame = requestAnimationFrame(() => this.#drawLinks());
@@ -59,7 +64,7 @@ export class Pipeline {
     set(element, { "data-empty": isEmpty || null });
     const isDots = peers.length > MOST_NAMED;
     set(parts.list, { class: isDots ? "chips dots" : "chips" });
-    const done = serving.reduce((sum, peer) => sum + peer.samples, 0) / this.run.round_samples;
+    const done = serving.reduce((sum, peer) => sum + peer.samples, 0) / this.run.round_samples[stage];
     parts.progress.style.setProperty("--share", Math.min(1, done || 0).toFixed(3));
     set(parts.progress, { title: `${number(100 * Math.min(1, done || 0))} % of this round's samples` });
     each(parts.list, peers, (peer) => `${peer.key} ${isDots}`, (peer) => this.#makePeer(peer, isDots), (item, peer) =>
@@ -114,10 +119,10 @@ export class Pipeline {
       const to = chipsOf(columns[index + 1]);
       if (!from.length || !to.length) continue;
       if (from.length * to.length > MOST_LINES) {
-        lines.push({ from: columns[index].parts.list, to: columns[index + 1].parts.list, kind: "band", ends: [] });
+        lines.push({ from: columns[index], to: columns[index + 1], kind: "band", ends: [] });
         continue;
       }
-      for (const a of from) for (const b of to) lines.push({ from: a, to: b, ...this.#hop(a, b) });
+      for (const a of from) for (const b of to) if (this.#leads(a, b)) lines.push({ from: a, to: b, ...this.#hop(a, b) });
     }
     const boxes = new Map();
     const boxOf = (element) => {
@@ -133,6 +138,12 @@ export class Pipeline {
       set(path, { d: line.d, class: line.kind, "data-near": line.ends.includes(this.hovered) || null });
     });
     set(this.svg, { "data-live": this.run.is_training || null });
+  }
+
+  /** Whether a path leads from one peer's block to another's. */
+  #leads(a, b) {
+    const [from, to] = [this.run.peers[a.key]?.stage, this.run.peers[b.key].stage];
+    return !this.next.size || from === undefined || this.next.has(`${from} ${to}`);
   }
 
   /** What is known of the way from one peer, or trainer, to another: measured, given up for a while, or possible. */
@@ -155,13 +166,17 @@ function uptime(run, peer) {
 }
 
 function makeColumn() {
+  return el("div", { class: "column" });
+}
+
+function makeBlock() {
   const parts = {
     heading: el("h3"),
     note: el("p", { class: "note" }),
     progress: el("div", { class: "progress" }),
     list: el("ul", { class: "chips" }),
   };
-  const element = el("div", { class: "column" }, parts.heading, parts.note, parts.progress, parts.list);
+  const element = el("div", { class: "block" }, parts.heading, parts.note, parts.progress, parts.list);
   element.parts = parts;
   return element;
 }

@@ -1,7 +1,7 @@
 // The newest rounds, and who took part: a row for each peer, a cell for each round.
 
 import { each, el, say, set } from "./dom.js";
-import { moment } from "./format.js";
+import { compareBlocks, moment } from "./format.js";
 
 const MOST_SHOWN = 48;
 
@@ -36,11 +36,11 @@ function rowsOf(run, numbers) {
     for (const [stage, part] of Object.entries(run.rounds[number].stages)) {
       for (const id of [...part.took_part, ...part.missing]) {
         const key = `${stage}/${id}`;
-        if (!rows.has(key)) rows.set(key, { key, id, stage: Number(stage), name: nameOf(run, id) });
+        if (!rows.has(key)) rows.set(key, { key, id, stage, name: nameOf(run, id) });
       }
     }
   }
-  return [...rows.values()].sort((a, b) => a.stage - b.stage || (a.name < b.name ? -1 : 1));
+  return [...rows.values()].sort((a, b) => compareBlocks(a.stage, b.stage) || (a.name < b.name ? -1 : 1));
 }
 
 function nameOf(run, id) {

@@ -2,7 +2,7 @@
 // contributed.
 
 import { each, el, say, set } from "./dom.js";
-import { bytes, duration, number } from "./format.js";
+import { bytes, compareBlocks, duration, number } from "./format.js";
 
 const MOST_ROWS = 100; // Until somebody asks for all.
 const CONTRIBUTIONS = [
@@ -75,7 +75,8 @@ export class PeerTable {
     const found = rows.filter(({ name, peer_id, state }) => `${name} ${peer_id} ${state}`.toLowerCase().includes(wanted));
     const { by } = this.columns.find(({ name }) => name === this.order.name) ?? this.columns[0];
     const sign = this.order.isDown ? -1 : 1;
-    found.sort((a, b) => sign * compare(by(a), by(b)) || compare(a.stage, b.stage) || compare(a.name, b.name));
+    const order = this.order.name === "stage" ? compareBlocks : compare;
+    found.sort((a, b) => sign * order(by(a), by(b)) || compareBlocks(a.stage, b.stage) || compare(a.name, b.name));
     const num = this.isWhole ? found.length : MOST_ROWS;
     say(this.more, `Show all ${number(found.length)} peers`);
     set(this.more, { hidden: found.length > num ? null : "" });

@@ -5,10 +5,20 @@ from pathlib import Path
 
 import pytest
 
-from peers.dashboard.history import MOST_AT_ONCE, MOST_EVENTS, History, HistoryFile, Line, Series, news
+from peers.dashboard.history import (
+    MOST_AT_ONCE,
+    MOST_EVENTS,
+    History,
+    HistoryFile,
+    Line,
+    Series,
+    figures_over_time,
+    news,
+)
 from peers.dashboard.rounds import FARTHEST, MOST_PEERS, MOST_ROUNDS
 from peers.status.peer_row import PeerRow
 from peers.status.view import SwarmView
+from swarm.types import Block
 from tests.support.views import peer, peer_id, view
 
 A, B = peer_id("ann"), peer_id("bob")
@@ -198,3 +208,14 @@ def test_spans_that_coarsen_keep_the_whole_time() -> None:
 def test_values_without_their_spans_are_refused() -> None:
     with pytest.raises(ValueError, match="as many values"):
         Series(span_seconds=1.0, max_spans=9, at=[1.0], columns={"loss": []})
+
+
+def test_the_pace_is_that_of_the_slowest_stage_with_all_its_variants() -> None:
+    rates = [("ann", 4.0), ("bob", 2.5), ("cid", 3.0), ("dan", 9.0)]
+    seen = view(*([peer(name, samples_per_second=rate)] for name, rate in rates))
+    blocks = [Block(0), Block(1), Block(1, 1), Block(2)]
+    variants = [
+        replace(row, stage=block.stage, variant=block.variant) for row, block in zip(seen.stages, blocks, strict=True)
+    ]
+    assert figures_over_time(seen)["samples_per_second"] == 2.5
+    assert figures_over_time(replace(seen, stages=tuple(variants)))["samples_per_second"] == 4.0

@@ -1,6 +1,7 @@
 """One view serves all viewers, a failure is shown, and the page has all figures of swarm-status."""
 
 import asyncio
+import dataclasses
 import json
 
 import pytest
@@ -96,3 +97,14 @@ def test_many_peers_are_looked_at_less_often(num_peers: int, num_looks: int) -> 
 
     virtual_time.run(watch())
     assert place.num_looks == published == num_looks
+
+
+async def test_the_page_knows_the_paths_and_what_each_variant_has_of_a_round() -> None:
+    stages = dataclasses.replace(CONFIG.stages, variants=(1, 2, 1))
+    place = _Place(view([peer("ann")]))
+    place.config = dataclasses.replace(CONFIG, stages=stages)
+    watcher = Watcher(place, History(run="run"), clock=virtual_time.LoopClock(), interval_seconds=2.0)
+    await watcher.look()
+    whole = CONFIG.rounds.round_samples
+    assert watcher.state["paths"] == [[0, 1, 2], [0, "1.1", 2]]
+    assert watcher.state["round_samples"] == {"0": whole, "1": whole // 2, "1.1": whole // 2, "2": whole}

@@ -109,6 +109,8 @@ def test_every_number_that_an_option_cannot_take_is_refused_in_a_line_that_says_
     ("options", "option", "word", "complaint"),
     [
         (PeerOptions, "--steps", "0", "a whole number from 1 to 1,000,000,000"),
+        (TrainerOptions, "--paths", "0,", "a number of a path (0), or several (0,2)"),
+        (TrainerOptions, "--paths", "all", "a number of a path (0), or several (0,2)"),
         (PeerOptions, "--memory", "20GB", "a size such as 512MiB or 20GiB"),
         (PeerOptions, "--memory", "20", "a size such as 512MiB or 20GiB"),
         (DoctorOptions, "--memory", "-1GiB", "a size such as 512MiB or 20GiB"),

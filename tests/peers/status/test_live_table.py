@@ -253,6 +253,18 @@ def test_a_stage_that_was_lost_is_not_begun_anew_by_mistake() -> None:
     assert "swarm-peer INVITE --stage 1 --resume DIR" in line
 
 
+def test_variants_stand_below_each_other_and_who_waits_for_one_is_told() -> None:
+    stages = (StageRow(stage=0, peers=(PEER,)), StageRow(stage=1, peers=(PEER,)), StageRow(stage=1, variant=1))
+    trainers = (TrainerRow(name="one", paths=(1,)), TrainerRow(name="other"))
+    view = replace(VIEW, stages=stages, trainers=trainers, paths=((0, 0), (0, 1)))
+    lines = _draw(view).splitlines()
+    begins = [line.split()[:2] for line in lines if line.strip() and line.split()[0] in ("0", "1", "1.1")]
+    assert begins == [["0", "host-1"], ["1", "host-1"], ["1.1", "no"]]
+    assert [line.split("│")[-2].strip() for line in lines if "│ o" in line] == ["1", "all"]
+    expected = "stage 1.1 has no peer, and path 1 cannot go on: start one with swarm-peer INVITE --stage 1.1"
+    assert expected in plain_lines(view)
+
+
 def test_of_a_stage_without_a_peer_it_is_said_when_the_last_one_was_heard_of() -> None:
     last = LastPeer(name="gpu-2", last_at=0.0, has_left=False)
     empty = replace(VIEW, stages=(StageRow(stage=0, peers=(PEER,)), StageRow(stage=1, last_peer=last)))

@@ -47,6 +47,16 @@ def test_a_stage_whose_peers_do_not_answer_is_not_empty() -> None:
     assert (document["empty_stages"], document["silent_stages"]) == ([3], [1])
 
 
+def test_of_a_block_without_peers_the_paths_through_it_are_told() -> None:
+    peers = (PeerRow(name="p", peer_id="", state="serving"),)
+    rows = [(0, 0, peers), (1, 0, ()), (1, 1, peers), (2, 0, ())]
+    stages = tuple(StageRow(stage=stage, variant=variant, peers=served) for stage, variant, served in rows)
+    view = SwarmView(run="r", stages=stages)
+    assert (view.empty_stages, view.waiting_paths) == ([1, 2], {})
+    view = dataclasses.replace(view, paths=((0, 0, 0), (0, 1, 0), *((0, 1, 0) for _ in range(8))))
+    assert view.waiting_paths == {1: "path 0", 2: "paths 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"}
+
+
 def test_json_has_every_field() -> None:
     peer = PeerRow(name="p", peer_id="ab", state="serving", rerouted_backwards=3)
     view = SwarmView(
@@ -54,7 +64,9 @@ def test_json_has_every_field() -> None:
     )
     document = json.loads(view.to_json())
     assert document["stages"][0]["peers"][0]["rerouted_backwards"] == 3
-    assert document["trainers"] == [{"name": "t", "step": 0, "loss": None, "tokens_per_second": 0.0, "bans": []}]
+    assert document["trainers"] == [
+        {"name": "t", "step": 0, "loss": None, "tokens_per_second": 0.0, "paths": [], "bans": []}
+    ]
     assert document["events"] == ["x"]
     assert document["empty_stages"] == []
 

@@ -5,23 +5,28 @@ import os
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import numpy as np
 import pytest
 from rich.console import Console
 
+from peers.shared import cli
+from peers.shared.network import KnownPeers, Membership
 from peers.shared.reporting import Reporting, WandbRun
 from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_model import own_config
 from peers.trainer import program
-from peers.trainer.program import finish, open_corpus
+from peers.trainer.options import TrainerOptions
+from peers.trainer.program import finish, open_corpus, paths_of
 from peers.trainer.report import Report
 from swarm import config as configs
 from swarm.config import RunConfig
 from swarm.data import tokenizers
 from swarm.errors import CorpusMismatch
 from swarm.metrics import MetricsLog
+from swarm.routing.router import Router
 from swarm.training.samples import TOKENS
 from tests.data.texts import Rows, end_of_preparation
 from tests.support.chain import SYNCHRONOUS
@@ -35,6 +40,20 @@ def test_a_missing_extra_is_told_before_the_run_is_looked_up(tmp_path: Path, mon
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *arguments: None)
     with pytest.raises(ValueError, match=r"^--tensorboard needs an extra; .*'\.\[tensorboard\]'$"):
         program.main(["--initial-peers", "x", "--tensorboard", str(tmp_path / "board")])
+
+
+def _options(*more: str) -> TrainerOptions:
+    return cli.parse(TrainerOptions, prog="swarm-trainer", argv=["--initial-peers", "192.0.2.1:5001", *more])
+
+
+def test_a_trainer_feeds_the_paths_that_are_named_or_all() -> None:
+    stages = dataclasses.replace(SYNCHRONOUS.stages, variants=(1, 2, 2))
+    config, known = dataclasses.replace(SYNCHRONOUS, stages=stages), KnownPeers(cast(Router, None))
+    member = cast(Membership, SimpleNamespace(config=config, clock=ManualClock(), known=known))
+    assert paths_of(_options(), member).paths == (0, 1, 2, 3)
+    assert paths_of(_options("--paths", "2,0,2"), member).paths == (0, 2)
+    with pytest.raises(ValueError, match=r"^--paths 1,4: there is no path 4: this run has the paths 0 to 3$"):
+        paths_of(_options("--paths", "4,1"), member)
 
 
 def test_a_run_that_names_a_file_and_no_digest_does_not_have_it_read(tmp_path: Path) -> None:
