@@ -161,7 +161,7 @@ def measured_step(config: RunConfig, stages: Sequence[StageFit], num_peers: int,
         config.model, num_layers=3, block_types="", num_shards=1, weights="", gradient_checkpointing=False,
         bottleneck_dim=0, bottleneck="fixed", bottleneck_layers=(),
     )  # fmt: skip
-    alone = dataclasses.replace(config, model=model, stages=StagesConfig(num_stages=3))
+    alone = dataclasses.replace(config.uncut, model=model, stages=StagesConfig(num_stages=3))
     alone = needs.computing_on(alone, on_gpu=device.kind == "cuda")
     if 4 * sum(needs.state_bytes(alone, 1).values()) > 3 * device.free_bytes:
         return None

@@ -7,13 +7,11 @@ process holds no weights.
 import asyncio
 import dataclasses
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime
 from pathlib import Path
 from random import SystemRandom
-
-import torch
 
 from peers.generate.options import GenerateOptions
 from peers.generate.terminal import tell
@@ -23,22 +21,21 @@ from peers.shared.environment import cache_folder
 from peers.shared.network import REFRESH_SECONDS, Membership
 from peers.shared.run_options import naming_options
 from peers.shared.tokenizer import folder_of, have_tokenizer
-from peers.stage_peer.own_model import open_model
+from peers.stage_peer.own_model import hidden_features, open_model
 from swarm.config import RunConfig
 from swarm.credentials.rights import Role
-from swarm.data import tokenizers
+from swarm.data import path_router, tokenizers
 from swarm.data.own_tokenizer import trusted
-from swarm.generation.engine import LocalEngine, Room
+from swarm.data.tokenizers import ByteTokenizer, Tokenizer
+from swarm.errors import IntegrityError
+from swarm.generation.engine import Engine, LocalEngine, Room, RoutedEngine
 from swarm.generation.text_model import TextModel, read_text_model
 from swarm.hop.hop import Hop, watch_connections
-from swarm.interchange import origin, run_folder
+from swarm.interchange import origin
 from swarm.interchange.export import Origin
 from swarm.machine.clock import SystemClock
 from swarm.machine.recording import recorder_of
 from swarm.model.cache import cache_bytes
-from swarm.model.functions import fuses
-from swarm.model.stage_module import autocast_dtype
-from swarm.model.stages import Transformer
 from swarm.pipeline.round_watcher import RoundWatcher
 from swarm.pipeline.swarm_engine import SwarmEngine
 from swarm.types import Block
@@ -49,47 +46,82 @@ async def open_local_model(options: GenerateOptions) -> AsyncIterator[TextModel]
     """Load the model that --checkpoint or --model names, and run its engine inside the block. Raises ValueError,
     IntegrityError or CorpusMismatch if the model or its tokenizer cannot be loaded."""
     device = device_of(options.device, SystemRandom())
-    found = _origin(options)
-    config = computing_in(found.config, options.dtype, device)
+    found = _origins(options)
+    config = computing_in(found[0].config, options.dtype, device)
     warn_of_emulation(config.model, device)
-    data = dataclasses.replace(config.data, tokenizer=trusted(options.tokenizer, found.tokenizer))
+    data = dataclasses.replace(config.data, tokenizer=trusted(options.tokenizer, found[0].tokenizer))
     with naming_options(options):
         tokenizer = tokenizers.load_for_run(data, vocab_size=config.model.vocab_size)
     longest = config.model.max_positions or data.sequence_length
     num_positions = int(options.cache_gib * 2**30 / cache_bytes(config.model, config.model.num_layers))
     room = Room(options.max_sequences, max(longest, num_positions))
-    weights = load(found, config, device)
-    engine = LocalEngine(weights, room, longest=longest, round_number=found.card.round, recorder=recorder_of(device))
+    engines = [
+        LocalEngine(
+            origin.transformer(each, config, device), room, longest=longest, round_number=each.card.round,
+            recorder=recorder_of(device),
+        )
+        for each in found
+    ]  # fmt: skip
     # The chat template and end tokens may be beside the tokenizer, or in the model's folder.
     named = [Path(folder) for folder in (options.model, options.base) if folder is not None]
     folders = [*folder_of(data.tokenizer), *named]
+    engine = _one(engines, options.router, tokenizer)
     # The run's own configuration, because its id is the model's name, whatever type the matrices have here.
-    model = read_text_model(found.config, engine, tokenizer, folders=folders, now=datetime.now)
+    model = read_text_model(found[0].config, engine, tokenizer, folders=folders, now=datetime.now)
     async with asyncio.TaskGroup() as tasks:
-        computing = tasks.create_task(engine.run())
+        computing = [tasks.create_task(engine.run()) for engine in engines]
         yield model
-        computing.cancel()
+        for task in computing:
+            task.cancel()
 
 
-def load(found: Origin, config: RunConfig, device: torch.device) -> Transformer:
-    """The whole model with its weights on a device. Matrices have the type of model.autocast, and else float32: reading
-    them is most of what a token takes. Raises IntegrityError if the weights are not those of the model."""
-    model = Transformer(config, fused=fuses(device))
-    for name, parameter in model.named_parameters():
-        value = found.load({name})[name]
-        dtype = autocast_dtype(config.model) if value.ndim > 1 else None
-        parameter.data = value.to(device, dtype or torch.float32)
-    return model.to(device)
+def _one(engines: Sequence[Engine], router: Path | None, tokenizer: Tokenizer) -> Engine:
+    """The engine of the one path, or one that chooses among those of all paths. Raises ValueError, IntegrityError, or
+    PeerUnavailable if the router is not theirs, or cannot be read."""
+    if router is None:
+        return engines[0]
+    found, features = path_router.read(router), path_router.hashed
+    # An export of a run on bytes has a tokenizer.json, whose tokens are the bytes as well.
+    is_bytes = found.tokenizer == ByteTokenizer.identity and tokenizer.vocab_size == ByteTokenizer.vocab_size
+    found.require(len(engines), found.tokenizer if is_bytes else tokenizer.identity)
+    if found.model:
+        hidden, digest = hidden_features(found.model, cache_folder(), tell)
+        if digest != found.model_digest:
+            raise IntegrityError(f"the router was made with {found.model}, which has other weights now")
+        return RoutedEngine(engines, lambda tokens: found.choose(tokens, hidden))
+    return RoutedEngine(engines, lambda tokens: found.choose(tokens, features))
 
 
-def _origin(options: GenerateOptions) -> Origin:
+def _paths(options: GenerateOptions, config: RunConfig) -> Sequence[int]:
+    """The paths whose models are needed: all with a router, or else one. Raises ValueError if there is none of this
+    number."""
+    if options.router is not None:
+        return range(len(config.paths))
+    if options.path is None and len(config.paths) > 1:
+        tell(f"the run has {len(config.paths)} paths, and path 0 writes: --path N or --router DIR chooses another")
+    origin.require_path(config, options.path or 0)
+    return [options.path or 0]
+
+
+def _exports(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("path-*") if path.is_dir())
+
+
+def _origins(options: GenerateOptions) -> list[Origin]:
+    """The models of the paths that may write; of a model without paths, that one."""
     if options.checkpoint is not None:
         base = open_model(options.base, tell).all_weights(cache_folder()) if options.base is not None else None
-        return origin.from_checkpoints(options.checkpoint, options.round, base)
+        config = origin.config_of_checkpoints(options.checkpoint)
+        return [
+            origin.from_checkpoints(options.checkpoint, options.round, base, path=path)
+            for path in _paths(options, config)
+        ]
     assert options.model is not None
-    folder = Path(options.model)
-    is_run = (folder / run_folder.CONFIG).is_file()
-    return origin.from_run_folder(folder) if is_run else origin.from_model_folder(folder)
+    if options.router is not None and (exports := _exports(Path(options.model))):
+        return [origin.from_folder(folder) for folder in exports]
+    found = origin.from_folder(Path(options.model))
+    # At its beginning a run has the same weights along all paths.
+    return [found] * len(_paths(options, found.config))
 
 
 @asynccontextmanager
@@ -105,39 +137,55 @@ async def open_swarm(options: GenerateOptions) -> AsyncIterator[TextModel]:
     entrance = find_entrance(options, os.environ, role=Role.TRAINER, clock=clock)
     async with reading(entrance, clock) as member:
         config = member.config
-        await member.known.look_first(member.directory, member.blocks, clock)
+        paths = _paths(options, config)
+        blocks = sorted({block for path in paths for block in config.blocks_of(path)})
+        await member.known.look_first(member.directory, blocks, clock)
         named = options.tokenizer or await have_tokenizer(member, cache_folder())
         data = dataclasses.replace(config.data, tokenizer=named)
         with naming_options(options):
             tokenizer = tokenizers.load_for_run(data, vocab_size=config.model.vocab_size)
-        async with _engine(member) as engine:
+        async with _engines(member, paths, blocks) as engines:
+            engine = _one(engines, options.router, tokenizer)
             yield read_text_model(config, engine, tokenizer, folders=folder_of(data.tokenizer), now=datetime.now)
 
 
 @asynccontextmanager
-async def _engine(member: Membership) -> AsyncIterator[SwarmEngine]:
-    """Make an engine, and inside the block keep its peers of stage 0 up to date."""
-    known, channels, clock = member.known, member.channels, member.clock
-    first = Block(0)
-    hop = Hop(
-        run_id=member.config.run_id, block=first, reply_specs={}, router=known.router, channels=channels, clock=clock
-    )
+async def _engines(
+    member: Membership, paths: Sequence[int], blocks: Sequence[Block]
+) -> AsyncIterator[list[SwarmEngine]]:
+    """Make an engine for each path, and inside the block keep the peers of stage 0 up to date."""
+    known, channels, clock, config = member.known, member.channels, member.clock, member.config
+    hops = {
+        block: Hop(
+            run_id=config.run_id, block=block, reply_specs={}, router=known.router, channels=channels, clock=clock
+        )
+        for block in blocks
+        if block.stage == 0
+    }
     watcher = RoundWatcher(
-        run_id=member.config.run_id,
-        blocks=lambda: member.blocks,
-        synchronous=member.config.rounds.synchronous,
+        run_id=config.run_id,
+        blocks=lambda: blocks,
+        synchronous=config.rounds.synchronous,
         peers=known.peers,
         channels=channels,
     )
     await watcher.poll()
-    engine = SwarmEngine(hop, member.config, round_number=watcher.known_round)
+    engines = [
+        SwarmEngine(hops[config.blocks_of(path)[0]], config, round_number=watcher.known_round, path=path)
+        for path in paths
+    ]
     try:
         async with asyncio.TaskGroup() as tasks:
             watching = [
-                tasks.create_task(member.directory.watch(member.blocks, known.update, REFRESH_SECONDS)),
-                tasks.create_task(watch_connections(block=first, router=known.router, channels=channels, clock=clock)),
+                tasks.create_task(member.directory.watch(blocks, known.update, REFRESH_SECONDS)),
+                *(
+                    tasks.create_task(
+                        watch_connections(block=block, router=known.router, channels=channels, clock=clock)
+                    )
+                    for block in hops
+                ),
             ]
-            yield engine
+            yield engines
             for task in watching:
                 task.cancel()
     except ExceptionGroup as group:

@@ -46,6 +46,11 @@ class GenerateOptions(RunOptions):
     model's folder of Hugging Face, or its name on the hub."""
     model: takes.FolderOrName | None = None
     """Run folder, a model's folder of Hugging Face, or a model on the hub, instead of checkpoints."""
+    path: takes.Count | None = None
+    """Of a run with several paths (stages.variants): the one that writes; left out, path 0."""
+    router: takes.Folder | None = None
+    """Folder with the router of these paths, as swarm-model route and export write it: the first tokens of each prompt
+    choose its path. --model may be the folder with all paths' exports."""
     tokenizer: takes.FolderOrName | None = None
     """bytes, a folder with a tokenizer.json, the path of one, or class:MODULE:CLASS, if it is not with the model; a
     swarm has its own, unless that is a class."""
@@ -79,6 +84,8 @@ class GenerateOptions(RunOptions):
             raise ValueError("--device and --dtype need --checkpoint DIR or --model DIR_OR_NAME")
         if self.round is not None and self.checkpoint is None:
             raise ValueError("--round needs --checkpoint DIR: a model's folder has no rounds")
+        if self.path is not None and self.router is not None:
+            raise ValueError("--path excludes --router, which chooses the path")
         if self.base is not None and self.checkpoint is None:
             raise ValueError("--base needs --checkpoint DIR")
         takes.require_one({

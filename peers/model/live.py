@@ -7,7 +7,6 @@ newcomer, and training goes on.
 """
 
 import asyncio
-import dataclasses
 import logging
 import os
 from contextlib import suppress
@@ -26,12 +25,12 @@ from swarm.averaging.vectors.snapshots import PartialSnapshot
 from swarm.averaging.wire.transport import Transport
 from swarm.checkpoint import file
 from swarm.checkpoint.file import Header
-from swarm.config import StagesConfig
 from swarm.content.fetcher import Kind
 from swarm.content.weights import WeightsCache
 from swarm.credentials.rights import Role
 from swarm.errors import Fatal, IntegrityError, PeerUnavailable, SwarmError
 from swarm.interchange.families.known import family_of
+from swarm.interchange.origin import require_path
 from swarm.interchange.weights import Weights
 from swarm.machine.clock import SystemClock, run_loop
 from swarm.machine.waits import patiently
@@ -117,13 +116,19 @@ class StageReader:
 
 
 class LiveModel:
-    def __init__(self, member: Membership, *, transport: Transport | None = None) -> None:
-        """Raises ValueError if no architecture of transformers computes this model, before anything is downloaded."""
+    def __init__(
+        self, member: Membership, *, transport: Transport | None = None, path: int | None = None
+    ) -> None:  # fmt: skip
+        """Raises ValueError if no architecture of transformers computes this model, or the run has no such path, before
+        anything is downloaded. Without a path it is all blocks of the run."""
         family_of(member.config.model)
+        if path is not None:
+            require_path(member.config, path)
+        blocks = member.blocks if path is None else member.config.blocks_of(path)
         self._member = member
         self._clock = member.clock
         transport = transport or Transport(member.channels)
-        self._readers = [StageReader(member, block, transport) for block in member.blocks]
+        self._readers = [StageReader(member, block, transport) for block in blocks]
 
     async def write_checkpoints(self, folder: Path, round_number: int | None = None) -> int:
         """Write the weights of one round, a file for each stage, and return the round. One stage is in memory at a
@@ -192,16 +197,16 @@ class LiveModel:
             if len(pinned) == len(self._readers):
                 return
             rounds, now = await self._present(), self._clock.monotonic()
-            behind = [stage for stage, number in enumerate(rounds) if number < chosen]
+            behind = [f"stage {r.block}" for r, number in zip(self._readers, rounds, strict=True) if number < chosen]
             if len(behind) + len(pinned) < len(rounds):
                 raise PeerUnavailable("a stage is past it")
             if rounds != before:
                 quiet_since, before = now, rounds
             if now - quiet_since > quiet_seconds:
-                raise Quiet(f"stage {behind[0]} stays at round {rounds[behind[0]]}: nobody trains")
+                raise Quiet(f"{behind[0]} stays at round {min(rounds)}: nobody trains")
             if now - said_at >= SAY_SECONDS:
                 said_at = now
-                logger.info("waiting until stage %d, at round %d, is at %d", behind[0], rounds[behind[0]], chosen)
+                logger.info("waiting until %s is at round %d", ", ".join(behind), chosen)
 
     async def _keep(self, reader: StageReader, chosen: int) -> None:
         """Until cancelled, ask a stage again and again to keep its state, which is fetched later."""
@@ -214,7 +219,7 @@ class LiveModel:
         """The round of each stage. If no peer of a stage answers, look for others for a while."""
 
         async def ask() -> list[int]:
-            await self._member.known.look(self._member.directory, self._member.blocks)
+            await self._member.known.look(self._member.directory, [reader.block for reader in self._readers])
             rows = await asyncio.gather(*(reader.rounds() for reader in self._readers))
             said = {reader.block: row for reader, row in zip(self._readers, rows, strict=True)}
             return list(RunRounds.of(said).blocks.values())
@@ -247,7 +252,7 @@ def fetch_model(options: ExportModelOptions, folder: Path) -> tuple[str, Weights
     async def fetch() -> tuple[str, Weights | None]:
         async with reading(entrance, clock) as member:
             config = member.config
-            await LiveModel(member).write_checkpoints(folder, options.round)
+            await LiveModel(member, path=options.path).write_checkpoints(folder, options.round)
             has_base = config.lora.is_on and config.model.weights and not (options.adapter or options.base)
             base = await _base(member) if has_base else None
             tokenizer = options.tokenizer or await have_tokenizer(member, cache_folder())
@@ -259,6 +264,5 @@ def fetch_model(options: ExportModelOptions, folder: Path) -> tuple[str, Weights
 async def _base(member: Membership) -> Weights:
     """All weights that the run begins with, from its peers. Raises what WeightsCache.of raises."""
     digest = member.config.model.weights
-    whole = dataclasses.replace(member.config, stages=StagesConfig(num_stages=1))
     cache = WeightsCache(kept_weights(cache_folder(), digest), digest, member.fetcher(Kind.WEIGHTS), member.waits)
-    return await cache.of(parameter_shapes(whole, 0))
+    return await cache.of(parameter_shapes(member.config.uncut, 0))

@@ -20,6 +20,7 @@ ABOUT = """swarm-model: takes models in and gives them out.
     swarm-model export --checkpoint checkpoints/ --output out/
     swarm-model export --checkpoint checkpoints/ --adapter --output out/
     swarm-model export INVITE --output out/
+    swarm-model route --config run.toml --output shards/      a shard of the text for each path of a run with variants
     swarm-model show run/
     swarm-model push out/ NAME/REPOSITORY --dry-run
 
@@ -69,6 +70,11 @@ class ExportModelOptions(RunOptions):
     """The model to which a run's adapters (LoRA) belong, as in the first peer's --model: a run folder, a model's folder
     of Hugging Face, or its name on the hub. The adapters are merged into it. Not needed with an INVITE: a running swarm
     has the model. With --adapter it is only checked, and named in adapter_config.json."""
+    path: takes.Count | None = None
+    """Of a run with several paths (stages.variants): the one to export. Left out, all are, each into a folder of its
+    own within the output: path-00, ..."""
+    router: takes.Folder | None = None
+    """Folder with the router of all paths, as swarm-model route makes it; it is written beside them."""
     adapter: bool = False
     """For a run that trains adapters: write these alone, as peft loads them."""
     merged: bool = False
@@ -101,8 +107,53 @@ class ExportModelOptions(RunOptions):
             raise ValueError(
                 "--base, --adapter and --merged need INVITE or --checkpoint DIR: a run folder has no adapters yet"
             )
+        if self.model is not None and (self.path is not None or self.router is not None):
+            raise ValueError("--path and --router need INVITE or --checkpoint DIR: in a run folder all paths are equal")
+        if self.path is not None and self.router is not None:
+            raise ValueError("--router goes with all paths: leave --path out")
         if self.adapter and self.merged:
             raise ValueError("--adapter excludes --merged: it writes adapters without the model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouteModelOptions:
+    """Cut a text into a shard for each path of a run with stages.variants, and write the router that did it.
+
+    Sequences whose first 32 tokens are alike come into one shard. A sequence is a text, or a window of a long one.
+    """
+
+    output: takes.Folder
+    """Folder to make, with path-00.jsonl, ... and the router."""
+    config: takes.File | None = None
+    """The run's configuration, for its text, its tokenizer and the number of its paths."""
+    paths: takes.Positive | None = None
+    """The number of paths, instead of --config."""
+    dataset: tyro.conf.UseAppendAction[tuple[takes.FolderOrName, ...]] = ()
+    """The text, as in swarm-peer --dataset; may be given several times."""
+    tokenizer: takes.FolderOrName | None = None
+    """bytes, a folder with a tokenizer.json, its path, a hub name, or class:MODULE:CLASS; left out, that of --config,
+    or bytes."""
+    model: takes.FolderOrName | None = None
+    """A model (a run folder, a model's folder of Hugging Face, or its name on the hub) whose hidden states of the first
+    tokens tell what is alike. Left out, runs of up to three tokens do."""
+    refine: takes.Folder | None = None
+    """Folder with the paths' models, as swarm-model export writes them: the router is fitted to the path that has the
+    least loss on each of some sequences."""
+    random: bool = False
+    """Cut the text at random instead, for comparisons. There is no router then."""
+    window: takes.Positive = 4096
+    """The most characters of a sequence: a longer text is cut into several."""
+    most_over_mean: Annotated[float, takes.number(1, 1000, above=True)] = 1.2
+    """How much larger than the mean of all a shard may be."""
+    seed: takes.Seed = 0
+    """Of the clusters, or of the random cut."""
+
+    def __post_init__(self) -> None:
+        takes.require_one({"--config FILE": self.config is not None, "--paths N": self.paths is not None})
+        if self.paths is not None and not self.dataset:
+            raise ValueError("--paths needs --dataset: which text?")
+        if self.random and (self.model is not None or self.refine is not None):
+            raise ValueError("--random excludes --model and --refine")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +185,7 @@ class PushModelOptions:
 COMMANDS: dict[str, type[Any]] = {
     "import": ImportModelOptions,
     "export": ExportModelOptions,
+    "route": RouteModelOptions,
     "show": ShowModelOptions,
     "push": PushModelOptions,
 }

@@ -20,14 +20,16 @@ from peers.model.options import (
     PushModelOptions,
     ShowModelOptions,
 )
+from peers.model.route import route
 from peers.shared import cli, logs
 from peers.shared.environment import cache_folder
 from peers.shared.run_options import naming_options
 from peers.stage_peer.own_model import open_model
 from swarm.checkpoint import file
-from swarm.config import RunConfig, StagesConfig
+from swarm.config import RunConfig
 from swarm.config.data import CLASS
-from swarm.data import hub
+from swarm.data import hub, path_router
+from swarm.data.path_router import path_names
 from swarm.errors import IntegrityError, PeerUnavailable
 from swarm.interchange import adapter, origin, run_folder
 from swarm.interchange.adapter import export_adapter
@@ -35,8 +37,9 @@ from swarm.interchange.export import Origin, Target, export_model
 from swarm.interchange.families.known import family_of
 from swarm.interchange.run_folder import ImportOptions, import_model
 from swarm.interchange.source import DTYPES, Source, located, parameter_shapes
+from swarm.interchange.weights import Weights
 from swarm.machine import json_file
-from swarm.machine.disk import require_new
+from swarm.machine.disk import require_new, whole_folder
 from swarm.machine.words import counted
 from swarm.metrics import OF_SOURCE
 from swarm.model.stages import trained_shapes
@@ -99,16 +102,41 @@ def export(options: ExportModelOptions) -> None:
     if options.model is not None:
         _export(origin.from_run_folder(options.model), options, losses)
     elif options.checkpoint is not None:
-        _export(origin.from_checkpoints(options.checkpoint, options.round, base), options, losses)
+        _export_paths(options.checkpoint, options.round, base, options, losses)
     else:
         # The temporary folder is beside the output, because there has to be room for a model there anyway.
         with TemporaryDirectory(dir=_existing(options.output.absolute().parent), prefix=".swarm-export-") as folder:
             tokenizer, live_base = fetch_model(options, Path(folder))
-            found = origin.from_checkpoints(Path(folder), None, base or live_base)
-            _export(found, dataclasses.replace(options, tokenizer=tokenizer), losses)
+            options = dataclasses.replace(options, tokenizer=tokenizer)
+            _export_paths(Path(folder), None, base or live_base, options, losses)
 
 
-def _export(found: Origin, options: ExportModelOptions, losses: Sequence[MeasuredLoss]) -> None:
+def _export_paths(
+    checkpoints: Path, round_number: int | None, base: Weights | None, options: ExportModelOptions,
+    losses: Sequence[MeasuredLoss],
+) -> None:  # fmt: skip
+    """Export the one path, or that of --path, or else all, each into a folder of its own. Raises what `export` does."""
+    config = origin.config_of_checkpoints(checkpoints)
+    num_paths = len(config.paths)
+    router = None if options.router is None else path_router.read(options.router)
+    if router is not None:
+        router.require(num_paths, config.data.tokenizer_identity or router.tokenizer)
+    if num_paths == 1 or options.path is not None:
+        _export(origin.from_checkpoints(checkpoints, round_number, base, path=options.path or 0), options, losses)
+        return
+    with whole_folder(options.output) as folder:
+        for path, name in enumerate(path_names(num_paths)):
+            found = origin.from_checkpoints(checkpoints, round_number, base, path=path)
+            _export(found, dataclasses.replace(options, output=folder / name), losses, shown=options.output / name)
+        if router is not None:
+            router.write(folder)
+
+
+def _export(
+    found: Origin, options: ExportModelOptions, losses: Sequence[MeasuredLoss], *, shown: Path | None = None
+) -> None:  # fmt: skip
+    """Write one model; `shown` is the folder that is named, if it is not there yet."""
+    shown = shown or options.output
     if options.merged and found.adapters is None:
         raise ValueError("this run trains the model's own weights, and has no adapters to merge: leave --merged out")
     card = dataclasses.replace(found.card, losses=losses_until(losses, found.card.round))
@@ -119,12 +147,12 @@ def _export(found: Origin, options: ExportModelOptions, losses: Sequence[Measure
         files = export_adapter(found, options.output, dtype, base=base)
         if base is None:
             _say(f"{adapter.CONFIG} does not name the model: --base would, with its folder or its name on the hub")
-        _say_exported(options.output, found, files, "peft.PeftModel.from_pretrained(model, {})")
+        _say_exported(shown, found, files, "peft.PeftModel.from_pretrained(model, {})")
         return
     target = Target(dtype=dtype, tokenizer=options.tokenizer)
     with naming_options(options):
         files = export_model(found, options.output, target)
-    _say_exported(options.output, found, files, "transformers.AutoModelForCausalLM.from_pretrained({})")
+    _say_exported(shown, found, files, "transformers.AutoModelForCausalLM.from_pretrained({})")
     if (tokenizer := options.tokenizer or "").startswith(CLASS):
         print(f"  tokenizer: {tokenizer} is code, and is not in this folder: name it with --tokenizer, or import it")
 
@@ -188,6 +216,7 @@ def show(options: ShowModelOptions) -> None:
         "parameters": _count(parameter_shapes(config.model)) if not config.model.custom_class else "not known",
         **_lora_rows(config),
         "stages": config.stages.num_stages,
+        **({"paths": f"{len(config.paths)}, of {len(config.blocks)} blocks"} if len(config.paths) > 1 else {}),
         "round": found.card.round,
         "digest": found.card.digest,
         "tokens": f"{found.card.num_samples * config.data.sequence_length:,}",
@@ -201,10 +230,9 @@ def _lora_rows(config: RunConfig) -> dict[str, object]:
     lora = config.lora
     if not lora.is_on:
         return {}
-    whole = dataclasses.replace(config, stages=StagesConfig(num_stages=1))
     return {
         "LoRA": f"rank {lora.rank}, alpha {lora.alpha:g}, dropout {lora.dropout:g}, {', '.join(lora.targets)}",
-        "trained": f"{_count(trained_shapes(whole, 0))} parameters, of adapters",
+        "trained": f"{_count(trained_shapes(config.uncut, 0))} parameters, of adapters",
         "frozen": f"{_count(parameter_shapes(config.model))} parameters",
     }
 
@@ -293,4 +321,6 @@ def losses_until(losses: Sequence[MeasuredLoss], round_number: int) -> Mapping[s
     return {f"Loss, {loss.name}, at round {loss.round}": loss.loss for loss in last.values()}
 
 
-_RUN: dict[str, Callable[[Any], None]] = {"import": import_, "export": export, "show": show, "push": push}
+_RUN: dict[str, Callable[[Any], None]] = {
+    "import": import_, "export": export, "route": route, "show": show, "push": push,
+}  # fmt: skip

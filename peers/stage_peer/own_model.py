@@ -10,7 +10,7 @@ import json
 import logging
 import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ from swarm.data import chat, corpora, tokenizer_files, tokenizers
 from swarm.data.corpora import Corpus
 from swarm.data.microbatches import Microbatches
 from swarm.errors import IntegrityError
-from swarm.interchange import run_folder, weights
+from swarm.interchange import origin, run_folder, weights
 from swarm.interchange.run_folder import ImportOptions
 from swarm.interchange.source import Source, located
 from swarm.interchange.weights import Index, Weights
@@ -108,6 +108,24 @@ def open_model(spec: str, say: Say = logger.info) -> OwnModel:
     if (folder / run_folder.CONFIG).is_file():
         return OwnModel(folder, source=None, say=say)
     return OwnModel(folder, Source(folder), name=name, say=say)
+
+
+def hidden_features(place: str, cache: Path, say: Say = logger.info) -> tuple[Callable[[Sequence[int]], Tensor], str]:
+    """What makes features of a sequence's first tokens, for a path router: the mean of the hidden states [F] that a
+    model has of them after its last layer. Returns it with the digest of the model's weights. Blocks. Raises what
+    `open_model` and `all_weights` raise."""
+    own = open_model(place, say)
+    digest = own.all_weights(cache).index.digest
+    found = origin.from_folder(own.folder)
+    module = origin.transformer(found, found.config, torch.device("cpu")).eval()
+    module.head = None
+
+    @torch.inference_mode()
+    def features(tokens: Sequence[int]) -> Tensor:
+        hidden_BTR: Tensor = module(torch.tensor([tokens], dtype=torch.int64))
+        return hidden_BTR[0].mean(0)
+
+    return features, digest
 
 
 def kept_weights(cache: Path, digest: str) -> Path:

@@ -80,6 +80,8 @@ def _fitted(config: RunConfig, options: StaticOptions, shape: Shape) -> RunConfi
     model = config.model
     if model.custom_class and (shape.pp > 1 or shape.tp > 1):
         raise ValueError("--pp and --tp are for the built-in model, not for a model.custom_class")
+    if len(config.paths) > 1:
+        raise ValueError(f"the run has {len(config.paths)} paths (stages.variants), and swarm-static trains one")
     if shape.pp > model.num_layers:
         raise ValueError(f"--pp {shape.pp} needs as many layers, and model.num_layers is {model.num_layers}")
     if "parallel" in model.types_of_blocks and shape.pp != config.stages.num_stages:

@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -86,7 +86,9 @@ def main(argv: Sequence[str]) -> int:
             # The text is prepared in the main thread, outside the loop: this may take minutes, and Ctrl-C could not end
             # another thread.
             with stopping.interruptible(), naming_options(options):
-                corpus, data = open_corpus(member.config, options.dataset, options.tokenizer, options.validation)
+                corpus, data = open_corpus(
+                    member.config, options.dataset, options.tokenizer, options.validation, options.paths or ()
+                )  # fmt: skip
             process.require_addresses(process.THREAD_BYTES)
             return runner.run(run(options, member, paths, corpus, data, events))
         finally:
@@ -226,10 +228,11 @@ async def finish(
 
 
 def open_corpus(
-    config: RunConfig, datasets: tuple[str, ...], tokenizer: str | None = None, validation: str | None = None
-) -> tuple[corpora.Corpus, Microbatches]:
+    config: RunConfig, datasets: tuple[str, ...], tokenizer: str | None = None, validation: str | None = None,
+    paths: Collection[int] = (),
+) -> tuple[corpora.Corpus, Microbatches]:  # fmt: skip
     """Open this machine's copy of the run's text, which is where the run's configuration says, unless the arguments
-    name another place.
+    name another place. If `paths` are named, only their datasets are opened.
 
     Raises CorpusMismatch if the text or the tokenizer differs from the run's, and ValueError if there is no such text,
     or the run does not say which text it is.
@@ -238,17 +241,20 @@ def open_corpus(
         # A name without a digest is refused: with it the run's first peer could make this machine read any of its
         # files, and see the file's tokens.
         raise ValueError("this run does not say which text it is trained on: name yours with --dataset")
-    if datasets and len(datasets) != len(config.data.datasets):
-        names = ", ".join(config.data.source_names)
+    here = config.data.datasets_of(paths)
+    if datasets and len(datasets) != len(here):
+        known = zip(config.data.source_names, config.data.datasets, strict=True)
+        names = ", ".join(name for name, dataset in known if dataset in here)
+        of_paths = " for these paths" if len(here) < len(config.data.datasets) else ""
         raise ValueError(
-            f"--dataset names {counted(len(datasets), 'dataset')}, and the run has {names}: name all of them"
+            f"--dataset names {counted(len(datasets), 'dataset')}, and the run has {names}{of_paths}: name all of them"
         )
     if config.data.validation and not config.data.digest and validation is None:
         raise ValueError("this run does not say which text it is evaluated on: name yours with --validation")
     if validation and not config.data.validation:
         raise ValueError("--validation names a text, and the run holds out a part of its own: leave it out")
     local = dataclasses.replace(
-        config.data, dataset=datasets or config.data.dataset, validation=validation or config.data.validation
+        config.data, paths=(), dataset=datasets or here, validation=validation or config.data.validation
     )
     for name in local.classes:
         if name not in (*datasets, validation):
@@ -261,6 +267,6 @@ def open_corpus(
     # The tokenizer is checked first, because tokenizing the text may take minutes.
     tokenizers.load_for_run(local, vocab_size=config.model.vocab_size)
     corpus = corpora.prepare(local, cache_dir=cache_folder() / "corpora")
-    corpus = corpora.in_order(config.data, corpus)
-    corpora.check_digest(local, corpus)
-    return corpus, Microbatches(corpus, config.data)
+    corpus = corpora.in_order(config.data, corpus, paths)
+    corpora.check_digest(local, corpus, corpora.wanted_digests(config.data, paths) if paths else ())
+    return corpus, Microbatches(corpus, config.data, paths)

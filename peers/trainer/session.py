@@ -6,15 +6,17 @@ sample.
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from peers.trainer.options import TrainerOptions
 from peers.trainer.report import Report
 from swarm.config import RunConfig
 from swarm.data import tokenizers
-from swarm.data.microbatches import HeldOutLoss, Microbatches, averaged
+from swarm.data.microbatches import HeldOut, HeldOutLoss, Microbatches, averaged
 from swarm.errors import Fatal, Overloaded, SwarmError
 from swarm.generation.engine import collect
 from swarm.generation.sampling import Sampling
@@ -36,6 +38,15 @@ ATTEMPTS = 5
 """How often an evaluation is tried if other trainers bring the swarm to the next round meanwhile."""
 PROGRESS_SECONDS = 0.5
 TEMPERATURE = 0.7
+
+
+@dataclass(frozen=True)
+class Along:
+    """A path to evaluate along: the hop to its first block, and who hears where it waits."""
+
+    path: int
+    hop: Hop
+    listener: HopListener
 
 
 @dataclass
@@ -109,11 +120,10 @@ class Session:
             for _ in range(ATTEMPTS):
                 await self.watcher.poll()
                 work = held_out_loss(
-                    self.hops[self.paths.entries[0]],
+                    self._alongs(),
                     self.data,
                     round_number=self.watcher.latest_round,
                     num_samples=self.options.evaluation_samples,
-                    listener=self.loop.listener(self.paths.paths[0]),
                 )
                 try:
                     # The evaluation runs in a task of its own, because in older Pythons a failed task group leaves the
@@ -125,6 +135,12 @@ class Session:
         logger.warning("no evaluation, after %d attempts: %s", ATTEMPTS, cause)
         return None
 
+    def _alongs(self) -> list[Along]:
+        """The paths that do not stand still; if all do, all."""
+        live = [path for path in self.paths.paths if self.paths.is_live(path)]
+        first = {path: self.config.blocks_of(path)[0] for path in live or self.paths.paths}
+        return [Along(path, self.hops[block], self.loop.listener(path)) for path, block in first.items()]
+
     async def write_sample(self) -> str:
         """Let the trained swarm continue a held-out prompt. Empty if the user asked for no text, or (with a warning) if
         the swarm could not write it."""
@@ -133,8 +149,11 @@ class Session:
         tokenizer = tokenizers.load(self.options.tokenizer or self.config.data.tokenizer)
         sampling = Sampling(temperature=TEMPERATURE, seed=self.config.data.seed)
         try:
-            engine = SwarmEngine(self.hops[self.paths.entries[0]], self.config)
-            prompt = self.data.held_out(1)[0][TOKENS][0, :-1].tolist()[-_half(engine) :]
+            along = self._alongs()[0]
+            engine = SwarmEngine(along.hop, self.config, path=along.path)
+            texts = self.data.held_out_by_source(1)
+            own = next(text for text in texts if not text.paths or along.path in text.paths)
+            prompt = own.batches[0][TOKENS][0, :-1].tolist()[-_half(engine) :]
             tokens = await _continued(engine, prompt, sampling, self.options.sample_tokens)
         except (ValueError, SwarmError) as error:
             logger.warning("no sample of text: %s", error)
@@ -159,27 +178,37 @@ def _half(engine: SwarmEngine) -> int:
 
 
 async def held_out_loss(
-    hop: Hop, data: Microbatches, *, round_number: int, num_samples: int, listener: HopListener | None = None
-) -> HeldOutLoss:
+    alongs: Sequence[Along], data: Microbatches, *, round_number: int, num_samples: int
+) -> HeldOutLoss:  # fmt: skip
     """Compute losses over about `num_samples` held-out samples, equally many of each dataset.
 
-    Peers hold the round's weights meanwhile, so that the evaluation may take longer than a round. Raises Fatal if no
-    chain of peers can hold that round, or not any more.
+    Each dataset of `data.paths` is evaluated along its own paths, and left out if none of these is given; any other
+    along all paths, batch by batch in turn. Peers hold the round's weights meanwhile, so that the evaluation may take
+    longer than a round. Raises Fatal if no chain of peers can hold that round, or not any more.
     """
-    sources = data.held_out_by_source(num_samples)
-    batches = [batch for source in sources for batch in source.batches]
-    waiting = iter(enumerate(batches))
-    losses = [0.0] * len(batches)
+    by_path = {along.path: along for along in alongs}
+    sources, losses = list[HeldOut](), list[float]()
+    waiting: dict[int, list[tuple[int, dict[str, Tensor]]]] = {}
+    for source in data.held_out_by_source(num_samples):
+        if paths := [path for path in source.paths or by_path if path in by_path]:
+            sources.append(source)
+            for number, batch in enumerate(source.batches):
+                waiting.setdefault(paths[number % len(paths)], []).append((len(losses), batch))
+                losses.append(0.0)
+    room = asyncio.Semaphore(CONCURRENCY)
 
-    async def work() -> None:
-        with closing(await hop.hold(round_number, listener)) as hold:
-            for number, batch in waiting:
-                losses[number] = await hop.evaluate(batch, hold.held, listener)
+    async def work(along: Along, batches: Iterator[tuple[int, dict[str, Tensor]]]) -> None:
+        async with room:
+            with closing(await along.hop.hold(round_number, along.listener, path=along.path)) as hold:
+                for number, batch in batches:
+                    losses[number] = await along.hop.evaluate(batch, hold.held, along.listener, path=along.path)
 
     try:
         async with asyncio.TaskGroup() as group:
-            for _ in range(min(CONCURRENCY, len(batches))):
-                group.create_task(work())
+            for path, own in waiting.items():
+                batches = iter(own)
+                for _ in range(min(max(1, CONCURRENCY // len(waiting)), len(own))):
+                    group.create_task(work(by_path[path], batches))
     except* (Fatal, Overloaded) as failures:
         raise Fatal(f"evaluation at round {round_number}: {failures.exceptions[0]}") from None
     return averaged(sources, losses)

@@ -26,7 +26,6 @@ from typing import Any, Literal, get_args
 import torch
 
 from peers.commands import command_line
-from peers.generate.models import load
 from peers.shared import cli
 from peers.shared.devices import computing_in
 from peers.static.options import StaticOptions
@@ -48,7 +47,7 @@ from swarm.config import RunConfig, Setting
 from swarm.errors import DeadlineExceeded, Fatal, PeerUnavailable, in_one_line
 from swarm.generation.engine import LocalEngine, Room, collect
 from swarm.generation.sampling import Sampling
-from swarm.interchange.origin import from_model_folder
+from swarm.interchange.origin import from_model_folder, transformer
 from swarm.machine.recording import recorder_of
 from swarm.metrics import read as read_metrics
 
@@ -267,7 +266,7 @@ def _generate(options: Options, device: torch.device, found: Figures) -> Figures
     with tempfile.TemporaryDirectory(prefix="bench-gpu-") as name:
         model.save_pretrained(name)
         origin = from_model_folder(Path(name))
-        ours = load(origin, computing_in(origin.config, "bf16", device), device)
+        ours = transformer(origin, computing_in(origin.config, "bf16", device), device)
     generator = torch.Generator().manual_seed(1)
     prompt = torch.randint(vocabulary, (PROMPT_TOKENS,), generator=generator).tolist()
     engine = LocalEngine(ours, Room(1, longest), longest=longest, recorder=recorder_of(device))

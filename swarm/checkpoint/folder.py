@@ -57,8 +57,9 @@ class CheckpointFolder:
         return not self._names
 
     def restore(
-        self, block: Block, shapes: Mapping[str, torch.Size], *, round_number: int | None = None
-    ) -> Restored | None:
+        self, block: Block, shapes: Mapping[str, torch.Size], *, round_number: int | None = None,
+        variants: Sequence[int] = (),
+    ) -> Restored | None:  # fmt: skip
         """A block's state at the newest round that is whole. None if no round has all of it. Blocks.
 
         A block is put together from files of its own variant. A round is whole if each block of its cut that has files
@@ -69,6 +70,7 @@ class CheckpointFolder:
         Args:
             shapes: of the block's parameters, by name.
             round_number: if given, only this round is considered.
+            variants: if given, the block is the model of a path that leads through these variants of the stages.
         """
         own = self._config.stages.num_stages
         cuts = {cut for cut in self._cuts if round_number in (None, cut[0])}
@@ -76,10 +78,11 @@ class CheckpointFolder:
         for cut in newest_first:
             if self._is_complete(cut):
                 headers = self._sound(cut)
-                if len(headers) == len(self._files(cut)) and (restored := self._gather(headers, block, shapes)):
+                is_whole = len(headers) == len(self._files(cut))
+                if is_whole and (restored := self._gather(headers, block, shapes, variants)):
                     return restored
         for cut in newest_first:
-            if restored := self._gather(self._sound(cut), block, shapes):
+            if restored := self._gather(self._sound(cut), block, shapes, variants):
                 logger.warning("round %d in %s is not whole, but has all of stage %s", cut[0], self.path, block)
                 return restored
         return None
@@ -118,10 +121,13 @@ class CheckpointFolder:
             self.foreign = self.foreign or str(error)
         self._headers[name] = None
 
-    def _gather(self, headers: Sequence[Header], block: Block, shapes: Mapping[str, torch.Size]) -> Restored | None:
+    def _gather(
+        self, headers: Sequence[Header], block: Block, shapes: Mapping[str, torch.Size], variants: Sequence[int]
+    ) -> Restored | None:
         """A block's state from files of one round. None if a parameter is missing, or of another shape."""
         try:
-            own = [header for header in headers if header.variant == block.variant]
+            wanted = dict(enumerate(variants))
+            own = [each for each in headers if each.variant == wanted.get(each.stage, block.variant)]
             return self._put_together(own, block, shapes)
         except IntegrityError as error:
             # Another peer of the folder may have just deleted a file.

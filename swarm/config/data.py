@@ -1,6 +1,7 @@
 """`[data]`: the text, and how it becomes microbatches."""
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal, assert_never
 
@@ -31,6 +32,9 @@ class DataConfig:
     tokens. Files that end in `.jsonl`, `.ndjson` or `.parquet` have rows with named fields, all others are text. Texts
     and JSONL may be compressed (`.gz`). A list names several datasets: part of each is held out, and has a loss of its
     own."""
+    paths: tuple[str, ...] = field(default=(), metadata=NO_CHANGE)
+    """In a run with `stages.variants`: a dataset for each path, named as in `dataset`, which is then left out. Paths
+    with the same one take its microbatches in turn. Left out, all paths do so with `dataset`."""
     validation: str = field(default="", metadata=NO_CHANGE)
     """A text of its own for evaluations, named as in `dataset`, of which then nothing is held out. For one dataset."""
     weights: tuple[float, ...] = ()
@@ -84,6 +88,8 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         require_usable_numbers("data", self)
+        require(not self.paths or self.dataset == "stdlib", "data.paths names all datasets: leave data.dataset out")
+        require(not (self.paths and self.weights), "data.weights needs data.dataset: all of data.paths count alike")
         if isinstance(self.dataset, tuple) and len(self.dataset) == 1:
             # A list of one dataset becomes its name, so that either way of writing it makes the same run.
             object.__setattr__(self, "dataset", self.dataset[0])
@@ -151,7 +157,16 @@ class DataConfig:
 
     @property
     def datasets(self) -> tuple[str, ...]:
+        """All datasets of the run, each once."""
+        if self.paths:
+            return tuple(dict.fromkeys(self.paths))
         return (self.dataset,) if isinstance(self.dataset, str) else self.dataset
+
+    def datasets_of(self, paths: Collection[int]) -> tuple[str, ...]:
+        """Those of `datasets` that some paths train on; all if no path is named."""
+        if not (paths and self.paths):
+            return self.datasets
+        return tuple(dict.fromkeys(dataset for path, dataset in enumerate(self.paths) if path in paths))
 
     @property
     def held_out_rows(self) -> int:

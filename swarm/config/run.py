@@ -23,6 +23,7 @@ from swarm.config.rounds import AveragingConfig, OuterConfig, RoundsConfig
 from swarm.config.sizes import PLENTY, TextSize, sized, sizes_of
 from swarm.config.stages import StagesConfig, WireConfig
 from swarm.errors import ConfigMismatch
+from swarm.machine.words import counted
 from swarm.types import Block
 
 MOST_MICROBATCHES = 1 << 18
@@ -139,6 +140,11 @@ class RunConfig:
             f"rounds.round_samples ({rounds.round_samples}) must be a multiple of data.microbatch_size ({size})",
         )
         require(
+            len(self.data.paths) in (0, len(self.paths)),
+            f"data.paths names {len(self.data.paths)} datasets, and the run has {counted(len(self.paths), 'path')}: "
+            "each needs one",
+        )
+        require(
             self.microbatches_per_round % len(self.paths) == 0,
             f"rounds.round_samples ({rounds.round_samples}) makes {self.microbatches_per_round} microbatches, and "
             f"these must be a multiple of the {len(self.paths)} paths",
@@ -160,6 +166,12 @@ class RunConfig:
     def blocks(self) -> tuple[Block, ...]:
         """All blocks of the run, in the order of the pipeline."""
         return tuple(sorted({Block(stage, variant) for path in self.paths for stage, variant in enumerate(path)}))
+
+    @property
+    def uncut(self) -> "RunConfig":
+        """The configuration of a run with the same model in one stage, without variants."""
+        data = dataclasses.replace(self.data, paths=(), dataset=self.data.datasets)
+        return dataclasses.replace(self, stages=StagesConfig(num_stages=1), data=data)
 
     # -- paths -------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ the run's order with `in_order`, and call `check_digest`. data/prepared prepares
 import dataclasses
 import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,8 @@ class Corpus:
     vocab_size: int
     """The tokenizer's vocabulary size; every token is below it."""
     digest: str
-    """SHA-256, in hexadecimal: of one dataset its own digest, of several the digest of their digests."""
+    """SHA-256, in hexadecimal: of one dataset its own digest, of several the digest of their digests, or with
+    `data.paths` of the digests of all paths' datasets. A corpus of only some paths' datasets has another one."""
     tokenizer_identity: str
     """Tokenizer.identity: see data/tokenizers."""
 
@@ -82,7 +83,7 @@ def prepare(config: DataConfig, *, cache_dir: Path) -> Corpus:
     return Corpus(
         sources=sources,
         vocab_size=recipe.tokenizer.vocab_size,
-        digest=_digest(sources),
+        digest=_digest(config, sources),
         tokenizer_identity=recipe.tokenizer.identity,
     )
 
@@ -126,9 +127,16 @@ def _source(dataset: str, recipe: Recipe, cache_dir: Path) -> SourceTokens:
     return _divided(dataset, found, config) if held_out is None else _with_own(dataset, found, held_out, config, parts)
 
 
-def _digest(sources: Sequence[SourceTokens]) -> str:
+def _digest(config: DataConfig, sources: Sequence[SourceTokens]) -> str:
+    """The digest of sources in the order of `config.datasets`, or of some of them."""
     digests = [source.digest for source in sources]
-    return digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
+    if len(digests) == 1:
+        return digests[0]
+    if config.paths and len(digests) == len(config.datasets):
+        # Which path takes which dataset belongs to what the run learns.
+        by_name = dict(zip(config.datasets, digests, strict=True))
+        digests = [by_name[dataset] for dataset in config.paths]
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
 def _divided(dataset: str, found: Prepared, config: DataConfig) -> SourceTokens:
@@ -197,18 +205,31 @@ def published(config: DataConfig, corpus: Corpus, files: TokenizerFiles | None) 
     )
 
 
-def in_order(config: DataConfig, corpus: Corpus) -> Corpus:
-    """The corpus with its datasets in the run's order. It is unchanged if they are not the run's datasets."""
+def in_order(config: DataConfig, corpus: Corpus, paths: Collection[int] = ()) -> Corpus:
+    """The corpus with its datasets in the run's order. It is unchanged if they are not the run's datasets, or those of
+    the paths that this process runs."""
     left = {source.digest: source for source in corpus.sources}
-    if sorted(config.dataset_digests) != sorted(source.digest for source in corpus.sources):
+    wanted = wanted_digests(config, paths)
+    if sorted(wanted) != sorted(source.digest for source in corpus.sources):
         return corpus
-    sources = [left[digest] for digest in config.dataset_digests]
-    return dataclasses.replace(corpus, sources=sources, digest=_digest(sources))
+    sources = [left[digest] for digest in wanted]
+    return dataclasses.replace(corpus, sources=sources, digest=_digest(config, sources))
 
 
-def check_digest(config: DataConfig, corpus: Corpus) -> None:
-    """Raise CorpusMismatch if the run was started with other text. A run without a digest takes any text."""
-    if config.digest in ("", corpus.digest):
+def wanted_digests(config: DataConfig, paths: Collection[int] = ()) -> tuple[str, ...]:
+    """Those of `dataset_digests` that the datasets of some paths have; all if no path is named."""
+    here = config.datasets_of(paths)
+    known = zip(config.datasets, config.dataset_digests, strict=False)
+    return tuple(digest for dataset, digest in known if dataset in here)
+
+
+def check_digest(config: DataConfig, corpus: Corpus, wanted: Sequence[str] = ()) -> None:
+    """Raise CorpusMismatch if the run was started with other text. A run without a digest takes any text.
+
+    Args:
+        wanted: the digests of the datasets of some paths, if the corpus has only these.
+    """
+    if config.digest in ("", corpus.digest) or [*wanted] == [source.digest for source in corpus.sources]:
         return
     other = [
         dataset

@@ -10,9 +10,12 @@ weights say, and the next epoch goes on where this one ended in each dataset.
 
 With `data.part_rows` epoch k has the samples of part k of each dataset (data/parts), as many as part 0 has: of a part
 with more the rest is left out, and one with fewer begins again at its own start.
+
+With `data.paths` all this holds for each dataset by itself. Of P paths microbatch i takes the one with number i % P,
+and is of that path's dataset; paths with the same dataset take its microbatches in turn.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +25,7 @@ import numpy.typing as npt
 import torch
 
 from swarm.config import DataConfig
-from swarm.data.corpora import Corpus
+from swarm.data.corpora import Corpus, SourceTokens
 from swarm.data.prepared import Prepared
 from swarm.training import samples
 from swarm.training.samples import TOKENS
@@ -42,27 +45,34 @@ class HeldOut:
     Attributes:
         batches: microbatches in their wire form (training/samples); the last one may be smaller.
         share: the number of sequences of the held-out part for which each of the samples stands.
+        paths: the paths that train on this dataset, by `data.paths`; empty if all do.
     """
 
     name: str
     batches: Sequence[dict[str, torch.Tensor]]
     share: float
+    paths: tuple[int, ...] = ()
 
 
 class Microbatches:
-    def __init__(self, corpus: Corpus, config: DataConfig) -> None:
-        self._sources = corpus.sources
-        self._names = config.source_names
-        self._sequence_length = config.sequence_length
+    def __init__(self, corpus: Corpus, config: DataConfig, paths: Collection[int] = ()) -> None:
+        """`paths` are those that this process runs, if the corpus has only their datasets."""
         self._microbatch_size = config.microbatch_size
-        self._seed = config.seed
-        self._num_sequences = [self._count(source.training) for source in corpus.sources]
-        sizes = _part_sizes if config.part_rows else _epoch_sizes
-        self._sizes = sizes(self._num_sequences, config.weights)
-        """Samples of each dataset in an epoch."""
-        self._ends = np.cumsum(self._sizes)
-        self.num_windows = int(self._ends[-1])
-        """Samples in an epoch."""
+        names = dict(zip(config.datasets, config.source_names, strict=True))
+        here = config.datasets_of(paths)
+        self._names = [names[dataset] for dataset in here]
+        self._texts = [_Text(corpus.sources, config)]
+        """One of all datasets, or with `data.paths` one of each."""
+        self._by_path: Mapping[int, tuple[_Text, tuple[int, ...]]] = {}
+        """With `data.paths`: the text of each path, and all paths that have it."""
+        self._num_paths = len(config.paths)
+        if config.paths:
+            self._texts = [_Text([source], config) for source in corpus.sources]
+            for dataset, text in zip(here, self._texts, strict=True):
+                sharing = tuple(path for path, other in enumerate(config.paths) if other == dataset)
+                self._by_path |= dict.fromkeys(sharing, (text, sharing))
+        self.num_windows = sum(text.num_windows for text in self._texts)
+        """Samples in an epoch, of all texts."""
 
     def tokens(self, index: int) -> npt.NDArray[np.int32]:
         """The token ids of microbatch `index` [microbatch_size, sequence_length + 1]."""
@@ -72,23 +82,25 @@ class Microbatches:
     def preparing(self, index: int) -> list[Future[Prepared]]:
         """The parts that microbatch `index` needs and that are not prepared yet. Has them, and those that come next,
         prepared in the background. The parts of the present epoch and the one before it stay at hand."""
-        first = index * self._microbatch_size
-        epochs = range(first // self.num_windows, (first + self._microbatch_size - 1) // self.num_windows + 1)
-        parts = [source.parts for source in self._sources if source.parts is not None]
-        wanted = [each.want(epoch) for epoch in epochs for each in parts]
-        return [part for part in wanted if not part.done()]
+        text, samples = self._place(index)
+        return text.preparing(samples)
 
     def samples(self, index: int) -> dict[str, torch.Tensor]:
         """Microbatch `index` in its wire form (training/samples). Blocks while one of its parts is prepared.
 
-        Sample j of microbatch i is sample i * microbatch_size + j of the run; epochs follow each other without a
+        Sample j of microbatch i is sample i * microbatch_size + j of the text; epochs follow each other without a
         gap, so that a microbatch may begin in one and end in the next.
         """
-        first = index * self._microbatch_size
-        samples = np.arange(first, first + self._microbatch_size, dtype=np.uint64)
-        epochs, positions = np.divmod(samples, np.uint64(self.num_windows))
-        places = _permute(positions, self.num_windows, seed=self._seed, epochs=epochs)
-        return self._gather(map(self._training_sequence, epochs.tolist(), places.tolist()))
+        text, samples = self._place(index)
+        return text.samples(samples)
+
+    def _place(self, index: int) -> tuple["_Text", range]:
+        """The text that a microbatch is of, and its samples there."""
+        text, number = self._texts[0], index
+        if self._by_path:
+            text, sharing = self._by_path[index % self._num_paths]
+            number = index // self._num_paths * len(sharing) + sharing.index(index % self._num_paths)
+        return text, range(number * self._microbatch_size, (number + 1) * self._microbatch_size)
 
     def held_out(self, num_samples: int) -> list[dict[str, torch.Tensor]]:
         return [batch for source in self.held_out_by_source(num_samples) for batch in source.batches]
@@ -98,11 +110,47 @@ class Microbatches:
 
         They are always the same ones. If a dataset has fewer, each of them is given once.
         """
-        own = -(-num_samples // len(self._sources))
-        return [self._held_out_of(number, own) for number in range(len(self._sources))]
+        found = [held_out for text in self._texts for held_out in text.held_out(-(-num_samples // len(self._names)))]
+        sharing = {id(text): paths for text, paths in self._by_path.values()}
+        paths = [sharing[id(text)] for text in self._texts] if sharing else [()] * len(self._names)
+        return [
+            HeldOut(name=name, batches=batches, share=share, paths=own)
+            for name, (batches, share), own in zip(self._names, found, paths, strict=True)
+        ]
 
-    def _held_out_of(self, source: int, num_samples: int) -> HeldOut:
-        part = self._sources[source].held_out
+
+class _Text:
+    """Datasets as one series of samples."""
+
+    def __init__(self, sources: Sequence[SourceTokens], config: DataConfig) -> None:
+        self._sources = sources
+        self._sequence_length = config.sequence_length
+        self._microbatch_size = config.microbatch_size
+        self._seed = config.seed
+        self._num_sequences = [self._count(source.training) for source in sources]
+        sizes = _part_sizes if config.part_rows else _epoch_sizes
+        self._sizes = sizes(self._num_sequences, config.weights)
+        """Samples of each dataset in an epoch."""
+        self._ends = np.cumsum(self._sizes)
+        self.num_windows = int(self._ends[-1])
+        """Samples in an epoch."""
+
+    def preparing(self, samples: range) -> list[Future[Prepared]]:
+        epochs = range(samples[0] // self.num_windows, samples[-1] // self.num_windows + 1)
+        parts = [source.parts for source in self._sources if source.parts is not None]
+        wanted = [each.want(epoch) for epoch in epochs for each in parts]
+        return [part for part in wanted if not part.done()]
+
+    def samples(self, samples: range) -> dict[str, torch.Tensor]:
+        epochs, positions = np.divmod(np.array(samples, dtype=np.uint64), np.uint64(self.num_windows))
+        places = _permute(positions, self.num_windows, seed=self._seed, epochs=epochs)
+        return self._gather(map(self._training_sequence, epochs.tolist(), places.tolist()))
+
+    def held_out(self, num_samples: int) -> list[tuple[list[dict[str, torch.Tensor]], float]]:
+        """Of each dataset the batches and the share, as HeldOut has them."""
+        return [self._held_out_of(source.held_out, num_samples) for source in self._sources]
+
+    def _held_out_of(self, part: _Part, num_samples: int) -> tuple[list[dict[str, torch.Tensor]], float]:
         available = self._count(part)
         num_samples = min(num_samples, available)
         numbers = [number * available // num_samples for number in range(num_samples)]
@@ -111,7 +159,7 @@ class Microbatches:
             self._gather((part, number) for number in numbers[first : first + size])
             for first in range(0, num_samples, size)
         ]
-        return HeldOut(name=self._names[source], batches=batches, share=available / num_samples)
+        return batches, available / num_samples
 
     def _training_sequence(self, epoch: int, place: int) -> tuple[_Part, int]:
         """Find the sequence at a place in an epoch's permutation: its dataset's training part, and its number there."""

@@ -1,12 +1,12 @@
 """The interface of engines, which compute the next tokens of sequences, and LocalEngine, which has the model in this
 process.
 
-The other engine is pipeline/swarm_engine.py, for a running swarm.
+Another engine is pipeline/swarm_engine.py, for a running swarm. RoutedEngine chooses among several.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from typing import Protocol
@@ -238,6 +238,30 @@ class _Sequence:
             self._arrived.clear()
             await self._arrived.wait()
         return self._ready.popleft()
+
+
+class RoutedEngine:
+    """The engines of a run's paths. The first tokens of each sequence choose the path, and so its engine."""
+
+    def __init__(self, engines: Sequence[Engine], choose: Callable[[Sequence[int]], int]) -> None:
+        """`choose` gives the number of a sequence's path; it may compute for a while."""
+        self._engines = engines
+        self._choose = choose
+        self._newest = engines[0]
+        self.longest = min(engine.longest for engine in engines)
+
+    @property
+    def round(self) -> int | None:
+        return self._newest.round
+
+    async def generate(
+        self, prompt: Sequence[int], sampling: Sampling, max_tokens: int, scores: Scores | None = None
+    ) -> AsyncGenerator[int, None]:
+        require_room(self, prompt, max_tokens)
+        self._newest = engine = self._engines[await asyncio.to_thread(self._choose, prompt)]
+        async with aclosing(engine.generate(prompt, sampling, max_tokens, scores)) as tokens:
+            async for token in tokens:
+                yield token
 
 
 def num_chosen(max_tokens: int, scores: Scores | None) -> int:

@@ -4,7 +4,6 @@ Parameters are named by their place in the whole model (`layers.3.attention.q.we
 names. Shape suffixes: B samples, T positions, V vocabulary.
 """
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from swarm.config import RunConfig, StagesConfig
+from swarm.config import RunConfig
 from swarm.machine.extras import own_class
 from swarm.machine.out_of_memory import is_out_of_memory
 from swarm.model import adapters
@@ -198,8 +197,7 @@ class Transformer(StageModule):
     """
 
     def __init__(self, config: RunConfig, shards: Shards | None = None, *, fused: bool = False) -> None:
-        uncut = dataclasses.replace(config, stages=StagesConfig(num_stages=1))
-        super().__init__(uncut, 0, range(config.model.num_layers), shards, fused=fused)
+        super().__init__(config.uncut, 0, range(config.model.num_layers), shards, fused=fused)
         if self.shards is not None:
             self.spans = [span for layers in layer_ranges(config) for span in spans(config.model, layers)]
 

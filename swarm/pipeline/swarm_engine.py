@@ -20,14 +20,15 @@ class SwarmEngine:
     """Writes text with a run's stages, whichever peers serve them. The round is that whose weights write the newest
     text, and before the first text `round_number`."""
 
-    def __init__(self, hop: Hop, config: RunConfig, *, round_number: int | None = None) -> None:
-        """`hop` leads to stage 0. Raises ValueError if the run's model cannot generate text."""
+    def __init__(self, hop: Hop, config: RunConfig, *, round_number: int | None = None, path: int = 0) -> None:
+        """`hop` leads to the path's first block. Raises ValueError if the run's model cannot generate text."""
         if config.model.custom_class:
             raise ValueError(
                 f"no text from a run with model.custom_class {config.model.custom_class!r}: it has no cache"
             )
         self.round = round_number
         self._hop = hop
+        self._path = path
         self._vocab_size = config.model.vocab_size
         self.longest = config.model.max_positions or config.data.sequence_length
 
@@ -49,6 +50,7 @@ class SwarmEngine:
             sampling=sampling,
             num_positions=len(prompt) + max_tokens,
             vocab_size=self._vocab_size,
+            path=self._path,
             scoring=None if scores is None else scores.scoring,
         )
         while num_left:

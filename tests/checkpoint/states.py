@@ -8,10 +8,11 @@ import torch
 
 from swarm.checkpoint import file
 from swarm.checkpoint.file import Header
-from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, Setting, StagesConfig
 from swarm.model.stages import build_stage
 from swarm.stage.stage import weights_of
 from swarm.stage.weights import StageWeights
+from swarm.types import Block
 from tests.support.commits import end_round
 
 CONFIG = RunConfig(
@@ -26,19 +27,19 @@ def cut(num_stages: int, config: RunConfig = CONFIG) -> RunConfig:
     return dataclasses.replace(config, stages=StagesConfig(num_stages=num_stages))
 
 
-def trained(config: RunConfig, stage: int, num_rounds: int) -> StageWeights:
-    """A stage after some rounds, each with gradients that follow from the parameters' names."""
+def trained(config: RunConfig, stage: int, num_rounds: int, variant: int = 0) -> StageWeights:
+    """A block after some rounds, each with gradients that follow from the parameters' names and the variant."""
     weights = weights_of(config, build_stage(config, stage, device="cpu"), lineage=_hash(f"stage {stage}"))
     while weights.round.number < num_rounds:
-        train_round(weights)
+        train_round(weights, variant)
     return weights
 
 
-def train_round(weights: StageWeights) -> None:
+def train_round(weights: StageWeights, variant: int = 0) -> None:
     """Commit one more round."""
     average = {}
     for name, master in weights.masters.items():
-        generator = torch.Generator().manual_seed(sum(name.encode()) + weights.round.number)
+        generator = torch.Generator().manual_seed(sum(name.encode()) + weights.round.number + 1000 * variant)
         average[name] = torch.randn(master.shape, generator=generator)
     weights.close()
     end_round(weights, average, total_squared_norm=1.0, lineage=_hash(weights.round.lineage))
@@ -48,21 +49,32 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def header_of(config: RunConfig, stage: int, weights: StageWeights, *, highest_microbatch: int = 7) -> Header:
+def header_of(
+    config: RunConfig, stage: int, weights: StageWeights, *, highest_microbatch: int = 7, variant: int = 0
+) -> Header:
     """The header of a checkpoint of these weights."""
     return Header(
         config=config, stage=stage, round=weights.round.number, run_samples=weights.round.run_samples,
         lineage=weights.round.lineage, highest_microbatch=highest_microbatch, state_digest=weights.state_digest(),
+        variant=variant,
     )  # fmt: skip
 
 
 def write_cut(folder: Path, config: RunConfig, num_rounds: int) -> list[Path]:
-    """Write checkpoints of all stages after some rounds."""
-    paths = []
-    for stage in range(config.stages.num_stages):
-        weights = trained(config, stage, num_rounds)
-        paths.append(file.write(folder, header_of(config, stage, weights), weights.state_tensors(), owner="test"))
-    return paths
+    """Write checkpoints of all blocks after some rounds."""
+    return [write_block(folder, config, block, num_rounds) for block in config.blocks]
+
+
+def write_block(folder: Path, config: RunConfig, block: Block, num_rounds: int) -> Path:
+    weights = trained(config, block.stage, num_rounds, block.variant)
+    header = header_of(config, block.stage, weights, variant=block.variant)
+    return file.write(folder, header, weights.state_tensors(), owner="test")
+
+
+def with_paths(config: RunConfig, setting: Setting = "synchronous") -> RunConfig:
+    """The configuration of a run with four paths through three stages, the second of which all share."""
+    stages = StagesConfig(num_stages=3, variants=(2, 1, 2))
+    return dataclasses.replace(config, stages=stages, rounds=RoundsConfig(setting=setting, round_samples=16))
 
 
 def shapes_of(weights: StageWeights) -> dict[str, torch.Size]:

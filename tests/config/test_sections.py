@@ -133,6 +133,10 @@ from swarm.config import RunConfig
         (f"[data]\ndataset = {[str(n) for n in range(65)]}", "data.dataset must name at most 64 datasets, not 65"),
         ("[data]\nweights = [1, 2]", "data.weights has 2 numbers, and data.dataset names 1: each needs one"),
         ("[data]\ndataset = ['a', 'b']\nweights = [1, 0]", "data.weights must be positive and finite, not [1.0, 0.0]"),
+        ("[data]\npaths = ['a', 'b']", "data.paths names 2 datasets, and the run has 1 path: each needs one"),
+        ("[data]\npaths = ['a']\ndataset = 'b'", "data.paths names all datasets: leave data.dataset out"),
+        ("[data]\npaths = ['a', 'b']\nweights = [1, 2]", "data.weights needs data.dataset: all of data.paths"),
+        ("[data]\npaths = ['a', '']", "data.dataset must not be empty"),
         ("[data]\npart_rows = -1\ndataset = 'hf:x'", "data.part_rows must not be negative, not -1"),
         (
             "[data]\npart_rows = 9\ndataset = ['hf:x', 'b']",

@@ -100,6 +100,19 @@ def test_datasets_are_found_in_whichever_order_they_are_named(folder: Path, tmp_
     )
 
 
+def test_the_digest_covers_which_path_takes_which_dataset(folder: Path, cache: Path) -> None:
+    one, other = str(folder / "part0"), str(folder / "part1")
+
+    def digest(*paths: str) -> str:
+        config = dataclasses.replace(config_of("stdlib"), paths=paths)
+        corpus = corpora.prepare(config, cache_dir=cache)
+        assert len(corpora.published(config, corpus, None).dataset_digests) in (0, 2)
+        return corpus.digest
+
+    assert len({digest(*paths) for paths in ((one, other), (other, one), (one, other, one), (one, other, other))}) == 4
+    assert digest(one, one) == corpora.prepare(config_of(one), cache_dir=cache).digest, "all paths share it, in turn"
+
+
 def test_of_several_datasets_the_one_that_is_too_short_is_named(folder: Path, tmp_path: Path, cache: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_text("x" * 15)

@@ -157,3 +157,49 @@ def test_what_is_held_out_is_told_apart_by_dataset() -> None:
     assert min(batch[TOKENS].min() for batch in other.batches) == 10**6 + 20 * SEQUENCE + 1
     assert (one.share, other.share) == (100 / 8, 10 / 8)
     assert len(microbatches.held_out(16)) == 6
+
+
+def _by_path(paths: tuple[str, ...], wanted: tuple[int, ...] = (), **windows: int) -> Microbatches:
+    """Each dataset has so many windows to train on, and as many held out; tokens of the k-th begin at 10^6 k."""
+    config = DataConfig(paths=paths, sequence_length=SEQUENCE, microbatch_size=2, seed=3)
+    parts = {
+        name: (np.arange(2 * count * SEQUENCE + 2, dtype=np.uint32) + number * 10**6, count * SEQUENCE + 1)
+        for number, (name, count) in enumerate(windows.items())
+    }
+    corpus = text_corpus(*(parts[name] for name in config.datasets_of(wanted)), vocab_size=10**7)
+    return Microbatches(corpus, config, wanted)
+
+
+def test_each_path_has_a_text_of_its_own() -> None:
+    microbatches = _by_path(("a", "b", "c"), a=8, b=6, c=10)
+    for index in range(30):
+        firsts = microbatches.tokens(index)[:, 0]
+        assert set(firsts // 10**6) == {index % 3}
+    for path, count in enumerate((8, 6, 10)):
+        seen = [int(first) for turn in range(count // 2) for first in microbatches.tokens(3 * turn + path)[:, 0]]
+        assert sorted(seen) == [path * 10**6 + window * SEQUENCE for window in range(count)]
+
+
+def test_paths_with_the_same_text_take_its_microbatches_in_turn() -> None:
+    """So no two paths of an epoch train on one window, and one text at all paths is what it is without paths."""
+    shared, alone = _by_path(("a", "b", "a"), a=12, b=4), _by_path(("a",), a=12)
+    taken = [index for index in range(9) if index % 3 != 1]
+    for number, index in enumerate(taken):
+        assert np.array_equal(shared.tokens(index), alone.tokens(number))
+    everywhere = _by_path(("a", "a"), a=12)
+    assert all(np.array_equal(everywhere.tokens(index), alone.tokens(index)) for index in range(20))
+
+
+def test_a_trainer_of_some_paths_needs_only_their_texts() -> None:
+    names = ("a", "b", "c", "b")
+    whole, some = _by_path(names, a=8, b=6, c=10), _by_path(names, (1, 2), a=8, b=6, c=10)
+    for index in (1, 2, 5, 6, 9, 10):
+        assert np.array_equal(some.tokens(index), whole.tokens(index))
+    assert [held_out.name for held_out in some.held_out_by_source(8)] == ["b", "c"]
+
+
+def test_held_out_text_says_which_paths_train_on_its_dataset() -> None:
+    held_out = _by_path(("a", "b", "a"), a=8, b=6).held_out_by_source(8)
+    assert [(each.name, each.paths) for each in held_out] == [("a", (0, 2)), ("b", (1,))]
+    assert [int(each.batches[0][TOKENS][0, 0]) for each in held_out] == [8 * SEQUENCE + 1, 10**6 + 6 * SEQUENCE + 1]
+    assert {each.paths for each in _mixture(7, 20).held_out_by_source(8)} == {()}

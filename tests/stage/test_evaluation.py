@@ -10,11 +10,12 @@ from typing import Any, cast
 import pytest
 import torch
 
-from peers.trainer.session import CONCURRENCY, held_out_loss
+from peers.trainer.session import CONCURRENCY, Along, held_out_loss
 from swarm.config import RoundsConfig, RunConfig
 from swarm.data.microbatches import HeldOut, Microbatches
 from swarm.errors import Overloaded, RoundGone
 from swarm.hop import hop as hops
+from swarm.hop.answers import HopListener
 from swarm.model.stages import build_transformer
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.boundary import HIDDEN
@@ -66,10 +67,11 @@ async def test_rounds_may_pass_faster_than_an_evaluation_takes(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_chain(config, num_peers=(2, 2, 2)) as chain:
-        expected = await held_out_loss(chain.trainer, DATA, round_number=0, num_samples=24)
+        alongs = [Along(0, chain.trainer, HopListener())]
+        expected = await held_out_loss(alongs, DATA, round_number=0, num_samples=24)
         assert expected.by_source["even"] != expected.by_source["odd"]
         _pass_a_round_before_each_microbatch(chain, monkeypatch)
-        assert await held_out_loss(chain.trainer, DATA, round_number=0, num_samples=24) == expected
+        assert await held_out_loss(alongs, DATA, round_number=0, num_samples=24) == expected
         assert [peer.stage.round for peer in chain.peers] == 6 * [24]
         # Training has gone beyond the round, and no peer keeps it longer than necessary.
         await eventually(lambda: not any(_num_held(chain)))

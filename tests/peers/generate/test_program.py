@@ -11,7 +11,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from peers.generate import program
-from peers.generate.models import load
 from peers.generate.options import PROG
 from peers.model import program as model
 from peers.shared import faults
@@ -22,7 +21,7 @@ from swarm.checkpoint.file import Header
 from swarm.config import LoraConfig, StagesConfig
 from swarm.data import hub
 from swarm.interchange import run_folder
-from swarm.interchange.origin import from_model_folder
+from swarm.interchange.origin import from_model_folder, transformer
 from swarm.interchange.source import parameter_shapes
 from tests.checkpoint.states import CONFIG, cut, write_cut
 from tests.interchange.small_models import make, save
@@ -140,7 +139,7 @@ def test_matrices_may_have_sixteen_bits(
 ) -> None:
     _save_with_words(tmp_path, name)
     found, cpu = from_model_folder(tmp_path), torch.device("cpu")
-    plain, narrow = (load(found, computing_in(found.config, each, cpu), cpu) for each in ("fp32", dtype))
+    plain, narrow = (transformer(found, computing_in(found.config, each, cpu), cpu) for each in ("fp32", dtype))
     assert {value.dtype for value in plain.parameters()} == {torch.float32}
     for parameter in narrow.parameters():
         assert parameter.dtype is (held if parameter.ndim > 1 else torch.float32)

@@ -314,7 +314,7 @@ def test_a_stage_without_a_checkpoint_is_said(tmp_path: Path) -> None:
         (["export", "--output", "out", "--model", "run", "--adapter"], "need INVITE or --checkpoint DIR"),
         (["export", "--output", "out", "--checkpoint", "c", "--adapter", "--merged"], "--adapter excludes"),
         (["export", "--output", "out", "--model", "run", "--insecure"], "--insecure belong to a running swarm"),
-        (["melt"], "give one of import, export, show, push"),
+        (["melt"], "give one of import, export, route, show, push"),
     ],
 )
 def test_bad_command_lines_are_one_line(arguments: list[str], fault: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """How an evaluation uses a hop's answers."""
 
 import asyncio
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import cast
@@ -8,7 +9,7 @@ from typing import cast
 import pytest
 import torch
 
-from peers.trainer.session import held_out_loss
+from peers.trainer.session import Along, held_out_loss
 from swarm.data.microbatches import HeldOut, HeldOutLoss, Microbatches
 from swarm.errors import Fatal
 from swarm.hop.answers import HopListener
@@ -49,20 +50,25 @@ class Scorer:
     def __init__(self, *losses: float | Fatal) -> None:
         self.losses = losses
         self.num_running = self.most_running = self.num_held = 0
+        self.held_along = set[int]()
+        self.path_of: dict[int, int] = {}
 
-    async def hold(self, newest_round: int, listener: HopListener | None) -> "Held":
+    async def hold(self, newest_round: int, listener: HopListener | None, *, path: int) -> "Held":
         assert (newest_round, listener) == (ROUND, LISTENER)
+        self.held_along.add(path)
         self.num_held += 1
         return Held(self)
 
     async def evaluate(
-        self, tensors: Mapping[str, torch.Tensor], held: Sequence[pb.HeldRound], listener: HopListener | None
-    ) -> float:
+        self, tensors: Mapping[str, torch.Tensor], held: Sequence[pb.HeldRound], listener: HopListener | None, *,
+        path: int,
+    ) -> float:  # fmt: skip
         assert (held, listener) == (HELD, LISTENER)
         assert self.num_held
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
         number = int(tensors["tokens"][0, 0])
+        self.path_of[number] = path
         await asyncio.sleep(1.0 / (1 + number))
         self.num_running -= 1
         loss = self.losses[number]
@@ -81,9 +87,17 @@ class Held:
         self._scorer.num_held -= 1
 
 
-async def evaluation(scorer: Scorer, *sizes: Sequence[int], shares: Sequence[float] = (1.0,)) -> HeldOutLoss:
-    hop, data = cast(Hop, scorer), cast(Microbatches, Texts(*sizes, shares=shares))
-    return await held_out_loss(hop, data, round_number=ROUND, num_samples=sum(map(sum, sizes)), listener=LISTENER)
+async def evaluation(
+    scorer: Scorer, *sizes: Sequence[int], shares: Sequence[float] = (1.0,), paths: Sequence[int] = (0,),
+    own: Sequence[tuple[int, ...]] = (),
+) -> HeldOutLoss:  # fmt: skip
+    """Evaluate along some paths; `own` are those of each dataset."""
+    texts = Texts(*sizes, shares=shares)
+    for number, each in enumerate(own):
+        texts.sources[number] = dataclasses.replace(texts.sources[number], paths=each)
+    alongs = [Along(path, cast(Hop, scorer), LISTENER) for path in paths]
+    data = cast(Microbatches, texts)
+    return await held_out_loss(alongs, data, round_number=ROUND, num_samples=sum(map(sum, sizes)))
 
 
 @in_virtual_time
@@ -115,3 +129,29 @@ async def test_four_batches_at_once_and_no_more() -> None:
     await evaluation(scorer, [2] * 11)
     assert scorer.most_running == 4
     assert scorer.num_held == 0
+
+
+@in_virtual_time
+async def test_each_dataset_of_its_own_paths_is_evaluated_along_these() -> None:
+    scorer = Scorer(*map(float, range(5)))
+    found = await evaluation(scorer, (2, 2), (2, 2, 2), shares=[1.0, 1.0], paths=range(4), own=[(1,), (0, 3)])
+    assert scorer.path_of == {0: 1, 1: 1, 2: 0, 3: 3, 4: 0}
+    assert scorer.held_along == {0, 1, 3}
+    assert found.by_source == {"text 0": 0.5, "text 1": 3.0}
+
+
+@in_virtual_time
+async def test_a_dataset_of_all_paths_is_evaluated_along_one_after_another() -> None:
+    scorer = Scorer(*[1.0] * 40)
+    await evaluation(scorer, [2] * 40, paths=range(16))
+    assert scorer.path_of == {number: number % 16 for number in range(40)}
+    assert scorer.most_running == 4
+    assert scorer.num_held == 0
+
+
+@in_virtual_time
+async def test_a_dataset_whose_paths_stand_still_is_left_out() -> None:
+    scorer = Scorer(1.0, 2.0, 4.0)
+    found = await evaluation(scorer, (2,), (2,), (2,), shares=[1.0, 1.0, 1.0], paths=(0, 2), own=[(0,), (1,), (2,)])
+    assert found.by_source == {"text 0": 1.0, "text 2": 4.0}
+    assert 1 not in scorer.path_of

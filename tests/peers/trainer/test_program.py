@@ -130,6 +130,36 @@ def test_a_text_for_validation_may_lie_elsewhere(tmp_path: Path, monkeypatch: py
         open_corpus(whole, (str(tmp_path / "text.txt"),), validation=str(copy))
 
 
+def test_a_trainer_of_some_paths_reads_and_checks_their_texts_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    texts = [tmp_path / f"{kind}.txt" for kind in ("bees", "ants", "wasps")]
+    for text in texts:
+        text.write_text(f"the {text.stem} trained all day. " * 6000)
+    settings = (f"data.paths={[*map(str, texts)]}", "stages.num_stages=1", "stages.variants=[3]")
+    config = own_config(
+        PeerOptions(preset="tiny", set=(*settings, "rounds.round_samples=96")), None, tmp_path / "first"
+    )
+    assert config is not None
+    _, whole = open_corpus(config, ())
+    texts[0].unlink()
+    with pytest.raises(ValueError, match=r"bees\.txt' does not exist"):
+        open_corpus(config, ())
+    _, some = open_corpus(config, (), paths=(1, 2))
+    assert [some.tokens(index).tolist() for index in (1, 2, 4)] == [whole.tokens(index).tolist() for index in (1, 2, 4)]
+    copies = (str(texts[2].rename(tmp_path / "copy.txt")), str(texts[1]))
+    _, elsewhere = open_corpus(config, copies, paths=(1, 2))
+    assert elsewhere.tokens(5).tolist() == whole.tokens(5).tolist()
+    with pytest.raises(
+        ValueError, match=r"names 2 datasets, and the run has ants\.txt for these paths: name all of them"
+    ):
+        open_corpus(config, copies, paths=(1,))
+    texts[1].write_text("other ants. " * 6000)
+    with pytest.raises(CorpusMismatch, match=r"'[^']*ants\.txt' is different text here"):
+        open_corpus(config, (), paths=(1,))
+
+
 def test_a_run_on_a_dataset_that_streams_is_begun_and_joined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip

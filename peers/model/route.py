@@ -1,0 +1,194 @@
+"""swarm-model route: decides offline which path each sequence of a text takes (DiPaCo, arXiv 2403.10616, section 2.4).
+
+The sequences are read twice: once for their features, and once to write each into the shard of its path. So only the
+features are in memory, a kilobyte for a sequence. Shape suffixes: N sequences, P paths, F features.
+"""
+
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from peers.model.options import PROG, RouteModelOptions
+from peers.shared import logs
+from peers.shared.environment import cache_folder
+from peers.shared.run_options import naming_options
+from peers.stage_peer.own_model import hidden_features
+from swarm import config as configs
+from swarm.config import DataConfig, RunConfig
+from swarm.data import path_router, path_shards, tokenizers
+from swarm.data.path_router import NUM_TOKENS, Features, PathRouter, path_names
+from swarm.data.path_shards import Linear
+from swarm.data.sources import Source
+from swarm.data.tokenizers import Tokenizer
+from swarm.errors import IntegrityError
+from swarm.interchange import origin
+from swarm.machine.disk import require_new, whole_folder
+from swarm.machine.words import counted
+
+logger = logging.getLogger(__name__)
+
+MOST_REFINED = 2048
+"""The most sequences on which every path's loss is computed, to refine the router."""
+SAY_SECONDS = 10.0
+_PREFIX_CHARACTERS = 1024
+"""The beginning of a text in which its first tokens are."""
+
+
+def route(options: RouteModelOptions) -> None:
+    """Make the folder of shards. Raises ValueError, IntegrityError, OSError, PeerUnavailable."""
+    logs.setup_logging(PROG, "info")
+    require_new(options.output)
+    with naming_options(options):
+        config = RunConfig() if options.config is None else configs.load(options.config)
+        num_paths = options.paths or len(config.paths)
+        data = config.data
+        if options.dataset:
+            data = dataclasses.replace(data, paths=(), weights=(), dataset=options.dataset)
+        tokenizer = tokenizers.load(options.tokenizer or data.tokenizer)
+    if data.format != "text":
+        raise ValueError(f"only texts are cut into shards, and data.format is {data.format!r}")
+    if num_paths < 2:
+        raise ValueError("the run has one path, which takes all of its text: see stages.variants")
+    text = _Sequences(data, tokenizer, options.window)
+    if options.random:
+        scores = np.random.RandomState(options.seed % 2**32).random_sample((text.count(), num_paths))
+        router, scores_NP = None, torch.from_numpy(scores)
+    else:
+        router, scores_NP = _learned(text, num_paths, options)
+    biases_P, paths_N = path_shards.balanced(scores_NP, text.sizes, options.most_over_mean)
+    with whole_folder(options.output) as folder:
+        text.write(folder, paths_N, num_paths)
+        if router is not None:
+            _with(router, router.weights_PF, router.biases_P + biases_P).write(folder)
+    _print_settings(options.output, num_paths, np.bincount(paths_N, np.array(text.sizes, dtype=np.float64), num_paths))
+
+
+class _Sequences:
+    """All sequences of a text, each time in the same order."""
+
+    def __init__(self, data: DataConfig, tokenizer: Tokenizer, most_characters: int) -> None:
+        self._data = data
+        self.tokenizer = tokenizer
+        self._most_characters = most_characters
+        self.sizes: list[int] = []
+        """The characters of each, once they have been counted."""
+
+    def __iter__(self) -> Iterator[str]:
+        for dataset in self._data.datasets:
+            source = Source(dataset, self._data)
+            yield from path_shards.sequences(source, self._most_characters)
+            if source.faults.num_rows:
+                left_out = counted(source.faults.num_rows, "row")
+                logger.warning("%s of %s left out; the first: %s", left_out, dataset, source.faults.first)
+
+    def counting(self) -> Iterator[str]:
+        """All sequences, of which each is counted."""
+        self.sizes, said_at = [], time.monotonic()
+        for sequence in self:
+            self.sizes.append(len(sequence))
+            yield sequence
+            if time.monotonic() - said_at >= SAY_SECONDS:
+                said_at = time.monotonic()
+                logger.info("%s so far", counted(len(self.sizes), "sequence"))
+
+    def count(self) -> int:
+        return sum(1 for _ in self.counting())
+
+    def tokens(self, sequence: str, num_tokens: int) -> list[int]:
+        """The first tokens of a sequence, with those that the tokenizer puts before it."""
+        encoded = self.tokenizer.encode(sequence[: max(_PREFIX_CHARACTERS, 16 * num_tokens)])
+        return [*map(int, self.tokenizer.prefix), *map(int, encoded)][:num_tokens]
+
+    def write(self, folder: Path, paths_N: npt.NDArray[np.int64], num_paths: int) -> None:
+        """Write each sequence into the file of its path. Raises IntegrityError if the text has changed, and OSError."""
+        with ExitStack() as stack:
+            opened = [(folder / name).open("w", encoding="utf-8") for name in path_names(num_paths, ".jsonl")]
+            files = [stack.enter_context(file) for file in opened]
+            paths = iter(paths_N.tolist())
+            for sequence in self:
+                if (path := next(paths, None)) is None:
+                    raise IntegrityError("the text grew while it was read: route it again")
+                files[path].write(json.dumps({self._data.text_field: sequence}, ensure_ascii=False) + "\n")
+            if next(paths, None) is not None:
+                raise IntegrityError("the text shrank while it was read: route it again")
+
+
+def _with(router: PathRouter, weights_PF: torch.Tensor, biases_P: torch.Tensor) -> PathRouter:
+    return PathRouter(
+        weights_PF=weights_PF, biases_P=biases_P, tokenizer=router.tokenizer, model=router.model,
+        model_digest=router.model_digest,
+    )  # fmt: skip
+
+
+def _learned(text: _Sequences, num_paths: int, options: RouteModelOptions) -> tuple[PathRouter, torch.Tensor]:
+    """The router that the sequences' features, or their losses, lead to, and the scores of all sequences."""
+    features: Features = path_router.hashed
+    digest = ""
+    if options.model is not None:
+        features, digest = hidden_features(options.model, cache_folder())
+    logger.info("reading the text, for the features of its sequences")
+    rows = [features(text.tokens(sequence, NUM_TOKENS)).half().numpy() for sequence in text.counting()]
+    features_NF = np.stack(rows) if rows else np.zeros((0, 1), dtype=np.float16)
+    mean_F, deviation_F = np.zeros(1, dtype=np.float32), np.ones(1, dtype=np.float32)
+    if options.model is not None:
+        # Some columns of hidden states are much larger than all others.
+        mean_F, deviation_F = features_NF.mean(0, dtype=np.float32), features_NF.std(0, dtype=np.float32) + 1e-6
+    evened_NF = ((features_NF - mean_F) / deviation_F).astype(np.float16)
+    if options.refine is not None:
+        weights_PF, biases_P = _refined(text, evened_NF, num_paths, options.refine, options.seed)
+    else:
+        logger.info("clustering %s", counted(len(rows), "sequence"))
+        weights_PF, biases_P = path_shards.clustered(evened_NF, num_paths, seed=options.seed)
+    weights_PF = weights_PF / torch.from_numpy(deviation_F)
+    biases_P = biases_P - (weights_PF * torch.from_numpy(mean_F)).sum(1)
+    router = PathRouter(
+        weights_PF=weights_PF, biases_P=biases_P, tokenizer=text.tokenizer.identity, model=options.model or "",
+        model_digest=digest,
+    )  # fmt: skip
+    return router, torch.cat([router.scores(torch.from_numpy(some)) for some in np.array_split(features_NF, 64)])
+
+
+def _refined(text: _Sequences, features_NF: npt.NDArray[np.float16], num_paths: int, folder: Path, seed: int) -> Linear:
+    """What finds the path with the least loss, on some sequences. Raises ValueError if a path's model is missing."""
+    generator = np.random.RandomState(seed % 2**32)
+    chosen_N = np.sort(generator.permutation(len(features_NF))[:MOST_REFINED])
+    wanted = set(chosen_N.tolist())
+    sequences = [sequence for number, sequence in enumerate(text) if number in wanted]
+    losses_PN = np.zeros((num_paths, len(sequences)))
+    for path, name in enumerate(path_names(num_paths)):
+        if not (folder / name).is_dir():
+            raise ValueError(f"{folder} has no {name}: export the run's paths there with {PROG} export")
+        logger.info("computing losses of %s along path %d", counted(len(sequences), "sequence"), path)
+        losses_PN[path] = _losses(folder / name, text, sequences)
+    best_N = losses_PN.argmin(0)
+    told = f"{losses_PN.min(0).mean():.4f}, and along all paths {losses_PN.mean():.4f}"
+    logger.info("mean loss of these sequences along each one's best path %s", told)
+    return path_shards.classified(features_NF[chosen_N], best_N, num_paths)
+
+
+@torch.inference_mode()
+def _losses(folder: Path, text: _Sequences, sequences: Sequence[str]) -> list[float]:
+    """A model's loss on each sequence, in nats a token; 0 if it has a single token."""
+    found = origin.from_folder(folder)
+    model = origin.transformer(found, found.config, torch.device("cpu")).eval()
+    rows = [text.tokens(sequence, found.config.data.sequence_length + 1) for sequence in sequences]
+    return [float(model.loss(torch.tensor([row]))) if len(row) > 1 else 0.0 for row in rows]
+
+
+def _print_settings(output: Path, num_paths: int, sizes_P: npt.NDArray[np.number[Any]]) -> None:
+    largest = sizes_P.max() / sizes_P.mean()
+    print(f"# {num_paths} shards of {sizes_P.sum():,.0f} characters; the largest has {largest:.2f} times the mean")
+    print("[data]")
+    print("paths = [")
+    for name in path_names(num_paths, ".jsonl"):
+        print(f"    {json.dumps(str(output / name))},")
+    print("]")

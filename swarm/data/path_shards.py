@@ -1,0 +1,125 @@
+"""Cuts a dataset into a shard for each path: its sequences, their clusters, and shards of nearly equal size.
+
+What the learned assignment is, is linear in the features of a sequence's first tokens, so that a path router
+(data/path_router) makes the same choice for a text that comes later. Shape suffixes: N sequences, P paths, F features.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from swarm.data.sources import Source, Text
+from swarm.machine.extras import missing
+
+_MOST_FITTED = 1 << 15
+"""With more sequences, this many of them, chosen at random, make the clusters."""
+_NUM_STARTS = 4
+_NUM_NUDGES = 500
+
+Linear = tuple[Tensor, Tensor]
+"""Weights [P, F] and biases [P] of a path router."""
+
+
+def sequences(source: Source, most_characters: int) -> Iterator[str]:
+    """Yield the texts of a source. A longer one is cut into windows, behind the end of a line where there is one in the
+    window's second half. Raises ValueError as Source.texts does."""
+    for text in source.texts():
+        yield from _windows(text, most_characters)
+
+
+def _windows(text: Text, most_characters: int) -> Iterator[str]:
+    rest = ""
+    for piece in text:
+        rest += piece
+        while len(rest) > most_characters:
+            end = rest.rfind("\n", most_characters // 2, most_characters) + 1 or most_characters
+            yield rest[:end]
+            rest = rest[end:]
+    if rest:
+        yield rest
+
+
+def clustered(features_NF: npt.NDArray[np.floating[Any]], num_paths: int, *, seed: int) -> Linear:
+    """Find as many clusters as there are paths by k-means, and return what finds the nearest one's centroid. Blocks.
+    Raises ValueError if there are fewer sequences than paths."""
+    if len(features_NF) < num_paths:
+        raise ValueError(f"there are {len(features_NF)} sequences, too few for {num_paths} paths")
+    try:
+        from sklearn.cluster import MiniBatchKMeans
+    except ImportError:
+        raise missing("swarm-model route", "scikit-learn", "route") from None
+    model = MiniBatchKMeans(num_paths, n_init=_NUM_STARTS, batch_size=4096, random_state=seed % 2**32)
+    found = model.fit(_some(features_NF, seed).astype(np.float32))
+    centroids_PF = torch.from_numpy(np.ascontiguousarray(found.cluster_centers_, dtype=np.float32))
+    # |f - c|^2 is least where 2 f c - |c|^2 is largest.
+    return 2 * centroids_PF, -centroids_PF.square().sum(1)
+
+
+def classified(features_NF: npt.NDArray[np.floating[Any]], best_N: npt.NDArray[np.int64], num_paths: int) -> Linear:
+    """Fit a logistic regression that finds each sequence's best path by its features (discriminative routing, section
+    2.4 of the paper). A path that is nowhere the best is not chosen. Blocks."""
+    from sklearn.linear_model import LogisticRegression
+
+    weights_PF, biases_P = torch.zeros(num_paths, features_NF.shape[1]), torch.full((num_paths,), -1e4)
+    classes = np.unique(best_N)
+    if len(classes) == 1:
+        biases_P[classes[0]] = 0.0
+        return weights_PF, biases_P
+    found = LogisticRegression(max_iter=1000).fit(features_NF.astype(np.float32), best_N)
+    coefficients, intercepts = found.coef_, found.intercept_
+    if len(classes) == 2:
+        # Of two classes the library gives the difference.
+        coefficients = np.concatenate([np.zeros_like(coefficients), coefficients])
+        intercepts = np.concatenate([np.zeros_like(intercepts), intercepts])
+    weights_PF[classes] = torch.from_numpy(coefficients.astype(np.float32))
+    biases_P[classes] = torch.from_numpy(intercepts.astype(np.float32))
+    return weights_PF, biases_P
+
+
+def _some(features_NF: npt.NDArray[np.floating[Any]], seed: int) -> npt.NDArray[np.floating[Any]]:
+    if len(features_NF) <= _MOST_FITTED:
+        return features_NF
+    chosen = np.random.RandomState(seed % 2**32).permutation(len(features_NF))[:_MOST_FITTED]
+    return features_NF[np.sort(chosen)]
+
+
+def balanced(
+    scores_NP: Tensor, sizes_N: Sequence[float], most_over_mean: float
+) -> tuple[Tensor, npt.NDArray[np.int64]]:
+    """Assign sequences to paths by their scores, so that no shard is larger than `most_over_mean` times the mean.
+
+    First biases are added, the same for all sequences, that make popular paths less so: a router has them too. What is
+    still too much (many sequences may begin alike) goes to the next best path, the least decided sequences first.
+
+    Args:
+        most_over_mean: above 1.
+
+    Returns:
+        The biases [P], and the path of each sequence [N].
+    """
+    num_paths, sizes = scores_NP.shape[1], np.array(sizes_N, dtype=np.float64)
+    most = most_over_mean * sizes.sum() / num_paths
+    scores = scores_NP.numpy().astype(np.float64)
+    ranked = np.sort(scores, axis=1)
+    # How far the two best paths of a sequence are apart tells how large a bias must be to matter.
+    step = float(np.median(ranked[:, -1] - ranked[:, -2])) if num_paths > 1 else 0.0
+    biases = np.zeros(num_paths)
+    for number in range(_NUM_NUDGES):
+        shares = np.bincount(np.argmax(scores + biases, axis=1), sizes, num_paths) * num_paths / sizes.sum()
+        if shares.max() <= most_over_mean:
+            break
+        biases -= step / (1 + number / 50) * np.clip(shares - 1, -1, 1)
+    scores += biases
+    ranked = np.sort(scores, axis=1)
+    decided = np.argsort(ranked[:, -2] - ranked[:, -1], kind="stable") if num_paths > 1 else range(len(scores))
+    paths, loads = np.zeros(len(scores), dtype=np.int64), np.zeros(num_paths)
+    for sequence in decided:
+        order = np.argsort(-scores[sequence], kind="stable")
+        with_room = order[loads[order] + sizes[sequence] <= most]
+        paths[sequence] = with_room[0] if len(with_room) else int(np.argmin(loads))
+        loads[paths[sequence]] += sizes[sequence]
+    return torch.from_numpy(biases.astype(np.float32)), paths
