@@ -14,6 +14,7 @@ from swarm.pipeline.lease_service import (
     DOUBT_SECONDS,
     FAILED_SECONDS,
     GAP_SECONDS,
+    MAX_COUNT,
     MAX_WAITING,
     GroupLead,
     LeaseClient,
@@ -303,3 +304,43 @@ async def test_what_stage_0_has_not_begun_is_not_lost() -> None:
     for."""
     reply = await acquire(1, 4, newest_round=3)
     assert (list(reply.microbatches), reply.round) == ([], 4)
+
+
+class Refused(Exception):
+    """What a call was refused for."""
+
+
+class RefusingContext(Context):
+    async def abort(self, code: grpc.StatusCode, details: str = "", metadata: object = ()) -> None:
+        raise Refused(details)
+
+
+@pytest.mark.parametrize(("variant", "paths", "is_right"), [
+    (0, [0, 1, 0], True), (1, [3, 2], True), (0, [], True),
+    (0, [0, 2], False), (1, [0], False), (0, [4], False), (0, [1 << 31], False), (0, [0] * (MAX_COUNT + 1), False),
+])  # fmt: skip
+async def test_paths_that_do_not_lead_through_the_block_are_refused(
+    variant: int, paths: list[int], is_right: bool
+) -> None:
+    stages = dataclasses.replace(SYNCHRONOUS.stages, variants=(2, 2, 1))
+    config = dataclasses.replace(SYNCHRONOUS, stages=stages)
+    view = dataclasses.replace(_complete(), committed=set(), counted=set(), highest_microbatch=-1, complete=False)
+    clock = ManualClock()
+    servicer = LeaseServicer(
+        config=config, block=Block(0, variant), clock=clock, rng=random.Random(0),
+        lead=lambda: GroupLead(leader_id=PeerId("me"), view=view), changed=clock.sleep,
+    )  # fmt: skip
+    address = Address(run_id=config.run_id, protocol_version=PROTOCOL_VERSION, variant=variant)
+    request = pb.AcquireRequest(address=address, trainer_id="trainer", count=len(paths) or 2, paths=paths)
+    context = RefusingContext("192.0.2.1")
+    if not is_right:
+        with pytest.raises(Refused, match=r"at most 1024 paths, which lead through stage 0"):
+            await servicer.Acquire(request, context)
+        return
+    await servicer.Acquire(request, context)
+    for _ in range(2):
+        clock.advance(GATHER_SECONDS / 2)
+        reply = await servicer.Acquire(request, context)
+    wanted = paths or config.paths_through(Block(0, variant))
+    assert reply.microbatches
+    assert {config.path_of(index) for index in reply.microbatches} <= {*wanted}
