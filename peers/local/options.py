@@ -32,6 +32,8 @@ class LocalOptions:
     peers_per_stage: Annotated[int, takes.whole(1, 1000)] = 2
     """Peers that each stage begins with. Where stages have variants, a peer serves the blocks of a path, and there are
     as few such peers as serve every block, so many times."""
+    stages_per_peer: Annotated[int | None, takes.whole(1, 1000)] = None
+    """Adjacent stages that each peer serves, instead of one: fewer processes, which take less memory and CPU time."""
     steps: takes.Positive = 60
     """Steps to train; a step is one round of the whole swarm."""
     dataset: tyro.conf.UseAppendAction[tuple[takes.FolderOrName, ...]] = ()

@@ -49,11 +49,14 @@ class LocalPeer:
         return self.record is not None
 
 
-def spans_of(config: RunConfig) -> list[Span]:
-    """What peers serve so that every block has one: a stage each, or in a run with variants a path each, of as few
-    paths as lead through all blocks."""
+def spans_of(config: RunConfig, stages_per_peer: int | None = None) -> list[Span]:
+    """What peers serve so that every block has one: a stage each, or so many adjacent ones; in a run with variants a
+    path each, of as few paths as lead through all blocks. Raises ValueError for a number in such a run."""
     if not config.stages.variants:
-        return [Span(stage, stage) for stage in range(config.stages.num_stages)]
+        each, num_stages = stages_per_peer or 1, config.stages.num_stages
+        return [Span(first, min(first + each, num_stages) - 1) for first in range(0, num_stages, each)]
+    if stages_per_peer is not None:
+        raise ValueError("--stages-per-peer is for runs without variants: in this one a peer serves a path")
     left, chosen, paths = {*config.blocks}, list[Span](), {n: {*config.blocks_of(n)} for n in range(len(config.paths))}
     while left:
         path = max(paths, key=lambda path: len(paths[path] & left))
@@ -71,7 +74,7 @@ class LocalPeers:
         """`places` are the devices of the peers, in the order in which they start; `folder` has their keys and ready
         files."""
         self.blocks = config.blocks
-        self.spans = spans_of(config)
+        self.spans = spans_of(config, options.stages_per_peer)
         self.running: list[LocalPeer] = []
         self._options = options
         self._config = config

@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     if token is not None:
         # Children get the token in the environment: every user of this machine can read their command lines.
         os.environ[VARIABLE] = str(token)
-    num_peers = len(spans_of(config)) * options.peers_per_stage
+    num_peers = len(spans_of(config, options.stages_per_peer)) * options.peers_per_stage
     places = devices.spread(devices.named(options.device), num_peers + (options.join_at is not None))
     logs = options.output / "logs"
     logs.mkdir(parents=True, exist_ok=True)

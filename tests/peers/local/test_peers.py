@@ -34,7 +34,23 @@ def test_where_stages_have_variants_a_peer_serves_a_path(tmp_path: Path) -> None
     assert children.commands["peer-2"][children.commands["peer-2"].index("--path") + 1] == "5"
     assert [str(block) for block, number in peers.counts().items() if not number] == ["1.3", "2.3"]
     assert peers.most_needed() == Span(path=15)
-    assert spans_of(configs.load_preset("tiny")) == [Span(stage, stage) for stage in range(3)]
+    with pytest.raises(ValueError, match="--stages-per-peer is for runs without variants"):
+        spans_of(configs.load_preset("dipaco"), 2)
+
+
+@pytest.mark.parametrize(
+    ("stages_per_peer", "spans"),
+    [(None, [(0, 0), (1, 1), (2, 2)]), (2, [(0, 1), (2, 2)]), (3, [(0, 2)]), (9, [(0, 2)])],
+)
+def test_a_peer_serves_so_many_adjacent_stages_and_the_last_one_those_that_are_left(
+    stages_per_peer: int | None, spans: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    _, peers, children = started_peers(tmp_path, None, stages_per_peer=stages_per_peer)
+    assert peers.spans == [Span(*span) for span in spans]
+    peer = peers.start(peers.spans[0])
+    assert [block.stage for block in peer.blocks] == [*range(spans[0][1] + 1)]
+    command = children.commands["peer-1"]
+    assert command[command.index("--stage") + 1] == str(peers.spans[0])
 
 
 @pytest.mark.parametrize(
