@@ -1,14 +1,15 @@
 """Runs a stage peer's servers, one after another: at its first stages, then wherever it moves.
 
-A peer that moves waits for the end of a round, drains, withdraws, and begins at the new stage like any joiner, with the
-same identity and DHT node. A peer that cannot begin there goes back. It never serves a stage without the stage's state,
-and never moves away from a stage that no other peer serves.
+A peer that moves waits for the end of a round, drains, withdraws, and begins at the new stages like any joiner, with
+the same identity and DHT node. Stages that it keeps are served on meanwhile, by the same server. A peer that cannot
+begin at the new stages goes back. It never serves a stage without the stage's state, and never moves away from a stage
+that no other peer serves.
 """
 
 import asyncio
 import gc
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from peers.reach.listen import Announced, Listening
@@ -16,6 +17,7 @@ from peers.shared import stopping
 from peers.shared.faults import leaves
 from peers.shared.network import LOOK_SECONDS
 from peers.shared.room import named, written
+from peers.stage_peer.own_stage import ServerOptions
 from peers.stage_peer.rebalancer import Rebalancer
 from peers.stage_peer.served_block import ServedBlock
 from peers.stage_peer.server import LAST_DRAIN_SECONDS, LAST_QUIET_SECONDS, LAST_ROUND_SECONDS, PeerServer
@@ -40,27 +42,41 @@ RETRY_SECONDS, MAX_RETRY_SECONDS = 2.0, 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """A peer's way from one stage to another."""
+    """A peer's way from some stages to others."""
 
-    from_stage: int
-    to_stage: int
+    before: range
+    after: range
     since: float
     """When it began to drain, on the monotonic clock."""
+
+    @property
+    def left(self) -> list[Block]:
+        return [Block(stage) for stage in self.before if stage not in self.after]
+
+    @property
+    def entered(self) -> list[Block]:
+        return [Block(stage) for stage in self.after if stage not in self.before]
+
+    def back(self) -> "Move":
+        return Move(before=self.after, after=self.before, since=self.since)
 
 
 ServerFactory = Callable[[range, int, bool, asyncio.TaskGroup], Awaitable[PeerServer]]
 """Makes the server of stages, once their initial weights are here. Its arguments are the stages, the number of moves
 until now, whether the peer comes from another stage, and the task group of the server."""
+OptionsFactory = Callable[[Sequence[Block]], Awaitable[Mapping[Block, ServerOptions]]]
+"""Makes the options of blocks that a peer begins to serve beside others, once their initial weights are here."""
 
 
 class Mover:
     def __init__(
-        self, *, make_server: ServerFactory, rebalancer: Rebalancer, listen: Listening, clock: Clock, event_log: Events,
-        stop: asyncio.Event, on_serving: Callable[[range, Announced], None],
+        self, *, make_server: ServerFactory, make_options: OptionsFactory, rebalancer: Rebalancer, listen: Listening,
+        clock: Clock, event_log: Events, stop: asyncio.Event, on_serving: Callable[[range, Announced], None],
     ) -> None:  # fmt: skip
         """`on_serving` is called whenever the peer serves its stages, and `stop` is set when it is to leave the
         run."""
         self._make_server = make_server
+        self._make_options = make_options
         self._rebalancer = rebalancer
         self._listen = listen
         self._clock = clock
@@ -71,46 +87,53 @@ class Mover:
 
     async def run(self, stages: range) -> None:
         """Serve these stages, and then those to which the peer moves, until `stop` is set, which also ends the attempt
-        to enter a stage. Only a peer of one stage moves. Raises in a group what the first server raised, or any server
-        once it served."""
+        to enter a stage. Raises in a group what the first server raised, or any server once it served."""
         move: Move | None = None
-        stage = stages[0]
         retry_seconds = RETRY_SECONDS
         while True:
             if move is not None:
                 # The old model is freed before the new one is made.
                 gc.collect()
-            next_move, failure = await self._serve(range(stage, stage + 1) if move else stages, move)
+            next_move, failure = await self._serve(stages, move)
             if failure is None:
                 if next_move is None:
                     return
-                self._event_log.write(events.Leave(), Block(stage))
-                stage, move, retry_seconds = next_move.to_stage, next_move, RETRY_SECONDS
+                self._write_leave(next_move.left)
+                stages, move, retry_seconds = next_move.after, next_move, RETRY_SECONDS
                 continue
             if self._stop.is_set():
-                logger.info("leaving: stage %s was not entered yet", written(stages) if move is None else stage)
-                await self._rebalancer.gave_up(range(stage, stage + 1))
+                logger.info("leaving: stage %s was not entered yet", written(stages))
+                await self._rebalancer.gave_up(stages)
                 return
             assert move is not None, "only one that moves may fail and go on"
-            other = move.from_stage if stage == move.to_stage else move.to_stage
-            logger.warning("cannot begin at stage %d: %s; trying stage %d", stage, failure, other)
-            await self._rebalancer.gave_up(range(stage, stage + 1))
-            await self._rebalancer.goes(range(other, other + 1), before=range(stage, stage + 1))
-            await stopping.before(self._stop.wait(), self._clock.sleep(retry_seconds))
-            if self._stop.is_set():
-                await self._rebalancer.gave_up(range(other, other + 1))
+            other = move.before if stages == move.after else move.after
+            if not await self._turns(stages, other, failure, retry_seconds):
                 return
-            self._event_log.write(events.Leave(), Block(stage))
-            stage, retry_seconds = other, min(2 * retry_seconds, MAX_RETRY_SECONDS)
+            self._write_leave(map(Block, stages))
+            stages, retry_seconds = other, min(2 * retry_seconds, MAX_RETRY_SECONDS)
+
+    async def _turns(self, stages: range, other: range, failure: str, retry_seconds: float) -> bool:
+        """Claim other stages, because the peer could not begin at these, and wait a little. Returns whether the peer
+        goes there: not if it is to leave the run."""
+        logger.warning("cannot begin at %s: %s; trying %s", named(stages), failure, named(other))
+        await self._rebalancer.gave_up(stages, before=other)
+        await self._rebalancer.goes(other, before=stages)
+        await stopping.before(self._stop.wait(), self._clock.sleep(retry_seconds))
+        if self._stop.is_set():
+            await self._rebalancer.gave_up(other, before=stages)
+        return not self._stop.is_set()
+
+    def _write_leave(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            self._event_log.write(events.Leave(), block)
 
     async def _serve(self, stages: range, move: Move | None) -> tuple[Move | None, str | None]:
         """Serve stages until the peer leaves them. Return the next move, and why the stage was not entered if it was
         not."""
         serving, next_move, failure = False, None, None
-        stage = stages[0]
         try:
             async with asyncio.TaskGroup() as tasks:
-                has_moved = move is not None and stage == move.to_stage
+                has_moved = move is not None and stages == move.after
                 async with asyncio.timeout(None) as entering:
                     stopping = tasks.create_task(self._end_at_stop(entering))
                     server = await self._make_server(stages, self._num_moves + has_moved, move is not None, tasks)
@@ -121,9 +144,10 @@ class Mover:
                         serving = not entering.expired()
                         if serving:
                             entering.reschedule(None)
+                        self._num_moves += has_moved
                         await self._arrived(stages, move)
                         self._on_serving(stages, announced)
-                        next_move = await self._stay(server, stages)
+                        next_move = await self._stay(server, stages, announced)
         except* (SwarmError, OSError, ValueError) as faults:
             if serving or (move is None and not self._stop.is_set()):
                 raise
@@ -146,26 +170,24 @@ class Mover:
         entering.reschedule(0.0)
 
     async def _arrived(self, stages: range, move: Move | None) -> None:
-        stage = stages[0]
-        if move is None or stage != move.to_stage:
+        if move is None or stages != move.after:
             await self._rebalancer.arrived(stages)
             if move is not None:
-                logger.info("back at stage %d", stage)
+                logger.info("back at %s", named(stages))
             return
-        self._num_moves += 1
         seconds = self._clock.monotonic() - move.since
         await self._rebalancer.arrived(stages, move_seconds=seconds)
-        logger.info("moved from stage %d to stage %d in %.1f s", move.from_stage, stage, seconds)
+        logger.info("moved from %s to %s in %.1f s", named(move.before), named(stages), seconds)
 
-    async def _stay(self, server: PeerServer, stages: range) -> Move | None:
-        """Stay at the stage until the peer has left it. Return the move to the next stage; None if the peer leaves the
-        run. Raises Fatal if it has left because it cannot go on."""
-        stage = stages[0]
+    async def _stay(self, server: PeerServer, stages: range, announced: Announced) -> Move | None:
+        """Stay at the stages, and at those to which this server moves, until the peer has left them. Return the move to
+        stages for which there has to be another server; None if the peer leaves the run. Raises Fatal if it has left
+        because it cannot go on."""
         while True:
-            span = await stopping.before(
+            target = await stopping.before(
                 stopping.before(self._stop.wait(), server.gives_up()), self._rebalancer.next_move(stages, server.rates)
             )
-            if span is None:
+            if target is None:
                 if (fault := server.fault) is not None:
                     logger.error("this peer cannot go on: %s", fault)
                 logger.info(
@@ -183,24 +205,67 @@ class Mover:
                 if (fault := server.fault) is not None:
                     raise fault
                 return None
-            target = span[0]
-            logger.info("moving to stage %d after this round", target)
-            await stopping.before(self._stop.wait(), server.end_of_round(ROUND_SECONDS, quiet_seconds=QUIET_SECONDS))
-            if self._stop.is_set():
-                await self._rebalancer.gave_up(span)
-                continue
-            move = Move(from_stage=stage, to_stage=target, since=self._clock.monotonic())
-            is_drained = await stopping.before(self._stop.wait(), server.drain(DRAIN_SECONDS))
-            if is_drained and await self._can_spare(server, stage):
-                await server.leave()
+            move = await self._leave_for(server, target, stages)
+            if move is not None and len(move.left) == len(stages):
                 return move
-            if not self._stop.is_set():
-                reason = (
-                    "too few others serve it with its state" if is_drained else f"not done within {DRAIN_SECONDS:.0f} s"
-                )
-                logger.warning("stays at stage %d: %s", stage, reason)
-                await server.go_on()
-            await self._rebalancer.gave_up(span)
+            if move is not None:
+                stages = await self._change(server, move)
+                self._on_serving(stages, announced)
+
+    async def _leave_for(self, server: PeerServer, target: range, stages: range) -> Move | None:
+        """Leave those of the stages that are not in the target. None if the peer stays at all of them."""
+        move = Move(before=stages, after=target, since=self._clock.monotonic())
+        logger.info("moving from %s to %s%s", named(stages), named(target), " after this round" if move.left else "")
+        if not move.left:
+            return move
+        ending = server.end_of_round(ROUND_SECONDS, quiet_seconds=QUIET_SECONDS, of=move.left)
+        await stopping.before(self._stop.wait(), ending)
+        if not self._stop.is_set():
+            move = Move(before=stages, after=target, since=self._clock.monotonic())
+            is_drained = await stopping.before(self._stop.wait(), server.drain(DRAIN_SECONDS, of=move.left))
+            if is_drained and all([await self._can_spare(server, block) for block in move.left]):
+                await server.leave(of=move.left)
+                return move
+        if not self._stop.is_set():
+            reason = (
+                "too few others serve it with its state" if is_drained else f"not done within {DRAIN_SECONDS:.0f} s"
+            )
+            logger.warning("stays at %s: %s", named(stages), reason)
+            await server.go_on(of=move.left)
+        await self._rebalancer.gave_up(target, before=stages)
+        return None
+
+    async def _change(self, server: PeerServer, move: Move) -> range:
+        """Have the server give up the blocks that the peer has left, and begin at the new ones, while it serves those
+        that stay. Returns the stages that it serves then: the former ones if the new ones could not be entered, or only
+        those that stay if the peer is to leave the run."""
+        await server.remove(move.left)
+        self._write_leave(move.left)
+        way, retry_seconds = move, RETRY_SECONDS
+        failure = await stopping.before(self._stop.wait(), self._enter(server, way.entered))
+        while failure and await self._turns(way.after, way.before, failure, retry_seconds):
+            self._write_leave(way.entered)
+            way, retry_seconds = way.back(), min(2 * retry_seconds, MAX_RETRY_SECONDS)
+            failure = await stopping.before(self._stop.wait(), self._enter(server, way.entered))
+        if failure is None or failure:
+            logger.info("leaving: %s was not entered yet", named(way.after))
+            await self._rebalancer.gave_up(way.after, before=way.before)
+            return range(max(move.before.start, move.after.start), min(move.before.stop, move.after.stop))
+        if way.after == move.after:
+            self._num_moves += 1
+            await server.has_moved()
+        await self._arrived(way.after, move)
+        return way.after
+
+    async def _enter(self, server: PeerServer, blocks: Sequence[Block]) -> str:
+        """Begin at new blocks. Returns why the peer could not begin there, or nothing."""
+        failure = ""
+        try:
+            if blocks:
+                await server.enter(await self._make_options(blocks))
+        except* (SwarmError, OSError, ValueError) as faults:
+            failure = str(next(leaves(faults))) or "no reason is known"
+        return failure
 
     async def _hand_over(self, block: ServedBlock, deadline: float) -> None:
         """Go on serving, until the deadline, while a peer on its way here can get the stage's state only from this
@@ -220,12 +285,12 @@ class Mover:
                 has_said = True
             await self._clock.sleep(LOOK_SECONDS)
 
-    async def _can_spare(self, server: PeerServer, stage: int) -> bool:
-        block, deadline = server.blocks[Block(stage)], self._clock.monotonic() + COMMIT_SECONDS
+    async def _can_spare(self, server: PeerServer, name: Block) -> bool:
+        block, deadline = server.blocks[name], self._clock.monotonic() + COMMIT_SECONDS
         while True:
             try:
                 if await self._rebalancer.can_spare(
-                    stage,
+                    name.stage,
                     round_number=block.stage.round,
                     lineage=block.member.progress().lineage,
                     last_members=block.averager.last_members,

@@ -29,14 +29,14 @@ class PeerOptions:
     a new run's options, first take the run that another peer announces there. Needs the extra lan."""
     stage: takes.StagesOrAuto | None = None
     """Stage to serve, from 0, or adjacent ones (1-3) or all, and to stay there. auto takes those for which
-    there is room and with which the pipeline is fastest; where it takes one, it moves when another one needs a peer
-    more. Left out, it is auto with an invite, and else 0, also where others serve that already. Of a stage that has
-    variants all are served, or one (2.1)."""
+    there is room and with which the pipeline is fastest, and moves when others are better. Left out, it is auto with an
+    invite, and else 0, also where others serve that already. Of a stage that has variants all are served, or one
+    (2.1)."""
     path: Annotated[int, takes.whole(0, 1023)] | None = None
     """In a run whose stages have variants: serve only those on this path, from 0. With it --stage is all if it is left
     out."""
     rebalance_every: Annotated[float, takes.number(0, 10**6)] | None = None
-    """Seconds between two checks whether another stage needs this peer more, 60 if left out; with 0 it never moves.
+    """Seconds between two checks whether other stages need this peer more, 60 if left out; with 0 it never moves.
     Only with --stage auto."""
     initial_peers: tuple[str, ...] = ()
     """DHT addresses of peers that are there already, instead of an invite."""

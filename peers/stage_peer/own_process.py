@@ -21,7 +21,7 @@ from swarm.rpc.entry import direct
 from swarm.rpc.meeting.meeting_point import MeetingPoint
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.stage import Stage
-from swarm.types import Block
+from swarm.types import Block, PeerState
 
 if TYPE_CHECKING:
     from peers.stage_peer.served_block import ServedBlock
@@ -67,11 +67,13 @@ class OwnProcess:
 
     Attributes:
         blocks: the blocks that it serves now.
+        num_moves: how often it has moved to other blocks since it started.
         callers: counts what is kept for each caller, at all blocks together.
     """
 
     def __init__(self, membership: Membership, options: ServerOptions, callers: Callers) -> None:
         self.blocks: dict[Block, ServedBlock] = {}
+        self.num_moves = options.moves
         self.callers = callers
         self._config = membership.config
         self.health = Health()
@@ -96,8 +98,10 @@ class OwnProcess:
         """The best endpoint of this process; empty while it does not listen."""
         return self.announced.endpoints[0]
 
-    async def set_serving(self, serves: bool) -> None:
+    async def tell_health(self) -> None:
+        """Tell gRPC's health service whether some block serves."""
         statuses = health_pb2.HealthCheckResponse
+        serves = any(block.presence.state is PeerState.SERVING for block in self.blocks.values())
         await self.health.set("", statuses.SERVING if serves else statuses.NOT_SERVING)
 
     def described(self) -> dict[Block, pb.DescribeReply]:

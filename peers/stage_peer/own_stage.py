@@ -172,21 +172,23 @@ async def require_room(options: PeerOptions, member: Membership, on: Sequence[to
 
 
 def own_backends(
-    config: RunConfig, blocks: Mapping[Block, ServerOptions], stagings: Mapping[torch.device, Staging]
-) -> dict[Block, StageBackend]:
+    config: RunConfig, blocks: Mapping[Block, ServerOptions], stagings: Mapping[torch.device, Staging],
+    beside: Sequence[GraphBudget] = (),
+) -> dict[Block, StageBackend]:  # fmt: skip
     """Make the models of the blocks, and their weights, at their initial values: those in the options, or
-    those drawn from the run's seed. Blocks on one device share its memory for graphs. Raises Fatal if those of a device
-    do not fit there."""
+    those drawn from the run's seed. Blocks on one device share its memory for graphs; `beside` are the budgets of those
+    that are there already, where there is one device. Raises Fatal if those of a device do not fit there."""
     backends: dict[Block, StageBackend] = {}
     for device, staging in stagings.items():
         there = {block: options for block, options in blocks.items() if options.device == device}
-        backends |= _backends_on(config, device, staging, there)
+        backends |= _backends_on(config, device, staging, there, beside) if there else {}
     return {block: backends[block] for block in blocks}
 
 
 def _backends_on(
-    config: RunConfig, device: torch.device, staging: Staging, blocks: Mapping[Block, ServerOptions]
-) -> dict[Block, StageBackend]:
+    config: RunConfig, device: torch.device, staging: Staging, blocks: Mapping[Block, ServerOptions],
+    beside: Sequence[GraphBudget],
+) -> dict[Block, StageBackend]:  # fmt: skip
     options = next(iter(blocks.values()))
     if options.anchors is not None and config.rounds.synchronous:
         raise Fatal("--anchors is for rounds.setting = 'diloco': a synchronous run has its anchors on the device")
@@ -212,9 +214,14 @@ def _backends_on(
         logger.info("stage %s computes %s and sends %s", block, devices.in_words(own, device), own.wire.dtype)
     graph_bytes = options.graph_bytes
     if graph_bytes is None:
-        graph_bytes = devices.graph_bytes(devices.here(device, options.memory_bytes), needed_bytes=first_step_bytes)
+        # What the graphs of other blocks take is not free now, and is theirs of what may be taken.
+        taken_bytes = beside[0].taken_bytes if beside else 0
+        graph_bytes = devices.graph_bytes(
+            devices.here(device, options.memory_bytes), needed_bytes=first_step_bytes - taken_bytes
+        )
         logger.info("autograd graphs may take up to %s of %s", in_words(graph_bytes), device)
-    budget = GraphBudget(limit_bytes=graph_bytes)
+    budget = beside[0].beside() if beside else GraphBudget(limit_bytes=graph_bytes)
+    budget.allow(graph_bytes)
     budgets = [budget, *(budget.beside() for _ in range(len(blocks) - 1))]
     return {
         block: StageBackend(

@@ -55,16 +55,21 @@ class Presence:
 
     async def serves(self) -> None:
         self.state = PeerState.SERVING
-        await self._process.set_serving(True)
+        await self._process.tell_health()
 
     async def leaves(self) -> None:
         self.state = PeerState.LEAVING
-        await self._process.set_serving(False)
+        await self._process.tell_health()
 
     def will_leave(self) -> None:
         """From now on say in answers to Describe that this peer leaves, so that no other peer relies on it. It still
         serves."""
         self._will_leave = True
+
+    @property
+    def stays(self) -> bool:
+        """Whether this peer serves the block, and does not mean to leave it."""
+        return self.state is PeerState.SERVING and not self._will_leave
 
     # -- in the DHT --------------------------------------------------------------------------------------------------
 
@@ -91,7 +96,7 @@ class Presence:
             other_dht_addresses=announced.dht_addresses[1:MOST_DHT_ADDRESSES],
             device=str(options.device),
             movable=options.movable,
-            moves=options.moves,
+            moves=self._process.num_moves,
             nonce=options.incarnation.nonce,
             started_at=options.incarnation.started_at,
             bans=self._membership.known.bans(self._neighbours(1), self._membership.clock),

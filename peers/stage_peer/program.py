@@ -254,16 +254,16 @@ async def options_for(
 
 
 async def options_of(
-    start: Start, contents: Contents, blocks: Mapping[Block, ServerOptions], *, moves: int, moved: bool
+    start: Start, contents: Contents, blocks: Mapping[Block, ServerOptions], *, moves: int = 0, moved: bool
 ) -> dict[Block, ServerOptions]:
     """The options of blocks, made of those of their devices, once the blocks' initial weights are here."""
+    names_stage = len(blocks) > 1 or start.options.span == "auto"
     resumes = start.options.resume is not None and bool(file.names(start.options.resume))
     own = {}
     for block, options in blocks.items():
         weights = await contents.initial_weights(block, resumes=resumes)
         own[block] = dataclasses.replace(
-            options, prefix=f"stage {block}: " if len(blocks) > 1 else "", moves=moves, weights=weights,
-            movable=options.movable and len(blocks) == 1,
+            options, prefix=f"stage {block}: " if names_stage else "", moves=moves, weights=weights,
             shelves=contents.shelves, resume=start.resume_options(moved=moved, has_weights=weights is not None),
         )  # fmt: skip
     return own
@@ -292,6 +292,9 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         each = dict(zip(blocks, devices, strict=True))
         return PeerServer(member, await options_of(start, contents, each, moves=moves, moved=moved), tasks)
 
+    async def more_options(blocks: Sequence[Block]) -> dict[Block, ServerOptions]:
+        return await options_of(start, contents, dict.fromkeys(blocks, everywhere[0]), moved=True)
+
     async with asyncio.TaskGroup() as tasks:
         # This task starts before anything that waits, because joiners may already look for the run.
         announcing = published(member.directory, member.peer_id, member.config, clock).keep()
@@ -319,8 +322,8 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         serving = [stop_or_expiry(stop, identity, clock), rivals.watch(), contents.keep_tokenizer(), page.run()]
         background += map(tasks.create_task, serving if announcer is None else [*serving, announcer.run()])
         mover = Mover(
-            make_server=make_server, rebalancer=rebalancer, clock=clock, event_log=start.events, stop=stop,
-            on_serving=serves, listen=reach,
+            make_server=make_server, make_options=more_options, rebalancer=rebalancer, clock=clock,
+            event_log=start.events, stop=stop, on_serving=serves, listen=reach,
         )  # fmt: skip
         await mover.run(stages)
         for task in background:

@@ -131,6 +131,9 @@ class ServedBlock:
         finally:
             self.stage.end()
             await self.local.stop(1.0)
+            dispatch.remove(self.stage.block)
+            self._process.blocks.pop(self.stage.block, None)
+            self._membership.directory.lead(self.stage.block, leads=False)
 
     def describe(self) -> pb.DescribeReply:
         return self.presence.describe(self.averager, self._generation.counters())
@@ -216,12 +219,17 @@ class ServedBlock:
             await clock.sleep(0.05)
 
     def _may_end_without(self) -> bool:
-        """Whether the block's rounds go on without this peer: other peers serve all blocks of a path through it, or in
-        the synchronous setting all blocks."""
-        config, others = self._membership.config, self._membership.known.others
+        """Whether the block's rounds go on without this peer: other peers, or this process's blocks that stay, serve
+        all blocks of a path through it, or in the synchronous setting all blocks."""
+        config = self._membership.config
         paths = map(config.blocks_of, config.paths_through(self.stage.block))
         needed = [config.blocks] if config.rounds.synchronous else paths
-        return any(all(map(others, blocks)) for blocks in needed)
+        return any(all(map(self._goes_on, blocks)) for blocks in needed)
+
+    def _goes_on(self, block: Block) -> bool:
+        beside = self._process.blocks.get(block)
+        stays = beside is not None and beside is not self and beside.presence.stays
+        return stays or bool(self._membership.known.others(block))
 
     async def drain(self, seconds: float) -> bool:
         """Take no more microbatches, and finish those in flight, until their acknowledgements are passed on. Returns

@@ -1,13 +1,15 @@
 """The server of a stage peer: its port, its compute threads, its devices, and the blocks that it serves on them.
 
-One process has one of it at a time. The blocks begin one after another, each as served_block.py says.
+One process has one of it at a time. The blocks begin one after another, each as served_block.py says. While the peer
+moves, a server may give up some blocks and begin others; those that stay notice nothing.
 """
 
 import asyncio
 import dataclasses
+import gc
 import logging
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Collection, Mapping
+from contextlib import asynccontextmanager
 from functools import partial
 
 import grpc
@@ -28,6 +30,7 @@ from swarm.rpc.dispatch import Dispatch
 from swarm.rpc.guard import Guard
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server, start_server
 from swarm.rpc.transfers import Turns
+from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import request_specs
 from swarm.stage.call import max_kept_bytes
 from swarm.stage.context import StageLimits
@@ -48,7 +51,6 @@ class PeerServer:
     def __init__(self, membership: Membership, blocks: Mapping[Block, ServerOptions], tasks: asyncio.TaskGroup) -> None:
         """`blocks` are the options of each block that is to be served."""
         config, clock = membership.config, membership.clock
-        blocks = {block: dataclasses.replace(own, events=own.events.of(block)) for block, own in blocks.items()}
         self._options = options = next(iter(blocks.values()))
         # The channels are closed with this server, because at another stage the peer has other neighbours.
         channels = ChannelPool(
@@ -56,28 +58,56 @@ class PeerServer:
         )
         self._membership = membership = dataclasses.replace(membership, channels=channels)
         least = options.max_in_flight or config.stages.num_stages + 2
-        limits = StageLimits(max_in_flight=least, largest_in_flight=options.max_in_flight or LARGEST_NUM_SLOTS)
-        most = max(limits.max_in_flight, limits.largest_in_flight)
-        max_training_bytes = sum(max_kept_bytes(request_specs(config, block.stage), most) for block in blocks)
-        self.callers = Callers(clock, max_training_bytes=max_training_bytes)
+        self._limits = StageLimits(max_in_flight=least, largest_in_flight=options.max_in_flight or LARGEST_NUM_SLOTS)
+        self.callers = Callers(clock)
         self._process = OwnProcess(membership, options, self.callers)
-        membership.known.hop_within([block for block in blocks if {*config.neighbours(block, -1)} & blocks.keys()])
+        self._stagings = {device: staging_of(device) for device in dict.fromkeys(own.device for own in blocks.values())}
+        self._runtimes = {
+            device: Runtime(queue_capacity=1024, stopwatch=staging.stopwatch)
+            for device, staging in self._stagings.items()
+        }
+        self._tasks = tasks
+        self._dispatch: Dispatch
+        self._turns: Turns
+        self._serving = dict[Block, asyncio.Task[None]]()
+        """The task of each block that is served."""
+        blocks = self._checked(blocks)
+        self.blocks = self._made(blocks, own_backends(config, blocks, self._stagings))
+        self._has_changed()
+
+    def _checked(self, blocks: Mapping[Block, ServerOptions]) -> dict[Block, ServerOptions]:
+        """The options with the events of each block. Raises what require_weights does."""
+        config = self._membership.config
         if config.lora.is_on:
             # The state that is downloaded from peers of the stage does not include frozen base weights.
             for block, own in blocks.items():
                 require_weights(config, block, own.resume)
-        stagings = {device: staging_of(device) for device in dict.fromkeys(own.device for own in blocks.values())}
-        self._runtimes = {
-            device: Runtime(queue_capacity=1024, stopwatch=staging.stopwatch) for device, staging in stagings.items()
-        }
-        self._served: list[ServedBlock] = []
-        self.blocks = {
+        return {block: dataclasses.replace(own, events=own.events.of(block)) for block, own in blocks.items()}
+
+    def _made(
+        self, blocks: Mapping[Block, ServerOptions], backends: Mapping[Block, StageBackend]
+    ) -> dict[Block, ServedBlock]:
+        return {
             block: ServedBlock(
-                membership, block, backend, self._runtimes[blocks[block].device], tasks, blocks[block], limits,
+                self._membership, block, backends[block], self._runtimes[own.device], self._tasks, own, self._limits,
                 self._process,
             )
-            for block, backend in own_backends(config, blocks, stagings).items()
+            for block, own in blocks.items()
         }  # fmt: skip
+
+    def _has_changed(self) -> None:
+        """Adapt what depends on all blocks of the process."""
+        most = max(self._limits.max_in_flight, self._limits.largest_in_flight)
+        kept = (max_kept_bytes(request_specs(self._membership.config, block.stage), most) for block in self.blocks)
+        self.callers.kept[True].each = sum(kept)
+        before = self._membership.config.neighbours
+        self._membership.known.hop_within([block for block in self.blocks if {*before(block, -1)} & self.blocks.keys()])
+        self._options.own_figures.follow(
+            *(
+                (self.blocks[name].figures, {"run": self._membership.config.run_id, "stage": str(name)})
+                for name in self._serving
+            )
+        )
 
     @asynccontextmanager
     async def serving(self, listen: Listening) -> AsyncIterator[Announced]:
@@ -92,25 +122,13 @@ class PeerServer:
         for runtime in self._runtimes.values():
             runtime.start()
         try:
-            async with AsyncExitStack() as stack:
-                first, *others = self.blocks.values()
-                await first.begin()
-                dispatch, turns = await stack.enter_async_context(self._server(listen))
-                await stack.enter_async_context(first.serving(dispatch, turns))
-                self._served.append(first)
+            await next(iter(self.blocks.values())).begin()
+            async with self._server(listen) as (self._dispatch, self._turns):
                 try:
-                    for block in others:
-                        await block.begin()
-                        await stack.enter_async_context(block.serving(dispatch, turns))
-                        self._served.append(block)
-                except (SwarmError, OSError, ValueError, ExceptionGroup):
-                    await self.leave_early()
-                    raise
-                run = self._membership.config.run_id
-                self._options.own_figures.follow(
-                    *((block.figures, {"run": run, "stage": str(name)}) for name, block in self.blocks.items())
-                )
-                yield self._process.announced
+                    await self._serve_all()
+                    yield self._process.announced
+                finally:
+                    await self._end([*self._serving])
         finally:
             for block in self.blocks.values():
                 block.stage.end()
@@ -118,6 +136,50 @@ class PeerServer:
             await self._membership.channels.close()
             for runtime in self._runtimes.values():
                 runtime.stop(timeout_seconds=2.0)
+
+    async def _serve_all(self) -> None:
+        """Serve the first block, which has begun, and then begin at each other one and serve it."""
+        first, *others = self.blocks.values()
+        await self._serve(first)
+        try:
+            for block in others:
+                await block.begin()
+                await self._serve(block)
+        except (SwarmError, OSError, ValueError, ExceptionGroup):
+            await self.leave_early()
+            raise
+        self._has_changed()
+
+    async def _serve(self, block: ServedBlock) -> None:
+        """Serve a block, which has begun, by a task of its own. Returns once it is served. Raises what
+        ServedBlock.serving does."""
+        served = asyncio.get_running_loop().create_future()
+
+        async def serve() -> None:
+            try:
+                async with block.serving(self._dispatch, self._turns):
+                    if not served.done():
+                        served.set_result(None)
+                    await asyncio.Event().wait()
+            except Exception as error:
+                if served.done():
+                    raise
+                served.set_exception(error)
+
+        task = self._tasks.create_task(serve())
+        try:
+            await served
+        except BaseException:
+            task.cancel()
+            await asyncio.wait([task])
+            raise
+        self._serving[block.stage.block] = task
+
+    async def _end(self, blocks: Collection[Block]) -> None:
+        """Serve these blocks no longer, of which the one that began last ends first."""
+        for task in [task for block, task in reversed(self._serving.items()) if block in blocks]:
+            task.cancel()
+            await asyncio.wait([task])
 
     @asynccontextmanager
     async def _server(self, listen: Listening) -> AsyncIterator[tuple[Dispatch, Turns]]:
@@ -146,6 +208,47 @@ class PeerServer:
                     block.stage.end()
                 await server.stop(grace=1.0)
 
+    # -- moves of which some blocks take no part ---------------------------------------------------------------------
+
+    async def enter(self, blocks: Mapping[Block, ServerOptions]) -> None:
+        """Serve these blocks too. If one of them cannot begin, none of them is served. Raises what own_backends,
+        ServedBlock.begin and ServedBlock.serving do."""
+        blocks, config = self._checked(blocks), self._membership.config
+        budgets = [block.stage.context.backend.budget for block in self.blocks.values()]
+        try:
+            # Making models takes a while, in which the other blocks compute and average.
+            backends = await asyncio.to_thread(own_backends, config, blocks, self._stagings, budgets)
+            self.blocks |= self._made(blocks, backends)
+            del backends
+            self._has_changed()
+            for block in blocks:
+                await self.blocks[block].begin()
+                await self._serve(self.blocks[block])
+        except BaseException:
+            await self.remove(blocks)
+            raise
+        self._has_changed()
+
+    async def remove(self, blocks: Collection[Block]) -> None:
+        """Serve these blocks no longer, and give back the memory that they take."""
+        await self._end(blocks)
+        for name in blocks:
+            await self._forget(name)
+        self._has_changed()
+        gc.collect()
+
+    async def _forget(self, name: Block) -> None:
+        self._serving.pop(name, None)
+        if (block := self.blocks.pop(name, None)) is not None:
+            block.stage.end()
+            await block.settle()
+            block.stage.context.backend.budget.leave()
+
+    async def has_moved(self) -> None:
+        """Announce at every block that the peer has moved once more."""
+        self._process.num_moves += 1
+        await asyncio.gather(*(self.blocks[name].presence.announce() for name in self._serving))
+
     # -- the end ---------------------------------------------------------------------------------------------------
 
     async def gives_up(self) -> None:
@@ -169,43 +272,48 @@ class PeerServer:
 
     def will_leave(self) -> None:
         """See Presence.will_leave."""
-        for block in self._served:
-            block.presence.will_leave()
+        for name in self._serving:
+            self.blocks[name].presence.will_leave()
 
-    async def end_of_round(self, seconds: float, *, quiet_seconds: float) -> None:
-        """Serve until every block's round has ended; see ServedBlock.end_of_round. A block that is done takes no more,
-        since what it took would be lost with this peer."""
+    async def end_of_round(self, seconds: float, *, quiet_seconds: float, of: Collection[Block] | None = None) -> None:
+        """Serve until the round has ended of each block that is served, or of these; see ServedBlock.end_of_round. A
+        block that is done takes no more, since what it took would be lost with this peer."""
+        blocks = self._some(of)
 
         async def one(block: ServedBlock) -> None:
             await block.end_of_round(seconds, quiet_seconds=quiet_seconds)
-            if len(self.blocks) > 1:
+            if len(blocks) > 1:
                 block.stage.admission.close()
 
-        await asyncio.gather(*map(one, self._served))
+        await asyncio.gather(*map(one, blocks))
 
-    async def drain(self, seconds: float) -> bool:
+    async def drain(self, seconds: float, *, of: Collection[Block] | None = None) -> bool:
         """See ServedBlock.drain."""
-        return all(await asyncio.gather(*(block.drain(seconds) for block in self._served)))
+        return all(await asyncio.gather(*(block.drain(seconds) for block in self._some(of))))
 
-    async def go_on(self) -> None:
-        for block in self._served:
+    async def go_on(self, *, of: Collection[Block] | None = None) -> None:
+        for block in self._some(of):
             await block.go_on()
 
-    async def leave(self) -> None:
+    async def leave(self, *, of: Collection[Block] | None = None) -> None:
         """See ServedBlock.leave."""
-        for block in self._served:
+        for block in self._some(of):
             await block.leave()
+
+    def _some(self, of: Collection[Block] | None) -> list[ServedBlock]:
+        """The blocks that are served, or these of them."""
+        return [self.blocks[name] for name in self._serving if of is None or name in of]
 
     async def leave_early(self) -> None:
         """Leave the blocks that are served while others are not yet: after their round, in LAST_ROUND_SECONDS and
         LAST_DRAIN_SECONDS at most."""
-        if not self._served:
+        if not self._serving:
             return
-        names = ", ".join(str(block.stage.block) for block in self._served)
+        names = ", ".join(map(str, self._serving))
         logger.info("leaving stage %s after this round, in %.0f s at most", names, LAST_ROUND_SECONDS)
         self.will_leave()
         await self.end_of_round(LAST_ROUND_SECONDS, quiet_seconds=LAST_QUIET_SECONDS)
         await self.drain(LAST_DRAIN_SECONDS)
         await self.leave()
-        for block in self._served:
-            self._options.events.write(Leave(), block.stage.block)
+        for block in self._serving:
+            self._options.events.write(Leave(), block)

@@ -153,11 +153,9 @@ class Judgement:
 
     def _decide(self, layout: Layout, closed: Collection[Block], now: float, *, waited: bool) -> Span | None:
         policy = dataclasses.replace(self._policy, stay_seconds=self._stays.mean_seconds)
-        # A peer of several blocks does not move yet, and one of a single block only to another one.
-        singles = [span for span in self._spans if len(span) == 1]
         return decide(
-            layout, self._own_id, policy, spans=singles, own_rates=self._rates, closed=self.avoided(now) | set(closed),
-            waited=waited,
+            layout, self._own_id, policy, spans=self._spans, own_rates=self._rates, waited=waited,
+            closed=self.avoided(now) | set(closed),
         )  # fmt: skip
 
     # -- how a move ended --------------------------------------------------------------------------------------------

@@ -71,6 +71,9 @@ class Dispatch(grpc.GenericRpcHandler):
     def add(self, block: Block, handlers: BlockHandlers) -> None:
         self._blocks[block] = handlers
 
+    def remove(self, block: Block) -> None:
+        del self._blocks[block]
+
     def service(self, details: grpc.HandlerCallDetails) -> Any:
         """The handler of a call, which gRPC asks for when the call comes in; None if no block has such a call."""
         found = {block: one for block, own in self._blocks.items() if (one := own.find(details)) is not None}

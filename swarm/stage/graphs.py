@@ -62,15 +62,28 @@ class GraphBudget:
         """The budget of another block on the same device."""
         return GraphBudget(self.limit_bytes, _sharing=self._sharing)
 
+    def leave(self) -> None:
+        """Share the limit no longer: the block is given up."""
+        self._sharing[:] = [one for one in self._sharing if one is not self]
+
+    def allow(self, limit_bytes: int) -> None:
+        """Change the limit, for the blocks on the same device too."""
+        for one in self._sharing:
+            one.limit_bytes = limit_bytes
+
     @property
     def most_bytes(self) -> int:
         """What the recordings of other blocks leave to this one of the limit."""
         return self.limit_bytes - sum(other.recorded_bytes for other in self._sharing if other is not self)
 
+    @property
+    def taken_bytes(self) -> int:
+        """What all of these blocks take of the limit."""
+        return sum(one.num_kept * one.graph_bytes + one.recorded_bytes for one in self._sharing)
+
     def has_room(self) -> bool:
         """Whether one more graph fits."""
-        taken_bytes = sum(one.num_kept * one.graph_bytes + one.recorded_bytes for one in self._sharing)
-        return taken_bytes + self.graph_bytes <= self.limit_bytes
+        return self.taken_bytes + self.graph_bytes <= self.limit_bytes
 
     def keep(self, *, recomputed: bool = False) -> None:
         """Count one more graph that is kept, even beyond the limit."""
@@ -82,9 +95,7 @@ class GraphBudget:
 
     def halve(self) -> None:
         """Allow half as many graphs as are kept now, of this block and of those on the same device."""
-        limit_bytes = sum(one.num_kept // 2 * one.graph_bytes for one in self._sharing)
-        for one in self._sharing:
-            one.limit_bytes = limit_bytes
+        self.allow(sum(one.num_kept // 2 * one.graph_bytes for one in self._sharing))
 
     def build(self, compute: Callable[[], torch.Tensor], version: Version) -> torch.Tensor:
         """Run `compute` with these weights. The first time, measure what autograd saves for the backward, without the

@@ -46,11 +46,11 @@ class Ordered(Rebalancer):
 
     def __init__(self, *parts: Any, **more: Any) -> None:
         super().__init__(*parts, **more)
-        self.orders: asyncio.Queue[int] = asyncio.Queue()
+        self.orders: asyncio.Queue[int | range] = asyncio.Queue()
 
     async def next_move(self, stages: range, rates: Callable[[], Mapping[Block, float]]) -> range:
         target = await self.orders.get()
-        going = range(target, target + 1)
+        going = target if isinstance(target, range) else range(target, target + 1)
         await self.goes(going, before=stages)
         return going
 
@@ -99,6 +99,8 @@ class LocalPeer:
         self.served: asyncio.Queue[int] = asyncio.Queue()
         """Gets the number of every stage once the peer serves it."""
         self.server: ServedBlock | None = None
+        self.whole: PeerServer | None = None
+        """The server of all blocks that it serves, of which `server` was the first one when it was made."""
         self.tasks: asyncio.TaskGroup | None = None
         """The tasks of `server`."""
         self.made: list[weakref.ref[ServedBlock]] = []
@@ -107,9 +109,8 @@ class LocalPeer:
     async def running(self, stage: int, *more: int) -> AsyncIterator["LocalPeer"]:
         """Serve inside the block, at first this stage, or several."""
         mover = Mover(
-            make_server=self.make_server, rebalancer=self.rebalancer, clock=self.clock, event_log=self.log,
-            stop=self.stop,
-            listen=HERE,
+            make_server=self.make_server, make_options=self.more_options, rebalancer=self.rebalancer,
+            clock=self.clock, event_log=self.log, stop=self.stop, listen=HERE,
             on_serving=lambda stages, _: self.served.put_nowait(stages[0]),
         )  # fmt: skip
         async with asyncio.TaskGroup() as tasks:
@@ -146,24 +147,26 @@ class LocalPeer:
         snapshot = await self.server.member.snapshot()
         return snapshot.round, dict(snapshot.tensors)
 
-    async def make_server(
-        self, stages: range, moves: int, comes_from_another: bool, tasks: asyncio.TaskGroup
-    ) -> PeerServer:
-        stage = stages[0]
+    async def more_options(self, blocks: Sequence[Block]) -> dict[Block, ServerOptions]:
+        return {block: await self._options(block.stage, moves=0, moved=True) for block in blocks}
+
+    async def _options(self, stage: int, *, moves: int, moved: bool) -> ServerOptions:
         weights, shelves = None, Shelves()
         if self._contents is not None:
             weights = await self._contents.initial_weights(Block(stage), resumes=bool(file.names(self._resume)))
             shelves = self._contents.shelves
-        options = ServerOptions(
+        return ServerOptions(
             name="local", device=torch.device("cpu"), insecure=True, max_in_flight=4, graph_bytes=1 << 20,
-            resume=ResumeOptions(
-                folder=self._resume, joins=comes_from_another, moves=comes_from_another,
-                has_weights=weights is not None,
-            ),
+            resume=ResumeOptions(folder=self._resume, joins=moved, moves=moved, has_weights=weights is not None),
             checkpoints=self.writer, events=self.log, movable=True, moves=moves, weights=weights, shelves=shelves,
         )  # fmt: skip
-        server = PeerServer(self._membership, dict.fromkeys(map(Block, stages), options), tasks)
-        self.server = server.blocks[Block(stage)]
+
+    async def make_server(
+        self, stages: range, moves: int, comes_from_another: bool, tasks: asyncio.TaskGroup
+    ) -> PeerServer:
+        options = await self._options(stages[0], moves=moves, moved=comes_from_another)
+        self.whole = server = PeerServer(self._membership, dict.fromkeys(map(Block, stages), options), tasks)
+        self.server = server.blocks[Block(stages[0])]
         self.tasks = tasks
         self.made.append(weakref.ref(self.server))
         return server

@@ -1,12 +1,14 @@
 """This project's rule: every peer has a Judgement of swarm.rebalancing, and looks and claims as in peers/stage_peer."""
 
+import itertools
 import math
 import random
+from collections.abc import Sequence
 
 from scripts.benches.simulate.fluid.swarm import FluidSwarm
 from swarm.rebalancing.decision import next_check_seconds
 from swarm.rebalancing.judgement import SETTLE_SECONDS, Judgement
-from swarm.rebalancing.layout import Layout, Span, layout_of
+from swarm.rebalancing.layout import Layout, Span, all_spans, layout_of
 from swarm.types import Block, ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState
 
 
@@ -69,12 +71,15 @@ SAMPLES_PER_SECOND = 10.0  # The throughput of every peer; only ratios count
 
 
 class OwnRule(NoRule):
-    def __init__(self, swarm: FluidSwarm, rng: random.Random) -> None:
+    def __init__(self, swarm: FluidSwarm, rng: random.Random, *, room: int = 1, restores: bool = False) -> None:
+        """Each peer has room for so many adjacent stages, and `restores` those that no peer holds from a checkpoint."""
         super().__init__(swarm, rng)
+        self._restores = restores
         self._timeline = swarm.timeline
         self._costs = dict.fromkeys(map(Block, range(swarm.num_stages)), 1.0)
+        self._spans = all_spans([*self._costs], room)
         self._judgements: dict[int, Judgement] = {}
-        self._records: dict[int, PeerRecord] = {}
+        self._records: dict[int, list[PeerRecord]] = {}
         self._claims: dict[int, ClaimRecord] = {}
         self._changed()
         self._timeline.after(FIGURES_SECONDS, self._measure)
@@ -89,30 +94,35 @@ class OwnRule(NoRule):
     def _read(self) -> dict[Block, list[PeerRecord]]:
         if self._rows is None:
             self._rows = {block: [] for block in self._costs}
-            for record in self._records.values():
+            for record in itertools.chain.from_iterable(self._records.values()):
                 self._rows[record.block].append(record)
             self._listed = frozenset(_id(peer) for peer in self._records.keys() | self._claims.keys())
         return self._rows
 
-    def _announce(self, peer: int, stage: int) -> None:
-        self._records[peer] = PeerRecord(
-            peer_id=_id(peer), announced_at=self._timeline.time(), stage=stage, endpoint="simulated:1",
-            state=PeerState.SERVING, movable=True, samples_per_second=self._figure(),
-        )  # fmt: skip
+    def _announce(self, peer: int) -> None:
+        figure = self._figure(peer)
+        self._records[peer] = [
+            PeerRecord(
+                peer_id=_id(peer), announced_at=self._timeline.time(), stage=stage, endpoint="simulated:1",
+                state=PeerState.SERVING, movable=True, samples_per_second=figure,
+            )
+            for stage in self._swarm.span_of[peer]
+        ]  # fmt: skip
         self._changed()
 
-    def _claim(self, peer: int, stage: int, from_stage: int | None) -> ClaimRecord:
+    def _claim(self, peer: int, span: Span, before: Sequence[int]) -> ClaimRecord:
         now = self._timeline.time()
         self._claims[peer] = claim = ClaimRecord(
-            peer_id=_id(peer), announced_at=now, stage=stage, from_stage=from_stage, state=ClaimState.PENDING,
+            peer_id=_id(peer), announced_at=now, stage=span[0].stage, num_stages=len(span),
+            from_stage=before[0] if before else None, from_num_stages=max(1, len(before)), state=ClaimState.PENDING,
             claimed_at=now,
         )  # fmt: skip
         self._changed()
         return claim
 
-    def _confirm(self, peer: int, stage: int) -> None:
-        claim = self._claims[peer]
-        self._claims[peer] = claim.model_copy(update={"state": ClaimState.CONFIRMED, "stage": stage})
+    def _confirm(self, peer: int, span: Span) -> None:
+        goes = {"state": ClaimState.CONFIRMED, "stage": span[0].stage, "num_stages": len(span)}
+        self._claims[peer] = self._claims[peer].model_copy(update=goes)
         self._changed()
 
     def _withdraw(self, peer: int) -> None:
@@ -121,25 +131,27 @@ class OwnRule(NoRule):
 
     def _measure(self) -> None:
         self._timeline.after(FIGURES_SECONDS, self._measure)
-        for peer, record in self._records.items():
-            self._records[peer] = record.model_copy(update={"samples_per_second": self._figure()})
+        for peer, records in self._records.items():
+            figure = self._figure(peer)
+            self._records[peer] = [record.model_copy(update={"samples_per_second": figure}) for record in records]
         self._changed()
 
-    def _figure(self) -> float:
-        return SAMPLES_PER_SECOND * max(0.1, self._rng.gauss(1.0, FIGURES_OFF))
+    def _figure(self, peer: int) -> float:
+        rate = self._swarm.capacity.get(peer, 1.0) / max(1, len(self._swarm.span_of.get(peer, ())))
+        return SAMPLES_PER_SECOND * rate * max(0.1, self._rng.gauss(1.0, FIGURES_OFF))
 
     # -- coming and going --------------------------------------------------------------------------------------------
 
     def began(self, peer: int) -> None:
         """Let a peer that is there from the start announce itself, and check from time to time whether to move."""
-        self._judgements[peer] = Judgement(own_id=_id(peer), costs=self._costs)
+        self._judgements[peer] = Judgement(own_id=_id(peer), costs=self._costs, spans=self._spans)
         self._arrived(peer, move_seconds=None)
 
     def came(self, peer: int) -> None:
-        self._judgements[peer] = judgement = Judgement(own_id=_id(peer), costs=self._costs)
+        self._judgements[peer] = judgement = Judgement(own_id=_id(peer), costs=self._costs, spans=self._spans)
         span = judgement.first_choice(self._read(), list(self._claims.values()), ())
         assert span is not None, "every stage can be entered"
-        own = self._claim(peer, span[0].stage, None)
+        own = self._claim(peer, span, ())
         self._timeline.after(SETTLE_SECONDS, lambda: self._join(peer, own))
 
     def left(self, peer: int) -> None:
@@ -156,16 +168,16 @@ class OwnRule(NoRule):
             return
         span = judgement.choice(self._read(), list(self._claims.values()), own, ())
         assert span is not None, "every stage can be entered"
-        self._confirm(peer, span[0].stage)
-        self._swarm.join(peer, span[0].stage, lambda: self._arrived(peer, move_seconds=None))
+        self._confirm(peer, span)
+        self._swarm.join(peer, *_stages(span), then=lambda: self._arrived(peer, move_seconds=None))
 
     def _arrived(self, peer: int, *, move_seconds: float | None) -> None:
-        stage = self._swarm.stage_of[peer]
-        self._announce(peer, stage)
+        span = tuple(map(Block, self._swarm.span_of[peer]))
+        self._announce(peer)
         if peer in self._claims:
             self._withdraw(peer)
         judgement = self._judgements[peer]
-        judgement.arrived((Block(stage),), move_seconds=move_seconds)
+        judgement.arrived(span, move_seconds=move_seconds)
         judgement.serves()
         self._will_look(peer)
 
@@ -177,16 +189,17 @@ class OwnRule(NoRule):
     def _look(self, peer: int) -> None:
         if (judgement := self._judgements.get(peer)) is None:
             return
-        rows, now, stage = self._read(), self._timeline.monotonic(), self._swarm.stage_of[peer]
+        rows, now, stages = self._read(), self._timeline.monotonic(), self._swarm.span_of[peer]
         judgement.look(self._listed, now)
-        judgement.measured({Block(stage): self._records[peer].samples_per_second})
+        rate = self._records[peer][0].samples_per_second * len(stages)
+        judgement.measured(dict.fromkeys(map(Block, stages), rate))
         if self._layout is None:
             self._layout = layout_of(rows, self._claims.values(), self._costs)
         target = judgement.wants(self._layout, (), now)
-        if target is None or not self._can_spare(peer, stage) or not self._swarm.peers[target[0].stage]:
+        if target is None or not self._can_spare(peer, target) or not self._can_enter(target):
             self._will_look(peer)
             return
-        own = self._claim(peer, target[0].stage, stage)
+        own = self._claim(peer, target, stages)
         self._timeline.after(SETTLE_SECONDS, lambda: self._look_again(peer, target, own))
 
     def _look_again(self, peer: int, target: Span, own: ClaimRecord) -> None:
@@ -197,28 +210,43 @@ class OwnRule(NoRule):
             self._withdraw(peer)
             self._will_look(peer)
             return
-        self._confirm(peer, target[0].stage)
-        ends = math.ceil(self._timeline.monotonic() / ROUND_SECONDS) * ROUND_SECONDS
+        self._confirm(peer, target)
+        ends = self._timeline.monotonic()
+        if {*self._swarm.span_of[peer]} - {*_stages(target)}:
+            ends = math.ceil(ends / ROUND_SECONDS) * ROUND_SECONDS
         self._timeline.at(ends, lambda: self._go(peer, target))
 
     def _go(self, peer: int, target: Span) -> None:
         if (judgement := self._judgements.get(peer)) is None:
             return
-        if not self._can_spare(peer, self._swarm.stage_of[peer]):
-            judgement.gave_up(target, self._timeline.monotonic())
+        if not self._can_spare(peer, target):
+            before = tuple(map(Block, self._swarm.span_of[peer]))
+            judgement.gave_up(target, self._timeline.monotonic(), before=before)
             self._withdraw(peer)
             self._will_look(peer)
             return
-        del self._records[peer]
+        self._records[peer] = [record for record in self._records[peer] if record.block in target]
         self._changed()
         seconds = self._swarm.download_seconds
-        self._swarm.move(peer, target[0].stage, lambda: self._arrived(peer, move_seconds=seconds))
+        self._swarm.move(peer, *_stages(target), then=lambda: self._arrived(peer, move_seconds=seconds))
 
-    def _can_spare(self, peer: int, stage: int) -> bool:
-        return any(
-            other != peer and not (other in self._claims and self._claims[other].state is ClaimState.CONFIRMED)
-            for other in self._swarm.peers[stage]
+    def _can_spare(self, peer: int, target: Span) -> bool:
+        """Whether another peer stays at each stage that the peer would leave."""
+        left = {*self._swarm.span_of[peer]} - {*_stages(target)}
+        return all(
+            any(other != peer and self._stays(other, stage) for other in self._swarm.peers[stage]) for stage in left
         )
+
+    def _can_enter(self, target: Span) -> bool:
+        return self._restores or all(self._swarm.peers[stage] for stage in _stages(target))
+
+    def _stays(self, peer: int, stage: int) -> bool:
+        claim = self._claims.get(peer)
+        return claim is None or claim.state is not ClaimState.CONFIRMED or Block(stage) in claim.span
+
+
+def _stages(span: Span) -> list[int]:
+    return [block.stage for block in span]
 
 
 def _id(peer: int) -> PeerId:

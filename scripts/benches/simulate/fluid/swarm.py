@@ -1,9 +1,10 @@
 """A swarm without microbatches: a stage's throughput is the sum of its peers', and a pipeline's the weakest stage's.
 
-Newcomers download whatever the rule, so two optima are computed: one counts them while they download, one does not.
+A peer serves adjacent stages, each with its capacity divided by their number. Newcomers download whatever the rule, so
+two optima are computed: one counts them while they download, one does not.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from scripts.benches.simulate.timeline import Timeline
@@ -36,15 +37,24 @@ class Kept:
 
 @dataclass(eq=False)
 class FluidSwarm:
-    """Which peers serve which stage, in the order in which they came, and how much work that has amounted to so far."""
+    """Which peers serve which stages, in the order in which they came, and how much work that has amounted to so far.
+
+    `capacity` is a peer's throughput at one stage, 1 if it has none there, and `best` gives what peers with these
+    capacities can do at most.
+    """
 
     timeline: Timeline
     num_stages: int
     download_seconds: float
-    stage_of: dict[int, int] = field(default_factory=dict)
+    capacity: dict[int, float] = field(default_factory=dict)
+    best: Callable[[Sequence[float]], float] | None = None
+    span_of: dict[int, tuple[int, ...]] = field(default_factory=dict)
     peers: list[dict[int, None]] = field(default_factory=list)
     present: set[int] = field(default_factory=set)
+    throughput: list[float] = field(default_factory=list)
     num_moves: int = 0
+    num_entered: int = 0  # How many stages peers have entered in these moves
+    _rates: dict[int, float] = field(default_factory=dict)  # What each peer adds to each of its stages
     _ready: set[int] = field(default_factory=set)  # The present peers that can serve by now
     _counted_until: float = 0.0
     _done: float = 0.0
@@ -53,6 +63,7 @@ class FluidSwarm:
 
     def __post_init__(self) -> None:
         self.peers = [{} for _ in range(self.num_stages)]
+        self.throughput = [0.0] * self.num_stages
 
     @property
     def num_serving(self) -> list[int]:
@@ -62,55 +73,70 @@ class FluidSwarm:
         self._count()
         return Kept(done=self._done, best=self._best, best_of_present=self._best_of_present)
 
-    def start(self, peer: int, stage: int) -> None:
+    def start(self, peer: int, *stages: int) -> None:
         self._count()
         self.present.add(peer)
         self._ready.add(peer)
-        self._serve(peer, stage)
+        self._serve(peer, stages)
 
     def come(self, peer: int) -> None:
         self._count()
         self.present.add(peer)
         self.timeline.after(self.download_seconds, lambda: self._can_serve(peer))
 
-    def join(self, peer: int, stage: int, then: Callable[[], object] = lambda: None) -> None:
-        """Let a newcomer download a stage's state and serve the stage. `then` is called when it serves."""
-        self.timeline.after(self.download_seconds, lambda: self._arrive(peer, stage, then))
+    def join(self, peer: int, *stages: int, then: Callable[[], object] = lambda: None) -> None:
+        """Let a newcomer download stages' states and serve the stages. `then` is called when it serves."""
+        self.timeline.after(self.download_seconds, lambda: self._arrive(peer, stages, then))
 
-    def move(self, peer: int, stage: int, then: Callable[[], object] = lambda: None) -> None:
-        """Let a peer leave its stage, download another stage's state and serve that one. `then` is called when it
-        serves."""
+    def move(self, peer: int, *stages: int, then: Callable[[], object] = lambda: None) -> None:
+        """Let a peer leave those of its stages that are not among these, download the states of the new ones, and serve
+        these. Those that it keeps are served all the time. `then` is called when it serves all."""
         self._count()
-        del self.peers[self.stage_of.pop(peer)][peer]
+        kept = tuple(stage for stage in self.span_of[peer] if stage in stages)
+        self._serve(peer, kept, self._rates[peer])
+        num_entered = len(stages) - len(kept)
         self.num_moves += 1
-        self.timeline.after(self.download_seconds, lambda: self._arrive(peer, stage, then))
+        self.num_entered += num_entered
+        self.timeline.after(self.download_seconds if num_entered else 0.0, lambda: self._arrive(peer, stages, then))
 
     def leave(self, peer: int) -> None:
         self._count()
         self.present.discard(peer)
         self._ready.discard(peer)
-        stage = self.stage_of.pop(peer, None)
-        if stage is not None:
-            del self.peers[stage][peer]
+        self._serve(peer, ())
 
     def _can_serve(self, peer: int) -> None:
         if peer in self.present:
             self._count()
             self._ready.add(peer)
 
-    def _arrive(self, peer: int, stage: int, then: Callable[[], object]) -> None:
+    def _arrive(self, peer: int, stages: tuple[int, ...], then: Callable[[], object]) -> None:
         if peer in self.present:
-            self._serve(peer, stage)
+            self._count()
+            self._serve(peer, stages)
             then()
 
-    def _serve(self, peer: int, stage: int) -> None:
-        self._count()
-        self.stage_of[peer] = stage
-        self.peers[stage][peer] = None
+    def _serve(self, peer: int, stages: tuple[int, ...], rate: float = 0.0) -> None:
+        """Let a peer serve these stages and no others, each at this rate, or at what its capacity allows."""
+        for stage in self.span_of.pop(peer, ()):
+            del self.peers[stage][peer]
+            self.throughput[stage] -= self._rates[peer]
+        self._rates.pop(peer, None)
+        if stages:
+            self.span_of[peer] = stages
+            self._rates[peer] = rate = rate or self.capacity.get(peer, 1.0) / len(stages)
+            for stage in stages:
+                self.peers[stage][peer] = None
+                self.throughput[stage] += rate
 
     def _count(self) -> None:
         now = self.timeline.monotonic()
         seconds, self._counted_until = now - self._counted_until, now
-        self._done += seconds * min(self.num_serving)
-        self._best += seconds * (len(self._ready) // self.num_stages)
-        self._best_of_present += seconds * (len(self.present) // self.num_stages)
+        self._done += seconds * min(self.throughput)
+        self._best += seconds * self._best_of(self._ready)
+        self._best_of_present += seconds * self._best_of(self.present)
+
+    def _best_of(self, peers: set[int]) -> float:
+        if self.best is None:
+            return len(peers) // self.num_stages
+        return self.best([self.capacity[peer] for peer in peers])
