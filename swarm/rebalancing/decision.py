@@ -10,8 +10,8 @@ and what is in both spans stays.
 Every peer plans for all: its plan takes again and again the move that strengthens the weakest block most, until no move
 does. The peer moves if the plan, up to the point where it pays best, contains a move of its own. If several peers would
 bring about the same gain, each of them sees itself in its plan. So the first one to look moves, without waiting for a
-particular peer's turn, and the others see its claim. What has room at a peer is known to that peer alone: it counts on
-others to move only to spans that are no longer than theirs are now.
+particular peer's turn, and the others see its claim. A peer knows only its own room: of others it expects no longer
+spans than they have.
 
 Compared with SWARM's rule (every T seconds one peer moves from the stage with the shortest queues to the one with the
 longest) a move has to bring something, several gaps are filled at once, and a stage is never emptied. Compared with
@@ -24,6 +24,7 @@ import random
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from swarm.rebalancing.layout import Layout, Span, Worker, all_spans
 from swarm.types import Block, PeerId
@@ -202,6 +203,15 @@ class _Move:
         return max(min((t - r) / (up - down) for t, down in falling) for r, up in rising)
 
 
+class _Worth(NamedTuple):
+    """What a move in a plan is worth, the larger the better: the throughput after it of the weakest of all blocks, of
+    the weakest that it changes, and of the weakest from which it takes."""
+
+    pipeline: float
+    level: float
+    left: float
+
+
 class _Plan:
     """A plan of moves, each by the most suitable peer, from the view of the peer `own`.
 
@@ -238,9 +248,9 @@ class _Plan:
         found = (self._best_of(move) for moves in self._moves.values() for move in moves if self._is_allowed(move))
         best = max((one for one in found if one is not None), key=lambda one: one[:-1], default=None)
         own = self._best_own() if self.own is None else None
-        if own is not None and (best is None or self._is_near(own, best)):
-            self.own, self.own_target = own[-1], target
-            self._make(own[-1], 1.0)
+        if own is not None and (best is None or self._is_near(own[0], best[0])):
+            self.own, self.own_target = own[1], target
+            self._make(own[1], 1.0)
             return True
         if best is None:
             return False
@@ -266,33 +276,33 @@ class _Plan:
             self._num_serving[block] >= 2 and self.throughput[block] > lowest for block in move.left
         )
 
-    def _best_own(self) -> tuple[float, float, int, _Move] | None:
-        """The level, what is left where the move takes something away, and the best of the own moves."""
-        found = [
-            (move.level(self.throughput), move.lowest_left(self.throughput), -len(move.entered), move)
-            for move in self._own_moves if self._is_allowed(move)
-        ]  # fmt: skip
-        best = max(found, key=lambda one: one[:-1], default=None)
-        return best if best is not None and best[0] > self.throughput[self.target] * _MORE else None
+    def _worth(self, move: _Move, speed: float = 1.0) -> _Worth:
+        level = move.level(self.throughput, speed)
+        elsewhere = (rate for block, rate in self.throughput.items() if block not in move.changes)
+        return _Worth(min([level, *elsewhere]), level, move.lowest_left(self.throughput, speed))
 
-    def _is_near(self, own: tuple[float, float, int, _Move], best: tuple[float, float, Span, int, _Move]) -> bool:
-        lowest = self.throughput[self.target]
-        own_gain, best_gain = own[0] - lowest, best[0] - lowest
-        is_near = own_gain >= self._near * best_gain and own[1] >= self._near * best[1]
-        return is_near or self._near * own_gain > best_gain
+    def _best_own(self) -> tuple[_Worth, _Move] | None:
+        found = [(self._worth(move), -len(move.entered), move) for move in self._own_moves if self._is_allowed(move)]
+        worth, _, move = max(found, key=lambda one: one[:-1], default=(_Worth(0.0, 0.0, 0.0), 0, None))
+        return (worth, move) if move and worth.level > self.throughput[self.target] * _MORE else None
 
-    def _best_of(self, move: _Move) -> tuple[float, float, Span, int, _Move] | None:
-        """The same for the best other peer that can make a move, with its position among those of its span."""
+    def _is_near(self, own: _Worth, best: _Worth) -> bool:
+        """Whether the own move may be made instead of the best one."""
+        lowest, near = self.throughput[self.target], self._near
+        gains, best_gains = ((worth.pipeline - lowest, worth.level - lowest, worth.left) for worth in (own, best))
+        is_near = all(gain >= near * most for gain, most in zip(gains, best_gains, strict=True))
+        return is_near or near * gains[0] > best_gains[0]
+
+    def _best_of(self, move: _Move) -> tuple[_Worth, Span, int, _Move] | None:
+        """The best other peer that can make a move, as its position among those of its span."""
         candidates = self._movable[move.before]
         middle = bisect_left(candidates, (move.ideal_speed(self.throughput), ""))
-        found = []
-        for position in (middle - 1, middle):
-            if 0 <= position < len(candidates):
-                speed, _ = candidates[position]
-                level, left = move.level(self.throughput, speed), move.lowest_left(self.throughput, speed)
-                found.append((level, left, move.before, position, move))
+        found = [
+            (self._worth(move, candidates[position][0]), move.before, position, move)
+            for position in (middle - 1, middle) if 0 <= position < len(candidates)
+        ]  # fmt: skip
         best = max(found, key=lambda one: one[:-1], default=None)
-        return best if best is not None and best[0] > self.throughput[self.target] * _MORE else None
+        return best if best is not None and best[0].level > self.throughput[self.target] * _MORE else None
 
     def _make(self, move: _Move, speed: float) -> None:
         for block, change in move.changes.items():
@@ -317,11 +327,8 @@ def _own_moves(layout: Layout, own: Worker, measured: Mapping[Block, float], spa
     seconds = {block: cost / speed for block, cost in layout.costs.items()}
     seconds |= {block: 1 / rate for block, rate in elsewhere.items()}
     loses = speed / layout.cost(own.span)
-    return [
-        _Move.of(own.span, span, loses=loses, gains=1 / sum(seconds[block] for block in span))
-        for span in spans
-        if span != own.span
-    ]
+    gains = {span: 1 / sum(seconds[block] for block in span) for span in spans if span != own.span}
+    return [_Move.of(own.span, span, loses=loses, gains=gain) for span, gain in gains.items()]
 
 
 def _best_balance(layout: Layout, own: Worker, moves: Sequence[_Move]) -> float:
