@@ -106,6 +106,14 @@ def test_blocks_on_one_device_share_its_memory_for_graphs() -> None:
     second.keep()
     first.halve()
     assert first.limit_bytes == second.limit_bytes == 50
+    third = first.beside()
+    third.recorded_bytes = 40
+    assert first.taken_bytes == 170
+    third.leave()
+    assert first.taken_bytes == 130, "the third block was given up"
+    first.allow(60)
+    assert (second.limit_bytes, third.limit_bytes) == (60, 50)
+    first.allow(50)
     first.recorded_bytes = 20
     assert second.most_bytes == 30
 
