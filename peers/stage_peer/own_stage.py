@@ -120,6 +120,11 @@ class OwnRoom:
         return self.room.spans(self.each) if self.each else None
 
 
+def blocks_in(stages: range, options: PeerOptions, config: RunConfig) -> Sequence[Block]:
+    """The blocks that a peer serves while it is at these stages, which it leaves only if it chose them itself."""
+    return list(map(Block, stages)) if options.span == "auto" else options.span.of(config)
+
+
 def deal(sizes: Sequence[int], num_devices: int) -> list[int]:
     """The device of each block of a span, by its number: neighbours stay together, the largest share is as small as it
     can be, and no device is left out if there are enough blocks. `sizes` are the blocks' numbers of parameters."""

@@ -7,9 +7,8 @@
     swarm-peer INVITE --path 5                                 ... or at those of a path, where stages have variants
     swarm-peer --meet ID@HOST:443 --preset tiny                the first peer, if all are behind routers
 
-It does, in this order: read the options, join the DHT, agree on the configuration, and choose a stage. Then mover.py
-builds the stages' models and serves, at the same stages or at one after another, until SIGTERM. The mechanisms are in
-swarm/; here they are wired together.
+It does, in this order: read the options, join the DHT, agree on the configuration, and choose stages. Then mover.py
+builds and serves these, and others as it moves, until SIGTERM. Here the mechanisms of swarm/ are wired together.
 """
 
 import asyncio
@@ -46,7 +45,7 @@ from peers.stage_peer.news import Arrival, require_ready_file, say_what_is_wrong
 from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_dashboard import OwnDashboard, require_page
 from peers.stage_peer.own_model import OwnModel, open_model, own_config, require_allowed_class, require_blocks
-from peers.stage_peer.own_stage import ServerOptions, dealt, require_room
+from peers.stage_peer.own_stage import ServerOptions, blocks_in, dealt, require_room
 from peers.stage_peer.own_state import open_checkpoints
 from peers.stage_peer.rebalancer import Claim, Rebalancer
 from peers.stage_peer.resume import ResumeOptions
@@ -256,15 +255,15 @@ async def options_for(
 async def options_of(
     start: Start, contents: Contents, blocks: Mapping[Block, ServerOptions], *, moves: int = 0, moved: bool
 ) -> dict[Block, ServerOptions]:
-    """The options of blocks, made of those of their devices, once the blocks' initial weights are here."""
-    names_stage = len(blocks) > 1 or start.options.span == "auto"
+    """The options of blocks, made of those of their devices, once their initial weights are here."""
     resumes = start.options.resume is not None and bool(file.names(start.options.resume))
     own = {}
     for block, options in blocks.items():
         weights = await contents.initial_weights(block, resumes=resumes)
+        prefix = f"stage {block}: " if len(blocks) > 1 or options.movable else ""
         own[block] = dataclasses.replace(
-            options, prefix=f"stage {block}: " if names_stage else "", moves=moves, weights=weights,
-            shelves=contents.shelves, resume=start.resume_options(moved=moved, has_weights=weights is not None),
+            options, prefix=prefix, moves=moves, weights=weights, shelves=contents.shelves,
+            resume=start.resume_options(moved=moved, has_weights=weights is not None),
         )  # fmt: skip
     return own
 
@@ -343,11 +342,6 @@ async def first_stages(options: PeerOptions, rebalancer: Rebalancer, claim: Clai
     else:
         await rebalancer.goes(stages)
     return stages
-
-
-def blocks_in(stages: range, options: PeerOptions, config: RunConfig) -> Sequence[Block]:
-    """The blocks that a peer serves while it is at these stages, which it leaves only if it chose them itself."""
-    return list(map(Block, stages)) if options.span == "auto" else options.span.of(config)
 
 
 def published(directory: Directory, peer_id: str, config: RunConfig, clock: Clock) -> Announcement:
