@@ -15,7 +15,7 @@ from peers.doctor.options import DoctorOptions
 from peers.generate.options import GenerateOptions
 from peers.keys import IssueOptions
 from peers.local.options import LocalOptions
-from peers.model.options import ExportModelOptions, ImportModelOptions, PushModelOptions
+from peers.model.options import ExportModelOptions, ImportModelOptions, PushModelOptions, RouteModelOptions
 from peers.shared import cli
 from peers.stage_peer.options import PeerOptions
 from peers.static.options import StaticOptions
@@ -44,6 +44,7 @@ OPTIONS: dict[str, type] = {
     "swarm-model import": ImportModelOptions,
     "swarm-model export": ExportModelOptions,
     "swarm-model push": PushModelOptions,
+    "swarm-model route": RouteModelOptions,
     "swarm-local": LocalOptions,
     "scripts/demo": LocalOptions,
     "scripts/bench": BenchOptions,

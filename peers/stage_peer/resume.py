@@ -301,7 +301,8 @@ def require_weights(config: RunConfig, block: Block, options: ResumeOptions) -> 
 
 def _enter_late(config: RunConfig, block: Block, restored: Restored, others: Others) -> Beginning:
     logger.warning(
-        "nobody holds stage %s any more: it enters at round %d as it was at round %d; what it learnt since is lost",
+        "nobody holds stage %s any more: it enters at round %d as it was at round %d; what it learnt since, if "
+        "anything, is lost",
         block, others.latest, restored.round,
     )  # fmt: skip
     return _late(config, restored, restored.lineage, others)

@@ -34,6 +34,7 @@ def test_where_stages_have_variants_a_peer_serves_a_path(tmp_path: Path) -> None
     assert children.commands["peer-2"][children.commands["peer-2"].index("--path") + 1] == "5"
     assert [str(block) for block, number in peers.counts().items() if not number] == ["1.3", "2.3"]
     assert peers.most_needed() == Span(path=15)
+    assert spans_of(configs.load_preset("shared-value")) == [Span(path=path) for path in range(4)]
     with pytest.raises(ValueError, match="--stages-per-peer is for runs without variants"):
         spans_of(configs.load_preset("dipaco"), 2)
 

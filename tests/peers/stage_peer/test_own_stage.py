@@ -39,12 +39,15 @@ _ENDLESS = 1 << 40
 """Tokens of a microbatch whose loss fits into no memory."""
 
 
-def _backend(config: RunConfig, stage: int, *, graph_bytes: int | None = 0, **more: Any) -> StageBackend:
+def _backend(
+    config: RunConfig, stage: int, *, variant: int = 0, graph_bytes: int | None = 0, **more: Any
+) -> StageBackend:
     options = ServerOptions(
         name="", device=torch.device("cpu"), insecure=True, max_in_flight=1, graph_bytes=graph_bytes,
         resume=ResumeOptions(), checkpoints=None, events=Events(), **more,
     )  # fmt: skip
-    return own_backends(config, {Block(stage): options}, {options.device: Staging()})[Block(stage)]
+    block = Block(stage, variant)
+    return own_backends(config, {block: options}, {options.device: Staging()})[block]
 
 
 def test_the_last_stage_alone_needs_room_for_the_loss() -> None:
@@ -55,6 +58,15 @@ def test_the_last_stage_alone_needs_room_for_the_loss() -> None:
     with pytest.raises(Fatal, match=rf"stage {last} does not fit on cpu \(no room for .*\): take more stages"):
         _backend(config, last)
     assert _backend(SYNCHRONOUS, last).is_last
+
+
+def test_all_variants_of_a_stage_begin_alike_and_have_lineages_of_their_own() -> None:
+    stages = dataclasses.replace(SYNCHRONOUS.stages, variants=(1, 2, 1))
+    config = dataclasses.replace(SYNCHRONOUS, stages=stages)
+    one, other = (_backend(config, 1, variant=variant).weights for variant in (0, 1))
+    assert one.masters.keys() == other.masters.keys()
+    assert all(torch.equal(master, other.masters[name]) for name, master in one.masters.items())
+    assert one.round.lineage != other.round.lineage
 
 
 def test_a_peer_may_compute_in_a_type_of_its_own() -> None:

@@ -144,6 +144,19 @@ def test_no_peer_holds_the_beginning_of_a_run_without_the_model_that_it_begins_w
 
 
 @both
+def test_a_run_with_other_variants_or_paths_is_another_run(config: RunConfig, tmp_path: Path) -> None:
+    """What a variant has learnt belongs to its paths."""
+    crossed = StagesConfig(num_stages=3, variants=(2, 1, 2), paths=((0, 0, 1), (1, 0, 0)))
+    was = dataclasses.replace(config, stages=dataclasses.replace(crossed, paths=((0, 0, 0), (1, 0, 1))))
+    _write(tmp_path, was, 30)
+    assert _choose(was, Others(), CheckpointFolder(tmp_path, was)) is not None
+    for now, field in ((crossed, "stages.paths"), (StagesConfig(num_stages=3), "stages.variants")):
+        run = dataclasses.replace(config, stages=now)
+        with pytest.raises(Fatal, match=rf"with all of stage 1: .* is of another run: {field} is "):
+            _choose(run, Others(), CheckpointFolder(tmp_path, run))
+
+
+@both
 def test_an_empty_folder_is_no_obstacle_to_a_first_start(config: RunConfig, tmp_path: Path) -> None:
     assert _choose(config, Others(), CheckpointFolder(tmp_path, config)) is None
     assert _choose(config, Others(rounds={FIRST: 0, LAST: 0}, latest=0), CheckpointFolder(tmp_path, config)) is None
