@@ -43,6 +43,8 @@ class LeadLoop:
     _attempts: Counter[int] = field(default_factory=Counter, init=False)
     """The number of the last attempt, by round."""
     _waits_for_quorum: bool = field(default=False, init=False)
+    _led_since: float | None = field(default=None, init=False)
+    """When it became this peer's turn to lead; None while it is not."""
 
     async def run(self) -> None:
         """Lead whenever it is this peer's turn, until cancelled. After a cancellation, members do not know how a
@@ -67,7 +69,7 @@ class LeadLoop:
     def may_begin(self) -> bool:
         """Whether this peer is to begin an attempt now."""
         view, place = self.watch.view(), self.place
-        if not view.is_leader or self.reporter.may_be_behind or place.group.active is not None:
+        if not self._hears_all(view.is_leader) or self.reporter.may_be_behind or place.group.active is not None:
             return False
         if place.branches.is_in_doubt:
             # This peer may have been left behind: then it would commit a second result of a round that is over.
@@ -84,6 +86,21 @@ class LeadLoop:
             logger.warning("round %d waits for a majority of the last round's members", view.round)
         self._waits_for_quorum = not is_present
         return is_present
+
+    def _hears_all(self, is_leader: bool) -> bool:
+        """Whether this peer leads, and did so for long enough that all members report to it.
+
+        Members notice one after the other that the last leader is gone. With DiLoCo the first few of them may have the
+        samples of a round. If they committed it, the others, who may be the most, would go on from where they are: on
+        another branch. In a large stage a new leader does not even know whom it has yet to hear.
+        """
+        now = self.context.clock.monotonic()
+        if not is_leader:
+            self._led_since = None
+            return False
+        self._led_since = now if self._led_since is None else self._led_since
+        has_time = now - self._led_since >= self.context.timing.fresh_seconds
+        return has_time or self.context.config.rounds.synchronous or not self.roster.contacts.serving()
 
     async def _attempt(self) -> bool:
         """Try to commit the round. Returns whether this peer has moved on."""
