@@ -1,9 +1,10 @@
 """How the rounds of one stage end while its members die, from ten to ten thousand, and what groups would change.
 
-`one_group` is how rounds are averaged now. The other ways are not built: with `mended` a death does not void an
-exchange; with `two_levels` the members sum in groups, and the groups' sums are summed, so that all get one result; with
-`moshpit` each group has a result of its own, and groups are drawn anew for every round (arXiv 2103.03239). A round is a
-handful of draws here, without messages; only the division of a vector among the members' lines is the real one.
+`one_group` is how rounds are averaged now. The other ways are not built: with `groups` members average in groups, then
+one of each group among groups, and the result is handed down, so that all get the same one; with `mended` a death does
+not void an exchange; with `moshpit` each group has a result of its own, and groups are drawn anew for every round
+(arXiv 2103.03239). A round is a handful of draws here, without messages; only the division of a vector among the
+members' lines is the real one.
 """
 
 import math
@@ -11,7 +12,7 @@ import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from scripts.benches.shared.common import OutputOptions
 from swarm.averaging.agreement.rules import Timing
@@ -27,6 +28,8 @@ NOTICE_SECONDS = Timing.fresh_seconds  # From a silent death until it is noticed
 RETRY_SECONDS = Timing.retry_seconds
 STREAM_SECONDS = 0.002  # What a stream to one other member takes of a member's time, besides its bytes
 TILE = 4096
+
+Grouped = TypeVar("Grouped")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,25 +111,28 @@ def _draw(rng: random.Random, size: int, per_second: float) -> list[Member]:
     ]
 
 
-def exchange_seconds(lines: Sequence[float], num_bytes: int) -> float:
-    """How long these members need to sum a vector of so many bytes, and to give each of them the sum."""
+def exchange_seconds(lines: Sequence[float], num_bytes: int, *, sender: int | None = None) -> float:
+    """How long these members need to sum a vector of so many bytes, and to give each of them the sum. With a `sender`
+    that one alone has a vector, and hands it down to the others."""
     if len(lines) < 2:
         return 0.0
     parts = part_sizes(num_bytes, lines, tile=TILE)
-    sending = max((num_bytes + (len(lines) - 2) * part) / line for part, line in zip(parts, lines, strict=True))
+    sending = max(
+        (num_bytes * (sender in (None, index)) + (len(lines) - 2) * part) / line
+        for index, (part, line) in enumerate(zip(parts, lines, strict=True))
+    )
     return sending + STREAM_SECONDS * len(lines)
 
 
 # -- the ways ----------------------------------------------------------------------------------------------------------
 
 
-def one_group(members: Sequence[Member], group_size: int = 0, *, share: float = 1.0) -> list[Ended]:
-    """Attempts, each without the members that have died, until nobody dies in one. `share` is how much of an exchange
-    an attempt is."""
+def one_group(members: Sequence[Member], group_size: int = 0) -> list[Ended]:
+    """Attempts, each without the members that have died, until nobody dies in one."""
     alive, now, number = list(members), 0.0, 0
     while now <= GIVE_UP_SECONDS:
         number += 1
-        seconds = share * exchange_seconds([member.line for member in alive], CONTRIBUTION_BYTES)
+        seconds = exchange_seconds([member.line for member in alive], CONTRIBUTION_BYTES)
         death = min(member.dies_at for member in alive)
         if death > now + seconds or len(alive) == 1:
             return [Ended(seconds=now + seconds, num_attempts=number, members=tuple(alive))]
@@ -138,18 +144,11 @@ def one_group(members: Sequence[Member], group_size: int = 0, *, share: float = 
 def mended(members: Sequence[Member], group_size: int = 0) -> list[Ended]:
     """One group, in which a death does not void the exchange. The owner of each part sums what came in time, and in
     place of an owner that died another member sums that part, whose contributions all others still have."""
-    seconds = exchange_seconds([member.line for member in members], CONTRIBUTION_BYTES)
-    return [_mended(members, begins=0.0, ends=seconds, num_owners=len(members), num_attempts=1)]
-
-
-def _mended(members: Sequence[Member], *, begins: float, ends: float, num_owners: int, num_attempts: int) -> Ended:
-    """The end of an exchange in which `num_owners` members share the vector: a death from `begins` on is noticed, and
-    then the dead one's part is summed and handed out anew."""
-    again = exchange_seconds([LINE_BYTES_PER_SECOND] * num_owners, CONTRIBUTION_BYTES) / num_owners
-    deaths = [member.dies_at for member in members if begins <= member.dies_at <= ends]
+    ends = exchange_seconds([member.line for member in members], CONTRIBUTION_BYTES)
+    again = exchange_seconds([LINE_BYTES_PER_SECOND] * len(members), CONTRIBUTION_BYTES) / len(members)
+    deaths = [member.dies_at for member in members if member.dies_at <= ends]
     last = max([ends, *(death + NOTICE_SECONDS + RETRY_SECONDS + again for death in deaths)])
-    took_part = tuple(member for member in members if member.dies_at > last)
-    return Ended(seconds=last, num_attempts=num_attempts, members=took_part)
+    return [Ended(seconds=last, num_attempts=1, members=tuple(member for member in members if member.dies_at > last))]
 
 
 def moshpit(members: Sequence[Member], group_size: int) -> list[Ended]:
@@ -157,29 +156,70 @@ def moshpit(members: Sequence[Member], group_size: int) -> list[Ended]:
     return [ended for group in _groups(members, group_size) for ended in one_group(group)]
 
 
-def two_levels(members: Sequence[Member], group_size: int) -> list[Ended]:
-    """Groups sum, each member a part of the vector; then the owners of the same part in all groups sum; then each
-    member gets the parts of the others in its group. A death in the first half fails the attempt of its group alone,
-    and is mended later."""
-    groups = _groups(members, group_size)
-    if len(groups) == 1:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Unit:
+    """A member, or a group that has averaged, for which one member takes part in the next exchange."""
+
+    member: Member
+    units: Sequence["Unit"] = ()
+
+    @property
+    def members(self) -> list[Member]:
+        return [member for unit in self.units for member in unit.members] or [self.member]
+
+
+def groups(members: Sequence[Member], group_size: int) -> list[Ended]:
+    """Groups average, then groups of groups, until one exchange is left; its result is handed down the same ways. A
+    group in which a member dies is left out, unless too few are left: then there is another attempt. Whoever the result
+    does not reach downloads it."""
+    if len(members) <= group_size:
         return one_group(members)
-    summed = [one_group(group, share=0.5)[0] for group in groups]
-    begins = max(ended.seconds for ended in summed)
-    there = [member for ended in summed for member in ended.members]
-    across = exchange_seconds(sorted(member.line for member in there)[: len(groups)], CONTRIBUTION_BYTES // group_size)
-    last = max(0.5 * exchange_seconds([m.line for m in ended.members], CONTRIBUTION_BYTES) for ended in summed)
-    attempts = max(ended.num_attempts for ended in summed)
-    ends = begins + across + last
-    return [_mended(there, begins=begins, ends=ends, num_owners=group_size, num_attempts=attempts)]
+    alive, now, number = list(members), 0.0, 0
+    while now <= GIVE_UP_SECONDS:
+        number += 1
+        units = [Unit(member=member) for member in alive]
+        while len(units) > 1:
+            averaged = [_averaged(group, now) for group in _groups(units, group_size)]
+            now = max(seconds for _, seconds in averaged)
+            units = [unit for unit, _ in averaged if unit is not None]
+        took_part = units[0].members if units else []
+        if 2 * len(took_part) > len(alive):
+            end = max(_handed_down(unit, now) for unit in units[0].units)
+            return [Ended(seconds=end, num_attempts=number, members=tuple(took_part))]
+        now += RETRY_SECONDS
+        alive = [member for member in alive if member.dies_at > now - NOTICE_SECONDS] or alive[:1]
+    return [Ended(seconds=now, num_attempts=number, members=())]
+
+
+def _averaged(units: Sequence[Unit], begins: float) -> tuple[Unit | None, float]:
+    """A group's average, and when it is there; None, and when that is noticed, if a member died."""
+    members = [unit.member for unit in units]
+    ends = begins + exchange_seconds([member.line for member in members], CONTRIBUTION_BYTES)
+    death = min(member.dies_at for member in members)
+    if death <= ends:
+        return None, max(begins, death) + NOTICE_SECONDS
+    return Unit(member=max(members, key=lambda member: member.line), units=units), ends
+
+
+def _handed_down(unit: Unit, begins: float) -> float:
+    """When the last member of a unit has the result that its own member has."""
+    if not unit.units:
+        return begins
+    members = [each.member for each in unit.units]
+    lines = [member.line for member in members]
+    ends = begins + exchange_seconds(lines, CONTRIBUTION_BYTES, sender=members.index(unit.member))
+    death = min(member.dies_at for member in members)
+    if death <= ends:
+        ends = max(begins, death) + NOTICE_SECONDS + CONTRIBUTION_BYTES / min(lines)
+    return max(_handed_down(each, ends) for each in unit.units)
 
 
 WAYS: dict[str, Callable[[Sequence[Member], int], list[Ended]]] = {
-    "one_group": one_group, "mended": mended, "two_levels": two_levels, "moshpit": moshpit,
+    "one_group": one_group, "groups": groups, "mended": mended, "moshpit": moshpit,
 }  # fmt: skip
 
 
-def _groups(members: Sequence[Member], group_size: int) -> list[Sequence[Member]]:
+def _groups(members: Sequence[Grouped], group_size: int) -> list[Sequence[Grouped]]:
     """Groups of equal sizes, or nearly, of at most `group_size`; members are drawn in no order."""
     number = math.ceil(len(members) / group_size)
     return [members[first::number] for first in range(number)]
@@ -187,7 +227,7 @@ def _groups(members: Sequence[Member], group_size: int) -> list[Sequence[Member]
 
 def _difference(options: Options, rng: random.Random) -> Mapping[str, float]:
     """By how much replicas differ after a round of groups, over what one of them moved in that round (its standard
-    deviation among them). In one group, and with two levels, they are equal."""
+    deviation among them). With the other ways they are equal."""
     found = {}
     for size in options.num_members:
         values = [0.0] * size

@@ -13,11 +13,11 @@ from scripts.benches.simulate.studies.averaging import (
     Member,
     Options,
     exchange_seconds,
+    groups,
     mended,
     moshpit,
     one_group,
     run,
-    two_levels,
 )
 
 
@@ -26,13 +26,14 @@ def _members(*deaths: float, size: int = 64) -> list[Member]:
     return [Member(line=LINE_BYTES_PER_SECOND, dies_at=end) for end in ends]
 
 
-def test_without_deaths_every_way_takes_about_one_exchange() -> None:
+def test_without_deaths_every_way_takes_about_one_exchange_and_groups_three() -> None:
     usual = exchange_seconds([LINE_BYTES_PER_SECOND] * 64, CONTRIBUTION_BYTES)
     assert usual == pytest.approx(2 * CONTRIBUTION_BYTES / LINE_BYTES_PER_SECOND, rel=0.1)
-    for way in WAYS.values():
+    for name, way in WAYS.items():
         ended = way(_members(), 8)
         assert sum(len(one.members) for one in ended) == 64
-        assert all(one.num_attempts == 1 and one.seconds == pytest.approx(usual, rel=0.2) for one in ended)
+        expected = 3 * usual if name == "groups" else usual
+        assert all(one.num_attempts == 1 and one.seconds == pytest.approx(expected, rel=0.2) for one in ended)
 
 
 def test_a_death_voids_the_exchange_of_one_group_and_is_mended_otherwise() -> None:
@@ -41,9 +42,19 @@ def test_a_death_voids_the_exchange_of_one_group_and_is_mended_otherwise() -> No
     (again,) = one_group(_members(death))
     assert (again.num_attempts, len(again.members)) == (2, 63)
     assert again.seconds > death + NOTICE_SECONDS + 0.9 * usual
-    for ended in (*mended(_members(death)), *two_levels(_members(death), 8)):
-        assert (ended.num_attempts, len(ended.members)) == (1, 63)
-        assert ended.seconds < death + NOTICE_SECONDS + 1.0
+    (ended,) = mended(_members(death))
+    assert (ended.num_attempts, len(ended.members)) == (1, 63)
+    assert ended.seconds < death + NOTICE_SECONDS + 1.0
+
+
+def test_a_death_leaves_out_its_group_among_groups_and_voids_nothing_once_there_is_a_result() -> None:
+    usual = exchange_seconds([LINE_BYTES_PER_SECOND] * 64, CONTRIBUTION_BYTES)
+    (ended,) = groups(_members(0.5 * usual), 8)
+    assert (ended.num_attempts, len(ended.members)) == (1, 64 - 8)
+    (ended,) = groups(_members(1.5 * usual), 8)
+    assert (ended.num_attempts, len(ended.members)) == (2, 63), "it was among groups"
+    (ended,) = groups(_members(2.2 * usual), 8)
+    assert (ended.num_attempts, len(ended.members)) == (1, 64)
 
 
 def test_a_death_holds_up_its_own_group_alone() -> None:
@@ -55,7 +66,7 @@ def test_a_death_holds_up_its_own_group_alone() -> None:
 def test_of_a_thousand_members_one_group_loses_rounds_and_groups_commit_them() -> None:
     (setting,) = run(Options(num_members=(1000,), failure_percent=(1.0,), num_rounds=200))["settings"]
     assert setting["one_group"]["committed_percent"] < 70.0
-    assert min(setting[way]["committed_percent"] for way in ("mended", "two_levels", "moshpit")) >= 97.0
+    assert min(setting[way]["committed_percent"] for way in ("groups", "mended", "moshpit")) >= 97.0
 
 
 def test_the_same_seed_gives_the_same_figures_and_replicas_of_groups_differ() -> None:
