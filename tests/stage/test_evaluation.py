@@ -50,14 +50,14 @@ def _pass_a_round_before_each_microbatch(chain: Chain, monkeypatch: pytest.Monke
     evaluate, passing, num_asked = chain.trainer.evaluate, asyncio.Lock(), itertools.count(1)
     all_hold = asyncio.Event()
 
-    async def later(*args: Any) -> float:
+    async def later(*args: Any, path: int) -> float:
         # A peer that has not been asked to hold round 0 would no longer have it.
         if next(num_asked) == CONCURRENCY:
             all_hold.set()
         await all_hold.wait()
         async with passing:
             await begin_next_round(chain.peers)
-        return await evaluate(*args)
+        return await evaluate(*args, path=path)
 
     monkeypatch.setattr(chain.trainer, "evaluate", later)
 
