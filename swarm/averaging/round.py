@@ -131,17 +131,14 @@ class Round:
         if unfinished(begun) is not None:
             return begun
         if self.context.config.rounds.synchronous:
-            # This can take long, because a member computes again the microbatches that it drops, or those that it
-            # keeps.
+            # This can take long: a member computes again the microbatches that it drops, or those that it keeps.
             drops = {peer: request(drop) for peer, drop in duplicates(begun).items()}
             for peer, reply in (await self._ask_to_close(members, drops)).items():
                 if isinstance(reply, SwarmError) or reply.HasField("refusal"):
                     raise self.blame.failure("a member could not drop a duplicate", {peer: reply})
                 begun[peer] = reply
-        failed = without_the_useless(
-            begun, self.context.config, self.context.own.block, standing.round, self.context.own_id
-        )
-        if failed is not None:
+        own, config = self.context.own, self.context.config
+        if (failed := without_the_useless(begun, config, own.block, standing.round, self.context.own_id)) is not None:
             raise failed
         self._require_whole_round(standing.round, begun, unreached)
         return begun
@@ -153,8 +150,8 @@ class Round:
             failed = self.blame.failure("the round is not complete any more", unreached)
             failed.void = True
             raise failed
-        config, block = self.context.config, self.context.own.block
-        if config.rounds.synchronous and num_samples != config.round_samples_of(block):
+        wanted = self.context.config.round_samples_of(self.context.own.block)
+        if self.context.config.rounds.synchronous and num_samples != wanted:
             # Then some sum holds samples of other microbatches than it names, or holds some twice.
             reason = f"{num_samples} samples were contributed to a round of another size"
             raise self.blame.failure(reason, unreached)

@@ -39,10 +39,8 @@ Arguments = Mapping[str, torch.Tensor]
 
 @dataclass
 class GraphBudget:
-    """Bytes of autograd graphs that one block may keep between forward and backward.
-
-    Blocks on one device share `limit_bytes`: each has a budget `beside` the others'.
-    """
+    """Bytes of autograd graphs that one block may keep between forward and backward. Blocks on one device share
+    `limit_bytes`: each has a budget `beside` the others'."""
 
     limit_bytes: int
     graph_bytes: int = 0
@@ -137,11 +135,9 @@ class Graph:
     def gradients(
         self, gradient: torch.Tensor | None, *, of_inputs: bool, of_weights: bool = True
     ) -> list[torch.Tensor]:
-        """Compute the gradient of the inputs first, if wanted, and then that of each parameter, if wanted.
-
-        They are to be used up before another gradient is computed. `gradient` is that of the hidden state; None at the
-        last stage.
-        """
+        """Compute the gradient of the inputs first, if wanted, and then that of each parameter, if wanted. They are to
+        be used up before another gradient is computed. `gradient` is that of the hidden state; None at the last
+        stage."""
         wanted = [*([self._inputs] if of_inputs else []), *(self._parameters if of_weights else [])]
         root = self.outputs if gradient is None else with_gradient(self.outputs, gradient)
         return list(torch.autograd.grad(root, wanted, allow_unused=True, materialize_grads=True))
@@ -185,12 +181,8 @@ class _Place(NamedTuple):
 
 
 class CapturedStage:
-    """The recordings of a stage, for microbatches of the run's shape.
-
-    Attributes:
-        num_bytes: the device memory that they take.
-        num_places: the microbatches that they can compute at once.
-    """
+    """The recordings of a stage, for microbatches of the run's shape: they can compute `num_places` of these at once,
+    and take `num_bytes` of the device's memory."""
 
     def __init__(
         self, recorder: Recorder, compute: Callable[[Weights, Arguments], torch.Tensor],
@@ -206,9 +198,8 @@ class CapturedStage:
             version: has the shapes of all versions.
             cast_types: the types of weights that are only used in another type.
 
-        Raises:
-            RuntimeError: something cannot be recorded, differs, or takes more than `limit_bytes`. The device's memory
-                may run out, too.
+        Raises RuntimeError if something cannot be recorded, differs, or takes more than `limit_bytes`. The device's
+        memory may run out, too.
         """
         example, parameters = made_up(0), version.parameters
         self._weights = {
