@@ -1,6 +1,7 @@
 """The attempts that one peer leads: when it begins one, and what it learns from one that failed."""
 
 import logging
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -43,8 +44,8 @@ class LeadLoop:
     _attempts: Counter[int] = field(default_factory=Counter, init=False)
     """The number of the last attempt, by round."""
     _waits_for_quorum: bool = field(default=False, init=False)
-    _led_since: float | None = field(default=None, init=False)
-    """When it became this peer's turn to lead; None while it is not."""
+    _led_since: float | None = field(default=-math.inf, init=False)
+    """When this peer took the lead over; None while it does not lead."""
 
     async def run(self) -> None:
         """Lead whenever it is this peer's turn, until cancelled. After a cancellation, members do not know how a
@@ -99,7 +100,7 @@ class LeadLoop:
             self._led_since = None
             return False
         self._led_since = now if self._led_since is None else self._led_since
-        has_time = now - self._led_since >= self.context.timing.fresh_seconds
+        has_time = now - self._led_since >= self.context.timing.takeover_seconds
         return has_time or self.context.config.rounds.synchronous or not self.roster.contacts.serving()
 
     async def _attempt(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 
-from swarm.errors import DeadlineExceeded, MalformedMessage, SwarmError
+from swarm.errors import DeadlineExceeded, MalformedMessage, NotReady, SwarmError
 from swarm.machine.words import ABOUT
 from swarm.rpc.failures import abort
 from swarm.rpc.v1 import stage_pb2 as pb
@@ -74,24 +74,33 @@ class Dispatch(grpc.GenericRpcHandler):
     def remove(self, block: Block) -> None:
         del self._blocks[block]
 
+    def _find(self, details: grpc.HandlerCallDetails) -> dict[Block, Any]:
+        return {block: one for block, own in self._blocks.items() if (one := own.find(details)) is not None}
+
     def service(self, details: grpc.HandlerCallDetails) -> Any:
         """The handler of a call, which gRPC asks for when the call comes in; None if no block has such a call."""
-        found = {block: one for block, own in self._blocks.items() if (one := own.find(details)) is not None}
+        found = self._find(details)
         if not found:
             return None
         usual = found[min(found)]
         is_generator, method = isasyncgenfunction(_behaviour(usual)), details.method
+        streams = usual.request_streaming
 
         async def opened(request: Any, context: Any) -> tuple[Any, Any, Any]:
             """The behaviour that answers, and its two arguments."""
             address = _address_in_one(request)
-            if usual.request_streaming:
+            if streams:
                 reading = anext(aiter(request), None) if is_generator else context.read()
                 first = await _in_time(reading, context)
                 address = _address_in(method, first)
                 request, context = _again(first, request), _Again(context, first)
             block = self.first if address is None else Block(address.stage, address.variant)
+            # Looked up only now: gRPC keeps what it was given for a call after the call has ended, and the memory of a
+            # block that is given up is to be free.
+            found = self._find(details)
             try:
+                if not found:
+                    raise NotReady("this peer has left")
                 if block in found and block != self.first:
                     self._allow(method, block.stage, context)
             except SwarmError as error:

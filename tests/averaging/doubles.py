@@ -24,9 +24,9 @@ from tests.support.virtual_time import LoopClock
 
 QUICK = Timing(
     report_gap_seconds=0.005, heartbeat_seconds=0.05, late_seconds=0.3, report_seconds=0.3, call_seconds=0.2,
-    reconnect_seconds=0.1, fresh_seconds=0.4, missed_seconds=2.0, probe_seconds=0.2, exclusion_seconds=0.2,
-    max_exclusion_seconds=2.0, look_seconds=0.5, idle_seconds=3.0, begin_seconds=0.5, average_seconds=1.0,
-    commit_seconds=1.0, grace_seconds=0.05, barrier_seconds=0.2, awaited_seconds=1.0,
+    reconnect_seconds=0.1, fresh_seconds=0.4, takeover_seconds=0.4, missed_seconds=2.0, probe_seconds=0.2,
+    exclusion_seconds=0.2, max_exclusion_seconds=2.0, look_seconds=0.5, idle_seconds=3.0, begin_seconds=0.5,
+    average_seconds=1.0, commit_seconds=1.0, grace_seconds=0.05, barrier_seconds=0.2, awaited_seconds=1.0,
     silence_seconds=0.5, retry_seconds=0.02, max_retry_seconds=0.2,
 )  # fmt: skip
 """Short timeouts, for peers in one process."""

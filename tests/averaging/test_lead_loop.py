@@ -41,7 +41,7 @@ async def test_a_leader_that_takes_long_to_look_rests_and_misses_nothing() -> No
 async def test_what_was_held_up_by_a_member_begins_as_soon_as_that_is_known_to_be_gone() -> None:
     async with network_of(make_config("diloco"), 1, 2) as network:
         time = asyncio.get_running_loop().time
-        await asyncio.sleep(QUICK.fresh_seconds)  # As long as a new leader waits anyway
+        await asyncio.sleep(QUICK.takeover_seconds)  # As long as a new leader waits anyway
         network.freeze(2)
         await asyncio.sleep(2.5 * QUICK.heartbeat_seconds)
         roster = network.peers[peer_id(1)].averager.roster

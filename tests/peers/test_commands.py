@@ -105,9 +105,9 @@ def test_the_help_of_a_command_of_swarm_model_and_its_faults_are_printed_before_
 ) -> None:
     for argv, code, said in (
         (["export", "--help"], 0, "Write what a run has learnt into a folder that Hugging Face's transformers"),
-        (["--help"], 0, "swarm-model import|export|show|push --help"),
-        (["expor", "--help"], 2, "give one of import, export, show, push, not 'expor' (see swarm-model --help)"),
-        ([], 2, "give one of import, export, show, push (see swarm-model --help)"),
+        (["--help"], 0, "swarm-model import|export|route|show|push --help"),
+        (["expor", "--help"], 2, "give one of import, export, route, show, push, not 'expor' (see swarm-model --help)"),
+        ([], 2, "give one of import, export, route, show, push (see swarm-model --help)"),
     ):
         with pytest.raises(SystemExit) as ended:
             options.explain(argv)

@@ -38,6 +38,7 @@ PATIENT = Timing(
     report_gap_seconds=0.002, report_seconds=PATIENCE_SECONDS, call_seconds=PATIENCE_SECONDS,
     late_seconds=PATIENCE_SECONDS, fresh_seconds=PATIENCE_SECONDS, begin_seconds=PATIENCE_SECONDS,
     average_seconds=PATIENCE_SECONDS, commit_seconds=PATIENCE_SECONDS, silence_seconds=PATIENCE_SECONDS,
+    takeover_seconds=0.5,
 )  # fmt: skip
 """No worker counts as dead because it is slow. Calls to a killed one fail at once."""
 

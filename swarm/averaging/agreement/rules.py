@@ -39,6 +39,8 @@ class Timing:
     """Deadline of a report on a new connection, after the former one broke within this time."""
     fresh_seconds: float = 3.5
     """Age up to which a report counts its sender as a member."""
+    takeover_seconds: float = 3.5
+    """With DiLoCo: how long a peer waits that takes the lead over, so that all members have time to report to it."""
     missed_seconds: float = 20.0
     """A member that has been silent for this long is not expected back soon. The others no longer wait for what it
     holds."""
