@@ -30,6 +30,7 @@ def _assert_one_state_for_each_round(swarm: RealSwarm) -> None:
     assert max(num_members.values()) >= 3
 
 
+@pytest.mark.slow
 def test_mixed_spans_outlive_the_kill_of_one_and_take_it_back(tmp_path: Path, children: Supervisor) -> None:
     swarm = RealSwarm(tmp_path, children, setting="synchronous", changes=THREE_STAGES)
     [everything] = swarm.start_peers(["all"])
