@@ -86,8 +86,9 @@ def judge(start: Start, rounds: CommittedRounds, findings: Findings, *, files: i
     if start.setting == "synchronous":
         _check_together(start, rounds, findings)
     branches = {block: _main_branch(block, start, rounds, findings) for block in start.blocks}
-    reports = [_stage_report(block, branch, start, rounds) for block, branch in branches.items()]
-    num_acknowledged = sum(len(_acknowledged(rounds, block, start)) for block in branches)
+    acknowledged = _acknowledged(rounds, start)
+    reports = [_stage_report(block, branch, start, rounds, acknowledged[block]) for block, branch in branches.items()]
+    num_acknowledged = sum(map(len, acknowledged.values()))
     committed: dict[Block, set[int]] = {block: set() for block in branches}
     for (block, _), round_ in rounds.rounds.items():
         committed[block].add(round_.number)
@@ -100,11 +101,13 @@ def judge(start: Start, rounds: CommittedRounds, findings: Findings, *, files: i
     )  # fmt: skip
 
 
-def _acknowledged(rounds: CommittedRounds, block: Block, start: Start) -> IdSet:
-    """The acknowledged microbatches whose path leads through a block."""
+def _acknowledged(rounds: CommittedRounds, start: Start) -> dict[Block, IdSet]:
+    """By block: the acknowledged microbatches whose path leads through it."""
     ids = rounds.acknowledged_by_stages.copy()
     ids.update(rounds.acknowledged_by_trainers)
-    return IdSet(index for index in ids if start.passes(index, block)) if start.paths else ids
+    if not start.paths:
+        return dict.fromkeys(start.blocks, ids)
+    return {block: IdSet(index for index in ids if start.passes(index, block)) for block in start.blocks}
 
 
 def _check_all_seen(start: Start, seen: Set[Block], findings: Findings) -> None:
@@ -201,7 +204,9 @@ def _count(round_: CommittedRound, counted: list[IdSet], findings: Findings) -> 
     before.update(round_.microbatches)
 
 
-def _stage_report(block: Block, branch: list[CommittedRound], start: Start, rounds: CommittedRounds) -> StageReport:
+def _stage_report(
+    block: Block, branch: list[CommittedRound], start: Start, rounds: CommittedRounds, acknowledged: IdSet
+) -> StageReport:
     counted = [IdSet() for _ in range(start.num_fragments)]
     for round_ in branch:
         if round_.microbatches is not None:
@@ -212,7 +217,7 @@ def _stage_report(block: Block, branch: list[CommittedRound], start: Start, roun
         for fragment, ids in enumerate(counted):
             ids_or_held = ids.copy()
             ids_or_held.update(rounds.held_back(block, fragment, newest))
-            lost += len(_acknowledged(rounds, block, start).without(ids_or_held))
+            lost += len(acknowledged.without(ids_or_held))
     return StageReport(
         stage=block.stage,
         variant=block.variant,

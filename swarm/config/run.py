@@ -219,12 +219,6 @@ class RunConfig:
     def microbatches_per_round(self) -> int:
         return self.rounds.round_samples // self.data.microbatch_size
 
-    @property
-    def round_microbatches(self) -> int | None:
-        """`microbatches_per_round` in the synchronous setting. None with DiLoCo, where a round has no fixed
-        microbatches."""
-        return self.microbatches_per_round if self.rounds.synchronous else None
-
     def microbatches_of(self, round_number: int, block: Block) -> Collection[int]:
         """Synchronous: the indices of the microbatches that a round consists of at a block, in ascending order."""
         size = self.microbatches_per_round

@@ -79,10 +79,9 @@ class Dispatch(grpc.GenericRpcHandler):
 
     def service(self, details: grpc.HandlerCallDetails) -> Any:
         """The handler of a call, which gRPC asks for when the call comes in; None if no block has such a call."""
-        found = self._find(details)
-        if not found:
+        usual = next((one for own in self._blocks.values() if (one := own.find(details)) is not None), None)
+        if usual is None:
             return None
-        usual = found[min(found)]
         is_generator, method = isasyncgenfunction(_behaviour(usual)), details.method
         streams = usual.request_streaming
 
