@@ -54,11 +54,7 @@ class TrainerPaths:
         return tuple(path for path in self._config.paths_through(block) if path in self.paths)
 
     def entry_of(self, microbatch: int) -> Block:
-        return self.block_at(microbatch, 0)
-
-    def block_at(self, microbatch: int, stage: int) -> Block:
-        """The block of a stage that a microbatch passes through."""
-        return self._config.blocks_of(self._config.path_of(microbatch))[stage]
+        return self._config.blocks_of(self._config.path_of(microbatch))[0]
 
     def empty_block(self, path: int) -> Block | None:
         """A block on the path at which no known peer serves; None if there is none."""
