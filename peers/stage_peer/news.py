@@ -203,24 +203,19 @@ class Around:
         return "the trainers send none to this peer"
 
 
-def fitting_bottleneck(
-    config: RunConfig, samples_per_second: float, line_bytes_per_second: float, round_trip_seconds: float
-) -> str:
+def fitting_bottleneck(config: RunConfig, samples_per_second: float, line_samples_per_second: float) -> str:
     """With how many numbers a token the line to the next stage would be as fast as this peer computes, in words; empty
     if it is already, if its length or nothing is known to be the reason, or if the model can have no bottleneck."""
     model, boundary, data = config.model, boundary_of(config), config.data
     may_have_one = not (model.custom_class or model.weights or model.block_types or config.lora.is_on)
-    needed = samples_per_second * boundary.spec(1, data.sequence_length).num_bytes
-    if not (may_have_one and 0 < line_bytes_per_second < needed):
+    if not may_have_one or line_samples_per_second >= samples_per_second:
         return ""
-    microbatch_bytes = boundary.spec(data.microbatch_size, data.sequence_length).num_bytes
-    if microbatch_bytes < 2 * round_trip_seconds * line_bytes_per_second:
-        return ""
-    num_fitting = max(1, int(boundary.width * line_bytes_per_second / needed))
+    megabytes = boundary.spec(1, data.sequence_length).num_bytes / 1e6
+    num_fitting = max(1, int(boundary.width * line_samples_per_second / samples_per_second))
     return (
-        f"; {line_bytes_per_second / 1e6:.3g} MB/s arrive at the next stage, and this peer computes for "
-        f"{needed / 1e6:.3g} MB/s: {num_fitting} of the {boundary.width} numbers a token would fit that line "
-        "(model.bottleneck_dim of a new run)"
+        f"; {line_samples_per_second * megabytes:.3g} MB/s arrive at the next stage, and this peer computes for "
+        f"{samples_per_second * megabytes:.3g} MB/s: {num_fitting} of the {boundary.width} numbers a token would fit "
+        "that line (model.bottleneck_dim of a new run)"
     )
 
 

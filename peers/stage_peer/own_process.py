@@ -3,6 +3,7 @@
 It knows which blocks the process serves now, so that each of them finds the others.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -15,11 +16,13 @@ from peers.reach.listen import Announced
 from peers.shared.network import Membership
 from peers.stage_peer.incarnation import Rivals
 from peers.stage_peer.own_stage import ServerOptions
+from swarm.config import RunConfig
 from swarm.machine.clock import Clock
 from swarm.rpc.callers import Callers
 from swarm.rpc.entry import direct
 from swarm.rpc.meeting.meeting_point import MeetingPoint
 from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.stage.boundary import boundary_of
 from swarm.stage.stage import Stage
 from swarm.types import Block, PeerState
 
@@ -30,6 +33,16 @@ KEPT_SECONDS = 60.0
 """A lag is remembered for at least this long, and at most twice as long."""
 _GAP_SECONDS = 0.02
 """Time between two measurements. A lag may be longer than its measurement by up to this time."""
+
+
+def carried(config: RunConfig, bytes_per_second: float, round_trip_seconds: float) -> float:
+    """The samples per second that a line to the next stage carries. Infinity if nothing was measured yet, and if
+    microbatches are so small that the line's length decides how long they take, and not its width."""
+    data = config.data
+    num_bytes = boundary_of(config).spec(data.microbatch_size, data.sequence_length).num_bytes
+    if not bytes_per_second or num_bytes < 2 * round_trip_seconds * bytes_per_second:
+        return math.inf
+    return data.microbatch_size * bytes_per_second / num_bytes
 
 
 class LoopLag:
@@ -76,6 +89,7 @@ class OwnProcess:
         self.num_moves = options.moves
         self.callers = callers
         self._config = membership.config
+        self._router = membership.known.router
         self.health = Health()
         self.loop_lag = LoopLag(membership.clock)
         self.rivals = Rivals(membership, own=options.incarnation, endpoint=lambda: self.endpoint)
@@ -125,6 +139,13 @@ class OwnProcess:
         samples = {one: max(1, sum(here[p] == max(here.values()) for p in through)) for one, through in paths.items()}
         seconds = sum(number * one.seconds_per_sample for one, number in samples.items())
         return samples[stage] / seconds if stage.seconds_per_sample else 0.0
+
+    def line_samples_per_second(self, stage: Stage) -> float:
+        """What the line from a stage to the next one carries (`carried`); infinity if the next one is here."""
+        hops = {block: hop for block, hop in stage.context.hops.items() if block not in self.blocks}
+        bytes_per_second = sum(hop.line_bytes_per_second for hop in hops.values())
+        trips = [link.round_trip_seconds or 0.0 for block in hops for link in self._router.links(block).values()]
+        return carried(self._config, bytes_per_second, min(trips, default=0.0))
 
     def lines(self) -> pb.Lines:
         announced, point = self.announced, self.meeting_point

@@ -87,7 +87,7 @@ class Presence:
             other_endpoints=announced.endpoints[1:],
             certificate_pem="" if options.insecure else identity.certificate_pem,
             state=self.state,
-            samples_per_second=self._process.samples_per_second(stage),
+            samples_per_second=self._samples_per_second,
             queue_length=stage.context.runtime.queue_length,
             round=stage.round,
             samples=self._member.run_samples,
@@ -142,16 +142,17 @@ class Presence:
                 for ban in sender.bans
                 if ban.peer_id == member.peer_id and ban.until > now
             },
-            fitting_bottleneck=self._fitting_bottleneck(),
+            fitting_bottleneck=fitting_bottleneck(
+                member.config, self._process.samples_per_second(self._stage),
+                self._process.line_samples_per_second(self._stage),
+            ),
         )
 
-    def _fitting_bottleneck(self) -> str:
-        router, hops = self._membership.known.router, self._stage.context.hops
-        trips = [link.round_trip_seconds or 0.0 for block in hops for link in router.links(block).values()]
-        return fitting_bottleneck(
-            self._membership.config, self._process.samples_per_second(self._stage),
-            sum(hop.line_bytes_per_second for hop in hops.values()), min(trips, default=0.0),
-        )  # fmt: skip
+    @property
+    def _samples_per_second(self) -> float:
+        """What the peer announces: what it computes, and no more than its line to the next stage carries."""
+        process, stage = self._process, self._stage
+        return min(process.samples_per_second(stage), process.line_samples_per_second(stage))
 
     @property
     def _occasion(self) -> tuple[int, int, Sequence[str]]:
@@ -181,7 +182,7 @@ class Presence:
             run_samples=progress.run_samples,
             round_samples=progress.num_samples,
             lineage=progress.lineage,
-            samples_per_second=self._process.samples_per_second(stage),
+            samples_per_second=self._samples_per_second,
             queue_length=stage.context.runtime.queue_length,
             counters=pb.StageCounters(
                 **stage.counters, recomputed_forwards=stage.context.backend.budget.num_recomputed

@@ -5,6 +5,7 @@ The hop chooses the peer, and asks another one if the attempt fails. Every wait 
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,18 +27,33 @@ OpenStub = Callable[[PeerRecord], Any]
 """Gives a service's stub for a peer. It counts as Any: generated types expect all requests when a call begins."""
 
 
+_TOGETHER = 8
+"""The arrivals that make one measurement of a line."""
+_KEPT = 8
+"""The measurements of which the fastest counts: what the line carries when nothing else holds up what is sent."""
+
+
 class Line:
-    """Sends tensors to the next stage, knows whether any are on their way, and measures how fast they arrive."""
+    """Sends tensors to the next stage, knows whether any are on their way, and measures how fast they arrive.
+
+    The fastest of the last measurements counts, as in BBR (Cardwell et al., "BBR: Congestion-Based Congestion Control",
+    2016): a busy process at the other end only makes a line look slower.
+    """
 
     def __init__(self, silence_seconds: float) -> None:
         self._silence_seconds = silence_seconds
         self._num_sending = 0
-        self._num_on_way = self._num_arrived_bytes = 0
-        self._since = self._on_way_seconds = 0.0
+        self._num_on_way = 0
+        self._since = 0.0
+        self._num_arrived = self._num_arrived_bytes = 0
+        self._on_way_seconds = 0.0
+        self._measured: deque[float] = deque(maxlen=_KEPT)
 
     @property
     def bytes_per_second(self) -> float:
         """The tensors of microbatches that have arrived, by the time in which any were on their way; 0 before that."""
+        if self._measured:
+            return max(self._measured)
         return self._num_arrived_bytes / self._on_way_seconds if self._on_way_seconds else 0.0
 
     def leaves(self, now: float) -> None:
@@ -50,6 +66,10 @@ class Line:
         self._on_way_seconds, self._since = self._on_way_seconds + now - self._since, now
         self._num_on_way -= 1
         self._num_arrived_bytes += num_bytes
+        self._num_arrived += num_bytes > 0
+        if self._num_arrived == _TOGETHER and self._on_way_seconds:
+            self._measured.append(self._num_arrived_bytes / self._on_way_seconds)
+            self._num_arrived, self._num_arrived_bytes, self._on_way_seconds = 0, 0, 0.0
 
     @property
     def is_busy(self) -> bool:

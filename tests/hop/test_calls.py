@@ -85,6 +85,19 @@ def test_the_line_is_measured_while_anything_is_on_its_way() -> None:
     assert line.bytes_per_second == pytest.approx(300 / 5)
 
 
+def test_a_line_carries_what_it_carried_when_nothing_else_held_it_up() -> None:
+    line, now = Line(1.0), 0.0
+    measured: list[float] = []
+    for seconds in [10.0] * 8 + [2.0] * 8 + [50.0] * 64:
+        line.leaves(now)
+        line.arrives(100, now + seconds)
+        now += seconds + 1
+        measured.append(line.bytes_per_second)
+    assert measured[7] == pytest.approx(10)
+    assert set(measured[15 + 8 : -8]) == {50}, "the other end was busy for a while"
+    assert measured[-1] == pytest.approx(2), "but not for ever: the line has become slower"
+
+
 async def test_nothing_sent_says_nothing_of_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a peer that already has the tensors would seem nearer than it is."""
     links: list[float | None] = []

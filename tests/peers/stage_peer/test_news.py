@@ -15,6 +15,7 @@ from peers.stage_peer.news import (
     StageNews,
     fitting_bottleneck,
 )
+from peers.stage_peer.own_process import carried
 from swarm.config import DataConfig, ModelConfig, RunConfig, WireConfig
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import Block
@@ -183,7 +184,7 @@ def test_a_line_that_is_slower_than_computing_is_told_what_would_fit_it(
     config: RunConfig, line_bytes_per_second: float, round_trip_seconds: float, expected: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    advice = fitting_bottleneck(config, 100.0, line_bytes_per_second, round_trip_seconds)
+    advice = fitting_bottleneck(config, 100.0, carried(config, line_bytes_per_second, round_trip_seconds))
     assert advice[: len(expected)] == expected
     assert bool(advice) == bool(expected)
     news = StageNews(ManualClock())

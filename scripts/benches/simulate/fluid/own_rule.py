@@ -137,7 +137,7 @@ class OwnRule(NoRule):
         self._changed()
 
     def _figure(self, peer: int) -> float:
-        rate = self._swarm.capacity.get(peer, 1.0) / max(1, len(self._swarm.span_of.get(peer, ())))
+        rate = self._swarm.rate(peer, max(1, len(self._swarm.span_of.get(peer, ()))))
         return SAMPLES_PER_SECOND * rate * max(0.1, self._rng.gauss(1.0, FIGURES_OFF))
 
     # -- coming and going --------------------------------------------------------------------------------------------

@@ -1,9 +1,11 @@
 """A swarm without microbatches: a stage's throughput is the sum of its peers', and a pipeline's the weakest stage's.
 
-A peer serves adjacent stages, each with its capacity divided by their number. Newcomers download whatever the rule, so
+A peer serves adjacent stages, each with its capacity divided by their number, and no faster than its line carries,
+unless it serves all stages. Newcomers download whatever the rule, so
 two optima are computed: one counts them while they download, one does not.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -40,13 +42,14 @@ class FluidSwarm:
     """Which peers serve which stages, in the order in which they came, and how much work that has amounted to so far.
 
     `capacity` is a peer's throughput at one stage, 1 if it has none there, and `best` gives what peers with these
-    capacities can do at most.
+    capacities can do at most. `line` is what a peer's line carries, without bounds if it has none there.
     """
 
     timeline: Timeline
     num_stages: int
     download_seconds: float
     capacity: dict[int, float] = field(default_factory=dict)
+    line: dict[int, float] = field(default_factory=dict)
     best: Callable[[Sequence[float]], float] | None = None
     span_of: dict[int, tuple[int, ...]] = field(default_factory=dict)
     peers: list[dict[int, None]] = field(default_factory=list)
@@ -68,6 +71,11 @@ class FluidSwarm:
     @property
     def num_serving(self) -> list[int]:
         return [len(peers) for peers in self.peers]
+
+    def rate(self, peer: int, num_stages: int) -> float:
+        """What a peer adds to each of so many stages."""
+        carries = math.inf if num_stages == self.num_stages else self.line.get(peer, math.inf)
+        return min(carries, self.capacity.get(peer, 1.0) / num_stages)
 
     def kept(self) -> Kept:
         self._count()
@@ -124,7 +132,7 @@ class FluidSwarm:
         self._rates.pop(peer, None)
         if stages:
             self.span_of[peer] = stages
-            self._rates[peer] = rate = rate or self.capacity.get(peer, 1.0) / len(stages)
+            self._rates[peer] = rate = rate or self.rate(peer, len(stages))
             for stage in stages:
                 self.peers[stage][peer] = None
                 self.throughput[stage] += rate

@@ -5,6 +5,7 @@ peer holds any more is restored from a checkpoint.
 """
 
 import itertools
+import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
@@ -54,9 +55,11 @@ class _Outcome:
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Figures by the room of each peer: for all stages, and for half of them."""
-    rooms = {"room_for_all": options.num_stages, "room_for_half": -(-options.num_stages // 2)}
-    return {name: _row(options, room) for name, room in rooms.items()} | {"period_seconds": LOOK_SECONDS}
+    """Figures by the room of each peer: for all stages, for half of them, and for half of them with lines that carry
+    half of what the peer computes at one stage."""
+    half = -(-options.num_stages // 2)
+    worlds = {"room_for_all": (options.num_stages, math.inf), "room_for_half": (half, math.inf), "thin_lines": (half, 0.5)}
+    return {name: _row(options, *world) for name, world in worlds.items()} | {"period_seconds": LOOK_SECONDS}
 
 
 def exit_code(figures: dict[str, Any]) -> int:
@@ -65,11 +68,11 @@ def exit_code(figures: dict[str, Any]) -> int:
     return int(row["share_of_capacity"] < 0.95 or row["most_periods"] > 2.0)
 
 
-def _row(options: Options, room: int) -> dict[str, Any]:
+def _row(options: Options, room: int, line: float) -> dict[str, Any]:
     changes: dict[str, Callable[[_World], None]] = {"join": _World.join}
     changes |= {f"kill_{number}": partial(_World.kill, number=number) for number in range(options.num_peers)}
     outcomes = {
-        name: [_World(options, room, seed).after(change) for seed in range(options.num_seeds)]
+        name: [_World(options, room, line, seed).after(change) for seed in range(options.num_seeds)]
         for name, change in changes.items()
     }
     every = list(itertools.chain.from_iterable(outcomes.values()))
@@ -86,15 +89,17 @@ def _row(options: Options, room: int) -> dict[str, Any]:
 
 
 class _World:
-    """One swarm, from its first peer on."""
+    """One swarm, from its first peer on. `line` is what a peer's line carries, as a multiple of its capacity."""
 
-    def __init__(self, options: Options, room: int, seed: int) -> None:
+    def __init__(self, options: Options, room: int, line: float, seed: int) -> None:
         rng = random.Random(seed)
         self._timeline = Timeline()
         self._capacities = [CAPACITIES[number % 3] for number in range(options.num_peers)]
-        self._best = partial(_best, options.num_stages, room)
+        self._line = line
+        self._best = partial(_best, options.num_stages, room, line)
         self._swarm = FluidSwarm(
             self._timeline, options.num_stages, DOWNLOAD_SECONDS, capacity=dict(enumerate(self._capacities)),
+            line={peer: line * capacity for peer, capacity in enumerate(self._capacities)},
             best=lambda capacities: self._best(tuple(sorted(capacities))),
         )  # fmt: skip
         self._rule = OwnRule(self._swarm, rng, room=room, restores=True)
@@ -105,6 +110,7 @@ class _World:
     def join(self) -> None:
         peer = len(self._capacities)
         self._swarm.capacity[peer] = CAPACITIES[1]
+        self._swarm.line[peer] = self._line * CAPACITIES[1]
         self._come(peer)
 
     def kill(self, number: int) -> None:
@@ -136,13 +142,13 @@ class _World:
 
 
 @cache
-def _best(num_stages: int, room: int, capacities: Sequence[float]) -> float:
+def _best(num_stages: int, room: int, line: float, capacities: Sequence[float]) -> float:
     """The throughput of the best of all layouts of peers with these capacities."""
     spans, best = all_spans([*map(Block, range(num_stages))], room), 0.0
     for chosen in itertools.product(spans, repeat=len(capacities)):
         throughput = [0.0] * num_stages
         for capacity, span in zip(capacities, chosen, strict=True):
             for block in span:
-                throughput[block.stage] += capacity / len(span)
+                throughput[block.stage] += capacity * min(1 / len(span), math.inf if len(span) == num_stages else line)
         best = max(best, min(throughput))
     return best
