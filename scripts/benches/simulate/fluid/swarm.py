@@ -1,8 +1,8 @@
 """A swarm without microbatches: a stage's throughput is the sum of its peers', and a pipeline's the weakest stage's.
 
 A peer serves adjacent stages, each with its capacity divided by their number, and no faster than its line carries,
-unless it serves all stages. Newcomers download whatever the rule, so
-two optima are computed: one counts them while they download, one does not.
+unless it serves all stages. Newcomers download whatever the rule, so two optima are computed: one counts them while
+they download, one does not.
 """
 
 import math

@@ -58,8 +58,12 @@ def run(options: Options) -> dict[str, Any]:
     """Figures by the room of each peer: for all stages, for half of them, and for half of them with lines that carry
     half of what the peer computes at one stage."""
     half = -(-options.num_stages // 2)
-    worlds = {"room_for_all": (options.num_stages, math.inf), "room_for_half": (half, math.inf), "thin_lines": (half, 0.5)}
-    return {name: _row(options, *world) for name, world in worlds.items()} | {"period_seconds": LOOK_SECONDS}
+    return {
+        "room_for_all": _row(options, options.num_stages, math.inf),
+        "room_for_half": _row(options, half, math.inf),
+        "thin_lines": _row(options, half, 0.5),
+        "period_seconds": LOOK_SECONDS,
+    }
 
 
 def exit_code(figures: dict[str, Any]) -> int:
