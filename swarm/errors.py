@@ -9,7 +9,8 @@
     |   `-- NotServed                the peer does not serve this caller, or not what it asks for
     |       |-- WrongStage           it serves another stage
     |       |-- WrongRun             it belongs to another run
-    |       |-- IncompatibleVersion  it speaks another protocol version
+    |       |-- IncompatibleVersion  it speaks no protocol that this release speaks
+    |       |-- UnknownCall          its release is older and does not have this call
     |       `-- NotAllowed           its run is locked, and the caller has no token that gives the right
     |-- TryLater                     the same peer may do it in a moment; nothing is wrong
     |   `-- Overloaded               answered Busy; `retry_after_seconds` says when to ask again
@@ -77,7 +78,11 @@ class WrongRun(NotServed):
 
 
 class IncompatibleVersion(NotServed):
-    """The peer speaks another version of the protocol."""
+    """The peer speaks no protocol that this release speaks."""
+
+
+class UnknownCall(NotServed):
+    """The peer's release does not have the call yet. Nothing is wrong with the peer."""
 
 
 class NotAllowed(NotServed):

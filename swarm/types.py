@@ -4,16 +4,47 @@ Frozen records without behaviour. Announcements are pydantic models because they
 ignored (for compatibility with later releases), and wrong ones are refused.
 """
 
+from collections.abc import Iterable
 from enum import StrEnum
-from typing import Annotated, NamedTuple, NewType, Self
+from typing import Annotated, Any, NamedTuple, NewType, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
 PeerId = NewType("PeerId", str)
 """40 hexadecimal digits: the digest of a peer's public key (see swarm.credentials.identity)."""
 
-PROTOCOL_VERSION = 11
-"""Peers of different protocol versions refuse each other."""
+
+class Protocols(NamedTuple):
+    """The protocols that a release speaks, by number: these two and all between them."""
+
+    oldest: int
+    newest: int
+
+    @classmethod
+    def of(cls, stated: Any) -> Self:
+        """What the sender of an announcement, or of a request with this address, speaks."""
+        newest: int = stated.protocol_version
+        # Releases that spoke one protocol alone state no oldest one.
+        return cls(min(stated.oldest_protocol or newest, newest), newest)
+
+    def meets(self, other: "Protocols") -> bool:
+        """Whether the two have a protocol in common. Then their peers train together."""
+        return self.oldest <= other.newest and other.oldest <= self.newest
+
+    def __str__(self) -> str:
+        return str(self.newest) if self.oldest == self.newest else f"{self.oldest} to {self.newest}"
+
+
+PROTOCOLS = Protocols(oldest=12, newest=12)
+"""What this release speaks: its own protocol, and that of the release before. docs/protocol.md says what a new one may
+change."""
+
+
+def common_protocol(spoken: Iterable[Protocols]) -> int:
+    """The newest protocol that this release and all of these, which meet it, speak. What all of them have to do alike
+    depends on it, and not on PROTOCOLS."""
+    return min([PROTOCOLS.newest, *(each.newest for each in spoken)])
+
 
 LARGEST_COUNT = 1 << 48
 """The largest round, number of samples, microbatch, attempt or size in a message. No run gets this far."""
@@ -103,13 +134,20 @@ MOST_DHT_ADDRESSES = 4
 """The most addresses of its DHT node that a peer announces."""
 
 
-class _Announcement(BaseModel):
+class _Statement(BaseModel):
+    """What every record says: which protocols its sender speaks."""
+
     model_config = ConfigDict(frozen=True, extra="ignore")
 
+    protocol_version: Count = PROTOCOLS.newest
+    """The newest protocol that the sender speaks."""
+    oldest_protocol: Count = PROTOCOLS.oldest
+
+
+class _Announcement(_Statement):
     peer_id: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
     name: Annotated[str, Field(max_length=LONGEST_NAME, pattern=NAME_PATTERN)] = ""
     """The peer's name for people: host name and process id, unless the user chose another."""
-    protocol_version: Count = PROTOCOL_VERSION
     software_version: Annotated[str, Field(max_length=32, pattern=NAME_PATTERN)] = ""
     announced_at: Time
 
@@ -259,11 +297,8 @@ class TrainerRecord(_Sender):
     in_flight: Count = 0
 
 
-class RunRecord(BaseModel):
+class RunRecord(_Statement):
     """A peer's statement of what its run is: key `swarm.runs`."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
     peer_id: str
-    protocol_version: Count = PROTOCOL_VERSION
     config_json: Annotated[str, Field(max_length=12_000)]

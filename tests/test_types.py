@@ -6,7 +6,20 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from swarm.types import LATEST_TIME, Ban, Block, ClaimRecord, PeerRecord, PeerState, RunRecord, TrainerRecord
+from swarm.rpc.ask import address_of
+from swarm.types import (
+    LATEST_TIME,
+    PROTOCOLS,
+    Ban,
+    Block,
+    ClaimRecord,
+    PeerRecord,
+    PeerState,
+    Protocols,
+    RunRecord,
+    TrainerRecord,
+    common_protocol,
+)
 
 RECORD: dict[str, Any] = {
     "peer_id": "ab" * 20,
@@ -21,6 +34,27 @@ def test_record_survives_its_json() -> None:
     record = PeerRecord(**RECORD, samples_per_second=12.5, lineage="0f")
     assert PeerRecord.model_validate_json(record.model_dump_json()) == record
     assert record.state is PeerState.SERVING
+
+
+def test_releases_train_together_if_they_have_a_protocol_in_common() -> None:
+    last, this, next_ = Protocols(4, 5), Protocols(5, 6), Protocols(6, 7)
+    assert [this.meets(other) for other in (last, this, next_)] == [other.meets(this) for other in (last, this, next_)]
+    assert [last.meets(other) for other in (last, this, next_)] == [True, True, False]
+    assert [next_.meets(other) for other in (last, this, next_)] == [False, True, True]
+    assert (str(this), str(Protocols(5, 5))) == ("5 to 6", "5")
+
+
+def test_records_and_requests_state_what_their_sender_speaks() -> None:
+    assert Protocols.of(PeerRecord(**RECORD)) == Protocols.of(address_of("run", Block(0))) == PROTOCOLS
+    earlier = PeerRecord(**RECORD, protocol_version=PROTOCOLS.oldest - 1)
+    assert Protocols.of(earlier) == Protocols(PROTOCOLS.oldest - 1, PROTOCOLS.oldest - 1), "it states no oldest one"
+
+
+def test_what_all_do_alike_depends_on_the_oldest_of_their_newest_protocols() -> None:
+    newer = Protocols(PROTOCOLS.newest, PROTOCOLS.newest + 1)
+    older = Protocols(PROTOCOLS.newest - 2, PROTOCOLS.newest - 1)
+    assert common_protocol([]) == common_protocol([newer]) == PROTOCOLS.newest
+    assert common_protocol([newer, older]) == older.newest
 
 
 def test_a_block_is_named_as_its_stage_unless_it_is_a_variant() -> None:

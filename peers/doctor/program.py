@@ -35,9 +35,9 @@ from swarm import __version__
 from swarm.credentials.rights import Role
 from swarm.errors import SwarmError
 from swarm.machine.clock import SystemClock, run_loop
-from swarm.machine.words import printable
+from swarm.machine.words import counted, printable
 from swarm.rpc.probe import Distance
-from swarm.types import PeerId, PeerRecord
+from swarm.types import PROTOCOLS, PeerId, PeerRecord
 
 PROG = "swarm-doctor"
 LOOK_SECONDS = 8.0
@@ -69,7 +69,7 @@ async def in_passing(plan: DoctorOptions, run: Membership, device: Device | None
     """Make the checks that take only a moment, and return the findings that say that something is wrong."""
     peers = run.known.everyone()
     found = await line.distances(peers, run.channels, run.clock, seconds=MOMENT_SECONDS)
-    on_line = [versions(peers), line.judge_clock(found), line.judge_round_trip(found)]
+    on_line = [line.judge_clock(found), line.judge_round_trip(found)]
     return [finding for finding in (*_for_run(plan, run, device), *on_line) if finding.state is State.WRONG]
 
 
@@ -116,12 +116,18 @@ def _for_run(plan: DoctorOptions, run: Membership, device: Device | None) -> lis
 
 
 def versions(peers: Sequence[PeerRecord]) -> Finding:
-    """Whether the run's peers have this release. An earlier check made sure that they speak the same protocol."""
-    others = sorted({peer.software_version for peer in peers} - {"", __version__})
+    """Whether the run's peers have a release of this one's protocol. Those that do not understand this one are not
+    among them."""
+    here = f"{__version__}, of protocol {PROTOCOLS.newest}"
+    others = [peer for peer in peers if peer.protocol_version != PROTOCOLS.newest]
     if not others:
-        return fine("version", f"{__version__}, as the run's peers have" if peers else __version__)
-    return wrong(
-        "version", f"{__version__} is here, and the run's peers have {', '.join(others)}: install that release"
+        return fine("version", f"{here}, as the run's peers have" if peers else here)
+    theirs = max(peer.protocol_version for peer in others)
+    older, newest = ("this machine", theirs) if theirs > PROTOCOLS.newest else ("them", PROTOCOLS.newest)
+    return fine(
+        "version",
+        f"{here}, and {counted(len(others), 'peer')} of the run with protocol {theirs}: they train together; update "
+        f"{older} before a release of protocol {newest + 1} comes",
     )
 
 

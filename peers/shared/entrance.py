@@ -17,7 +17,8 @@ from swarm.credentials.identity import Identity, Token, generate
 from swarm.credentials.rights import Role
 from swarm.dht import keys
 from swarm.dht import node as dht_node
-from swarm.dht.directory import Directory, discover_config
+from swarm.dht.directory import Directory
+from swarm.dht.discovery import discover_config
 from swarm.dht.lookup import PeerStore
 from swarm.errors import PeerUnavailable
 from swarm.machine import json_file

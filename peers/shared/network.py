@@ -18,7 +18,8 @@ from swarm.content.fetcher import Fetcher, Kind, Line
 from swarm.credentials.authority import Authority
 from swarm.credentials.identity import Identity
 from swarm.dht import keys
-from swarm.dht.directory import Directory, discover_config
+from swarm.dht.directory import Directory
+from swarm.dht.discovery import discover_config
 from swarm.dht.known_records import RecordStore
 from swarm.dht.node import DhtNode
 from swarm.errors import PeerUnavailable
@@ -153,7 +154,7 @@ async def agree_on_config(
     Raises:
         ValueError: the run is locked and there is no token, or the token or the invite is another run's; several runs
             share the DHT.
-        IncompatibleVersion: the run speaks another version of the protocol.
+        IncompatibleVersion: the run speaks no protocol that this release speaks.
         ConfigMismatch: ours differs from the run's, naming the field.
         PeerUnavailable: no peer has published one.
     """

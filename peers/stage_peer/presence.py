@@ -19,7 +19,7 @@ from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.member import StageMember
 from swarm.stage.stage import Stage
 from swarm.stage.time_shares import TimeWatch
-from swarm.types import LONGEST_WAIT, MOST_DHT_ADDRESSES, PROTOCOL_VERSION, Block, PeerRecord, PeerState, TrainerRecord
+from swarm.types import LONGEST_WAIT, MOST_DHT_ADDRESSES, PROTOCOLS, Block, PeerRecord, PeerState, TrainerRecord
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +173,7 @@ class Presence:
         return pb.DescribeReply(
             peer_id=self._membership.peer_id,
             name=self._options.name,
-            protocol_version=PROTOCOL_VERSION,
+            protocol_version=PROTOCOLS.newest,
             software_version=swarm.__version__,
             run_id=self._membership.config.run_id,
             stage=stage.block.stage,

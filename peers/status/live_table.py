@@ -114,7 +114,7 @@ def render(view: SwarmView) -> RenderableType:
         parts.append(FittingTable(_strips(TrainerRow, view.trainers), Table))
     parts += [Text(line, style="dim") for line in view.left_out]
     parts += [Text(line, style="bold red") for line in (*_warnings(view), *view.refusals.values())]
-    parts += [Text(line, style="yellow") for line in (*view.bans.values(), *view.waits)]
+    parts += [Text(line, style="yellow") for line in (*view.bans.values(), *view.older, *view.waits)]
     parts += [Text(event, style="dim") for event in view.events[-_EVENTS_SHOWN:]]
     return Group(*parts)
 
@@ -122,7 +122,7 @@ def render(view: SwarmView) -> RenderableType:
 def plain_lines(view: SwarmView) -> dict[str, str]:
     """Lines for events, warnings and each trainer's step, by keys. A line is new if no line with its key was printed
     before."""
-    lines = {line: line for line in (*view.events, *_warnings(view))} | view.refusals | view.bans
+    lines = {line: line for line in (*view.events, *view.older, *_warnings(view))} | view.refusals | view.bans
     for trainer in view.trainers:
         if trainer.step:
             name = f" ({trainer.name})" if len(view.trainers) > 1 else ""

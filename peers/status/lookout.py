@@ -23,7 +23,8 @@ from swarm.config import RunConfig
 from swarm.credentials.identity import Identity, generate
 from swarm.dht import keys
 from swarm.dht import node as dht_node
-from swarm.dht.directory import Directory, discover_runs
+from swarm.dht.directory import Directory
+from swarm.dht.discovery import discover_runs
 from swarm.dht.node import DhtNode
 from swarm.errors import SwarmError
 from swarm.machine.clock import SystemClock, run_loop

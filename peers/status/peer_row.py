@@ -14,7 +14,7 @@ from peers.status.answer import MOST_ROUNDS, Answer
 from peers.status.figure import Column, bans_of, counter, figure, number, read
 from swarm.rpc.entry import direct
 from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.types import PeerRecord
+from swarm.types import PROTOCOLS, PeerRecord
 
 LARGE_LAG_SECONDS = 0.2
 """The table shows the lag of an event loop from this value on."""
@@ -64,6 +64,13 @@ class PeerRow:
         is_label=True,
         announced=lambda record: record.device,
         column=Column("device", 10, "{row.device}", is_shown=lambda row: row.device not in ("", "cpu"), is_text=True),
+    )
+    protocol: int = number(
+        "The newest protocol that it speaks. The table has it where some peer's is another than that of the release "
+        "which shows the table.",
+        announced=lambda record: record.protocol_version,
+        answered=lambda said: said.reply.protocol_version,
+        column=Column("protocol", 3, "{row.protocol}", is_shown=lambda row: row.protocol not in (0, PROTOCOLS.newest)),
     )
     reached: str = figure(
         "How callers reach it: direct; punched, where meeting points arrange direct connections; relayed, where they "

@@ -20,6 +20,9 @@ from swarm.rpc.invite import Invite
 from swarm.training.run_rounds import RunRounds
 from swarm.types import Block, TrainerRecord
 
+MOST_NAMED = 8
+"""The most peers that one line names."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Joining:
@@ -99,6 +102,7 @@ class TrainerRow:
         announced=lambda record: record.name,
         column=Column("trainer", 1, "{row.name}", is_text=True, least_width=12),
     )
+    protocol: int = number("The newest protocol that it speaks.", announced=lambda record: record.protocol_version)
     step: int = number(
         "The step that it has seen last.", announced=lambda record: record.step, column=Column("step", 2, "{row.step}")
     )
@@ -248,6 +252,21 @@ class SwarmView:
         idle.sort(key=lambda peer: peer.computing_share)
         others = f" ({counted(len(idle) - 1, 'other')} too)" if len(idle) > 1 else ""
         return waiting + [f"{peer.name} is {peer.idle_because}{others}" for peer in idle[:1]]
+
+    @property
+    def older(self) -> list[str]:
+        """A line about peers and trainers whose release is older than that of others; none if there are none."""
+        senders: list[PeerRow | TrainerRow] = [*self.peers, *self.trainers]
+        newest = max((sender.protocol for sender in senders), default=0)
+        older = [sender for sender in senders if 0 < sender.protocol < newest]
+        if not older:
+            return []
+        oldest, names = min(sender.protocol for sender in older), sorted({sender.name for sender in older})
+        return [
+            f"of an older release, with protocol {oldest} and not {newest}: {', '.join(names[:MOST_NAMED])}"
+            + (f" and {len(names) - MOST_NAMED:,} more" if len(names) > MOST_NAMED else "")
+            + f"; update before a release with protocol {newest + 1} comes, which leaves them out"
+        ]
 
     def to_json(self) -> str:
         """One line of JSON: every field by its name, and `empty_stages` and `silent_stages` besides."""

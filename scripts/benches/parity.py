@@ -41,7 +41,7 @@ from swarm.machine.waits import Waits
 from swarm.rpc.ask import describe
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.types import PROTOCOL_VERSION, PeerRecord
+from swarm.types import PROTOCOLS, PeerRecord
 
 BOUND = 1e-4  # Largest relative difference that passes
 CONTROL_BOUND = 1e-3  # Smallest relative difference that each wrong reference must show
@@ -208,7 +208,7 @@ async def _download_weights(
     config: RunConfig, record: PeerRecord, steps: int, channels: ChannelPool
 ) -> dict[str, torch.Tensor]:
     deadline = time.monotonic() + COMMIT_SECONDS
-    address = pb.Address(run_id=config.run_id, protocol_version=PROTOCOL_VERSION, stage=record.stage)
+    address = pb.Address(run_id=config.run_id, protocol_version=PROTOCOLS.newest, stage=record.stage)
     downloads = Downloads(
         Transport(channels), address=address, own_id=identity.generate().peer_id, silence_seconds=ANSWER_SECONDS
     )

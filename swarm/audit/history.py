@@ -102,7 +102,9 @@ def _parse(text: bytes) -> Line:
         event = _ADAPTERS[name].validate_python(values)
     except ValidationError as error:
         raise ValueError(f"{error.errors()[0]['msg']}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except KeyError as error:
+        raise ValueError(f"no key or kind {error}; what a newer release wrote is audited with that one") from None
+    except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(type(error).__name__ if not isinstance(error, ValueError) else "not JSON") from None
     return Line(event=event, monotonic=float(monotonic), block=block)
 

@@ -28,6 +28,9 @@ MAY_CHANGE = may_change(lambda run: True)
 NO_CHANGE = {"may_change": None}
 """Metadata of a field that only says where the text or the tokenizer is: `data.digest` covers the contents of both, so
 another value is no change. Earlier releases did not write all such fields."""
+ADDED = {"is_added": True}
+"""Metadata of a field that the release before does not have. It is left out of the canonical JSON while it has its
+default, so that a run which does not use it has the same configuration, and the same digest, for both releases."""
 
 
 def require(condition: bool, message: str) -> None:

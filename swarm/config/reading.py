@@ -122,10 +122,11 @@ def load_preset(name: str) -> RunConfig:
     return from_dict(preset.values, source=f"preset {name}")
 
 
-def from_json(text: str, *, source: str) -> RunConfig:
+def from_json(text: str, *, source: str, if_unknown: str = "") -> RunConfig:
     """Read JSON, such as the canonical form that another peer published.
 
-    No value is converted: `true` is not taken for 1, and "4" is not taken for 4.
+    No value is converted: `true` is not taken for 1, and "4" is not taken for 4. `if_unknown` is what the error advises
+    for an unknown key, if not the known ones.
 
     Raises:
         ValueError: one line naming `source`, the field and the fault, for unknown keys too.
@@ -139,7 +140,7 @@ def from_json(text: str, *, source: str) -> RunConfig:
         if first["type"] == "json_invalid":
             raise ValueError(f"{source} is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}") from None
         if first["type"] == "unexpected_keyword_argument":
-            raise ValueError(f"{source}: unknown key {where!r}; {_meant(where)}") from None
+            raise ValueError(f"{source}: unknown key {where!r}; {if_unknown or _meant(where)}") from None
         message = first["msg"].removeprefix("Value error, ")
         # Our own messages name the field already.
         named = not where or message.startswith(where)
@@ -149,9 +150,7 @@ def from_json(text: str, *, source: str) -> RunConfig:
 def _meant(where: str) -> str:
     """What an unknown key was perhaps meant to be, or which there are."""
     names = [field.name for field in dataclasses.fields(RunConfig)]
-    sections = {
-        name: [*values] for name, values in json.loads(to_json(RunConfig())).items() if isinstance(values, dict)
-    }
+    sections = {name: sorted(own) for name, own in dataclasses.asdict(RunConfig()).items() if isinstance(own, dict)}
     section, _, key = where[:100].rpartition(".")
     known = sections.get(section, names)
     prefix = f"{section}." if section in sections else ""

@@ -307,8 +307,19 @@ class RunConfig:
 
 
 def to_json(config: RunConfig) -> str:
-    """The canonical form: keys sorted, no white space. Its digest identifies the configuration."""
-    return json.dumps(dataclasses.asdict(config), sort_keys=True, separators=(",", ":"))
+    """The canonical form: keys sorted, no white space, ADDED fields left out that have their defaults. Its digest
+    identifies the configuration."""
+    return json.dumps(_stated(config), sort_keys=True, separators=(",", ":"))
+
+
+def _stated(part: Any) -> dict[str, Any]:
+    """What the canonical form says of a configuration, or of a section of it."""
+    usual, stated = type(part)(), dict[str, Any]()
+    for each in dataclasses.fields(part):
+        value = getattr(part, each.name)
+        if "is_added" not in each.metadata or value != getattr(usual, each.name):
+            stated[each.name] = _stated(value) if dataclasses.is_dataclass(value) else value
+    return stated
 
 
 def check_same(ours: RunConfig, theirs: RunConfig) -> None:

@@ -4,19 +4,27 @@ Every record is signed and checked. The directory never calls the peers that it 
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
-from swarm import config
-from swarm.credentials.authority import Authority
 from swarm.credentials.identity import Identity
 from swarm.dht import keys
 from swarm.dht.known_records import MAX_OWNER_RECORDS, KnownRecords, Record, RecordStore
 from swarm.dht.records import MAX_LIFETIME_SECONDS, seal
 from swarm.dht.split_key import SplitKey
-from swarm.errors import IncompatibleVersion, PeerUnavailable
+from swarm.errors import PeerUnavailable
 from swarm.machine.clock import Clock
-from swarm.types import PROTOCOL_VERSION, Block, ClaimRecord, PeerRecord, PeerState, RunRecord, TrainerRecord
+from swarm.types import (
+    PROTOCOLS,
+    Block,
+    ClaimRecord,
+    PeerRecord,
+    PeerState,
+    Protocols,
+    RunRecord,
+    TrainerRecord,
+    common_protocol,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +35,8 @@ RENEW_SECONDS, NUM_RENEWALS = 5.0, 4
 LOOK_SECONDS = 0.5
 LEAVING_SECONDS = 5.0
 """A peer that left is listed as leaving for at least this long."""
+MOST_NAMED = 4
+"""The most other releases that one line of the log names."""
 NUM_OFTEN, MAX_STRETCH = 32, 3.0
 """Up to NUM_OFTEN peers are read at the requested interval. With more peers the interval grows in proportion, up to
 MAX_STRETCH times."""
@@ -50,8 +60,9 @@ class Directory:
         self._expirations: dict[str, float] = {}
         self.num_returns = 0
         """How often `watch` has seen the DHT answer again after an outage."""
-        self._has_incompatible: set[str] = set()
-        """Keys with records of another protocol version, which are left out."""
+        self._spoken: dict[str, Collection[Protocols]] = {}
+        """What those speak that are listed under each key, this release's own range left out."""
+        self._said: Collection[Protocols] = frozenset()
 
     async def announce(self, record: Announced, lifetime_seconds: float) -> None:
         """List this process: a peer under the record's block, and others under the key of their kind. Raises
@@ -132,7 +143,8 @@ class Directory:
         self._led = self._led | {block} if leads else self._led - {block}
 
     def _checked(self, block: Block, found: list[PeerRecord]) -> list[PeerRecord]:
-        records = self._compatible(keys.of_block(self._run_id, block), found)
+        self._note_releases(keys.of_block(self._run_id, block), found)
+        records = _compatible(found)
         for record in records:
             if record.dht_addresses:
                 self.store.remember(record.dht_addresses)
@@ -140,11 +152,13 @@ class Directory:
 
     async def trainers(self, *, partly: bool = False) -> list[TrainerRecord]:
         """The trainers of the run; `partly` is as in `sample`. Raises PeerUnavailable."""
-        return self._compatible(self._trainers.key, await self._trainers.read(partly=partly))
+        found = await self._trainers.read(partly=partly)
+        self._note_releases(self._trainers.key, found)
+        return _compatible(found)
 
     async def claims(self) -> list[ClaimRecord]:
         """The claims of peers that are about to serve a block, or were a moment ago. Raises PeerUnavailable."""
-        return self._compatible(self._claims.key, await self._claims.read())
+        return _compatible(await self._claims.read())
 
     async def watch(
         self, blocks: Sequence[Block], on_update: Callable[[Block, Sequence[PeerRecord]], None],
@@ -181,15 +195,34 @@ class Directory:
     def _known(self, key: str, model: type[Record]) -> KnownRecords[Record]:
         return KnownRecords(self.store, key, model, self._identity.authority, self._clock)
 
-    def _compatible(self, key: str, records: list[Record]) -> list[Record]:
-        compatible = [record for record in records if record.protocol_version == PROTOCOL_VERSION]
-        num_others = len(records) - len(compatible)
-        if not num_others:
-            self._has_incompatible.discard(key)
-        elif key not in self._has_incompatible:
-            self._has_incompatible.add(key)
-            logger.warning("left out, since they run another release of swarm: %d under %s", num_others, key)
-        return compatible
+    def _note_releases(self, key: str, records: Sequence[PeerRecord | TrainerRecord]) -> None:
+        """Say in the log when it changes which other releases are in the run."""
+        self._spoken[key] = {Protocols.of(record) for record in records} - {PROTOCOLS}
+        spoken = set[Protocols]().union(*self._spoken.values())
+        if spoken == self._said:
+            return
+        self._said = spoken
+        met = {each for each in spoken if PROTOCOLS.meets(each)}
+        if spoken - met:
+            logger.warning(
+                "left out, since this release of swarm speaks protocol %s: peers that speak %s. Update the older ones",
+                PROTOCOLS, _in_words(spoken - met),
+            )  # fmt: skip
+        if met:
+            logger.info(
+                "peers of another release are in the run, which speaks protocol %s, and this one %s: all train "
+                "together, by protocol %d", _in_words(met), PROTOCOLS, common_protocol(met),
+            )  # fmt: skip
+        elif not spoken:
+            logger.info("all peers in the run speak protocol %s now", PROTOCOLS)
+
+
+def _compatible(records: Sequence[Record]) -> list[Record]:
+    return [record for record in records if PROTOCOLS.meets(Protocols.of(record))]
+
+
+def _in_words(spoken: Collection[Protocols]) -> str:
+    return ", ".join(map(str, sorted(spoken)[:MOST_NAMED]))
 
 
 class Announcement:
@@ -242,93 +275,3 @@ class Announcement:
 def stretch(num_peers: int) -> float:
     """The factor by which `watch` makes its intervals longer when there are `num_peers` peers."""
     return min(MAX_STRETCH, max(1.0, num_peers / NUM_OFTEN))
-
-
-async def discover_config(
-    store: RecordStore, clock: Clock, *, address: str, authority: Authority | None = None, run: str = ""
-) -> config.RunConfig:
-    """Find the configuration of the run that the peers at `address` train; errors name this address.
-
-    `authority` is the owner of the wanted run, as the token names it, and `run` the digest at the end of its id:
-    without it only one run may be announced.
-
-    Raises PeerUnavailable if the DHT cannot be reached, or no run is announced in it, IncompatibleVersion, and
-    ValueError if there are several runs, or another one than the wanted one, if this version cannot read the run's
-    configuration, or if the token is missing or another run's.
-    """
-    runs, faults = await _announced_runs(store, clock, address, authority)
-    if authority is not None:
-        runs = {run_id: found for run_id, found in runs.items() if found.owner == authority.fingerprint}
-    others = [run_id for run_id in runs if run and not run_id.endswith(f".{run}")]
-    runs = {run_id: found for run_id, found in runs.items() if run_id not in others}
-    if others and not runs:
-        raise ValueError(f"the invite is to another run than the one at {address}, {others[0]}: ask for a new invite")
-    if len(runs) > 1:
-        names = ", ".join(sorted(runs))
-        raise ValueError(f"several runs share the DHT at {address}: {names}; start every run on a DHT of its own")
-    if runs:
-        found = next(iter(runs.values()))
-        if found.owner and authority is None:
-            raise ValueError(
-                f"the run at {address} is locked: ask its owner for a token, and join with {address}#TOKEN"
-            )
-        return found
-    if faults:
-        raise faults[0]
-    if authority is not None:
-        foreign, _ = await _announced_runs(store, clock, address, None)
-        for other in foreign.values():
-            theirs = f"is owned by {other.owner[:16]}" if other.owner else "is open"
-            raise ValueError(
-                f"the token is for the run of owner {authority.fingerprint[:16]}, and the run at {address} {theirs}: "
-                "take the address and the token from one line"
-            )
-    raise PeerUnavailable(
-        f"no run is announced at {address}: nobody has begun one there, or its peers have left; a run's first peer is "
-        "started without an invite and without --initial-peers"
-    )
-
-
-async def discover_runs(
-    store: RecordStore, clock: Clock, *, address: str, authority: Authority | None = None, run: str = ""
-) -> list[config.RunConfig]:
-    """The configurations of all runs at `address` that this process may read, with its token or without one.
-
-    The run whose id ends with the digest `run` comes first, because any node of the DHT can announce made-up runs.
-    Raises what discover_config does, if there is no such run.
-    """
-    runs, _ = await _announced_runs(store, clock, address, authority)
-    owner = "" if authority is None else authority.fingerprint
-    open_to_us = [found for found in runs.values() if found.owner == owner]
-    if not open_to_us:
-        return [await discover_config(store, clock, address=address, authority=authority, run=run)]
-    return sorted(open_to_us, key=lambda found: (not found.run_id.endswith(f".{run}"), found.run_id))
-
-
-async def _announced_runs(
-    store: RecordStore, clock: Clock, address: str, authority: Authority | None
-) -> tuple[dict[str, config.RunConfig], list[Exception]]:
-    """Return the configurations by run id, and the errors of those that cannot be read."""
-    runs: dict[str, config.RunConfig] = {}
-    faults: list[Exception] = []
-    for record in await KnownRecords(store, keys.RUNS, RunRecord, authority, clock).read():
-        if record.protocol_version != PROTOCOL_VERSION:
-            faults.append(
-                IncompatibleVersion(
-                    f"the run at {address} speaks protocol version {record.protocol_version} and this software "
-                    f"{PROTOCOL_VERSION}: install the version that the other peers have"
-                )
-            )
-            continue
-        try:
-            found = config.from_json(record.config_json, source=f"the configuration of the run at {address}")
-            if found.lacks_sizes:
-                raise ValueError(
-                    f"the configuration of the run at {address} leaves out sizes: its first peer is broken"
-                )
-        except ValueError as error:
-            faults.append(error)
-        else:
-            # The run's id is computed from the configuration, so that a record cannot claim another run's id.
-            runs[found.run_id] = found
-    return runs, faults

@@ -142,7 +142,7 @@ class KnownRecords(Generic[Record]):
         return len(self._known)
 
     async def read(self, *, partly: bool = False) -> list[Record]:
-        """Read the key again. Returns all records that are valid now, of any protocol version. Raises
+        """Read the key again. Returns all records that are valid now, of any protocol. Raises
         PeerUnavailable."""
         found = await self._store.get(self.key, partly=partly)
         now = self._clock.time()

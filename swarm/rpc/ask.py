@@ -13,7 +13,7 @@ from swarm.rpc.failures import translate
 from swarm.rpc.local import is_local
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
-from swarm.types import PROTOCOL_VERSION, Block
+from swarm.types import PROTOCOLS, Block
 
 Reply = TypeVar("Reply")
 SLOWEST_BYTES_PER_SECOND = 32 << 10
@@ -23,7 +23,8 @@ not counted."""
 
 def address_of(run_id: str, block: Block, path: int = 0) -> pb.Address:
     return pb.Address(
-        run_id=run_id, protocol_version=PROTOCOL_VERSION, stage=block.stage, variant=block.variant, path=path
+        run_id=run_id, protocol_version=PROTOCOLS.newest, oldest_protocol=PROTOCOLS.oldest, stage=block.stage,
+        variant=block.variant, path=path,
     )  # fmt: skip
 
 

@@ -64,6 +64,8 @@ def translate(error: grpc.aio.AioRpcError) -> SwarmError:
         return error_class(details)
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.DeadlineExceeded(details)
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return errors.UnknownCall("the peer's release of swarm does not have this call")
     # If connecting fails at once, the peer's process is gone. A timeout does not show that, because the network may be
     # split.
     is_gone = "failed to connect" in details and not _TIMED_OUT.search(details)

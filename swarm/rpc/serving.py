@@ -19,7 +19,7 @@ from swarm.rpc.endpoint import LOOPBACK, endpoint_of
 from swarm.rpc.meeting.carrying import BUFFER_BYTES, Accepted, Kind, TcpLine, TcpStream
 from swarm.rpc.tls import MAX_MESSAGE_BYTES, Options
 from swarm.rpc.v1.stage_pb2 import Address
-from swarm.types import PROTOCOL_VERSION, Block
+from swarm.types import PROTOCOLS, Block, Protocols
 
 logger = logging.getLogger(__name__)
 
@@ -47,11 +47,11 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
 
 def check_address(address: Address, *, run_id: str, block: Block) -> None:
-    """Raise IncompatibleVersion, WrongRun or WrongStage unless a request names this protocol, run and block."""
-    if address.protocol_version != PROTOCOL_VERSION:
+    """Raise IncompatibleVersion, WrongRun or WrongStage unless a request names a protocol that this release speaks, and
+    this run and block."""
+    if not PROTOCOLS.meets(theirs := Protocols.of(address)):
         raise IncompatibleVersion(
-            f"protocol version {address.protocol_version} is not {PROTOCOL_VERSION}, which this peer speaks: "
-            "use the same release of swarm on every machine"
+            f"the caller speaks protocol {theirs}, and this peer {PROTOCOLS}: update the older one of the two"
         )
     if address.run_id != run_id:
         raise WrongRun(f"run {address.run_id[:80]!r} is not {run_id!r}, which this peer serves")

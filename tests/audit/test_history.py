@@ -48,6 +48,17 @@ def test_a_broken_middle_is_named(tmp_path: Path) -> None:
         assert "\n" not in str(error.value)
 
 
+def test_what_only_a_newer_release_knows_is_named(tmp_path: Path) -> None:
+    """New keys of known events are passed over."""
+    run = honest_run(tmp_path)
+    before = audit(run.files)
+    edit(tmp_path / "peer-0a.jsonl", lambda lines: [line | {"mood": "good"} for line in lines])
+    assert audit(run.files) == before
+    edit(tmp_path / "peer-0a.jsonl", lambda lines: [*lines[:4], lines[4] | {"event": "omen"}, *lines[5:]])
+    with pytest.raises(ValueError, match=r"line 5 is no event \(no key or kind 'omen'; what a newer release wrote is"):
+        audit(run.files)
+
+
 def test_a_file_without_a_start_is_named(tmp_path: Path) -> None:
     run = honest_run(tmp_path)
     edit(tmp_path / "peer-1a.jsonl", lambda lines: lines[1:])

@@ -17,7 +17,7 @@ from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.averaging_pb2_grpc import AveragingServiceServicer, add_AveragingServiceServicer_to_server
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.training.round_member import Snapshot
-from swarm.types import PROTOCOL_VERSION, PeerRecord
+from swarm.types import PROTOCOLS, PeerRecord
 from tests.averaging import doubles
 from tests.averaging.doubles import make_context, record
 from tests.averaging.fake_stage import FakeStage, make_config
@@ -112,8 +112,8 @@ async def test_strangers_are_refused_with_the_right_error(nodes: list[Node]) -> 
     transport = Transport(nodes[0].channels)
     config = make_config("diloco", microbatches=4, codec="fp16")
     for address, error in (
-        (Address(run_id="other", protocol_version=PROTOCOL_VERSION, stage=0), WrongRun),
-        (Address(run_id=config.run_id, protocol_version=PROTOCOL_VERSION, stage=7), WrongStage),
+        (Address(run_id="other", protocol_version=PROTOCOLS.newest, stage=0), WrongRun),
+        (Address(run_id=config.run_id, protocol_version=PROTOCOLS.newest, stage=7), WrongStage),
     ):
         with pytest.raises(error):
             await transport.call(nodes[1].record, REPORT, pb.ReportRequest(address=address), timeout_seconds=2.0)
@@ -170,6 +170,6 @@ async def test_an_exchange_with_a_member_that_falls_silent_ends_long_before_its_
 
 async def test_peer_that_does_not_run_yet_is_not_ready() -> None:
     averager = Averager(make_context(record(1)), FakeStage())
-    address = Address(run_id=make_config().run_id, protocol_version=PROTOCOL_VERSION, stage=0)
+    address = Address(run_id=make_config().run_id, protocol_version=PROTOCOLS.newest, stage=0)
     with pytest.raises(NotReady):
         await averager.handlers.handle(REPORT, pb.ReportRequest(address=address))

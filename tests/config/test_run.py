@@ -16,6 +16,7 @@ from swarm.config import (
     Setting,
     WireConfig,
 )  # fmt: skip
+from swarm.config.checks import ADDED
 from swarm.errors import ConfigMismatch
 from swarm.rpc.bounds import LONGEST_LIST
 
@@ -38,6 +39,19 @@ def test_every_field_is_part_of_the_digest() -> None:
     run = RunConfig()
     assert dataclasses.replace(run, data=DataConfig(seed=1)).digest != run.digest
     assert dataclasses.replace(run, data=DataConfig(seed=1)).run_id != run.run_id
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _NextModel(ModelConfig):
+    telepathy: bool = dataclasses.field(default=False, metadata=ADDED)
+
+
+def test_what_the_release_before_does_not_have_is_part_of_the_digest_only_if_it_is_used() -> None:
+    model = ModelConfig(num_layers=3)
+    unused, used = (RunConfig(model=_NextModel(**vars(model), telepathy=telepathy)) for telepathy in (False, True))
+    assert unused.digest == RunConfig(model=model).digest != used.digest
+    assert '"telepathy":true' in config.to_json(used)
+    assert "telepathy" not in config.to_json(unused)
 
 
 def test_a_mismatch_names_the_field_and_both_values() -> None:

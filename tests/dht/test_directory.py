@@ -14,7 +14,7 @@ from swarm.dht.directory import NUM_RENEWALS, RENEW_SECONDS, Announcement, Direc
 from swarm.dht.records import MAX_LIFETIME_SECONDS, seal
 from swarm.errors import PeerUnavailable
 from swarm.machine.clock import DOUBT_SECONDS
-from swarm.types import PROTOCOL_VERSION, Block, PeerRecord, PeerState, TrainerRecord
+from swarm.types import PROTOCOLS, Block, PeerRecord, PeerState, Protocols, TrainerRecord
 from tests.support import locked
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
@@ -184,20 +184,46 @@ async def test_rubbish_is_left_out(store: Store, clock: ManualClock) -> None:
     assert await Directory(store, OURS, RUN, clock).peers(Block(1)) == []
 
 
-async def test_other_versions_are_left_out_and_said_once(
+async def test_releases_without_a_protocol_in_common_are_left_out_and_said_once(
     store: Store, clock: ManualClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     ours, theirs = Directory(store, OURS, RUN, clock), Directory(store, THEIRS, RUN, clock)
-    await theirs.announce(_record(THEIRS, protocol_version=PROTOCOL_VERSION + 1), 30)
+    newer = PROTOCOLS.newest + 1
+    await theirs.announce(_record(THEIRS, protocol_version=newer, oldest_protocol=newer), 30)
     for _ in range(3):
         assert await ours.peers(Block(1)) == []
-    said = [f"left out, since they run another release of swarm: 1 under {RUN}.stage.1"]
+    assert caplog.messages == [
+        f"left out, since this release of swarm speaks protocol {PROTOCOLS}: peers that speak {newer}. Update the "
+        "older ones"
+    ]
+    clock.advance(31)
+    assert await ours.peers(Block(1)) == []
+    await theirs.announce(_record(THEIRS, protocol_version=newer, oldest_protocol=newer), 30)
+    assert await ours.peers(Block(1)) == []
+    assert len(caplog.messages) == 2
+
+
+async def test_peers_of_the_next_release_count_and_are_said_until_they_are_gone(
+    store: Store, clock: ManualClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    ours, theirs = Directory(store, OURS, RUN, clock), Directory(store, THEIRS, RUN, clock)
+    await theirs.announce(_record(THEIRS, protocol_version=PROTOCOLS.newest + 1), 30)
+    trainer = TrainerRecord(peer_id=THEIRS.peer_id, announced_at=1000.0, protocol_version=PROTOCOLS.newest + 1)
+    await theirs.announce(trainer, 30)
+    for _ in range(3):
+        assert [record.peer_id for record in await ours.peers(Block(1))] == [THEIRS.peer_id]
+        assert [record.peer_id for record in await ours.trainers()] == [THEIRS.peer_id]
+    newer = Protocols(PROTOCOLS.oldest, PROTOCOLS.newest + 1)
+    said = [
+        f"peers of another release are in the run, which speaks protocol {newer}, and this one {PROTOCOLS}: all train "
+        f"together, by protocol {PROTOCOLS.newest}"
+    ]
     assert caplog.messages == said
     clock.advance(31)
     assert await ours.peers(Block(1)) == []
-    await theirs.announce(_record(THEIRS, protocol_version=PROTOCOL_VERSION + 1), 30)
-    assert await ours.peers(Block(1)) == []
-    assert caplog.messages == 2 * said
+    assert await ours.trainers() == []
+    assert caplog.messages == [*said, f"all peers in the run speak protocol {PROTOCOLS} now"]
 
 
 async def test_a_record_holds_until_it_expires(store: Store, clock: ManualClock) -> None:

@@ -4,14 +4,16 @@ import dataclasses
 
 import pytest
 
+from swarm import __version__
 from swarm.config import DataConfig, ModelConfig, RunConfig, to_json
 from swarm.credentials import identity
 from swarm.credentials.identity import Identity
 from swarm.dht import keys
-from swarm.dht.directory import Directory, discover_config, discover_runs
+from swarm.dht.directory import Directory
+from swarm.dht.discovery import discover_config, discover_runs
 from swarm.dht.records import seal
 from swarm.errors import IncompatibleVersion, PeerUnavailable
-from swarm.types import PROTOCOL_VERSION, RunRecord
+from swarm.types import PROTOCOLS, Protocols, RunRecord
 from tests.support import locked
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
@@ -91,10 +93,31 @@ async def test_nonsense_hides_no_run(store: MemoryStore, clock: ManualClock) -> 
     assert await discover_config(store, clock, address="/x") == CONFIG
 
 
-async def test_a_run_of_another_version(store: MemoryStore, clock: ManualClock) -> None:
-    record = RunRecord(peer_id=THEIRS.peer_id, protocol_version=PROTOCOL_VERSION + 1, config_json="{}")
+@pytest.mark.parametrize(
+    ("spoken", "advice"),
+    [
+        (Protocols(PROTOCOLS.newest + 1, PROTOCOLS.newest + 2), ""),
+        (Protocols(1, PROTOCOLS.oldest - 1), ", or update these"),
+    ],
+)
+async def test_a_run_of_a_release_without_a_protocol_in_common(
+    store: MemoryStore, clock: ManualClock, spoken: Protocols, advice: str
+) -> None:
+    record = RunRecord(
+        peer_id=THEIRS.peer_id, protocol_version=spoken.newest, oldest_protocol=spoken.oldest, config_json="{}"
+    )
     await store.store(keys.RUNS, THEIRS.peer_id, seal(THEIRS, keys.RUNS, record, 1060.0), 1060.0)
-    with pytest.raises(IncompatibleVersion, match="install the version that the other peers have"):
+    with pytest.raises(IncompatibleVersion) as error:
+        await discover_config(store, clock, address="/x")
+    assert str(error.value) == (
+        f"the run at /x speaks protocol {spoken}, and this release of swarm, {__version__}, speaks {PROTOCOLS}: "
+        f"install the release that its peers have{advice}"
+    )
+
+
+async def test_a_run_that_uses_what_only_the_next_release_has(store: MemoryStore, clock: ManualClock) -> None:
+    await _publish(store, THEIRS, RUN, clock, '{"model": {"telepathy": true}}')
+    with pytest.raises(ValueError, match=r"unknown key 'model.telepathy'; this release does not have it yet: install"):
         await discover_config(store, clock, address="/x")
 
 

@@ -10,7 +10,8 @@ import pytest
 from swarm import config as configs
 from swarm.credentials.identity import Identity, generate
 from swarm.dht import keys, lookup
-from swarm.dht.directory import Directory, discover_config
+from swarm.dht.directory import Directory
+from swarm.dht.discovery import discover_config
 from swarm.dht.known_records import NoOtherNode
 from swarm.dht.lookup import FRESH_SECONDS, MAX_REPLY_BYTES, DirectoryServicer, PeerStore
 from swarm.dht.records import seal

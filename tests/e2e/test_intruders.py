@@ -25,7 +25,7 @@ from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import lease_pb2 as pb
 from swarm.rpc.v1.lease_pb2_grpc import LeaseServiceStub
 from swarm.rpc.v1.stage_pb2 import Address
-from swarm.types import PROTOCOL_VERSION, TrainerRecord
+from swarm.types import PROTOCOLS, TrainerRecord
 from tests.support import locked
 from tests.support.swarm import RealPeer, RealSwarm, real_swarm
 
@@ -71,7 +71,7 @@ async def _claim_all(swarm: RealSwarm, run_id: str, num_names: int, wanted: int)
         nonlocal newest
         identity = token.admit(generate())
         stub: Any = LeaseServiceStub(ChannelPool(identity=identity).channel(peer.record))
-        address = Address(run_id=run_id, protocol_version=PROTOCOL_VERSION, stage=peer.stage)
+        address = Address(run_id=run_id, protocol_version=PROTOCOLS.newest, stage=peer.stage)
         while True:
             ids = range(newest * size, newest * size + MAX_NAMED)
             request = pb.AcquireRequest(

@@ -31,7 +31,7 @@ from swarm.rpc.tls import CLIENT_OPTIONS
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.stage.boundary import HIDDEN, TOKENS, reply_specs
 from swarm.training.samples import Microbatch
-from swarm.types import PROTOCOL_VERSION, Block, PeerRecord
+from swarm.types import PROTOCOLS, Block, PeerRecord
 from tests.support import locked
 from tests.support.chain import cancelled_tasks, eventually
 from tests.support.here import HERE
@@ -63,7 +63,7 @@ class Host:
     @property
     def address(self) -> Address:
         """The address that requests to it have."""
-        return Address(run_id=self.config.run_id, protocol_version=PROTOCOL_VERSION, stage=STAGE)
+        return Address(run_id=self.config.run_id, protocol_version=PROTOCOLS.newest, stage=STAGE)
 
     @asynccontextmanager
     async def connected(self, identity: Identity) -> AsyncIterator[grpc.aio.Channel]:

@@ -26,7 +26,7 @@ from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1 import lease_pb2 as pb
 from swarm.rpc.v1.lease_pb2_grpc import LeaseServiceServicer, add_LeaseServiceServicer_to_server
 from swarm.rpc.v1.stage_pb2 import Address
-from swarm.types import PROTOCOL_VERSION, Block, PeerId, PeerRecord, PeerState
+from swarm.types import PROTOCOLS, Block, PeerId, PeerRecord, PeerState
 from tests.support.chain import SYNCHRONOUS
 from tests.support.manual_clock import ManualClock
 
@@ -78,7 +78,7 @@ class Leader:
             self.clock.advance(GATHER_SECONDS / 2)
 
     def request(self, trainer_id: str = "trainer", **fields: Any) -> pb.AcquireRequest:
-        address = Address(run_id=SYNCHRONOUS.run_id, protocol_version=PROTOCOL_VERSION, stage=self.stage)
+        address = Address(run_id=SYNCHRONOUS.run_id, protocol_version=PROTOCOLS.newest, stage=self.stage)
         return pb.AcquireRequest(address=address, trainer_id=trainer_id, **fields)
 
     async def _wait(self, seconds: float) -> None:
@@ -330,7 +330,7 @@ async def test_paths_that_do_not_lead_through_the_block_are_refused(
         config=config, block=Block(0, variant), clock=clock, rng=random.Random(0),
         lead=lambda: GroupLead(leader_id=PeerId("me"), view=view), changed=clock.sleep,
     )  # fmt: skip
-    address = Address(run_id=config.run_id, protocol_version=PROTOCOL_VERSION, variant=variant)
+    address = Address(run_id=config.run_id, protocol_version=PROTOCOLS.newest, variant=variant)
     request = pb.AcquireRequest(address=address, trainer_id="trainer", count=len(paths) or 2, paths=paths)
     context = RefusingContext("192.0.2.1")
     if not is_right:

@@ -9,8 +9,8 @@ from typing import Any
 import grpc
 import pytest
 
-from swarm.errors import DeadlineExceeded, PeerUnavailable, SwarmError, WrongRun
-from swarm.rpc.ask import Stream, describe
+from swarm.errors import DeadlineExceeded, PeerUnavailable, SwarmError, UnknownCall, WrongRun
+from swarm.rpc.ask import Stream, ask, describe
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import PeerRecord, PeerState
@@ -48,6 +48,14 @@ async def test_an_answer_that_is_of_no_use_is_an_error(
     async with describing(0, say) as record:
         with pytest.raises(error):
             await describe(ChannelPool(insecure=True).channel(record), REQUEST, seconds=5.0)
+
+
+async def test_a_call_that_an_older_release_does_not_have_is_no_fault_of_the_peer() -> None:
+    async with describing(0, _refuse) as record:
+        channel = ChannelPool(insecure=True).channel(record)
+        call: Any = channel.unary_unary("/swarm.rpc.v1.StageService/Divine", pb.DescribeRequest.SerializeToString)
+        with pytest.raises(UnknownCall):
+            await ask(call, REQUEST, seconds=5.0)
 
 
 async def test_a_peer_that_says_nothing_is_late() -> None:

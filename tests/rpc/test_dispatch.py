@@ -24,13 +24,13 @@ from swarm.rpc.v1.averaging_pb2_grpc import (
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceServicer
 from swarm.rpc.wire import add_stage_servicer, parsed, stage_stub
-from swarm.types import PROTOCOL_VERSION, Block
+from swarm.types import PROTOCOLS, Block
 
 RUN = "run"
 
 
 def address(stage: int) -> Address:
-    return Address(run_id=RUN, protocol_version=PROTOCOL_VERSION, stage=stage)
+    return Address(run_id=RUN, protocol_version=PROTOCOLS.newest, stage=stage)
 
 
 class _Checked:

@@ -34,7 +34,7 @@ from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
 from swarm.rpc.wire import CHUNK_BYTES, TensorReader
 from swarm.stage import call as stage_call
 from swarm.stage.boundary import TOKENS
-from swarm.types import PROTOCOL_VERSION, Block
+from swarm.types import PROTOCOLS, Block
 from tests.support.chain import DILOCO, INT8, SYNCHRONOUS, Chain, Peer, eventually, running_chain, tokens
 from tests.support.chunks import chunks
 
@@ -60,7 +60,7 @@ def _open(**changes: Any) -> pb.TrainRequest:
         run_id=changes.pop("run_id", SYNCHRONOUS.run_id),
         stage=changes.pop("stage", 1),
         variant=changes.pop("variant", 0),
-        protocol_version=changes.pop("protocol_version", PROTOCOL_VERSION),
+        protocol_version=changes.pop("protocol_version", PROTOCOLS.newest),
     )
     return pb.TrainRequest(open=pb.Open(**{"address": address, "microbatch": 0, "num_samples": 2, **changes}))
 
@@ -107,7 +107,7 @@ async def test_a_peer_describes_a_block_that_it_serves(chain: Chain, request_: A
         ([_open(variant=4_000_000_000)], WrongStage, "serves stage 1"),
         ([_open(run_id="other.0123456789abcdef")], WrongRun, "run 'other.0123456789abcdef' is not"),
         ([_open(run_id="r" * 100_000)], WrongRun, "which this peer serves"),
-        ([_open(protocol_version=99)], IncompatibleVersion, "protocol version 99 is not"),
+        ([_open(protocol_version=99)], IncompatibleVersion, r"speaks protocol 99, and this peer \d+( to \d+)?: update"),
         ([_open(num_samples=3)], MalformedMessage, "has 2 samples, not 3"),
         ([_open(round=1)], MalformedMessage, "microbatch 0 belongs to round 0, not 1"),
         ([], MalformedMessage, "begins with Open"),
@@ -266,7 +266,7 @@ def _evaluate(tensors: Iterable[pb.EvaluateRequest] = (), **changes: Any) -> lis
         run_id=changes.pop("run_id", SYNCHRONOUS.run_id),
         stage=changes.pop("stage", 1),
         variant=changes.pop("variant", 0),
-        protocol_version=PROTOCOL_VERSION,
+        protocol_version=PROTOCOLS.newest,
     )
     settings = {"num_samples": 2, "sequence_length": 16, "later": [pb.HeldRound()], **changes}
     opening = pb.EvaluateOpen(address=address, **settings)

@@ -22,7 +22,7 @@ from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1.directory_pb2_grpc import add_DirectoryServiceServicer_to_server
 from swarm.rpc.v1.meeting_pb2_grpc import add_MeetingServiceServicer_to_server
 from swarm.rpc.v1.probe_pb2_grpc import add_ProbeServiceServicer_to_server
-from swarm.types import PeerId, PeerRecord, PeerState, RunRecord
+from swarm.types import PROTOCOLS, PeerId, PeerRecord, PeerState, Protocols, RunRecord
 from tests.support.memory_store import MemoryStore
 
 
@@ -38,7 +38,7 @@ class ShownRun:
 @asynccontextmanager
 async def shown_run(
     config: RunConfig, own: Identity, dht_address: str, *, port: int = 0, clock: Clock | None = None,
-    software_version: str = "", insecure: bool = False,
+    protocols: Protocols = PROTOCOLS, insecure: bool = False,
 ) -> AsyncIterator[ShownRun]:  # fmt: skip
     """A run with one peer. It says that the DHT is entered at `dht_address`, and what time its clock shows."""
     shown_clock, clock = clock or SystemClock(), SystemClock()
@@ -59,7 +59,7 @@ async def shown_run(
     record = PeerRecord(
         peer_id=own.peer_id, name="first", announced_at=clock.time(), stage=0, endpoint=endpoint,
         certificate_pem="" if insecure else own.certificate_pem, state=PeerState.SERVING, dht_address=dht_address,
-        software_version=software_version,
+        protocol_version=protocols.newest, oldest_protocol=protocols.oldest,
     )  # fmt: skip
     await directory.announce(record, 100.0)
     try:

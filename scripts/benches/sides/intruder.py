@@ -23,7 +23,7 @@ from swarm.rpc.tls import CLIENT_OPTIONS
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
 from swarm.stage.boundary import HIDDEN
-from swarm.types import PROTOCOL_VERSION
+from swarm.types import PROTOCOLS
 
 AT_ONCE = 64
 TALLY_SECONDS = 0.25  # How often the tally is written
@@ -37,7 +37,7 @@ class Intruder:
     def __init__(self, channel: grpc.aio.Channel, target: dict[str, Any]) -> None:
         self._channel = channel
         self._random = random.Random(0)
-        self._address = pb.Address(run_id=target["run_id"], protocol_version=PROTOCOL_VERSION, stage=1)
+        self._address = pb.Address(run_id=target["run_id"], protocol_version=PROTOCOLS.newest, stage=1)
         self._samples = target["num_samples"]
         self._num_calls = 0
         self._outcomes: Counter[str] = Counter()

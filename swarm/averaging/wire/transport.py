@@ -23,7 +23,7 @@ from swarm.rpc.failures import translate
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.averaging_pb2_grpc import AveragingServiceStub
 from swarm.rpc.wire import CHUNK_BYTES
-from swarm.types import Block, PeerId, PeerRecord, PeerState
+from swarm.types import PROTOCOLS, Block, PeerId, PeerRecord, PeerState
 
 Members = Mapping[PeerId, PeerRecord]
 Request = TypeVar("Request")
@@ -281,6 +281,8 @@ def record_of(contact: pb.Contact, block: Block) -> PeerRecord:
             variant=block.variant,
             state=PeerState.SERVING,
             announced_at=0.0,
+            # A contact does not say which protocols its peer speaks.
+            protocol_version=PROTOCOLS.oldest,
         )
     except (ValueError, IntegrityError):
         raise MalformedMessage(f"not a peer's address: {contact.peer_id[:40]!r} {contact.endpoints[:80]!r}") from None

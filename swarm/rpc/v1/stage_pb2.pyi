@@ -104,14 +104,17 @@ class Address(_message.Message):
     STAGE_FIELD_NUMBER: _builtins.int
     VARIANT_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
+    OLDEST_PROTOCOL_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     protocol_version: _builtins.int
+    """The newest protocol that the caller speaks; `oldest_protocol` is the oldest one."""
     stage: _builtins.int
     variant: _builtins.int
     path: _builtins.int
     """In calls that go on to the later stages, but for microbatches: the path of the run's configuration that they take.
     A microbatch's index says its path.
     """
+    oldest_protocol: _builtins.int
     def __init__(
         self,
         *,
@@ -120,10 +123,11 @@ class Address(_message.Message):
         stage: _builtins.int = ...,
         variant: _builtins.int = ...,
         path: _builtins.int = ...,
+        oldest_protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["path", b"path", "protocol_version", b"protocol_version", "run_id", b"run_id", "stage", b"stage", "variant", b"variant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["oldest_protocol", b"oldest_protocol", "path", b"path", "protocol_version", b"protocol_version", "run_id", b"run_id", "stage", b"stage", "variant", b"variant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

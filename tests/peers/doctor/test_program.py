@@ -27,10 +27,12 @@ from swarm.rpc.channels import ChannelPool
 from swarm.rpc.entry import Entry
 from swarm.rpc.invite import Invite
 from swarm.rpc.meeting import check
-from swarm.types import PeerId
+from swarm.types import PROTOCOLS, PeerId, Protocols
 from tests.support.shown_run import ShownRun, shown_run
 
 CONFIG = configs.load_preset("tiny")
+NEXT = Protocols(PROTOCOLS.newest, PROTOCOLS.newest + 1)
+"""What the next release speaks."""
 NODE = "/ip4/127.0.0.1/tcp/4001/p2p/12D3KooWQfGkQq4wGkyNqHUBd7HScWJGfNYsPzRUnGwkKDUdJhqZ"
 
 
@@ -64,7 +66,7 @@ async def test_a_machine_that_can_serve_is_told_so_with_figures() -> None:
     (port,) = free_ports(1)
     async with (
         answering_as_node("127.0.0.1", port),
-        shown_run(CONFIG, generate(), NODE.replace("4001", str(port)), software_version=__version__) as run,
+        shown_run(CONFIG, generate(), NODE.replace("4001", str(port))) as run,
     ):
         found = await _examine(_options(run.entry))
     assert list(found) == [
@@ -76,12 +78,12 @@ async def test_a_machine_that_can_serve_is_told_so_with_figures() -> None:
         assert re.match(r"127\.0\.0\.1:\d+ is reached from outside", found[what].text), found[what]
     assert "Mbit/s up" in found["bandwidth"].text
     assert "ms to 1 peer" in found["round trip"].text
-    assert found["version"].text == f"{__version__}, as the run's peers have"
+    assert found["version"].text == f"{__version__}, of protocol {PROTOCOLS.newest}, as the run's peers have"
 
 
 async def test_a_node_of_the_dht_that_no_connection_reaches_is_told_though_grpc_does() -> None:
     (port,) = free_ports(1)
-    async with shown_run(CONFIG, generate(), NODE.replace("4001", str(port)), software_version=__version__) as run:
+    async with shown_run(CONFIG, generate(), NODE.replace("4001", str(port))) as run:
         found = await _examine(_options(run.entry))
     assert [what for what, finding in found.items() if finding.state is not State.FINE] == ["DHT"]
     assert found["DHT"].state is State.WRONG
@@ -91,13 +93,13 @@ async def test_a_node_of_the_dht_that_no_connection_reaches_is_told_though_grpc_
 async def test_what_is_wrong_says_what_to_change() -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
-        async with shown_run(CONFIG, generate(), NODE, clock=Ahead(), software_version="0.0.1") as run:
+        async with shown_run(CONFIG, generate(), NODE, clock=Ahead(), protocols=NEXT) as run:
             found = await _examine(_options(run.entry, host="127.0.0.1", port=port))
     assert "60.0 s behind 1 peer's: turn on time synchronisation" in found["clock"].text
-    assert "the run's peers have 0.0.1: install that release" in found["version"].text
+    assert f"1 peer of the run with protocol {NEXT.newest}: they train together; update this" in found["version"].text
     assert f"--port {port} cannot be had: Address already in use; choose another port" in found["gRPC port"].text
     wrong = {what for what, finding in found.items() if finding.state is State.WRONG}
-    assert wrong == {"clock", "version", "gRPC port", "DHT"}
+    assert wrong == {"clock", "gRPC port", "DHT"}
 
 
 async def test_without_an_answer_the_machine_is_looked_at_all_the_same() -> None:
@@ -142,7 +144,7 @@ async def _in_passing(run: ShownRun) -> list[Finding]:
 
 
 async def test_a_peer_that_joins_is_told_only_what_is_wrong() -> None:
-    async with shown_run(CONFIG, generate(), NODE, software_version=__version__) as run:
+    async with shown_run(CONFIG, generate(), NODE) as run:
         assert await _in_passing(run) == []
     async with shown_run(CONFIG, generate(), NODE, clock=Ahead()) as run:
         assert [finding.what for finding in await _in_passing(run)] == ["clock"]

@@ -214,7 +214,7 @@ async def test_every_figure_is_read_from_its_own_field() -> None:
     )  # fmt: skip
     reply = pb.DescribeReply(
         state="leaving", samples_per_second=1.25, queue_length=2, round=3, round_samples=4, loop_lag_seconds=0.75,
-        counters=pb.StageCounters(forwards=5, backwards=6, rerouted_backwards=7, committed=16),
+        protocol_version=27, counters=pb.StageCounters(forwards=5, backwards=6, rerouted_backwards=7, committed=16),
         averaging=pb.AveragingCounters(
             attempts=10, aborted={"silent": 11}, downloads=12, refusals=["a line"], exchanged_bytes=17
         ),
@@ -230,7 +230,7 @@ async def test_every_figure_is_read_from_its_own_field() -> None:
     (shown,) = await _ask([reply])
     assert shown == {
         "name": "peer of stage 0", "peer_id": f"{0:040x}", "state": "leaving", "moving_from": None, "moving_to": None,
-        "moves": 0, "started_at": 0.0, "device": "", "reached": "punched", "punched_connections": 21,
+        "moves": 0, "started_at": 0.0, "device": "", "protocol": 27, "reached": "punched", "punched_connections": 21,
         "relayed_connections": 22, "waiting_peers": 23, "carried_connections": 24, "carried_bytes": 25,
         "computing_share": 0.25, "input_wait_share": 0.5, "room_wait_share": 0.125, "averaging_share": 0.0625,
         "flops_utilisation": 0.75, "idle_because": ANY,

@@ -57,6 +57,20 @@ def test_of_a_block_without_peers_the_paths_through_it_are_told() -> None:
     assert view.waiting_paths == {1: "path 0", 2: "paths 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"}
 
 
+def test_who_has_an_older_release_is_told() -> None:
+    peers = [PeerRow(name=f"p{n}", peer_id="", protocol=6 if n < 2 else 5) for n in range(12)]
+    view = SwarmView(run="r", stages=(StageRow(stage=0, peers=(peers[0],)), StageRow(stage=1, peers=(peers[1],))))
+    assert view.older == []
+    silent, trainer = PeerRow(name="silent", peer_id=""), TrainerRow(name="trainer", protocol=5)
+    view = dataclasses.replace(view, stages=(*view.stages, StageRow(stage=2, peers=(silent,))), trainers=(trainer,))
+    ending = "; update before a release with protocol 7 comes, which leaves them out"
+    assert view.older == ["of an older release, with protocol 5 and not 6: trainer" + ending]
+    view = dataclasses.replace(view, stages=(StageRow(stage=0, peers=tuple(peers)),))
+    assert view.older == [
+        "of an older release, with protocol 5 and not 6: p10, p11, p2, p3, p4, p5, p6, p7 and 3 more" + ending
+    ]
+
+
 def test_json_has_every_field() -> None:
     peer = PeerRow(name="p", peer_id="ab", state="serving", rerouted_backwards=3)
     view = SwarmView(
@@ -65,7 +79,7 @@ def test_json_has_every_field() -> None:
     document = json.loads(view.to_json())
     assert document["stages"][0]["peers"][0]["rerouted_backwards"] == 3
     assert document["trainers"] == [
-        {"name": "t", "step": 0, "loss": None, "tokens_per_second": 0.0, "paths": [], "bans": []}
+        {"name": "t", "protocol": 0, "step": 0, "loss": None, "tokens_per_second": 0.0, "paths": [], "bans": []}
     ]
     assert document["events"] == ["x"]
     assert document["empty_stages"] == []
