@@ -35,7 +35,7 @@ class Protocols(NamedTuple):
         return str(self.newest) if self.oldest == self.newest else f"{self.oldest} to {self.newest}"
 
 
-PROTOCOLS = Protocols(oldest=12, newest=12)
+PROTOCOLS = Protocols(oldest=12, newest=13)
 """What this release speaks: its own protocol, and that of the release before. docs/protocol.md says what a new one may
 change."""
 

@@ -143,7 +143,8 @@ class Directory:
         self._led = self._led | {block} if leads else self._led - {block}
 
     def _checked(self, block: Block, found: list[PeerRecord]) -> list[PeerRecord]:
-        self._note_releases(keys.of_block(self._run_id, block), found)
+        staying = [record for record in found if record.state is not PeerState.LEAVING]
+        self._note_releases(keys.of_block(self._run_id, block), staying)
         records = _compatible(found)
         for record in records:
             if record.dht_addresses:
