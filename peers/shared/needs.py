@@ -300,8 +300,9 @@ def averaging_bytes(config: RunConfig, stage: int, *, num_members: int) -> int:
     """Additional bytes during a round's exchange, if all of the stage is one fragment."""
     size, share = _FLOAT_BYTES * num_parameters(config, stage), 1 / num_members
     answered = result_codec(config.averaging).num_bytes(num_parameters(config, stage))
-    # The contribution, the same contribution as one vector, and the result.
-    whole = 3 * size
+    # The contribution, the same contribution as one vector, and the result; in groups also the group's average, and the
+    # last round's result, which is kept for members that it did not reach.
+    whole = (5 if config.averaging.group_size else 3) * size
     # For the part that the member sums: the decoded parts of the others, the sum, and the sum encoded and decoded.
     own = (1 - share) * size + share * (2 * size + answered)
     # For the parts that others sum: the member's encoded contribution, which goes out, and the encoded sums, which come

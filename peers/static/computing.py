@@ -19,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from peers.static.spread import Spread
 from peers.static.workers import Shape, Workers
-from swarm.averaging.vectors.feedback import ErrorFeedback, Residual
 from swarm.compression import buffers
 from swarm.compression.buffers import Buffer
 from swarm.compression.codec import contribution_codec, result_codec
+from swarm.compression.feedback import ErrorFeedback, Residual
 from swarm.config import AveragingConfig, RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.model.loss import NO_TARGET

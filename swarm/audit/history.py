@@ -185,8 +185,8 @@ class _Life:
         """The digest of the result that the process prepared last in the present round, and the closing that is in it.
         A newer closing may follow before that result is committed."""
         self._begun: tuple[int, str] | None = None
-        self._attempts: set[int] = set()
-        """The attempts that it has begun in the present round."""
+        self._attempts: dict[int, Closing | None] = {}
+        """The attempts that it has begun in the present round, and the closing with which it did."""
 
     def feed(self, line: Line) -> None:
         """Take the next event that is about the block."""
@@ -247,7 +247,7 @@ class _Life:
     def _promise(self, event: Begin, line: Line) -> None:
         self._check_standing(event.round, event.lineage, "took part in an attempt")
         self._begun = event.attempt, event.leader
-        self._attempts.add(event.attempt)
+        self._attempts[event.attempt] = self._closing
         self._rounds.begun(self._block, event.lineage, self._begun)
         if self._closing is not None and self._closing.round == event.round:
             self._rounds.offered(self._contribution(event, self._closing, line))
@@ -291,7 +291,10 @@ class _Life:
         if is_member and not took_part:
             self._violation("committed a result as a member, but had not begun its attempt")
         digest, closing = self._prepared or ("", None)
-        self._holdings.commit(event, closing if digest == event.digest else self._closing, is_member=is_member)
+        if digest != event.digest:
+            # Its group may have averaged what it closed for that attempt, though it never got the result.
+            closing = self._attempts.get(event.attempt) or self._closing
+        self._holdings.commit(event, closing, is_member=is_member)
         at = (self._start.boot, line.monotonic) if self._is_synchronous and self._start.boot else None
         self._rounds.committed(self._block, event, file=self._name, at=at)
         self.round, self._lineage = event.round + 1, event.lineage

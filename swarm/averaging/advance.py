@@ -191,6 +191,8 @@ class Advance:
             elif contributed:
                 # The result contains this member's old residual. The new residual, which that exchange left, is lost.
                 self.own_round.exchanges.forget(contribution.fragment)
+                # In a group this member's average may have become part of the result, which it never got.
+                closing = self.own_round.given_to(messages.require_ballot(committed.outcome.prepared.ballot))
             result = replace(committed.result, contributed=contributed, closing=closing)
             self._state_digest = await self.member.apply(result)
             reached = messages.standing_of(self.member.progress())

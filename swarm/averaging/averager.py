@@ -22,6 +22,7 @@ from swarm.averaging.barrier import Barrier
 from swarm.averaging.catch_up import CatchUp
 from swarm.averaging.donor import Donor
 from swarm.averaging.lead_loop import LeadLoop
+from swarm.averaging.led_exchanges import LedExchanges
 from swarm.averaging.own_round import OwnRound
 from swarm.averaging.participant import Participant
 from swarm.averaging.replay import Replay
@@ -136,7 +137,9 @@ class Averager:
         barrier = Barrier(context, place, shared, watch, call, own_round)
         self.succession = Succession(context, place, member, roster, survey, own_round, barrier, watch)
         broadcast = Broadcast(call=call, is_silent=roster.is_silent, timing=context.timing)
-        attempts = Round(context, place, watch, broadcast, barrier, shared, Blame(context.own_id))
+        blame = Blame(context.own_id)
+        exchanges = LedExchanges(context, roster, broadcast, blame)
+        attempts = Round(context, place, watch, broadcast, barrier, shared, blame, exchanges)
         self.lead_loop = LeadLoop(context, place, roster, own_round, reporter, watch, attempts)
         reports = ReportAnswers(context, place, member, roster, reporter, watch)
         self.handlers = Handlers(context, participant, donor, shared, barrier, reports)

@@ -158,6 +158,8 @@ class CatchUp:
         holders = self._survey.behind(target)
         rest_seconds = self._context.timing.max_retry_seconds
         is_there = has_gone_wrong = False
+        if self._context.config.averaging.group_size and target.round == self._place.standing.round + 1:
+            self._replay.missed_one(holders, await self._size_limit())
         self._is_trying = True
         try:
             while True:

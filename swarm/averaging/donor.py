@@ -1,7 +1,7 @@
 """What a peer keeps for peers behind it: snapshots that they fetch, and the results committed since.
 
 A snapshot stays as it was when it was first asked for, whatever is committed meanwhile. While no peer asks, nothing is
-kept, and what is kept is bounded. Never touches weights.
+kept but the last result of members in groups, and what is kept is bounded. Never touches weights.
 """
 
 import asyncio
@@ -28,7 +28,8 @@ from swarm.training.round_member import RoundMember, Snapshot
 logger = logging.getLogger(__name__)
 
 PIN_SECONDS = 30.0
-"""A snapshot, and the results committed since, are kept for this long after the last request."""
+"""A snapshot, and the results committed since, are kept for this long after the last request; the last result of
+members in groups for this long after its commit."""
 NUM_PINS = 2
 SEGMENT_BYTES = 4 << 20
 RESULTS_BYTES = 2 << 30
@@ -80,6 +81,8 @@ class Donor:
         self._pins: list[_Pin] = []
         """By round, oldest first."""
         self._log: dict[int, _Kept] = {}
+        self._in_groups: tuple[int, float] = -1, -math.inf
+        """The last round that members in groups averaged, and until when its result is kept."""
 
     @property
     def num_bytes(self) -> int:
@@ -114,9 +117,12 @@ class Donor:
     # -- what advance tells -------------------------------------------------------------------------------------------
 
     def committed(self, committed: Committed) -> None:
-        """Keep the result of a round that this peer applied, if any peer is fetching from it."""
+        """Keep the result of a round that this peer applied, if any peer is fetching from it, or some members may not
+        have been reached by the result."""
         self.expire()
-        if not self._pins:
+        if committed.outcome.prepared.decider_ids:
+            self._in_groups = committed.before.round, self._clock.monotonic() + PIN_SECONDS
+        elif not self._pins:
             return
         self._log[committed.before.round] = _Kept(committed, TensorBytes(committed.result.tensors.values()))
         while self._pins and self._log_bytes > self._limit:
@@ -274,8 +280,10 @@ class Donor:
     # -- the log -------------------------------------------------------------------------------------------------------
 
     def _prune(self) -> None:
-        oldest = self._pins[0].snapshot.round if self._pins else None
-        self._log = {number: kept for number, kept in self._log.items() if oldest is not None and number >= oldest}
+        oldest = self._pins[0].snapshot.round if self._pins else math.inf
+        in_groups, until = self._in_groups
+        last = in_groups if self._clock.monotonic() < until else math.inf
+        self._log = {number: kept for number, kept in self._log.items() if number >= min(oldest, last)}
 
     @property
     def _log_bytes(self) -> int:

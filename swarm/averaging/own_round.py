@@ -9,33 +9,50 @@ import logging
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from swarm.averaging.agreement.group import Ballot, Refused
 from swarm.averaging.agreement.messages import MemberFailed
 from swarm.averaging.agreement.place import Place
 from swarm.averaging.agreement.shares import Shares
 from swarm.averaging.vectors.allreduce import AllReduceTransport, Average
-from swarm.averaging.vectors.exchange import Closed, Exchanges
-from swarm.averaging.vectors.feedback import Residual
+from swarm.averaging.vectors.exchange import Closed, Closing, Exchanges
 from swarm.averaging.vectors.reduction import Reduction, Side
 from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import Payload
 from swarm.compression.buffers import Received
+from swarm.compression.feedback import Residual
 from swarm.events import Abort
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.wire import CHUNK_BYTES
-from swarm.training.round_member import RoundMember, RoundResult
+from swarm.training.round_member import RoundCost, RoundMember, RoundResult
 
 logger = logging.getLogger(__name__)
 
 
-class Attempt:
-    """The attempt for which a member's contribution is closed.
+@dataclass(eq=False)
+class _Exchange:
+    """One exchange, from this member's side.
 
     Attributes:
-        closed: the contribution, frozen.
+        heard_at: when the last piece of each member's part came.
+        sending: the members that are sending their part, or whose part is just being added.
+    """
+
+    shares: Shares
+    side: Side
+    heard_at: dict[str, float] = field(default_factory=dict)
+    sending: set[str] = field(default_factory=set)
+
+
+class Attempt:
+    """The attempt for which a member's contribution is closed. With groups it has several exchanges, one after the
+    other; members that are slower may still want something of an earlier one.
+
+    Attributes:
+        closed: the contribution, frozen; or what the last exchange averaged, if another one follows.
         began_at: when it began to be frozen, by the member's clock.
+        cost: what the attempt has cost so far.
     """
 
     def __init__(
@@ -44,59 +61,64 @@ class Attempt:
         self.ballot = ballot
         self.closed = closed
         self.began_at = began_at
+        self.cost = RoundCost(contribution_norm=closed.norm if closed.contribution.num_samples else 0.0)
         self._own_id = context.own_id
         self._exchanges = exchanges
         self._clock = context.clock
         self._timing = context.timing
-        self._heard_at: dict[str, float] = {}
-        """When the last piece of each member's part came."""
-        self._shares = Shares(())
-        self._side: asyncio.Future[Side] = asyncio.get_running_loop().create_future()
-        """This member's side of the exchange, set when the leader sends Average. Other members may call before that."""
+        self._opened: dict[str, _Exchange] = {}
+        """By the digest of the shares."""
+        self._next: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the next exchange is opened: the leader has sent Average. Other members may call before that."""
         self._scopes: set[asyncio.Timeout] = set()
         """Timeouts around the exchange and around each call of another member. Expiring a timeout ends the block inside
         it."""
-        self._sending: set[str] = set()
-        """The members that are sending their part, or whose part is just being added."""
         self._end = ""
 
     def open(self, shares: Shares) -> None:
-        """Let the members that the leader has named exchange with this one from now on."""
-        self._shares = shares
-        self._side.set_result(self._exchanges.open(self.closed, shares))
+        """Let the members that the leader has named exchange with this one from now on. Raises Refused if the attempt
+        was given up, or these exchange already."""
+        if self._end or shares.digest in self._opened:
+            raise Refused(f"attempt {self.ballot.attempt}: {self._end or 'this exchange is under way already'}")
+        self._opened[shares.digest] = _Exchange(shares, self._exchanges.open(self.closed, shares))
+        self._next.set_result(None)
+        self._next = asyncio.get_running_loop().create_future()
 
-    async def exchange(self, transport: AllReduceTransport, timeout_seconds: float) -> tuple[Average, float]:
+    async def exchange(
+        self, shares: Shares, transport: AllReduceTransport, timeout_seconds: float
+    ) -> tuple[Average, float]:
         """Exchange with the other members. Returns the average and the seconds that this took.
 
         Raises:
             Refused: the attempt was given up, or it took too long.
             MemberFailed: a member failed.
         """
-        side = self._side.result()
+        opened = self._opened[shares.digest]
         try:
             async with self._ends_with_attempt(timeout_seconds):
-                watching = asyncio.create_task(self._watch(side))
+                watching = asyncio.create_task(self._watch(opened))
                 try:
-                    return await self._exchanges.run(self.closed, self._shares, side, transport, timeout_seconds)
+                    return await self._exchanges.run(self.closed, shares, opened.side, transport, timeout_seconds)
                 finally:
                     watching.cancel()
         except TimeoutError:
             reason = self._end or f"it took longer than {timeout_seconds:.1f} s"
             raise Refused(f"attempt {self.ballot.attempt} was given up: {reason}") from None
 
-    def silence_seconds(self) -> float:
-        """The seconds of silence after which a member counts as failed. They allow for a slow line and a slow
-        processor.
+    def silence_seconds(self, num_members: int) -> float:
+        """The seconds of silence after which one of so many members counts as failed. They allow for a slow line and a
+        slow processor.
 
         A member sends to all owners in turn, and has to encode a whole vector before its first message.
         """
         vector_D, timing = self.closed.vector_D, self._timing
-        turn_seconds = len(self._shares.members) * CHUNK_BYTES / timing.bytes_per_second
+        turn_seconds = num_members * CHUNK_BYTES / timing.bytes_per_second
         return timing.silence_seconds + turn_seconds + vector_D.nbytes / timing.work_bytes_per_second
 
-    async def _watch(self, side: Side) -> None:
+    async def _watch(self, opened: _Exchange) -> None:
         """Fail the exchange, and blame the member, once a member answers calls but sends nothing."""
-        began_at, seconds = self._clock.monotonic(), self.silence_seconds()
+        side = opened.side
+        began_at, seconds = self._clock.monotonic(), self.silence_seconds(len(opened.shares.members))
         while side.missing:
             looked_at = self._clock.monotonic()
             await self._clock.sleep(self._timing.heartbeat_seconds)
@@ -104,7 +126,7 @@ class Attempt:
                 # This process itself stood still. It has yet to read what others sent in that time.
                 began_at = self._clock.monotonic()
             for peer_id in side.missing:
-                last_at = max(began_at, self._heard_at.get(peer_id, began_at))
+                last_at = max(began_at, opened.heard_at.get(peer_id, began_at))
                 if peer_id != self._own_id and self._clock.monotonic() - last_at > seconds:
                     reason = f"nothing of its contribution came for {seconds:.1f} s"
                     side.fail(MemberFailed(peer_id, reason, noticed_by=self._own_id))
@@ -119,32 +141,31 @@ class Attempt:
             MalformedMessage: the caller sent more bytes than the part has, or is no member.
         """
         try:
-            async with asyncio.timeout(self.silence_seconds()):
-                side = await asyncio.shield(self._side)
+            async with asyncio.timeout(self.silence_seconds(0)):
+                while (opened := self._opened.get(shares_digest)) is None:
+                    await asyncio.shield(self._next)
         except TimeoutError:
-            raise Refused("the leader has not named the members here") from None
-        if shares_digest != self._shares.digest:
-            raise Refused("the member lists differ")
-        num_bytes = side.num_bytes_from(peer_id)
-        if peer_id in self._sending:
+            raise Refused("the leader has not named these members here") from None
+        side, num_bytes = opened.side, opened.side.num_bytes_from(peer_id)
+        if peer_id in opened.sending:
             # Each member gets memory for one part, however often it calls.
             raise Refused(f"{peer_id} is sending its part already")
-        self._sending.add(peer_id)
+        opened.sending.add(peer_id)
         try:
-            received = await self._receive(peer_id, num_bytes, pieces)
+            received = await self._receive(peer_id, num_bytes, pieces, opened)
             if isinstance(side, Reduction) and peer_id in side.missing:
                 await side.add(peer_id, received.whole())
         finally:
-            self._sending.discard(peer_id)
+            opened.sending.discard(peer_id)
         return await side.result()
 
-    async def _receive(self, peer_id: str, num_bytes: int, pieces: AsyncIterator[bytes]) -> Received:
+    async def _receive(self, peer_id: str, num_bytes: int, pieces: AsyncIterator[bytes], opened: _Exchange) -> Received:
         try:
             async with self._ends_with_attempt(None):
                 received = Received(num_bytes)
                 async for piece in pieces:
                     received.add(piece)
-                    self._heard_at[peer_id] = self._clock.monotonic()
+                    opened.heard_at[peer_id] = self._clock.monotonic()
         except TimeoutError:
             raise Refused(f"attempt {self.ballot.attempt} was given up: {self._end}") from None
         return received
@@ -154,9 +175,9 @@ class Attempt:
         for scope in self._scopes:
             if not scope.expired():
                 scope.reschedule(asyncio.get_running_loop().time())
-        if not self._side.done():
-            self._side.set_exception(Refused(reason))
-            self._side.exception()  # Read here, because asyncio would complain if no caller waited.
+        if not self._next.done():
+            self._next.set_exception(Refused(reason))
+            self._next.exception()  # Read here, because asyncio would complain if no caller waited.
 
     @asynccontextmanager
     async def _ends_with_attempt(self, timeout_seconds: float | None) -> AsyncIterator[None]:
@@ -186,44 +207,6 @@ class Result:
     began_at: float
 
 
-class Closing:
-    """A contribution that is being frozen, or is frozen, for any attempt that needs it.
-
-    For a stage of several GB, or on a machine whose tasks take ten seconds, freezing takes longer than a call may. So
-    it goes on after the call that started it, and the next call joins it.
-
-    Attributes:
-        drop: microbatches that are taken out of the contribution.
-        began_at: when freezing began, by the member's clock.
-    """
-
-    def __init__(self, *, drop: frozenset[int], began_at: float) -> None:
-        self.drop = drop
-        self.began_at = began_at
-        self._outcome: asyncio.Future[Closed | Exception] = asyncio.get_running_loop().create_future()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether freezing has ended, with a contribution or with an error."""
-        return self._outcome.done()
-
-    def end(self, outcome: Closed | Exception) -> None:
-        self._outcome.set_result(outcome)
-
-    async def wait(self, seconds: float | None = None) -> bool:
-        """Wait until freezing is over, but no longer than `seconds`. Returns whether it is."""
-        await asyncio.wait([self._outcome], timeout=seconds)
-        return self.is_over
-
-    @property
-    def closed(self) -> Closed:
-        """The frozen contribution, once freezing is over. Raises the error of freezing it."""
-        outcome = self._outcome.result()
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
-
-
 class OwnRound:
     """One member's work in the round at which it stands. Callers hold the place's lock unless a method says otherwise.
 
@@ -232,6 +215,10 @@ class OwnRound:
         attempt: the attempt for which this member's contribution is closed.
         result: the result of this attempt. Or that of an earlier attempt, if it may have been decided.
     """
+
+    _given: tuple[Ballot, int] | None = None
+    """The last attempt in which this member's contribution became part of a group's average, and which of the round's
+    contributions it was."""
 
     def __init__(self, context: Context, place: Place, member: RoundMember) -> None:
         self._context = context
@@ -291,6 +278,16 @@ class OwnRound:
         )
         return True
 
+    def go_on(self, attempt: Attempt, closed: Closed, cost: RoundCost) -> None:
+        """Be ready for the next exchange of an attempt in groups, after the one before. `closed` holds what that one
+        gave, in place of this member's contribution."""
+        self._given = attempt.ballot, attempt.closed.contribution.closing
+        attempt.closed, attempt.cost = closed, cost
+
+    def given_to(self, ballot: Ballot) -> int | None:
+        """Which of the round's contributions a group averaged in an attempt; None if none is known to be."""
+        return self._given[1] if self._given is not None and self._given[0] == ballot else None
+
     def end_exchange(self, reason: str) -> None:
         if self.attempt is not None:
             self.attempt.end(reason)
@@ -342,4 +339,4 @@ class OwnRound:
         self.attempt = None
 
     def end(self) -> None:
-        self.attempt = self.result = self._closing = None
+        self.attempt = self.result = self._closing = self._given = None

@@ -5,7 +5,7 @@ exchange. Never decides anything about a round.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,73 +14,17 @@ from swarm.averaging.agreement import messages
 from swarm.averaging.agreement.group import Ballot, Refused
 from swarm.averaging.agreement.messages import MemberFailed
 from swarm.averaging.agreement.place import Place
-from swarm.averaging.agreement.shares import Counts, Shares, shares_of
+from swarm.averaging.agreement.shares import Counts, Shares, prepared_of, shares_of
 from swarm.averaging.own_round import Attempt, OwnRound, Result
 from swarm.averaging.roster import Roster
-from swarm.averaging.vectors.allreduce import Average
-from swarm.averaging.vectors.exchange import Closed
+from swarm.averaging.vectors.allreduce import Average, digest_of_whole
+from swarm.averaging.vectors.exchange import Closed, OtherMembers
 from swarm.averaging.vectors.shared import TiedParameters
 from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import ABORT, AVERAGE, BEGIN, COMMIT, Payload, record_of
-from swarm.compression.codec import Buffer
-from swarm.errors import PeerUnavailable, SwarmError
 from swarm.events import Begin, Prepare
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import RoundCost, RoundResult, Tensors
-from swarm.types import PeerRecord
-
-
-@dataclass(frozen=True, kw_only=True)
-class OtherMembers:
-    """The members with which one exchange is made."""
-
-    context: Context
-    records: Mapping[str, PeerRecord]
-    opening: pb.ExchangeOpen
-    timeout_seconds: float
-    silence_seconds: float
-    """How long a member may send nothing, if it need not wait for other members."""
-
-    async def exchange(self, peer_id: str, part: Buffer, reply_bytes: int, *, waits: bool = True) -> Payload:
-        peer = self.records[peer_id]
-        silence: list[str] = []
-
-        async def watch(scope: asyncio.Timeout) -> None:
-            try:
-                await self._watch(peer)
-            except SwarmError as error:
-                silence.append(str(error))
-                scope.reschedule(asyncio.get_running_loop().time())
-
-        try:
-            # No task group: it would keep an exception that passes through it in a reference cycle, with all frames and
-            # their vectors.
-            async with asyncio.timeout(None) as scope:
-                watching = asyncio.create_task(watch(scope))
-                try:
-                    return await self.context.transport.exchange(
-                        peer,
-                        self.opening,
-                        part,
-                        reply_bytes=reply_bytes,
-                        timeout_seconds=self.timeout_seconds,
-                        silence_seconds=None if waits else self.silence_seconds,
-                    )
-                finally:
-                    watching.cancel()
-                    del watching, scope  # They would make a reference cycle too.
-        except TimeoutError:
-            if not silence:
-                raise
-            raise PeerUnavailable(silence[0]) from None
-
-    async def _watch(self, peer: PeerRecord) -> None:
-        """Ping a member again and again. Raise SwarmError once it does not answer, long before the exchange's
-        deadline."""
-        timing = self.context.timing
-        while True:
-            await self.context.clock.sleep(timing.heartbeat_seconds)
-            await self.context.transport.ping(peer, timeout_seconds=timing.report_seconds)
 
 
 @dataclass(eq=False)
@@ -154,69 +98,76 @@ class Participant:
             )
 
     async def average(self, request: pb.AverageRequest) -> pb.AverageReply:
-        """Exchange with the other members and keep the result. The exchange ends early after an abort, a newer attempt,
-        or doubt about the leader.
+        """Exchange with the other members and keep the result, or a group's average. The exchange ends early after an
+        abort, a newer attempt, or doubt about the leader.
 
         Raises MalformedMessage for another leader's attempt, or for shares that make no sense.
         """
         ballot = messages.own_ballot(request)
-        shares = shares_of(request.shares, self.context.config, self.context.own.block)
+        # Only the leader sees all counts that are in a group's.
+        num_members = max(1, len(request.member_ids))
+        shares = shares_of(request.shares, self.context.config, self.context.own.block, num_members)
         try:
             async with self.place.lock:
-                attempt = self._join(request, ballot, shares)
-            average, seconds = await attempt.exchange(self._others(request, attempt), request.timeout_seconds)
+                attempt = self._join(request, ballot, shares, num_members)
+            others = self._others(request, shares, attempt)
+            average, seconds = await attempt.exchange(shares, others, request.timeout_seconds)
             unflatten, like = self.own_round.exchanges.unflatten, attempt.closed.contribution.tensors
             tensors = await asyncio.to_thread(unflatten, average.vector_D, like)
-            # Once the result is prepared it may be decided, and other stages then need this average. So it is offered
-            # first.
-            digest = await self.shared.offer(request.round, average.digest, tensors)
-            average = replace(average, digest=digest)
-            result = await asyncio.to_thread(self._result_of, average, tensors, seconds, attempt, shares)
+            closed = _closed_anew(attempt.closed, average, tensors, shares)
+            cost = _added(attempt.cost, average, seconds)
+            if request.is_part:
+                async with self.place.lock:
+                    self.place.group.keep_part(request.round, ballot)
+                    self.own_round.go_on(attempt, closed, cost)
+                part = prepared_of(request, shares, average.digest, average.squared_norm)
+                return pb.AverageReply(prepared=part)
+            prepared = await self._prepare(request, average, tensors, shares)
+            result = self._result_of(prepared, average, tensors, attempt, cost)
             async with self.place.lock:
-                self.place.group.prepare(request.round, ballot, average.digest)
+                if not _hands_down(request, shares, self.context.own_id):
+                    self.place.group.prepare(request.round, ballot, prepared.digest)
+                    self._write_prepared(result)
                 self.own_round.keep(result)
-                self.context.events.write(
-                    Prepare(
-                        round=request.round,
-                        lineage=self.place.standing.lineage,
-                        attempt=ballot.attempt,
-                        leader=ballot.leader_id,
-                        digest=average.digest,
-                        samples=average.num_samples,
-                        members=result.round_result.members,
-                    )
-                )
+                if prepared.decider_ids:
+                    self.own_round.go_on(attempt, closed, cost)
         except Refused as refused:
             return pb.AverageReply(refusal=self._refusal(refused))
         except MemberFailed as failed:
             return pb.AverageReply(failure=messages.pack_failure(failed))
-        return pb.AverageReply(prepared=result.prepared)
+        return pb.AverageReply(prepared=prepared)
 
-    def _join(self, request: pb.AverageRequest, ballot: Ballot, shares: Shares) -> Attempt:
-        attempt = self.own_round.attempt
+    def _join(self, request: pb.AverageRequest, ballot: Ballot, shares: Shares, num_members: int) -> Attempt:
+        attempt, config = self.own_round.attempt, self.context.config
         if attempt is None or attempt.ballot != ballot:
             raise Refused(f"attempt {ballot.attempt} of {ballot.leader_id} has not begun here")
         own = shares.of(self.context.own_id).counts
-        if (own, shares.num_elements) != (self._counts(attempt.closed), attempt.closed.vector_D.numel()):
+        expected = own if request.HasField("handed_down") else self._counts(attempt.closed, num_members)
+        if (own, shares.num_elements) != (expected, attempt.closed.vector_D.numel()):
             raise Refused("the shares do not name this member's contribution")
-        config = self.context.config
         wanted = config.round_samples_of(self.context.own.block)
         if config.rounds.synchronous and shares.round_samples != wanted:
             raise Refused(f"the members have {shares.round_samples} samples, and a round has {wanted}")
-        self.place.group.join(request.round, ballot, shares.digest)
+        if request.HasField("handed_down") and len(shares.senders) != 1:
+            raise Refused("a result is handed down by one member")
+        if not _hands_down(request, shares, self.context.own_id):
+            self.place.group.join(request.round, ballot, shares.digest)
+        elif self.own_round.result is None or self.own_round.result.prepared != request.handed_down:
+            raise Refused("this member does not have the result that it is to hand down")
         attempt.open(shares)
         return attempt
 
-    def _counts(self, closed: Closed) -> Counts:
-        return Counts.of(closed.contribution, closed.norm).bounded(self.context.config, self.context.own.block)
+    def _counts(self, closed: Closed, num_members: int = 1) -> Counts:
+        counts = Counts.of(closed.contribution, closed.norm)
+        return counts.bounded(self.context.config, self.context.own.block, num_members)
 
-    def _others(self, request: pb.AverageRequest, attempt: Attempt) -> OtherMembers:
+    def _others(self, request: pb.AverageRequest, shares: Shares, attempt: Attempt) -> OtherMembers:
         opening = pb.ExchangeOpen(
             address=self.context.address,
             peer_id=self.context.own_id,
             round=request.round,
             ballot=request.ballot,
-            shares_digest=self.place.group.shares_digest,
+            shares_digest=shares.digest,
         )
         block = self.context.own.block
         records = {share.contact.peer_id: record_of(share.contact, block) for share in request.shares}
@@ -225,51 +176,71 @@ class Participant:
             records=records,
             opening=opening,
             timeout_seconds=request.timeout_seconds,
-            silence_seconds=attempt.silence_seconds(),
+            silence_seconds=attempt.silence_seconds(len(shares.members)),
         )
 
+    async def _prepare(
+        self, request: pb.AverageRequest, average: Average, tensors: Tensors, shares: Shares
+    ) -> pb.Prepared:
+        """The result of a round's last exchange, or the one that was handed down. Raises MemberFailed if that is
+        another one than the leader names."""
+        is_handed_down, digest = request.HasField("handed_down"), average.digest
+        named = request.handed_down if is_handed_down else prepared_of(request, shares, digest, average.squared_norm)
+        if named.decider_ids:
+            digest = await asyncio.to_thread(digest_of_whole, named.member_ids, named.num_samples, average.vector_D)
+        # Once the result is prepared it may be decided, and other stages then need this average. So it is offered
+        # first.
+        digest = await self.shared.offer(request.round, digest, tensors)
+        if is_handed_down:
+            if digest != named.digest or named.ballot != request.ballot or not named.decider_ids:
+                reason = "it handed down another result than the members of the last exchange have"
+                raise MemberFailed(shares.senders[0].peer_id, reason, noticed_by=self.context.own_id)
+            return named
+        named.digest = digest
+        if self.shared.is_due(request.round):
+            named.squared_norm = await asyncio.to_thread(self.shared.squared_norm_of_rest, tensors)
+        return named
+
     def _result_of(
-        self, average: Average, tensors: Tensors, seconds: float, attempt: Attempt, shares: Shares
+        self, prepared: pb.Prepared, average: Average, tensors: Tensors, attempt: Attempt, cost: RoundCost
     ) -> Result:
-        standing, closed = self.place.standing, attempt.closed
-        member_ids = [share.peer_id for share in shares.members]
-        squared_norm = average.squared_norm
-        if self.shared.is_due(standing.round):
-            squared_norm = self.shared.squared_norm_of_rest(tensors)
-        prepared = pb.Prepared(
-            ballot=messages.pack_ballot(attempt.ballot),
-            digest=average.digest,
-            squared_norm=squared_norm,
-            member_ids=member_ids,
-            num_samples=average.num_samples,
-        )
-        cost = RoundCost(
-            bytes_sent=average.bytes_sent,
-            bytes_received=average.bytes_received,
-            compression_ratio=average.compression_ratio,
-            exchange_seconds=seconds,
-            contribution_norm=closed.norm if closed.contribution.num_samples else 0.0,
-        )
+        contribution = attempt.closed.contribution
+        # The same bits at every member: a result that was handed down came in other parts, whose norms are rounded.
+        squared_norm = prepared.squared_norm if prepared.decider_ids else average.squared_norm
         result = RoundResult(
-            round=standing.round,
+            round=self.place.standing.round,
             tensors=tensors,
-            num_samples=average.num_samples,
-            squared_norm=average.squared_norm,
-            total_squared_norm=average.squared_norm,
-            members=tuple(member_ids),
+            num_samples=prepared.num_samples,
+            squared_norm=squared_norm,
+            total_squared_norm=squared_norm,
+            members=tuple(prepared.member_ids),
             # Set later, because the lineage depends on what the other stages decide.
             lineage="",
             attempts=attempt.ballot.attempt,
-            digest=average.digest,
+            digest=prepared.digest,
             cost=cost,
-            closing=closed.contribution.closing,
+            closing=contribution.closing,
         )
         return Result(
             prepared=prepared,
             round_result=result,
             residual=average.residual,
-            fragment=closed.contribution.fragment,
+            fragment=contribution.fragment,
             began_at=attempt.began_at,
+        )
+
+    def _write_prepared(self, result: Result) -> None:
+        made, ballot = result.round_result, result.prepared.ballot
+        self.context.events.write(
+            Prepare(
+                round=made.round,
+                lineage=self.place.standing.lineage,
+                attempt=ballot.attempt,
+                leader=ballot.leader_id,
+                digest=made.digest,
+                samples=made.num_samples,
+                members=made.members,
+            )
         )
 
     async def serve(self, opening: pb.ExchangeOpen, pieces: AsyncIterator[bytes]) -> Payload:
@@ -332,3 +303,32 @@ class Participant:
     def _refusal(self, refused: Refused) -> pb.Refusal:
         promised = messages.pack_ballot(self.place.group.promised)
         return pb.Refusal(reason=str(refused), promised=promised, round=self.place.group.round)
+
+
+def _hands_down(request: pb.AverageRequest, shares: Shares, own_id: str) -> bool:
+    """Whether a member has the result already, and gives it to the others."""
+    return request.HasField("handed_down") and shares.of(own_id).contributes
+
+
+def _closed_anew(closed: Closed, average: Average, tensors: Tensors, shares: Shares) -> Closed:
+    """What a group has averaged, as its contribution to the next exchange."""
+    total = shares.total(average.squared_norm**0.5)
+    contribution = replace(
+        closed.contribution,
+        tensors=tensors,
+        num_samples=total.num_samples,
+        num_targets=total.num_targets,
+        round_samples=total.round_samples,
+    )
+    return Closed(contribution=contribution, vector_D=average.vector_D, norm=total.norm)
+
+
+def _added(cost: RoundCost, average: Average, seconds: float) -> RoundCost:
+    """The cost of an attempt after one more exchange."""
+    return replace(
+        cost,
+        bytes_sent=cost.bytes_sent + average.bytes_sent,
+        bytes_received=cost.bytes_received + average.bytes_received,
+        compression_ratio=average.compression_ratio,
+        exchange_seconds=cost.exchange_seconds + seconds,
+    )

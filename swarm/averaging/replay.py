@@ -1,14 +1,16 @@
 """How a peer with a snapshot gets to where its group is: it applies the results committed since, one by one.
 
-The peers that sent the snapshot keep the results since. Often that is a single peer with a slow line. If other peers
+So does a member that missed only the result of the last round, where members averaged in groups. The peers that sent
+the snapshot keep the results since. Often that is a single peer with a slow line. If other peers
 hold the state by then, it is faster to begin anew with a snapshot from them.
 """
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from hashlib import sha256
 
 from swarm.averaging.advance import Advance
 from swarm.averaging.agreement.pace import Entry, Pace
@@ -22,6 +24,8 @@ from swarm.types import PeerRecord
 
 logger = logging.getLogger(__name__)
 
+NUM_ASKED = 3
+"""How many holders are asked for the one result that this peer lacks, before it fetches a snapshot."""
 SAY_SECONDS = 10.0
 """Least time between two lines about how far behind this peer is."""
 
@@ -51,6 +55,13 @@ class Replay:
         """Note that this peer has installed a snapshot, and remember its sources."""
         self._sources = list(fetched.sources)
         self._snapshot_bytes = sum(tensor.nbytes for tensor in fetched.snapshot.tensors.values())
+
+    def missed_one(self, holders: Sequence[PeerRecord], max_bytes: int) -> None:
+        """Note that this peer may lack only the result of the last round, which holders keep if members averaged it in
+        groups. Each member asks others of them, a few."""
+        own_id = self.context.own_id
+        by_chance = sorted(holders, key=lambda peer: sha256(f"{own_id} {peer.peer_id}".encode()).digest())
+        self._sources, self._snapshot_bytes = by_chance[:NUM_ASKED], max_bytes
 
     async def run(self, has_others: Callable[[], bool]) -> bool:
         """Apply the results that the sources keep. If this is cancelled, the last result is applied as a whole or not

@@ -14,23 +14,19 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
 
 from swarm.averaging.agreement import messages
 from swarm.averaging.agreement.blame import SLOW, AttemptFailed, Blame, require_true_results, without_the_useless
 from swarm.averaging.agreement.group import Ballot
 from swarm.averaging.agreement.messages import Standing
 from swarm.averaging.agreement.place import Decision, Place
-from swarm.averaging.agreement.rules import Begun, agreed, duplicates, unfinished
-from swarm.averaging.agreement.shares import Shares, clip_of, divide
+from swarm.averaging.agreement.rules import Begun, duplicates, unfinished
 from swarm.averaging.barrier import Barrier
-from swarm.averaging.vectors.allreduce import OWNER_PATIENCE
+from swarm.averaging.led_exchanges import LedExchanges
 from swarm.averaging.vectors.shared import TiedParameters
 from swarm.averaging.watch import RoundWatch
 from swarm.averaging.wire.context import Context
-from swarm.averaging.wire.transport import ABORT, AVERAGE, BEGIN, COMMIT, Broadcast, Members, contact_of
-from swarm.compression.codec import Codec, contribution_codec
+from swarm.averaging.wire.transport import ABORT, BEGIN, COMMIT, Broadcast, Members, contact_of
 from swarm.errors import DeadlineExceeded, NotReady, SwarmError
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import Block, PeerId
@@ -55,22 +51,15 @@ class Round:
     barrier: Barrier
     shared: TiedParameters
     blame: Blame
+    exchanges: LedExchanges
     _told_at: float = field(default=-math.inf, init=False)
     _num_late: Counter[PeerId] = field(default_factory=Counter, init=False)
     """How often each member has used up the longest time for closing, since it last closed in time. Each time it gets
     half as long, because it may only pretend to close."""
     _num_commits: Counter[tuple[int, str]] = field(default_factory=Counter, init=False)
     """How often the commit of a round's result was sent, by round and digest."""
-    _vector_bytes: int = field(default=0, init=False)
-    """The size of a contribution in float32, once one was exchanged."""
-    _average_seconds: float = field(default=0.0, init=False)
-    """How long the last exchange took."""
     _commit_seconds: float = field(default=0.0, init=False)
     """How long the last commit took."""
-
-    @cached_property
-    def _codec(self) -> Codec:
-        return contribution_codec(self.context.config.averaging)
 
     async def attempt(self, members: Members, standing: Standing, number: int) -> None:
         """Try to commit the round among `members`.
@@ -88,8 +77,7 @@ class Round:
                 begun = await self._ask_to_begin(members, standing, ballot)
                 prepared = unfinished(begun)
                 if prepared is None:
-                    prepared = await self._ask_to_average(members, begun, standing, ballot)
-                    holders = list(begun)
+                    prepared, holders = await self.exchanges.run(members, begun, standing, ballot)
                 else:
                     logger.info("finishing attempt %d of %s", prepared.ballot.attempt, prepared.ballot.leader_id)
                     holders = [peer for peer, reply in begun.items() if reply.prepared.digest == prepared.digest]
@@ -207,64 +195,6 @@ class Round:
             self._told_at = self.context.clock.monotonic()
             logger.info("waits for members that close their contributions: %s", ", ".join(sorted(waiting)))
 
-    # -- they exchange
-
-    async def _ask_to_average(self, members: Members, begun: Begun, standing: Standing, ballot: Ballot) -> pb.Prepared:
-        started_at = self.context.clock.monotonic()
-        through_one = self.blame.goes_through_one(standing.round, begun)
-        shares = self._shares(begun, only_owner=self.context.own_id if through_one else None)
-        self._vector_bytes = 4 * shares.num_elements
-        # Every member sends the whole vector and gets it back. At worst all of that goes over one line.
-        num_times = 2 * (len(begun) - 1) if through_one else 4
-        num_bytes = num_times * self._codec.num_bytes(shares.num_elements)
-        floor = self.context.timing.exchange_seconds(num_bytes)
-        request = pb.AverageRequest(
-            address=self.context.address,
-            peer_id=self.context.own_id,
-            round=standing.round,
-            ballot=messages.pack_ballot(ballot),
-            shares=[
-                pb.Share(
-                    contact=contact_of(members[PeerId(share.peer_id)]),
-                    num_samples=share.counts.num_samples,
-                    num_targets=share.counts.num_targets,
-                    round_samples=share.counts.round_samples,
-                    norm=share.counts.norm,
-                    num_elements=share.num_elements,
-                )
-                for share in shares.members
-            ],
-            timeout_seconds=self.blame.deadline(floor, self._average_seconds),
-        )
-        replies = await self.broadcast(
-            {peer: members[peer] for peer in begun},
-            AVERAGE,
-            dict.fromkeys(begun, request),
-            request.timeout_seconds + self.context.timing.grace_seconds,
-            until=_is_prepared,
-        )
-        replies = {peer: messages.checked_average(reply) for peer, reply in replies.items()}
-        results = {peer: reply.prepared for peer, reply in replies.items() if isinstance(reply, pb.AverageReply)}
-        digests = {peer: prepared.digest for peer, prepared in results.items()}
-        if len(results) < len(begun) or "" in digests.values():
-            took_long = self.context.clock.monotonic() - started_at >= OWNER_PATIENCE * request.timeout_seconds
-            raise self.blame.failed_exchange(replies, begun.keys(), standing.round, ballot, took_long=took_long)
-        if len(set(digests.values())) > 1:
-            raise self.blame.different_results(digests)
-        self._average_seconds = self.context.clock.monotonic() - started_at
-        self.blame.exchanged(begun.keys())
-        return agreed(results, self.context.own_id)
-
-    def _shares(self, begun: Begun, only_owner: str | None) -> Shares:
-        """Each member's weight and part in the exchange."""
-        return divide(
-            {peer: begun[peer] for peer in sorted(begun)},
-            num_elements=next(iter(begun.values())).num_elements,
-            tile=self._codec.tile,
-            clip_to_median=clip_of(self.context.config),
-            only_owner=only_owner,
-        )
-
     async def _tell_abort(self, members: Members, round_number: int, ballot: Ballot, failed: AttemptFailed) -> None:
         request = pb.AbortRequest(
             address=self.context.address,
@@ -321,7 +251,8 @@ class Round:
     async def _tell_commit(self, holders: Members, request: pb.CommitRequest) -> None:
         started_at, key = self.context.clock.monotonic(), (request.round, request.digest)
         self._num_commits = Counter({key: self._num_commits[key] + 1})
-        floor = self.context.timing.commit_seconds + self._vector_bytes / self.context.timing.work_bytes_per_second
+        timing = self.context.timing
+        floor = timing.commit_seconds + self.exchanges.vector_bytes / timing.work_bytes_per_second
         timeout_seconds = self.blame.deadline(floor, self._commit_seconds)
         replies = await self.broadcast(holders, COMMIT, dict.fromkeys(holders, request), timeout_seconds)
         if not any(isinstance(reply, SLOW) for reply in replies.values()):
@@ -336,10 +267,6 @@ class Round:
                 digests.setdefault(reply.state_digest, []).append(peer)
         if len(digests) > 1:
             logger.error("members differ after the same round %d: %s", request.round, digests)
-
-
-def _is_prepared(reply: Any) -> bool:
-    return isinstance(reply, pb.AverageReply) and reply.HasField("prepared")
 
 
 def _partner(block: Block, digest: str, contact: pb.Contact) -> pb.Partner:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, assert_never
 
 from swarm.config.checks import (
+    ADDED,
     MAY_CHANGE,
     STRICT,
     may_change,
@@ -16,6 +17,8 @@ from swarm.config.checks import (
 Setting = Literal["synchronous", "diloco"]
 CompressedCodec = Literal["fp16", "bf16", "int8", "int4", "topk", "dct-topk", "dct-lowpass"]
 CodecName = Literal["fp32", CompressedCodec]
+EXACT_TWICE = "fp32", "fp16", "bf16"
+"""The codecs whose decoded numbers are encoded again without loss."""
 Values = Literal["lut8", "2bit", "sign"]
 Indices = Literal["12bit", "elias-fano"]
 Quorum = Literal["majority", "available"]
@@ -92,6 +95,10 @@ class AveragingConfig:
     num_fragments: int = 1
     """DiLoCo only: a stage is cut into this many parts; each round averages one of them, in turn. At most as many as
     the smallest stage has layers."""
+    group_size: int = field(default=0, metadata=ADDED)
+    """DiLoCo only, with the codecs `fp32`, `fp16` and `bf16` and `quorum = "available"`: more members than this average
+    in groups of so many, drawn anew for each attempt, and then the groups' averages; a group in which a member dies
+    contributes later. 0: all average in one group, and one death voids the exchange of all."""
     quorum: Quorum = "available"
     """`majority`: a round needs more than half of the members of the last committed one. `available`: the live peers
     are enough."""
@@ -104,7 +111,18 @@ class AveragingConfig:
         )
         require(0 <= self.feedback_decay <= 1, f"averaging.feedback_decay must be in [0, 1], not {self.feedback_decay}")
         require_at_least_one("averaging", self, "gather_members", "num_fragments")
-        require_not_negative("averaging", self, "overlap_steps")
+        require_not_negative("averaging", self, "overlap_steps", "group_size")
+        require(self.group_size != 1, "averaging.group_size must be 0 or at least 2, not 1")
+        require(
+            self.group_size == 0 or self.codec in EXACT_TWICE,
+            f"averaging.group_size is for the codecs {', '.join(EXACT_TWICE)}, which lose nothing when a result is "
+            f"encoded again; averaging.codec is {self.codec}",
+        )
+        require(
+            self.group_size == 0 or self.quorum == "available",
+            "averaging.group_size is for averaging.quorum = 'available' only: the few members of the last exchange "
+            "decide a round",
+        )
         require(
             self.clip_to_median == 0 or self.clip_to_median >= 1,
             f"averaging.clip_to_median must be 0 or at least 1, not {self.clip_to_median}",

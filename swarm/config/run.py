@@ -130,6 +130,11 @@ class RunConfig:
             not self.rounds.synchronous or num_fragments == 1,
             "averaging.num_fragments is for rounds.setting = 'diloco' only",
         )
+        require(
+            not self.rounds.synchronous or self.averaging.group_size == 0,
+            "averaging.group_size is for rounds.setting = 'diloco' only: a synchronous round needs all its "
+            "microbatches, also those of a group that fails",
+        )
 
     def _check_samples(self) -> None:
         rounds, size = self.rounds, self.data.microbatch_size

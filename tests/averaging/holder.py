@@ -78,11 +78,11 @@ class Holder:
             tensors={"state": self.state.clone()}, digest=self.digest,
         )  # fmt: skip
 
-    def commit(self, step: float = 1.0) -> Committed:
+    def commit(self, step: float = 1.0, *, in_groups: bool = False) -> Committed:
         before, average = self.standing, torch.full((SIZE,), step)
         prepared = pb.Prepared(
             digest=f"{before.round:064x}", member_ids=["m"], num_samples=10, squared_norm=SIZE * step**2,
-            ballot=pb.Ballot(attempt=1, leader_id="m"),
+            ballot=pb.Ballot(attempt=1, leader_id="m"), decider_ids=["m"] if in_groups else [],
         )  # fmt: skip
         outcome = pb.Outcome(round=before.round, prepared=prepared, total_squared_norm=prepared.squared_norm)
         lineage = lineage_after(before.lineage, outcome)

@@ -7,6 +7,7 @@ import grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
+from swarm.averaging.agreement.rules import Timing
 from swarm.averaging.averager import Averager
 from swarm.averaging.servicer import AveragingServicer
 from swarm.averaging.wire.context import Context
@@ -31,8 +32,9 @@ still noticed at once."""
 class Node:
     """One peer with a server of its own."""
 
-    def __init__(self, stage: FakeStage | None = None) -> None:
+    def __init__(self, stage: FakeStage | None = None, *, timing: Timing = PATIENT) -> None:
         self.stage = stage or FakeStage()
+        self._timing = timing
 
     async def start(self, number: int, config: RunConfig, directory: list[PeerRecord]) -> None:
         self.server = grpc.aio.server(options=SERVER_OPTIONS)
@@ -45,7 +47,7 @@ class Node:
             peers=lambda stage: directory,
             transport=Transport(self.channels),
             clock=SystemClock(),
-            timing=PATIENT,
+            timing=self._timing,
         )
         self.averager = Averager(context, self.stage)
         self.stage.averager = self.averager

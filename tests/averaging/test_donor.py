@@ -94,6 +94,19 @@ async def test_a_lease_lasts_as_long_as_somebody_asks_and_then_memory_is_free() 
     assert holder.donor.num_bytes == 0
 
 
+async def test_the_last_result_of_members_in_groups_is_kept_for_a_while_though_nobody_asked() -> None:
+    holder = Holder()
+    for _ in range(2):
+        begins_at = holder.standing
+        holder.commit(in_groups=True)
+        assert len(await holder.results(begins_at)) > 1
+        assert holder.donor.num_bytes == 4 * SIZE, "the one before is dropped"
+    holder.clock.advance(31.0)
+    with pytest.raises(NotReady):
+        await holder.results(begins_at)
+    assert holder.donor.num_bytes == 0
+
+
 async def test_a_snapshot_that_takes_longer_to_digest_than_a_lease_lasts_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

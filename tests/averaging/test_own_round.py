@@ -50,7 +50,7 @@ async def test_a_peer_that_stood_still_blames_nobody_for_the_silence() -> None:
     attempt = attempt_with(exchanges)
     attempt.open(shares)
     transport: Any = None
-    exchanging = asyncio.create_task(attempt.exchange(transport, 1000.0))
+    exchanging = asyncio.create_task(attempt.exchange(shares, transport, 1000.0))
     await asyncio.sleep(0.2)
     virtual_loop().advance(100.0)  # This imitates a process that was stopped.
     await asyncio.sleep(0.2)
@@ -78,3 +78,30 @@ async def test_a_member_does_not_send_its_part_again_while_that_is_taken_in() ->
     assert FP32.decode(first.encoded, 2).tolist() == [0.5, 0.5]
     assert isinstance(second, Refused)
     assert await attempt.serve(OTHER, shares.digest, pieces()) == first, "it may ask again for an answer that was lost"
+
+
+@in_virtual_time
+async def test_a_slow_member_still_gets_the_sum_of_an_exchange_after_which_another_one_began() -> None:
+    shares, later = two_members(), divide(
+        {OWN: pb.BeginReply(num_samples=1, num_targets=1), OTHER: pb.BeginReply()},
+        num_elements=4, tile=1, clip_to_median=0.0,
+    )  # fmt: skip
+    reductions = {each.digest: Reduction(each, OWN, codec=FP32, result_codec=FP32) for each in (shares, later)}
+    exchanges: Any = SimpleNamespace(open=lambda closed, shares: reductions[shares.digest])
+    attempt = attempt_with(exchanges)
+
+    async def pieces(*parts: bytes) -> AsyncIterator[bytes]:
+        for part in parts:
+            yield part
+
+    early = asyncio.create_task(attempt.serve(OTHER, later.digest, pieces()))
+    await asyncio.sleep(0.1)
+    for each in (shares, later):
+        attempt.open(each)
+        reductions[each.digest].add_decoded(OWN, torch.full((2,), 3.0))
+    late = await attempt.serve(OTHER, shares.digest, pieces(bytes(FP32.encode(torch.ones(2)))))
+    assert FP32.decode(late.encoded, 2).tolist() == [2.0, 2.0]
+    assert FP32.decode((await early).encoded, 2).tolist() == [3.0, 3.0]
+    attempt.end("it is over")
+    with pytest.raises(Refused, match="it is over"):
+        await attempt.serve(OTHER, "of other members", pieces())

@@ -54,6 +54,16 @@ def test_what_the_release_before_does_not_have_is_part_of_the_digest_only_if_it_
     assert "telepathy" not in config.to_json(unused)
 
 
+def test_a_run_that_does_not_use_an_added_setting_is_the_run_that_the_release_before_knows() -> None:
+    run = RunConfig()
+    grouped = config.with_settings(run, ["averaging.group_size=8"])
+    assert "group_size" not in config.to_json(run)
+    assert config.from_json(config.to_json(grouped), source="DHT") == grouped != run
+    assert config.with_settings(grouped, ["averaging.group_size=0"]).run_id == run.run_id != grouped.run_id
+    with pytest.raises(ValueError, match=r"averaging.groupsize'; did you mean averaging.group_size"):
+        config.with_settings(run, ["averaging.groupsize=8"])
+
+
 def test_a_mismatch_names_the_field_and_both_values() -> None:
     with pytest.raises(ConfigMismatch, match=r"data.seed is 0 here and 1 in the run; leave --config and --preset out"):
         config.check_same(RunConfig(), RunConfig(data=DataConfig(seed=1)))

@@ -114,6 +114,20 @@ from swarm.config import RunConfig
         ("[averaging]\nfeedback_decay = 2.0", "averaging.feedback_decay must be in [0, 1], not 2.0"),
         ("[averaging]\ngather_members = 0", "averaging.gather_members must be at least 1, not 0"),
         ("[averaging]\noverlap_steps = -1", "averaging.overlap_steps must not be negative, not -1"),
+        ("[averaging]\ngroup_size = 1", "averaging.group_size must be 0 or at least 2, not 1"),
+        (
+            "[averaging]\ngroup_size = 8\ncodec = 'int8'",
+            "averaging.group_size is for the codecs fp32, fp16, bf16, which lose nothing when a result is encoded "
+            "again; averaging.codec is int8",
+        ),
+        (
+            "[averaging]\ngroup_size = 8\nquorum = 'majority'",
+            "averaging.group_size is for averaging.quorum = 'available' only: the few members of the last exchange",
+        ),
+        (
+            "[averaging]\ngroup_size = 8\n[rounds]\nsetting = 'synchronous'",
+            "averaging.group_size is for rounds.setting = 'diloco' only: a synchronous round needs all its",
+        ),
         ("[rounds]\nround_samples = 12", "rounds.round_samples (12) must be a multiple of data.microbatch_size (8)"),
         (
             "[rounds]\nsetting = 'synchronous'\nround_samples = 2097160",

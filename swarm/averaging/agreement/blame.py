@@ -53,6 +53,8 @@ class Blame:
         """The round in which the connection between two members failed. In that round all members exchange through this
         peer alone."""
         self.num_timeouts = 0
+        self._timed_out_in: tuple[int, Ballot] | None = None
+        """The last attempt in which an exchange timed out. Those of its groups count once."""
         self._strikes = Counter[PeerId]()
         """How many attempts each member has made fail for no reason that holds, since it last took part in an exchange
         that was completed."""
@@ -63,10 +65,10 @@ class Blame:
         """The deadline in seconds for a step that took `measured` seconds the last time; never below `floor`."""
         return (floor + 3 * measured) * float(2 ** min(MOST_DOUBLINGS, self.num_timeouts))
 
-    def is_first_timeout(self, timed_out: bool) -> bool:
-        """Count a time-out, if there was one. Returns whether it is the first in a row: that one only doubles the
-        deadlines."""
-        self.num_timeouts += timed_out
+    def is_first_timeout(self, timed_out: bool, *, again: bool = False) -> bool:
+        """Count a time-out, if there was one, unless it was counted already. Returns whether it is the first in a row:
+        that one only doubles the deadlines."""
+        self.num_timeouts += timed_out and not again
         return timed_out and self.num_timeouts == 1
 
     def exchanged(self, members: Collection[PeerId]) -> None:
@@ -139,7 +141,10 @@ class Blame:
         # Keyed by the member that noticed the failure, because other members only pass its error on.
         accusations, baseless = self._accusations(replies, members, round_number)
         is_explained = bool(accusations) or any(isinstance(reply, PeerUnavailable) for reply in replies.values())
-        is_first = self.is_first_timeout(took_long or not is_explained)
+        attempt = round_number, ballot
+        is_first = self.is_first_timeout(took_long or not is_explained, again=attempt == self._timed_out_in)
+        if took_long or not is_explained:
+            self._timed_out_in = attempt
         failed = self.failure("the exchange failed", replies)
         if not (is_explained or is_first or took_long):
             # Refusals twice in a row are no accident. But after a long exchange, a refusal only means that the member's

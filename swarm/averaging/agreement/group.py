@@ -2,6 +2,8 @@
 
     idle -> begun -> exchanging -> prepared -> (committed: the next round, idle)
 
+With groups a member goes back from exchanging to begun with its group's average, and takes part in further exchanges.
+
 Attempts are ordered by ballot, as in Paxos: a member obeys the highest ballot that it has promised, and refuses lower
 ones. A prepared result is kept even if its attempt's leader dies. It is dropped in these cases only: the exchange of a
 higher attempt begins, its own leader aborts, a higher attempt aborts and voids earlier results, or a commit or a
@@ -93,10 +95,13 @@ class Group:
         self.prepared = None
         self.shares_digest = shares_digest
 
+    def keep_part(self, round_number: int, ballot: Ballot) -> None:
+        """End an exchange within a group. Another one follows in the same attempt."""
+        self._require_exchanging(round_number, ballot)
+        self.shares_digest = ""
+
     def prepare(self, round_number: int, ballot: Ballot, digest: str) -> None:
-        self._require_round(round_number)
-        if self.phase is not Phase.EXCHANGING or ballot != self.active:
-            raise Refused(f"attempt {ballot.attempt} of {ballot.leader_id} was given up")
+        self._require_exchanging(round_number, ballot)
         self.prepared = PreparedResult(ballot=ballot, digest=digest)
 
     def check_commit(self, round_number: int, digest: str) -> bool:
@@ -131,6 +136,11 @@ class Group:
         """Leave an attempt whose leader is gone or has given it up, but keep what is prepared."""
         self.active = None
         self.shares_digest = ""
+
+    def _require_exchanging(self, round_number: int, ballot: Ballot) -> None:
+        self._require_round(round_number)
+        if self.phase is not Phase.EXCHANGING or ballot != self.active:
+            raise Refused(f"attempt {ballot.attempt} of {ballot.leader_id} was given up")
 
     def _require_round(self, round_number: int) -> None:
         if round_number != self.round:

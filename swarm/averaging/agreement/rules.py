@@ -5,9 +5,11 @@ Another rule for who leads goes into `leader_of`, and must be the same at all pe
 candidates are, and succession which peers are passed over.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import TypeVar, assert_never
 
 from swarm.averaging.agreement import messages
@@ -158,6 +160,14 @@ def has_quorum(
             assert_never(other)
 
 
+def drawn_groups(has_samples: Mapping[_Id, bool], size: int, seed: str) -> list[list[_Id]]:
+    """Divide members into groups of `size` at most, which differ from seed to seed. Each group has a member with
+    samples; so with very few of these the groups are larger."""
+    order = sorted(has_samples, key=lambda peer: (not has_samples[peer], sha256(f"{seed} {peer}".encode()).digest()))
+    number = min(math.ceil(len(order) / size), max(1, sum(has_samples.values())))
+    return [order[first::number] for first in range(number)]
+
+
 def agreed(results: Mapping[PeerId, pb.Prepared], own_id: PeerId) -> pb.Prepared:
     """The result that members of an exchange hold, who all name the same digest. That does not cover the norm: it is
     this peer's own, or if it took no part, the median of theirs."""
@@ -169,13 +179,13 @@ def agreed(results: Mapping[PeerId, pb.Prepared], own_id: PeerId) -> pb.Prepared
 
 def unfinished(begun: Begun) -> pb.Prepared | None:
     """The newest result of an earlier attempt, if it may have been decided; else None. It cannot have been decided if a
-    member of its exchange did not prepare it."""
+    member of its exchange (with groups, of the last one) did not prepare it."""
     prepared = [reply.prepared for reply in begun.values() if reply.HasField("prepared")]
     if not prepared:
         return None
     newest = max(prepared, key=lambda p: messages.require_ballot(p.ballot))
     ballot = messages.require_ballot(newest.ballot)
-    for peer in newest.member_ids:
+    for peer in newest.decider_ids or newest.member_ids:
         reply = begun.get(PeerId(peer))
         # The answer of a member that was restarted since does not count: it may have prepared the result and forgotten
         # it.

@@ -64,9 +64,19 @@ class Counts:
             norm=norm,
         )
 
-    def bounded(self, config: RunConfig, block: Block) -> "Counts":
-        """The counts with which a member takes part that has computed more than can count."""
-        most = most_samples(config, block)
+    @classmethod
+    def total(cls, counts: Collection["Counts"], norm: float) -> "Counts":
+        """The counts of an average over members with these counts. `norm` is the average's."""
+        return cls(
+            num_samples=sum(each.num_samples for each in counts),
+            num_targets=sum(each.num_targets for each in counts),
+            round_samples=sum(each.round_samples for each in counts),
+            norm=norm,
+        )
+
+    def bounded(self, config: RunConfig, block: Block, num_members: int = 1) -> "Counts":
+        """The counts with which so many members take part that have computed more than can count."""
+        most = num_members * most_samples(config, block)
         num_samples = min(self.num_samples, most_rounds(config) * most)
         return Counts(
             num_samples=num_samples,
@@ -75,8 +85,9 @@ class Counts:
             norm=self.norm,
         )
 
-    def fault(self, config: RunConfig, block: Block) -> str:
-        """What is impossible about the counts, in words that follow "its contribution is"; empty if nothing is."""
+    def fault(self, config: RunConfig, block: Block, num_members: int = 1) -> str:
+        """What is impossible about the counts of so many members, in words that follow "its contribution is"; empty if
+        nothing is."""
         faults = (
             ("not finite", not math.isfinite(self.norm)),
             ("of a norm below zero", self.norm < 0.0),
@@ -85,12 +96,12 @@ class Counts:
                 "of more targets than its samples can have",
                 self.num_targets > self.num_samples * config.data.sequence_length,
             ),
-            ("of more samples than a round can hold", not self._is_bounded(config, block)),
+            ("of more samples than a round can hold", not self._is_bounded(config, block, num_members)),
         )
         return next((fault for fault, is_so in faults if is_so), "")
 
-    def _is_bounded(self, config: RunConfig, block: Block) -> bool:
-        bounded = self.bounded(config, block)
+    def _is_bounded(self, config: RunConfig, block: Block, num_members: int) -> bool:
+        bounded = self.bounded(config, block, num_members)
         return (self.num_samples, self.round_samples) == (bounded.num_samples, bounded.round_samples)
 
 
@@ -151,6 +162,9 @@ class Shares:
     def round_samples(self) -> int:
         return sum(share.counts.round_samples for share in self.members)
 
+    def total(self, norm: float) -> Counts:
+        return Counts.total([share.counts for share in self.members], norm)
+
     @cached_property
     def parts(self) -> list[slice]:
         ends = list(itertools.accumulate((share.num_elements for share in self.members), initial=0))
@@ -204,20 +218,36 @@ def divide(
     return _weighed(list(begun), counts, sizes, clip_to_median)
 
 
-def shares_of(shares: Sequence[pb.Share], config: RunConfig, block: Block) -> Shares:
+def shares_of(shares: Sequence[pb.Share], config: RunConfig, block: Block, num_members: int = 1) -> Shares:
     """The shares that a leader names.
+
+    Args:
+        num_members: how many members' contributions may be in one share.
 
     Raises:
         MalformedMessage: a member is named twice, or its counts are impossible.
     """
     counts = [Counts.of(share, share.norm) for share in shares]
     for share, each in zip(shares, counts, strict=True):
-        if fault := each.fault(config, block):
+        if fault := each.fault(config, block, num_members):
             raise MalformedMessage(f"the contribution of {share.contact.peer_id} is {fault}")
     if not any(each.num_samples for each in counts):
         raise MalformedMessage("no member has samples")
     names, sizes = [share.contact.peer_id for share in shares], [share.num_elements for share in shares]
     return _weighed(names, counts, sizes, clip_of(config))
+
+
+def prepared_of(request: pb.AverageRequest, shares: Shares, digest: str, squared_norm: float) -> pb.Prepared:
+    """The result of an exchange: of these members, or of those that the leader names if it is among groups."""
+    names = [share.peer_id for share in shares.members]
+    return pb.Prepared(
+        ballot=request.ballot,
+        digest=digest,
+        squared_norm=squared_norm,
+        member_ids=request.member_ids or names,
+        num_samples=shares.round_samples,
+        decider_ids=names if request.member_ids and not request.is_part else [],
+    )
 
 
 def clip_of(config: RunConfig) -> float:

@@ -12,7 +12,7 @@ import asyncio
 import math
 import statistics
 import struct
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -22,10 +22,10 @@ from blake3 import blake3
 
 from swarm.averaging.agreement.messages import MemberFailed
 from swarm.averaging.agreement.shares import Share, Shares
-from swarm.averaging.vectors.feedback import Residual
 from swarm.averaging.vectors.reduction import HandOut, Reduction, Side, decode_bounded
 from swarm.averaging.wire.transport import Payload
 from swarm.compression.codec import Buffer, Codec
+from swarm.compression.feedback import Residual
 from swarm.errors import MalformedMessage, SwarmError
 from swarm.machine.memory import Recycler
 from swarm.training.clipping import squared_norm_of_vector
@@ -146,6 +146,13 @@ def digest_of(shares: Shares, payloads: dict[str, Payload], *, with_norms: bool)
             digest.update(payload.encoded)
             if with_norms:
                 digest.update(struct.pack("<d", payload.squared_norm))
+    return digest.hexdigest()
+
+
+def digest_of_whole(member_ids: Sequence[str], num_samples: int, vector_D: torch.Tensor) -> str:
+    """BLAKE3 digest of a result that was averaged in groups, in hexadecimal: the same in whatever parts it came."""
+    digest = blake3("\n".join([str(num_samples), *member_ids]).encode())
+    digest.update(vector_D.numpy().data.cast("B"))
     return digest.hexdigest()
 
 

@@ -6,6 +6,7 @@ Shapes: D elements of the vector.
 import asyncio
 import dataclasses
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,14 +14,19 @@ import torch
 from swarm.averaging.agreement.messages import MemberFailed
 from swarm.averaging.agreement.shares import Shares
 from swarm.averaging.vectors.allreduce import AllReduceTransport, Average, Terms, butterfly, gather
-from swarm.averaging.vectors.feedback import ErrorFeedback, Owed, Residual
 from swarm.averaging.vectors.reduction import HandOut, Reduction, Side
+from swarm.averaging.wire.context import Context
+from swarm.averaging.wire.transport import Payload
 from swarm.compression import buffers
-from swarm.compression.codec import contribution_codec, result_codec
+from swarm.compression.codec import Buffer, contribution_codec, result_codec
+from swarm.compression.feedback import ErrorFeedback, Owed, Residual
 from swarm.config import AveragingConfig
+from swarm.errors import PeerUnavailable, SwarmError
 from swarm.machine.memory import Recycler
+from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.clipping import squared_norm_of_vector
 from swarm.training.round_member import Contribution
+from swarm.types import PeerRecord
 
 SMOOTHING = 0.3
 """Weight of the newest measurement of this member's line."""
@@ -41,6 +47,44 @@ class Closed:
     contribution: Contribution
     vector_D: torch.Tensor
     norm: float
+
+
+class Closing:
+    """A contribution that is being frozen, or is frozen, for any attempt that needs it.
+
+    For a stage of several GB, or on a machine whose tasks take ten seconds, freezing takes longer than a call may. So
+    it goes on after the call that started it, and the next call joins it.
+
+    Attributes:
+        drop: microbatches that are taken out of the contribution.
+        began_at: when freezing began, by the member's clock.
+    """
+
+    def __init__(self, *, drop: frozenset[int], began_at: float) -> None:
+        self.drop = drop
+        self.began_at = began_at
+        self._outcome: asyncio.Future[Closed | Exception] = asyncio.get_running_loop().create_future()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether freezing has ended, with a contribution or with an error."""
+        return self._outcome.done()
+
+    def end(self, outcome: Closed | Exception) -> None:
+        self._outcome.set_result(outcome)
+
+    async def wait(self, seconds: float | None = None) -> bool:
+        """Wait until freezing is over, but no longer than `seconds`. Returns whether it is."""
+        await asyncio.wait([self._outcome], timeout=seconds)
+        return self.is_over
+
+    @property
+    def closed(self) -> Closed:
+        """The frozen contribution, once freezing is over. Raises the error of freezing it."""
+        outcome = self._outcome.result()
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
 
 class Exchanges:
@@ -171,3 +215,56 @@ class Exchanges:
     def _gathers(self, shares: Shares) -> bool:
         is_small = len(shares.members) <= self._config.gather_members
         return self.codec.is_sparse and is_small and not shares.has_one_owner
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherMembers:
+    """The members with which one exchange is made."""
+
+    context: Context
+    records: Mapping[str, PeerRecord]
+    opening: pb.ExchangeOpen
+    timeout_seconds: float
+    silence_seconds: float
+    """How long a member may send nothing, if it need not wait for other members."""
+
+    async def exchange(self, peer_id: str, part: Buffer, reply_bytes: int, *, waits: bool = True) -> Payload:
+        peer = self.records[peer_id]
+        silence: list[str] = []
+
+        async def watch(scope: asyncio.Timeout) -> None:
+            try:
+                await self._watch(peer)
+            except SwarmError as error:
+                silence.append(str(error))
+                scope.reschedule(asyncio.get_running_loop().time())
+
+        try:
+            # No task group: it would keep an exception that passes through it in a reference cycle, with all frames and
+            # their vectors.
+            async with asyncio.timeout(None) as scope:
+                watching = asyncio.create_task(watch(scope))
+                try:
+                    return await self.context.transport.exchange(
+                        peer,
+                        self.opening,
+                        part,
+                        reply_bytes=reply_bytes,
+                        timeout_seconds=self.timeout_seconds,
+                        silence_seconds=None if waits else self.silence_seconds,
+                    )
+                finally:
+                    watching.cancel()
+                    del watching, scope  # They would make a reference cycle too.
+        except TimeoutError:
+            if not silence:
+                raise
+            raise PeerUnavailable(silence[0]) from None
+
+    async def _watch(self, peer: PeerRecord) -> None:
+        """Ping a member again and again. Raise SwarmError once it does not answer, long before the exchange's
+        deadline."""
+        timing = self.context.timing
+        while True:
+            await self.context.clock.sleep(timing.heartbeat_seconds)
+            await self.context.transport.ping(peer, timeout_seconds=timing.report_seconds)

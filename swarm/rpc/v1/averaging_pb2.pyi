@@ -113,6 +113,7 @@ class Prepared(_message.Message):
     SQUARED_NORM_FIELD_NUMBER: _builtins.int
     MEMBER_IDS_FIELD_NUMBER: _builtins.int
     NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    DECIDER_IDS_FIELD_NUMBER: _builtins.int
     digest: _builtins.str
     """BLAKE3 digest of the member list and the averaged bytes, in hexadecimal. If the round averages tied
     parameters, a dot and the digest of what `Shared` answers follow.
@@ -124,6 +125,12 @@ class Prepared(_message.Message):
     def ballot(self) -> Global___Ballot: ...
     @_builtins.property
     def member_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def decider_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Where the members averaged in groups: those of the last exchange, whose answers decide the result. They are all
+        members if this is empty.
+        """
+
     def __init__(
         self,
         *,
@@ -132,10 +139,11 @@ class Prepared(_message.Message):
         squared_norm: _builtins.float = ...,
         member_ids: _abc.Iterable[_builtins.str] | None = ...,
         num_samples: _builtins.int = ...,
+        decider_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ballot", b"ballot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ballot", b"ballot", "digest", b"digest", "member_ids", b"member_ids", "num_samples", b"num_samples", "squared_norm", b"squared_norm"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ballot", b"ballot", "decider_ids", b"decider_ids", "digest", b"digest", "member_ids", b"member_ids", "num_samples", b"num_samples", "squared_norm", b"squared_norm"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -555,9 +563,14 @@ class AverageRequest(_message.Message):
     BALLOT_FIELD_NUMBER: _builtins.int
     SHARES_FIELD_NUMBER: _builtins.int
     TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    IS_PART_FIELD_NUMBER: _builtins.int
+    MEMBER_IDS_FIELD_NUMBER: _builtins.int
+    HANDED_DOWN_FIELD_NUMBER: _builtins.int
     peer_id: _builtins.str
     round: _builtins.int
     timeout_seconds: _builtins.float
+    is_part: _builtins.bool
+    """The average is that of a group. Its members keep it, and one of them contributes it to a further exchange."""
     @_builtins.property
     def address(self) -> _stage_pb2.Address: ...
     @_builtins.property
@@ -565,6 +578,14 @@ class AverageRequest(_message.Message):
     @_builtins.property
     def shares(self) -> _containers.RepeatedCompositeFieldContainer[Global___Share]:
         """The members, in the order in which contributions are summed and parts follow each other."""
+
+    @_builtins.property
+    def member_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """In the last exchange among groups: the members of the whole round."""
+
+    @_builtins.property
+    def handed_down(self) -> Global___Prepared:
+        """The result of the last exchange, which the one member with samples hands down to the others."""
 
     def __init__(
         self,
@@ -575,10 +596,13 @@ class AverageRequest(_message.Message):
         ballot: Global___Ballot | None = ...,
         shares: _abc.Iterable[Global___Share] | None = ...,
         timeout_seconds: _builtins.float = ...,
+        is_part: _builtins.bool = ...,
+        member_ids: _abc.Iterable[_builtins.str] | None = ...,
+        handed_down: Global___Prepared | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "ballot", b"ballot"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "ballot", b"ballot", "handed_down", b"handed_down"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "ballot", b"ballot", "peer_id", b"peer_id", "round", b"round", "shares", b"shares", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "ballot", b"ballot", "handed_down", b"handed_down", "is_part", b"is_part", "member_ids", b"member_ids", "peer_id", b"peer_id", "round", b"round", "shares", b"shares", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

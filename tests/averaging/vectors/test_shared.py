@@ -103,6 +103,30 @@ async def test_holders_apply_the_sum_over_the_roles(setting: str, codec: str, to
             np.testing.assert_allclose(stages[0].shared.numpy(), expected.numpy(), atol=tolerance)
 
 
+@pytest.mark.parametrize("victim", [None, 2, 9])
+@in_virtual_time
+async def test_holders_that_average_in_groups_apply_the_same_sum(victim: int | None) -> None:
+    async with network_of(tied("diloco", clip_to_median=0, group_size=2)) as network:
+        network.make_stage = SharingStage
+        for number in range(1, 11):
+            network.add(number, (number - 1) // 5)
+        stages = stages_of(network, *range(1, 11))
+
+        async def die(name: str, source: int, target: int) -> None:
+            if name == "Average" and target == victim:
+                network.kill(target)
+
+        network.before = die
+        for index, stage in enumerate(stages):
+            stage.learn(index % 5)
+        alive = [stage for number, stage in enumerate(stages, start=1) if number != victim]
+        await until(lambda: all(stage.round == 1 for stage in alive))
+        assert all(torch.equal(stage.shared, alive[0].shared) for stage in alive), "the same bits at both stages"
+        if victim is None:
+            expected = -sum(role(number, index).double() for number in (0, 1) for index in range(5)) / 5
+            np.testing.assert_allclose(alive[0].shared.numpy(), torch.as_tensor(expected).numpy(), atol=1e-6)
+
+
 @in_virtual_time
 async def test_the_whole_norm_counts_tied_parameters_once() -> None:
     async with sharing_network(tied()) as network:

@@ -7,7 +7,7 @@ import torch
 
 from peers.shared.needs import PROGRAM_BYTES, Needs, num_parameters, of_stages, residual_bytes, settled_bytes
 from swarm import config as configs
-from swarm.averaging.vectors.feedback import ErrorFeedback, Residual
+from swarm.compression.feedback import ErrorFeedback, Residual
 from swarm.config import (
     AveragingConfig,
     LoraConfig,
@@ -84,6 +84,12 @@ def test_what_codecs_drop_is_kept_from_round_to_round() -> None:
     assert residual_bytes(exact, 0) == 0
     assert residual_bytes(sparse, 0) == pytest.approx(2 * feedback.num_bytes, abs=8)
     assert Needs.of(sparse, 0, on_gpu=True).ram > residual_bytes(sparse, 0)
+
+
+def test_in_groups_a_peer_keeps_its_groups_average_as_well_and_the_last_result() -> None:
+    without, within = (_config(averaging=AveragingConfig(group_size=size)) for size in (0, 8))
+    more = Needs.of(within, 0, on_gpu=True).ram - Needs.of(without, 0, on_gpu=True).ram
+    assert more == 2 * 4 * _num_parameters()
 
 
 def test_more_peers_of_a_stage_keep_fewer_microbatches_each() -> None:

@@ -1,10 +1,10 @@
 """How the rounds of one stage end while its members die, from ten to ten thousand, and what groups would change.
 
-`one_group` is how rounds are averaged now. The other ways are not built: with `groups` members average in groups, then
-one of each group among groups, and the result is handed down, so that all get the same one; with `mended` a death does
-not void an exchange; with `moshpit` each group has a result of its own, and groups are drawn anew for every round
-(arXiv 2103.03239). A round is a handful of draws here, without messages; only the division of a vector among the
-members' lines is the real one.
+`one_group` is how rounds are averaged by default, and `groups` with `averaging.group_size`: members average in groups,
+then one of each group among groups, and the result is handed down, so that all get the same one. The other ways are not
+built: with `mended` a death does not void an exchange; with `moshpit` each group has a result of its own, and groups
+are drawn anew for every round (arXiv 2103.03239). A round is a handful of draws here, without messages; only the
+division of a vector among the members' lines is the real one.
 """
 
 import math

@@ -1,6 +1,6 @@
 import torch
 
-from swarm.averaging.vectors.feedback import ErrorFeedback, Residual
+from swarm.compression.feedback import ErrorFeedback, Residual
 
 
 def residual(contribution: list[float] | None, part: slice, sums: list[float] | None) -> Residual:
