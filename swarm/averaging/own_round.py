@@ -216,10 +216,6 @@ class OwnRound:
         result: the result of this attempt. Or that of an earlier attempt, if it may have been decided.
     """
 
-    _given: tuple[Ballot, int] | None = None
-    """The last attempt in which this member's contribution became part of a group's average, and which of the round's
-    contributions it was."""
-
     def __init__(self, context: Context, place: Place, member: RoundMember) -> None:
         self._context = context
         self._lock = place.lock
@@ -231,6 +227,9 @@ class OwnRound:
         no lock."""
         self.attempt: Attempt | None = None
         self.result: Result | None = None
+        self._given: tuple[Ballot, int] | None = None
+        """The last attempt in which this member's contribution became part of a group's average, and which of the
+        round's contributions it was."""
 
     def close(self, drop: frozenset[int]) -> Closing:
         """Freeze the contribution, or join what an earlier attempt began to freeze with the same `drop`."""
