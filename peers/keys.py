@@ -1,13 +1,17 @@
-"""swarm-keys: makes a run's owner key, and the tokens with which others join it.
+"""swarm-keys: makes a run's owner key and the tokens with which others join it, and amends the run.
 
     swarm-keys new owner.pem
     swarm-keys issue owner.pem --role peer --expires 30d
     swarm-keys show TOKEN
+    swarm-keys amend owner.pem INVITE --set optimizer.learning_rate=3e-4 --at-round 120
 
-Works on files alone: it needs no swarm and no network. Whoever has the owner's key file decides who may join.
+Whoever has the owner's key file decides who may join, and how the run goes on. Only `amend` needs the network.
 """
 
+import asyncio
 import datetime
+import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +21,28 @@ import tyro
 
 from peers.shared import cli
 from peers.shared.cli import Command
+from peers.shared.entrance import Entrance, find_entrance, reading
+from peers.shared.network import Membership
 from peers.shared.option_types import one_of
+from peers.shared.run_options import RunOptions
 from peers.shared.token_option import read_token
+from swarm.config import Amendment, Timeline
 from swarm.credentials.identity import OwnerKey, new_owner
 from swarm.credentials.rights import Role
+from swarm.dht.directory import Announcement
+from swarm.errors import PeerUnavailable
+from swarm.machine.clock import Clock, SystemClock, run_loop
+from swarm.machine.words import counted
+from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.training.run_rounds import RunRounds
+from swarm.types import AmendmentsRecord, Block
 
 PROG = "swarm-keys"
+PACE_SECONDS = 5.0
+"""How long rounds are counted, to know how soon the next ones come."""
+SPARE_ROUNDS = 3
+HEARD_SECONDS = 60.0
+"""All peers hear of an amendment within this time, if the DHT works: they look every five seconds."""
 _UNITS = {"d": "days", "h": "hours", "m": "minutes"}
 
 
@@ -64,6 +84,30 @@ class ShowOptions:
     """The token, or @FILE."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class AmendOptions:
+    """Change settings of a running run, at all its peers from one round on."""
+
+    file: tyro.conf.Positional[Path]
+    """The owner's key file."""
+    invite: tyro.conf.Positional[str]
+    """The invite to the run, swarm://..., as every swarm-peer prints it."""
+    set: Annotated[
+        tyro.conf.UseAppendAction[tuple[str, ...]],
+        tyro.conf.arg(
+            metavar="SECTION.KEY=VALUE",
+            help="A setting, such as optimizer.learning_rate=3e-4; may be given several times. docs/security.md says "
+            "which can be amended.",
+        ),
+    ] = ()
+    at_round: int | None = None
+    """The first round with these settings; without it the next one that all peers surely hear of in time."""
+
+    def __post_init__(self) -> None:
+        if not self.set:
+            raise ValueError("--set says what to amend, such as --set optimizer.learning_rate=3e-4")
+
+
 def main(argv: Sequence[str]) -> int:
     return cli.run(PROG, __doc__, _COMMANDS, argv)
 
@@ -90,8 +134,87 @@ def show(options: ShowOptions) -> None:
     print(f"  {state} {expires:%Y-%m-%d %H:%M} UTC")
 
 
+def amend(options: AmendOptions) -> None:
+    """Sign an amendment, and have the run's peers hear of it."""
+    owner, clock = OwnerKey.load(options.file), SystemClock()
+    token = owner.issue(Role.PEER, name="amendment", now=_now(), lifetime=datetime.timedelta(hours=1))
+    entrance = find_entrance(
+        RunOptions(invite=options.invite.partition("#")[0], token=str(token)), {}, role=Role.PEER, clock=clock
+    )
+    run_loop(_amend(options, owner, entrance, clock))
+
+
+async def _amend(options: AmendOptions, owner: OwnerKey, entrance: Entrance, clock: Clock) -> None:
+    async with reading(entrance, clock) as member:
+        timeline = Timeline(member.config)
+        before = await _peers_of(member)
+        print(f"{counted(len(before), 'peer')} at round {_newest(before)}: measuring how fast rounds go by")
+        await clock.sleep(PACE_SECONDS)
+        now = await _peers_of(member)
+        for known in await member.directory.amendments():
+            timeline.hear(known.amendments, known.peer_id)
+        if {reply.amended for reply in now} - {timeline.last}:
+            raise PeerUnavailable("an earlier amendment is still on its way to some peers: try again in a minute")
+        pace = (_newest(now) - _newest(before)) / PACE_SECONDS
+        least = _newest(now) + SPARE_ROUNDS + math.ceil(pace * HEARD_SECONDS)
+        wanted = least if options.at_round is None else options.at_round
+        if wanted < least:
+            raise ValueError(
+                f"--at-round {wanted} is too near for all peers to hear of it in time: the run is at round "
+                f"{_newest(now)}, so give {least} or more"
+            )
+        amendment = Amendment.sign(owner, timeline, wanted, options.set)
+        record = AmendmentsRecord(
+            peer_id=member.peer_id, announced_at=clock.time(), amendments=(*timeline.texts, amendment.text)
+        )
+        announcing = asyncio.create_task(
+            Announcement(member.directory, "the amendment", lambda: record, clock, level=logging.WARNING).keep()
+        )
+        try:
+            await _until_known(member, amendment)
+        finally:
+            announcing.cancel()
+
+
+async def _until_known(member: Membership, amendment: Amendment) -> None:
+    """Wait until all peers that answer know of an amendment, and say so. Raises PeerUnavailable if some do not in
+    time."""
+    deadline, late = member.clock.monotonic() + HEARD_SECONDS, ["the run's peers"]
+    while late and member.clock.monotonic() < deadline:
+        await member.clock.sleep(1.0)
+        replies = await _peers_of(member)
+        late = sorted({reply.name or reply.peer_id[:8] for reply in replies if reply.amended != amendment.digest})
+    if late:
+        raise PeerUnavailable(f"{', '.join(late)} may not have heard of it yet; what others know does not get lost")
+    print(f"{amendment}: all peers know of it")
+
+
+async def _peers_of(member: Membership) -> list[pb.DescribeReply]:
+    """What the run's peers that answer say of themselves. Raises PeerUnavailable if there are none, or some are of a
+    release that knows no amendments."""
+    await member.known.look(member.directory, member.blocks)
+    replies = await member.poll().replies(member.known.everyone())
+    if not replies:
+        raise PeerUnavailable("no peer of the run answers")
+    if old := [reply.name or reply.peer_id[:8] for reply in replies if not reply.HasField("amended")]:
+        raise PeerUnavailable(f"{', '.join(old)} run a release that knows no amendments")
+    return replies
+
+
+def _newest(replies: Sequence[pb.DescribeReply]) -> int:
+    said: dict[Block, list[int]] = {}
+    for reply in replies:
+        said.setdefault(Block(reply.stage, reply.variant), []).append(reply.round)
+    return RunRounds.of(said).latest
+
+
 def _now() -> datetime.datetime:
     return datetime.datetime.now(datetime.UTC)
 
 
-_COMMANDS: dict[str, Command] = {"new": (NewOptions, new), "issue": (IssueOptions, issue), "show": (ShowOptions, show)}
+_COMMANDS: dict[str, Command] = {
+    "new": (NewOptions, new),
+    "issue": (IssueOptions, issue),
+    "show": (ShowOptions, show),
+    "amend": (AmendOptions, amend),
+}

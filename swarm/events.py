@@ -207,6 +207,8 @@ class Commit(Event):
     """The norm by which the gradient was clipped, squared."""
     partners: tuple[str, ...] = ()
     """Digests of the results that were added up into the average of tied parameters."""
+    amended: str = ""
+    """The digest of the newest amendment under which the step was taken; empty if there is none."""
     carried: int = 0
     """The samples that count towards the next round: those since the closing, or since the round began if this peer
     took no part in it."""

@@ -297,6 +297,13 @@ class TrainerRecord(_Sender):
     in_flight: Count = 0
 
 
+class AmendmentsRecord(_Announcement):
+    """The amendments of a locked run (config/amendments), as a peer knows them: key `RUN.amendments`, one subkey a
+    peer."""
+
+    amendments: Annotated[tuple[Annotated[str, Field(max_length=10_000)], ...], Field(max_length=64)]
+
+
 class RunRecord(_Statement):
     """A peer's statement of what its run is: key `swarm.runs`."""
 

@@ -3,9 +3,11 @@
 It knows which blocks the process serves now, so that each of them finds the others.
 """
 
+import asyncio
+import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -17,6 +19,8 @@ from peers.shared.network import Membership
 from peers.stage_peer.incarnation import Rivals
 from peers.stage_peer.own_stage import ServerOptions
 from swarm.config import RunConfig
+from swarm.dht.directory import Announcement
+from swarm.errors import PeerUnavailable
 from swarm.machine.clock import Clock
 from swarm.rpc.callers import Callers
 from swarm.rpc.entry import direct
@@ -24,11 +28,13 @@ from swarm.rpc.meeting.meeting_point import MeetingPoint
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.boundary import boundary_of
 from swarm.stage.stage import Stage
-from swarm.types import Block, PeerState
+from swarm.types import AmendmentsRecord, Block, PeerState
 
 if TYPE_CHECKING:
     from peers.stage_peer.served_block import ServedBlock
 
+AMENDMENTS_SECONDS = 5.0
+"""How often amendments are looked for in the DHT, and renewed there."""
 KEPT_SECONDS = 60.0
 """A lag is remembered for at least this long, and at most twice as long."""
 _GAP_SECONDS = 0.02
@@ -90,6 +96,7 @@ class OwnProcess:
         self.callers = callers
         self._config = membership.config
         self._router = membership.known.router
+        self._directory, self._clock, self._peer_id = membership.directory, membership.clock, membership.peer_id
         self.health = Health()
         self.loop_lag = LoopLag(membership.clock)
         self.rivals = Rivals(membership, own=options.incarnation, endpoint=lambda: self.endpoint)
@@ -121,6 +128,36 @@ class OwnProcess:
     def described(self) -> dict[Block, pb.DescribeReply]:
         """What the blocks say of themselves."""
         return {name: block.describe() for name, block in self.blocks.items()}
+
+    async def follow_amendments(self) -> None:
+        """Give the blocks the amendments that are in the DHT, and keep in the DHT what they know, until cancelled. An
+        open run has none."""
+        if not self._config.owner:
+            return
+        announcing = Announcement(
+            self._directory, "the run's amendments", self._amendments, self._clock, occasion=self._texts,
+            every_seconds=AMENDMENTS_SECONDS,
+        )  # fmt: skip
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(announcing.keep())
+            while True:
+                with contextlib.suppress(PeerUnavailable):
+                    for record in await self._directory.amendments():
+                        self._amend(record.amendments, record.peer_id)
+                self._amend(self._texts(), self._peer_id)
+                await self._clock.sleep(AMENDMENTS_SECONDS)
+
+    def _amend(self, texts: Sequence[str], peer_id: str) -> None:
+        for block in self.blocks.values():
+            block.member.timeline.hear(texts, peer_id)
+
+    def _texts(self) -> tuple[str, ...]:
+        """All amendments that some block knows."""
+        return max((block.member.timeline.texts for block in self.blocks.values()), key=len, default=())
+
+    def _amendments(self) -> AmendmentsRecord | None:
+        texts, now = self._texts(), self._clock.time()
+        return AmendmentsRecord(peer_id=self._peer_id, announced_at=now, amendments=texts) if texts else None
 
     def is_exchanging(self) -> bool:
         """Whether the average of some block is under way, to which other traffic on this process's line gives way."""

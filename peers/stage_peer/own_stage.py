@@ -23,7 +23,7 @@ from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.resume import ResumeOptions, genesis
 from peers.status.exporter import OwnFigures
 from swarm.checkpoint.writer import CheckpointWriter
-from swarm.config import RunConfig
+from swarm.config import RunConfig, Timeline
 from swarm.content.servicer import Shelves
 from swarm.errors import Fatal
 from swarm.events import Events
@@ -200,7 +200,7 @@ def _backends_on(
     own = devices.computing_in(config, options.dtype, device)
     devices.warn_of_emulation(own.model, device)
     try:
-        made = {block: _weights(own, block, each) for block, each in blocks.items()}
+        made = {block: _weights(own, block, each, config) for block, each in blocks.items()}
         # What the first step will allocate is allocated here and freed again. The server's threads need addresses too.
         first_step_bytes = sum(
             needs.first_step_bytes(own, {name: master.shape for name, master in weights.masters.items()})
@@ -237,18 +237,19 @@ def _backends_on(
     }  # fmt: skip
 
 
-def _weights(config: RunConfig, block: Block, options: ServerOptions) -> tuple[nn.Module, StageWeights]:
+def _weights(config: RunConfig, block: Block, options: ServerOptions, run: RunConfig) -> tuple[nn.Module, StageWeights]:
+    """`run` is the configuration that the run's id and lineages follow from, whatever this device computes in."""
     given = options.weights
     tensors = None if given is None else given.load(parameter_shapes(config, block.stage))
     module = build_stage(config, block.stage, device=options.device, weights=tensors)
     del tensors
     if options.compiles and isinstance(module, StageModule):
         module.compile_layers()
-    lineage = genesis(config, block)
+    lineage = genesis(run, block)
     try:
         return module, weights_of(
             config, module, lineage=lineage, events=options.events, anchors=options.anchors,
-            share=config.share_of(block),
+            share=config.share_of(block), timeline=Timeline(run),
         )  # fmt: skip
     except OSError as error:
         raise Fatal(f"--anchors: {error}") from None

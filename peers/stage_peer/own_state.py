@@ -199,5 +199,6 @@ class Checkpoints:
             lineage=snapshot.lineage,
             highest_microbatch=self._highest_microbatch(),
             state_digest=snapshot.digest,
+            amendments=self._member.timeline.texts,
         )
         await writer.write(header, snapshot.tensors)

@@ -199,6 +199,7 @@ class Presence:
             time_shares=self._time_shares(),
             resident_bytes=devices.most_resident_bytes(),
             device_bytes=devices.most_device_bytes(self._options.device),
+            amended=self._member.timeline.last,
         )
 
     def _time_shares(self) -> pb.TimeShares:

@@ -118,6 +118,9 @@ async def begin(
     )
     source = "initial" if restored is None else "checkpoint"
     moments = {} if restored is None else _moments(config, shapes, restored)
+    # Those of another run, from whose checkpoints this one goes on, do not count here.
+    with suppress(IntegrityError):
+        member.timeline.add(restored.amendments if restored is not None else ())
     await member.install(
         snapshot, source=source, parent=beginning.parent, highest_microbatch=beginning.highest_microbatch,
         moments=moments,
@@ -125,7 +128,8 @@ async def begin(
     if restored is None:
         return
     logger.info("resumes at round %d, from %s", beginning.round, ", ".join(map(str, restored.files)))
-    say_changes(restored.config, config, round_number=beginning.round, run_samples=beginning.run_samples)
+    now = member.timeline.at(beginning.round)
+    say_changes(restored.config, now, round_number=beginning.round, run_samples=beginning.run_samples)
     if checkpoints is not None:
         checkpoints.went_back(config, beginning.round, block=block if others.rounds else None)
 

@@ -146,7 +146,7 @@ class ServedBlock:
         return Context(
             config=member.config, own=self.presence.record(), endpoints=lambda: self._process.announced.endpoints,
             peers=self._peers, transport=Transport(member.channels), clock=member.clock, events=self._options.events,
-            waits=member.waits, turns=turns, own_block=self._beside,
+            waits=member.waits, turns=turns, own_block=self._beside, known_amendments=self.member.timeline,
         )  # fmt: skip
 
     def _peers(self, block: Block) -> Sequence[PeerRecord]:

@@ -197,12 +197,13 @@ class PeerServer:
             turns = Turns(clock, is_training=process.is_busy)
             server.add_generic_rpc_handlers((dispatch,))
             add_services_of(process, self._membership, self._options, turns, server)
-            measuring = tasks.create_task(process.loop_lag.run())
+            background = [tasks.create_task(work) for work in (process.loop_lag.run(), process.follow_amendments())]
             try:
                 await start_server(server)
                 yield dispatch, turns
             finally:
-                measuring.cancel()
+                for task in background:
+                    task.cancel()
                 self._options.own_figures.follow()
                 for block in self.blocks.values():
                     block.stage.end()

@@ -12,8 +12,9 @@ Of a committed round only ranges of ids are kept.
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,8 @@ def judge(start: Start, rounds: CommittedRounds, findings: Findings, *, files: i
         _check_together(start, rounds, findings)
     branches = {block: _main_branch(block, start, rounds, findings) for block in start.blocks}
     acknowledged = _acknowledged(rounds, start)
+    if start.setting == "synchronous":
+        _check_amended(branches.values(), findings)
     reports = [_stage_report(block, branch, start, rounds, acknowledged[block]) for block, branch in branches.items()]
     num_acknowledged = sum(map(len, acknowledged.values()))
     committed: dict[Block, set[int]] = {block: set() for block in branches}
@@ -131,6 +134,16 @@ def _check_complete(round_: CommittedRound, microbatches: IdSet, start: Start, f
         round_.violation(findings, "missing in a committed round", list(missing))
     if others := microbatches.without(wanted):
         round_.violation(findings, "counts in a round that is not its own", list(others))
+
+
+def _check_amended(branches: Iterable[Sequence[CommittedRound]], findings: Findings) -> None:
+    """Check that all blocks stepped under the same amendments in each round."""
+    first: dict[int, CommittedRound] = {}
+    for round_ in chain.from_iterable(branches):
+        other = first.setdefault(round_.number, round_)
+        if other.event.amended != round_.event.amended:
+            files = round_.files | other.files
+            round_.violation(findings, f"was amended otherwise than at stage {other.block}", files=files)
 
 
 def _check_together(start: Start, rounds: CommittedRounds, findings: Findings) -> None:

@@ -279,8 +279,9 @@ class _Life:
         self._check_standing(event.round, event.parent, "committed")
         norm, partners = event.total_squared_norm, event.partners
         lineage = next_lineage(
-            event.parent, event.round, event.digest, event.members, total_squared_norm=norm, partners=partners
-        )
+            event.parent, event.round, event.digest, event.members, total_squared_norm=norm, partners=partners,
+            amended=event.amended,
+        )  # fmt: skip
         if event.lineage != lineage:
             self._violation(f"lineage {event.lineage[:12]} does not follow from what was committed")
         is_member = self._start.peer in event.members

@@ -75,12 +75,13 @@ class Advance:
             tensors = dict(kept.round_result.tensors)
             if self.shared.is_due(round_number):
                 try:
-                    tensors |= await self.shared.sum(round_number, outcome.partners)
+                    averaging = self.place.timeline.under(kept.prepared.amended).averaging
+                    tensors |= await self.shared.sum(round_number, outcome.partners, averaging)
                 except SwarmError as error:
                     # The round is decided, so the others commit it. This member will find itself behind, and catch up.
                     return Refused(str(error))
             outcome.prepared.CopyFrom(kept.prepared)
-            self.own_round.exchanges.committed(kept.fragment, kept.residual)
+            kept.exchanges.committed(kept.fragment, kept.residual)
             self.own_round.let_go()
             result = replace(
                 kept.round_result,
@@ -102,8 +103,11 @@ class Advance:
             self._moved()
             after, digests = self.place.standing, self._state_digest
             self.donor.committed(
-                Committed(before=before, after=after, result=result, outcome=outcome, state_digest=digests)
-            )
+                Committed(
+                    before=before, after=after, result=result, outcome=outcome, state_digest=digests,
+                    amendments=self.place.timeline.texts,
+                )
+            )  # fmt: skip
         return None
 
     async def state_digest(self) -> str:
@@ -112,16 +116,20 @@ class Advance:
         assert self._state_digest is not None, "a result was applied"
         return await asyncio.shield(self._state_digest)
 
-    async def install(self, snapshot: Snapshot, outcomes: list[pb.Outcome], past: Sequence[str]) -> None:
+    async def install(
+        self, snapshot: Snapshot, outcomes: list[pb.Outcome], past: Sequence[str], amendments: Sequence[str] = ()
+    ) -> None:
         """Install a downloaded state. Runs to its end even if the caller is cancelled.
 
         Args:
             outcomes: how the last rounds before the snapshot were committed.
             past: the lineages of the last rounds before the snapshot, oldest first.
+            amendments: those that its donors know.
 
         Raises:
-            IntegrityError: the snapshot does not fit this stage.
+            IntegrityError: the snapshot does not fit this stage, or an amendment is not the owner's.
         """
+        self.place.timeline.add(amendments)
         await self._to_its_end(self._install(snapshot, outcomes, past))
 
     async def _install(
@@ -176,6 +184,8 @@ class Advance:
             # contribution's shapes.
             contribution = await self.member.close(self.place.standing.round, drop=())
             try:
+                self.place.timeline.add(committed.amendments)
+                self.place.timeline.under(committed.result.amended)
                 results.require_counts(committed.result, self.context.config, self.context.own.block)
                 await asyncio.to_thread(results.require_applicable, committed.result, contribution.tensors)
             except IntegrityError as wrong:
@@ -186,7 +196,7 @@ class Advance:
             kept = self.own_round.result
             if kept is not None and kept.prepared.digest == committed.result.digest:
                 # This member took part in the exchange, but the commit did not reach it.
-                self.own_round.exchanges.committed(kept.fragment, kept.residual)
+                kept.exchanges.committed(kept.fragment, kept.residual)
                 closing = kept.round_result.closing
             elif contributed:
                 # The result contains this member's old residual. The new residual, which that exchange left, is lost.

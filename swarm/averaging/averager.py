@@ -95,7 +95,7 @@ class Calls:
 def place_of(context: Context, standing: Standing) -> Place:
     config = context.config
     branches = Branches(standing, config, context.clock, context.timing, lambda: context.other_blocks)
-    return Place(standing, branches, num_fragments=config.averaging.num_fragments)
+    return Place(standing, branches, context.timeline, num_fragments=config.averaging.num_fragments)
 
 
 class Averager:

@@ -13,6 +13,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
+from swarm.averaging.agreement.blame import AttemptFailed
 from swarm.averaging.agreement.place import Place
 from swarm.averaging.agreement.rules import leader_of
 from swarm.averaging.own_round import OwnRound
@@ -50,18 +51,27 @@ class Barrier:
 
     # -- for this stage ----------------------------------------------------------------------------------------------
 
-    async def wait_for(self, blocks: Collection[Block], round_number: int) -> dict[Block, pb.BarrierReply] | None:
+    async def wait_for(
+        self, blocks: Collection[Block], round_number: int, amended: str
+    ) -> dict[Block, pb.BarrierReply] | None:
         """Wait until every one of these blocks has decided the round. Returns their answers, in the order of blocks.
 
-        There is no deadline: this stage's own result is decided, so it cannot be given up any more.
+        There is no deadline: this stage's own result, made under the amendments up to `amended`, is decided, so it
+        cannot be given up any more, but for one reason. If another stage has decided under later amendments, no stage
+        has committed the round under the earlier ones, or ever will, because each waits for all others to agree.
 
         Returns:
             None if another leader of this stage committed the round meanwhile.
+
+        Raises:
+            AttemptFailed: another stage has decided under later amendments, which are known here now.
         """
         replies: dict[Block, pb.BarrierReply | None] = dict.fromkeys(sorted(blocks))
+        later: set[Block] = set()
 
         async def ask(block: Block) -> None:
-            if (reply := await self._until_ready(block, round_number)) is not None and self._clips:
+            reply = await self._until_ready(block, round_number, amended, later)
+            if reply is not None and needs_norm_of_model(self.place.timeline.under(amended)):
                 await self._confirm(reply, block, round_number)
             replies[block] = reply
 
@@ -73,16 +83,21 @@ class Barrier:
             async with asyncio.TaskGroup() as tasks:
                 for block in blocks:
                     tasks.create_task(ask(block))
+        if later:
+            failed = AttemptFailed(f"stage {min(later)} has decided the round under later amendments")
+            failed.void = True
+            raise failed
         ready = {block: reply for block, reply in replies.items() if reply is not None}
         return ready if len(ready) == len(replies) else None
 
     async def is_passed(self, round_number: int) -> bool:
         """Whether all stages for which this one waits say at once that they have decided the round."""
-        timing = self.context.timing
+        timing, result = self.context.timing, self.own_round.result
+        amended = self.place.timeline.digest_at(round_number) if result is None else result.prepared.amended
         try:
             async with asyncio.timeout(timing.barrier_seconds + timing.report_seconds):
-                return await self.wait_for(self.awaited(round_number), round_number) is not None
-        except TimeoutError:
+                return await self.wait_for(self.awaited(round_number), round_number, amended) is not None
+        except (TimeoutError, AttemptFailed):
             return False
 
     def awaited(self, round_number: int) -> Collection[Block]:
@@ -91,12 +106,16 @@ class Barrier:
             return set(config.blocks) - {self.context.own.block}
         return self.shared.partners(round_number)
 
-    async def _until_ready(self, block: Block, round_number: int) -> pb.BarrierReply | None:
+    async def _until_ready(
+        self, block: Block, round_number: int, amended: str, later: set[Block]
+    ) -> pb.BarrierReply | None:
+        """Wait until a block has decided the round under the same amendments. None if that is not waited for any more:
+        the round is over here, or some block is in `later`, which have decided under later amendments."""
         hint: PeerRecord | None = None
         unreachable: set[str] = set()
         failed: set[str] = set()
         num_relayed, num_unready = 0, 0
-        while self.place.standing.round == round_number:
+        while self.place.standing.round == round_number and not later:
             target, hint = hint or self._next_to_ask(block, unreachable), None
             is_doubted = num_unready % (MISTRUSTED + 1) == MISTRUSTED
             if is_doubted:
@@ -111,6 +130,7 @@ class Barrier:
                     round=round_number,
                     wait_seconds=wait_seconds,
                     relay=is_doubted or bool(unreachable),
+                    amended=amended,
                 )
                 # A peer that relays the question waits for its leader's answer.
                 patience_seconds = wait_seconds + self.context.timing.report_seconds * (1 + request.relay)
@@ -121,8 +141,11 @@ class Barrier:
                         if not 0.0 <= norm < math.inf:
                             raise MalformedMessage(f"{target.peer_id} names a squared norm of {norm}")
                     failed.discard(target.peer_id)
-                    if reply.ready:
+                    if reply.ready and reply.amended == amended:
                         return reply
+                    if reply.ready and self._is_later(reply, amended):
+                        later.add(block)
+                        return None
                     num_unready += 1
                     num_relayed += bool(unreachable)
                     if num_relayed >= RELAYED:
@@ -138,9 +161,12 @@ class Barrier:
             await self.context.clock.sleep(self.context.timing.retry_seconds)
         return None
 
-    @property
-    def _clips(self) -> bool:
-        return needs_norm_of_model(self.context.config)
+    def _is_later(self, reply: pb.BarrierReply, amended: str) -> bool:
+        """Take in the amendments of another stage that has decided under others than those up to `amended`. Returns
+        whether its were later. Raises IntegrityError if they are not the owner's."""
+        timeline = self.place.timeline
+        timeline.add(reply.amendments)
+        return timeline.number_of(reply.amended) > timeline.number_of(amended)
 
     async def _confirm(self, reply: pb.BarrierReply, block: Block, round_number: int) -> None:
         """Ask some more members of another stage for the norm of its gradient. If most of them name another one than
@@ -208,13 +234,13 @@ class Barrier:
         while True:
             outcome, decision = self.place.outcomes.get(request.round), self.place.decision
             if outcome is not None:
-                return _ready(outcome.stage_squared_norm, outcome.prepared, own)
+                return self._ready(request, outcome.stage_squared_norm, outcome.prepared, own)
             if decision is not None and decision.round == request.round:
-                return _ready(decision.squared_norm, decision.prepared, own)
+                return self._ready(request, decision.squared_norm, decision.prepared, own)
             leader, remaining = self.watch.leader_contact(), deadline - clock.monotonic()
             leads = leader.peer_id == own.peer_id
             if request.relay and not leads:
-                return await self._ask_leader(leader, request.round, remaining)
+                return await self._ask_leader(leader, request, remaining)
             if remaining <= 0 or not leads:
                 result = self.own_round.result
                 if result is None or result.round_result.round != request.round:
@@ -223,12 +249,13 @@ class Barrier:
                 return pb.BarrierReply(leader=leader, own_squared_norm=norm, digest=digest)
             await wait(self.context.changes.next, remaining)
 
-    async def _ask_leader(self, leader: pb.Contact, round_number: int, seconds: float) -> pb.BarrierReply:
+    async def _ask_leader(self, leader: pb.Contact, asked: pb.BarrierRequest, seconds: float) -> pb.BarrierReply:
         request = pb.BarrierRequest(
             address=self.context.address,
             peer_id=self.context.own_id,
-            round=round_number,
+            round=asked.round,
             wait_seconds=max(0.0, seconds),
+            amended=asked.amended,
         )
         target = record_of(leader, self.context.own.block)
         timeout_seconds = request.wait_seconds + self.context.timing.report_seconds
@@ -238,9 +265,11 @@ class Barrier:
             logger.debug("this peer does not get through to its leader either: %s", error)
             return pb.BarrierReply(leader=leader)
 
-
-def _ready(squared_norm: float, prepared: pb.Prepared, own: pb.Contact) -> pb.BarrierReply:
-    return pb.BarrierReply(
-        ready=True, squared_norm=squared_norm, own_squared_norm=prepared.squared_norm, digest=prepared.digest,
-        leader=own,
-    )  # fmt: skip
+    def _ready(
+        self, request: pb.BarrierRequest, squared_norm: float, prepared: pb.Prepared, own: pb.Contact
+    ) -> pb.BarrierReply:
+        return pb.BarrierReply(
+            ready=True, squared_norm=squared_norm, own_squared_norm=prepared.squared_norm, digest=prepared.digest,
+            leader=own, amended=prepared.amended,
+            amendments=self.place.timeline.texts if prepared.amended != request.amended else (),
+        )  # fmt: skip

@@ -235,7 +235,7 @@ class CatchUp:
         self._entry.downloaded(fetched.bytes_per_second, seconds=fetched.seconds, now=self._context.clock.monotonic())
         standing = messages.standing_of(fetched.snapshot)
         try:
-            await self._advance.install(fetched.snapshot, fetched.outcomes, fetched.past)
+            await self._advance.install(fetched.snapshot, fetched.outcomes, fetched.past, fetched.amendments)
         except IntegrityError as error:
             for source in fetched.sources:
                 self._transfer.distrust(source, error)

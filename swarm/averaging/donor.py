@@ -272,6 +272,7 @@ class Donor:
             segment_bytes=size,
             segment_digests=digests,
             past=pin.past,
+            amendments=self._place.timeline.texts,
         )
 
     def _renew(self, pin: _Pin) -> None:
@@ -301,10 +302,12 @@ def _turn(turns: Turns | None, who: str, caller: Caller) -> AbstractAsyncContext
 def snapshot_id(header: pb.SnapshotHeader) -> bytes:
     """The name of a snapshot, which is the same at all peers that hold the same bits at the same standing.
 
-    The outcomes and lineages of earlier rounds, of which peers may keep different numbers, are not part of the name.
+    Outcomes and lineages of earlier rounds, and amendments, of which peers may know different numbers, are not part of
+    the name.
     """
     named = pb.SnapshotHeader()
     named.CopyFrom(header)
     named.ClearField("outcomes")
     named.ClearField("past")
+    named.ClearField("amendments")
     return hashlib.sha256(named.SerializeToString(deterministic=True)).digest()

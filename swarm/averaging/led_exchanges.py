@@ -11,8 +11,7 @@ member dies is left out, and its members contribute to the next round. That grou
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from swarm.averaging.agreement import messages
@@ -26,6 +25,7 @@ from swarm.averaging.vectors.allreduce import OWNER_PATIENCE
 from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import AVERAGE, Broadcast, Members, contact_of
 from swarm.compression.codec import Codec, contribution_codec
+from swarm.config import RunConfig
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerId
 
@@ -57,6 +57,12 @@ class _Attempt:
     begun: Begun
     standing: Standing
     ballot: Ballot
+    amended: str
+    config: RunConfig
+
+    @property
+    def codec(self) -> Codec:
+        return contribution_codec(self.config.averaging)
 
 
 @dataclass(eq=False)
@@ -72,21 +78,20 @@ class LedExchanges:
     _seconds: float = field(default=0.0, init=False)
     """How long the last exchange took."""
 
-    @cached_property
-    def _codec(self) -> Codec:
-        return contribution_codec(self.context.config.averaging)
-
     async def run(
-        self, members: Members, begun: Begun, standing: Standing, ballot: Ballot
+        self, members: Members, begun: Begun, standing: Standing, ballot: Ballot, amended: str
     ) -> tuple[pb.Prepared, list[PeerId]]:
-        """Have the members that began an attempt average. Returns the result, which is decided, and the members that
-        hold it.
+        """Have the members that began an attempt average, under the amendments up to `amended`. Returns the result,
+        which is decided, and the members that hold it.
 
         Raises:
             AttemptFailed: nothing is decided.
         """
         size = self.context.config.averaging.group_size
-        attempt = _Attempt(members=members, begun=begun, standing=standing, ballot=ballot)
+        config = self.context.timeline.under(amended)
+        attempt = _Attempt(
+            members=members, begun=begun, standing=standing, ballot=ballot, amended=amended, config=config
+        )
         units = [_Unit(peer_id=peer, counts=reply) for peer, reply in sorted(begun.items())]
         while 0 < size < len(units):
             units = await self._in_groups(attempt, units, size)
@@ -107,10 +112,11 @@ class LedExchanges:
         shares = divide(
             {unit.peer_id: unit.counts for unit in units},
             num_elements=units[0].counts.num_elements,
-            tile=self._codec.tile,
-            clip_to_median=clip_of(self.context.config),
+            tile=attempt.codec.tile,
+            clip_to_median=clip_of(attempt.config),
             only_owner=self.context.own_id if through_one else None,
         )
+        shares = replace(shares, amended=attempt.amended)
         self.vector_bytes = 4 * shares.num_elements
         request = self._request(attempt, shares, num_times=2 * (len(units) - 1) if through_one else 4)
         request.is_part = is_part
@@ -134,7 +140,7 @@ class LedExchanges:
     def _request(self, attempt: _Attempt, shares: Shares, *, num_times: int = 4) -> pb.AverageRequest:
         """A call for an exchange in which a line carries the vector so many times at worst. Four times, if every member
         sends the whole vector and gets it back, and all of that goes over one line."""
-        num_bytes = num_times * self._codec.num_bytes(shares.num_elements)
+        num_bytes = num_times * attempt.codec.num_bytes(shares.num_elements)
         floor = self.context.timing.exchange_seconds(num_bytes)
         return pb.AverageRequest(
             address=self.context.address,
@@ -223,7 +229,7 @@ class LedExchanges:
             counts[each.peer_id] = pb.BeginReply(bytes_per_second=each.counts.bytes_per_second)
         # It is an exchange in which one member alone has a contribution, of whatever weight.
         counts[unit.peer_id].num_samples = counts[unit.peer_id].num_targets = 1
-        num_elements, tile = unit.counts.num_elements, self._codec.tile
+        num_elements, tile = unit.counts.num_elements, attempt.codec.tile
         shares = divide(counts, num_elements=num_elements, tile=tile, clip_to_median=0.0)
         request = self._request(attempt, shares)
         request.handed_down.CopyFrom(prepared)

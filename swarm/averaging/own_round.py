@@ -53,17 +53,18 @@ class Attempt:
         closed: the contribution, frozen; or what the last exchange averaged, if another one follows.
         began_at: when it began to be frozen, by the member's clock.
         cost: what the attempt has cost so far.
+        amended, exchanges: see Closing.
     """
 
-    def __init__(
-        self, context: Context, exchanges: Exchanges, *, ballot: Ballot, closed: Closed, began_at: float
-    ) -> None:
+    def __init__(self, context: Context, *, ballot: Ballot, closing: Closing) -> None:
         self.ballot = ballot
-        self.closed = closed
-        self.began_at = began_at
-        self.cost = RoundCost(contribution_norm=closed.norm if closed.contribution.num_samples else 0.0)
+        self.closed = closing.closed
+        self.began_at = closing.began_at
+        self.amended = closing.amended
+        self.exchanges = closing.exchanges
+        norm = self.closed.norm if self.closed.contribution.num_samples else 0.0
+        self.cost = RoundCost(contribution_norm=norm)
         self._own_id = context.own_id
-        self._exchanges = exchanges
         self._clock = context.clock
         self._timing = context.timing
         self._opened: dict[str, _Exchange] = {}
@@ -80,7 +81,7 @@ class Attempt:
         was given up, or these exchange already."""
         if self._end or shares.digest in self._opened:
             raise Refused(f"attempt {self.ballot.attempt}: {self._end or 'this exchange is under way already'}")
-        self._opened[shares.digest] = _Exchange(shares, self._exchanges.open(self.closed, shares))
+        self._opened[shares.digest] = _Exchange(shares, self.exchanges.open(self.closed, shares))
         self._next.set_result(None)
         self._next = asyncio.get_running_loop().create_future()
 
@@ -98,7 +99,7 @@ class Attempt:
             async with self._ends_with_attempt(timeout_seconds):
                 watching = asyncio.create_task(self._watch(opened))
                 try:
-                    return await self._exchanges.run(self.closed, shares, opened.side, transport, timeout_seconds)
+                    return await self.exchanges.run(self.closed, shares, opened.side, transport, timeout_seconds)
                 finally:
                     watching.cancel()
         except TimeoutError:
@@ -195,7 +196,7 @@ class Result:
     """A finished exchange's result, applied or not.
 
     Attributes:
-        residual: what error feedback keeps once the result is applied.
+        residual: what the error feedback of these exchanges keeps once the result is applied.
         fragment: which part of the member's parameters the result is about.
         began_at: when the contribution began to be frozen, by the member's clock.
     """
@@ -203,6 +204,7 @@ class Result:
     prepared: pb.Prepared
     round_result: RoundResult
     residual: Residual
+    exchanges: Exchanges
     fragment: int
     began_at: float
 
@@ -211,17 +213,18 @@ class OwnRound:
     """One member's work in the round at which it stands. Callers hold the place's lock unless a method says otherwise.
 
     Attributes:
-        exchanges: closes contributions and exchanges them.
+        exchanges: closes contributions and exchanges them, with the codec of the newest attempt.
         attempt: the attempt for which this member's contribution is closed.
         result: the result of this attempt. Or that of an earlier attempt, if it may have been decided.
     """
 
     def __init__(self, context: Context, place: Place, member: RoundMember) -> None:
         self._context = context
+        self._timeline = place.timeline
         self._lock = place.lock
         self._group = place.group
         self._member = member
-        self.exchanges = Exchanges(context.config.averaging, context.own_id)
+        self.exchanges = Exchanges(place.timeline.at(place.standing.round).averaging, context.own_id)
         self._closing: Closing | None = None
         """The contribution that is being frozen, or is frozen; None once the round is reopened or over. Freezing needs
         no lock."""
@@ -231,14 +234,15 @@ class OwnRound:
         """The last attempt in which this member's contribution became part of a group's average, and which of the
         round's contributions it was."""
 
-    def close(self, drop: frozenset[int]) -> Closing:
-        """Freeze the contribution, or join what an earlier attempt began to freeze with the same `drop`."""
+    def close(self, drop: frozenset[int], amended: str = "") -> Closing:
+        """Freeze the contribution, or join what was begun in the same way. Raises what Timeline.under does."""
         before = self._closing
-        if before is None or before.drop != drop:
-            self._closing = Closing(drop=drop, began_at=self._context.clock.monotonic())
-            self._context.tasks.spawn(self._close(self._closing, before))
-            return self._closing
-        return before
+        if before is not None and (before.drop, before.amended) == (drop, amended):
+            return before
+        self.exchanges = self.exchanges.under(self._timeline.under(amended).averaging)
+        self._closing = Closing(drop, amended, self.exchanges, began_at=self._context.clock.monotonic())
+        self._context.tasks.spawn(self._close(self._closing, before))
+        return self._closing
 
     async def _close(self, closing: Closing, before: Closing | None) -> None:
         if before is not None:
@@ -246,7 +250,7 @@ class OwnRound:
         failed = False
         try:
             contribution = await self._member.close(self._group.round, drop=closing.drop)
-            closing.end(await self.exchanges.close(contribution))
+            closing.end(await closing.exchanges.close(contribution))
         except Exception as error:  # noqa: BLE001 - the attempts that wait for the contribution raise it
             logger.warning("the contribution could not be closed: %s", error)
             closing.end(error)
@@ -272,9 +276,7 @@ class OwnRound:
         replaced."""
         if closing is not self._closing or self._group.active != ballot:
             return False
-        self.attempt = Attempt(
-            self._context, self.exchanges, ballot=ballot, closed=closing.closed, began_at=closing.began_at
-        )
+        self.attempt = Attempt(self._context, ballot=ballot, closing=closing)
         return True
 
     def go_on(self, attempt: Attempt, closed: Closed, cost: RoundCost) -> None:

@@ -65,11 +65,12 @@ class Participant:
                 if messages.unpack_standing(request.standing) != self.place.standing:
                     raise Refused(f"this member is at round {self.place.group.round}, or on another branch")
                 self._require_follower(ballot)
+                self._require_same_amendments(request)
                 self.place.group.begin(request.standing.round, ballot)
             except Refused as refused:
-                return pb.BeginReply(refusal=self._refusal(refused))
+                return pb.BeginReply(refusal=self._refusal(refused), amendments=self.place.timeline.texts)
             self.own_round.end_exchange(f"attempt {ballot.attempt} of {ballot.leader_id} began")
-            closing = self.own_round.close(frozenset(messages.unpack_indices(request.drop_gaps)))
+            closing = self.own_round.close(frozenset(messages.unpack_indices(request.drop_gaps)), request.amended)
         finally:
             self.place.lock.release()
         if not await closing.wait(max(0.0, gives_up_at - clock.monotonic())):
@@ -95,7 +96,16 @@ class Participant:
                 norm=counts.norm,
                 num_elements=closed.vector_D.numel(),
                 bytes_per_second=self.own_round.exchanges.bytes_per_second,
+                amended=closing.amended,
             )
+
+    def _require_same_amendments(self, request: pb.BeginRequest) -> None:
+        """Take in the leader's amendments. Raises Refused unless those in force are then the same here as there: else
+        the members would compute different numbers."""
+        timeline = self.place.timeline
+        timeline.hear(request.amendments, request.peer_id)
+        if timeline.digest_at(request.standing.round) != request.amended:
+            raise Refused("this member knows of amendments of which the leader has not heard, or the other way round")
 
     async def average(self, request: pb.AverageRequest) -> pb.AverageReply:
         """Exchange with the other members and keep the result, or a group's average. The exchange ends early after an
@@ -106,13 +116,17 @@ class Participant:
         ballot = messages.own_ballot(request)
         # Only the leader sees all counts that are in a group's.
         num_members = max(1, len(request.member_ids))
-        shares = shares_of(request.shares, self.context.config, self.context.own.block, num_members)
         try:
             async with self.place.lock:
-                attempt = self._join(request, ballot, shares, num_members)
+                attempt = self.own_round.attempt
+                if attempt is None or attempt.ballot != ballot:
+                    raise Refused(f"attempt {ballot.attempt} of {ballot.leader_id} has not begun here")
+                config, block = self.place.timeline.under(attempt.amended), self.context.own.block
+                shares = shares_of(request.shares, config, block, num_members, attempt.amended)
+                self._join(request, attempt, shares, num_members)
             others = self._others(request, shares, attempt)
             average, seconds = await attempt.exchange(shares, others, request.timeout_seconds)
-            unflatten, like = self.own_round.exchanges.unflatten, attempt.closed.contribution.tensors
+            unflatten, like = attempt.exchanges.unflatten, attempt.closed.contribution.tensors
             tensors = await asyncio.to_thread(unflatten, average.vector_D, like)
             closed = _closed_anew(attempt.closed, average, tensors, shares)
             cost = _added(attempt.cost, average, seconds)
@@ -137,10 +151,8 @@ class Participant:
             return pb.AverageReply(failure=messages.pack_failure(failed))
         return pb.AverageReply(prepared=prepared)
 
-    def _join(self, request: pb.AverageRequest, ballot: Ballot, shares: Shares, num_members: int) -> Attempt:
-        attempt, config = self.own_round.attempt, self.context.config
-        if attempt is None or attempt.ballot != ballot:
-            raise Refused(f"attempt {ballot.attempt} of {ballot.leader_id} has not begun here")
+    def _join(self, request: pb.AverageRequest, attempt: Attempt, shares: Shares, num_members: int) -> None:
+        config = self.context.config
         own = shares.of(self.context.own_id).counts
         expected = own if request.HasField("handed_down") else self._counts(attempt.closed, num_members)
         if (own, shares.num_elements) != (expected, attempt.closed.vector_D.numel()):
@@ -151,11 +163,10 @@ class Participant:
         if request.HasField("handed_down") and len(shares.senders) != 1:
             raise Refused("a result is handed down by one member")
         if not _hands_down(request, shares, self.context.own_id):
-            self.place.group.join(request.round, ballot, shares.digest)
+            self.place.group.join(request.round, attempt.ballot, shares.digest)
         elif self.own_round.result is None or self.own_round.result.prepared != request.handed_down:
             raise Refused("this member does not have the result that it is to hand down")
         attempt.open(shares)
-        return attempt
 
     def _counts(self, closed: Closed, num_members: int = 1) -> Counts:
         counts = Counts.of(closed.contribution, closed.norm)
@@ -187,12 +198,15 @@ class Participant:
         is_handed_down, digest = request.HasField("handed_down"), average.digest
         named = request.handed_down if is_handed_down else prepared_of(request, shares, digest, average.squared_norm)
         if named.decider_ids:
-            digest = await asyncio.to_thread(digest_of_whole, named.member_ids, named.num_samples, average.vector_D)
+            covered = named.member_ids, named.num_samples, average.vector_D, shares.amended
+            digest = await asyncio.to_thread(digest_of_whole, *covered)
         # Once the result is prepared it may be decided, and other stages then need this average. So it is offered
         # first.
-        digest = await self.shared.offer(request.round, digest, tensors)
+        config = self.place.timeline.under(shares.amended)
+        digest = await self.shared.offer(request.round, digest, tensors, config.averaging)
         if is_handed_down:
-            if digest != named.digest or named.ballot != request.ballot or not named.decider_ids:
+            same = (digest, request.ballot, shares.amended) == (named.digest, named.ballot, named.amended)
+            if not same or not named.decider_ids:
                 reason = "it handed down another result than the members of the last exchange have"
                 raise MemberFailed(shares.senders[0].peer_id, reason, noticed_by=self.context.own_id)
             return named
@@ -220,11 +234,13 @@ class Participant:
             digest=prepared.digest,
             cost=cost,
             closing=contribution.closing,
+            amended=prepared.amended,
         )
         return Result(
             prepared=prepared,
             round_result=result,
             residual=average.residual,
+            exchanges=attempt.exchanges,
             fragment=contribution.fragment,
             began_at=attempt.began_at,
         )

@@ -71,13 +71,13 @@ class Round:
             AttemptFailed: nothing was decided here, and members were told so.
             SwarmError: the averages of tied parameters that the commit needs cannot be had. The result stays prepared.
         """
-        ballot = Ballot(number, self.context.own_id)
+        ballot, amended = Ballot(number, self.context.own_id), self.place.timeline.digest_at(standing.round)
         with self.place.leading(ballot):
             try:
-                begun = await self._ask_to_begin(members, standing, ballot)
+                begun = await self._ask_to_begin(members, standing, ballot, amended)
                 prepared = unfinished(begun)
                 if prepared is None:
-                    prepared, holders = await self.exchanges.run(members, begun, standing, ballot)
+                    prepared, holders = await self.exchanges.run(members, begun, standing, ballot, amended)
                 else:
                     logger.info("finishing attempt %d of %s", prepared.ballot.attempt, prepared.ballot.leader_id)
                     holders = [peer for peer, reply in begun.items() if reply.prepared.digest == prepared.digest]
@@ -91,7 +91,7 @@ class Round:
 
     # -- all promise the attempt, and close their contributions
 
-    async def _ask_to_begin(self, members: Members, standing: Standing, ballot: Ballot) -> Begun:
+    async def _ask_to_begin(self, members: Members, standing: Standing, ballot: Ballot, amended: str) -> Begun:
         """Ask members to begin an attempt.
 
         Returns:
@@ -102,6 +102,8 @@ class Round:
             AttemptFailed: the attempt cannot go on.
         """
 
+        timeline, amendments = self.place.timeline, self.place.timeline.texts
+
         def request(drop: Collection[int] = ()) -> pb.BeginRequest:
             return pb.BeginRequest(
                 address=self.context.address,
@@ -109,11 +111,15 @@ class Round:
                 ballot=messages.pack_ballot(ballot),
                 standing=messages.pack_standing(standing),
                 drop_gaps=messages.pack_indices(drop),
+                amended=amended,
+                amendments=amendments,
             )
 
         replies = await self._ask_to_close(members, dict.fromkeys(members, request()))
         begun = {peer: reply for peer, reply in replies.items() if isinstance(reply, pb.BeginReply)}
         unreached = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}
+        for peer, told in begun.items():
+            timeline.hear(told.amendments, peer)  # Those that refused for want of them; the next attempt has them.
         self.blame.require_obedience(begun, unreached, self.watch.has_quorum)
         require_true_results(begun, ballot)
         if unfinished(begun) is not None:
@@ -125,8 +131,9 @@ class Round:
                 if isinstance(reply, SwarmError) or reply.HasField("refusal"):
                     raise self.blame.failure("a member could not drop a duplicate", {peer: reply})
                 begun[peer] = reply
-        own, config = self.context.own, self.context.config
-        if (failed := without_the_useless(begun, config, own.block, standing.round, self.context.own_id)) is not None:
+        block, config = self.context.own.block, timeline.under(amended)
+        own_id = self.context.own_id
+        if failed := without_the_useless(begun, config, block, standing.round, own_id, amended=amended):
             raise failed
         self._require_whole_round(standing.round, begun, unreached)
         return begun
@@ -209,15 +216,14 @@ class Round:
     # -- once a result is decided: the barrier, and the commit
 
     async def _finish(self, round_number: int, prepared: pb.Prepared, holders: Members) -> None:
-        """Commit the decided result, once the stages that it waits for have decided theirs."""
-        block = self.context.own.block
-        norm = prepared.squared_norm
-        partners = self.shared.partners(round_number)
+        """Commit the decided result, once the stages that it waits for have decided theirs. Raises AttemptFailed if one
+        of them has decided under later amendments, and IntegrityError if the result was made under unknown ones."""
+        block, norm, partners = self.context.own.block, prepared.squared_norm, self.shared.partners(round_number)
         shares = [_partner(block, prepared.digest, contact_of(next(iter(holders.values()))))]
         ready: dict[Block, pb.BarrierReply] = {}
 
         async def wait_for(blocks: Collection[Block]) -> bool:
-            replies = await self.barrier.wait_for(blocks, round_number)
+            replies = await self.barrier.wait_for(blocks, round_number, prepared.amended)
             ready.update(replies or {})
             return replies is not None
 
@@ -226,7 +232,8 @@ class Round:
             # awaited first: they decide without waiting for this stage.
             if not await wait_for(partners):
                 return
-            norm += await self.shared.squared_norm_of_sum(round_number, [*shares, *_partners(ready, partners)])
+            averaging, parts = self.place.timeline.under(prepared.amended).averaging, _partners(ready, partners)
+            norm += await self.shared.squared_norm_of_sum(round_number, [*shares, *parts], averaging)
         self.place.decide(Decision(round=round_number, prepared=prepared, squared_norm=norm))
         self.context.changes.signal()
         if not await wait_for(self.barrier.awaited(round_number) - ready.keys()):

@@ -108,8 +108,8 @@ class _Offer:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Fetched:
-    """A snapshot with its sources. It comes with the outcomes of the last rounds before it, and the lineages of some
-    more.
+    """A snapshot with its sources. It comes with the outcomes of the last rounds before it, the lineages of some more,
+    and the run's amendments.
 
     Attributes:
         seconds: how long at least one source was sending.
@@ -120,6 +120,7 @@ class Fetched:
     snapshot: Snapshot
     outcomes: list[pb.Outcome]
     past: tuple[str, ...]
+    amendments: tuple[str, ...]
     sources: list[PeerRecord]
     seconds: float
     bytes_per_second: float
@@ -209,6 +210,7 @@ class StateTransfer:
             snapshot=partial.snapshot,
             outcomes=list(partial.header.outcomes),
             past=voice_of(partial.header).past,
+            amendments=tuple(partial.header.amendments),
             sources=partial.fastest_first,
             seconds=arriving.sending_seconds,
             bytes_per_second=arriving.bytes_per_second,

@@ -43,6 +43,7 @@ ABANDONED_SECONDS = 3600.0
 Tensors = Mapping[str, torch.Tensor]
 _FIRST = ("variant", 0)
 """Is not written, as in files of releases whose stages had no variants."""
+_AMENDMENTS = "amendments"
 
 
 @dataclass(frozen=True, order=True, kw_only=True)
@@ -81,6 +82,7 @@ class Header:
         run_samples: the samples that the run had committed when the round began.
         lineage: hash chain over the rounds before it.
         highest_microbatch: the highest id that the block had seen when the checkpoint was written; -1 for none.
+        amendments: the run's amendments that the writer knew.
         state_digest: the BLAKE3 digest of the state, which the block's peers compare and the event log names. It
             identifies the state. Another digest, over the whole file, shows whether the file is complete.
     """
@@ -93,6 +95,7 @@ class Header:
     highest_microbatch: int
     state_digest: str
     variant: int = 0
+    amendments: tuple[str, ...] = ()
 
     @property
     def block(self) -> Block:
@@ -272,7 +275,11 @@ def load(path: Path, wanted: Collection[str]) -> dict[str, torch.Tensor]:
 
 
 def _pack(header: Header) -> dict[str, str]:
-    values = {name: value for name, value in vars(header).items() if name != "config" and (name, value) != _FIRST} | {
+    values = {
+        name: json.dumps(value) if name == _AMENDMENTS else value
+        for name, value in vars(header).items()
+        if name != "config" and (name, value) not in (_FIRST, (_AMENDMENTS, ()))
+    } | {
         "format": FORMAT,
         "run": header.config.run,
         "config": configs.to_json(header.config),
@@ -289,9 +296,9 @@ def _unpack(metadata: Mapping[str, str], path: Path) -> Header:
         values: dict[str, Any] = {
             each.name: int(written[each.name]) if each.type is int else written[each.name]
             for each in fields(Header)
-            if each.name != "config"
+            if each.name not in ("config", _AMENDMENTS)
         }
-        return Header(config=config, **values)
+        return Header(config=config, amendments=tuple(json.loads(metadata.get(_AMENDMENTS, "[]"))), **values)
     except (KeyError, ValueError) as error:
         raise IntegrityError(f"{path} was written by another release: {error}") from None
 

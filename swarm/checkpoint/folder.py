@@ -14,7 +14,7 @@ import torch
 
 from swarm.checkpoint import file
 from swarm.checkpoint.file import FileName, Header, OfAnotherRun, Tensors
-from swarm.config import RunConfig
+from swarm.config import RunConfig, Timeline
 from swarm.errors import IntegrityError
 from swarm.types import Block
 
@@ -26,7 +26,8 @@ class Restored:
     """A block's state from the files of one round.
 
     Attributes:
-        config: the run's configuration when the files were written.
+        config: the configuration of the round, amendments included, in the run that wrote the files.
+        amendments: those that the run had.
         lineage: the file's own, if one file holds exactly this block. Otherwise it is made from the lineages of all
             files used.
         files: the files that were used.
@@ -39,6 +40,7 @@ class Restored:
     highest_microbatch: int
     tensors: Tensors
     files: tuple[Path, ...]
+    amendments: tuple[str, ...] = ()
 
 
 class CheckpointFolder:
@@ -152,9 +154,11 @@ class CheckpointFolder:
             return None
         used = sorted(used or headers, key=lambda header: header.stage)
         is_same = len(used) == 1 and held[used[0].stage] == set(shapes)
+        amendments = max((header.amendments for header in used), key=len)
         origin = "\n".join([f"{self._config.run_id} stage {block}", *(header.lineage for header in used)])
         return Restored(
-            config=used[0].config,
+            config=Timeline(used[0].config, amendments).at(used[0].round),
+            amendments=amendments,
             round=used[0].round,
             run_samples=max(header.run_samples for header in used),
             lineage=used[0].lineage if is_same else hashlib.sha256(origin.encode()).hexdigest(),

@@ -1,5 +1,6 @@
 """A run's configuration: the sections of the TOML file, run.py for the whole, reading.py to read it."""
 
+from swarm.config.amendments import Amendment, Timeline
 from swarm.config.data import DataConfig
 from swarm.config.lora import LoraConfig
 from swarm.config.model import ModelConfig
@@ -21,6 +22,7 @@ from swarm.config.sizes import TextSize
 from swarm.config.stages import StagesConfig, WireConfig
 
 __all__ = [
+    "Amendment",
     "AveragingConfig",
     "DataConfig",
     "LoraConfig",
@@ -34,6 +36,7 @@ __all__ = [
     "Setting",
     "StagesConfig",
     "TextSize",
+    "Timeline",
     "WireConfig",
     "check_same",
     "differences",

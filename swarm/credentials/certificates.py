@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 
 from cryptography import x509
-from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
@@ -35,6 +35,7 @@ FAULTS = (
 )
 """The exceptions that the library cryptography raises for keys and certificates that it cannot read."""
 
+SIGNATURE = ec.ECDSA(hashes.SHA256())
 _LONG = datetime.timedelta(days=3650)
 _EARLIER = datetime.timedelta(days=1)
 """A certificate is valid from this long before it is made, so that machines with slow clocks accept it too."""
@@ -209,10 +210,30 @@ def bearer_of(chain_pem: str) -> str | None:
 
 def fingerprint(certificate: x509.Certificate) -> str:
     """SHA-256 of the certificate's public key, in hexadecimal. Raises IntegrityError as `public_key` does."""
-    encoded = public_key(certificate).public_bytes(
-        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
-    )
+    return fingerprint_of(public_key(certificate))
+
+
+def fingerprint_of(key: ec.EllipticCurvePublicKey) -> str:
+    encoded = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
     return hashlib.sha256(encoded).hexdigest()
+
+
+def point_of(key: ec.EllipticCurvePublicKey) -> bytes:
+    """A public key in 33 bytes: its compressed point (SEC 1, section 2.3.3)."""
+    return key.public_bytes(serialization.Encoding.X962, serialization.PublicFormat.CompressedPoint)
+
+
+def key_at(point: bytes) -> ec.EllipticCurvePublicKey:
+    """The inverse of `point_of`. Raises ValueError for anything else."""
+    return ec.EllipticCurvePublicKey.from_encoded_point(ec.SECP256R1(), point)
+
+
+def verify(key: ec.EllipticCurvePublicKey, message: bytes, signature: bytes) -> None:
+    """Raise IntegrityError unless the key made this ECDSA-SHA256 signature, in DER."""
+    try:
+        key.verify(signature, message, SIGNATURE)
+    except InvalidSignature:
+        raise IntegrityError("the signature does not fit the record") from None
 
 
 def common_name(certificate: x509.Certificate) -> str:

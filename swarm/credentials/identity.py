@@ -11,7 +11,7 @@ from typing import Self
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from swarm.credentials import certificates
@@ -21,7 +21,6 @@ from swarm.errors import IntegrityError, NotAllowed
 from swarm.machine.disk import write_private
 from swarm.types import PeerId
 
-_SIGNATURE = ec.ECDSA(hashes.SHA256())
 PREFIX = "swarm1-"
 """The beginning of every token, by which people and programs recognize it."""
 _KEY_BYTES = 32
@@ -44,7 +43,7 @@ class Identity:
 
     def sign(self, message: bytes) -> bytes:
         """The ECDSA-SHA256 signature of a message, in DER."""
-        return certificates.load_key(self.key_pem).sign(message, _SIGNATURE)
+        return certificates.load_key(self.key_pem).sign(message, certificates.SIGNATURE)
 
 
 def generate() -> Identity:
@@ -73,10 +72,7 @@ def _identity(key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) ->
 
 def verify(certificate_pem: str, message: bytes, signature: bytes) -> None:
     """Raise IntegrityError unless the certificate's key made the signature."""
-    try:
-        certificates.public_key(certificates.load(certificate_pem)).verify(signature, message, _SIGNATURE)
-    except InvalidSignature:
-        raise IntegrityError("the signature does not fit the record") from None
+    certificates.verify(certificates.public_key(certificates.load(certificate_pem)), message, signature)
 
 
 @dataclass(frozen=True)
@@ -170,6 +166,10 @@ class OwnerKey:
         key = certificates.new_key()
         certificate = certificates.token(key, self.key, role=role, name=name, now=now, expires=expires)
         return Token(certificate=certificate, key=key, owner=self.certificate)
+
+    def sign(self, message: bytes) -> bytes:
+        """The ECDSA-SHA256 signature of a message, in DER."""
+        return self.key.sign(message, certificates.SIGNATURE)
 
     def save(self, path: Path) -> None:
         """Write the key to a new file that only this user can read. Raises FileExistsError, OSError."""

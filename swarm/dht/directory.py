@@ -16,6 +16,7 @@ from swarm.errors import PeerUnavailable
 from swarm.machine.clock import Clock
 from swarm.types import (
     PROTOCOLS,
+    AmendmentsRecord,
     Block,
     ClaimRecord,
     PeerRecord,
@@ -28,7 +29,7 @@ from swarm.types import (
 
 logger = logging.getLogger(__name__)
 
-Announced = PeerRecord | TrainerRecord | ClaimRecord | RunRecord
+Announced = PeerRecord | TrainerRecord | ClaimRecord | AmendmentsRecord | RunRecord
 
 RENEW_SECONDS, NUM_RENEWALS = 5.0, 4
 """Time between two renewals of a record, and how many of them its lifetime has."""
@@ -55,6 +56,7 @@ class Directory:
         self._blocks: dict[Block, SplitKey] = {}
         self._trainers = self._known(keys.of_trainers(run_id), TrainerRecord)
         self._claims = self._known(keys.of_claims(run_id), ClaimRecord)
+        self._amendments = self._known(keys.of_amendments(run_id), AmendmentsRecord)
         self._announced: dict[Block, PeerRecord] = {}
         self._led = frozenset[Block]()
         self._expirations: dict[str, float] = {}
@@ -111,6 +113,8 @@ class Directory:
                 return [self._trainers.key]
             case ClaimRecord():
                 return [self._claims.key]
+            case AmendmentsRecord():
+                return [self._amendments.key]
             case RunRecord():
                 return [keys.RUNS]
 
@@ -160,6 +164,10 @@ class Directory:
     async def claims(self) -> list[ClaimRecord]:
         """The claims of peers that are about to serve a block, or were a moment ago. Raises PeerUnavailable."""
         return _compatible(await self._claims.read())
+
+    async def amendments(self) -> list[AmendmentsRecord]:
+        """The run's amendments, as each peer that announces some knows them. Raises PeerUnavailable."""
+        return _compatible(await self._amendments.read(partly=True))
 
     async def watch(
         self, blocks: Sequence[Block], on_update: Callable[[Block, Sequence[PeerRecord]], None],

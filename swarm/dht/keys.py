@@ -12,7 +12,7 @@ RUNS = "swarm.runs"
 """The key under which a joiner that has only an address finds the run."""
 MOST_BITS = 16
 """The most bits of a part's name."""
-_OF_A_RUN = re.compile(r"[^\x00-\x1f]{1,200}\.(stage\.\d{1,4}(\.\d{1,4})?|trainers|claims)")
+_OF_A_RUN = re.compile(r"[^\x00-\x1f]{1,200}\.(stage\.\d{1,4}(\.\d{1,4})?|trainers|claims|amendments)")
 _PART = re.compile(rf"(.*\.stage\.\d{{1,4}}(?:\.\d{{1,4}})?)/([01]{{1,{MOST_BITS}}})")
 
 
@@ -26,6 +26,10 @@ def of_trainers(run_id: str) -> str:
 
 def of_claims(run_id: str) -> str:
     return f"{run_id}.claims"
+
+
+def of_amendments(run_id: str) -> str:
+    return f"{run_id}.amendments"
 
 
 def bits_of(peer_id: str) -> str:
@@ -59,4 +63,5 @@ def is_of_a_run(key: str) -> bool:
 
 
 def of_run(run_id: str, blocks: Iterable[Block]) -> list[str]:
-    return [RUNS, *(of_block(run_id, block) for block in blocks), of_trainers(run_id), of_claims(run_id)]
+    others = of_trainers(run_id), of_claims(run_id), of_amendments(run_id)
+    return [RUNS, *(of_block(run_id, block) for block in blocks), *others]

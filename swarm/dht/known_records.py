@@ -17,7 +17,7 @@ from swarm.dht.records import Envelope, open_record, signed_by, verify
 from swarm.errors import IntegrityError, MalformedMessage, NotAllowed, PeerUnavailable
 from swarm.machine.clock import Clock, SteadyTime
 from swarm.rpc.callers import Caller, Quota
-from swarm.types import ClaimRecord, PeerRecord, RunRecord, TrainerRecord
+from swarm.types import AmendmentsRecord, ClaimRecord, PeerRecord, RunRecord, TrainerRecord
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class KeyQuota:
             self.drop(subkey)
 
 
-Record = TypeVar("Record", PeerRecord, TrainerRecord, ClaimRecord, RunRecord)
+Record = TypeVar("Record", PeerRecord, TrainerRecord, ClaimRecord, AmendmentsRecord, RunRecord)
 
 
 class KnownRecords(Generic[Record]):
@@ -172,7 +172,7 @@ class KnownRecords(Generic[Record]):
         return [record for record, _ in self._known.values()]
 
 
-def _require_own(record: PeerRecord | TrainerRecord | ClaimRecord | RunRecord, subkey: str) -> None:
+def _require_own(record: PeerRecord | TrainerRecord | ClaimRecord | AmendmentsRecord | RunRecord, subkey: str) -> None:
     if record.peer_id != subkey:
         raise IntegrityError(f"{subkey} announces {record.peer_id}")
     if isinstance(record, PeerRecord) and record.certificate_pem and peer_id_of(record.certificate_pem) != subkey:

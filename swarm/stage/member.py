@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from swarm.config import Timeline
 from swarm.events import Close, Commit, Install, State, ranges
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.buckets import Tensors
@@ -58,6 +59,10 @@ class StageMember:
         """The readings of the state on other threads. No round is committed before they are done."""
         self._may_commit = asyncio.Lock()
         """Held by a commit, and while a reading begins."""
+
+    @property
+    def timeline(self) -> Timeline:
+        return self._weights.timeline
 
     @property
     def run_samples(self) -> int:
@@ -159,6 +164,7 @@ class StageMember:
                     carried=self._weights.round.stepped.samples,
                     partners=result.partners,
                     total_squared_norm=result.total_squared_norm,
+                    amended=result.amended,
                 )
             )
             read = self._weights.state(), self._staging.reader()

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from swarm.config import RunConfig
+from swarm.config import RunConfig, Timeline
 from swarm.errors import NotReady
 from swarm.events import Events, Repeat
 from swarm.stage.admission import Admission
@@ -216,7 +216,7 @@ class Stage:
 
 def weights_of(
     config: RunConfig, module: nn.Module, *, lineage: str, events: Events | None = None, fused: bool | None = None,
-    anchors: Path | None = None, share: Fraction = Fraction(1),
+    anchors: Path | None = None, share: Fraction = Fraction(1), timeline: Timeline | None = None,
 ) -> StageWeights:  # fmt: skip
     """Make a stage's weights: the module's own, at round 0.
 
@@ -224,14 +224,18 @@ def weights_of(
         fused: whether inner steps are taken in few launches, for a GPU; None: as functions.fuses says.
         anchors: the folder on whose disk DiLoCo's anchors and outer momentum are; None: they are in RAM.
         share: how many of the run's samples pass through the block. The learning rate follows the run's samples.
+        timeline: the run's, whose configuration may differ from this one in how the stage computes; None: a new one.
 
     Raises:
         OSError: that disk has no room.
         ValueError: the stage has fewer layer groups than the configuration has fragments.
     """
+    timeline = timeline or Timeline(config)
     if config.rounds.synchronous:
-        return SynchronousWeights(config, module, lineage=lineage, share=share)
-    return DilocoWeights(config, module, lineage=lineage, events=events, fused=fused, anchors=anchors, share=share)
+        return SynchronousWeights(config, module, timeline, lineage=lineage, share=share)
+    return DilocoWeights(
+        config, module, timeline, lineage=lineage, events=events, fused=fused, anchors=anchors, share=share
+    )
 
 
 def setting_of(context: StageContext) -> Setting:

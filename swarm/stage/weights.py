@@ -12,7 +12,7 @@ from fractions import Fraction
 import torch
 from torch import nn
 
-from swarm.config import RunConfig
+from swarm.config import RunConfig, Timeline
 from swarm.machine.memory import Recycler
 from swarm.model.adapters import trained_parameters
 from swarm.stage import state
@@ -54,6 +54,7 @@ class StageWeights(ABC):
 
     Attributes:
         masters: all parameters that are trained; optimizers write into these.
+        timeline: the configuration of each round, with the amendments that this peer knows.
         inner_steps: the inner steps of this round; none in the synchronous setting.
     """
 
@@ -61,6 +62,7 @@ class StageWeights(ABC):
         self,
         config: RunConfig,
         module: nn.Module,
+        timeline: Timeline,
         *,
         batch_samples: int | None,
         anchor_device: torch.device,
@@ -70,8 +72,11 @@ class StageWeights(ABC):
     ) -> None:
         """Anchors are kept on `anchor_device`; for `batch_samples` see Buckets, for `outer_memory` OuterSgd, and for
         `share` weights_of."""
-        self._config = config
+        self.timeline = timeline
+        self._config = timeline.config
+        """The configuration of the present round."""
         self._share = share
+        self._outer_memory = outer_memory
         self._memory = Recycler()
         self.masters = trained_parameters(module)
         self._staging = staging_of(next(iter(self.masters.values())).device)
@@ -172,6 +177,7 @@ class StageWeights(ABC):
 
         Afterwards an inner step may be due.
         """
+        self._amend(self.timeline.under(result.amended))
         rate = self.learning_rate
         carried, anchor = self._end_round(result, rate)
         new_round = Round(
@@ -193,6 +199,16 @@ class StageWeights(ABC):
         self._anchors[new_round.number] = moved(anchor, self._anchor_device)
         for number in sorted(self._anchors)[:-KEPT_ANCHORS]:
             del self._anchors[number]
+        self._amend(self.timeline.at(new_round.number))
+
+    def _amend(self, config: RunConfig) -> bool:
+        """From now on step as this configuration of the run says. Returns whether it is another one than before."""
+        if config is self._config:
+            return False
+        self._config, before = config, self._ends_rounds
+        self._ends_rounds = round_optimizer(config, self._outer_memory)
+        self._ends_rounds.take_over(before)
+        return True
 
     # -- transfer ----------------------------------------------------------------------------------------------
 

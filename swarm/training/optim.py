@@ -70,6 +70,10 @@ class Optimizer(ABC):
         self.packed: dict[str, dict[str, Packed]] = {}
         """The part of the state that is held in 8 bits."""
 
+    def take_over(self, other: "Optimizer") -> None:
+        """Go on with what another optimizer of the same kind, with other settings, remembers."""
+        self.state, self.packed = other.state, other.packed
+
     @abstractmethod
     def state_shapes(self, name: str, shape: torch.Size) -> dict[str, torch.Size]:
         """By key: the shapes of the state that the optimizer has for such a parameter after the first step."""

@@ -112,6 +112,7 @@ class RoundResult:
         cost: what the round cost this member; all zero if it took no part.
         closing: see Contribution; None: the newest one is in the average.
         partners: if stages have tied parameters, digests of the results that the block's average was made of.
+        amended: the digest of the newest amendment under which it was made, and is applied; empty if there is none.
     """
 
     round: int
@@ -127,6 +128,7 @@ class RoundResult:
     contributed: bool = True
     closing: int | None = None
     partners: tuple[str, ...] = ()
+    amended: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

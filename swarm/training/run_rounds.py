@@ -67,6 +67,7 @@ def next_lineage(
     *,
     total_squared_norm: float,
     partners: Sequence[str],
+    amended: str = "",
 ) -> str:
     """The chain's next link, 64 hexadecimal digits: a hash over all that the state after the round depends on.
 
@@ -74,6 +75,9 @@ def next_lineage(
         digest: the digest of the round's result.
         total_squared_norm: the squared norm by which the gradient is clipped.
         partners: digests of the results that an average of tied parameters is made of.
+        amended: the digest of the newest amendment under which the step is taken.
     """
     parts = [previous, str(round_number), digest, *members, float(total_squared_norm).hex(), *partners]
+    if amended:
+        parts.append(f"amended {amended}")
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

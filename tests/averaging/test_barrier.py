@@ -64,7 +64,7 @@ class OtherStage:
         member.round = 7
         own = Averager(context, member)
         barrier = Barrier(context, own.place, own.shared, own.watch, self.call, own.own_round)
-        replies = await barrier.wait_for([Block(1)], 7)
+        replies = await barrier.wait_for([Block(1)], 7, "")
         assert replies is not None
         assert (replies[Block(1)].ready, replies[Block(1)].squared_norm) == (True, 4.0)
         return self.clock.monotonic() - self.ready_at

@@ -126,9 +126,11 @@ async def test_a_large_tied_parameter_is_summed_beside_the_loop(codec: str) -> N
     partners = []
     for stage, average in enumerate(averages):
         lines[stage].other = holders[1 - stage]
-        digest = await holders[stage].offer(0, str(stage), {block.name: average})
+        digest = await holders[stage].offer(0, str(stage), {block.name: average}, config.averaging)
         partners.append(pb.Partner(stage=stage, digest=digest, contact=contact_of(record(stage))))
     for holder in holders:
-        assert await holder.squared_norm_of_sum(0, partners) == pytest.approx(9.0 * averages[0].numel())
-        summed = (await holder.sum(0, partners))[block.name]
+        assert await holder.squared_norm_of_sum(0, partners, config.averaging) == pytest.approx(
+            9.0 * averages[0].numel()
+        )
+        summed = (await holder.sum(0, partners, config.averaging))[block.name]
         assert await asyncio.to_thread(torch.equal, summed, torch.tensor(3.0).expand(block.shape))

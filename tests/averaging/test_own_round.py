@@ -12,7 +12,7 @@ from swarm.averaging.agreement.group import Ballot, Refused
 from swarm.averaging.agreement.messages import MemberFailed
 from swarm.averaging.agreement.shares import Shares, divide
 from swarm.averaging.own_round import Attempt
-from swarm.averaging.vectors.exchange import Closed
+from swarm.averaging.vectors.exchange import Closed, Closing
 from swarm.averaging.vectors.reduction import Reduction
 from swarm.averaging.wire.transport import Payload
 from swarm.compression.codec import simple_codec
@@ -35,7 +35,9 @@ def attempt_with(exchanges: Any) -> Attempt:
     """An attempt of a member with a frozen contribution."""
     contribution = Contribution(tensors={}, num_samples=1, num_targets=1, round_samples=1, committed=frozenset())
     closed = Closed(contribution=contribution, vector_D=torch.zeros(4), norm=0.0)
-    return Attempt(make_context(record(1)), exchanges, ballot=Ballot(1, OWN), closed=closed, began_at=0.0)
+    closing = Closing(frozenset(), "", exchanges, began_at=0.0)
+    closing.end(closed)
+    return Attempt(make_context(record(1)), ballot=Ballot(1, OWN), closing=closing)
 
 
 @in_virtual_time

@@ -14,7 +14,7 @@ from swarm.dht.directory import NUM_RENEWALS, RENEW_SECONDS, Announcement, Direc
 from swarm.dht.records import MAX_LIFETIME_SECONDS, seal
 from swarm.errors import PeerUnavailable
 from swarm.machine.clock import DOUBT_SECONDS
-from swarm.types import PROTOCOLS, Block, PeerRecord, PeerState, Protocols, TrainerRecord
+from swarm.types import PROTOCOLS, AmendmentsRecord, Block, PeerRecord, PeerState, Protocols, TrainerRecord
 from tests.support import locked
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
@@ -411,3 +411,12 @@ async def test_an_announcement_is_renewed_at_once_on_an_occasion_and_tells_its_f
     await now.sleep(15.0)
     assert len(stored) == num_stored, "there is nothing to announce"
     keeping.cancel()
+
+
+async def test_amendments_are_listed_as_each_peer_knows_them(store: Store, clock: ManualClock) -> None:
+    for peer, texts in ((OURS, ("first",)), (THEIRS, ("first", "second"))):
+        record = AmendmentsRecord(peer_id=peer.peer_id, announced_at=1000.0, amendments=texts)
+        await Directory(store, peer, RUN, clock).announce(record, 30)
+    found = await Directory(store, OURS, RUN, clock).amendments()
+    assert sorted(record.amendments for record in found) == [("first",), ("first", "second")]
+    assert await Directory(store, OURS, "another.run", clock).amendments() == []

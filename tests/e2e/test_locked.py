@@ -84,3 +84,29 @@ def test_whoever_has_no_token_or_a_wrong_one_sees_nothing(swarm: RealSwarm) -> N
         assert result.returncode in (1, 2)
         assert expected in result.stderr
         assert len(result.stderr.splitlines()) == 1, result.stderr
+
+
+def test_the_owner_amends_the_run_while_it_goes_on(swarm: RealSwarm, tmp_path: Path) -> None:
+    keys = {"ours": locked.OWNER, "another's": locked.STRANGER}
+    for name, key in keys.items():
+        key.save(tmp_path / name)
+    (invite, *_) = _printed(swarm, "join")
+    amend = ["keys", "amend", str(tmp_path / "ours"), invite, "--set"]
+    told, refused, foreign = run_all(
+        [*amend, "optimizer.learning_rate=7e-4"], [*amend, "model.d_model=64"],
+        ["keys", "amend", str(tmp_path / "another's"), invite, "--set", "optimizer.learning_rate=1"],
+    )  # fmt: skip
+    assert told.returncode == 0, told.stderr
+    assert "amendment 1: optimizer.learning_rate=7e-4 from round" in told.stdout
+    assert "all peers know of it" in told.stdout
+    for result in (refused, foreign):
+        assert result.returncode in (1, 2)
+        assert len(result.stderr.splitlines()) == 1, result.stderr
+    assert "model.d_model cannot be amended" in refused.stderr
+    (near,) = run_all([*amend, "optimizer.learning_rate=1", "--at-round", "1"])
+    assert "is too near" in near.stderr
+    line = [word.replace("#TOKEN", f"#{TRAINER_TOKEN}") for word in _printed(swarm, "train")]
+    options = ["--steps", "14", "--output", str(swarm.folder / "later"), "--evaluation-samples", "16"]
+    assert swarm.wait_for_end(swarm.children.start("later", command_line("trainer", [*line, *options]))) == 0
+    rates = [step["train/learning_rate"] for step in swarm.steps("later")]
+    assert rates[-1] == pytest.approx(7e-4)

@@ -13,11 +13,13 @@ from swarm.training.round_member import RoundResult
 def result_of(
     round_number: int, average: Mapping[str, torch.Tensor], *, total_squared_norm: float = 0.0, num_samples: int = 16,
     num_members: int = 1, lineage: str = "", contributed: bool = True, closing: int | None = None,
+    amended: str = "",
 ) -> RoundResult:  # fmt: skip
     return RoundResult(
         round=round_number, tensors=average, num_samples=num_samples, squared_norm=total_squared_norm,
         total_squared_norm=total_squared_norm, members=tuple(map(str, range(num_members))), lineage=lineage,
         attempts=1, digest="", contributed=contributed, closing=closing,
+        amended=amended,
     )  # fmt: skip
 
 

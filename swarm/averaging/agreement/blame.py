@@ -250,8 +250,9 @@ def require_true_results(begun: Begun, ballot: Ballot) -> None:
 
 
 def without_the_useless(
-    begun: Mapping[PeerId, pb.BeginReply], config: RunConfig, block: Block, round_number: int, own_id: PeerId
-) -> AttemptFailed | None:
+    begun: Mapping[PeerId, pb.BeginReply], config: RunConfig, block: Block, round_number: int, own_id: PeerId,
+    *, amended: str = "",
+) -> AttemptFailed | None:  # fmt: skip
     """Make the error of an attempt in which some contributions are useless. It leaves their members out. None if all
     are useful.
 
@@ -259,6 +260,7 @@ def without_the_useless(
 
     Args:
         own_id: the leader, whose contribution has the right size.
+        amended: the digest of the newest amendment that is in force.
     """
     sizes = Counter(reply.num_elements for reply in begun.values())
     size = begun[own_id].num_elements if own_id in begun else sizes.most_common(1)[0][0]
@@ -267,6 +269,8 @@ def without_the_useless(
         fault = Counts.of(reply, reply.norm).fault(config, block)
         if not fault and reply.num_elements != size:
             fault = "of another size"
+        if not fault and reply.amended != amended:
+            fault = "made without the run's amendments, of which its release may not know"
         if not fault and config.rounds.synchronous:
             named = messages.unpack_indices_of(config.microbatches_of(round_number, block), reply.committed_gaps)
             if {reply.num_samples, reply.round_samples} != {len(named) * config.data.microbatch_size}:

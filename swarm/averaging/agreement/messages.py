@@ -59,6 +59,7 @@ def lineage_after(previous: str, outcome: pb.Outcome) -> str:
         prepared.member_ids,
         total_squared_norm=outcome.total_squared_norm,
         partners=digests_of(outcome.partners),
+        amended=prepared.amended,
     )
 
 

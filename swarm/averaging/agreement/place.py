@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from swarm.averaging.agreement.branches import Branches
 from swarm.averaging.agreement.group import Ballot, Group
 from swarm.averaging.agreement.messages import Standing
+from swarm.config import Timeline
 from swarm.rpc.v1 import averaging_pb2 as pb
 
 KEPT_OUTCOMES = 4
@@ -37,6 +38,7 @@ class Place:
 
     Attributes:
         branches: where the other holders of its stage stand.
+        timeline: the amendments that it knows, and so the configuration of each round.
         group: what it has promised and prepared in this round.
         lock: held while the stage is called, so that the peer does not move meanwhile.
         standing: its round, samples and lineage; changes together with `outcomes`.
@@ -48,12 +50,13 @@ class Place:
         is_sound: False once a replayed round gave a wrong state. `standing` then stays at the last round before it.
     """
 
-    def __init__(self, standing: Standing, branches: Branches, *, num_fragments: int) -> None:
+    def __init__(self, standing: Standing, branches: Branches, timeline: Timeline, *, num_fragments: int) -> None:
         """
         Args:
             num_fragments: see AveragingConfig.
         """
         self.branches = branches
+        self.timeline = timeline
         self.group = Group(standing.round)
         self.lock = asyncio.Lock()
         self.standing = standing

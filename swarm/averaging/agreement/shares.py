@@ -10,7 +10,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from swarm.config import RunConfig
@@ -142,9 +142,14 @@ class Share:
 @dataclass(frozen=True)
 class Shares:
     """The shares of all members, in the same order at every member. Contributions are summed in this order, and the
-    parts follow one another in this order."""
+    parts follow one another in this order.
+
+    Attributes:
+        amended: the digest of the newest amendment that is in force in the round; empty if there is none.
+    """
 
     members: tuple[Share, ...]
+    amended: str = ""
 
     def __post_init__(self) -> None:
         if len({share.peer_id for share in self.members}) < len(self.members):
@@ -187,8 +192,10 @@ class Shares:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 digest of all shares, in hexadecimal."""
-        lines = (f"{s.peer_id} {s.counts} {s.weight.hex()} {s.num_elements}" for s in self.members)
+        """SHA-256 digest of all this, in hexadecimal."""
+        lines = [f"{s.peer_id} {s.counts} {s.weight.hex()} {s.num_elements}" for s in self.members]
+        if self.amended:
+            lines.append(f"amended {self.amended}")
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -218,8 +225,10 @@ def divide(
     return _weighed(list(begun), counts, sizes, clip_to_median)
 
 
-def shares_of(shares: Sequence[pb.Share], config: RunConfig, block: Block, num_members: int = 1) -> Shares:
-    """The shares that a leader names.
+def shares_of(
+    shares: Sequence[pb.Share], config: RunConfig, block: Block, num_members: int = 1, amended: str = ""
+) -> Shares:
+    """The shares that a leader names. `config` is the one under that amendment.
 
     Args:
         num_members: how many members' contributions may be in one share.
@@ -234,7 +243,7 @@ def shares_of(shares: Sequence[pb.Share], config: RunConfig, block: Block, num_m
     if not any(each.num_samples for each in counts):
         raise MalformedMessage("no member has samples")
     names, sizes = [share.contact.peer_id for share in shares], [share.num_elements for share in shares]
-    return _weighed(names, counts, sizes, clip_of(config))
+    return replace(_weighed(names, counts, sizes, clip_of(config)), amended=amended)
 
 
 def prepared_of(request: pb.AverageRequest, shares: Shares, digest: str, squared_norm: float) -> pb.Prepared:
@@ -247,6 +256,7 @@ def prepared_of(request: pb.AverageRequest, shares: Shares, digest: str, squared
         member_ids=request.member_ids or names,
         num_samples=shares.round_samples,
         decider_ids=names if request.member_ids and not request.is_part else [],
+        amended=shares.amended,
     )
 
 

@@ -149,9 +149,9 @@ def digest_of(shares: Shares, payloads: dict[str, Payload], *, with_norms: bool)
     return digest.hexdigest()
 
 
-def digest_of_whole(member_ids: Sequence[str], num_samples: int, vector_D: torch.Tensor) -> str:
+def digest_of_whole(member_ids: Sequence[str], num_samples: int, vector_D: torch.Tensor, amended: str = "") -> str:
     """BLAKE3 digest of a result that was averaged in groups, in hexadecimal: the same in whatever parts it came."""
-    digest = blake3("\n".join([str(num_samples), *member_ids]).encode())
+    digest = blake3("\n".join([str(num_samples), *member_ids, *([amended] if amended else [])]).encode())
     digest.update(vector_D.numpy().data.cast("B"))
     return digest.hexdigest()
 

@@ -57,11 +57,15 @@ class Closing:
 
     Attributes:
         drop: microbatches that are taken out of the contribution.
+        amended: the digest of the newest amendment that is in force.
+        exchanges: make it ready and exchange it, with the codec of that configuration.
         began_at: when freezing began, by the member's clock.
     """
 
-    def __init__(self, *, drop: frozenset[int], began_at: float) -> None:
+    def __init__(self, drop: frozenset[int], amended: str, exchanges: "Exchanges", *, began_at: float) -> None:
         self.drop = drop
+        self.amended = amended
+        self.exchanges = exchanges
         self.began_at = began_at
         self._outcome: asyncio.Future[Closed | Exception] = asyncio.get_running_loop().create_future()
 
@@ -90,10 +94,10 @@ class Closing:
 class Exchanges:
     """What a member keeps from one exchange to the next."""
 
-    def __init__(self, config: AveragingConfig, own_id: str) -> None:
+    def __init__(self, config: AveragingConfig, own_id: str, bytes_per_second: float = 0.0) -> None:
         self.codec = contribution_codec(config)
         self.result_codec = result_codec(config)
-        self.bytes_per_second = 0.0
+        self.bytes_per_second = bytes_per_second
         """The rate at which this member's line sends, as measured; 0 before that."""
         tiled = self.codec.tile == buffers.TILE
         self._flatten = buffers.flatten if tiled else buffers.concatenate
@@ -105,6 +109,11 @@ class Exchanges:
         """The error feedback of each fragment."""
         self._last: Closed | None = None
         self._memory = Recycler()
+
+    def under(self, config: AveragingConfig) -> "Exchanges":
+        """These exchanges themselves, or new ones if the settings have been amended. The residual stays behind, because
+        it is in the former codec's order of elements."""
+        return self if config == self._config else Exchanges(config, self._own_id, self.bytes_per_second)
 
     @property
     def residual_bytes(self) -> int:

@@ -28,6 +28,7 @@ class Committed:
         after: where the member stands after the commit.
         result: the averaged tensors, to which nothing writes any more, and the figures of their round.
         state_digest: the digest that `apply` gave; computing it may take a while.
+        amendments: all that the member knew at that time.
     """
 
     before: Standing
@@ -35,6 +36,7 @@ class Committed:
     result: RoundResult
     outcome: pb.Outcome
     state_digest: asyncio.Future[str]
+    amendments: tuple[str, ...] = ()
 
 
 async def pack(committed: Committed, sha256: bytes, donor_round: Callable[[], int]) -> pb.ResultHeader:
@@ -52,6 +54,7 @@ async def pack(committed: Committed, sha256: bytes, donor_round: Callable[[], in
         tensors=describe(committed.result.tensors),
         sha256=sha256,
         donor_round=donor_round(),
+        amendments=committed.amendments,
     )
 
 
@@ -79,10 +82,12 @@ def _unpack(before: Standing, header: pb.ResultHeader, tensors: Mapping[str, tor
         attempts=prepared.ballot.attempt,
         digest=prepared.digest,
         partners=messages.digests_of(outcome.partners),
+        amended=prepared.amended,
     )
     return Committed(
-        before=before, after=after, result=result, outcome=outcome, state_digest=known(header.state_digest)
-    )
+        before=before, after=after, result=result, outcome=outcome, state_digest=known(header.state_digest),
+        amendments=tuple(header.amendments),
+    )  # fmt: skip
 
 
 def require_norms(outcome: pb.Outcome, squared_norm: float) -> None:

@@ -21,7 +21,7 @@ from swarm.averaging.vectors.reduction import decode_bounded
 from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import record_of
 from swarm.compression.codec import Buffer, Codec, contribution_codec, simple_codec
-from swarm.config import RunConfig
+from swarm.config import AveragingConfig
 from swarm.errors import IntegrityError, MalformedMessage, NotReady, PeerUnavailable, SwarmError
 from swarm.model.stages import shared_parameters
 from swarm.rpc.v1 import averaging_pb2 as pb
@@ -46,7 +46,6 @@ class TiedParameters:
         self._num_elements = sum(map(_numel, self._shapes.values()))
         self._holders = sorted({Block(stage) for shared in held for stage in shared.stages})
         self._counting = {Block(min(shared.stages)) for shared in shared_parameters(config)}
-        self._codec = _codec(config)
         self._averages: dict[tuple[int, Block, str], Buffer] = {}
         """The averages of tied parameters, encoded, by round, block and digest."""
 
@@ -65,20 +64,22 @@ class TiedParameters:
     def squared_norm_of_rest(self, tensors: Mapping[str, torch.Tensor]) -> float:
         return sum(squared_norm_of_vector(tensor) for name, tensor in tensors.items() if name not in self._shapes)
 
-    async def offer(self, round_number: int, digest: str, tensors: Mapping[str, torch.Tensor]) -> str:
-        """Keep this stage's average for peers of other stages that ask for it.
+    async def offer(
+        self, round_number: int, digest: str, tensors: Mapping[str, torch.Tensor], config: AveragingConfig
+    ) -> str:
+        """Keep this stage's average for peers of other stages that ask for it. `config` is that of the round.
 
         Returns the digest that the result has from now on: if the round averages these parameters, theirs is appended.
         """
         if not self.is_due(round_number):
             return digest
-        encoded, own_digest = await asyncio.to_thread(self._encode, tensors)
+        encoded, own_digest = await asyncio.to_thread(self._encode, tensors, _codec(config))
         digest = f"{digest}.{own_digest}"
         self._keep((round_number, self._block, digest), encoded)
         return digest
 
-    def _encode(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Buffer, str]:
-        encoded = self._codec.encode(torch.cat([tensors[name].flatten() for name in self._shapes]))
+    def _encode(self, tensors: Mapping[str, torch.Tensor], codec: Codec) -> tuple[Buffer, str]:
+        encoded = codec.encode(torch.cat([tensors[name].flatten() for name in self._shapes]))
         return encoded, _digest_of(encoded)
 
     def answer(self, request: pb.SharedRequest) -> Buffer:
@@ -88,11 +89,14 @@ class TiedParameters:
             raise NotReady(f"the average of round {request.round} is not here")
         return encoded
 
-    async def sum(self, round_number: int, holders: Iterable[pb.Partner]) -> dict[str, torch.Tensor]:
+    async def sum(
+        self, round_number: int, holders: Iterable[pb.Partner], config: AveragingConfig
+    ) -> dict[str, torch.Tensor]:
         """Add up the averages of the stages that hold the parameters. Returns the sum of each parameter.
 
         Args:
             holders: a peer of each stage that holds them, this one included.
+            config: that of the round.
 
         Raises:
             PeerUnavailable: no peer gives some stage's average.
@@ -104,26 +108,28 @@ class TiedParameters:
             )
         sum_S = await asyncio.to_thread(torch.zeros, self._num_elements)
         for _, holder in sorted(by_block.items()):
-            await asyncio.to_thread(sum_S.add_, await self._average_of(round_number, holder))
+            await asyncio.to_thread(sum_S.add_, await self._average_of(round_number, holder, _codec(config)))
         pieces = torch.split(sum_S, [_numel(shape) for shape in self._shapes.values()])
         return {name: piece.view(shape) for (name, shape), piece in zip(self._shapes.items(), pieces, strict=True)}
 
-    async def squared_norm_of_sum(self, round_number: int, holders: Iterable[pb.Partner]) -> float:
+    async def squared_norm_of_sum(
+        self, round_number: int, holders: Iterable[pb.Partner], config: AveragingConfig
+    ) -> float:
         """The squared norm of the result of `sum`."""
-        summed = (await self.sum(round_number, holders)).values()
+        summed = (await self.sum(round_number, holders, config)).values()
         return await asyncio.to_thread(lambda: sum(map(squared_norm_of_vector, summed)))
 
-    async def _average_of(self, round_number: int, holder: pb.Partner) -> torch.Tensor:
+    async def _average_of(self, round_number: int, holder: pb.Partner, codec: Codec) -> torch.Tensor:
         block = _block_of(holder)
         key = (round_number, block, holder.digest)
         clock, timing = self._context.clock, self._context.timing
         deadline, turn = clock.monotonic() + timing.shared_seconds, 0
         while key not in self._averages:
             try:
-                encoded = await self._fetch(round_number, holder, turn)
+                encoded = await self._fetch(round_number, holder, turn, codec.num_bytes(self._num_elements))
                 if await asyncio.to_thread(_digest_of, encoded) != holder.digest.partition(".")[2]:
                     raise IntegrityError("a peer sent other bytes than its stage has averaged")
-                average_S = await self._decode(encoded)
+                average_S = await self._decode(encoded, codec)
                 self._keep(key, encoded)
                 return average_S
             except SwarmError as error:
@@ -134,12 +140,11 @@ class TiedParameters:
                     ) from None
                 turn += 1
                 await clock.sleep(timing.retry_seconds)
-        return await self._decode(self._averages[key])
+        return await self._decode(self._averages[key], codec)
 
-    async def _fetch(self, round_number: int, holder: pb.Partner, turn: int) -> Buffer:
+    async def _fetch(self, round_number: int, holder: pb.Partner, turn: int, num_bytes: int) -> Buffer:
         """Ask one of the peers that may have a stage's average; each turn asks a different one."""
-        context, num_bytes = self._context, self._codec.num_bytes(self._num_elements)
-        block = _block_of(holder)
+        context, block = self._context, _block_of(holder)
         others = sorted(context.peers(block), key=lambda record: record.peer_id)
         candidates = [record_of(holder.contact, block), *others]
         own = context.own_block(block)
@@ -156,8 +161,8 @@ class TiedParameters:
         seconds = context.timing.exchange_seconds(num_bytes)
         return await context.transport.shared(chosen, request, reply_bytes=num_bytes, timeout_seconds=seconds)
 
-    async def _decode(self, encoded: Buffer) -> torch.Tensor:
-        return await asyncio.to_thread(decode_bounded, self._codec, encoded, self._num_elements)
+    async def _decode(self, encoded: Buffer, codec: Codec) -> torch.Tensor:
+        return await asyncio.to_thread(decode_bounded, codec, encoded, self._num_elements)
 
     def _keep(self, key: tuple[int, Block, str], encoded: Buffer) -> None:
         self._averages[key] = encoded
@@ -166,10 +171,10 @@ class TiedParameters:
             del self._averages[stale]
 
 
-def _codec(config: RunConfig) -> Codec:
+def _codec(config: AveragingConfig) -> Codec:
     """The codec of averages: the same as for contributions. If that one is sparse it is float16, because an average is
     not sparse."""
-    codec = contribution_codec(config.averaging)
+    codec = contribution_codec(config)
     return simple_codec("fp16") if codec.is_sparse or codec.tile > 1024 else codec
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from swarm.averaging.agreement.rules import Timing
 from swarm.averaging.wire.transport import OwnBlock, Transport
-from swarm.config import RunConfig
+from swarm.config import RunConfig, Timeline
 from swarm.errors import NotReady
 from swarm.events import Events
 from swarm.machine.clock import Clock, spawn, wait
@@ -105,6 +105,7 @@ class Context:
         endpoints: gives this peer's present endpoints, if those in `own` may become out of date.
         turns: decide which peers may download from this one now; None if all may at the same time.
         own_block: gives another block that this process serves; None if it does not serve that one.
+        known_amendments: the timeline that the block's weights follow; None if nothing else follows one.
     """
 
     config: RunConfig
@@ -119,6 +120,11 @@ class Context:
     waits: Waits = field(default_factory=Waits)
     turns: Turns | None = None
     own_block: Callable[[Block], OwnBlock | None] = lambda _: None
+    known_amendments: Timeline | None = None
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        return self.known_amendments or Timeline(self.config)
 
     @cached_property
     def changes(self) -> Changes:

@@ -114,6 +114,7 @@ class Prepared(_message.Message):
     MEMBER_IDS_FIELD_NUMBER: _builtins.int
     NUM_SAMPLES_FIELD_NUMBER: _builtins.int
     DECIDER_IDS_FIELD_NUMBER: _builtins.int
+    AMENDED_FIELD_NUMBER: _builtins.int
     digest: _builtins.str
     """BLAKE3 digest of the member list and the averaged bytes, in hexadecimal. If the round averages tied
     parameters, a dot and the digest of what `Shared` answers follow.
@@ -121,6 +122,8 @@ class Prepared(_message.Message):
     squared_norm: _builtins.float
     """The squared norm of this stage's averaged tensors, without tied parameters."""
     num_samples: _builtins.int
+    amended: _builtins.str
+    """The digest of the newest amendment under which it was made; empty if there is none."""
     @_builtins.property
     def ballot(self) -> Global___Ballot: ...
     @_builtins.property
@@ -140,10 +143,11 @@ class Prepared(_message.Message):
         member_ids: _abc.Iterable[_builtins.str] | None = ...,
         num_samples: _builtins.int = ...,
         decider_ids: _abc.Iterable[_builtins.str] | None = ...,
+        amended: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ballot", b"ballot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ballot", b"ballot", "decider_ids", b"decider_ids", "digest", b"digest", "member_ids", b"member_ids", "num_samples", b"num_samples", "squared_norm", b"squared_norm"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["amended", b"amended", "ballot", b"ballot", "decider_ids", b"decider_ids", "digest", b"digest", "member_ids", b"member_ids", "num_samples", b"num_samples", "squared_norm", b"squared_norm"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -387,9 +391,13 @@ class BeginRequest(_message.Message):
     STANDING_FIELD_NUMBER: _builtins.int
     DROP_GAPS_FIELD_NUMBER: _builtins.int
     WAIT_SECONDS_FIELD_NUMBER: _builtins.int
+    AMENDED_FIELD_NUMBER: _builtins.int
+    AMENDMENTS_FIELD_NUMBER: _builtins.int
     peer_id: _builtins.str
     wait_seconds: _builtins.float
     """A member that takes longer than this to freeze its contribution answers `closing`, and is asked again."""
+    amended: _builtins.str
+    """The digest of the newest amendment that is in force in the round, as far as the leader knows; empty for none."""
     @_builtins.property
     def address(self) -> _stage_pb2.Address: ...
     @_builtins.property
@@ -400,6 +408,10 @@ class BeginRequest(_message.Message):
     def drop_gaps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Microbatches to be taken out because another member counts them, as in ReportRequest."""
 
+    @_builtins.property
+    def amendments(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """All amendments that the leader knows."""
+
     def __init__(
         self,
         *,
@@ -409,10 +421,12 @@ class BeginRequest(_message.Message):
         standing: Global___Standing | None = ...,
         drop_gaps: _abc.Iterable[_builtins.int] | None = ...,
         wait_seconds: _builtins.float = ...,
+        amended: _builtins.str = ...,
+        amendments: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "ballot", b"ballot", "standing", b"standing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "ballot", b"ballot", "drop_gaps", b"drop_gaps", "peer_id", b"peer_id", "standing", b"standing", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "amended", b"amended", "amendments", b"amendments", "ballot", b"ballot", "drop_gaps", b"drop_gaps", "peer_id", b"peer_id", "standing", b"standing", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -433,6 +447,8 @@ class BeginReply(_message.Message):
     ROUND_SAMPLES_FIELD_NUMBER: _builtins.int
     CLOSING_FIELD_NUMBER: _builtins.int
     NUM_TARGETS_FIELD_NUMBER: _builtins.int
+    AMENDED_FIELD_NUMBER: _builtins.int
+    AMENDMENTS_FIELD_NUMBER: _builtins.int
     num_samples: _builtins.int
     """The samples in the contribution."""
     norm: _builtins.float
@@ -447,6 +463,8 @@ class BeginReply(_message.Message):
     """The samples that count towards the round. They are fewer than num_samples if fragments are averaged in turn."""
     num_targets: _builtins.int
     """The targets in the contribution's samples. Their number is its weight."""
+    amended: _builtins.str
+    """The digest of the newest amendment under which the contribution was frozen."""
     @_builtins.property
     def refusal(self) -> Global___Refusal: ...
     @_builtins.property
@@ -463,6 +481,10 @@ class BeginReply(_message.Message):
     def closing(self) -> Global___Closing:
         """Set instead of all other fields while the member is still freezing its contribution."""
 
+    @_builtins.property
+    def amendments(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """With a refusal for want of amendments: all that the member knows."""
+
     def __init__(
         self,
         *,
@@ -477,10 +499,12 @@ class BeginReply(_message.Message):
         round_samples: _builtins.int = ...,
         closing: Global___Closing | None = ...,
         num_targets: _builtins.int = ...,
+        amended: _builtins.str = ...,
+        amendments: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["closing", b"closing", "prepared", b"prepared", "refusal", b"refusal", "since", b"since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_second", b"bytes_per_second", "closing", b"closing", "committed_gaps", b"committed_gaps", "norm", b"norm", "num_elements", b"num_elements", "num_samples", b"num_samples", "num_targets", b"num_targets", "prepared", b"prepared", "refusal", b"refusal", "round_samples", b"round_samples", "since", b"since"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["amended", b"amended", "amendments", b"amendments", "bytes_per_second", b"bytes_per_second", "closing", b"closing", "committed_gaps", b"committed_gaps", "norm", b"norm", "num_elements", b"num_elements", "num_samples", b"num_samples", "num_targets", b"num_targets", "prepared", b"prepared", "refusal", b"refusal", "round_samples", b"round_samples", "since", b"since"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -793,12 +817,15 @@ class BarrierRequest(_message.Message):
     ROUND_FIELD_NUMBER: _builtins.int
     WAIT_SECONDS_FIELD_NUMBER: _builtins.int
     RELAY_FIELD_NUMBER: _builtins.int
+    AMENDED_FIELD_NUMBER: _builtins.int
     peer_id: _builtins.str
     round: _builtins.int
     wait_seconds: _builtins.float
     """The answer may be held back for this long while the stage is not ready."""
     relay: _builtins.bool
     """The caller cannot reach the stage's leader, so the peer that is asked has to ask the leader."""
+    amended: _builtins.str
+    """The digest of the newest amendment under which the caller's stage has decided its result."""
     @_builtins.property
     def address(self) -> _stage_pb2.Address: ...
     def __init__(
@@ -809,10 +836,11 @@ class BarrierRequest(_message.Message):
         round: _builtins.int = ...,
         wait_seconds: _builtins.float = ...,
         relay: _builtins.bool = ...,
+        amended: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "peer_id", b"peer_id", "relay", b"relay", "round", b"round", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "amended", b"amended", "peer_id", b"peer_id", "relay", b"relay", "round", b"round", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -827,6 +855,8 @@ class BarrierReply(_message.Message):
     LEADER_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     OWN_SQUARED_NORM_FIELD_NUMBER: _builtins.int
+    AMENDED_FIELD_NUMBER: _builtins.int
+    AMENDMENTS_FIELD_NUMBER: _builtins.int
     ready: _builtins.bool
     """Every member is prepared, or the round is committed. This cannot be undone."""
     squared_norm: _builtins.float
@@ -834,9 +864,15 @@ class BarrierReply(_message.Message):
     """The digest of the decided result, or of the one that the answering peer has prepared."""
     own_squared_norm: _builtins.float
     """The squared norm of that result, without tied parameters. Left out by a peer that has no result of the round."""
+    amended: _builtins.str
+    """Once it is ready: the digest of the newest amendment under which the result was made."""
     @_builtins.property
     def leader(self) -> Global___Contact:
         """While the stage is not ready: the peer to ask next. Once it is ready: the answering peer."""
+
+    @_builtins.property
+    def amendments(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """All amendments that the answering peer knows, if the caller has named another digest."""
 
     def __init__(
         self,
@@ -846,10 +882,12 @@ class BarrierReply(_message.Message):
         leader: Global___Contact | None = ...,
         digest: _builtins.str = ...,
         own_squared_norm: _builtins.float | None = ...,
+        amended: _builtins.str = ...,
+        amendments: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_own_squared_norm", b"_own_squared_norm", "leader", b"leader", "own_squared_norm", b"own_squared_norm"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_own_squared_norm", b"_own_squared_norm", "digest", b"digest", "leader", b"leader", "own_squared_norm", b"own_squared_norm", "ready", b"ready", "squared_norm", b"squared_norm"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_own_squared_norm", b"_own_squared_norm", "amended", b"amended", "amendments", b"amendments", "digest", b"digest", "leader", b"leader", "own_squared_norm", b"own_squared_norm", "ready", b"ready", "squared_norm", b"squared_norm"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__own_squared_norm: _TypeAlias = _typing.Literal["own_squared_norm"]  # noqa: Y015
     _WhichOneofArgType__own_squared_norm: _TypeAlias = _typing.Literal["_own_squared_norm", b"_own_squared_norm"]  # noqa: Y015
@@ -1169,6 +1207,7 @@ class SnapshotHeader(_message.Message):
     SEGMENT_BYTES_FIELD_NUMBER: _builtins.int
     SEGMENT_DIGESTS_FIELD_NUMBER: _builtins.int
     PAST_FIELD_NUMBER: _builtins.int
+    AMENDMENTS_FIELD_NUMBER: _builtins.int
     state_digest: _builtins.str
     """BLAKE3 digest of the anchor and the outer optimizer's state, as in CommitReply."""
     segment_bytes: _builtins.int
@@ -1189,6 +1228,10 @@ class SnapshotHeader(_message.Message):
     def past(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The lineages of the last rounds before this one, oldest first."""
 
+    @_builtins.property
+    def amendments(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """All amendments that the donor knows."""
+
     def __init__(
         self,
         *,
@@ -1199,10 +1242,11 @@ class SnapshotHeader(_message.Message):
         segment_bytes: _builtins.int = ...,
         segment_digests: _abc.Iterable[_builtins.bytes] | None = ...,
         past: _abc.Iterable[_builtins.str] | None = ...,
+        amendments: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["standing", b"standing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcomes", b"outcomes", "past", b"past", "segment_bytes", b"segment_bytes", "segment_digests", b"segment_digests", "standing", b"standing", "state_digest", b"state_digest", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["amendments", b"amendments", "outcomes", b"outcomes", "past", b"past", "segment_bytes", b"segment_bytes", "segment_digests", b"segment_digests", "standing", b"standing", "state_digest", b"state_digest", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1220,6 +1264,7 @@ class ResultHeader(_message.Message):
     TENSORS_FIELD_NUMBER: _builtins.int
     SHA256_FIELD_NUMBER: _builtins.int
     DONOR_ROUND_FIELD_NUMBER: _builtins.int
+    AMENDMENTS_FIELD_NUMBER: _builtins.int
     state_digest: _builtins.str
     sha256: _builtins.bytes
     """The digest of the bytes that follow."""
@@ -1233,6 +1278,10 @@ class ResultHeader(_message.Message):
 
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[_tensor_pb2.TensorHeader]: ...
+    @_builtins.property
+    def amendments(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """All amendments that the donor knew when it committed the round."""
+
     def __init__(
         self,
         *,
@@ -1242,10 +1291,11 @@ class ResultHeader(_message.Message):
         tensors: _abc.Iterable[_tensor_pb2.TensorHeader] | None = ...,
         sha256: _builtins.bytes = ...,
         donor_round: _builtins.int = ...,
+        amendments: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome", "standing", b"standing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["donor_round", b"donor_round", "outcome", b"outcome", "sha256", b"sha256", "standing", b"standing", "state_digest", b"state_digest", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["amendments", b"amendments", "donor_round", b"donor_round", "outcome", b"outcome", "sha256", b"sha256", "standing", b"standing", "state_digest", b"state_digest", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -739,6 +739,7 @@ class DescribeReply(_message.Message):
     VARIANT_FIELD_NUMBER: _builtins.int
     LINES_FIELD_NUMBER: _builtins.int
     TIME_SHARES_FIELD_NUMBER: _builtins.int
+    AMENDED_FIELD_NUMBER: _builtins.int
     peer_id: _builtins.str
     name: _builtins.str
     protocol_version: _builtins.int
@@ -762,6 +763,8 @@ class DescribeReply(_message.Message):
     """What the peer waits for, in words; empty if it waits for nothing."""
     variant: _builtins.int
     """With `stage`, the block that is described."""
+    amended: _builtins.str
+    """The digest of the newest amendment that the peer knows; empty if it knows none. Earlier releases leave it out."""
     @_builtins.property
     def counters(self) -> Global___StageCounters: ...
     @_builtins.property
@@ -820,12 +823,15 @@ class DescribeReply(_message.Message):
         variant: _builtins.int = ...,
         lines: Global___Lines | None = ...,
         time_shares: Global___TimeShares | None = ...,
+        amended: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["averaging", b"averaging", "counters", b"counters", "generation", b"generation", "lines", b"lines", "rival", b"rival", "time_shares", b"time_shares"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_amended", b"_amended", "amended", b"amended", "averaging", b"averaging", "counters", b"counters", "generation", b"generation", "lines", b"lines", "rival", b"rival", "time_shares", b"time_shares"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["averaging", b"averaging", "counters", b"counters", "device_bytes", b"device_bytes", "generation", b"generation", "last_peers", b"last_peers", "lineage", b"lineage", "lines", b"lines", "links", b"links", "loop_lag_seconds", b"loop_lag_seconds", "name", b"name", "peer_id", b"peer_id", "protocol_version", b"protocol_version", "queue_length", b"queue_length", "resident_bytes", b"resident_bytes", "rival", b"rival", "round", b"round", "round_samples", b"round_samples", "rounds", b"rounds", "run_id", b"run_id", "run_samples", b"run_samples", "samples_per_second", b"samples_per_second", "software_version", b"software_version", "stage", b"stage", "state", b"state", "time_shares", b"time_shares", "variant", b"variant", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_amended", b"_amended", "amended", b"amended", "averaging", b"averaging", "counters", b"counters", "device_bytes", b"device_bytes", "generation", b"generation", "last_peers", b"last_peers", "lineage", b"lineage", "lines", b"lines", "links", b"links", "loop_lag_seconds", b"loop_lag_seconds", "name", b"name", "peer_id", b"peer_id", "protocol_version", b"protocol_version", "queue_length", b"queue_length", "resident_bytes", b"resident_bytes", "rival", b"rival", "round", b"round", "round_samples", b"round_samples", "rounds", b"rounds", "run_id", b"run_id", "run_samples", b"run_samples", "samples_per_second", b"samples_per_second", "software_version", b"software_version", "stage", b"stage", "state", b"state", "time_shares", b"time_shares", "variant", b"variant", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__amended: _TypeAlias = _typing.Literal["amended"]  # noqa: Y015
+    _WhichOneofArgType__amended: _TypeAlias = _typing.Literal["_amended", b"_amended"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__amended) -> _WhichOneofReturnType__amended | None: ...
 
 Global___DescribeReply: _TypeAlias = DescribeReply  # noqa: Y015
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from swarm.config import RunConfig
+from swarm.config import RunConfig, Timeline
 from swarm.events import Events, Step
 from swarm.machine import mapped
 from swarm.machine.memory import Recycler
@@ -55,6 +55,7 @@ class DilocoWeights(StageWeights):
         self,
         config: RunConfig,
         module: nn.Module,
+        timeline: Timeline,
         *,
         lineage: str,
         share: Fraction,
@@ -67,8 +68,8 @@ class DilocoWeights(StageWeights):
         """Memory for anchors and outer momentum, unless that is RAM."""
         self._events = events or Events()
         trained = trained_parameters(module)
-        fused = fuses(next(iter(trained.values())).device) if fused is None else fused
-        self._inner = gradient_optimizer(config, same_bits=False, fused=fused)
+        self._fused = fuses(next(iter(trained.values())).device) if fused is None else fused
+        self._inner = gradient_optimizer(config, same_bits=False, fused=self._fused)
         self._fragments = dealt(trained, config.averaging.num_fragments)
         """The names of each fragment's parameters."""
         self._forget()
@@ -80,6 +81,7 @@ class DilocoWeights(StageWeights):
         super().__init__(
             config,
             module,
+            timeline,
             batch_samples=config.rounds.inner_batch_samples,
             anchor_device=torch.device("cpu"),
             lineage=lineage,
@@ -243,6 +245,12 @@ class DilocoWeights(StageWeights):
         self._closings = {}
         self.inner_steps = InnerSteps(configured_samples=self._config.rounds.inner_batch_samples)
         super()._begin(new_round, anchor)
+
+    def _amend(self, config: RunConfig) -> bool:
+        if is_new := super()._amend(config):
+            before, self._inner = self._inner, gradient_optimizer(config, same_bits=False, fused=self._fused)
+            self._inner.take_over(before)
+        return is_new
 
     def _present(self) -> Tensors:
         # What is on the CPU may be the version itself, but not if that is in bfloat16.

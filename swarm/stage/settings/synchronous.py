@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from swarm.config import RunConfig
+from swarm.config import RunConfig, Timeline
 from swarm.errors import MalformedMessage, NotReady, Overloaded, StaleMicrobatch
 from swarm.stage.buckets import GradientBucket, Source, Tensors, Version
 from swarm.stage.computation import Computation
@@ -36,12 +36,16 @@ may have had to drop the microbatch."""
 class SynchronousWeights(StageWeights):
     """One sum of gradients, and one step a round. Owned by the compute thread."""
 
-    def __init__(self, config: RunConfig, module: nn.Module, *, lineage: str, share: Fraction) -> None:
+    def __init__(
+        self, config: RunConfig, module: nn.Module, timeline: Timeline, *, lineage: str, share: Fraction
+    ) -> None:
         self._earlier: Version | None
         """The weights of the last round, once a microbatch was computed with them."""
         # Microbatches of the round before are computed with its anchor.
         device = next(module.parameters()).device
-        super().__init__(config, module, batch_samples=None, anchor_device=device, lineage=lineage, share=share)
+        super().__init__(
+            config, module, timeline, batch_samples=None, anchor_device=device, lineage=lineage, share=share
+        )
 
     def version_for(self, round_number: int) -> Version:
         """The weights of the microbatch's round.

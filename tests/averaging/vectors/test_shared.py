@@ -213,7 +213,7 @@ async def test_where_nobody_else_is_known_an_average_cannot_be_had() -> None:
     own = pb.Partner(stage=0, digest="ab", contact=contact_of(record(1)))
     other = pb.Partner(stage=1, digest="cd", contact=contact_of(record(2, 1)))
     with pytest.raises(PeerUnavailable, match="no peer at stage 0 has its average of round 0"):
-        await shared.sum(0, [own, other])
+        await shared.sum(0, [own, other], tied().averaging)
 
 
 @in_virtual_time

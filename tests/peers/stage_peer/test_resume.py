@@ -16,6 +16,7 @@ from swarm.checkpoint import file
 from swarm.checkpoint.file import Header
 from swarm.checkpoint.folder import CheckpointFolder
 from swarm.config import (
+    Amendment,
     AveragingConfig,
     DataConfig,
     ModelConfig,
@@ -23,12 +24,14 @@ from swarm.config import (
     RoundsConfig,
     RunConfig,
     StagesConfig,
+    Timeline,
 )
 from swarm.errors import Fatal, PeerUnavailable
 from swarm.training.optim import learning_rate
 from swarm.types import Block
 from tests.averaging.doubles import until
-from tests.checkpoint.states import CONFIG, cut, trained, write_cut
+from tests.checkpoint.states import CONFIG, cut, header_of, trained, write_cut
+from tests.support import locked
 from tests.support.whole_swarm import whole_swarm
 
 SYNCHRONOUS = RunConfig(
@@ -412,3 +415,26 @@ async def test_a_run_that_was_begun_alone_goes_on_as_diloco_with_friends(
     report = audit(swarm.logs)
     assert not report.findings.violations
     assert "  rounds.setting: 'synchronous' before, 'diloco' now" in caplog.messages
+
+
+@pytest.mark.parametrize("is_the_same_run", [True, False])
+async def test_amendments_are_kept_by_a_run_that_goes_on_and_count_in_no_other(
+    tmp_path: Path, is_the_same_run: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = dataclasses.replace(cut(2), owner=locked.OWNER.authority.fingerprint)
+    timeline = Timeline(before)
+    timeline.add([Amendment.sign(locked.OWNER, timeline, 2, ["optimizer.learning_rate=0.02"]).text])
+    (tmp_path / "checkpoints").mkdir()
+    weights = trained(before, 0, 3)
+    header = dataclasses.replace(header_of(before, 0, weights), amendments=timeline.texts)
+    path = file.write(tmp_path / "checkpoints", header, weights.state_tensors(), owner="test")
+    assert file.read_header(path, before) == header
+    now = before if is_the_same_run else dataclasses.replace(before, owner=locked.STRANGER.authority.fingerprint)
+    resume = ResumeOptions(folder=tmp_path / "checkpoints")
+    async with whole_swarm(now, tmp_path / "logs", num_peers=(), resume=resume) as swarm:
+        peer = await swarm.start(0)
+        assert peer.server is not None
+        weights = peer.server.stage.context.backend.weights
+        assert weights.timeline.texts == (timeline.texts if is_the_same_run else ())
+        assert weights.learning_rate == (0.02 if is_the_same_run else 0.01)
+    assert ("  optimizer.learning_rate: 0.02 before, 0.01 now" in caplog.messages) is not is_the_same_run

@@ -1,8 +1,11 @@
 """Inner and outer steps with DiLoCo, against the same steps written out."""
 
+import dataclasses
+
 import pytest
 import torch
 
+from swarm.config import Amendment, OuterConfig
 from swarm.stage.settings.diloco_weights import dealt
 from swarm.stage.stage import weights_of
 from swarm.stage.weights import Round, StageWeights
@@ -21,6 +24,7 @@ from tests.stage.linear import (
     weights_in,
 )
 from tests.support.commits import end_round
+from tests.support.locked import OWNER
 
 # -- inner steps -------------------------------------------------------------------------------------------------------
 
@@ -403,3 +407,26 @@ def test_fragments_deal_out_whole_layer_groups() -> None:
     ]
     with pytest.raises(ValueError, match="only 5 layer groups"):
         dealt(names, 6)
+
+
+def test_inner_steps_go_by_the_amendments_of_their_round_and_the_outer_step_by_those_of_its_result() -> None:
+    """Inner steps keep what AdamW remembers."""
+    config = dataclasses.replace(
+        config_of("diloco", learning_rate=0.1), outer=OuterConfig(learning_rate=1.0, momentum=0.0),
+        owner=OWNER.authority.fingerprint,
+    )  # fmt: skip
+    weights = weights_of(config, linear(), lineage="")
+    settings = ["optimizer.learning_rate=0.02", "outer.learning_rate=0.5"]
+    weights.timeline.add([Amendment.sign(OWNER, weights.timeline, 1, settings).text])
+    reference, adamw = values_of(dict(linear().named_parameters())), optim.AdamW(config.optimizer)
+    for number, (rate, outer_rate, amended) in enumerate([(0.1, 1.0, ""), (0.02, 0.5, weights.timeline.last)]):
+        anchor = values_of(weights.masters)
+        accumulate(weights, 2 * number, 2 * number + 1)
+        pair = gradients(2 * number), gradients(2 * number + 1)
+        optim.step(adamw, reference, {name: (pair[0][name] + pair[1][name]) / 2 for name in reference}, rate)
+        assert_same(weights.masters, reference)
+        end_round(weights, weights.close().tensors, amended=amended)
+        for name, value in reference.items():
+            stepped = anchor[name] - outer_rate * (anchor[name] - value)
+            torch.testing.assert_close(weights.masters[name].detach(), stepped)
+        reference = values_of(weights.masters)

@@ -1,10 +1,18 @@
 """Weights in the synchronous setting, against torch's optimizer in one process."""
 
+import dataclasses
+
+import pytest
 import torch
 
+from swarm.config import Amendment
+from swarm.errors import IntegrityError
+from swarm.stage.stage import weights_of
+from swarm.stage.weights import Round, StageWeights
 from swarm.training import optim
 from tests.stage.linear import accumulate, assert_same, config_of, gradients, linear, weights_in
 from tests.support.commits import end_round
+from tests.support.locked import OWNER
 
 
 def test_synchronous_commits_are_adamw_in_one_process() -> None:
@@ -54,3 +62,28 @@ def test_a_reopened_round_goes_on_with_what_it_had() -> None:
     accumulate(weights, 1)
     expected = {name: (gradients(0)[name] + gradients(1)[name]) / 2 for name in gradients(0)}
     assert_same(weights.close().tensors, expected)
+
+
+def test_a_round_is_stepped_under_the_amendments_of_its_result() -> None:
+    given: dict[str, float | str] = {"learning_rate": 0.1, "weight_decay": 0.0}
+    later: dict[str, float | str] = {"learning_rate": 0.02, "weight_decay": 0.1, "clip_norm": 0.5}
+    config = dataclasses.replace(config_of("synchronous", **given), owner=OWNER.authority.fingerprint)
+    amended, other = weights_of(config, linear(), lineage=""), weights_of(config, linear(), lineage="")
+    settings = [f"optimizer.{name}={value}" for name, value in later.items()]
+    amended.timeline.add([Amendment.sign(OWNER, amended.timeline, 0, settings).text])
+
+    def learn(weights: StageWeights, number: int, digest: str = "") -> float:
+        accumulate(weights, 2 * number, 2 * number + 1)
+        return end_round(weights, weights.close().tensors, total_squared_norm=9.0, amended=digest)
+
+    # It is in force in round 0, but the group that has committed this round did not know it.
+    assert learn(amended, 0) == learn(other, 0) == 0.1
+    assert_same(amended.masters, other.masters)
+    from_now_on = weights_in("synchronous", **given | later)
+    from_now_on.install(other.state_tensors(), Round(number=1, run_samples=16))
+    for number in (1, 2):
+        assert learn(amended, number, amended.timeline.last) == learn(from_now_on, number) == 0.02
+        assert_same(amended.masters, from_now_on.masters)
+    assert amended.state_digest() == from_now_on.state_digest()
+    with pytest.raises(IntegrityError, match="is not known here"):
+        learn(amended, 3, "another")

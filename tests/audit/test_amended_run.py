@@ -1,0 +1,115 @@
+"""A run that is amended while it trains, with a joiner and a kill at the round of the change: real peers against one
+process that changes at the same step, and an audit of what they did."""
+
+import asyncio
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from swarm.audit import history
+from swarm.audit.audit import audit
+from swarm.config import Amendment, OptimizerConfig, RunConfig, StagesConfig, Timeline
+from swarm.events import Commit
+from swarm.model.stages import build_transformer
+from swarm.training.optim import learning_rate
+from swarm.types import Block
+from tests.audit.honest import Lines, edit
+from tests.support.chain import DILOCO, SYNCHRONOUS, eventually, tokens
+from tests.support.locked import OWNER
+from tests.support.whole_swarm import WholeSwarm, whole_swarm
+
+STEPS = 6
+SETTINGS = (2, "optimizer.learning_rate=3e-3"), (3, "averaging.codec=fp16")
+"""The round from which each amendment is in force."""
+
+
+def _locked(config: RunConfig) -> RunConfig:
+    optimizer = OptimizerConfig(
+        name="adamw", learning_rate=0.01, warmup_samples=0, weight_decay=0.0, clip_norm=0.5, schedule="constant"
+    )
+    return dataclasses.replace(
+        config, stages=StagesConfig(num_stages=2), optimizer=optimizer, owner=OWNER.authority.fingerprint
+    )
+
+
+def _amended(config: RunConfig) -> Timeline:
+    timeline = Timeline(config)
+    for number, setting in SETTINGS:
+        timeline.add([*timeline.texts, Amendment.sign(OWNER, timeline, number, [setting]).text])
+    return timeline
+
+
+def _reference(timeline: Timeline, steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses and the parameters of one process, which takes its rate from the timeline."""
+    config = timeline.config
+    model, size = build_transformer(config, device="cpu"), config.microbatches_per_round
+    given = config.optimizer
+    adamw = torch.optim.AdamW(
+        model.parameters(), betas=(given.beta1, given.beta2), eps=given.epsilon, weight_decay=0.0
+    )  # fmt: skip
+    losses = []
+    for step in range(steps):
+        batch = torch.cat([tokens(config, index).long() for index in range(step * size, (step + 1) * size)])
+        loss = model.summed_loss({"tokens": batch.int()}) / batch[:, 1:].numel()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's
+        losses.append(float(loss.detach()))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), given.clip_norm)
+        now = timeline.at(step).gradient_step
+        adamw.param_groups[0]["lr"] = learning_rate(now, step * config.rounds.round_samples)
+        adamw.step()
+        adamw.zero_grad()
+    return losses, dict(model.named_parameters())
+
+
+def _commits(swarm: WholeSwarm) -> Iterator[Commit]:
+    for log in swarm.logs:
+        yield from (line.event for line in history.read(log) if isinstance(line.event, Commit))
+
+
+@pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO], ids=["synchronous", "diloco"])
+async def test_a_run_that_is_amended_trains_as_one_process_that_changes_at_the_same_step(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    config = _locked(config)
+    timeline = _amended(config)
+    async with whole_swarm(config, tmp_path / "events", num_peers=(2, 2)) as swarm:
+        victim, changing = swarm.peers[1], SETTINGS[0][0]
+        training = asyncio.create_task(swarm.train(STEPS))
+        # One peer hears of the amendments, with DiLoCo one of each stage, and the others have them from it.
+        for peer in swarm.peers[2:3] if config.rounds.synchronous else swarm.peers[::2]:
+            peer.servers[Block(peer.stage)].member.timeline.add(timeline.texts)
+        await eventually(lambda: victim.servers[Block(0)].stage.round >= changing)
+        await victim.kill()
+        joiner = await swarm.start(0)
+        steps = await training
+        living = [peer for peer in swarm.peers if peer is not victim]
+        members = [served.member for peer in living for served in peer.servers.values()]
+        await eventually(lambda: all(member.progress().round >= STEPS for member in members))
+        trained = {
+            name: master.detach().clone()
+            for peer in living
+            for served in peer.servers.values()
+            for name, master in served.stage.context.backend.weights.masters.items()
+        }
+    assert [member.timeline.texts for member in members] == [timeline.texts] * len(members)
+    assert {event.amended for event in _commits(swarm) if event.round >= SETTINGS[1][0]} == {timeline.last}
+    report = audit(swarm.logs)
+    assert report.findings.violations == []
+    assert (report.findings.duplicates, report.findings.missing, report.findings.digests_differing) == (0, 0, 0)
+    if config.rounds.synchronous:
+        assert joiner.servers[Block(0)].member.reports[-1].round == STEPS - 1
+        losses, parameters = _reference(timeline, STEPS)
+        assert [step.totals.loss for step in steps] == pytest.approx(losses, abs=1e-4)
+        for name, parameter in parameters.items():
+            torch.testing.assert_close(trained[name], parameter.detach(), rtol=0.0, atol=1e-4)
+        rates = [step.report.learning_rate for step in steps if step.report is not None]
+        assert rates == [pytest.approx(0.01)] * 2 + [pytest.approx(3e-3)] * (STEPS - 2)
+
+        def otherwise(lines: Lines) -> None:
+            next(line for line in lines if line["event"] == "commit")["amended"] = timeline.last
+
+        edit(next(path for path in swarm.logs if "peer-1" in path.name), otherwise)
+        assert not audit(swarm.logs).proven
