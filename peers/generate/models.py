@@ -65,7 +65,7 @@ async def open_local_model(options: GenerateOptions) -> AsyncIterator[TextModel]
     # The chat template and end tokens may be beside the tokenizer, or in the model's folder.
     named = [Path(folder) for folder in (options.model, options.base) if folder is not None]
     folders = [*folder_of(data.tokenizer), *named]
-    engine = _one(engines, options.router, tokenizer)
+    engine = _one(engines, options, tokenizer)
     # The run's own configuration, because its id is the model's name, whatever type the matrices have here.
     model = read_text_model(found[0].config, engine, tokenizer, folders=folders, now=datetime.now)
     async with asyncio.TaskGroup() as tasks:
@@ -75,21 +75,21 @@ async def open_local_model(options: GenerateOptions) -> AsyncIterator[TextModel]
             task.cancel()
 
 
-def _one(engines: Sequence[Engine], router: Path | None, tokenizer: Tokenizer) -> Engine:
+def _one(engines: Sequence[Engine], options: GenerateOptions, tokenizer: Tokenizer) -> Engine:
     """The engine of the one path, or one that chooses among those of all paths. Raises ValueError, IntegrityError, or
     PeerUnavailable if the router is not theirs, or cannot be read."""
-    if router is None:
+    if options.router is None:
         return engines[0]
-    found, features = path_router.read(router), path_router.hashed
+    found = path_router.read(options.router)
+    features: path_router.Features = path_router.hashed
     # An export of a run on bytes has a tokenizer.json, whose tokens are the bytes as well.
     is_bytes = found.tokenizer == ByteTokenizer.identity and tokenizer.vocab_size == ByteTokenizer.vocab_size
     found.require(len(engines), found.tokenizer if is_bytes else tokenizer.identity)
     if found.model:
-        hidden, digest = hidden_features(found.model, cache_folder(), tell)
+        features, digest = hidden_features(found.model, cache_folder(), tell)
         if digest != found.model_digest:
             raise IntegrityError(f"the router was made with {found.model}, which has other weights now")
-        return RoutedEngine(engines, lambda tokens: found.choose(tokens, hidden))
-    return RoutedEngine(engines, lambda tokens: found.choose(tokens, features))
+    return RoutedEngine(engines, lambda tokens: found.choose(tokens, features), options.reroute_every or 0)
 
 
 def _paths(options: GenerateOptions, config: RunConfig) -> Sequence[int]:
@@ -145,7 +145,7 @@ async def open_swarm(options: GenerateOptions) -> AsyncIterator[TextModel]:
         with naming_options(options):
             tokenizer = tokenizers.load_for_run(data, vocab_size=config.model.vocab_size)
         async with _engines(member, paths, blocks) as engines:
-            engine = _one(engines, options.router, tokenizer)
+            engine = _one(engines, options, tokenizer)
             yield read_text_model(config, engine, tokenizer, folders=folder_of(data.tokenizer), now=datetime.now)
 
 

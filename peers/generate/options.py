@@ -51,6 +51,9 @@ class GenerateOptions(RunOptions):
     router: takes.Folder | None = None
     """Folder with the router of these paths, as swarm-model route and export write it: the first tokens of each prompt
     choose its path. --model may be the folder with all paths' exports."""
+    reroute_every: Annotated[int, takes.whole(32, takes.LARGEST_COUNT)] | None = None
+    """With --router: after every so many tokens of a text, its last 32 choose the path anew. Another path computes all
+    of the text once more."""
     tokenizer: takes.FolderOrName | None = None
     """bytes, a folder with a tokenizer.json, the path of one, or class:MODULE:CLASS, if it is not with the model; a
     swarm has its own, unless that is a class."""
@@ -86,6 +89,8 @@ class GenerateOptions(RunOptions):
             raise ValueError("--round needs --checkpoint DIR: a model's folder has no rounds")
         if self.path is not None and self.router is not None:
             raise ValueError("--path excludes --router, which chooses the path")
+        if self.reroute_every is not None and self.router is None:
+            raise ValueError("--reroute-every needs --router DIR, which chooses paths")
         if self.base is not None and self.checkpoint is None:
             raise ValueError("--base needs --checkpoint DIR")
         takes.require_one({

@@ -34,6 +34,7 @@ BENCHES = {
     "nat": "peers behind routers: how soon they serve, by which way, and how fast (needs root and nftables)",
     "gpu": "tokens/s of swarms, swarm-static and text on a GPU, against plain torch and transformers (needs a GPU)",
     "diloco": "validation loss and bytes of each way to average (slow)",
+    "dipaco": "held-out loss of paths through variants of stages, against dense models (slow)",
     "learning": "held-out loss of a swarm at equal tokens and seconds, against plain training (slow)",
 }
 

@@ -7,17 +7,15 @@ import itertools
 import json
 import math
 import statistics
-import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peers.local.supervisor import Child, Supervisor, last_line
+from peers.local.supervisor import Supervisor, last_line
 from scripts.benches.shared.common import (
-    POLL_SECONDS,
     BenchOptions,
+    ended,
     require_known,
     say,
     side,
@@ -26,7 +24,6 @@ from scripts.benches.shared.common import (
     write_json,
 )
 from scripts.benches.sides.diloco_arm import ARMS, run_config
-from swarm.errors import PeerUnavailable
 
 COMPARISONS = {
     "synchronous_vs_single": ("synchronous", "single", 0.001), "h50_vs_synchronous": ("h50", "synchronous", 0.02),
@@ -118,22 +115,13 @@ def _train_all(options: Options, children: Supervisor, kept: Kept | None) -> dic
     wanted = list(itertools.product(options.arms, range(options.seeds)))
     found = {run: kept.read(*run) for run in wanted} if kept is not None else {}
     runs: dict[tuple[str, int], Figures] = {run: figures for run, figures in found.items() if figures is not None}
-    waiting = deque(run for run in wanted if run not in runs)
-    running: dict[str, tuple[Child, str, int]] = {}
-    while waiting or running:
-        while waiting and len(running) < options.jobs:
-            arm, seed = waiting.popleft()
-            child = children.start(f"{arm}-{seed}", _command(arm, seed, options))
-            running[child.name] = child, arm, seed
-        for end in children.exits():
-            child, arm, seed = running.pop(end.name)
-            if end.returncode:
-                raise PeerUnavailable(f"arm {arm}, seed {seed}, failed: {end.reason}")
-            figures = runs[arm, seed] = json.loads(last_line(child.log))
-            if kept is not None:
-                kept.write(arm, seed, figures)
-            say(f"{arm}, seed {seed}: {figures['val_loss']:.4f} after {figures['seconds']:.0f} s")
-        time.sleep(POLL_SECONDS)
+    named = {f"{arm}-{seed}": (arm, seed) for arm, seed in wanted if (arm, seed) not in runs}
+    for child in ended(children, {name: _command(*run, options) for name, run in named.items()}, options.jobs):
+        arm, seed = named[child.name]
+        figures = runs[arm, seed] = json.loads(last_line(child.log))
+        if kept is not None:
+            kept.write(arm, seed, figures)
+        say(f"{arm}, seed {seed}: {figures['val_loss']:.4f} after {figures['seconds']:.0f} s")
     return runs
 
 

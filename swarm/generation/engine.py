@@ -5,6 +5,8 @@ Another engine is pipeline/swarm_engine.py, for a running swarm. RoutedEngine ch
 """
 
 import asyncio
+import dataclasses
+import sys
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +15,7 @@ from typing import Protocol
 
 import torch
 
+from swarm.data.path_router import NUM_TOKENS
 from swarm.generation.choice import NO_SCORING, Scorer, choose
 from swarm.generation.decoding import Decoding, NextPositions
 from swarm.generation.sampling import Sampling, Scores
@@ -241,12 +244,22 @@ class _Sequence:
 
 
 class RoutedEngine:
-    """The engines of a run's paths. The first tokens of each sequence choose the path, and so its engine."""
+    """The engines of a run's paths. The first tokens of each sequence choose the path, and so its engine. If that is
+    wanted, later ones choose again (DiPaCo, arXiv 2403.10616: routing more frequently at test time)."""
 
-    def __init__(self, engines: Sequence[Engine], choose: Callable[[Sequence[int]], int]) -> None:
-        """`choose` gives the number of a sequence's path; it may compute for a while."""
+    def __init__(
+        self, engines: Sequence[Engine], choose: Callable[[Sequence[int]], int], reroute_every: int = 0
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            choose: gives the number of the path of a sequence that begins with these tokens; it may compute for a
+                while.
+            reroute_every: so many tokens, at least NUM_TOKENS, have one path. The path of the next ones is chosen by
+                the NUM_TOKENS before them, and computes all of the sequence so far. 0: a sequence has one path.
+        """
         self._engines = engines
         self._choose = choose
+        self._every = reroute_every
         self._newest = engines[0]
         self.longest = min(engine.longest for engine in engines)
 
@@ -258,10 +271,53 @@ class RoutedEngine:
         self, prompt: Sequence[int], sampling: Sampling, max_tokens: int, scores: Scores | None = None
     ) -> AsyncGenerator[int, None]:
         require_room(self, prompt, max_tokens)
-        self._newest = engine = self._engines[await asyncio.to_thread(self._choose, prompt)]
-        async with aclosing(engine.generate(prompt, sampling, max_tokens, scores)) as tokens:
-            async for token in tokens:
+        tokens, end = list(prompt), len(prompt) + max_tokens
+        # What is scored along earlier paths comes first.
+        last = self._begin_of(len(prompt)) if max_tokens else len(prompt)
+        while scores is not None and scores.next < last:
+            path, border = await self._path_at(tokens, scores.next), self._end_of(scores.next)
+            while border < last and await self._path_at(tokens, border) == path:
+                border = self._end_of(border)
+            async for _ in self._along(path, tokens[: min(border, last)], sampling, 0, scores):
+                raise AssertionError("no token was asked for")
+        while len(tokens) < end:
+            path, border = await self._path_at(tokens, len(tokens)), self._end_of(len(tokens))
+            async with aclosing(self._along(path, tokens, sampling, end - len(tokens), scores)) as stream:
+                async for token in stream:
+                    tokens.append(token)
+                    yield token
+                    if border <= len(tokens) < end:
+                        border = self._end_of(len(tokens))
+                        # Another path has no keys and values of this sequence, and so begins anew.
+                        if await self._path_at(tokens, len(tokens)) != path:
+                            break
+
+    async def _along(
+        self, path: int, tokens: Sequence[int], sampling: Sampling, max_tokens: int, scores: Scores | None
+    ) -> AsyncGenerator[int, None]:
+        """Continue a sequence along one path, and add the scores that are missing."""
+        self._newest = engine = self._engines[path]
+        own = None if scores is None else Scores(dataclasses.replace(scores.scoring, first=scores.next))
+        position = len(tokens)
+        async with aclosing(engine.generate(tuple(tokens), sampling, max_tokens, own)) as stream:
+            async for token in stream:
+                position += 1
+                if scores is not None and own is not None:
+                    scores.catch_up(own, position)
                 yield token
+        if scores is not None and own is not None:
+            scores.catch_up(own, position)
+
+    def _begin_of(self, position: int) -> int:
+        """Where the piece of a sequence begins that has one path, and to which a position belongs."""
+        return position // self._every * self._every if self._every else 0
+
+    def _end_of(self, position: int) -> int:
+        return self._begin_of(position) + self._every if self._every else sys.maxsize
+
+    async def _path_at(self, tokens: Sequence[int], position: int) -> int:
+        begin = self._begin_of(position)
+        return await asyncio.to_thread(self._choose, tokens[max(0, begin - NUM_TOKENS) :])
 
 
 def num_chosen(max_tokens: int, scores: Scores | None) -> int:

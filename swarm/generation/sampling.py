@@ -105,6 +105,11 @@ class Scores:
     def __len__(self) -> int:
         return len(self.logprobs)
 
+    @property
+    def next(self) -> int:
+        """The position of the next token whose score is missing."""
+        return self.scoring.first + len(self)
+
     def extend(self, logprobs: Sequence[float], top: Sequence[int], top_logprobs: Sequence[float]) -> None:
         """Add the next tokens' scores, those of the likeliest in one list."""
         self.logprobs.extend(logprobs)
@@ -115,6 +120,12 @@ class Scores:
         skipped = len(other) - num_last
         skipped_top = skipped * self.scoring.num_top
         self.extend(other.logprobs[skipped:], other.top[skipped_top:], other.top_logprobs[skipped_top:])
+
+    def catch_up(self, other: "Scores", position: int) -> None:
+        """Add those of the other's scores that are missing here, up to the token before a position."""
+        first, end, num_top = self.next - other.scoring.first, position - other.scoring.first, self.scoring.num_top
+        top = slice(first * num_top, max(first, end) * num_top)
+        self.extend(other.logprobs[first : max(first, end)], other.top[top], other.top_logprobs[top])
 
     def at(self, position: int) -> tuple[float, list[tuple[int, float]]] | None:
         """The score of the token at a position, and the likeliest tokens with theirs; None if it has none."""

@@ -7,7 +7,8 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from peers.local.supervisor import Supervisor
+from peers.local.supervisor import Child, Supervisor
 from peers.shared import process
 from peers.shared.environment import cache_folder
 from scripts.benches.shared.throttle import Lines, Throttle
@@ -30,6 +31,7 @@ from swarm.stage.backend import StageBackend
 from swarm.stage.graphs import GraphBudget
 from swarm.stage.stage import weights_of
 from swarm.stage.staging import Staging
+from swarm.types import Block
 
 START_SECONDS = 600.0  # Longest wait for a peer to serve; many that start at once share the cores
 POLL_SECONDS = 0.05
@@ -128,13 +130,15 @@ def workplace(name: str, *, line_seconds: float | None = None) -> Iterator[tuple
 
 def run_of(
     name: str, *, width: int, layers: int, length: int, microbatch: int, round_samples: int = 0, stages: int = 1,
-    setting: str = "synchronous", head_width: int = 64, dataset: str = "stdlib", **more: Mapping[str, Any],
+    variants: Sequence[int] = (), setting: str = "synchronous", head_width: int = 64, dataset: str = "stdlib",
+    **more: Mapping[str, Any],
 ) -> RunConfig:  # fmt: skip
-    """The run of a bench: a model of bytes, with its width, layers and stages; samples of a microbatch and their
-    length; samples of a round; and, by section, what else is not left to its default. Raises ValueError."""
+    """The run of a bench: a model of bytes, with its width, layers and stages, or how many variants each stage has;
+    samples of a microbatch and their length; samples of a round; and, by section, what else is not left to its default.
+    Raises ValueError."""
     sections: dict[str, dict[str, Any]] = {
         "model": {"num_layers": layers, "d_model": width, "num_heads": width // head_width},
-        "stages": {"num_stages": stages},
+        "stages": {"num_stages": len(variants) or stages, "variants": variants},
         "data": {"dataset": dataset, "sequence_length": length, "microbatch_size": microbatch},
         "rounds": {"setting": setting} | ({"round_samples": round_samples} if round_samples else {}),
     }
@@ -148,11 +152,11 @@ def side(module: str, *arguments: object) -> list[str]:
     return [sys.executable, "-m", "scripts.benches.sides", module, *map(str, arguments)]
 
 
-def with_corpus(config: RunConfig) -> tuple[RunConfig, Microbatches]:
+def with_corpus(config: RunConfig, cache: Path | None = None) -> tuple[RunConfig, Microbatches]:
     """The configuration as the swarm publishes it, with the digests of its text and all that it leaves out, and the
-    run's microbatches."""
+    run's microbatches. Texts that nobody reads again have a `cache` of their own."""
     config = config.begun()
-    corpus = corpora.prepare(config.data, cache_dir=cache_folder() / "corpora")
+    corpus = corpora.prepare(config.data, cache_dir=cache or cache_folder() / "corpora")
     data = corpora.published(config.data, corpus, None)
     return dataclasses.replace(config, data=data), Microbatches(corpus, data)
 
@@ -196,6 +200,21 @@ def run_members(
         return [wait_for_json(folder / f"{number}.json", children) for number in members]
 
 
+def ended(children: Supervisor, commands: Mapping[str, Sequence[str]], jobs: int) -> Iterator[Child]:
+    """Run so many of the commands at a time, and yield each child as it ends. Raises PeerUnavailable if one fails."""
+    waiting, running = deque(commands.items()), dict[str, Child]()
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            name, command = waiting.popleft()
+            running[name] = children.start(name, command)
+        for end in children.exits():
+            child = running.pop(end.name)
+            if end.returncode:
+                raise PeerUnavailable(f"{end.name} failed: {end.reason}")
+            yield child
+        time.sleep(POLL_SECONDS)
+
+
 def fail_on_exit(children: Supervisor, *, but: str = "") -> None:
     """Raise PeerUnavailable if a child has ended by itself; `but` names a child that may end."""
     for end in children.exits():
@@ -222,11 +241,14 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
     put(path, json.dumps(values))
 
 
-def cpu_backend(config: RunConfig, stage: int, *, graph_bytes: int, module: nn.Module | None = None) -> StageBackend:
-    """The backend of a stage, with a new module if none is given, that may keep so many bytes of graphs; with 0 every
-    forward is computed again."""
+def cpu_backend(
+    config: RunConfig, stage: int, *, graph_bytes: int, module: nn.Module | None = None, variant: int = 0
+) -> StageBackend:
+    """The backend of a stage, or of a variant of it, with a new module if none is given, that may keep so many bytes of
+    graphs; with 0 every forward is computed again."""
     module = build_stage(config, stage, device="cpu") if module is None else module
+    weights = weights_of(config, module, lineage="", share=config.share_of(Block(stage, variant)))
     return StageBackend(
-        config=config, stage=stage, module=module, weights=weights_of(config, module, lineage=""), staging=Staging(),
+        config=config, stage=stage, module=module, weights=weights, staging=Staging(),
         budget=GraphBudget(limit_bytes=graph_bytes),
     )  # fmt: skip

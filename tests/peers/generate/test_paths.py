@@ -60,9 +60,9 @@ def test_the_beginning_of_a_prompt_chooses_the_path(
     assert model.main(["export", *source, "--output", str(tmp_path / "out"), "--router", router]) == 0
     capsys.readouterr()
     out = str(tmp_path / "out")
-    for prompt, path in (("a", 1), ("b", 3)):
+    for prompt, path, more in (("a", 1, ()), ("b", 3, ("--reroute-every", "32"))):
         alone = _written(capsys, prompt, "--model", f"{out}/path-0{path}")
-        assert _written(capsys, prompt, "--model", out, "--router", out) == alone
+        assert _written(capsys, prompt, "--model", out, "--router", out, *more) == alone
 
 
 @pytest.mark.parametrize(
@@ -85,6 +85,9 @@ def test_a_path_that_is_not_there_is_one_line(checkpoints: Path, capsys: pytest.
     with pytest.raises(SystemExit, match=str(EXIT_USAGE)):
         program.main(["--prompt", "a", *source, "--path", "1", "--router", "x"])
     assert "--path excludes --router" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=str(EXIT_USAGE)):
+        program.main(["--prompt", "a", *source, "--reroute-every", "64"])
+    assert "--reroute-every needs --router DIR" in capsys.readouterr().err
 
 
 def _refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
