@@ -3,8 +3,8 @@
 Text of four kinds (shared/texts) is cut into 16 shards by `swarm-model route`, and 16 peers train the paths of stages
 with 1, 4, 4 and 1 variants by DiLoCo (sides/dipaco_arm). What makes the comparison honest:
 
-- All arms read the same text, and as many tokens of it. Those of peers have 16 peers, the same rounds, and the same
-  learning rates, which were chosen for the dense model; each peer takes as many inner steps as a path does.
+- All arms read the same text, and as many tokens of it, with the same optimizer and rates. Those of peers have 16 peers
+  and the same rounds, in which each peer takes as many inner steps as a path does.
 - Whole texts are held out, and the router has not seen them. It chooses the path of each by its first 32 tokens, as it
   does for swarm-generate. These tokens count in no arm, because whoever has chosen by them knows them.
 - `random` has as many parameters as `routed`, but its text was cut at random. What it is worse by is what routing
@@ -48,8 +48,9 @@ LENGTH, BATCH, ROUND_STEPS = 64, 16, 8
 """Tokens of a sample, samples of an inner step, and inner steps of a peer in a round."""
 WINDOW = 2048
 """The most characters of a sequence, which takes one path."""
-LEARNING_RATE = 8e-3
-OUTER = {"learning_rate": 0.7, "momentum": 0.5}
+OPTIMIZER = {"name": "muon", "learning_rate": 2e-2}
+OUTER = {"learning_rate": 1.0, "momentum": 0.0}
+"""With few steps models learn much more by Muon than by AdamW, and by plain averages than by the usual outer step."""
 TEXT, HELD_OUT = "text.jsonl", "held-out.json"
 GOAL = 0.03
 """By how much the loss of paths is to be below that of a dense model of one path's size."""
@@ -127,7 +128,7 @@ def run_config(arm: Arm, shards: Sequence[str], seed: int, options: Options) -> 
         round_samples=samples, rounds={"inner_batch_samples": BATCH},
         data={"seed": seed, "held_out_fraction": 1e-6} | own_texts, averaging={"overlap_steps": 0}, outer=OUTER,
         optimizer={
-            "name": "adamw", "learning_rate": LEARNING_RATE, "schedule": "cosine", "warmup_samples": samples // 2,
+            **OPTIMIZER, "schedule": "cosine", "warmup_samples": samples // 2,
             "total_samples": options.rounds * samples,
         },
     )  # fmt: skip

@@ -13,9 +13,9 @@ from scripts.benches import dipaco
 from scripts.benches.dipaco import ARMS, Options, parameters, run_config, summary
 from scripts.benches.shared import texts
 from scripts.benches.shared.common import run_of, with_corpus
-from scripts.benches.sides.dipaco_arm import HeldOut, PathSwarm, held_out_texts
+from scripts.benches.sides.dipaco_arm import Alone, HeldOut, PathSwarm, held_out_texts
 from scripts.benches.sides.plain_training import PlainDiloco
-from swarm.config import RunConfig
+from swarm.config import OuterConfig, RunConfig
 from swarm.data.path_router import PathRouter, hashed
 from swarm.model.stages import build_transformer
 from swarm.types import Block
@@ -39,6 +39,17 @@ async def test_peers_of_one_path_train_as_plain_diloco_does(text: str, tmp_path:
     assert weights.keys() == plain.weights.keys()
     for name, value in plain.weights.items():
         torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-5)
+
+
+async def test_one_process_alone_takes_the_steps_of_all_peers(text: str, tmp_path: Path) -> None:
+    """With one peer, and an outer step that takes over what it has learnt, these are the same."""
+    config, data = with_corpus(_config(text), tmp_path / "corpora")
+    config = dataclasses.replace(config, outer=OuterConfig(learning_rate=1.0, momentum=0.0))
+    swarm, alone = PathSwarm(config, data, 1), Alone(config, data)
+    await swarm.train_round(0)
+    await alone.train_round(0)
+    for name, value in alone.weights_of_paths[0].items():
+        torch.testing.assert_close(swarm.weights_of_paths[0][name], value, rtol=0, atol=1e-5)
 
 
 async def test_a_block_is_averaged_by_the_peers_of_its_paths_alone(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ nothing is late, lost or computed twice.
 """
 
 import asyncio
-import dataclasses
 import json
 import time
 from collections import defaultdict
@@ -26,7 +25,7 @@ from swarm.averaging.vectors.exchange import Closed, Exchanges
 from swarm.averaging.vectors.reduction import Reduction, Side
 from swarm.averaging.wire.transport import Payload
 from swarm.compression.codec import Buffer
-from swarm.config import RoundsConfig, RunConfig
+from swarm.config import RunConfig
 from swarm.data import path_router, tokenizers
 from swarm.data.microbatches import Microbatches
 from swarm.data.path_router import NUM_TOKENS, PathRouter, hashed
@@ -35,6 +34,7 @@ from swarm.model.stages import build_transformer
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import HIDDEN
+from swarm.training.optimizers import gradient_optimizer
 from swarm.training.round_member import RoundResult
 from swarm.training.samples import TOKENS, Samples
 from swarm.types import Block
@@ -258,18 +258,22 @@ class Alone:
     bytes_per_peer = 0.0
 
     def __init__(self, config: RunConfig, data: Microbatches) -> None:
-        batch = config.rounds.inner_batch_samples
-        self._steps = config.rounds.round_samples // batch
-        steps = RoundsConfig(setting="synchronous", round_samples=batch)
-        self._reference = Reference(dataclasses.replace(config, rounds=steps, optimizer=config.gradient_step), data)
+        self._rounds, self._per_step = config.rounds, config.rounds.inner_batch_samples // config.data.microbatch_size
+        self._reference = Reference(config, data)
+        # Nobody takes the same steps, so Muon's products need not be exact.
+        self._optimizer = gradient_optimizer(config, same_bits=False)
 
     @property
     def weights_of_paths(self) -> Sequence[Mapping[str, torch.Tensor]]:
         return [self._reference.weights]
 
     async def train_round(self, number: int) -> None:
-        for step in range(number * self._steps, (number + 1) * self._steps):
-            self._reference.step(step)
+        batch = self._rounds.inner_batch_samples
+        steps = self._rounds.round_samples // batch
+        for step in range(number * steps, (number + 1) * steps):
+            indices = range(step * self._per_step, (step + 1) * self._per_step)
+            self._reference.accumulate_mean(dict.fromkeys(indices, 1))
+            self._reference.update_with(self._optimizer, step * batch)
 
 
 async def train(training: Training, config: RunConfig, held_out: HeldOut, rounds: int) -> dict[str, Any]:
