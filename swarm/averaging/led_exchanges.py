@@ -97,7 +97,11 @@ class LedExchanges:
             units = await self._in_groups(attempt, units, size)
         prepared = agreed(await self._exchange(attempt, units), self.context.own_id)
         self.blame.exchanged([peer for unit in units for peer in unit.member_ids])
-        return prepared, await self._hand_down(attempt, units, prepared)
+        holders = await self._hand_down(attempt, units, prepared)
+        if 2 * len(holders) <= len(prepared.member_ids):
+            # If few committed it, and the leader died then, most would go on from where they are.
+            raise self.blame.failure("the result did not reach most of its members", {})
+        return prepared, holders
 
     # -- one exchange --------------------------------------------------------------------------------------------------
 

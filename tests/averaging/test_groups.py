@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from swarm.config import RunConfig
+from swarm.errors import PeerUnavailable
 from swarm.rpc.v1 import averaging_pb2 as pb
 from tests.averaging.doubles import Network, broken, network_of, peer_id, stages, until
 from tests.averaging.fake_stage import MICROBATCH, FakeStage, make_config
@@ -234,6 +235,29 @@ async def test_a_death_in_handing_down_delays_a_group_and_voids_nothing() -> Non
         network.learn(1)
         network.alive[0].learn(1900, 1901)
         await network.committed(1)
+
+
+@in_virtual_time
+async def test_a_result_that_reaches_few_is_not_committed_and_the_next_attempt_counts_all_once() -> None:
+    async with nine_members() as network:
+        was_aborted = False
+
+        async def before(name: str, source: int, target: int) -> None:
+            nonlocal was_aborted
+            was_aborted = was_aborted or name == "Abort"
+            is_decided = 0 < network.num_decided == len(network.asked[STEPS["among groups"]])
+            if is_decided and name == "Exchange" and not was_aborted:
+                raise PeerUnavailable("lost")
+
+        network.before = before
+        network.learn(0)
+        await network.committed(0)
+        assert was_aborted
+        for stage in network.alive:
+            assert (len(stage.results[0].members), stage.results[0].num_samples) == (
+                NUM_MEMBERS,
+                2 * MICROBATCH * NUM_MEMBERS,
+            )
 
 
 @pytest.mark.parametrize("call", ["Average", "Commit"], ids=["before handing down", "after it"])
