@@ -189,6 +189,17 @@ class Abort(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class OutOfLine(Event):
+    """A member is left out of the attempt, because most owners of parts found its contribution out of line."""
+
+    round: int
+    peer: str
+    reason: str
+    is_named: bool
+    """Whether it is so repeatedly that it is named as a liar."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Commit(Event):
     """A result was applied, and the next round began."""
 

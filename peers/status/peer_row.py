@@ -312,8 +312,8 @@ class PeerRow:
         announced=bans_of,
     )
     refusals: tuple[str, ...] = figure(
-        "A line for each holder of its stage that says it is elsewhere in the run, and that it does not follow. The "
-        "table has these lines below the peers.",
+        "A line for each holder of its stage that says it is elsewhere in the run, and that it does not follow, and "
+        "for each that it has found to lie. The table has these lines below the peers.",
         default=(),
         answered=lambda said: said.refusals,
     )

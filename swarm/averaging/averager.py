@@ -137,7 +137,7 @@ class Averager:
         barrier = Barrier(context, place, shared, watch, call, own_round)
         self.succession = Succession(context, place, member, roster, survey, own_round, barrier, watch)
         broadcast = Broadcast(call=call, is_silent=roster.is_silent, timing=context.timing)
-        blame = Blame(context.own_id)
+        blame = Blame(context.own_id, own_round.exchanges.suspects)
         exchanges = LedExchanges(context, roster, broadcast, blame)
         attempts = Round(context, place, watch, broadcast, barrier, shared, blame, exchanges)
         self.lead_loop = LeadLoop(context, place, roster, own_round, reporter, watch, attempts)
@@ -227,5 +227,5 @@ class Averager:
             attempts=self.lead_loop.num_attempts,
             aborted=self.lead_loop.aborted,
             downloads=self.catch_up.num_downloads,
-            refusals=self.place.branches.refusals,
+            refusals=[*self.place.branches.refusals, *self.own_round.exchanges.suspects.lines],
         )

@@ -16,6 +16,7 @@ from swarm.averaging.watch import RoundWatch
 from swarm.averaging.wire.context import Context
 from swarm.errors import SwarmError
 from swarm.machine.clock import wait
+from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +143,8 @@ class LeadLoop:
             self.roster.suspect(peer_id)
         for peer_id in failed.excluded:
             self.roster.suspicions.exclude(peer_id)
+        for peer in self.own_round.exchanges.suspects.out_of(self.place.standing.round):
+            self.roster.suspicions.leave_out(PeerId(peer))
         for peer_id in failed.refused:
             self.roster.forget_report(peer_id)
         self.context.changes.signal()

@@ -113,8 +113,9 @@ class LedExchanges:
         are_groups = any(unit.units for unit in units)
         is_whole = not is_part and not are_groups
         through_one = is_whole and self.blame.goes_through_one(attempt.standing.round, names)
+        counts = {unit.peer_id: unit.counts for unit in units}
         shares = divide(
-            {unit.peer_id: unit.counts for unit in units},
+            {peer: counts[PeerId(peer)] for peer in self.blame.suspects.in_order(counts, attempt.standing.round)},
             num_elements=units[0].counts.num_elements,
             tile=attempt.codec.tile,
             clip_to_median=clip_of(attempt.config),

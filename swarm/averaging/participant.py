@@ -50,8 +50,7 @@ class Participant:
 
         Closing goes on if this call is cancelled. Raises MalformedMessage for another leader's attempt.
         """
-        ballot = messages.own_ballot(request)
-        clock = self.context.clock
+        ballot, clock = messages.own_ballot(request), self.context.clock
         gives_up_at = clock.monotonic() + max(0.0, min(request.wait_seconds, self.context.timing.begin_seconds))
         try:
             async with asyncio.timeout(gives_up_at - clock.monotonic()):
@@ -126,6 +125,7 @@ class Participant:
                 self._join(request, attempt, shares, num_members)
             others = self._others(request, shares, attempt)
             average, seconds = await attempt.exchange(shares, others, request.timeout_seconds)
+            attempt.exchanges.require_in_line(attempt.closed, request.round, shares, average, self.context.events)
             unflatten, like = attempt.exchanges.unflatten, attempt.closed.contribution.tensors
             tensors = await asyncio.to_thread(unflatten, average.vector_D, like)
             closed = _closed_anew(attempt.closed, average, tensors, shares)

@@ -229,7 +229,8 @@ class AveragingServicer(AveragingServiceServicer):
                 error = MemberFailed(self._own_id, str(error), noticed_by=self._own_id)
             yield pb.ExchangeReply(failure=messages.pack_failure(error))
             return
-        yield pb.ExchangeReply(reduced=pb.Reduced(squared_norm=reduced.squared_norm))
+        deviations = messages.pack_deviations(reduced.deviations)
+        yield pb.ExchangeReply(reduced=pb.Reduced(squared_norm=reduced.squared_norm, deviations=deviations))
         for piece in pieces_of(reduced.encoded):
             yield pb.ExchangeReply(data=piece)
 

@@ -60,6 +60,21 @@ def unflatten(vector_D: torch.Tensor, like: Mapping[str, torch.Tensor]) -> dict[
     return tensors
 
 
+def places(like: Mapping[str, torch.Tensor], *, is_tiled: bool) -> Iterator[tuple[str, slice]]:
+    """The places of tensors in their vector, by name, as `flatten` or `concatenate` writes them. What `flatten` writes
+    behind the full tiles has no name."""
+    start = 0
+    for name in sorted(like):
+        length = like[name].numel()
+        if is_tiled:
+            rows, columns = _matrix(like[name]).shape
+            length = (rows // SIDE) * (columns // SIDE) * TILE
+        yield name, slice(start, start + length)
+        start += length
+    if (end := sum(tensor.numel() for tensor in like.values())) > start:
+        yield "", slice(start, end)
+
+
 def _pieces(vector_D: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Pairs of views of the same shape: a part of the vector, and the part of a tensor that belongs there."""
     matrices = [_matrix(tensors[name]) for name in sorted(tensors)]

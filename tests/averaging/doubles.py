@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from contextlib import asynccontextmanager, suppress
 from typing import Any, cast
 
+from swarm.averaging.agreement import messages
 from swarm.averaging.agreement.rules import Timing
 from swarm.averaging.averager import Averager
 from swarm.averaging.wire.context import Context, Tasks
@@ -220,7 +221,9 @@ class MemoryTransport(Transport):
             min(seconds, timeout_seconds),
         )
         assert len(reduced.encoded) == reply_bytes
-        return Payload(encoded=bytes(reduced.encoded), squared_norm=reduced.squared_norm)
+        told = pb.Reduced(deviations=messages.pack_deviations(reduced.deviations))
+        deviations = messages.unpack_deviations(pb.Reduced.FromString(told.SerializeToString()).deviations)
+        return Payload(encoded=bytes(reduced.encoded), squared_norm=reduced.squared_norm, deviations=deviations)
 
     async def shared(
         self, peer: PeerRecord, request: pb.SharedRequest, *, reply_bytes: int, timeout_seconds: float

@@ -11,6 +11,7 @@ from swarm.averaging.agreement.rules import Begun
 from swarm.averaging.agreement.shares import Counts
 from swarm.config import RunConfig
 from swarm.errors import DeadlineExceeded, Overloaded, PeerUnavailable, SwarmError
+from swarm.honesty.suspects import Suspects
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import Block, PeerId
 
@@ -45,9 +46,10 @@ class Blame:
 
     Attributes:
         num_timeouts: time-outs in a row; every one doubles the deadlines, up to MOST_DOUBLINGS times.
+        suspects: what owners of parts say of members' contributions.
     """
 
-    def __init__(self, own_id: PeerId) -> None:
+    def __init__(self, own_id: PeerId, suspects: Suspects) -> None:
         self._own_id = own_id
         self._round_through_one: int | None = None
         """The round in which the connection between two members failed. In that round all members exchange through this
@@ -55,6 +57,7 @@ class Blame:
         self.num_timeouts = 0
         self._timed_out_in: tuple[int, Ballot] | None = None
         """The last attempt in which an exchange timed out. Those of its groups count once."""
+        self.suspects = suspects
         self._strikes = Counter[PeerId]()
         """How many attempts each member has made fail for no reason that holds, since it last took part in an exchange
         that was completed."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from swarm.averaging.agreement.group import Ballot
 from swarm.errors import MalformedMessage, SwarmError, TryLater
+from swarm.honesty.comparison import Deviation
+from swarm.machine.words import printable
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import Progress, Snapshot
 from swarm.training.run_rounds import next_lineage
@@ -15,9 +17,11 @@ from swarm.types import LARGEST_COUNT, PeerId
 PAST = 16
 """The number of earlier rounds whose lineages a peer sends to others."""
 MOST_IDS = 64
-"""The most peers that a peer names as leaders that it does not follow."""
+"""The most peers that a peer names in one message."""
 LONGEST_ID = 64
 """The most characters of a lineage or a peer's id. Bounded, because even those of strangers are kept in memory."""
+LONGEST_REASON = 200
+"""The most characters of what an owner says of a contribution; also shown."""
 
 
 class MemberFailed(TryLater):
@@ -137,6 +141,17 @@ def _require_short(text: str, what: str) -> None:
 
 def pack_failure(failed: MemberFailed) -> pb.Failure:
     return pb.Failure(blamed_id=failed.peer_id, reason=str(failed), noticed_by_id=failed.noticed_by)
+
+
+def pack_deviations(deviations: Iterable[Deviation]) -> list[pb.Deviation]:
+    return [pb.Deviation(peer_id=deviation.peer_id, reason=deviation.reason) for deviation in deviations]
+
+
+def unpack_deviations(told: Sequence[pb.Deviation]) -> list[Deviation]:
+    """The first MOST_IDS of these, with reasons that may be shown. Raises MalformedMessage for an id that is too
+    long."""
+    unpack_ids([deviation.peer_id for deviation in told])
+    return [Deviation(peer_id=each.peer_id, reason=printable(each.reason[:LONGEST_REASON])) for each in told[:MOST_IDS]]
 
 
 def pack_indices(indices: Collection[int]) -> list[int]:

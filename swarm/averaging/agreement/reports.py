@@ -1,5 +1,6 @@
 """What one peer has heard of the others of its stage: their reports about the round, and whom it cannot rely on."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Set
 from dataclasses import dataclass, field
@@ -155,6 +156,10 @@ class Suspicions:
         seconds = min(doubled, self._timing.max_exclusion_seconds)
         self._excluded[peer_id] = _Exclusion(seconds=seconds, ends_at=self._clock.monotonic() + seconds)
         self.failed(peer_id)
+
+    def leave_out(self, peer_id: PeerId) -> None:
+        """Leave a living peer out of this round to its end, because its contribution would be as wrong again."""
+        self._excluded[peer_id] = _Exclusion(seconds=self._timing.exclusion_seconds, ends_at=math.inf)
 
     def is_excluded(self, peer_id: PeerId) -> bool:
         exclusion = self._excluded.get(peer_id)

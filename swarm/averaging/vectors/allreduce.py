@@ -27,6 +27,7 @@ from swarm.averaging.wire.transport import Payload
 from swarm.compression.codec import Buffer, Codec
 from swarm.compression.feedback import Residual
 from swarm.errors import MalformedMessage, SwarmError
+from swarm.honesty.comparison import Deviation
 from swarm.machine.memory import Recycler
 from swarm.training.clipping import squared_norm_of_vector
 
@@ -45,6 +46,8 @@ class Average:
             divided by `bytes_sent`; 1 if it sent nothing.
         residual: what error feedback is to keep if this average is committed.
         upload_bytes_per_second: the rate at which this member sent; 0 if that was not measured.
+        deviations: by owner of a part, the members whose contributions to it are out of line. In a gather this member
+            knows what all others find, since they have the same bytes.
     """
 
     vector_D: torch.Tensor
@@ -56,6 +59,7 @@ class Average:
     compression_ratio: float
     residual: Residual
     upload_bytes_per_second: float
+    deviations: Mapping[str, Sequence[Deviation]]
 
 
 class AllReduceTransport(Protocol):
@@ -252,6 +256,7 @@ class _Butterfly:
             compression_ratio=compression_ratio(shares, own, sent),
             residual=Residual(contribution_D=self._residual_D, part=own_part, sum_P=self._reduction.residual_P),
             upload_bytes_per_second=_upload_rate(self._payloads, {o: codec.num_bytes(n) for o, n in lengths.items()}),
+            deviations={owner: payload.deviations for owner, payload in self._payloads.items()},
         )
 
 
@@ -304,7 +309,8 @@ async def gather(vector_D: torch.Tensor, hand_out: HandOut, terms: Terms) -> Ave
             decoded[peer_id] = await asyncio.to_thread(decode_bounded, codec, payload.encoded, num_elements)
         payloads[peer_id] = payload
 
-    def add_up() -> tuple[torch.Tensor, Residual, float]:
+    def add_up() -> tuple[torch.Tensor, Residual, float, Sequence[Deviation]]:
+        deviations = hand_out.compare(decoded)
         sum_D = torch.zeros(num_elements)
         for share in shares.senders:
             # Multiplied and added in two operations, because a fused one gives other bits on some processors.
@@ -313,10 +319,10 @@ async def gather(vector_D: torch.Tensor, hand_out: HandOut, terms: Terms) -> Ave
         if codec.needs_feedback and own.contributes:
             residual_D = torch.sub(vector_D, decoded[own_id])
         residual = Residual(contribution_D=residual_D, part=slice(0, 0), sum_P=None)
-        return sum_D, residual, squared_norm_of_vector(sum_D)
+        return sum_D, residual, squared_norm_of_vector(sum_D), deviations
 
     await with_all({share.peer_id: partial(fetch, share.peer_id) for share in shares.senders}, own_id, hand_out)
-    sum_D, residual, norm = await asyncio.to_thread(add_up)
+    sum_D, residual, norm, deviations = await asyncio.to_thread(add_up)
     if not math.isfinite(norm):
         # The other contributions are bounded, so the cause can only be this member's own.
         raise MemberFailed(own_id, "the average is not finite", noticed_by=own_id)
@@ -332,4 +338,5 @@ async def gather(vector_D: torch.Tensor, hand_out: HandOut, terms: Terms) -> Ave
         compression_ratio=compression_ratio(shares, own, sent),
         residual=residual,
         upload_bytes_per_second=0.0,
+        deviations={share.peer_id: deviations for share in shares.members},
     )

@@ -9,12 +9,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from swarm.averaging.agreement.messages import MemberFailed
 from swarm.averaging.agreement.shares import Shares
 from swarm.averaging.vectors.allreduce import AllReduceTransport, Average, Terms, butterfly, gather
-from swarm.averaging.vectors.reduction import HandOut, Reduction, Side
+from swarm.averaging.vectors.reduction import Compare, HandOut, Reduction, Side
 from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import Payload
 from swarm.compression import buffers
@@ -22,6 +23,9 @@ from swarm.compression.codec import Buffer, contribution_codec, result_codec
 from swarm.compression.feedback import ErrorFeedback, Owed, Residual
 from swarm.config import AveragingConfig
 from swarm.errors import PeerUnavailable, SwarmError
+from swarm.events import Events, OutOfLine
+from swarm.honesty.comparison import Comparison, Memory, layers_of
+from swarm.honesty.suspects import Suspects
 from swarm.machine.memory import Recycler
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.clipping import squared_norm_of_vector
@@ -94,12 +98,14 @@ class Closing:
 class Exchanges:
     """What a member keeps from one exchange to the next."""
 
-    def __init__(self, config: AveragingConfig, own_id: str, bytes_per_second: float = 0.0) -> None:
+    def __init__(
+        self, config: AveragingConfig, own_id: str, bytes_per_second: float = 0.0, suspects: Suspects | None = None
+    ) -> None:
         self.codec = contribution_codec(config)
         self.result_codec = result_codec(config)
         self.bytes_per_second = bytes_per_second
         """The rate at which this member's line sends, as measured; 0 before that."""
-        tiled = self.codec.tile == buffers.TILE
+        self._is_tiled = tiled = self.codec.tile == buffers.TILE
         self._flatten = buffers.flatten if tiled else buffers.concatenate
         self.unflatten = buffers.unflatten if tiled else buffers.cut
         """Cuts an averaged vector into tensors, given tensors with the same names and shapes."""
@@ -107,13 +113,16 @@ class Exchanges:
         self._own_id = own_id
         self.feedback: dict[int, ErrorFeedback] = {}
         """The error feedback of each fragment."""
+        self.suspects = suspects or Suspects()
+        self._memories: dict[int, Memory] = {}
+        """What this member remembers of others' contributions to each fragment."""
         self._last: Closed | None = None
         self._memory = Recycler()
 
     def under(self, config: AveragingConfig) -> "Exchanges":
         """These exchanges themselves, or new ones if the settings have been amended. The residual stays behind, because
         it is in the former codec's order of elements."""
-        return self if config == self._config else Exchanges(config, self._own_id, self.bytes_per_second)
+        return self if config == self._config else Exchanges(config, self._own_id, self.bytes_per_second, self.suspects)
 
     @property
     def residual_bytes(self) -> int:
@@ -134,8 +143,9 @@ class Exchanges:
 
     def open(self, closed: Closed, shares: Shares) -> Side:
         """Make this member's side of an exchange, which answers the other members."""
+        compare = self._compare(closed, shares)
         if self._gathers(shares):
-            return HandOut(shares)
+            return HandOut(shares, compare)
         own_part, feedback = self._own_part(shares), self.feedback.get(closed.contribution.fragment)
         return Reduction(
             shares,
@@ -143,7 +153,37 @@ class Exchanges:
             codec=self.codec,
             result_codec=self.result_codec,
             owed=(lambda: feedback.owed(own_part)) if feedback else lambda: None,
+            compare=compare,
         )
+
+    def require_in_line(
+        self, closed: Closed, round_number: int, shares: Shares, average: Average, events: Events
+    ) -> None:
+        """Raise MemberFailed if owners find a member's contribution out of line again and again."""
+        if closed is not self._last:
+            return
+        member_ids = [share.peer_id for share in shares.members]
+        found = self.suspects.judge(round_number, average.deviations, member_ids)
+        for each in found:
+            is_named = self.suspects.is_named(each.peer_id)
+            events.write(OutOfLine(round=round_number, peer=each.peer_id, reason=each.reason, is_named=is_named))
+        if found:
+            reason = f"its contribution is out of line: {found[0].reason}"
+            raise MemberFailed(found[0].peer_id, reason, noticed_by=self._own_id)
+
+    def _compare(self, closed: Closed, shares: Shares) -> Compare:
+        if closed is not self._last:
+            # Not this member's own contribution, but its group's. Nobody could be blamed for that.
+            return lambda parts: ()
+        memory = self._memories.setdefault(closed.contribution.fragment, Memory(np.random.default_rng()))
+        memory.begin(shares.num_elements)
+        comparison = Comparison(
+            amounts={share.peer_id: share.counts.num_targets or share.counts.num_samples for share in shares.senders},
+            part=slice(0, shares.num_elements) if self._gathers(shares) else self._own_part(shares),
+            layers=layers_of(buffers.places(closed.contribution.tensors, is_tiled=self._is_tiled)),
+            memory=memory,
+        )
+        return comparison.deviations
 
     async def run(
         self, closed: Closed, shares: Shares, side: Side, transport: AllReduceTransport, timeout_seconds: float
@@ -200,6 +240,8 @@ class Exchanges:
 
     def committed(self, fragment: int, residual: Residual) -> None:
         self._last = None
+        if fragment in self._memories:
+            self._memories[fragment].committed()
         if self.codec.needs_feedback and self._config.feedback_decay > 0:
             feedback = self.feedback.setdefault(fragment, ErrorFeedback(self._config.feedback_decay))
             feedback.commit(residual)

@@ -8,7 +8,7 @@ Shapes: P elements of the part.
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -18,6 +18,7 @@ from swarm.averaging.wire.transport import Payload
 from swarm.compression.buffers import slices
 from swarm.compression.codec import Buffer, Codec
 from swarm.errors import MalformedMessage
+from swarm.honesty.comparison import Deviation
 from swarm.training.clipping import squared_norm_of_vector
 
 CACHED_ELEMENTS = 1 << 17
@@ -25,6 +26,10 @@ CACHED_ELEMENTS = 1 << 17
 LARGEST_CONTRIBUTION = 1e15
 """The largest magnitude that is accepted from another member: neither its square nor a sum of many such squares
 overflows."""
+
+
+Compare = Callable[[Mapping[str, torch.Tensor]], Sequence[Deviation]]
+"""Compares the members' contributions to a part, by their ids, and returns those that are out of line."""
 
 
 class _Answer:
@@ -51,8 +56,9 @@ class HandOut(_Answer):
     missing: Sequence[str] = ()
     """Always empty, because no member sends anything."""
 
-    def __init__(self, shares: Shares) -> None:
+    def __init__(self, shares: Shares, compare: Compare = lambda parts: ()) -> None:
         super().__init__()
+        self.compare = compare
         self._shares = shares
 
     def num_bytes_from(self, peer_id: str) -> int:
@@ -81,6 +87,7 @@ class Reduction(_Answer):
         codec: Codec,
         result_codec: Codec,
         owed: Callable[[], torch.Tensor | None] = lambda: None,
+        compare: Compare = lambda parts: (),
     ) -> None:
         """
         Args:
@@ -100,6 +107,7 @@ class Reduction(_Answer):
         self._codec = codec
         self._result_codec = result_codec
         self._owed = owed
+        self._compare = compare
         self._parts: dict[str, torch.Tensor] = {}
         self._arrived: set[str] = set()
 
@@ -141,13 +149,14 @@ class Reduction(_Answer):
             work.add_done_callback(self._finish)
 
     def _reduce(self) -> Payload:
+        deviations = self._compare(self._parts)
         weighted = [(self._parts.pop(share.peer_id), share.weight) for share in self._shares.senders]
         sum_P = self._sum(weighted)
         encoded = self._result_codec.encode(sum_P)
         self.sum_P = self._result_codec.decode(encoded, self.num_elements)
         if self._result_codec.needs_feedback:
             self.residual_P = sum_P.sub_(self.sum_P)
-        return Payload(encoded=encoded, squared_norm=squared_norm_of_vector(self.sum_P))
+        return Payload(encoded=encoded, squared_norm=squared_norm_of_vector(self.sum_P), deviations=deviations)
 
     def _sum(self, weighted: list[tuple[torch.Tensor, float]]) -> torch.Tensor:
         """The weighted sum of the parts. A single part of weight 1 is returned as it is, if nothing is owed or

@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -11,12 +11,13 @@ import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from swarm.averaging.agreement.messages import MemberFailed
+from swarm.averaging.agreement.messages import MemberFailed, unpack_deviations
 from swarm.averaging.agreement.rules import Timing
 from swarm.compression.buffers import Received
 from swarm.compression.codec import Buffer
 from swarm.credentials.certificates import peer_id_of
 from swarm.errors import DeadlineExceeded, IntegrityError, MalformedMessage, PeerUnavailable, SwarmError
+from swarm.honesty.comparison import Deviation
 from swarm.rpc.ask import ask, download
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.failures import translate
@@ -57,11 +58,13 @@ class Payload:
         encoded: the sum over a part, or a whole contribution.
         squared_norm: the squared norm of the decoded vector, as computed by the sender.
         upload_seconds: how long it took to send our own part to that member; 0 if nothing was sent.
+        deviations: the members whose contributions are out of line, as the sender says.
     """
 
     encoded: Buffer
     squared_norm: float
     upload_seconds: float = 0.0
+    deviations: Sequence[Deviation] = ()
 
 
 class Caller(Protocol):
@@ -128,6 +131,7 @@ class Transport:
                 upload_seconds = time.perf_counter() - started_at
 
         squared_norm: float | None = None
+        deviations: Sequence[Deviation] = ()
         encoded = Received(reply_bytes)
         stub: Any = self._stub(peer, bulk=True)
         call = stub.Exchange(requests(), timeout=timeout_seconds)
@@ -144,6 +148,7 @@ class Transport:
                         raise MemberFailed(failure.blamed_id, failure.reason, noticed_by=failure.noticed_by_id)
                     case "reduced":
                         squared_norm = reply.reduced.squared_norm
+                        deviations = unpack_deviations(reply.reduced.deviations)
                     case _:
                         encoded.add(reply.data)
         except TimeoutError:
@@ -154,7 +159,9 @@ class Transport:
             call.cancel()
         if squared_norm is None:
             raise MalformedMessage("an averaged part comes without its norm")
-        return Payload(encoded=encoded.whole(), squared_norm=squared_norm, upload_seconds=upload_seconds)
+        return Payload(
+            encoded=encoded.whole(), squared_norm=squared_norm, upload_seconds=upload_seconds, deviations=deviations
+        )
 
     async def shared(
         self, peer: PeerRecord, request: pb.SharedRequest, *, reply_bytes: int, timeout_seconds: float

@@ -1038,19 +1038,49 @@ class Reduced(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SQUARED_NORM_FIELD_NUMBER: _builtins.int
+    DEVIATIONS_FIELD_NUMBER: _builtins.int
     squared_norm: _builtins.float
+    @_builtins.property
+    def deviations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Deviation]:
+        """The members whose contributions to this part are out of line, by the owner's comparison. A member goes by them only
+        where most owners say the same.
+        """
+
     def __init__(
         self,
         *,
         squared_norm: _builtins.float = ...,
+        deviations: _abc.Iterable[Global___Deviation] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["squared_norm", b"squared_norm"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deviations", b"deviations", "squared_norm", b"squared_norm"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Reduced: _TypeAlias = Reduced  # noqa: Y015
+
+@_typing.final
+class Deviation(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEER_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    peer_id: _builtins.str
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        peer_id: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["peer_id", b"peer_id", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Deviation: _TypeAlias = Deviation  # noqa: Y015
 
 @_typing.final
 class DownloadRequest(_message.Message):

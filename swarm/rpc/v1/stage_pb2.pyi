@@ -1052,7 +1052,9 @@ class AveragingCounters(_message.Message):
 
     @_builtins.property
     def refusals(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """A line for each peer of the stage that is on another branch of the run and is not followed."""
+        """A line for each peer of the stage that is on another branch of the run and is not followed, or that was found to
+        lie.
+        """
 
     def __init__(
         self,

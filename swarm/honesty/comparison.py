@@ -1,0 +1,247 @@
+"""Compares the members' contributions to one part of the vector: which of them are out of line, and in what.
+
+The owner of a part compares what it is about to sum. In the whole part, and in each layer in it, a contribution's norm
+is held against the median of all, and its direction against the mean direction of a majority that agrees best. A
+contribution that the same member has given before is found too. What is usual is measured anew each time by medians and
+by the median distance from them, which a minority of liars cannot move far. Never decides anything about a member: see
+suspects.
+
+Shapes: M members, P elements of the part, C elements at a time.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+LEAST_MEMBERS = 4
+"""Among fewer members nobody can say who of them is out of line."""
+LEAST_ELEMENTS = 512
+"""A part, or the part of a layer, with fewer elements is too small: directions differ by chance."""
+DEVIATIONS = 6.0
+"""A contribution is in line if it is within so many standard deviations of the others, as estimated from the median
+distance."""
+NORM_FACTOR = 2.5
+"""A norm is in line between the median divided by this and the median times this, whatever the deviation."""
+COSINE_SHARE = 0.25
+"""A direction is in line with at least this share of the usual cosine, whatever the deviation."""
+LEAST_COSINE = 0.15
+"""Directions are compared only if the usual cosine is as large as this: below it honest members hardly agree."""
+REPEATED_COSINE, NEW_COSINE = 0.98, 0.9
+"""A contribution repeats an earlier one if its cosine with that is above the first value, and that of most other
+members with their earlier ones is below the second one."""
+NUM_REMEMBERED = 1 << 14
+"""The elements of each member's last contribution that are remembered."""
+LEAST_REMEMBERED = 64
+"""Fewer of them in the part are too few."""
+MOST_REMEMBERED = 256
+"""The members of which something is remembered: those that contributed last."""
+_CHUNK = 1 << 16
+_TO_DEVIATION = 1.4826
+"""The standard deviation of a normal distribution, as a multiple of the median distance from its median."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deviation:
+    """One owner's word that a member's contribution is out of line.
+
+    Attributes:
+        peer_id: empty if the contributions of too few members differ much, and nobody can say whose is wrong.
+        reason: in words that follow "its contribution is out of line: ".
+    """
+
+    peer_id: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The comparison of the contributions to one part.
+
+    Attributes:
+        amounts: the targets, or samples, that each member's contribution was made of, by the members' ids.
+        part: the place of the part in the vector.
+        layers: the places of the layers in the vector, by name, one after the other.
+        memory: what this member remembers of earlier contributions.
+    """
+
+    amounts: Mapping[str, int]
+    part: slice
+    layers: Sequence[tuple[str, slice]]
+    memory: "Memory"
+
+    def deviations(self, parts: Mapping[str, torch.Tensor]) -> tuple[Deviation, ...]:
+        """The members whose contributions, each of shape (P,), are out of line. One that is so in several ways or
+        places is named once."""
+        peers = [peer for peer in self.amounts if peer in parts]
+        if len(peers) < LEAST_MEMBERS:
+            return self._undecided(list(parts.values()))
+        length = self.part.stop - self.part.start
+        if length < LEAST_ELEMENTS:
+            return ()
+        amounts = np.array([max(1, self.amounts[peer]) for peer in peers], dtype=float)
+        products = [(name, rows, _products([parts[peer][rows] for peer in peers])) for name, rows in self._places()]
+        whole = sum(each for _, _, each in products)
+        found: dict[str, str] = {}
+        for name, size, each in [
+            ("", length, whole), *((name, rows.stop - rows.start, each) for name, rows, each in products)
+        ]:  # fmt: skip
+            if size >= LEAST_ELEMENTS:
+                where = f" in {name}" if name else ""
+                for index, reason in _out_of_line(np.asarray(each), amounts):
+                    found.setdefault(peers[index], reason + where)
+        for peer in self.memory.repeated({peer: parts[peer] for peer in peers}, self.part):
+            found.setdefault(peer, "it is the one that it gave before")
+        return tuple(Deviation(peer_id=peer, reason=reason) for peer, reason in sorted(found.items()))
+
+    def _undecided(self, parts: Sequence[torch.Tensor]) -> tuple[Deviation, ...]:
+        if len(parts) < 2 or self.part.stop - self.part.start < LEAST_ELEMENTS:
+            return ()
+        products_MM, amounts = _products(parts), [max(1, amount) for amount in self.amounts.values()]
+        norms_M = np.sqrt(products_MM.diagonal())
+        longest, shortest = float(norms_M.max()), float(norms_M.min())
+        if longest > shortest * NORM_FACTOR * max(amounts) / min(amounts):
+            reason = f"one has {longest / shortest:.2g} times the norm of another" if shortest else "one is zero"
+        elif (least := float((products_MM / np.outer(norms_M, norms_M).clip(1e-30)).min())) < -LEAST_COSINE:
+            reason = f"two have a cosine of {least:.2f}"
+        else:
+            return ()
+        return (Deviation(peer_id="", reason=reason),)
+
+    def _places(self) -> Iterable[tuple[str, slice]]:
+        """The layers in the part, as places in it."""
+        for name, place in self.layers:
+            start, stop = max(place.start, self.part.start), min(place.stop, self.part.stop)
+            if start < stop:
+                yield name, slice(start - self.part.start, stop - self.part.start)
+
+
+def layers_of(places: Iterable[tuple[str, slice]]) -> list[tuple[str, slice]]:
+    """Join the places of parameters that follow each other and belong to one layer."""
+    joined: list[tuple[str, slice]] = []
+    for name, place in places:
+        layer = _layer_of(name)
+        if joined and joined[-1][0] == layer:
+            joined[-1] = (layer, slice(joined[-1][1].start, place.stop))
+        else:
+            joined.append((layer, place))
+    return joined
+
+
+def _layer_of(name: str) -> str:
+    """The name up to its first number, or up to its first dot."""
+    numbered = re.match(r".*?\.\d+(?=\.|$)", name)
+    return numbered.group() if numbered else name.partition(".")[0]
+
+
+def _products(parts: Sequence[torch.Tensor]) -> np.ndarray:
+    """The scalar products of all pairs, of shape (M, M)."""
+    total = np.zeros((len(parts), len(parts)))
+    for start in range(0, parts[0].numel(), _CHUNK):
+        pieces_MC = torch.stack([part_P[start : start + _CHUNK] for part_P in parts])
+        total += (pieces_MC @ pieces_MC.T).numpy()
+    return total
+
+
+def _out_of_line(products_MM: np.ndarray, amounts_M: np.ndarray) -> Iterable[tuple[int, str]]:
+    """The members that are out of line, and in what."""
+    norms_M = np.sqrt(products_MM.diagonal())
+    usual = float(np.median(norms_M))
+    if not usual > 0.0:
+        return
+    # A contribution of more steps or samples than usual may be longer; a mean over fewer samples may be, too.
+    shares_M = amounts_M / np.median(amounts_M)
+    leeway_M = np.maximum(shares_M, 1.0 / shares_M)
+    logs_M = np.log(np.maximum(norms_M / usual, 1e-9))
+    factor_M = leeway_M * max(NORM_FACTOR, float(np.exp(DEVIATIONS * _deviation(logs_M))))
+    for index in np.flatnonzero(np.abs(logs_M) > np.log(factor_M)):
+        yield int(index), f"its norm is {norms_M[index] / usual:.2g} times the median"
+    usable = np.flatnonzero(np.abs(logs_M) <= np.log(factor_M))
+    if len(usable) < LEAST_MEMBERS:
+        return
+    cosines = _cosines(
+        products_MM[np.ix_(usable, usable)] / np.outer(norms_M[usable], norms_M[usable]), shares_M[usable]
+    )
+    typical = float(np.median(cosines))
+    if typical < LEAST_COSINE:
+        return
+    bound = min(typical - DEVIATIONS * _deviation(cosines), COSINE_SHARE * typical)
+    for index, cosine in zip(usable, cosines, strict=True):
+        # The direction of a mean over fewer samples is less certain.
+        if cosine < bound * min(1.0, float(shares_M[index])) ** (0.5 if bound > 0 else 0.0):
+            reason = f"its cosine with the mean of the others is {cosine:.2f}, where {typical:.2f} is usual"
+            yield int(index), reason
+
+
+def _cosines(products_MM: np.ndarray, shares_M: np.ndarray) -> np.ndarray:
+    """The cosine of each member's direction with the mean direction of those that agree best, without its own.
+
+    These are a majority, chosen by the median of their cosines with all others: so no minority gets a high place by
+    agreeing among itself. Takes the products of vectors of norm 1.
+    """
+    num_members = len(shares_M)
+    scores_M = [float(np.median(np.delete(products_MM[index], index))) for index in range(num_members)]
+    best = np.argsort(scores_M)[::-1][: num_members // 2 + 1]
+    weights_M = np.zeros(num_members)
+    weights_M[best] = np.minimum(1.0, shares_M[best])
+    sums_M = products_MM @ weights_M
+    own_M = weights_M * products_MM.diagonal()
+    squares_M = weights_M @ sums_M - 2 * weights_M * sums_M + weights_M * own_M
+    return np.asarray((sums_M - own_M) / np.sqrt(np.maximum(squares_M, 1e-30)))
+
+
+def _deviation(values: np.ndarray) -> float:
+    return _TO_DEVIATION * float(np.median(np.abs(values - np.median(values))))
+
+
+@dataclass(eq=False)
+class Memory:
+    """What one member remembers of the contributions in committed rounds: a few elements of each, at places that only
+    it knows."""
+
+    generator: np.random.Generator
+    _places: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64), init=False)
+    _length: int = field(default=0, init=False)
+    _kept: dict[str, tuple[slice, np.ndarray]] = field(default_factory=dict, init=False)
+    """By member: the places that were seen, as a slice of `_places`, and the elements there."""
+    _new: dict[str, tuple[slice, np.ndarray]] = field(default_factory=dict, init=False)
+    """The same of an exchange that is not committed yet."""
+
+    def begin(self, length: int) -> None:
+        """Begin with an exchange of vectors of this length. Another length than before makes all forgotten."""
+        self._new = {}
+        if length != self._length:
+            self._length, self._kept = length, {}
+            self._places = np.unique(self.generator.integers(0, length, NUM_REMEMBERED))
+
+    def repeated(self, parts: Mapping[str, torch.Tensor], part: slice) -> list[str]:
+        """The members that give again what they gave in an earlier round."""
+        start, stop = (int(edge) for edge in np.searchsorted(self._places, [part.start, part.stop]))
+        at = torch.from_numpy(self._places[start:stop] - part.start)
+        cosines = {}
+        for peer, part_P in parts.items():
+            elements = part_P[at].numpy()
+            self._new[peer] = slice(start, stop), elements
+            if (kept := self._kept.get(peer)) is not None:
+                first, last = max(start, kept[0].start), min(stop, kept[0].stop)
+                if last - first >= LEAST_REMEMBERED:
+                    now, before = (
+                        elements[first - start : last - start],
+                        kept[1][first - kept[0].start :][: last - first],
+                    )
+                    length = float(np.linalg.norm(now)) * float(np.linalg.norm(before))
+                    cosines[peer] = float(now @ before) / max(length, 1e-30)
+        if len(cosines) < LEAST_MEMBERS or np.median(list(cosines.values())) > NEW_COSINE:
+            return []
+        return [peer for peer, cosine in cosines.items() if cosine > REPEATED_COSINE]
+
+    def committed(self) -> None:
+        """Keep what the exchange gave. One that is not committed may be given again."""
+        for peer, elements in self._new.items():
+            self._kept.pop(peer, None)
+            self._kept[peer] = elements
+        while len(self._kept) > MOST_REMEMBERED:
+            del self._kept[next(iter(self._kept))]
+        self._new = {}

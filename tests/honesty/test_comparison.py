@@ -1,0 +1,150 @@
+"""Contributions are compared with each other: which ones are out of line, and in what."""
+
+import numpy as np
+import pytest
+import torch
+
+from swarm.compression import buffers
+from swarm.honesty.comparison import LEAST_ELEMENTS, Comparison, Memory, layers_of
+
+SIZE, LAYER = 8192, 2048
+LAYERS = [(f"layers.{index}", slice(index * LAYER, (index + 1) * LAYER)) for index in range(SIZE // LAYER)]
+
+
+def contributions(
+    num_members: int, *, seed: int = 0, common: float = 0.5, size: int = SIZE, others: float = 1.0
+) -> dict[str, torch.Tensor]:
+    """Vectors that have `common` in common, and noise of their own of that size."""
+    generator = torch.Generator().manual_seed(seed)
+    shared = torch.randn(size, generator=generator)
+    return {
+        str(number): common * shared + others * torch.randn(size, generator=generator) for number in range(num_members)
+    }
+
+
+def memory() -> Memory:
+    made = Memory(np.random.default_rng(0))
+    made.begin(SIZE)
+    return made
+
+
+def compared(
+    parts: dict[str, torch.Tensor], *, amounts: dict[str, int] | None = None, part: slice = slice(0, SIZE),
+    remembered: Memory | None = None,
+) -> dict[str, str]:  # fmt: skip
+    comparison = Comparison(
+        amounts=amounts or dict.fromkeys(parts, 64), part=part, layers=LAYERS, memory=remembered or memory()
+    )
+    return {found.peer_id: found.reason for found in comparison.deviations(parts)}
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("common", [0.0, 0.1, 0.5, 3.0])
+def test_nobody_is_out_of_line_among_the_honest(seed: int, common: float) -> None:
+    assert compared(contributions(8, seed=seed, common=common)) == {}
+
+
+@pytest.mark.parametrize(
+    ("factor", "reason"),
+    [
+        (0.0, "its norm is 0 times the median"),
+        (3.0, "its norm is 3 times the median"),
+        (0.2, "its norm is 0.2 times the median"),
+        (-1.0, "its cosine with the mean of the others is -0."),
+    ],
+)
+@pytest.mark.parametrize("num_members", [4, 8])
+def test_a_multiple_is_found_in_the_whole_part(factor: float, reason: str, num_members: int) -> None:
+    parts = contributions(num_members)
+    parts["1"] *= factor
+    found = compared(parts)
+    assert found.keys() == {"1"}
+    assert found["1"].startswith(reason)
+    assert " in layers" not in found["1"]
+
+
+def test_two_of_eight_that_give_the_same_lie_are_both_found() -> None:
+    parts = contributions(8)
+    lie = torch.randn(SIZE, generator=torch.Generator().manual_seed(9))
+    parts["2"] = parts["5"] = lie * parts["2"].norm() / lie.norm()
+    assert compared(parts).keys() == {"2", "5"}
+
+
+def test_a_lie_in_one_layer_is_found_by_the_owner_of_a_part_of_it() -> None:
+    parts = contributions(8)
+    parts["3"][LAYERS[2][1]] *= -1
+    assert " in layers.2" in compared(parts)["3"]
+    part = slice(LAYER // 2, 2 * LAYER + LEAST_ELEMENTS)
+    assert " in layers.2" in compared({peer: each[part] for peer, each in parts.items()}, part=part)["3"]
+    too_little = slice(LAYER // 2, 2 * LAYER + LEAST_ELEMENTS - 1)
+    found = compared({peer: each[too_little] for peer, each in parts.items()}, part=too_little)
+    assert found == {}
+
+
+def test_who_has_more_or_fewer_samples_may_be_longer_or_less_sure_of_its_direction() -> None:
+    parts = contributions(8, common=1.0)
+    amounts = dict.fromkeys(parts, 64)
+    amounts["1"], amounts["2"] = 192, 4
+    parts["1"] *= 3.0
+    parts["2"] = contributions(8, common=1.0, others=4.0)["2"]
+    assert compared(parts, amounts=amounts) == {}
+    assert compared(parts).keys() == {"1", "2"}
+
+
+def test_where_honest_members_hardly_agree_directions_say_nothing() -> None:
+    parts = contributions(8, common=0.05)
+    parts["1"] *= -1
+    assert compared(parts) == {}
+
+
+@pytest.mark.parametrize("num_members", [2, 3])
+@pytest.mark.parametrize(
+    ("factor", "reason"),
+    [(0.0, "one is zero"), (3.0, "one has 3 times the norm of another"), (-1.0, "two have a cosine of -0.")],
+)
+def test_among_three_it_is_seen_that_they_differ_and_nobody_can_say_who_is_wrong(
+    num_members: int, factor: float, reason: str
+) -> None:
+    parts = contributions(num_members)
+    assert compared(parts) == {}
+    parts["1"] *= factor
+    assert {peer: said[: len(reason)] for peer, said in compared(parts).items()} == {"": reason}
+
+
+def test_a_contribution_of_an_earlier_round_is_found() -> None:
+    remembered = memory()
+    before = contributions(8, seed=1)
+    assert compared(before, remembered=remembered) == {}
+    remembered.committed()
+    parts = contributions(8, seed=2, common=0.1)
+    parts["4"] = before["4"]
+    assert compared(parts, remembered=remembered) == {"4": "it is the one that it gave before"}
+
+
+def test_a_contribution_that_was_not_committed_may_be_given_again() -> None:
+    remembered = memory()
+    parts = contributions(8)
+    assert compared(parts, remembered=remembered) == {}
+    remembered.begin(SIZE)
+    assert compared(parts, remembered=remembered) == {}
+    remembered.committed()
+    # Where all members do what they did before, nobody is out of line.
+    assert compared(parts, remembered=remembered) == {}
+
+
+@pytest.mark.parametrize("is_tiled", [False, True])
+def test_layers_are_where_the_vector_has_them(is_tiled: bool) -> None:
+    shapes = {"embedding.weight": (128, 70), "layers.0.a.weight": (64, 64), "layers.0.b": (5,), "layers.10.a": (65, 64)}
+    tensors = {name: torch.full(shape, float(index)) for index, (name, shape) in enumerate(shapes.items())}
+    size = sum(tensor.numel() for tensor in tensors.values())
+    write = buffers.flatten if is_tiled else buffers.concatenate
+    vector = write(tensors, torch.empty(size))
+    places = list(buffers.places(tensors, is_tiled=is_tiled))
+    assert [place.start for _, place in places] == [0, *(place.stop for _, place in places[:-1])]
+    assert places[-1][1].stop == size
+    for name, place in places:
+        if name:
+            assert set(vector[place].tolist()) <= {float(list(shapes).index(name))}
+    layers = dict(layers_of(places))
+    assert layers.keys() == {"embedding", "layers.0", "layers.10"} | ({""} if is_tiled else set())
+    assert layers["layers.0"].stop - layers["layers.0"].start == (4096 if is_tiled else 4101)

@@ -1,0 +1,122 @@
+"""What owners of parts say of others, and who is left out and named for it."""
+
+from collections.abc import Mapping
+
+import pytest
+
+from swarm.honesty.comparison import Deviation
+from swarm.honesty.suspects import FORGIVEN_AFTER, LEFT_OUT_AFTER, NAMED_AFTER, ROUNDS, Suspects
+
+MEMBERS = ["a", "b", "c", "d", "e", "f"]
+
+
+def judged(suspects: Suspects, round_number: int, said: Mapping[str, str], order: list[str] | None = None) -> str:
+    """Let owners (the keys) accuse members (the values, one letter each), and return who is left out."""
+    words = {owner: [Deviation(peer_id=peer, reason="it is odd") for peer in said.get(owner, "")] for owner in MEMBERS}
+    found = suspects.judge(round_number, words, order or suspects.in_order(MEMBERS, round_number))
+    assert suspects.out_of(round_number) == [each.peer_id for each in found]
+    return "".join(each.peer_id for each in found)
+
+
+def test_once_is_no_proof_most_of_the_last_rounds_are() -> None:
+    suspects = Suspects()
+    left_out = [judged(suspects, number, dict.fromkeys("abcd", "f")) for number in range(1, NAMED_AFTER)]
+    assert left_out == [""] * (LEFT_OUT_AFTER - 1) + ["f"] * (NAMED_AFTER - LEFT_OUT_AFTER)
+    assert suspects.lines == []
+    assert judged(suspects, NAMED_AFTER, dict.fromkeys("abcd", "f")) == "f"
+    assert suspects.is_named("f")
+    assert suspects.lines == [
+        "f lies: its contributions are out of line again and again; 4 of 5 owners of other parts say so, in 4 of the "
+        "last rounds: it is odd"
+    ]
+    judged(suspects, NAMED_AFTER + FORGIVEN_AFTER, {})
+    assert suspects.lines == []
+
+
+def test_several_attempts_at_a_round_count_once() -> None:
+    suspects = Suspects()
+    for _ in range(10):
+        assert judged(suspects, 1, dict.fromkeys("abcde", "f")) == ""
+
+
+def test_who_spoke_in_an_earlier_attempt_may_be_left_out_of_the_next_one() -> None:
+    suspects = Suspects()
+    for number in range(1, 5):
+        judged(suspects, number, {"a": "f", "b": "f"})
+        without = [member for member in MEMBERS if member != "a"]
+        assert suspects.judge(number, dict.fromkeys(without, ()), suspects.in_order(without, number)) == []
+
+
+@pytest.mark.parametrize(("accusers", "expected"), [("ab", ""), ("abc", "f"), ("abcde", "f")])
+def test_most_of_the_other_owners_have_to_say_the_same(accusers: str, expected: str) -> None:
+    suspects = Suspects()
+    for number in range(1, LEFT_OUT_AFTER):
+        judged(suspects, number, dict.fromkeys(accusers, "f"), order=MEMBERS)
+    assert judged(suspects, LEFT_OUT_AFTER, dict.fromkeys(accusers, "f"), order=MEMBERS) == expected
+
+
+def test_owners_that_see_it_one_after_the_other_agree_too_while_parts_change_hands() -> None:
+    suspects = Suspects()
+    assert suspects.in_order(MEMBERS, 1) == MEMBERS
+    assert judged(suspects, 1, {"a": "f"}) == ""
+    assert suspects.in_order(MEMBERS, 2) == ["c", "d", "e", "f", "a", "b"]
+    assert judged(suspects, 2, {"c": "f"}) == ""
+    assert judged(suspects, 3, {"d": "f"}) == "f"
+    judged(suspects, 3 + ROUNDS, {})
+    assert suspects.in_order(MEMBERS, 4 + ROUNDS) == MEMBERS
+
+
+def test_odd_text_now_and_then_gets_nobody_left_out() -> None:
+    suspects = Suspects()
+    for number in range(1, 60, ROUNDS):
+        for late in (0, 1):
+            assert judged(suspects, number + late, dict.fromkeys("abcde", "f")) == ""
+    assert suspects.lines == []
+
+
+def test_who_is_in_line_again_is_taken_again() -> None:
+    suspects = Suspects()
+    for number in range(1, 5):
+        judged(suspects, number, dict.fromkeys("abcd", "f"))
+    assert judged(suspects, 5, {}) == ""
+
+
+def test_an_owner_that_accuses_wherever_its_part_is_is_named_and_not_heard_any_more() -> None:
+    suspects = Suspects()
+    for number in range(1, 6):
+        assert judged(suspects, number, {"a": "f"}) == ""
+    assert [line.split()[0] for line in suspects.lines] == ["a"]
+    assert "says wherever its part is that f is out of line" in suspects.lines[0]
+    for number in range(6, 12):
+        assert judged(suspects, number, dict.fromkeys("abc", "f")) == ""
+
+
+def test_an_owner_that_accuses_in_one_place_only_may_be_right() -> None:
+    suspects = Suspects()
+    for number in range(1, 30):
+        judged(suspects, number, {"a": "f"}, order=MEMBERS)
+    assert suspects.lines == []
+
+
+@pytest.mark.parametrize("said", [{"f": "f"}, {"a": "x", "b": "x", "c": "x", "d": "x"}])
+def test_words_about_oneself_and_about_strangers_count_for_nothing(said: dict[str, str]) -> None:
+    suspects = Suspects()
+    assert [judged(suspects, number, said) for number in range(1, 9)] == [""] * 8
+    assert suspects.lines == []
+
+
+def test_of_two_that_are_out_of_line_both_are_left_out_of_the_round() -> None:
+    suspects = Suspects()
+    left_out = [judged(suspects, number, dict.fromkeys("abcd", "ef")) for number in range(1, 4)]
+    assert left_out == ["", "", "ef"]
+
+
+def test_where_nobody_can_say_who_is_wrong_one_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    suspects, said = Suspects(), [Deviation(peer_id="", reason="one is zero")]
+    for number in (1, 2):
+        assert suspects.judge(number, {"a": said, "b": said}, ["a", "b"]) == []
+    line = "the contributions to round {} differ: one is zero; among 2 members nobody can say whose is wrong"
+    assert suspects.lines == [line.format(2)]
+    assert caplog.messages == [line.format(1)]
+    suspects.judge(2 + FORGIVEN_AFTER, {"a": [], "b": []}, ["a", "b"])
+    assert suspects.lines == []
