@@ -29,6 +29,7 @@ _CODES: dict[type[SwarmError], grpc.StatusCode] = {
     errors.IntegrityError: grpc.StatusCode.DATA_LOSS,
     errors.NotAllowed: grpc.StatusCode.PERMISSION_DENIED,
     errors.RetriesExhausted: grpc.StatusCode.ABORTED,
+    errors.UnknownCall: grpc.StatusCode.UNIMPLEMENTED,
 }
 _TIMED_OUT = re.compile("timed? ?-?out|deadline|endpoint closing|response code 504", re.IGNORECASE)
 """Matches gRPC's messages when connecting took too long. It says "endpoint closing" if a TLS handshake took too long,
