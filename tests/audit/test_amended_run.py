@@ -69,7 +69,9 @@ def _commits(swarm: WholeSwarm) -> Iterator[Commit]:
         yield from (line.event for line in history.read(log) if isinstance(line.event, Commit))
 
 
-@pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO], ids=["synchronous", "diloco"])
+@pytest.mark.parametrize(
+    "config", [pytest.param(SYNCHRONOUS, id="synchronous"), pytest.param(DILOCO, id="diloco", marks=pytest.mark.slow)]
+)
 async def test_a_run_that_is_amended_trains_as_one_process_that_changes_at_the_same_step(
     config: RunConfig, tmp_path: Path
 ) -> None:

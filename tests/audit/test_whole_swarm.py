@@ -26,7 +26,7 @@ def _holds_some_of_a_later_round(log: Path) -> bool:
 
 @pytest.mark.parametrize(
     "config",
-    [pytest.param(SYNCHRONOUS, marks=pytest.mark.slow), DILOCO, LORA],
+    [pytest.param(SYNCHRONOUS, marks=pytest.mark.slow), DILOCO, pytest.param(LORA, marks=pytest.mark.slow)],
     ids=["synchronous", "diloco", "synchronous with adapters"],
 )
 async def test_a_run_is_proven_and_copies_that_were_tampered_with_are_not(config: RunConfig, tmp_path: Path) -> None:

@@ -86,6 +86,7 @@ def test_whoever_has_no_token_or_a_wrong_one_sees_nothing(swarm: RealSwarm) -> N
         assert len(result.stderr.splitlines()) == 1, result.stderr
 
 
+@pytest.mark.slow
 def test_the_owner_amends_the_run_while_it_goes_on(swarm: RealSwarm, tmp_path: Path) -> None:
     keys = {"ours": locked.OWNER, "another's": locked.STRANGER}
     for name, key in keys.items():

@@ -27,6 +27,7 @@ def _states(swarm: RealSwarm, peer: RealPeer) -> dict[int, str]:
     return {event["round"]: event["digest"] for event in _events(swarm, peer, "state")}
 
 
+@pytest.mark.slow
 def test_members_with_different_processors_have_equal_states(tmp_path: Path) -> None:
     """Both settings run side by side; each swarm's processes are children of its thread."""
     with ThreadPoolExecutor() as pool:

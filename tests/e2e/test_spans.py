@@ -59,6 +59,7 @@ def test_mixed_spans_outlive_the_kill_of_one_and_take_it_back(tmp_path: Path, ch
     swarm.assert_no_tracebacks()
 
 
+@pytest.mark.slow
 def test_one_process_is_a_whole_swarm_and_is_resumed_in_two(tmp_path: Path, children: Supervisor) -> None:
     swarm = RealSwarm(tmp_path, children, setting="synchronous", changes=THREE_STAGES)
     checkpoints = str(tmp_path / "checkpoints")

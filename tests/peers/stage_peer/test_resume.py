@@ -367,6 +367,7 @@ def _counting(config: RunConfig, microbatch: int) -> torch.Tensor:
     return ((first + torch.arange(config.data.sequence_length + 1)) % config.model.vocab_size).to(torch.int32)
 
 
+@pytest.mark.slow
 async def test_a_run_that_was_begun_alone_goes_on_as_diloco_with_friends(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
