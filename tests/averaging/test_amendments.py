@@ -2,6 +2,8 @@
 
 import asyncio
 import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 
 import numpy as np
@@ -39,6 +41,18 @@ def _is_rounded(stage: FakeStage, round_number: int) -> bool:
     return bool(np.array_equal(vector, vector.astype(np.float16).astype(np.float32)))
 
 
+@asynccontextmanager
+async def _first_stage_has_decided() -> AsyncIterator[tuple[Network, list[FakeStage], list[FakeStage]]]:
+    """Two stages of two peers, of which the first has decided round 0, and waits for the second."""
+    async with network_of(_locked(make_config(stages=2))) as network:
+        for number in (1, 2, 3, 4):
+            network.add(number, (number - 1) // 2)
+        first, second = stages(network, 1, 2), stages(network, 3, 4)
+        _learn(first, 0)
+        await until(lambda: network.peers[peer_id(1)].averager.place.decision is not None)
+        yield network, first, second
+
+
 @pytest.mark.parametrize("setting", ["synchronous", "diloco"])
 @pytest.mark.parametrize("knowing", [1, 3], ids=["the leader knows", "a member knows"])
 @in_virtual_time
@@ -62,15 +76,9 @@ async def test_one_peer_that_knows_is_enough(knowing: int, setting: str) -> None
 
 @in_virtual_time
 async def test_a_stage_that_has_decided_under_earlier_amendments_does_it_again() -> None:
-    config = _locked(make_config(stages=2))
-    async with network_of(config) as network:
-        for number in (1, 2, 3, 4):
-            network.add(number, (number - 1) // 2)
-        first, second = stages(network, 1, 2), stages(network, 3, 4)
-        _learn(first, 0)
-        await until(lambda: network.peers[peer_id(1)].averager.place.decision is not None)
+    async with _first_stage_has_decided() as (network, first, second):
         # Nobody at the first stage has heard of it, and its result is decided already.
-        _tell(network, 4, _signed(config, 0))
+        _tell(network, 4, _signed(network.config, 0))
         _learn(second, 0)
         await until(partial(all_past, [*first, *second], 0))
         assert_equal_and_once(first)
@@ -84,14 +92,8 @@ async def test_a_stage_that_has_decided_under_earlier_amendments_does_it_again()
 @in_virtual_time
 async def test_a_result_that_may_be_committed_elsewhere_is_not_done_again() -> None:
     """All stages decide without the amendment, and then a stage hears of it: it holds from the next round on."""
-    config = _locked(make_config(stages=2))
-    async with network_of(config) as network:
-        for number in (1, 2, 3, 4):
-            network.add(number, (number - 1) // 2)
-        first, second = stages(network, 1, 2), stages(network, 3, 4)
-        _learn(first, 0)
-        await until(lambda: network.peers[peer_id(1)].averager.place.decision is not None)
-        _tell(network, 1, _signed(config, 0))
+    async with _first_stage_has_decided() as (network, first, second):
+        _tell(network, 1, _signed(network.config, 0))
         _learn(second, 0)
         await until(partial(all_past, [*first, *second], 0))
         _learn(first, 1)
