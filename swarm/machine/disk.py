@@ -83,7 +83,11 @@ def _locked(temporary: Path, path: Path, waits: bool) -> Iterator[None]:
     """Make the folder in which `path` is prepared, empty it of what a killed process left, and keep others from it."""
     while True:
         temporary.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(temporary, os.O_RDONLY)
+        try:
+            descriptor = os.open(temporary, os.O_RDONLY)
+        except FileNotFoundError:
+            # The process that had the lock has renamed the folder or removed it since.
+            continue
         try:
             _lock(descriptor, path, waits)
             # The process that had the lock before may have renamed the folder, or removed it.

@@ -1,7 +1,7 @@
 """The caller's side of calls: a deadline for every message, and errors of swarm.errors. Never asks again."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -75,6 +75,9 @@ class Stream:
         self._call = call
         self.is_local = is_local(call)
         """Whether the peer is this very process, which takes tensors as they are."""
+        self._end: grpc.aio.AioRpcError | None = None
+        if not self.is_local:
+            call.add_done_callback(self._keep_end)
 
     async def __aenter__(self) -> Self:
         return self
@@ -84,8 +87,9 @@ class Stream:
     ) -> None:
         if error is None:
             return
-        if isinstance(error, grpc.aio.BaseError | asyncio.InvalidStateError):
-            # The stream ended while we wrote to it; its status says why.
+        is_over = isinstance(error, grpc.aio.BaseError | asyncio.InvalidStateError)
+        if is_over or (isinstance(error, grpc.aio.AioRpcError) and self.has_ended):
+            # The stream ended, perhaps while we wrote to it; its status says why.
             raise await self._status() from None
         self._call.cancel()
         if isinstance(error, grpc.aio.AioRpcError):
@@ -132,18 +136,35 @@ class Stream:
         """Whether either side has ended the call, or its connection broke."""
         return bool(self._call.done())
 
+    def _keep_end(self, call: Any) -> None:
+        """Keep the status with which the call ended. If a message is on its way just then, gRPC puts an internal error
+        in the status's place later."""
+        self._end = grpc.aio.AioRpcError(
+            _at_once(call.code()),
+            _at_once(call.initial_metadata()),
+            _at_once(call.trailing_metadata()),
+            details=_at_once(call.details()),
+        )
+
     async def _status(self) -> SwarmError:
         """The error that says why the call ended."""
-        call = self._call
-        if await call.code() is grpc.StatusCode.OK:
+        await self._call.code()
+        if self._end is None:
+            self._keep_end(self._call)
+        assert self._end is not None
+        if self._end.code() is grpc.StatusCode.OK:
             return PeerUnavailable("the peer ended the stream early")
-        error = grpc.aio.AioRpcError(
-            await call.code(),
-            await call.initial_metadata(),
-            await call.trailing_metadata(),
-            details=await call.details(),
-        )
-        return translate(error)
+        return translate(self._end)
+
+
+def _at_once(work: Coroutine[Any, Any, Reply]) -> Reply:
+    """The result of `work`, which waits for nothing."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        result: Reply = end.value
+        return result
+    raise AssertionError("it waits")
 
 
 async def download(call: Any, peer_id: str, *, silence_seconds: float) -> AsyncGenerator[Any, None]:

@@ -1,5 +1,6 @@
 """Every way in which a call fails is one of the library's errors."""
 
+import asyncio
 import math
 import socket
 from collections.abc import Callable
@@ -9,9 +10,10 @@ from typing import Any
 import grpc
 import pytest
 
-from swarm.errors import DeadlineExceeded, PeerUnavailable, SwarmError, UnknownCall, WrongRun
+from swarm.errors import DeadlineExceeded, Overloaded, PeerUnavailable, SwarmError, UnknownCall, WrongRun
 from swarm.rpc.ask import Stream, ask, describe
 from swarm.rpc.channels import ChannelPool
+from swarm.rpc.failures import abort
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import PeerRecord, PeerState
 from tests.support.describing import describing
@@ -79,5 +81,31 @@ async def test_a_call_that_breaks_while_its_end_is_written_is_a_failed_peer() ->
     async def broken() -> None:
         raise grpc.aio.InternalError("Failed execute_batch")
 
+    call = SimpleNamespace(write=taken, done_writing=broken, code=taken, add_done_callback=lambda _: None)
     with pytest.raises(PeerUnavailable, match="not finished"):
-        await Stream(SimpleNamespace(write=taken, done_writing=broken, code=taken)).finish(b"", 5.0)
+        await Stream(call).finish(b"", 5.0)
+
+
+async def test_a_refusal_that_meets_a_message_on_its_way_is_told_as_it_is() -> None:
+    """gRPC puts an internal error in the place of about every thirtieth such status."""
+    server = grpc.aio.server()
+
+    async def refuse(_: Any, context: Any) -> None:
+        await abort(context, Overloaded("no room", retry_after_seconds=1.0))
+
+    server.add_generic_rpc_handlers(
+        [grpc.method_handlers_generic_handler("swarm", {"Take": grpc.stream_stream_rpc_method_handler(refuse)})]
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            take: Any = channel.stream_stream("/swarm/Take")
+            for tried in range(400):
+                with pytest.raises(Overloaded, match="no room"):  # noqa: PT012 - the status comes with either
+                    async with Stream(take()) as call:
+                        await asyncio.sleep(tried % 20 / 5000)
+                        await call.write(b"x" * 100, 5.0)
+                        await call.read(5.0)
+    finally:
+        await server.stop(0)
