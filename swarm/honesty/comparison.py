@@ -90,7 +90,7 @@ class Comparison:
         ]:  # fmt: skip
             if size >= LEAST_ELEMENTS:
                 where = f" in {name}" if name else ""
-                for index, reason in _out_of_line(np.asarray(each), amounts):
+                for index, reason in _out_of_line(np.asarray(each), amounts, size):
                     found.setdefault(peers[index], reason + where)
         for peer in self.memory.repeated({peer: parts[peer] for peer in peers}, self.part):
             found.setdefault(peer, "it is the one that it gave before")
@@ -145,7 +145,7 @@ def _products(parts: Sequence[torch.Tensor]) -> np.ndarray:
     return total
 
 
-def _out_of_line(products_MM: np.ndarray, amounts_M: np.ndarray) -> Iterable[tuple[int, str]]:
+def _out_of_line(products_MM: np.ndarray, amounts_M: np.ndarray, num_elements: int) -> Iterable[tuple[int, str]]:
     """The members that are out of line, and in what."""
     norms_M = np.sqrt(products_MM.diagonal())
     usual = float(np.median(norms_M))
@@ -167,10 +167,13 @@ def _out_of_line(products_MM: np.ndarray, amounts_M: np.ndarray) -> Iterable[tup
     typical = float(np.median(cosines))
     if typical < LEAST_COSINE:
         return
-    bound = min(typical - DEVIATIONS * _deviation(cosines), COSINE_SHARE * typical)
+    # Among few members the median distance is small by chance now and then. A cosine of so many elements differs from
+    # itself by at least this much where the elements' noise is independent.
+    deviation = max(_deviation(cosines), num_elements**-0.5)
     for index, cosine in zip(usable, cosines, strict=True):
         # The direction of a mean over fewer samples is less certain.
-        if cosine < bound * min(1.0, float(shares_M[index])) ** (0.5 if bound > 0 else 0.0):
+        expected = typical * min(1.0, float(shares_M[index])) ** 0.5
+        if cosine < min(expected - DEVIATIONS * deviation, COSINE_SHARE * expected):
             reason = f"its cosine with the mean of the others is {cosine:.2f}, where {typical:.2f} is usual"
             yield int(index), reason
 

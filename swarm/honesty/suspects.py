@@ -3,15 +3,18 @@ named as a liar.
 
 Each owner tells every member which contributions it found out of line in its part, together with the part's sum. One
 round proves nothing: the gradient of odd text is as far from the others as a lie (docs/security.md has figures). So a
-member is left out once it was out of line in most of the last rounds, and by the word of most owners. These need not
-find it in the same round, because a lie may be in one layer only: as long as somebody is in doubt, parts change hands
-from round to round, so that other owners see that layer. An owner that accuses somebody wherever its part is, while the
-others see nothing in the same places, is named itself. Knows no network and no tensors.
+member is left out once it was out of line in most of the last rounds, at one place of the vector or by the word of most
+owners, and if most owners have said so by then. They need not all find it in the same round, because a lie may be in
+one layer only: as long as somebody is in doubt, parts change hands from round to round, so that other owners see that
+layer. By chance an honest member is out of line at one place now and at another one later, which counts for nothing. An
+owner that accuses somebody round after round wherever its part is, while the others see nothing in the same places, is
+named itself. Knows no network and no tensors.
 """
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import chain
 
 from swarm.honesty.comparison import Deviation
 
@@ -20,21 +23,61 @@ logger = logging.getLogger(__name__)
 ROUNDS = 5
 """What owners say counts in this many rounds."""
 LEFT_OUT_AFTER, NAMED_AFTER = 3, 4
-"""In so many of these rounds a member must be out of line to be left out of the present one, and to be named."""
+"""In so many of these rounds a member must be out of line to be left out of the present one, and to be named. If few
+owners say so in a round, it is named only if it is out of line at one place in all of these rounds."""
 FORGIVEN_AFTER = 100
 """A member that was named is forgiven after so many rounds without another lie."""
 FEW_ACCUSERS = 2
 """An accusation by so many owners, or fewer, may be false."""
+ALONE_ROUNDS = 8
+"""For so many rounds in a row an owner must accuse a member, with few others, to be named."""
+LARGE_PART = 1.5
+"""Who owns so many times as much as its even part may see what others do not."""
+
+
+@dataclass(eq=False)
+class _Words:
+    """What owners said of one member in one round.
+
+    Attributes:
+        by_owner: each one's part, and its reason.
+        num_owners: those that could have said it.
+    """
+
+    by_owner: dict[str, tuple[slice, str]] = field(default_factory=dict)
+    num_owners: int = 0
+
+    @property
+    def are_by_most(self) -> bool:
+        return 2 * len(self.by_owner) > max(self.num_owners, 2 * FEW_ACCUSERS)
+
+    def are_about(self, place: int) -> bool:
+        """Whether they say that the member was out of line there: as the owner of that place does, or most do."""
+        return self.are_by_most or any(part.start <= place < part.stop for part, _ in self.by_owner.values())
+
+
+@dataclass(eq=False)
+class _Alone:
+    """The rounds in a row in which an owner has accused a member, with few others.
+
+    Attributes:
+        places: where its part was, as an index among the parts.
+        accusers: all that accused the member in these rounds.
+    """
+
+    rounds: set[int] = field(default_factory=set)
+    places: set[int] = field(default_factory=set)
+    accusers: set[str] = field(default_factory=set)
 
 
 @dataclass(eq=False)
 class Suspects:
     """One member's conclusions about the other members of its block, and about itself."""
 
-    _words: dict[str, dict[int, dict[str, str]]] = field(default_factory=dict, init=False)
-    """What was said in the last rounds: by accused member, round, and owner."""
-    _alone: dict[tuple[str, str], set[int]] = field(default_factory=dict, init=False)
-    """By owner and accused member: the places in the order of parts where the owner has accused it with few others."""
+    _words: dict[str, dict[int, _Words]] = field(default_factory=dict, init=False)
+    """What was said in the last rounds, by accused member and round."""
+    _alone: dict[tuple[str, str], _Alone] = field(default_factory=dict, init=False)
+    """By owner and accused member."""
     _left_out: dict[str, int] = field(default_factory=dict, init=False)
     """The last round of which each member was left out."""
     _lines: dict[str, tuple[int, str]] = field(default_factory=dict, init=False)
@@ -64,57 +107,71 @@ class Suspects:
         return ordered[shift:] + ordered[:shift]
 
     def judge(
-        self, round_number: int, said: Mapping[str, Sequence[Deviation]], member_ids: Sequence[str]
+        self, round_number: int, said: Mapping[str, Sequence[Deviation]], parts: Mapping[str, slice]
     ) -> list[Deviation]:
         """Take in what the owners of an exchange's parts say. Returns the members that are to be left out of this
         round, with what owners say of each.
 
         Args:
             said: by owner, also of those that say nothing of anybody.
-            member_ids: the members of the exchange, in the order of their parts.
+            parts: the part of the vector of which each member of the exchange speaks, in the order of the parts.
         """
         self._forget(round_number)
         for owner, deviations in said.items():
             for each in deviations if owner not in self._false else ():
                 if not each.peer_id:
-                    self._note_undecided(each.reason, round_number, len(member_ids))
-                elif each.peer_id in member_ids and each.peer_id != owner:
-                    rounds = self._words.setdefault(each.peer_id, {})
-                    rounds.setdefault(round_number, {})[owner] = each.reason
-        self._find_false_accusers(round_number, said.keys(), member_ids)
-        accused = [peer for peer in sorted(self._words) if round_number in self._words[peer] and peer in member_ids]
+                    self._note_undecided(each.reason, round_number, len(parts))
+                elif each.peer_id in parts and each.peer_id != owner and owner in parts:
+                    words = self._words.setdefault(each.peer_id, {}).setdefault(round_number, _Words())
+                    words.by_owner[owner] = parts[owner], each.reason
+        accused = [peer for peer in sorted(self._words) if round_number in self._words[peer] and peer in parts]
+        for peer in accused:
+            words = self._words[peer][round_number]
+            words.num_owners = max(words.num_owners, len(said.keys() - {peer}))
+        self._find_false_accusers(round_number, said.keys(), parts)
         return [found for peer in accused if (found := self._judge(peer, round_number, said.keys() - {peer}))]
 
     def _judge(self, peer: str, round_number: int, owners: Collection[str]) -> Deviation | None:
-        rounds = self._words[peer]
-        accusers = {owner for words in rounds.values() for owner in words if owner in owners}
-        if len(rounds) < LEFT_OUT_AFTER or len(accusers) <= FEW_ACCUSERS or 2 * len(accusers) <= len(owners):
+        rounds = self._words.get(peer, {})
+        if round_number not in rounds:
             return None
-        reason = next(iter(rounds[round_number].values()))
-        why = f"{len(accusers)} of {len(owners)} owners of other parts say so, in {len(rounds)} of the last rounds"
+        said = [*chain.from_iterable(words.by_owner.items() for words in rounds.values())]
+        accusers = {owner for owner, _ in said if owner in owners}
+        num_rounds = max(sum(words.are_about(part.start) for words in rounds.values()) for _, (part, _) in said)
+        if num_rounds < LEFT_OUT_AFTER or len(accusers) <= FEW_ACCUSERS or 2 * len(accusers) <= len(owners):
+            return None
+        _, reason = next(iter(rounds[round_number].by_owner.values()))
+        why = f"{len(accusers)} of {len(owners)} owners of other parts say so, in {num_rounds} of the last rounds"
         why = f"{why}: {reason}"
         self._left_out[peer] = round_number
         logger.warning("the contribution of %s to round %d is out of line: %s", peer, round_number, why)
-        if len(rounds) >= NAMED_AFTER:
+        if num_rounds == ROUNDS or sum(words.are_by_most for words in rounds.values()) >= NAMED_AFTER:
             self._name(peer, round_number, f"{peer} lies: its contributions are out of line again and again; {why}")
         return Deviation(peer_id=peer, reason=why)
 
-    def _find_false_accusers(self, round_number: int, owners: Collection[str], member_ids: Sequence[str]) -> None:
-        """Name the owners that have accused somebody in nearly all places, each time with few others at most."""
+    def _find_false_accusers(self, round_number: int, owners: Set[str], parts: Mapping[str, slice]) -> None:
+        """Name the owners that have accused somebody for many rounds in nearly all places, with few others at most."""
+        large = LARGE_PART * max(part.stop for part in parts.values()) / len(parts)
+        order = list(parts)
         for peer, rounds in self._words.items():
-            words = rounds.get(round_number, {})
-            # Those that spoke in an earlier attempt at this round may not be there any more.
-            for owner in sorted(words.keys() & set(member_ids)) if len(words) <= FEW_ACCUSERS else ():
-                places = self._alone.setdefault((owner, peer), set())
-                places.add(member_ids.index(owner))
-                if 4 * len(places) > 3 * len(owners) > 4 * FEW_ACCUSERS:
-                    self._false.add(owner)
-                    line = f"{owner} lies: it says wherever its part is that {peer} is out of line ({words[owner]})"
-                    self._name(owner, round_number, f"{line}, and most others see nothing there")
+            words = rounds.get(round_number, _Words()).by_owner
+            for owner in sorted(owners & parts.keys() - {peer}) if peer in parts else ():
+                alone = self._alone.setdefault((owner, peer), _Alone())
+                alone.accusers |= words.keys()
+                if owner not in words or len(alone.accusers) > FEW_ACCUSERS:
+                    del self._alone[owner, peer]
+                elif parts[owner].stop - parts[owner].start < large:
+                    alone.rounds.add(round_number)
+                    alone.places.add(order.index(owner))
+                    if len(alone.rounds) >= ALONE_ROUNDS and 4 * len(alone.places) > 3 * len(owners):
+                        self._false.add(owner)
+                        line = f"{owner} lies: it says wherever its part is that {peer} is out of line"
+                        line = f"{line} ({words[owner][1]}), and most others see nothing there"
+                        self._name(owner, round_number, line)
         for rounds in self._words.values():
-            for words in rounds.values():
-                for owner in words.keys() & self._false:
-                    del words[owner]
+            for each in rounds.values():
+                for owner in each.by_owner.keys() & self._false:
+                    del each.by_owner[owner]
         self._drop_empty()
 
     def _note_undecided(self, reason: str, round_number: int, num_members: int) -> None:
@@ -139,5 +196,5 @@ class Suspects:
         self._left_out = {peer: number for peer, number in self._left_out.items() if number == round_number}
 
     def _drop_empty(self) -> None:
-        kept = {peer: {n: words for n, words in rounds.items() if words} for peer, rounds in self._words.items()}
+        kept = {peer: {n: each for n, each in rounds.items() if each.by_owner} for peer, rounds in self._words.items()}
         self._words = {peer: rounds for peer, rounds in kept.items() if rounds}

@@ -1,19 +1,31 @@
 """What owners of parts say of others, and who is left out and named for it."""
 
-from collections.abc import Mapping
+import itertools
+import random
+from collections.abc import Mapping, Sequence
 
 import pytest
 
 from swarm.honesty.comparison import Deviation
-from swarm.honesty.suspects import FORGIVEN_AFTER, LEFT_OUT_AFTER, NAMED_AFTER, ROUNDS, Suspects
+from swarm.honesty.suspects import ALONE_ROUNDS, FORGIVEN_AFTER, LEFT_OUT_AFTER, NAMED_AFTER, ROUNDS, Suspects
 
 MEMBERS = ["a", "b", "c", "d", "e", "f"]
 
 
-def judged(suspects: Suspects, round_number: int, said: Mapping[str, str], order: list[str] | None = None) -> str:
+def parts_of(order: Sequence[str], sizes: Mapping[str, int] | None = None) -> dict[str, slice]:
+    """The parts of members in that order: of 100 elements each, but for those in `sizes`."""
+    ends = [*itertools.accumulate((sizes or {}).get(member, 100) for member in order)]
+    return {member: slice(start, end) for member, start, end in zip(order, [0, *ends], ends, strict=False)}
+
+
+def judged(
+    suspects: Suspects, round_number: int, said: Mapping[str, str], order: list[str] | None = None,
+    sizes: Mapping[str, int] | None = None,
+) -> str:  # fmt: skip
     """Let owners (the keys) accuse members (the values, one letter each), and return who is left out."""
     words = {owner: [Deviation(peer_id=peer, reason="it is odd") for peer in said.get(owner, "")] for owner in MEMBERS}
-    found = suspects.judge(round_number, words, order or suspects.in_order(MEMBERS, round_number))
+    order = order or suspects.in_order(MEMBERS, round_number)
+    found = suspects.judge(round_number, words, parts_of(order, sizes))
     assert suspects.out_of(round_number) == [each.peer_id for each in found]
     return "".join(each.peer_id for each in found)
 
@@ -44,7 +56,7 @@ def test_who_spoke_in_an_earlier_attempt_may_be_left_out_of_the_next_one() -> No
     for number in range(1, 5):
         judged(suspects, number, {"a": "f", "b": "f"})
         without = [member for member in MEMBERS if member != "a"]
-        assert suspects.judge(number, dict.fromkeys(without, ()), suspects.in_order(without, number)) == []
+        assert suspects.judge(number, dict.fromkeys(without, ()), parts_of(suspects.in_order(without, number))) == []
 
 
 @pytest.mark.parametrize(("accusers", "expected"), [("ab", ""), ("abc", "f"), ("abcde", "f")])
@@ -66,6 +78,29 @@ def test_owners_that_see_it_one_after_the_other_agree_too_while_parts_change_han
     assert suspects.in_order(MEMBERS, 4 + ROUNDS) == MEMBERS
 
 
+def test_owners_that_see_it_at_different_places_do_not_agree() -> None:
+    suspects = Suspects()
+    for number in range(1, 30):
+        at = (5 * number) % 6  # Each time at another place than the time before.
+        owner = suspects.in_order(MEMBERS, number)[at]
+        judged(suspects, number, {owner: "f"} if owner != "f" else {})
+    assert not suspects.is_named("f")
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_words_by_chance_name_nobody(seed: int) -> None:
+    """Every owner finds every member out of line in one of 15 rounds, and most find each one so in one of 30."""
+    suspects, rng = Suspects(), random.Random(seed)
+    for number in range(300):
+        odd = "".join(member for member in MEMBERS if rng.random() < 1 / 30)
+        said = {
+            owner: odd * (rng.random() < 0.8) + "".join(peer for peer in MEMBERS if rng.random() < 1 / 15)
+            for owner in MEMBERS
+        }
+        judged(suspects, number, said)
+    assert suspects.lines == []
+
+
 def test_odd_text_now_and_then_gets_nobody_left_out() -> None:
     suspects = Suspects()
     for number in range(1, 60, ROUNDS):
@@ -83,12 +118,38 @@ def test_who_is_in_line_again_is_taken_again() -> None:
 
 def test_an_owner_that_accuses_wherever_its_part_is_is_named_and_not_heard_any_more() -> None:
     suspects = Suspects()
-    for number in range(1, 6):
+    for number in range(1, 1 + ALONE_ROUNDS):
+        assert suspects.lines == []
         assert judged(suspects, number, {"a": "f"}) == ""
     assert [line.split()[0] for line in suspects.lines] == ["a"]
     assert "says wherever its part is that f is out of line" in suspects.lines[0]
-    for number in range(6, 12):
+    for number in range(1 + ALONE_ROUNDS, 7 + ALONE_ROUNDS):
         assert judged(suspects, number, dict.fromkeys("abc", "f")) == ""
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_owners_that_see_a_small_lie_now_and_then_are_not_named(seed: int) -> None:
+    suspects, rng = Suspects(), random.Random(seed)
+    for number in range(300):
+        judged(suspects, number, {owner: "f" for owner in MEMBERS if rng.random() < 0.25})
+    assert {line.split()[0] for line in suspects.lines} <= {"f"}
+
+
+def test_an_owner_of_a_large_part_may_see_what_the_others_do_not() -> None:
+    suspects = Suspects()
+    for number in range(1, 30):
+        judged(suspects, number, {"a": "f"}, sizes={"a": 400})
+    assert suspects.lines == []
+
+
+def test_attempts_without_the_accused_say_nothing_about_its_accusers() -> None:
+    suspects = Suspects()
+    for number in range(1, ALONE_ROUNDS):
+        judged(suspects, number, {"a": "f"})
+        without = [member for member in suspects.in_order(MEMBERS, number) if member != "f"]
+        for _ in range(3):
+            judged(suspects, number, {}, order=without)
+    assert suspects.lines == []
 
 
 def test_an_owner_that_accuses_in_one_place_only_may_be_right() -> None:
@@ -114,9 +175,9 @@ def test_of_two_that_are_out_of_line_both_are_left_out_of_the_round() -> None:
 def test_where_nobody_can_say_who_is_wrong_one_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
     suspects, said = Suspects(), [Deviation(peer_id="", reason="one is zero")]
     for number in (1, 2):
-        assert suspects.judge(number, {"a": said, "b": said}, ["a", "b"]) == []
+        assert suspects.judge(number, {"a": said, "b": said}, parts_of("ab")) == []
     line = "the contributions to round {} differ: one is zero; among 2 members nobody can say whose is wrong"
     assert suspects.lines == [line.format(2)]
     assert caplog.messages == [line.format(1)]
-    suspects.judge(2 + FORGIVEN_AFTER, {"a": [], "b": []}, ["a", "b"])
+    suspects.judge(2 + FORGIVEN_AFTER, {"a": [], "b": []}, parts_of("ab"))
     assert suspects.lines == []

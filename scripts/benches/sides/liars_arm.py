@@ -209,7 +209,7 @@ async def train(config: RunConfig, data: Microbatches, way: str, num_rounds: int
         return found
 
     Comparison.deviations = timed  # type: ignore[method-assign]
-    named_at: dict[str, int] = {}
+    named_at, named_by = dict[str, int](), dict[str, str]()
     async with asyncio.TaskGroup() as tasks:
         swarm = LiarsSwarm(config, data, tasks, way)
         await swarm.start(NUM_WORKERS)
@@ -220,16 +220,12 @@ async def train(config: RunConfig, data: Microbatches, way: str, num_rounds: int
                 await swarm.train_round(replaced)
             except TimeoutError:
                 raise DeadlineExceeded(f"{way}: round {number} took longer than {ROUND_SECONDS:.0f} s") from None
-                print(
-                    number,
-                    round(time.perf_counter() - began, 1),
-                    [w.weights.round.number for w in swarm.workers],
-                    dict(swarm._leading().averager.lead_loop.aborted),
-                    file=__import__("sys").stderr,
-                )
-            witness = swarm.workers[0]
-            for line in witness.averager.counters().refusals:
-                named_at.setdefault(line.split()[0], number)
+            for line in swarm.workers[0].averager.counters().refusals:
+                # Other lines name nobody: among few members nobody can say who is wrong.
+                peer, is_naming, _ = line.partition(" lies: ")
+                if is_naming:
+                    named_at.setdefault(peer, number)
+                    named_by.setdefault(peer, line)
         seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
         liars = {swarm.workers[number].record.peer_id for number in LIARS} if way in WAYS else set()
         loss = HeldOut(config, data).loss(swarm.anchor)
@@ -238,7 +234,7 @@ async def train(config: RunConfig, data: Microbatches, way: str, num_rounds: int
         "caught": sum(named_at.get(peer, 1 << 30) < HONEST_ROUNDS + 5 for peer in liars) / max(1, len(liars)),
         "named": sum(peer in named_at for peer in liars), "falsely_named": len(named_at.keys() - liars),
         "left_out": len({line.split(" is out")[0] for line in findings.lines}), "found_by": findings.by_kind,
-        "lines": sorted(findings.lines)[:6],
+        "false_lines": [line for peer, line in named_by.items() if peer not in liars],
         "held_out_loss": loss, "rounds": num_rounds, "overhead": comparing[0] / cpu, "seconds": seconds,
     }  # fmt: skip
 

@@ -162,8 +162,10 @@ class Exchanges:
         """Raise MemberFailed if owners find a member's contribution out of line again and again."""
         if closed is not self._last:
             return
-        member_ids = [share.peer_id for share in shares.members]
-        found = self.suspects.judge(round_number, average.deviations, member_ids)
+        whole = slice(0, shares.num_elements)
+        parts = [whole] * len(shares.members) if self._gathers(shares) else shares.parts
+        of_members = {share.peer_id: part for share, part in zip(shares.members, parts, strict=True)}
+        found = self.suspects.judge(round_number, average.deviations, of_members)
         for each in found:
             is_named = self.suspects.is_named(each.peer_id)
             events.write(OutOfLine(round=round_number, peer=each.peer_id, reason=each.reason, is_named=is_named))
