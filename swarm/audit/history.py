@@ -140,6 +140,12 @@ class History:
                 life.finish()
             case Leave():
                 pass
+            # A process that has left a block still undoes what was under way there, which counts nowhere any more, and
+            # says the digest of its last state.
+            case RollBack() if self.block_of(line) not in self._lives:
+                self._findings.rolled_back += 1
+            case State() as state if self.block_of(line) not in self._lives:
+                self._rounds.stood(self.block_of(line), state.round, state.lineage, state.digest, self._name)
             case Gap():
                 for life in list(self._lives.values()) or [self._life(self.block_of(line))]:
                     life.feed(line)

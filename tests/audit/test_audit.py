@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from swarm.audit.audit import audit
-from swarm.events import Abort, Ack, Begin, Close, Install, Join, Leave, Step
+from swarm.events import Abort, Ack, Begin, Close, Install, Join, Leave, State, Step
 from swarm.training.run_rounds import next_lineage
 from swarm.types import Block
 from tests.audit.honest import (
@@ -65,6 +65,9 @@ def test_a_process_that_leaves_one_of_its_blocks_goes_on_with_the_others(tmp_pat
     run.round(0)
     run.accumulate("peer-1a", ROUND_MICROBATCHES)
     run.write("peer-1a", Leave())
+    # What was under way is undone afterwards, and the digest of the last state is known late.
+    run.roll_back("peer-1a", ROUND_MICROBATCHES)
+    run.write("peer-1a", State(round=1, lineage=run.lineages[1], digest="state 1 1"))
     ids = range(ROUND_MICROBATCHES, 2 * ROUND_MICROBATCHES)
     for microbatch in ids:
         run.write("trainer", Ack(microbatch=microbatch))
@@ -73,7 +76,7 @@ def test_a_process_that_leaves_one_of_its_blocks_goes_on_with_the_others(tmp_pat
     run.average(1, {"peer-0a": ids, "peer-1b": ids, "peer-0b": ()})
     report = audit(run.files)
     assert report.findings.violations == []
-    assert (report.rounds_committed, report.lost_share) == (2, 0.0)
+    assert (report.rounds_committed, report.lost_share, report.findings.rolled_back) == (2, 0.0, 1)
 
 
 def test_files_of_one_name_in_folders_of_their_own_are_told_apart(tmp_path: Path) -> None:
