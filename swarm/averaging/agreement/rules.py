@@ -179,22 +179,20 @@ def agreed(results: Mapping[PeerId, pb.Prepared], own_id: PeerId) -> pb.Prepared
 
 def unfinished(begun: Begun) -> pb.Prepared | None:
     """The newest result of an earlier attempt, if it may have been decided; else None. It cannot have been decided if a
-    member of its exchange (with groups, of the last one) did not prepare it."""
+    member of its exchange (with groups, of the last one) does not hold it, or if half of all members do not."""
     prepared = [reply.prepared for reply in begun.values() if reply.HasField("prepared")]
     if not prepared:
         return None
     newest = max(prepared, key=lambda p: messages.require_ballot(p.ballot))
     ballot = messages.require_ballot(newest.ballot)
-    for peer in newest.decider_ids or newest.member_ids:
-        reply = begun.get(PeerId(peer))
-        # The answer of a member that was restarted since does not count: it may have prepared the result and forgotten
-        # it.
-        if (
-            reply is not None
-            and reply.prepared.digest != newest.digest
-            and messages.require_ballot(reply.since) <= ballot
-        ):
-            return None
+    # The answer of a member that was restarted since does not count: it may have prepared the result and forgotten it.
+    lacking = {
+        peer
+        for peer, reply in begun.items()
+        if reply.prepared.digest != newest.digest and messages.require_ballot(reply.since) <= ballot
+    }.intersection(newest.member_ids)
+    if lacking.intersection(newest.decider_ids or newest.member_ids) or 2 * len(lacking) >= len(newest.member_ids):
+        return None
     return newest
 
 

@@ -109,6 +109,14 @@ def test_the_newest_counts() -> None:
     assert unfinished({A: reply(prepared(3, "new")), B: reply(prepared(3, "new"))}) == prepared(3, "new")
 
 
+@pytest.mark.parametrize(("num_lacking", "may_be_decided"), [(2, True), (3, False)])
+def test_a_result_of_groups_is_not_decided_before_most_members_hold_it(num_lacking: int, may_be_decided: bool) -> None:
+    members = [PeerId(f"peer {number}") for number in range(6)]
+    result = pb.Prepared(ballot=pack_ballot(Ballot(2, "l")), digest="d", member_ids=members, decider_ids=members[:2])
+    begun = {peer: reply(result if number >= num_lacking else None) for number, peer in enumerate(members[::-1])}
+    assert unfinished(begun) == (result if may_be_decided else None)
+
+
 @pytest.mark.parametrize(("own", "expected"), [("b", 2.0), ("x", 2.0)])
 def test_no_single_member_s_word_decides_the_norm(own: str, expected: float) -> None:
     norms = {"a": 1e290, "b": 2.0, "c": 1.9}
