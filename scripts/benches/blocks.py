@@ -12,8 +12,9 @@ import torch
 
 from scripts.benches.nanogpt import BATCH, shakespeare
 from scripts.benches.shared.common import BenchOptions, compute_like_peers, require_distinct, say, with_corpus
-from scripts.benches.sides.reference import HeldOut, Model, Reference
+from scripts.benches.sides.reference import NUM_SAMPLES, HeldOut, Model, Reference, is_point
 from swarm.config import RunConfig, StagesConfig, WireConfig
+from swarm.data.microbatches import Microbatches
 from swarm.model.adapters import trained_parameters
 from swarm.model.shards import spans
 from swarm.model.stages import Transformer, build_transformer
@@ -60,33 +61,46 @@ def run(options: Options) -> dict[str, Any]:
     compute_like_peers()
     figures: dict[str, Any] = {}
     for name, arm in _bottlenecks(options) if options.bottleneck_dim else _block_types(options):
-        config, data = with_corpus(arm)
-        model, boundary = build_transformer(config, device="cpu"), boundary_of(config)
-        _round_between_stages(model, config, boundary)
-        trained = Model(summed_loss=model.summed_loss, parameters=trained_parameters(model))
-        held_out, training = HeldOut(config, data, model), Reference(config, data, trained)
-        # Nobody takes the same steps, so Muon's products need not be exact.
-        optimizer, started = gradient_optimizer(config, same_bits=False), time.monotonic()
-        for iteration in range(options.iterations):
-            training.accumulate_mean({iteration: 1})
-            training.update_with(optimizer, iteration * config.rounds.round_samples)
-            if iteration % 100 == 99:
-                say(f"{name}: iteration {iteration + 1} of {options.iterations}")
-        loss = held_out.loss(training.weights)
+        (config, data), started = with_corpus(arm), time.monotonic()
+        ((_, loss),) = curve(name, config, data, options.iterations)
         figures[name] = {"validation_loss": loss, "seconds": time.monotonic() - started}
         if options.bottleneck_dim:
-            figures[name]["bytes_a_token"] = boundary.spec(BATCH, config.data.sequence_length).num_bytes / (
-                BATCH * config.data.sequence_length
-            )
+            length = config.data.sequence_length
+            figures[name]["bytes_a_token"] = boundary_of(config).spec(BATCH, length).num_bytes / (BATCH * length)
         else:
             layers = range(config.model.num_layers)
             figures[name] |= {"block_types": ARMS[name], "sums": 2 * len(spans(config.model, layers))}
-        say(f"{name}: validation loss {loss:.4f}")
     found: dict[str, Any] = {"blocks": figures, "samples": BATCH * options.iterations, "shards": options.shards}
     if options.bottleneck_dim:
         return found
     losses = {name: arm["validation_loss"] - figures["tp"]["validation_loss"] for name, arm in figures.items()}
     return found | {"apart_from_tp": [name for name, apart in losses.items() if abs(apart) > LARGEST_DIFFERENCE]}
+
+
+def curve(
+    name: str, config: RunConfig, data: Microbatches, iterations: int, *, points: int = 1,
+    num_held_out: int = NUM_SAMPLES,
+) -> list[tuple[int, float]]:  # fmt: skip
+    """Train a run's model in this process, where what a stage would hand on is rounded as it would be on its way.
+
+    Returns the held-out loss after so many `points`, each with the number of iterations until then.
+    """
+    model = build_transformer(config, device="cpu")
+    _round_between_stages(model, config, boundary_of(config))
+    trained = Model(summed_loss=model.summed_loss, parameters=trained_parameters(model))
+    held_out, training = HeldOut(config, data, model, num_held_out), Reference(config, data, trained)
+    # Nobody takes the same steps, so Muon's products need not be exact.
+    optimizer, found = gradient_optimizer(config, same_bits=False), list[tuple[int, float]]()
+    each = config.microbatches_per_round
+    for iteration in range(iterations):
+        training.accumulate_mean(dict.fromkeys(range(iteration * each, (iteration + 1) * each), 1))
+        training.update_with(optimizer, iteration * config.rounds.round_samples)
+        if iteration % 100 == 99:
+            say(f"{name}: iteration {iteration + 1} of {iterations}")
+        if is_point(iteration, iterations, points):
+            found.append((iteration + 1, held_out.loss(training.weights)))
+    say(f"{name}: held-out loss {found[-1][1]:.4f}")
+    return found
 
 
 def _block_types(options: Options) -> Iterator[tuple[str, RunConfig]]:

@@ -119,9 +119,11 @@ NUM_BATCHES = 16
 class HeldOut:
     """Measures different weights of one model on the same samples."""
 
-    def __init__(self, config: RunConfig, data: Microbatches, model: Transformer | None = None) -> None:
+    def __init__(
+        self, config: RunConfig, data: Microbatches, model: Transformer | None = None, num_samples: int = NUM_SAMPLES
+    ) -> None:
         self._model = model or build_transformer(config, device="cpu")
-        batches = data.held_out(NUM_SAMPLES)
+        batches = data.held_out(num_samples)
         merged = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
         pieces = {name: tensor.chunk(NUM_BATCHES) for name, tensor in merged.items()}
         self._batches = [dict(zip(pieces, each, strict=True)) for each in zip(*pieces.values(), strict=True)]
