@@ -167,6 +167,12 @@ def _run(**model: Any) -> RunConfig:
             "; 1 MB/s arrive at the next stage, and this peer computes for 1.64 MB/s: 39 of",
         ),
         (
+            _run(bottleneck_dim=64, bottleneck="learned"),
+            1e6,
+            0.0,
+            "; 1 MB/s arrive at the next stage, and this peer computes for 1.64 MB/s: 39 of the 64 numbers a token",
+        ),
+        (
             _run(),
             10.0,
             0.0,
