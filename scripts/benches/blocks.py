@@ -27,6 +27,7 @@ ARMS: Mapping[str, tuple[str, ...]] = {
     "tp_ends": ("tp", "parallel", "parallel", "tp"),
 }  # fmt: skip
 LARGEST_DIFFERENCE = 0.02
+BOTTLENECKS = ("fixed", "learned", "anchored")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class Options(BenchOptions):
     seed: int = 0
     """Seed of the data's order and of the initial weights."""
     bottleneck_dim: int = 0
-    """Compare no bottleneck with a fixed and a learned one of so many numbers a token, instead of block types."""
+    """Compare no bottleneck with each kind of so many numbers a token, instead of block types."""
     stages: int = 2
     """Stages of the models with bottlenecks: they stand where these end."""
     optimizers: tuple[Literal["adamw", "muon"], ...] = ("adamw",)
@@ -110,8 +111,8 @@ def _block_types(options: Options) -> Iterator[tuple[str, RunConfig]]:
 
 
 def _bottlenecks(options: Options) -> Iterator[tuple[str, RunConfig]]:
-    fixed = {"bottleneck_dim": options.bottleneck_dim}
-    kinds: dict[str, dict[str, Any]] = {"none": {}, "fixed": fixed, "learned": fixed | {"bottleneck": "learned"}}
+    kinds: dict[str, dict[str, Any]] = {"none": {}}
+    kinds |= {kind: {"bottleneck_dim": options.bottleneck_dim, "bottleneck": kind} for kind in BOTTLENECKS}
     for optimizer, wire, kind in itertools.product(options.optimizers, options.wires, kinds):
         config = _config(options, options.stages, **kinds[kind])
         stepped = dataclasses.replace(config.optimizer, name=optimizer)

@@ -48,14 +48,15 @@ class ModelConfig:
     bottleneck_dim: int = 0
     """How many numbers travel between stages for each token, if not d_model. 0: all columns of the residual stream
     travel."""
-    bottleneck: Literal["fixed", "learned"] = "fixed"
+    bottleneck: Literal["fixed", "learned", "anchored"] = "fixed"
     """With a bottleneck_dim. `fixed`: only these columns of the residual stream are trained, and the others are a fixed
     function of the token, which every stage computes. `learned`: all columns are trained, and where a stage ends, a
     matrix that is trained with the model adds what it reads from all columns to those that travel; another one makes
-    all columns of them again."""
+    all columns of them again. `anchored`: the same, and what is known of the token without the wire is trained as
+    well."""
     bottleneck_layers: tuple[int, ...] = ()
-    """learned: the numbers of layers after which the model has a bottleneck. Stages end only there. Empty: where the
-    run's stages end, which the first peer fills in."""
+    """learned, anchored: the numbers of layers after which the model has a bottleneck. Stages end only there. Empty:
+    where the run's stages end, which the first peer fills in."""
     num_heads: int = 4
     """Query heads a layer."""
     num_kv_heads: int = 0
@@ -185,10 +186,13 @@ class ModelConfig:
                 not (self.bottleneck_dim and self.tied_embeddings),
                 "model.tied_embeddings is not for model.bottleneck_dim: few columns of that embedding are trained",
             )
-            require(not self.bottleneck_layers, "model.bottleneck_layers is for model.bottleneck = 'learned'")
+            require(not self.bottleneck_layers, "model.bottleneck_layers is for learned and anchored bottlenecks")
             return
-        require(self.bottleneck_dim > 0, "model.bottleneck = 'learned' needs a model.bottleneck_dim")
-        require(not self.weights, "model.bottleneck = 'learned' is for weights that are drawn, not for model.weights")
+        require(self.bottleneck_dim > 0, f"model.bottleneck = {self.bottleneck!r} needs a model.bottleneck_dim")
+        require(
+            not self.weights,
+            f"model.bottleneck = {self.bottleneck!r} is for weights that are drawn, not for model.weights",
+        )
         after = self.bottleneck_layers
         require(
             all(one < other for one, other in pairwise((0, *after, self.num_layers)) if after),
@@ -272,7 +276,7 @@ class ModelConfig:
     def learns_bottlenecks(self) -> bool:
         """Whether matrices that are trained bring the residual stream through bottlenecks."""
         match self.bottleneck:
-            case "learned":
+            case "learned" | "anchored":
                 return True
             case "fixed":
                 return False

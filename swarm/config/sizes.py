@@ -86,7 +86,7 @@ def sized(config: "RunConfig", text: TextSize) -> "RunConfig":
     if model.learns_bottlenecks and not model.bottleneck_layers:
         require(
             len(config.stage_ends) > 0,
-            "model.bottleneck = 'learned' has bottlenecks where stages end, and there is one stage: give "
+            f"model.bottleneck = {model.bottleneck!r} has bottlenecks where stages end, and there is one stage: give "
             "model.bottleneck_layers",
         )
         model = dataclasses.replace(model, bottleneck_layers=config.stage_ends)

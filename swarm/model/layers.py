@@ -103,6 +103,9 @@ class TransformerLayer(nn.Module):
     decoder D. Where x are all columns and x_R the first R of them, z = x_R + E x travels. With the fixed columns c of
     the tokens, as in MAPL's anchors (arXiv 2606.05484), the layer behind goes on with y + D y, where y = (z, c). So the
     first columns pass through unchanged, with their gradients, and training begins with E = D = 0.
+
+    An anchored bottleneck goes on with (z, 0) + D y, and D is drawn like other matrices. So c, which is larger than
+    what layers write and would stay in the stream, only chooses what D adds for a token: a trained embedding.
     """
 
     def __init__(self, model: ModelConfig, layer: int, shards: Shards | None = None, *, fused: bool = False) -> None:
@@ -125,6 +128,8 @@ class TransformerLayer(nn.Module):
         self.feed_forward = make_feed_forward(model, width, shards, fused=fused)
         self.feed_forward_dropout = Dropout(model.dropout, f"{self.site}.feed_forward")
         self.decoder = nn.Linear(model.d_model, model.d_model, bias=False) if decodes else None
+        self.num_dropped = model.d_model - model.bottleneck_dim if model.bottleneck == "anchored" else 0
+        """How many of the columns that the decoder reads go no further: the last ones, which are fixed."""
         self.encoder = nn.Linear(model.d_model, model.bottleneck_dim, bias=False) if encodes else None
 
     def forward(
@@ -150,7 +155,10 @@ class TransformerLayer(nn.Module):
                 hidden_BTR = all_columns(hidden_BTR, fixed_BTC)
             fixed_BTC = None
         if self.decoder is not None:
-            hidden_BTR = hidden_BTR + product(hidden_BTR, self.decoder.weight)
+            decoded_BTD = product(hidden_BTR, self.decoder.weight)
+            if self.num_dropped:
+                hidden_BTR = F.pad(hidden_BTR[..., : -self.num_dropped], (0, self.num_dropped))
+            hidden_BTR = hidden_BTR + decoded_BTD
         if "attention" in sublayers:
             normed_BTD = self._cast_once(self.attention_norm(all_columns(hidden_BTR, fixed_BTC)))
             mixed_BTR = self.attention(normed_BTD, cos_TJ, sin_TJ, self._attend(reach), key)

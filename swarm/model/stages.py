@@ -30,7 +30,8 @@ from swarm.training.samples import TOKENS, Samples
 
 _Module = TypeVar("_Module", bound=StageModule)
 _INTO_RESIDUAL = (".attention.output.weight", ".feed_forward.down.weight")
-_BOTTLENECK = (".encoder.weight", ".decoder.weight")
+_BOTTLENECK = {"learned": (".encoder.weight", ".decoder.weight"), "anchored": (".encoder.weight",), "fixed": ()}
+"""The matrices that begin as zeros."""
 
 
 def layer_ranges(config: RunConfig) -> list[range]:
@@ -106,8 +107,9 @@ def build_stage(
 def initialise(module: nn.Module, config: RunConfig) -> None:
     """Set every parameter (on the CPU) to values that follow from the run's seed and the parameter's name.
 
-    Biases and the matrices of learned bottlenecks are 0, and other vectors 1. Other matrices are random with standard
-    deviation `model.init_std`, which is divided by sqrt(2 * num_layers) if they project into the residual stream.
+    Biases, and the matrices of bottlenecks that _BOTTLENECK names, are 0, and other vectors 1. Other matrices are
+    random with standard deviation `model.init_std`, which is divided by sqrt(2 * num_layers) if they project into the
+    residual stream.
     """
     for name, parameter in module.named_parameters():
         _set_initial(name, parameter, config)
@@ -128,7 +130,7 @@ def _set_initial(name: str, parameter: Tensor, config: RunConfig) -> None:
     if parameter.ndim < 2:
         parameter.fill_(0.0 if name.endswith("bias") else 1.0)
         return
-    if config.model.learns_bottlenecks and name.endswith(_BOTTLENECK):
+    if name.endswith(_BOTTLENECK[config.model.bottleneck]):
         parameter.zero_()
         return
     depth_scale = math.sqrt(2 * config.model.num_layers) if name.endswith(_INTO_RESIDUAL) else 1.0

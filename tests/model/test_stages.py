@@ -94,6 +94,7 @@ LEARNED_CUTS = [(4,), (1, 3), (3, 1), (1, 2, 1)]
         *((cut, KEY, NARROW | {"gradient_checkpointing": again}) for cut in CUTS if cut[-1] for again in (False, True)),
         *((cut, KEY, LEARNED | {"gradient_checkpointing": again}) for cut in LEARNED_CUTS for again in (False, True)),
         *((cut, KEY, LEARNED | {"tied_embeddings": True}) for cut in LEARNED_CUTS[:1]),
+        *((cut, KEY, LEARNED | {"bottleneck": "anchored"}) for cut in LEARNED_CUTS[:1]),
     ],
 )
 def test_any_cut_is_the_uncut_model(cut: tuple[int, ...], key: DropoutKey | None, model: dict[str, Any]) -> None:
@@ -119,10 +120,11 @@ def _set_bottlenecks(stages: Iterable[nn.Module]) -> None:
                     parameter.normal_(std=0.2, generator=torch.Generator().manual_seed(len(name) + int(name[7])))
 
 
+@pytest.mark.parametrize("kind", ["learned", "anchored"])
 @pytest.mark.parametrize("cut", LEARNED_CUTS)
-def test_learned_bottlenecks_compute_what_their_formulas_say(cut: tuple[int, ...]) -> None:
+def test_learned_bottlenecks_compute_what_their_formulas_say(cut: tuple[int, ...], kind: str) -> None:
     """In float64, by the layers of a model without bottlenecks, and matrices between these."""
-    stages, tokens = make_stages(make_config(cut, **LEARNED)), make_tokens()
+    stages, tokens = make_stages(make_config(cut, **LEARNED | {"bottleneck": kind})), make_tokens()
     _set_bottlenecks(stages)
     shapes = {name: tuple(p.shape) for stage in stages for name, p in stage.named_parameters() if "coder" in name}
     around_1 = {"layers.0.encoder.weight": (6, 32), "layers.1.decoder.weight": (32, 32)}
@@ -143,8 +145,10 @@ def test_learned_bottlenecks_compute_what_their_formulas_say(cut: tuple[int, ...
     hidden = plain.embedding(tokens[:, :-1])
     for number, layer in enumerate(plain.layers.values()):
         if (decoder := coders.get(f"layers.{number}.decoder.weight")) is not None:
-            hidden = torch.cat((hidden, table_VC[tokens[:, :-1]]), dim=-1)
-            hidden = hidden + hidden @ decoder.T
+            fixed = table_VC[tokens[:, :-1]]
+            decoded = torch.cat((hidden, fixed), dim=-1) @ decoder.T
+            stays = torch.zeros_like(fixed) if kind == "anchored" else fixed
+            hidden = torch.cat((hidden, stays), dim=-1) + decoded
         hidden = layer(hidden, None, cos_TJ, sin_TJ, None)
         if (encoder := coders.get(f"layers.{number}.encoder.weight")) is not None:
             hidden = hidden[..., :6] + hidden @ encoder.T
@@ -165,6 +169,16 @@ def test_training_begins_with_the_first_columns_alone() -> None:
     assert torch.equal(first(tokens, dropout_key=None), whole(tokens, dropout_key=None)[..., :6])
     assert not [*first.buffers()], "only a layer behind a bottleneck looks tokens up"
     assert [tuple(buffer.shape) for buffer in last.buffers()] == [(40, 26)]
+
+
+def test_what_an_anchored_bottleneck_adds_for_a_token_is_drawn_and_what_travels_at_first_is_not() -> None:
+    model = LEARNED | {"bottleneck": "anchored", "bottleneck_layers": (2,)}
+    first, last = make_stages(make_config((2, 2), **model))
+    whole, _ = make_stages(make_config((2, 2)))
+    tokens = make_tokens()[:, :-1]
+    assert torch.equal(first(tokens, dropout_key=None), whole(tokens, dropout_key=None)[..., :6])
+    std = float(dict(last.named_parameters())["layers.2.decoder.weight"].detach().std())
+    assert std == pytest.approx(MODEL.init_std, rel=0.1)
 
 
 def test_through_a_bottleneck_few_numbers_travel_and_the_rest_is_looked_up() -> None:

@@ -134,7 +134,7 @@ def test_a_plan_is_reported_with_a_measured_step(capsys: pytest.CaptureFixture[s
     assert "a GPU of 24 GiB   23.0 GiB free  stages 0, 1, 2 fit; 0-2 together\n" in text
 
 
-@pytest.mark.parametrize("kind", ["fixed", "learned"])
+@pytest.mark.parametrize("kind", ["fixed", "learned", "anchored"])
 def test_a_plan_may_have_bottlenecks(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     settings = ("model.bottleneck_dim=8", f"model.bottleneck={kind}")
     given = [word for setting in settings for word in ("--set", setting)]
