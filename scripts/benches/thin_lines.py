@@ -155,4 +155,5 @@ def _tokens_per_second(options: Options, config: RunConfig) -> float:
         trainer = hosted.start(first, "trainer", "trainer", [invite, *told, "--evaluation-samples", 1])
         swarm.until_ended(trainer, "trainer")
         rows = swarm.steps("trainer")[WARM_UP:]
-    return len(rows) * MICROBATCHES * LENGTH / sum(row["train/step_time"] for row in rows)
+    seconds: float = sum(row["train/step_time"] for row in rows)
+    return len(rows) * MICROBATCHES * LENGTH / seconds

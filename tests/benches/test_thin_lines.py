@@ -25,7 +25,7 @@ def test_what_does_not_fit_at_all_is_refused() -> None:
 
 
 def test_seconds_to_the_worst_arms_loss_are_compared() -> None:
-    arms = {
+    arms: dict[str, dict[str, Any]] = {
         "none": {"bytes_a_token": 128.0, "tokens_per_second": 10.0, "curve": [(100, 10.0, 3.0), (200, 20.0, 2.0)]},
         "learned_64": {"bytes_a_token": 2.0, "tokens_per_second": 40.0, "curve": [(100, 2.5, 3.5), (200, 5.0, 2.5)]},
     }
