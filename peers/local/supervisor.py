@@ -9,10 +9,10 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import IO, Any, Protocol, Self
 
 from peers.shared.process import die_with_parent
 
@@ -25,13 +25,39 @@ _POLL_SECONDS = 0.02
 _LOG_TAIL_BYTES = 8192
 
 
+class Process(Protocol):
+    """What is used of subprocess.Popen."""
+
+    pid: int
+    returncode: int | Any
+    """None while the process has not been waited for."""
+
+    def send_signal(self, number: int, /) -> None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+Spawn = Callable[[Sequence[str | Path], Mapping[str, str], IO[bytes]], Process]
+"""Starts a child from its command, its whole environment, and the file for its output."""
+
+
+def spawned(
+    command: Sequence[str | Path], environment: Mapping[str, str], stdout: IO[Any], stderr: IO[Any] | None = None
+) -> Process:
+    """Start a child that leads a process group, and that the kernel ends with this process. Its stderr goes to
+    `stdout` unless another file is given."""
+    return subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr or stdout, env=environment,
+        start_new_session=True, preexec_fn=die_with_parent(),
+    )  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class Child:
     """A started process. Its stdout and stderr go to `log`."""
 
     name: str
     log: Path
-    process: subprocess.Popen[bytes]
+    process: Process
 
     @property
     def pid(self) -> int:
@@ -53,8 +79,9 @@ class Supervisor:
     Use it from the main thread: a child is killed when the thread that started it ends.
     """
 
-    def __init__(self, log_folder: Path, *, grace_seconds: float = GRACE_SECONDS) -> None:
+    def __init__(self, log_folder: Path, *, grace_seconds: float = GRACE_SECONDS, spawn: Spawn = spawned) -> None:
         """When the block ends, children get SIGKILL so many seconds after SIGTERM."""
+        self._spawn = spawn
         self._log_folder = log_folder
         self._grace_seconds = grace_seconds
         self._running: list[Child] = []
@@ -77,16 +104,8 @@ class Supervisor:
         log = self._log_folder / f"{name}.log"
         # Only this user may read the log: the lines with which others join a locked run have the token in them.
         with open(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as output:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                # Output is unbuffered, because a killed child's last lines would be lost in a buffer.
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
-                start_new_session=True,
-                preexec_fn=die_with_parent(),
-            )
+            # Output is unbuffered, because a killed child's last lines would be lost in a buffer.
+            process = self._spawn(command, {**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})}, output)
         child = Child(name=name, log=log, process=process)
         self._running.append(child)
         return child

@@ -7,13 +7,14 @@ import pytest
 
 from peers.local.supervisor import Supervisor
 from scripts.benches.shared.internet import Internet
+from tests.support import preloaded
 from tests.support.nat_swarm import NatSwarm
 
 
 @pytest.fixture
 def children(tmp_path: Path) -> Iterator[Supervisor]:
     """Starts processes, and ends whatever is left of them."""
-    with Supervisor(tmp_path / "logs", grace_seconds=0.0) as children:
+    with Supervisor(tmp_path / "logs", grace_seconds=0.0, spawn=preloaded.spawn) as children:
         yield children
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from peers.shared.option_types import Span
 from peers.stage_peer.options import PeerOptions
 from peers.trainer.options import TrainerOptions
 from swarm.types import PeerRecord, PeerState
+from tests.support import preloaded
 
 CONFIG = """
 run = "test"
@@ -62,10 +64,19 @@ def run(
     program: str, *arguments: str, timeout_seconds: float = 60.0, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run a program to its end. `environment` is added to this process's own."""
-    return subprocess.run(
-        command_line(program, arguments), capture_output=True, text=True, timeout=timeout_seconds, check=False,
-        env=None if environment is None else {**os.environ, **environment},
-    )  # fmt: skip
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        command = command_line(program, arguments)
+        process = preloaded.spawn(command, {**os.environ, **(environment or {})}, stdout, stderr)
+        try:
+            process.wait(timeout_seconds)
+        finally:
+            process.send_signal(signal.SIGKILL)
+            returncode = process.wait()
+        told = []
+        for file in (stdout, stderr):
+            file.seek(0)
+            told.append(file.read().decode())
+    return subprocess.CompletedProcess(command, returncode, *told)
 
 
 def run_all(*commands: Sequence[str]) -> list[subprocess.CompletedProcess[str]]:
@@ -252,5 +263,5 @@ def real_swarm(
 ) -> Iterator[RealSwarm]:
     """A swarm without peers yet, whose processes end with the block."""
     folder.mkdir(exist_ok=True)
-    with Supervisor(folder / "logs", grace_seconds=0.0) as children:
+    with Supervisor(folder / "logs", grace_seconds=0.0, spawn=preloaded.spawn) as children:
         yield RealSwarm(folder, children, setting=setting, changes=changes)
