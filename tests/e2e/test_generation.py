@@ -35,7 +35,7 @@ from swarm.pipeline.swarm_engine import SwarmEngine
 from swarm.rpc.ask import describe
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import stage_pb2 as pb
-from tests.support.swarm import RealPeer, RealSwarm, real_swarm, run_all, write_text
+from tests.support.swarm import RealPeer, RealSwarm, real_swarm, run_all, wait_until, whole_lines, write_text
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -133,16 +133,13 @@ def _text(tokens: list[int]) -> str:
 @contextmanager
 def _server(swarm: RealSwarm) -> Iterator[str]:
     """Run swarm-generate --serve, and yield its URL. At the end Ctrl-C ends it, without an error."""
-    arguments = ["--initial-peers", swarm.address, "--serve", "0"]
-    with subprocess.Popen(command_line("generate", arguments), stderr=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stderr is not None
-            [_, line] = [server.stderr.readline() for _ in range(2)]
-            yield line.split()[-1]
-            server.send_signal(signal.SIGINT)
-            assert server.wait(20.0) == 0
-        finally:
-            server.kill()
+    command = command_line("generate", ["--initial-peers", swarm.address, "--serve", "0"])
+    (swarm.folder / "logs" / "server.log").unlink(missing_ok=True)
+    server = swarm.children.start("server", command)
+    wait_until(lambda: len(whole_lines(server.log)) == 2, 60.0, f"the server's address; see {server.log}")
+    yield whole_lines(server.log)[-1].split()[-1]
+    server.process.send_signal(signal.SIGINT)
+    assert swarm.wait_for_end(server, 20.0) == 0
 
 
 async def _hang_up(swarm: RealSwarm, client: openai.AsyncOpenAI, model: str) -> None:

@@ -19,7 +19,6 @@ from swarm.dht import node as dht_node
 from swarm.dht.directory import Directory
 from swarm.machine.clock import SystemClock
 from swarm.types import Block, PeerState
-from tests.support import preloaded
 from tests.support.swarm import RealPeer, RealSwarm, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(1500)]
@@ -109,7 +108,7 @@ class Watch:
 @pytest.fixture(params=["diloco", "synchronous"])
 def swarm(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Swarm]:
     monkeypatch.setenv(PACE, str(SECONDS_PER_SAMPLE))
-    with Supervisor(tmp_path / "logs", grace_seconds=0.0, spawn=preloaded.spawn) as children:
+    with Supervisor(tmp_path / "logs", grace_seconds=0.0) as children:
         yield Swarm(tmp_path, children, request.param)
 
 

@@ -31,6 +31,7 @@ PROGRAMS = ("doctor", "generate", "model", "peer", "status", "trainer")
 _READ_LATE = re.compile(r"HF_\w+|PYTEST_CURRENT_TEST|PYTHONUNBUFFERED|SWARM_\w+|XDG_CACHE_HOME")
 """Variables that no library reads while it is imported, so that a program may have other ones."""
 _PR_SET_CHILD_SUBREAPER = 36
+_CLONE_NEWNET = 0x40000000
 _MOST_BYTES = 1 << 17
 _POLL_SECONDS = 0.02
 
@@ -66,13 +67,19 @@ def spawn(
 ) -> Process:
     """Start a program as `peers.local.supervisor.spawned` does, but fork it where that makes no difference."""
     words = [str(word) for word in command]
+    namespace = None
+    if words[:3] == ["ip", "netns", "exec"]:
+        _, _, _, namespace, *words = words
     program = re.fullmatch(r"from peers\.commands import (\w+); \1\(\)", words[3]) if len(words) > 3 else None
     if program is None or words != commands.command_line(program[1], words[4:]) or program[1] not in PROGRAMS:
         return spawned(command, environment, stdout, stderr)
     parent = _parent_of_programs()
     if not parent.suits(environment):
         return spawned(command, environment, stdout, stderr)
-    request = {"program": program[1], "arguments": words[4:], "environment": dict(environment), "folder": os.getcwd()}
+    request = {
+        "program": program[1], "arguments": words[4:], "environment": dict(environment), "folder": os.getcwd(),
+        "namespace": namespace,
+    }  # fmt: skip
     return Forked(parent.fork(request, [stdout.fileno(), (stderr or stdout).fileno()]), words)
 
 
@@ -184,6 +191,10 @@ def _begin(request: Mapping[str, Any], output: Sequence[int]) -> str:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
+    if request["namespace"] is not None:
+        place = os.open(f"/run/netns/{request['namespace']}", os.O_RDONLY)
+        assert ctypes.CDLL(None).setns(place, _CLONE_NEWNET) == 0
+        os.close(place)
     sys.argv = ["-c", *request["arguments"]]
     return str(request["program"])
 

@@ -1,10 +1,8 @@
 """swarm-generate --serve with real clients: openai's, many at once, and some that misbehave."""
 
 import asyncio
-import os
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +13,10 @@ from openai.types.chat import ChatCompletionMessageParam
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from peers.commands import command_line
+from peers.local.supervisor import Supervisor
+from tests.support import preloaded
 from tests.support.chat_model import LONGEST, save_chat_model
+from tests.support.swarm import wait_until, whole_lines
 
 TOKEN = "s3cret"
 SECONDS = 60.0
@@ -32,25 +33,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def url(folder: Path) -> Iterator[str]:
     """Start a server, and yield its address. At the end Ctrl-C ends it, without an error."""
     arguments = ["--model", str(folder), "--serve", "0", "--threads", "1", "--max-sequences", "4"]
-    with subprocess.Popen(
-        command_line("generate", arguments),
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"SWARM_SERVE_TOKEN": TOKEN},
-        start_new_session=True,
-    ) as server:
-        assert server.stderr is not None
-        try:
-            lines = [server.stderr.readline() for _ in range(2)]
-            found = re.search(r"http://\S+", lines[-1])
-            assert found is not None, lines
-            yield found[0]
-            server.send_signal(signal.SIGINT)
-            rest = server.stderr.read()
-            assert server.wait(10.0) == 0
-            assert rest == ""
-        finally:
-            server.kill()
+    with Supervisor(folder.parent / "logs", grace_seconds=0.0, spawn=preloaded.spawn) as children:
+        command = command_line("generate", arguments)
+        server = children.start("server", command, environment={"SWARM_SERVE_TOKEN": TOKEN})
+        wait_until(lambda: len(whole_lines(server.log)) == 2, 60.0, f"the server's address; see {server.log}")
+        told = server.log.read_text()
+        found = re.search(r"http://\S+", told)
+        assert found is not None, told
+        yield found[0]
+        server.process.send_signal(signal.SIGINT)
+        wait_until(lambda: [exit_.returncode for exit_ in children.exits()] == [0], 10.0, "the server to end")
+        assert server.log.read_text() == told
 
 
 @pytest.fixture
