@@ -7,6 +7,7 @@ entry point from the first line. A program whose imports could turn out otherwis
 another release, for example.
 """
 
+import atexit
 import contextlib
 import ctypes
 import functools
@@ -111,9 +112,16 @@ class _Parent:
         return int(answer)
 
 
+    def close(self) -> None:
+        self._requests.close()  # This ends the process.
+        self._process.wait()
+
+
 @functools.cache
 def _parent_of_programs() -> _Parent:
-    return _Parent()
+    parent = _Parent()
+    atexit.register(parent.close)
+    return parent
 
 
 @contextlib.contextmanager
