@@ -1,9 +1,7 @@
 """swarm-local as a user starts it. It leaves no process behind."""
 
 import json
-import os
 import signal
-import subprocess
 import time
 from functools import partial
 from pathlib import Path
@@ -11,21 +9,31 @@ from pathlib import Path
 import pytest
 
 from peers.commands import command_line
+from peers.local.supervisor import Child, Supervisor
 from tests.support.swarm import CONFIG, wait_until, whole_lines, write_text
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 
-def _start(folder: Path, *arguments: str, num_stages: int = 2) -> subprocess.Popen[str]:
+def _start(children: Supervisor, folder: Path, *arguments: str, num_stages: int) -> Child:
     config = folder / "run.toml"
     text = CONFIG.replace("num_stages = 2", f"num_stages = {num_stages}")
     config.write_text(text.format(dataset=write_text(folder / "text.txt"), setting="diloco"), encoding="utf-8")
+    command = command_line("local", ["--config", str(config), "--output", str(folder / "out"), *arguments])
     # Every process that it starts inherits this mark, so that its leftovers can be told from processes of other tests.
-    environment = {**os.environ, "SWARM_TEST_MARK": str(folder)}
-    return subprocess.Popen(
-        command_line("local", ["--config", str(config), "--output", str(folder / "out"), *arguments]),
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True,
-    )  # fmt: skip
+    return children.start(f"local-{folder.name}", command, environment={"SWARM_TEST_MARK": str(folder)})
+
+
+def _codes(children: Supervisor, count: int, seconds: float) -> dict[str, int]:
+    """The exit codes of so many launchers, by their names, once they have ended."""
+    codes: dict[str, int] = {}
+
+    def have_ended() -> bool:
+        codes.update({ended.name: ended.returncode for ended in children.exits()})
+        return len(codes) == count
+
+    wait_until(have_ended, seconds, "the launchers to end")
+    return codes
 
 
 def _marked(folder: Path) -> list[int]:
@@ -51,12 +59,13 @@ def _has_trained(folder: Path) -> bool:
     return metrics.exists() and any("train/loss" in line for line in whole_lines(metrics))
 
 
-def test_a_whole_run_with_a_kill_and_a_join(tmp_path: Path) -> None:
+def test_a_whole_run_with_a_kill_and_a_join(tmp_path: Path, children: Supervisor) -> None:
     texts = [word for name in ("one.txt", "other.txt") for word in ("--dataset", str(write_text(tmp_path / name)))]
-    faults = ("--kill-at", "2", "--join-at", "3")
-    launcher = _start(tmp_path, "--peers-per-stage", "2", "--steps", "45", *faults, "--sample-tokens", "20", *texts)
-    output, _ = launcher.communicate(timeout=150)
-    assert launcher.returncode == 0, output
+    faults = ("--kill-at", "2", "--join-at", "3", "--peers-per-stage", "2", "--steps", "45")
+    launcher = _start(children, tmp_path, *faults, "--sample-tokens", "20", *texts, num_stages=1)
+    [code] = _codes(children, 1, 150.0).values()
+    output = launcher.log.read_text()
+    assert code == 0, output
     assert "Traceback" not in output
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["peers_killed"] == 1
@@ -72,22 +81,23 @@ def test_a_whole_run_with_a_kill_and_a_join(tmp_path: Path) -> None:
     _assert_nothing_left(tmp_path, 5.0)
 
 
-def test_nothing_is_left_when_it_is_interrupted(tmp_path: Path) -> None:
+def test_nothing_is_left_when_it_is_interrupted(tmp_path: Path, children: Supervisor) -> None:
     """Two launchers run side by side: one gets Ctrl-C, and the other one kill -9."""
-    folders = {number: tmp_path / number.name for number in (signal.SIGINT, signal.SIGKILL)}
     launchers = {}
-    for number, folder in folders.items():
+    for number, num_stages in ((signal.SIGINT, 2), (signal.SIGKILL, 1)):
+        folder = tmp_path / number.name
         folder.mkdir()
-        launchers[number] = _start(folder, "--peers-per-stage", "1", "--steps", "10000", num_stages=1)
-    for folder in folders.values():
+        options = ("--peers-per-stage", "1", "--steps", "10000")
+        launchers[number] = _start(children, folder, *options, num_stages=num_stages)
+    folders = [tmp_path / number.name for number in launchers]
+    for folder in folders:
         wait_until(partial(_has_trained, folder), 90.0, "the first step")
         assert len(_marked(folder)) > 3
     started_at = time.monotonic()
     for number, launcher in launchers.items():
-        launcher.send_signal(number)
-    for launcher in launchers.values():
-        output, _ = launcher.communicate(timeout=30)
-        assert "Traceback" not in output
-    assert launchers[signal.SIGINT].returncode == 130
-    for folder in folders.values():
+        launcher.process.send_signal(number)
+    codes = _codes(children, len(launchers), 30.0)
+    assert codes == {"local-SIGINT": 130, "local-SIGKILL": -signal.SIGKILL}
+    assert all("Traceback" not in launcher.log.read_text() for launcher in launchers.values())
+    for folder in folders:
         _assert_nothing_left(folder, 25.0 - (time.monotonic() - started_at))
