@@ -1,6 +1,7 @@
 """A peer behind a router that forwards ports on request: miniupnpd, as many home routers have it."""
 
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
@@ -70,5 +71,5 @@ def test_the_router_forwards_the_ports_as_long_as_the_peer_is_there(
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.count("dnat")
 
     assert forwarded() == num_ports
-    peer.child.process.terminate()
+    peer.child.process.send_signal(signal.SIGTERM)
     wait_until(lambda: forwarded() == 0, 60.0, "the forwarding to end")
