@@ -21,19 +21,13 @@ def _start(children: Supervisor, folder: Path, *arguments: str) -> Child:
     config.write_text(text.format(dataset=write_text(folder / "text.txt"), setting="diloco"), encoding="utf-8")
     command = command_line("local", ["--config", str(config), "--output", str(folder / "out"), *arguments])
     # Every process that it starts inherits this mark, so that its leftovers can be told from processes of other tests.
-    return children.start(f"local-{folder.name}", command, environment={"SWARM_TEST_MARK": str(folder)})
+    return children.start("local", command, environment={"SWARM_TEST_MARK": str(folder)})
 
 
-def _codes(children: Supervisor, count: int, seconds: float) -> dict[str, int]:
-    """The exit codes of so many launchers, by their names, once they have ended."""
-    codes: dict[str, int] = {}
-
-    def have_ended() -> bool:
-        codes.update({ended.name: ended.returncode for ended in children.exits()})
-        return len(codes) == count
-
-    wait_until(have_ended, seconds, "the launchers to end")
-    return codes
+def _code(children: Supervisor, seconds: float) -> int:
+    """The launcher's exit code, once it has ended."""
+    [ended] = wait_until(children.exits, seconds, "the launcher to end")
+    return int(ended.returncode)
 
 
 def _marked(folder: Path) -> list[int]:
@@ -63,7 +57,7 @@ def test_a_whole_run_with_a_kill_and_a_join(tmp_path: Path, children: Supervisor
     texts = [word for name in ("one.txt", "other.txt") for word in ("--dataset", str(write_text(tmp_path / name)))]
     faults = ("--kill-at", "2", "--join-at", "3", "--peers-per-stage", "2", "--steps", "30", "--evaluate-every", "0")
     launcher = _start(children, tmp_path, *faults, "--sample-tokens", "20", *texts)
-    [code] = _codes(children, 1, 150.0).values()
+    code = _code(children, 150.0)
     output = launcher.log.read_text()
     assert code == 0, output
     assert "Traceback" not in output
@@ -81,23 +75,22 @@ def test_a_whole_run_with_a_kill_and_a_join(tmp_path: Path, children: Supervisor
     _assert_nothing_left(tmp_path, 5.0)
 
 
-def test_nothing_is_left_when_it_is_interrupted(tmp_path: Path, children: Supervisor) -> None:
-    """Two launchers run side by side: one gets Ctrl-C, and the other one kill -9."""
-    launchers = {}
-    for number in (signal.SIGINT, signal.SIGKILL):
-        folder = tmp_path / number.name
-        folder.mkdir()
-        options = ("--peers-per-stage", "1", "--steps", "10000")
-        launchers[number] = _start(children, folder, *options)
-    folders = [tmp_path / number.name for number in launchers]
-    for folder in folders:
-        wait_until(partial(_has_trained, folder), 150.0, "the first step")
-        assert len(_marked(folder)) > 3
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGINT, 130),
+        # tests/peers/local/test_supervisor.py kills a launcher, and tests/dht/test_node_p2pd.py a peer.
+        pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.slow),
+    ],
+)
+def test_nothing_is_left_when_it_is_interrupted(
+    tmp_path: Path, children: Supervisor, number: signal.Signals, code: int
+) -> None:
+    launcher = _start(children, tmp_path, "--peers-per-stage", "1", "--steps", "10000")
+    wait_until(partial(_has_trained, tmp_path), 150.0, "the first step")
+    assert len(_marked(tmp_path)) > 3
     started_at = time.monotonic()
-    for number, launcher in launchers.items():
-        launcher.process.send_signal(number)
-    codes = _codes(children, len(launchers), 30.0)
-    assert codes == {"local-SIGINT": 130, "local-SIGKILL": -signal.SIGKILL}
-    assert all("Traceback" not in launcher.log.read_text() for launcher in launchers.values())
-    for folder in folders:
-        _assert_nothing_left(folder, 25.0 - (time.monotonic() - started_at))
+    launcher.process.send_signal(number)
+    assert _code(children, 30.0) == code
+    assert "Traceback" not in launcher.log.read_text()
+    _assert_nothing_left(tmp_path, 25.0 - (time.monotonic() - started_at))

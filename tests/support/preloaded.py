@@ -111,7 +111,6 @@ class _Parent:
         assert answer, "the process with the libraries has ended"
         return int(answer)
 
-
     def close(self) -> None:
         self._requests.close()  # This ends the process.
         self._process.wait()
