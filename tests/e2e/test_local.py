@@ -12,7 +12,7 @@ from peers.commands import command_line
 from peers.local.supervisor import Child, Supervisor
 from tests.support.swarm import CONFIG, wait_until, whole_lines, write_text
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(450)]
 
 
 def _start(children: Supervisor, folder: Path, *arguments: str) -> Child:
@@ -57,7 +57,7 @@ def test_a_whole_run_with_a_kill_and_a_join(tmp_path: Path, children: Supervisor
     texts = [word for name in ("one.txt", "other.txt") for word in ("--dataset", str(write_text(tmp_path / name)))]
     faults = ("--kill-at", "2", "--join-at", "3", "--peers-per-stage", "2", "--steps", "30", "--evaluate-every", "0")
     launcher = _start(children, tmp_path, *faults, "--sample-tokens", "20", *texts)
-    code = _code(children, 150.0)
+    code = _code(children, 400.0)
     output = launcher.log.read_text()
     assert code == 0, output
     assert "Traceback" not in output
