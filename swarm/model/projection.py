@@ -52,6 +52,9 @@ class Projection(nn.Linear):
         super().__init__(num_inputs, num_outputs, bias=bias)
         self.adapter: Adapter | None = None
 
+    def reset_parameters(self) -> None:
+        """Draw nothing, which would take as long as all else: who makes a stage sets its weights anyway."""
+
     def freeze_in_4_bits(self, weight_ED: Tensor) -> None:
         """Let a matrix in NF4 take the place of the weight, which then is no parameter of the module."""
         del self.weight

@@ -54,6 +54,8 @@ def test_groups_are_left_to_the_kernels_that_know_them(
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
 def test_attention_without_a_kernel_for_groups_is_the_same(num_kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     attention = CausalSelfAttention(ModelConfig(d_model=32, num_heads=4, num_kv_heads=num_kv_heads), 32)
+    for parameter in attention.parameters():
+        torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(1))
     hidden = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
     tables = rotary_tables(ModelConfig(d_model=32, num_heads=4), torch.arange(9))
     seen = []
