@@ -27,9 +27,6 @@ from swarm.data.template_process import EXIT_NO_MEMORY, MOST_CHARACTERS, read, w
 _MOST_REASON = 500
 """The most characters of a fault's reason in the answer, because a template may raise errors with any text."""
 _ASSISTANT = "assistant"
-_MOST_RENDERED = 1 << 30
-"""The most characters that are rendered, again and again, to find what the assistant said. It is no time, so that the
-same conversations are refused on every machine. It suffices for 4,000 messages of a line each."""
 # Marks around the assistant's parts. Unicode reserves these two characters so that no text has them.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 
@@ -39,18 +36,19 @@ class Fault(Exception):
 
 
 class Template:
-    def __init__(self, template: str, special_tokens: Mapping[str, str], *, seconds: float) -> None:
+    def __init__(self, template: str, special_tokens: Mapping[str, str], *, seconds: float, characters: int) -> None:
         """
         Args:
             special_tokens: by the names that templates use, such as `bos_token`.
             seconds: processor time after which the process is ended, if one rendering takes it.
+            characters: see Limits.
 
         Raises:
             Fault: the template is not valid.
         """
         self._source = template
         self._special_tokens = special_tokens
-        self._seconds = seconds
+        self._seconds, self._most_rendered = seconds, characters
         self._now = datetime.min
         self._tools: Sequence[Any] | None = None
         self._rendered = 0
@@ -148,7 +146,7 @@ class Template:
         if len(text) > MOST_CHARACTERS:
             raise Fault(f"the chat template makes a text of more than {MOST_CHARACTERS >> 20} million characters")
         self._rendered += len(text)
-        if self._rendered > _MOST_RENDERED:
+        if self._rendered > self._most_rendered:
             raise Fault(
                 "there are too many messages to find what the assistant said; put {% generation %} and "
                 "{% endgeneration %} around its parts in the chat template"
@@ -213,8 +211,9 @@ def main() -> None:
             signal.setitimer(signal.ITIMER_PROF, opening["seconds"])
             try:
                 template = template or Template(
-                    opening["template"], opening["special_tokens"], seconds=opening["seconds"]
-                )
+                    opening["template"], opening["special_tokens"], seconds=opening["seconds"],
+                    characters=opening["characters"],
+                )  # fmt: skip
                 reply = {"answer": _answer(template, request)}
             except Fault as fault:
                 reply = {"fault": str(fault)}

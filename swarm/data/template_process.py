@@ -14,7 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import IO, Any
 
 EXIT_NO_MEMORY = 3
@@ -35,10 +35,13 @@ class Limits:
         seconds: processor time for one rendering. It is not wall time, so that none is refused because the machine is
             busy.
         memory_bytes: address space of its process. macOS does not enforce this.
+        characters: the most that are rendered, again and again, to find what the assistant said. It is no time, so that
+            the same conversations are refused on every machine. It suffices for 4,000 messages of a line each.
     """
 
     seconds: float = 5.0
     memory_bytes: int = 512 << 20
+    characters: int = 1 << 30
 
 
 class TemplateProcess:
@@ -49,7 +52,7 @@ class TemplateProcess:
         Args:
             opening: the message that the child gets before the first request.
         """
-        self._opening = {**opening, "seconds": limits.seconds, "memory_bytes": limits.memory_bytes}
+        self._opening = {**opening, **asdict(limits)}
         self._limits = limits
         self._turn = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
