@@ -28,7 +28,7 @@ QUICK = Timing(
     reconnect_seconds=0.1, fresh_seconds=0.4, takeover_seconds=0.4, missed_seconds=2.0, probe_seconds=0.2,
     exclusion_seconds=0.2, max_exclusion_seconds=2.0, look_seconds=0.5, idle_seconds=3.0, begin_seconds=0.5,
     average_seconds=1.0, commit_seconds=1.0, grace_seconds=0.05, barrier_seconds=0.2, awaited_seconds=1.0,
-    silence_seconds=0.5, retry_seconds=0.02, max_retry_seconds=0.2,
+    silence_seconds=0.5, shared_seconds=4.0, retry_seconds=0.02, max_retry_seconds=0.2,
 )  # fmt: skip
 """Short timeouts, for peers in one process."""
 
@@ -82,7 +82,7 @@ class Peer:
     """One peer of a network: stage, averager, and the task that runs it."""
 
     def __init__(self, number: int, stage_number: int, network: "Network", lineage: str) -> None:
-        self.number = number
+        self.number, self.block = number, Block(stage_number)
         self.record = self._announced = record(number, stage_number)
         self.stage = network.make_stage(stage_number, lineage)
         self.stage.carries = not network.config.rounds.synchronous
@@ -155,7 +155,7 @@ class Network:
 
     def directory(self, block: Block) -> list[PeerRecord]:
         """All peers that were ever announced, including dead ones, as in a DHT."""
-        return [peer.announcement for peer in self.peers.values() if peer.record.block == block]
+        return [peer.announcement for peer in self.peers.values() if peer.block == block]
 
     def add(self, number: int, stage_number: int = 0, *, lineage: str = "00") -> Peer:
         """Add a new peer, which is running."""

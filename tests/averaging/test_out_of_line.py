@@ -127,8 +127,7 @@ LIES: dict[str, Lie] = {
 }
 
 
-@pytest.mark.parametrize("setting", ["diloco", "synchronous"])
-@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize(("setting", "lie"), [*(("diloco", lie) for lie in LIES), ("synchronous", next(iter(LIES)))])
 @in_virtual_time
 async def test_a_liar_is_left_out_and_named(setting: str, lie: str, caplog: pytest.LogCaptureFixture) -> None:
     async with group(setting, 6) as network:

@@ -137,7 +137,7 @@ async def test_a_donor_that_drips_is_given_up() -> None:
 
     async def download() -> None:
         nonlocal num_pieces
-        async for _ in Transport(channels).download(donor, pb.DownloadRequest(), silence_seconds=3.0):
+        async for _ in Transport(channels).download(donor, pb.DownloadRequest(), silence_seconds=1.0):
             num_pieces += 1
 
     with pytest.raises(DeadlineExceeded, match=r"only \d+ bytes came"):

@@ -123,7 +123,7 @@ async def test_a_leader_that_waits_for_the_rest_of_the_round_stays(
 ) -> None:
     async with group_of(setting, 1, 2, 3) as network:
         learn(network, 1, last=MICROBATCHES - 1)
-        await asyncio.sleep(25.0)
+        await asyncio.sleep(4 * TIMING.idle_seconds)
         learn(network, 1)
         await until(lambda: all(peer.stage.round == 2 for peer in network.peers.values()))
         assert "stands still" not in caplog.text
@@ -152,7 +152,7 @@ async def test_a_leader_that_waits_for_a_slow_member_or_another_stage_stays(capl
         ready = [peer for peer in network.peers.values() if peer.record.stage == 0]
         for index in range(MICROBATCHES):
             ready[index % 3].stage.learn(MICROBATCHES + index)
-        await asyncio.sleep(25.0)
+        await asyncio.sleep(4 * TIMING.idle_seconds)
         assert "stands still" not in caplog.text
         learn(network, 1)
         await until(lambda: all(peer.stage.round == 2 for peer in network.peers.values()))

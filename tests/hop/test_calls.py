@@ -27,7 +27,7 @@ async def test_the_time_that_tensors_take_is_the_links() -> None:
         _, far = chain.at(1)
         host, port = far.record.endpoint.split(":")
         async with Proxy(host, int(port)) as proxy:
-            proxy.links[Direction.TO_SERVER].bytes_per_second = 200_000
+            proxy.links[Direction.TO_SERVER].bytes_per_second = 400_000
             chain.update([
                 peer.record if peer is not far else peer.record.model_copy(update={"endpoint": proxy.address})
                 for peer in chain.peers
@@ -37,7 +37,7 @@ async def test_the_time_that_tensors_take_is_the_links() -> None:
             seconds = chain.peers[0].router.expected_seconds(Block(1), far.peer_id, 1)
             assert seconds is not None
             hidden_bytes = 2 * 512 * 32 * 4
-            assert seconds > 0.5 * hidden_bytes / 200_000 / 2
+            assert seconds > 0.5 * hidden_bytes / 400_000 / 2
 
 
 @pytest.mark.parametrize("eager", [False, True])

@@ -19,7 +19,7 @@ from scripts.benches.shared.ports import free_ports
 from swarm.errors import PathStandsStill
 from swarm.hop import hop
 from swarm.hop.answers import HopListener
-from swarm.hop.hop import GAP_SECONDS, Hop, watch_connections
+from swarm.hop.hop import Hop, watch_connections
 from swarm.hop.retries import HopLimits
 from swarm.machine.clock import SystemClock
 from swarm.routing.peer_queue import NOBODY
@@ -34,6 +34,12 @@ from tests.support.manual_clock import ManualClock
 from tests.support.virtual_time import LoopClock, in_virtual_time
 
 _ID = PeerId("0123456789abcdef" * 2 + "01234567")
+GAP_SECONDS = 0.15
+
+
+@pytest.fixture(autouse=True)
+def _short_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hop, "GAP_SECONDS", GAP_SECONDS)
 
 
 class _Health(HealthServicer):
@@ -103,7 +109,7 @@ async def test_a_peer_is_asked_again_as_soon_as_it_serves() -> None:
     async with probed() as peer:
         peer.router.failed(Block(0), _ID, is_gone=True, is_unreachable=True)
         peer.clock.advance(LEAST_BAN_SHARE * BASE_BAN_SECONDS)
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(2 * GAP_SECONDS)
         assert peer.is_banned
         await peer.says(health_pb2.HealthCheckResponse.NOT_SERVING)
         await peer.come_back()
@@ -146,7 +152,7 @@ async def test_nobody_else_is_asked(failure: str) -> None:
         if failure == "its own answer":
             peer.router.failed(Block(0), _ID)
         peer.clock.advance(LEAST_BAN_SHARE * BASE_BAN_SECONDS)
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(2 * GAP_SECONDS)
         assert (peer.health.num_asked, peer.is_banned) == (0, failure == "its own answer")
 
 

@@ -20,7 +20,7 @@ from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
 from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
 from swarm.rpc.wire import TensorSpec
 from swarm.stage import call as stage_call
-from swarm.stage import servicer
+from swarm.stage import evaluation
 from swarm.stage.boundary import HIDDEN, TOKENS
 from swarm.stage.slots import LARGEST_NUM_SLOTS
 from tests.intruders.host import Host, running
@@ -88,6 +88,7 @@ async def test_slow_chunks_take_no_slot_for_long(monkeypatch: pytest.MonkeyPatch
     """Each chunk comes in time, but all of them would take a day."""
     monkeypatch.setattr(stage_call, "MESSAGE_SECONDS", 1.0)
     monkeypatch.setattr(stage_call, "SLOWEST_BYTES_PER_SECOND", 4 << 10)
+    monkeypatch.setattr(stage_call, "DRAIN_SECONDS", 0.2)
     async with running(max_in_flight=3) as host, host.connected(INTRUDER) as channel:
         header = TensorHeader(name=HIDDEN, encoding="fp32", shape=(2, 16, 32), num_bytes=4096)
 
@@ -118,7 +119,7 @@ async def test_evaluations_take_no_place_from_training_nor_from_those_of_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Evaluations are run one at a time. Those whose callers gave up are forgotten at once, and callers take turns."""
-    monkeypatch.setattr(servicer, "PROGRESS_SECONDS", 0.1)
+    monkeypatch.setattr(evaluation, "PROGRESS_SECONDS", 0.1)
     release = threading.Event()
     waiting: list[str] = []
     ended: list[str] = []
@@ -168,14 +169,14 @@ with grpc.secure_channel(address, credentials, options=options) as channel:
     call = channel.unary_unary("/swarm.rpc.v1.StageService/Describe")
     for compression in (grpc.Compression.Gzip, grpc.Compression.Deflate):
         try:
-            call(bytes(256 << 20), timeout=60, compression=compression)
+            call(bytes(128 << 20), timeout=60, compression=compression)
         except grpc.RpcError as error:
             print(error.code().name)
 """
 
 
 async def test_a_decompression_bomb_stays_packed() -> None:
-    """The message has a quarter of a megabyte, and would become a quarter of a gigabyte. A process of its own packs
+    """The message has an eighth of a megabyte, and would become an eighth of a gigabyte. A process of its own packs
     it."""
     async with running() as host:
         await host.train()
@@ -197,8 +198,9 @@ async def test_a_decompression_bomb_stays_packed() -> None:
         assert await host.train() > 0
 
 
-async def test_what_is_kept_for_one_caller_is_bounded() -> None:
+async def test_what_is_kept_for_one_caller_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluations wait for the compute thread with their tensors."""
+    monkeypatch.setattr(stage_call, "DRAIN_SECONDS", 0.2)
     async with running() as host, host.connected(INTRUDER) as channel:
         host.callers.kept[False].each = 10 * (2 * 17 * 4 + 2 * 16 * 32 * 4)
         opening = pb.EvaluateRequest(open=pb.EvaluateOpen(address=host.address, num_samples=2, sequence_length=16))

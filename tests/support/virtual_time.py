@@ -105,6 +105,8 @@ class _Selector(selectors.DefaultSelector):
         self._loop = loop
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout == 0:  # Something is ready already.
+            return []
         ready = super().select(0)
         if not ready:
             if timeout is None:

@@ -37,7 +37,12 @@ class SlowLine(Network):
 
     def __init__(self, config: RunConfig, *, samples_per_second: float = 2.0 * ROUND_SAMPLES) -> None:
         super().__init__(config, SizedStage)
-        self.timing = dataclasses.replace(QUICK, silence_seconds=60.0, average_seconds=60.0)
+        # Nothing here happens faster than within seconds, so that peers need not report as often as elsewhere.
+        self.timing = dataclasses.replace(
+            QUICK, silence_seconds=60.0, average_seconds=60.0, heartbeat_seconds=0.2, late_seconds=1.2,
+            report_seconds=1.2, fresh_seconds=1.6, takeover_seconds=1.6,
+        )  # fmt: skip
+        self._announced: dict[str, PeerRecord] = {}
         self.samples_per_second = samples_per_second
         self.line_seconds = 8.0
         """The time that any message with tensors takes to the newcomer or from it."""
@@ -46,7 +51,11 @@ class SlowLine(Network):
 
     def directory(self, block: Block) -> list[PeerRecord]:
         rate = self.samples_per_second / len(self.peers)
-        return [each.model_copy(update={"samples_per_second": rate}) for each in super().directory(block)]
+        for each in super().directory(block):
+            said = self._announced.get(each.peer_id)
+            if said is None or (said.samples_per_second, said.round, said.lineage) != (rate, each.round, each.lineage):
+                self._announced[each.peer_id] = each.model_copy(update={"samples_per_second": rate})
+        return list(self._announced.values())
 
     async def _before(self, name: str, source: int, target: int) -> None:
         if 1 in (source, target) and source != target and name in ("Download", "Exchange"):
