@@ -1,6 +1,7 @@
 """README and docs/ name only what exists: files, commands, options, calls, metrics."""
 
 import dataclasses
+import functools
 import re
 import runpy
 import sys
@@ -87,6 +88,7 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+@functools.cache
 def _flags(options: type) -> set[str]:
     """The options of a program, those of a dataclass among its fields (such as Sampling) included."""
     found = {"--help"}
@@ -121,12 +123,13 @@ def test_paths_in_code_exist(page: Path) -> None:
 def test_options_exist(page: Path) -> None:
     """An option behind a program's name must be one of that program's, and any other option must be some program's."""
     program = re.compile("|".join(map(re.escape, sorted(OPTIONS, key=len, reverse=True))))
+    every = ELSEWHERE.union(*map(_flags, OPTIONS.values()))
     for span in _code(page.read_text()):
         starts = [match.start() for match in program.finditer(span)]
         pieces = [span[start:end] for start, end in zip([0, *starts], [*starts, len(span)], strict=True)]
         for piece in pieces:
             match = program.match(piece)
-            known = _flags(OPTIONS[match[0]]) if match else ELSEWHERE.union(*map(_flags, OPTIONS.values()))
+            known = _flags(OPTIONS[match[0]]) if match else every
             assert set(_OPTION.findall(piece)) <= known, span
 
 

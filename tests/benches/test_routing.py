@@ -35,9 +35,9 @@ def test_larger_stages_are_computed_from_the_largest_that_was_measured() -> None
 
 
 def test_what_a_peer_reads_and_announces_does_not_grow_with_its_stage() -> None:
-    all_records = {size: records_per_second(size).all for size in (25, 100, 1000, 10000)}
+    all_records = {size: records_per_second(size).all for size in (25, 100, 2000)}
     assert all_records[100] < 1.2 * all_records[25]
-    assert all_records[10000] < 1.5 * all_records[25]
+    assert all_records[2000] < 1.5 * all_records[25]
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 from swarm.config import DataConfig
 from swarm.data import chat, tokenizers
+from swarm.data.chat import ChatTemplate
 from swarm.data.documents import NUM_OPEN, Document, Documents, pack, sequences
 from swarm.data.rows import Row
 from swarm.training.samples import DOCUMENTS, TARGETS, TOKENS
@@ -32,10 +33,16 @@ def _rows(*values: dict[str, Any]) -> Iterator[Row]:
     return iter([Row(f"a.jsonl, row {number}", each) for number, each in enumerate(values, start=1)])
 
 
+_TEMPLATES: dict[str, ChatTemplate | None] = {}
+"""Each has a process, which takes a while to start."""
+
+
 def _documents(folder: Path, template: str = CHAT_TEMPLATE, **data: Any) -> Documents:
     config = DataConfig(**{"dataset": "a.jsonl", "format": "chat", "sequence_length": 200, **data})
     path = write_chat_tokenizer(folder, template)
-    return Documents(config, tokenizers.load(path), chat.load(folder, now=lambda: datetime(2026, 1, 1)))
+    if template not in _TEMPLATES:
+        _TEMPLATES[template] = chat.load(folder, now=lambda: datetime(2026, 1, 1))
+    return Documents(config, tokenizers.load(path), _TEMPLATES[template])
 
 
 def _learnt(documents: Documents, document: Document) -> str:

@@ -52,8 +52,10 @@ async def _running(
         computing.cancel()
 
 
-@pytest.mark.parametrize("recorder", [None, TapeRecorder()], ids=["plain", "recorded"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "recorder"), [*((name, None) for name in MODELS), ("llama-3", TapeRecorder())],
+    ids=[*MODELS, "recorded"],
+)  # fmt: skip
 async def test_greedy_tokens_are_those_of_transformers(
     name: str, recorder: TapeRecorder | None, tmp_path: Path
 ) -> None:
@@ -69,7 +71,7 @@ async def test_greedy_tokens_are_those_of_transformers(
 
 @pytest.mark.parametrize("num_written", [0, 9])
 @pytest.mark.parametrize("first", [1, 7, POSITIONS - 9])
-@pytest.mark.parametrize("piece_tokens", [1, 5, 256])
+@pytest.mark.parametrize("piece_tokens", [1, 256])
 async def test_scores_are_those_of_transformers(
     first: int, num_written: int, piece_tokens: int, tmp_path: Path
 ) -> None:
@@ -182,16 +184,16 @@ async def test_recorded_steps_serve_all_texts_that_come_together_or_one_after_th
     async with _running(model) as engine:
         alone = [await collect(engine, prompt, SAMPLING, 20) for prompt in prompts]
     async with _running(model, recorder=recorder) as engine:
-        for _ in range(3):
+        for _ in range(2):
             assert await asyncio.gather(*(collect(engine, prompt, SAMPLING, 20) for prompt in prompts)) == alone
         num_tapes = len(recorder.tapes)
         model.shapes.clear()
-        for _ in range(3):
+        for _ in range(2):
             assert [await collect(engine, prompt, SAMPLING, 20) for prompt in prompts] == alone
             assert await asyncio.gather(*(collect(engine, prompt, SAMPLING, 20) for prompt in prompts)) == alone
     # Each text gives its memory to later ones. So nothing is recorded again, and Python runs for prompts alone.
     assert len(recorder.tapes) == num_tapes
-    assert len(model.shapes) == 6 * len(prompts)
+    assert len(model.shapes) == 4 * len(prompts)
 
 
 async def test_a_broken_off_text_goes_on_with_the_same_tokens(model: _Watched) -> None:

@@ -24,15 +24,7 @@ from swarm.model.stages import build_stage
     ("model", "lora", "documents", "num_graphs"),
     [
         ({}, LoraConfig(), False, 1),
-        (
-            {"feed_forward": "gelu", "norm": "layer", "positions": "learned", "max_positions": 64},
-            LoraConfig(),
-            False,
-            1,
-        ),
         ({}, LoraConfig(), True, 1),
-        # The last layer writes more columns than the others.
-        ({"bottleneck_dim": 32}, LoraConfig(), False, 2),
         # A layer may have an encoder, or a decoder.
         ({"bottleneck_dim": 32, "bottleneck": "learned", "bottleneck_layers": (2,)}, LoraConfig(), False, 3),
         # A layer's two parts are compiled apart.
@@ -76,7 +68,7 @@ def _counted(
 def test_a_dozen_shapes_are_compiled_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches may end short, and conversations may have any width."""
     counter, module = _counted(monkeypatch)
-    for size, length in [(4, 32), *((size, length) for size in (3, 2, 5) for length in (32, 17, 24, 8))]:
+    for size, length in [(4, 32), *((size, length) for size in (3, 2) for length in (32, 17, 8))]:
         tokens = torch.ones(size, length, dtype=torch.int64)
         module(tokens, targets_BT=tokens).backward()
     assert 1 < counter.frame_count <= 3

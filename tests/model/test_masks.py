@@ -2,9 +2,6 @@
 
 import hashlib
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -37,24 +34,6 @@ def test_a_mask_is_the_hash_of_key_and_place(shape: tuple[int, ...], probability
         mask = random_mask(shape, probability, CPU, *key.split("/"))
         assert mask.shape == shape
         assert mask.flatten().tolist() == _reference(mask.numel(), probability, key)
-
-
-def _digest() -> str:
-    masks = [
-        random_mask((3, 777), probability, CPU, 5, microbatch, "layers.1.attention")
-        for microbatch in range(8)
-        for probability in (0.1, 0.5)
-    ]
-    return hashlib.sha256(torch.stack(masks).numpy().tobytes()).hexdigest()
-
-
-def test_another_instruction_set_draws_the_same() -> None:
-    program = "from tests.model.test_masks import _digest; print(_digest())"
-    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}
-    answer = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
-    )
-    assert answer.stdout.strip() == _digest()
 
 
 @pytest.mark.parametrize(("probability", "num_true"), [(0.0, 0), (1 / 65536, 2), (1.0, 131_072)])

@@ -3,6 +3,7 @@ collection."""
 
 import gc
 import io
+import json
 import os
 import subprocess
 import sys
@@ -116,24 +117,28 @@ def test_the_help_of_a_command_of_swarm_model_and_its_faults_are_printed_before_
         assert said in printed.out + printed.err
 
 
-@pytest.mark.parametrize(
-    "program", ["peer", "trainer", "status", "keys", "meet", "local", "doctor", "dashboard", "generate", "model"]
-)
-def test_help_and_what_is_wrong_with_a_line_are_all_that_is_printed_and_need_no_large_library(program: str) -> None:
-    script = f"""
-import sys
+def test_help_and_what_is_wrong_with_a_line_are_all_that_is_printed_and_need_no_large_library() -> None:
+    script = """
+import contextlib, io, json, sys
 from peers import commands
-for word, code in (("--presets", 2), ("--help", 0)):
-    sys.argv = ["x", word]
-    try:
-        commands.{program}()
-    except SystemExit as ended:
-        assert ended.code == code, (word, ended.code)
-assert not {{"torch", "hivemind"}} & sys.modules.keys(), "these take seconds"
+for program in ("peer", "trainer", "status", "keys", "meet", "local", "doctor", "dashboard", "generate", "model"):
+    said = []
+    for word, code in (("--presets", 2), ("--help", 0)):
+        sys.argv = ["x", word]
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as errors:
+            try:
+                getattr(commands, program)()
+            except SystemExit as ended:
+                assert ended.code == code, (program, word, ended.code)
+        said += [errors.getvalue(), out.getvalue()]
+    assert not {"torch", "hivemind"} & sys.modules.keys(), f"these take seconds: {program}"
+    print(json.dumps([program, *said]))
 """
     run = [sys.executable, "-W", "error", "-c", script]
     done = subprocess.run(run, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    [fault] = done.stderr.splitlines()
-    assert fault.startswith(f"swarm-{program}: error: ")
-    assert f"swarm-{program}" in done.stdout.splitlines()[0]
+    assert (done.returncode, done.stderr) == (0, "")
+    for line in done.stdout.splitlines():
+        program, fault, nothing, no_fault, about = json.loads(line)
+        assert fault.startswith(f"swarm-{program}: error: ")
+        assert (fault.count("\n"), nothing, no_fault) == (1, "", "")
+        assert f"swarm-{program}" in about.splitlines()[0]

@@ -117,7 +117,7 @@ def test_it_ends_at_once_and_leaves_nothing(
 
 @pytest.mark.parametrize(
     ("number", "exit_code", "said"),
-    [(signal.SIGINT, 130, "node ends\n"), (signal.SIGTERM, -signal.SIGTERM, "")],
+    [(signal.SIGINT, 130, "node ends\n"), pytest.param(signal.SIGTERM, -signal.SIGTERM, "", marks=pytest.mark.slow)],
 )
 def test_a_peer_that_looks_for_others_ends_at_once(
     start: Callable[..., subprocess.Popen[str]], number: signal.Signals, exit_code: int, said: str

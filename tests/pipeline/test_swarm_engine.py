@@ -58,7 +58,7 @@ def _expected(config: RunConfig, prompt: Sequence[int], sampling: Sampling, coun
 
 
 class Pace:
-    seconds = 0.2
+    seconds = 0.1
 
 
 @pytest.fixture
@@ -82,34 +82,32 @@ async def _assert_freed(chain: Chain) -> None:
     await eventually(lambda: not any(peer.generation.counters().sessions for peer in chain.peers))
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 @pytest.mark.parametrize(
-    "config",
+    ("config", "sampling"),
     [
-        CONFIG,
-        _long(DILOCO),
-        _long(SYNCHRONOUS, **LEARNED),
-        _long(SYNCHRONOUS, block_types=("parallel", "tp", "spd"), num_shards=2),
-        _long(SYNCHRONOUS, bottleneck_dim=8),
-        _long(SYNCHRONOUS, bottleneck_dim=8, bottleneck="learned", bottleneck_layers=(1, 2)),
-        _long(SYNCHRONOUS, num_kv_heads=1, qk_norm=True, qkv_bias=True, tied_embeddings=True),
-        _long(SYNCHRONOUS, autocast="bf16"),
-        dataclasses.replace(CONFIG, lora=LoraConfig(rank=4)),
+        (CONFIG, GREEDY),
+        (CONFIG, DRAWN),
+        (_long(DILOCO), GREEDY),
+        (_long(SYNCHRONOUS, **LEARNED), GREEDY),
+        (_long(SYNCHRONOUS, block_types=("parallel", "tp", "spd"), num_shards=2), GREEDY),
+        (_long(SYNCHRONOUS, bottleneck_dim=8), GREEDY),
+        (_long(SYNCHRONOUS, bottleneck_dim=8, bottleneck="learned", bottleneck_layers=(1, 2)), GREEDY),
+        (_long(SYNCHRONOUS, num_kv_heads=1, qk_norm=True, qkv_bias=True, tied_embeddings=True), GREEDY),
+        (_long(SYNCHRONOUS, autocast="bf16"), GREEDY),
+        (dataclasses.replace(CONFIG, lora=LoraConfig(rank=4)), GREEDY),
     ],
-    ids=["llama", "diloco", "gpt2", "shards", "bottleneck", "learned", "qwen", "autocast", "lora"],
+    ids=["llama", "drawn", "diloco", "gpt2", "shards", "bottleneck", "learned", "qwen", "autocast", "lora"],
 )
 async def test_tokens_are_those_of_one_process(config: RunConfig, sampling: Sampling) -> None:
-    expected = _expected(config, PROMPT, sampling, 40)
+    expected = _expected(config, PROMPT, sampling, 16)
     async with running_chain(config) as chain:
-        assert await collect(_engine(chain), PROMPT, sampling, 40) == expected
+        assert await collect(_engine(chain), PROMPT, sampling, 16) == expected
         await _assert_freed(chain)
-        assert [peer.generation.counters().tokens for peer in chain.peers] == [40, 40, 40]
+        assert [peer.generation.counters().tokens for peer in chain.peers] == [16, 16, 16]
     assert sampling is GREEDY or len(set(expected)) > 3
 
 
-@pytest.mark.parametrize(
-    "config", [CONFIG, _long(DILOCO), _long(SYNCHRONOUS, bottleneck_dim=8)], ids=["llama", "diloco", "bottleneck"]
-)
+@pytest.mark.parametrize("config", [CONFIG, _long(DILOCO)], ids=["synchronous", "diloco"])
 async def test_recorded_steps_write_the_same_tokens_in_each_round(config: RunConfig) -> None:
     prompts, recorders = [PROMPT, [1, 2]], [TapeRecorder() for _ in range(3)]
     unused = iter(recorders)
@@ -117,12 +115,12 @@ async def test_recorded_steps_write_the_same_tokens_in_each_round(config: RunCon
     for new_recorder in (recorder_of, lambda _: next(unused)):
         async with running_chain(config, new_recorder=new_recorder) as chain:
             for _ in range(2):
-                texts.append(await asyncio.gather(*(collect(_engine(chain), p, GREEDY, 20) for p in prompts)))
+                texts.append(await asyncio.gather(*(collect(_engine(chain), p, GREEDY, 10) for p in prompts)))
                 await begin_next_round(chain.peers)
             await _assert_freed(chain)
     assert texts[:2] == texts[2:]
     assert texts[0] != texts[1]
-    assert all(recorder.num_replays >= 30 for recorder in recorders)
+    assert all(recorder.num_replays >= 12 for recorder in recorders)
 
 
 async def test_sessions_that_wait_together_are_computed_together_and_do_not_mix() -> None:
@@ -178,17 +176,17 @@ async def test_scores_are_those_of_one_process(config: RunConfig, monkeypatch: p
         await _assert_freed(chain)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-async def test_scores_come_once_though_a_peer_dies(stage: int, pace: Pace) -> None:
+async def test_scores_come_once_though_a_peer_dies(pace: Pace) -> None:
+    """It is a peer of the last stage, which gives the scores."""
     scores = Scores(Scoring(first=1, num_top=2))
     async with running_chain(CONFIG, num_peers=(1, 2, 2)) as chain:
         tokens = list(PROMPT)
-        async with aclosing(_engine(chain).generate(PROMPT, DRAWN, 60, scores)) as stream:
+        async with aclosing(_engine(chain).generate(PROMPT, DRAWN, 20, scores)) as stream:
             async for token in stream:
                 tokens.append(token)
                 if len(tokens) == 8:
                     pace.seconds = 0.0
-                    await max(chain.at(stage), key=lambda peer: peer.generation.counters().tokens).server.stop(0)
+                    await max(chain.at(2), key=lambda peer: peer.generation.counters().tokens).server.stop(0)
         assert len(scores) == len(tokens) - 1
         _assert_scored(CONFIG, scores, tokens, 2)
 
@@ -204,7 +202,7 @@ async def test_one_session_that_fails_takes_no_others_along(monkeypatch: pytest.
     failing = Sampling(temperature=1.0, seed=13)
 
     def choose_or_fail(logits_V: torch.Tensor, sampling: Sampling, position: int) -> int:
-        if sampling == failing and position > 40:
+        if sampling == failing and position > 15:
             raise MemoryError("no room for this one")
         return choose(logits_V, sampling, position)
 
@@ -212,34 +210,34 @@ async def test_one_session_that_fails_takes_no_others_along(monkeypatch: pytest.
     monkeypatch.setattr(decoding, "CacheRows", TooMany)
     monkeypatch.setattr(decoder, "choose", choose_or_fail)
     prompts = [PROMPT, [1, 2]]
-    expected = [_expected(CONFIG, prompt, GREEDY, 60) for prompt in prompts]
+    expected = [_expected(CONFIG, prompt, GREEDY, 24) for prompt in prompts]
     async with running_chain(CONFIG) as chain:
-        asked = [collect(_engine(chain), prompt, GREEDY, 60) for prompt in prompts]
+        asked = [collect(_engine(chain), prompt, GREEDY, 24) for prompt in prompts]
         *texts, failed = await asyncio.gather(
-            *asked, collect(_engine(chain), PROMPT, failing, 60), return_exceptions=True
+            *asked, collect(_engine(chain), PROMPT, failing, 24), return_exceptions=True
         )
         assert texts == expected
         assert isinstance(failed, SwarmError)
         await _assert_freed(chain)
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (1, "fp32"), (2, "fp32"), (1, "int8"), (1, "fp16")])
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (1, "fp32"), (2, "fp32"), (1, "int8")])
 async def test_a_text_goes_on_when_a_peer_dies(stage: int, dtype: Any) -> None:
     """Also where what travels is rounded on its way."""
     config, sampling = dataclasses.replace(CONFIG, wire=WireConfig(dtype=dtype)), DRAWN if dtype == "fp32" else GREEDY
     async with running_chain(config, num_peers=(2, 2, 2)) as chain:
-        whole = await collect(_engine(chain), PROMPT, sampling, 40)
+        whole = await collect(_engine(chain), PROMPT, sampling, 16)
         before = {peer.peer_id: peer.generation.counters().tokens for peer in chain.peers}
         found = []
-        async with aclosing(_engine(chain).generate(PROMPT, sampling, 40)) as stream:
+        async with aclosing(_engine(chain).generate(PROMPT, sampling, 16)) as stream:
             async for token in stream:
                 found.append(token)
-                if len(found) == 20:
+                if len(found) == 8:
                     written = lambda peer: peer.generation.counters().tokens - before[peer.peer_id]  # noqa: E731
                     await max(chain.at(stage), key=written).server.stop(0)
         assert found == whole
         await eventually(lambda: sum(peer.generation.counters().sessions for peer in chain.peers) == 0)
-    assert dtype != "fp32" or whole == _expected(config, PROMPT, sampling, 40)
+    assert dtype != "fp32" or whole == _expected(config, PROMPT, sampling, 16)
 
 
 async def test_a_text_keeps_its_round_while_training_goes_on_also_at_a_peer_that_takes_over(

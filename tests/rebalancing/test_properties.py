@@ -93,9 +93,9 @@ def test_a_settled_swarm_has_no_single_move_worth_making(now: Layout, seed: int)
 
 
 def test_noise_moves_hardly_anybody() -> None:
-    """Figures are off by 5 % at each look, for 40 checks of every peer, in 20 swarms of all sorts."""
+    """Figures are off by 5 % at each look, for 40 checks of every peer, in 10 swarms of all sorts."""
     counts, lowest = [], []
-    for seed in range(20):
+    for seed in range(10):
         rng = random.Random(seed)
         now = _any_layout(rng)
         for _, _, after in settle(now, rng):
@@ -110,8 +110,8 @@ def test_noise_moves_hardly_anybody() -> None:
                 lowest[-1] = min(lowest[-1], now.pipeline_throughput / best)
                 count += 1
         counts.append(count)
-    assert sum(count == 0 for count in counts) > 10, "most peers never move"
-    assert sum(count <= 1 for count in counts) > 16
+    assert sum(count == 0 for count in counts) > 5, "most peers never move"
+    assert sum(count <= 1 for count in counts) > 8
     assert max(counts) < 10
     assert min(lowest) > 0.9
 

@@ -12,6 +12,7 @@ import torch
 
 from swarm.config import RoundsConfig
 from swarm.errors import NotReady, Overloaded
+from swarm.machine.clock import SystemClock
 from swarm.routing.throughput import Observation
 from swarm.stage import servicer
 from swarm.stage.admission import TRIES, Shortage
@@ -260,6 +261,7 @@ def test_failures_in_a_row_at_one_microbatch_are_the_end() -> None:
 
 def _fail(peer: Peer, monkeypatch: pytest.MonkeyPatch, method: str, fails: Callable[[], bool]) -> None:
     """Let a peer's backend run out of memory as long as `fails` returns true."""
+    monkeypatch.setattr("swarm.stage.admission.SHORTAGE_RETRY_SECONDS", 0.01)
     real = getattr(peer.backend, method)
 
     def scripted(*arguments: Any, **options: Any) -> Any:
@@ -275,7 +277,6 @@ async def _train_all(chain: Chain, indices: Sequence[int]) -> None:
         await chain.train_all(indices)
 
 
-@ANY_HOP
 @pytest.mark.parametrize(("stage", "method"), [(0, "forward"), (1, "forward"), (1, "_collect"), (2, "forward_loss")])
 async def test_a_peer_that_fails_with_many_in_flight_takes_fewer_and_loses_nothing(
     stage: int, method: str, monkeypatch: pytest.MonkeyPatch
@@ -297,12 +298,22 @@ async def test_a_peer_that_fails_with_many_in_flight_takes_fewer_and_loses_nothi
         chain.assert_idle()
 
 
+class Ahead(SystemClock):
+    """A clock that a test moves forward."""
+
+    seconds = 0.0
+
+    def monotonic(self) -> float:
+        return super().monotonic() + self.seconds
+
+
 @ANY_HOP
 async def test_a_peer_that_fails_at_every_microbatch_gives_up_and_another_does_its_work(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    async with running_chain(DILOCO, num_peers=(1, 2, 1)) as chain:
+    clock = Ahead()
+    async with running_chain(DILOCO, num_peers=(1, 2, 1), hop_clock=clock) as chain:
         broken, sound = chain.at(1)
         _fail(broken, monkeypatch, "forward", lambda: True)
         num_trained = 0
@@ -310,6 +321,7 @@ async def test_a_peer_that_fails_at_every_microbatch_gives_up_and_another_does_i
             while broken.stage.admission.fault is None:
                 await chain.train_all([num_trained])
                 num_trained += 1
+                clock.seconds += 1000.0  # The broken peer is banned no more.
             await broken.stage.admission.gives_up()
         assert (broken.stage.counters["committed"], sound.stage.counters["committed"]) == (0, num_trained)
         assert sum("no room for 4.0 GiB" in record.getMessage() for record in caplog.records) <= 2 * (TRIES + 1)

@@ -239,12 +239,15 @@ def test_with_gradient_checkpointing_a_graph_is_the_layers_inputs() -> None:
     backend.release(forward)
 
 
-def test_neither_a_backward_nor_a_roll_back_imports_anything_large() -> None:
+def test_neither_a_backward_nor_a_step_nor_a_roll_back_imports_anything_large() -> None:
     """Otherwise a new peer's compute thread would block at its first backward: sympy takes longer to import than
     torch."""
     program = """
 import sys
+import torch
 from tests.stage.backends import CONFIG, chain_of, run_microbatch
+from swarm.config import OptimizerConfig, OuterConfig
+from swarm.training import optim
 chain = chain_of(CONFIG)
 before = set(sys.modules)
 assert not {"sympy", "torch._dynamo"} & before
@@ -252,6 +255,8 @@ _, accumulated = run_microbatch(chain, 0)
 run_microbatch(chain, 1)
 for backend, entry in zip(chain, accumulated):
     backend.roll_back([entry])
+for optimizer in (optim.AdamW(OptimizerConfig()), optim.OuterSgd(OuterConfig(momentum=0.9))):
+    optim.step(optimizer, {"w": torch.nn.Parameter(torch.zeros(2, 2))}, {"w": torch.ones(2, 2)}, 0.1)
 new = {name.partition(".")[0] for name in sys.modules.keys() - before} - {"einops"}
 assert not new, new
 """

@@ -38,7 +38,7 @@ def _story(config: RunConfig, *, compiles: bool) -> Tensors:
 
 
 @pytest.mark.usefixtures("_compiler")
-@pytest.mark.parametrize(("autocast", "tolerance"), [("off", 1e-6), ("bf16", 1e-2)])
+@pytest.mark.parametrize(("autocast", "tolerance"), [("off", 1e-6), pytest.param("bf16", 1e-2, marks=pytest.mark.slow)])
 def test_gradients_are_those_of_layers_that_are_not_compiled(
     autocast: Literal["off", "bf16"], tolerance: float
 ) -> None:

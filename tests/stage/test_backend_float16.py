@@ -121,8 +121,12 @@ def test_a_gradient_that_no_scale_mends_is_refused_and_spoils_no_other() -> None
 # torch.compile makes an instance of autograd.Function.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_a_run_of_mixed_types_and_a_compiled_peer_learns_as_one_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch._dynamo.reset()
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_run_of_mixed_types_and_a_compiled_peer_learns_as_one_in_bfloat16(
+    compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if compiles:
+        torch._dynamo.reset()
     compile_layer: Callable[..., None] = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda self: compile_layer(self, backend="aot_eager"))
     config = dataclasses.replace(
@@ -131,7 +135,7 @@ def test_a_run_of_mixed_types_and_a_compiled_peer_learns_as_one_in_bfloat16(monk
         optimizer=OptimizerConfig(learning_rate=1e-3, warmup_samples=0),
     )
     bf16 = _losses([chain_of(_in("bf16", config)), chain_of(_in("bf16", config))])
-    mixed = [backend_of(_in("off", config), 0), backend_of(_in("bf16", config), 1, compiles=True)]
+    mixed = [backend_of(_in("off", config), 0), backend_of(_in("bf16", config), 1, compiles=compiles)]
     mixed.append(backend_of(_in("fp16", config), 2))
     found = _losses([mixed, [backend_of(_in("fp16", config), stage) for stage in range(3)]])
     assert bf16[-1] < bf16[0] - 0.5

@@ -68,11 +68,11 @@ async def test_rounds_may_pass_faster_than_an_evaluation_takes(
 ) -> None:
     async with running_chain(config, num_peers=(2, 2, 2)) as chain:
         alongs = [Along(0, chain.trainer, HopListener())]
-        expected = await held_out_loss(alongs, DATA, round_number=0, num_samples=24)
+        expected = await held_out_loss(alongs, DATA, round_number=0, num_samples=8)
         assert expected.by_source["even"] != expected.by_source["odd"]
         _pass_a_round_before_each_microbatch(chain, monkeypatch)
-        assert await held_out_loss(alongs, DATA, round_number=0, num_samples=24) == expected
-        assert [peer.stage.round for peer in chain.peers] == 6 * [24]
+        assert await held_out_loss(alongs, DATA, round_number=0, num_samples=8) == expected
+        assert [peer.stage.round for peer in chain.peers] == 6 * [8]
         # Training has gone beyond the round, and no peer keeps it longer than necessary.
         await eventually(lambda: not any(_num_held(chain)))
         with pytest.raises(RoundGone, match="round 0 is not kept"):

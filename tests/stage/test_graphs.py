@@ -94,8 +94,10 @@ def _captured(
 
 @_DEVICES
 @pytest.mark.parametrize("stage", range(3))
-@pytest.mark.parametrize("rounds", ["synchronous", "diloco"])
-@pytest.mark.parametrize(("autocast", "tolerance"), [("off", 1e-6), ("bf16", 1e-2)])
+@pytest.mark.parametrize(
+    ("rounds", "autocast", "tolerance"),
+    [("synchronous", "off", 1e-6), ("diloco", "off", 1e-6), ("diloco", "bf16", 1e-2)],
+)
 def test_gradients_are_those_without_recordings(
     device: str, stage: int, rounds: str, autocast: Literal["off", "bf16"], tolerance: float
 ) -> None:
@@ -110,7 +112,7 @@ def test_gradients_are_those_without_recordings(
 
 
 @_DEVICES
-@pytest.mark.parametrize("stage", range(3))
+@pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("config", _KINDS.values(), ids=_KINDS)
 def test_models_of_all_kinds_are_recorded(device: str, stage: int, config: RunConfig) -> None:
     captured, _ = _captured(config, stage, device=device)

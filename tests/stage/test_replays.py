@@ -15,6 +15,11 @@ from tests.support.chain import ANY_HOP, INT8, SYNCHRONOUS, eventually, running_
 pytestmark = ANY_HOP
 
 
+@pytest.fixture(autouse=True)
+def _offered_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm.stage.settings.synchronous.REPLAY_GAP_SECONDS", 0.05)
+
+
 async def test_an_int8_replay_is_accumulated_with_the_same_numbers() -> None:
     async with running_chain(INT8) as whole, running_chain(INT8) as parts:
         await whole.train_all([0])

@@ -135,7 +135,7 @@ async def test_an_ack_that_the_network_held_back_for_long_does_not_count(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the time the ack arrives, another trainer may have the microbatch, and may have had it counted elsewhere."""
-    monkeypatch.setattr(servicer, "TRAINER_ACK_SECONDS", 1.0)
+    monkeypatch.setattr(servicer, "TRAINER_ACK_SECONDS", 0.3)
     clock = ManualClock()
     async with running_chain(config, clock=clock) as chain:
         first = chain.peers[0]

@@ -5,6 +5,7 @@ For tests that involve several stages. The test gives records to the routers, an
 
 import asyncio
 import dataclasses
+import functools
 import random
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -100,6 +101,13 @@ def samples_of(config: RunConfig, microbatch: int) -> dict[str, torch.Tensor]:
 
 def reference(config: RunConfig, microbatches: Sequence[int]) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses, and the gradient summed over all targets, in one process with the initial weights."""
+    losses, gradients = _reference(config, tuple(microbatches))
+    return list(losses), dict(gradients)
+
+
+@functools.lru_cache(maxsize=16)
+def _reference(config: RunConfig, microbatches: tuple[int, ...]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Many tests compare with the same few."""
     model = build_transformer(config, device="cpu")
     losses = []
     for microbatch in microbatches:
@@ -118,12 +126,14 @@ def assert_close(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Ten
         assert difference <= tolerance, f"{name} differs by {difference}"
 
 
-async def eventually(condition: Callable[[], bool], *, meanwhile: Callable[[], None] = lambda: None) -> None:
+async def eventually(
+    condition: Callable[[], bool], *, meanwhile: Callable[[], None] = lambda: None, look_seconds: float = 0.005
+) -> None:
     """Wait until `condition` is true. Until then, call `meanwhile` again and again."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         while not condition():
             meanwhile()
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(look_seconds)
 
 
 def failures_of(*routers: Router) -> list[PeerId]:

@@ -18,6 +18,7 @@ from swarm.compression.buffers import TILE
 from swarm.compression.dct import inverse_dct
 from swarm.config import OptimizerConfig, OuterConfig, RoundsConfig, Setting
 from swarm.model.layers import seeded_generator
+from swarm.model.masks import random_mask
 from swarm.model.stages import build_stage
 from swarm.stage.buckets import moved
 from swarm.stage.stage import weights_of
@@ -104,6 +105,18 @@ def of_states() -> dict[str, str]:
     return digests
 
 
+def of_masks() -> dict[str, str]:
+    """Digests of dropout's masks."""
+    probabilities = (0.1, 0.5)
+    return {
+        f"masks of {probability}": digest_of({
+            str(microbatch): random_mask((3, 777), probability, CPU, 5, microbatch, "layers.1.attention")
+            for microbatch in range(8)
+        })
+        for probability in probabilities
+    }  # fmt: skip
+
+
 def of_codecs(folder: Path) -> dict[str, str]:
     """Digests of the vectors that the codecs decode from their files."""
     return {
@@ -120,7 +133,7 @@ def write_encoded(folder: Path) -> None:
 
 
 def of_everything(folder: Path) -> dict[str, str]:
-    return of_arithmetic() | of_states() | of_codecs(folder)
+    return of_arithmetic() | of_states() | of_masks() | of_codecs(folder)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,6 @@
 
 import dataclasses
 import math
-import subprocess
-import sys
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -94,19 +92,6 @@ def test_steps_are_those_of_torchs_own_optimizers(kind: str) -> None:
         for key, value in reference.state[parameter].items():
             torch.testing.assert_close(state.pop(f"{name}/{key}"), value, rtol=1e-6, atol=1e-7)
     assert not state
-
-
-def test_a_step_does_not_import_dynamo() -> None:
-    """That import would take longer than torch's own, at the first step of every peer."""
-    program = """
-import sys, torch
-from swarm.training import optim
-from swarm.config import OptimizerConfig, OuterConfig
-for optimizer in (optim.AdamW(OptimizerConfig()), optim.OuterSgd(OuterConfig(momentum=0.9))):
-    optim.step(optimizer, {"w": torch.nn.Parameter(torch.zeros(2, 2))}, {"w": torch.ones(2, 2)}, 0.1)
-assert "torch._dynamo" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_a_step_leaves_no_gradient_behind_and_its_arguments_alone() -> None:

@@ -41,7 +41,7 @@ def _made_by(pid: int) -> list[str]:
     return [line for line in listed.stdout.splitlines() if line.startswith(f"swarm{pid}-")]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL])
 def test_namespaces_are_removed_at_the_end_or_at_the_next_start(number: signal.Signals) -> None:
     command, root = [sys.executable, "-c", BENCH], Path(__file__).parents[3]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=root) as bench:

@@ -87,21 +87,19 @@ async def test_a_browser_runs_nothing_but_the_page_s_own_files() -> None:
             assert "access-control-allow-origin" not in headers
 
 
-@pytest.mark.parametrize(
-    ("host", "is_answered"),
-    [
-        ("127.0.0.1:8080", True), ("[::1]:8080", True), ("localhost", True), ("LocalHost:1", True),
-        ("localhost.", True), ("192.0.2.1", True), ("swarm.example", True), ("evil.example", False),
-        ("localhost.evil.example", False),
-        ("127.0.0.1.evil.example", False), ("", False), ("[::1", False), ("evil.example@localhost", False),
-        ("localhost/evil.example", False),
-    ],
-)  # fmt: skip
-async def test_a_name_that_is_not_the_page_s_own_is_refused(host: str, is_answered: bool) -> None:
+async def test_a_name_that_is_not_the_page_s_own_is_refused() -> None:
+    own = [
+        "127.0.0.1:8080", "[::1]:8080", "localhost", "LocalHost:1", "localhost.", "192.0.2.1", "swarm.example",
+    ]  # fmt: skip
+    others = [
+        "evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "", "[::1", "evil.example@localhost",
+        "localhost/evil.example",
+    ]  # fmt: skip
     async with _page() as (url, _), httpx2.AsyncClient(base_url=url) as client:
-        answer = await client.get("/", headers={"Host": host})
-        assert (answer.status_code == 200) == is_answered
-        assert is_answered or "swarm" not in answer.text
+        for host in own + others:
+            answer = await client.get("/", headers={"Host": host})
+            assert (answer.status_code == 200) == (host in own), host
+            assert host in own or "swarm" not in answer.text
 
 
 async def test_another_site_s_page_opens_no_websocket() -> None:

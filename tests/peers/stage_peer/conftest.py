@@ -35,4 +35,5 @@ def trained(tmp_path: Path, config: RunConfig) -> Path:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mover, "RETRY_SECONDS", 0.05)
     monkeypatch.setattr(mover, "COMMIT_SECONDS", 0.5)
+    monkeypatch.setattr(mover, "LAST_QUIET_SECONDS", 0.3)
     monkeypatch.setattr(others, "SETTLE_SECONDS", 1.0)

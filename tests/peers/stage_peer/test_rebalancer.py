@@ -198,7 +198,7 @@ async def test_a_peer_that_was_killed_and_is_back_at_once_fills_the_gap_that_it_
             world.peers[stage].kill()
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 @in_virtual_time
 async def test_a_gap_is_filled_by_as_many_as_are_needed_and_then_all_is_quiet(
     monkeypatch: pytest.MonkeyPatch, seed: int
@@ -214,7 +214,7 @@ async def test_a_gap_is_filled_by_as_many_as_are_needed_and_then_all_is_quiet(
         assert {target for _, _, target in world.moves} == {1}
         assert {source for _, source, _ in world.moves} == {0, 2}
         assert all(at - killed_at < 2 * PERIOD_SECONDS for at, _, _ in world.moves)
-        await world.clock.sleep(10 * PERIOD_SECONDS)
+        await world.clock.sleep(5 * PERIOD_SECONDS)
         assert len(world.moves) == 2
     assert world.least >= 1
 

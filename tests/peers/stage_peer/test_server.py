@@ -14,10 +14,10 @@ from swarm.averaging.averager import Averager
 from swarm.config import RunConfig
 from swarm.errors import NotReady
 from swarm.types import Block, PeerState
-from tests.support.chain import BOTH, PATIENCE_SECONDS, SYNCHRONOUS, eventually
+from tests.support.chain import DILOCO, PATIENCE_SECONDS, SYNCHRONOUS, eventually
 from tests.support.whole_swarm import WholeSwarm, whole_swarm
 
-STEPS = 3
+STEPS = 2
 
 
 async def _train(swarm: WholeSwarm, *spans: Sequence[int]) -> list[float | None]:
@@ -32,18 +32,17 @@ async def _train(swarm: WholeSwarm, *spans: Sequence[int]) -> list[float | None]
 async def test_spans_of_any_shape_take_the_same_steps(tmp_path: Path) -> None:
     losses: dict[str, list[float | None]] = {}
     shapes: dict[str, list[tuple[int, ...]]] = {
-        "apart": [(0,), (1,), (2,)], "one": [(0, 1, 2)], "mixed": [(0, 1), (1, 2), (0, 1, 2)],
+        "apart": [(0,), (1,), (2,)], "mixed": [(0, 1), (1, 2), (0, 1, 2)],
     }  # fmt: skip
     for name, spans in shapes.items():
         async with whole_swarm(SYNCHRONOUS, tmp_path / name, num_peers=()) as swarm:
             losses[name] = await _train(swarm, *spans)
         report = audit(swarm.logs)
         assert report.proven, report
-    assert losses["one"] == pytest.approx(losses["apart"], rel=1e-4)
     assert losses["mixed"] == pytest.approx(losses["apart"], rel=1e-4)
 
 
-@BOTH
+@pytest.mark.parametrize("config", [SYNCHRONOUS, pytest.param(DILOCO, marks=pytest.mark.slow)])
 async def test_a_process_is_announced_and_described_at_each_of_its_blocks(config: RunConfig, tmp_path: Path) -> None:
     async with whole_swarm(config, tmp_path / "events", num_peers=()) as swarm:
         await _train(swarm, (0, 1), (1,), (2,))
