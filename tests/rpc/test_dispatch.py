@@ -25,6 +25,7 @@ from swarm.rpc.v1.stage_pb2 import Address
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceServicer
 from swarm.rpc.wire import add_stage_servicer, parsed, stage_stub
 from swarm.types import PROTOCOLS, Block
+from tests.support.chain import PATIENCE_SECONDS
 
 RUN = "run"
 
@@ -108,7 +109,7 @@ async def _refusal(channel: Any, stage: int) -> SwarmError:
     writes no more."""
     call = stage_stub(channel).Train()
     await call.write(stage_pb2.TrainRequest(open=stage_pb2.Open(address=address(stage))))
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
             await call.read()
     return translate(refusal.value)
@@ -173,5 +174,5 @@ async def test_a_silent_stream_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(dispatches, "FIRST_SECONDS", 0.1)
     async with _serving(0, 1) as channel:
         call = stage_stub(channel).Train()
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED

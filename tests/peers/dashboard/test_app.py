@@ -18,6 +18,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from peers.dashboard import app as app_module
 from peers.dashboard.app import CLOSE_FULL, CLOSE_REFUSED, CLOSE_UNASKED, Hub, merge_patch, page_of
 from peers.shared.web import Listener
+from tests.support.chain import PATIENCE_SECONDS
 
 STATIC = Path(app_module.__file__).parent / "static"
 
@@ -160,7 +161,7 @@ async def test_there_is_room_for_so_many_viewers_and_again_once_one_goes(monkeyp
                 assert await _said(url) == CLOSE_FULL
                 hub.publish({"runs": {"a": {}}})
                 assert json.loads(await second.recv()) == json.loads(await first.recv())
-            async with asyncio.timeout(5.0):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 while await _said(url) == CLOSE_FULL:  # noqa: ASYNC110 - the server notices when it does
                     await asyncio.sleep(0.01)
 

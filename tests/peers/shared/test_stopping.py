@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from peers.shared import stopping
+from tests.support.chain import PATIENCE_SECONDS
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -16,7 +17,7 @@ async def test_a_program_that_is_told_to_stop_knows_with_which_code(number: sign
     stop = stopping.stop_event()
     try:
         os.kill(os.getpid(), number)
-        await asyncio.wait_for(stop.wait(), timeout=5)
+        await asyncio.wait_for(stop.wait(), PATIENCE_SECONDS)
         assert stop.exit_code == 128 + number
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):

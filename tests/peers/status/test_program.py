@@ -31,6 +31,7 @@ from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1.directory_pb2_grpc import add_DirectoryServiceServicer_to_server
 from swarm.types import PeerRecord, PeerState, RunRecord, TrainerRecord
 from tests.audit.honest import HonestRun, edit
+from tests.support.chain import PATIENCE_SECONDS
 from tests.support.memory_store import MemoryStore
 
 CONFIG = configs.load_preset("tiny")
@@ -110,7 +111,7 @@ async def test_a_look_that_takes_long_can_be_ended(watch: bool) -> None:
     try:
         if watch:
             os.kill(os.getpid(), signal.SIGTERM)
-            await asyncio.wait_for(looking, timeout=5.0)
+            await asyncio.wait_for(looking, PATIENCE_SECONDS)
     finally:
         is_caught = [loop.remove_signal_handler(number) for number in (signal.SIGINT, signal.SIGTERM)]
         looking.cancel()

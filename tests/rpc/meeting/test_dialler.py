@@ -8,6 +8,7 @@ import pytest
 from swarm.errors import PeerUnavailable
 from swarm.rpc.meeting.carrying import Line
 from swarm.rpc.meeting.dialler import Dialler
+from tests.support.chain import PATIENCE_SECONDS
 
 
 async def _no_line() -> Line:
@@ -23,7 +24,7 @@ async def test_a_connection_that_came_just_before_the_end_is_closed(num_turns: i
     for _ in range(num_turns):
         await asyncio.sleep(0)
     await dialler.close()
-    async with asyncio.timeout(2.0):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         with suppress(ConnectionError):
             assert await reader.read() == b""
     writer.close()
