@@ -155,7 +155,7 @@ async def test_a_stage_that_grows_and_shrinks_is_never_out_of_sight() -> None:
 
 async def test_if_those_that_may_lead_die_at_once_others_take_their_place() -> None:
     swarm = Swarm()
-    swarm.join(range(300))
+    swarm.join(range(150))
     await swarm.live(60)
     for peer_id in sorted(swarm.peers)[: KEPT - SPLIT]:
         del swarm.peers[peer_id]

@@ -6,6 +6,7 @@ is checked only once for all of them.
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import logging
 import os
@@ -195,6 +196,7 @@ class Records:
     first: float
 
 
+@functools.cache
 def records_per_second(size: int) -> Records:
     """Count what a member of a stage of this size does in COUNTED_SECONDS, once all have announced themselves."""
     timeline, ids = Timeline(), [hashlib.sha1(b"%d" % number).hexdigest() for number in range(size)]

@@ -193,7 +193,7 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(_OBJECTS, _OBJECTS)
 def test_a_patch_leads_from_one_state_to_the_other(before: dict[str, Any], after: dict[str, Any]) -> None:
     patch = merge_patch(before, after)
