@@ -220,6 +220,13 @@ class Commit(Event):
     """Digests of the results that were added up into the average of tied parameters."""
     amended: str = ""
     """The digest of the newest amendment under which the step was taken; empty if there is none."""
+    given: tuple[tuple[int, int, int], ...] = ()
+    """What each member has given, in the order of `members`: samples that count, the targets in them, and bytes sent.
+    Empty if that is not known, as at earlier releases."""
+    tally: str = ""
+    """The digest of the block's tally after the round; empty if counting begins anew."""
+    tally_since: int = 0
+    """The first round that is in that tally."""
     carried: int = 0
     """The samples that count towards the next round: those since the closing, or since the round began if this peer
     took no part in it."""

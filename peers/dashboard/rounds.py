@@ -1,15 +1,17 @@
-"""Which peers took part in a run's newest rounds, and what each has contributed while the dashboard watched.
+"""Which peers took part in a run's newest rounds, and what each has contributed since the run began.
 
 Kept by history.py. A peer counts as a participant if it says that it took part. It counts as missing if it served
-during the round and never said so. A peer's own figures begin again when it restarts or moves; here they add up. All of
-them are the peers' own claims.
+during the round and never said so.
 """
 
 import statistics
 from dataclasses import dataclass, field
 
+from peers.status.contributions import Tallies
 from peers.status.peer_row import PeerRow
 from peers.status.view import StageRow, SwarmView
+from swarm.training.tally import NOTHING_GIVEN, Given, total
+from swarm.training.tally import by_peer as tallies_by_peer
 from swarm.types import Block
 
 MOST_ROUNDS = 48
@@ -103,20 +105,16 @@ class Contribution:
     """What one peer has contributed.
 
     Attributes:
-        first_seen, last_seen: when it was seen first and last, in seconds since the epoch.
+        first_seen, last_seen: when it was seen first and last, in seconds since the epoch; 0 if it never was.
         serving_seconds: for how long it was seen to serve.
-        microbatches: how many microbatches counted through it, at each of its blocks.
-        exchanged_bytes: how many bytes it sent and received for averages.
-        told: its counters of both and its start time at each of its blocks, as it reported them last.
+        given: what it has given since the run began, over all its blocks, by the run's tally.
     """
 
     name: str
-    first_seen: float
-    last_seen: float
+    first_seen: float = 0.0
+    last_seen: float = 0.0
     serving_seconds: float = 0.0
-    microbatches: int = 0
-    exchanged_bytes: int = 0
-    told: dict[str, tuple[int, int, float]] = field(default_factory=dict)
+    given: Given = NOTHING_GIVEN
 
 
 @dataclass
@@ -124,34 +122,33 @@ class Contributions:
     peers: dict[str, Contribution] = field(default_factory=dict)
 
     def add(self, view: SwarmView, at: float, *, seconds: float) -> None:
-        """Add what peers have done since the last view, which was taken `seconds` ago."""
+        """Note who serves in a view. The last one was taken `seconds` ago."""
         for peer_id, rows in by_peer(view).items():
-            now = {str(block): _told(peer) for block, peer in rows.items() if peer.state == "serving"}
-            if not now:
+            serving = [peer for peer in rows.values() if peer.state == "serving"]
+            if not serving:
                 continue
-            known, name = self.peers.pop(peer_id, None), next(iter(rows.values())).name
-            is_known = known is not None
-            known = known or Contribution(name=name, first_seen=at, last_seen=at)
+            name, known = serving[0].name, self.peers.pop(peer_id, None)
+            was_seen = known is not None and known.first_seen > 0
             # The peer moves to the end of the dict, whose order is that in which peers were last seen.
-            self.peers[peer_id] = known
-            for block, (microbatches, num_bytes, start) in now.items():
-                told_microbatches, told_bytes, told_start = known.told.get(block, (0, 0, 0.0))
-                known.microbatches += _gain(told_microbatches, microbatches, begins=start != told_start)
-                known.exchanged_bytes += _gain(told_bytes, num_bytes, begins=start != told_start)
-            known.serving_seconds += seconds if is_known else 0.0
-            known.name, known.last_seen, known.told = name, at, now
+            known = self.peers[peer_id] = known or Contribution(name=name)
+            known.first_seen = known.first_seen or at
+            known.serving_seconds += seconds if was_seen else 0.0
+            known.name, known.last_seen = name, at
+        self._forget()
+
+    def take(self, tallies: Tallies) -> None:
+        """Note what peers have given by the tallies of all blocks."""
+        for peer_id, given in tallies_by_peer(tallies.blocks).items():
+            if peer_id not in self.peers:
+                # It was gone before the page began to watch.
+                named = Contribution(name=tallies.names.get(peer_id, peer_id[:8]))
+                self.peers = {peer_id: named, **self.peers}
+            self.peers[peer_id].given = total(given)
+        self._forget()
+
+    def _forget(self) -> None:
         for peer_id in list(self.peers)[: max(0, len(self.peers) - MOST_PEERS)]:
             del self.peers[peer_id]
 
     def to_json(self) -> dict[str, dict[str, object]]:
-        shown = ("name", "first_seen", "last_seen", "serving_seconds", "microbatches", "exchanged_bytes")
-        return {peer_id: {name: getattr(each, name) for name in shown} for peer_id, each in self.peers.items()}
-
-
-def _told(peer: PeerRow) -> tuple[int, int, float]:
-    return peer.committed, peer.exchanged_bytes, peer.started_at
-
-
-def _gain(before: int, now: int, *, begins: bool) -> int:
-    """By how much a peer's counter has grown; its whole value if it has begun again at 0."""
-    return now if begins or now < before else now - before
+        return {peer_id: vars(each) | {"given": each.given._asdict()} for peer_id, each in self.peers.items()}

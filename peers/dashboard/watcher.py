@@ -4,12 +4,15 @@ Each view is added to the history, and becomes the run's part of the state that 
 figure that peers/status defines. No figure is named here.
 """
 
+import contextlib
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Never, Protocol
 
 from peers.dashboard.history import History, Line
+from peers.status.contributions import Tallies
 from peers.status.figure import Column, figures, needed_columns
 from peers.status.peer_row import PeerRow
 from peers.status.view import Joining, SwarmView, TrainerRow
@@ -34,7 +37,6 @@ def about(config: RunConfig) -> dict[str, Any]:
             "Round": f"rounds of {counted(rounds.round_samples, 'sample')} of {tokens}",
             "Access": "locked" if config.owner else "open to all",
         },
-        "samples_per_microbatch": config.data.microbatch_size,
         "round_samples": {str(block): config.round_samples_of(block) for block in config.blocks},
         "paths": [[block.label for block in config.blocks_of(path)] for path in range(len(config.paths))],
         "figures": {"peer": _explained(PeerRow), "trainer": _explained(TrainerRow)},
@@ -88,6 +90,8 @@ def _explained(record: type) -> Mapping[str, Mapping[str, Any]]:
     }
 
 
+TALLY_SECONDS = 10.0
+"""The least time between two questions for the tally."""
 SECONDS_PER_PEER = 0.01
 """The time between two views is at least this times the number of peers, because each peer that is asked costs work."""
 
@@ -102,6 +106,10 @@ class Place(Protocol):
         """Take a view of the run now. Raises SwarmError."""
         ...
 
+    async def tallies(self) -> Tallies:
+        """Ask for what each peer has given since the run began. Raises SwarmError."""
+        ...
+
 
 class Watcher:
     def __init__(self, place: Place, history: History, *, clock: Clock, interval_seconds: float) -> None:
@@ -110,6 +118,7 @@ class Watcher:
         self._clock = clock
         self._interval_seconds = interval_seconds
         self._seen: SwarmView | None = None
+        self._tallied_at = -math.inf
         self._state: dict[str, Any] = about(place.config) | {"fault": "", "interval_seconds": interval_seconds}
 
     @property
@@ -143,6 +152,7 @@ class Watcher:
         if self._state["fault"]:
             self.history.happened(Line("good", "the run can be seen again"), at)
         figures = self.history.add(self._seen, view, at)
+        await self._tally()
         self._seen = view
         self._state = self._state | present(view, self.history) | {
             "at": at,
@@ -150,6 +160,12 @@ class Watcher:
             "fault": "",
             "join": how_to_join(self._place.joining),
         }  # fmt: skip
+
+    async def _tally(self) -> None:
+        if (now := self._clock.monotonic()) - self._tallied_at >= TALLY_SECONDS:
+            self._tallied_at = now
+            with contextlib.suppress(SwarmError):
+                self.history.contributions.take(await self._place.tallies())
 
     def _failed(self, reason: str) -> None:
         if not self._state["fault"]:

@@ -200,5 +200,6 @@ class Checkpoints:
             highest_microbatch=self._highest_microbatch(),
             state_digest=snapshot.digest,
             amendments=self._member.timeline.texts,
+            tally=snapshot.tally.to_text(),
         )
         await writer.write(header, snapshot.tensors)

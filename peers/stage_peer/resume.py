@@ -27,6 +27,7 @@ from swarm.stage.state import digest_of, named, parts
 from swarm.training.optim import Optimizer, learning_rate
 from swarm.training.optimizers import gradient_optimizer, round_optimizer
 from swarm.training.round_member import Snapshot
+from swarm.training.tally import EMPTY
 from swarm.types import Block
 
 logger = logging.getLogger(__name__)
@@ -115,6 +116,7 @@ async def begin(
         lineage=beginning.lineage,
         tensors=tensors,
         digest=await asyncio.to_thread(digest_of, tensors),
+        tally=EMPTY if restored is None else restored.tally,
     )
     source = "initial" if restored is None else "checkpoint"
     moments = {} if restored is None else _moments(config, shapes, restored)

@@ -147,6 +147,7 @@ class ServedBlock:
             config=member.config, own=self.presence.record(), endpoints=lambda: self._process.announced.endpoints,
             peers=self._peers, transport=Transport(member.channels), clock=member.clock, events=self._options.events,
             waits=member.waits, turns=turns, own_block=self._beside, known_amendments=self.member.timeline,
+            sign=member.identity.sign_with_point,
         )  # fmt: skip
 
     def _peers(self, block: Block) -> Sequence[PeerRecord]:

@@ -17,6 +17,7 @@ from peers.shared.entrance import Entrance
 from peers.shared.network import agree_on_config, entries_of
 from peers.shared.token_option import admitted
 from peers.status.answer import Answer, LastPeer
+from peers.status.contributions import Tallies
 from peers.status.peer_row import PeerRow
 from peers.status.view import Joining, StageRow, SwarmView, TrainerRow
 from swarm.config import RunConfig
@@ -40,6 +41,8 @@ ANSWER_SECONDS = 5.0
 """Longest wait for an answer. The first call to a peer also connects: four round trips, and TLS on a busy machine."""
 MOST_ASKED = 64
 """Of a block with more peers so many are asked, those with the lowest ids, of which one leads it."""
+MOST_TOLD = 5
+"""Of a block so many peers are asked for its tally, which all of them have."""
 MOST_RUNS = 16
 """The most runs of one DHT that are shown, the invite's own run first. Anybody in a DHT can announce runs."""
 
@@ -205,6 +208,19 @@ class Lookout:
         self.joining = Joining.at(self.config, entries_of(rows), insecure=self._channels.is_insecure)
         paths = self.config.paths if len(self.config.paths) > 1 else ()
         return dataclasses.replace(view, join_command=self.joining.peer, paths=paths)
+
+    async def tallies(self) -> Tallies:
+        """The tally of each block, as its peers give it now: the one that most of them have signed. Raises what
+        RecordStore.get raises."""
+        poll, found = Poll(self.config.run_id, self._channels, seconds=ANSWER_SECONDS), Tallies(self.config.run_id)
+        for block in self.config.blocks:
+            records = await self._directory.peers(block)
+            announced = {record.peer_id: record.name or record.peer_id[:8] for record in records}
+            found.names.update(announced)
+            asked = [record for record in records if record.state is PeerState.SERVING][:MOST_TOLD]
+            heard = await poll.ask(asked, tally=True)
+            found.add(block, [one.reply.tally for one in heard if one.reply is not None], announced)
+        return found
 
 
 async def views(lookouts: Sequence[Lookout]) -> list[SwarmView]:

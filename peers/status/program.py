@@ -3,7 +3,8 @@
     swarm-status INVITE... [--watch] [--json]
     swarm-status --peer PEER_ID@HOST:PORT... [--watch] [--json]
     swarm-status --initial-peers ADDRESS... [--watch] [--json]
-    swarm-status --audit FILES... [--json]
+    swarm-status INVITE --contributions [--json]
+    swarm-status --audit FILES... [--contributions] [--json]
 
 It reads what is announced in the DHT through a peer, or enters the DHT itself as a client, and then asks every peer. Or
 it reads event logs and proves from them that every microbatch counted as it should. It changes nothing. Unless it
@@ -31,6 +32,7 @@ from peers.shared import cli, lan, logs, stopping
 from peers.shared import option_types as takes
 from peers.shared.entrance import Entrance, find_entrance
 from peers.shared.process import EXIT_FAILURE
+from peers.status.contributions import Tallies, of_checkpoints, of_logs
 from peers.status.live_table import LiveTable, Screen, render
 from peers.status.lookout import Way, lookouts_on, views, ways_to
 from peers.status.view import SwarmView
@@ -149,6 +151,11 @@ class StatusOptions(ViewOptions):
     audit: tuple[Path, ...] = ()
     """Event logs of all processes of a run, to be audited instead; exit code 1 if they refute it, or one is
     missing."""
+    contributions: bool = False
+    """Instead, show what each peer has given since the run began, and who has signed that; with --audit as event logs
+    prove it, with --checkpoint as checkpoints have it."""
+    checkpoint: tuple[Path, ...] = ()
+    """With --contributions: checkpoints of the run's stages, to be read instead."""
     watch: bool = False
     """Go on until Ctrl-C."""
     json: bool = False
@@ -166,7 +173,11 @@ class StatusOptions(ViewOptions):
             raise ValueError(
                 "--audit reads files: it goes with no INVITE, --lan, --peer, --initial-peers, --runs or --watch"
             )
-        if not self.audit:
+        if self.checkpoint and (self.num_ways or self.audit or not self.contributions):
+            raise ValueError("--checkpoint names files for --contributions, which then needs no INVITE and no --audit")
+        if self.contributions and (self.watch or self.runs):
+            raise ValueError("--contributions is for one look at one run: leave --watch and --runs out")
+        if not self.audit and not self.checkpoint:
             self.require_one_way("swarm-status")
 
 
@@ -175,6 +186,9 @@ def main(argv: Sequence[str]) -> int:
     logs.setup_logging("status", options.log_level)
     if options.audit:
         return audit_files(options)
+    if options.checkpoint:
+        show_contributions(options, of_checkpoints(options.checkpoint))
+        return 0
     entrances = options.entrances(os.environ, SystemClock())
     with ways_to(entrances, all_runs=options.asks_the_dht) as ways:
         asyncio.run(look_from(options, ways))
@@ -183,16 +197,29 @@ def main(argv: Sequence[str]) -> int:
 
 def audit_files(options: StatusOptions) -> int:
     report = audit(options.audit)
-    if options.json:
+    if options.contributions and report.proven:
+        show_contributions(options, of_logs(report.run, report.tallies))
+    elif options.json:
         print(json.dumps(report.to_json()))
     else:
         Screen(soft_wrap=True).print(render_audit(report))
     return 0 if report.proven else EXIT_FAILURE
 
 
+def show_contributions(options: StatusOptions, tallies: Tallies) -> None:
+    if options.json:
+        print(tallies.to_json())
+    else:
+        Screen(soft_wrap=True).print(tallies.render())
+
+
 async def look_from(options: StatusOptions, ways: Sequence[Way]) -> None:
     """Show the runs to which these ways lead. Raises what lookouts_on and views raise."""
     async with lookouts_on(ways, asks_all=options.every_peer) as lookouts:
+        if options.contributions:
+            for lookout in lookouts:
+                show_contributions(options, await lookout.tallies())
+            return
         await look(options, partial(views, lookouts))
 
 

@@ -24,6 +24,7 @@ from swarm.audit.findings import TRAINER_BLOCK, Findings
 from swarm.audit.history import History, Line
 from swarm.audit.id_set import IdSet
 from swarm.events import Install, Start
+from swarm.training.tally import EMPTY, Given, Tally
 from swarm.types import Block
 
 
@@ -58,6 +59,8 @@ class Report:
     """The share of acknowledged microbatches that are lost, over all blocks on their paths. What living peers held at
     the end does not count as lost."""
     stages: tuple[StageReport, ...]
+    tallies: Mapping[Block, Tally]
+    """What each peer gave to the rounds of each block, on the branch that came farthest."""
 
     @property
     def proven(self) -> bool:
@@ -65,8 +68,8 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """The report as a JSON object, in which the findings are figures like the others."""
-        figures = asdict(self)
-        del figures["findings"]
+        figures = {name: value for name, value in vars(self).items() if name not in ("findings", "tallies")}
+        figures["stages"] = tuple(map(asdict, self.stages))
         return figures | asdict(self.findings) | {"proven": self.proven}
 
 
@@ -100,7 +103,7 @@ def judge(start: Start, rounds: CommittedRounds, findings: Findings, *, files: i
         rounds_committed=len(set.intersection(*committed.values())), rounds_aborted=rounds.num_aborted(),
         replayed=sum(r.num_replayed for branch in branches.values() for r in branch),
         lost_share=sum(report.lost for report in reports) / max(1, num_acknowledged),
-        stages=tuple(reports),
+        stages=tuple(reports), tallies={block: _tally(branch, findings) for block, branch in branches.items()},
     )  # fmt: skip
 
 
@@ -239,6 +242,22 @@ def _stage_report(
         microbatches=sum(map(len, counted)) // len(counted),
         lost=lost // len(counted),
     )
+
+
+def _tally(branch: Sequence[CommittedRound], findings: Findings) -> Tally:
+    """Add up what members gave to the rounds of a branch, and compare it with what peers had as the tally after each,
+    if all that is in it is in the files."""
+    tallies: dict[int, Tally] = {}
+    for start in sorted({0, *(since for round_ in branch for since, _ in round_.tallies)}):
+        tally = EMPTY
+        for round_ in branch[sum(round_.number < start for round_ in branch) :]:
+            event = round_.event
+            given = {peer: Given(*row, 1) for peer, row in zip(event.members, event.given, strict=False)}
+            tally = tally.after(round_.number, parent=event.parent, result=event.digest, given=given)
+            if any(since == start == tally.since and digest != tally.digest for since, digest in round_.tallies):
+                round_.violation(findings, "its tally is not what the rounds add up to")
+        tallies[start] = tally
+    return tallies[0]
 
 
 @dataclass(frozen=True, eq=False)

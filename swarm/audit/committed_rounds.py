@@ -5,7 +5,7 @@ As soon as the contributions of all members of a round are there, their microbat
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from swarm.audit.findings import Findings
@@ -55,6 +55,8 @@ class CommittedRound:
     microbatches: IdSet | None = None
     num_replayed: int = 0
     ballot: Ballot | None = None
+    tallies: set[tuple[int, str]] = field(default_factory=set)
+    """What peers have as the tally after it: the first round in that, and its digest."""
     committed_at: dict[str, float] = field(default_factory=dict)
     """For each boot of a machine, the time of the first commit there."""
     prepared_at: dict[str, float] = field(default_factory=dict)
@@ -124,11 +126,17 @@ class CommittedRounds:
             key = block, event.parent, event.digest
             self._unmerged[key] = known
             self._merge(key)
-        if (known.event.parent, known.number, known.event.samples) != (event.parent, event.round, event.samples):
+        # Releases that keep no tally leave out what each member gave.
+        if event.given and not known.event.given:
+            known.event = replace(known.event, given=event.given)
+        same = "parent", "round", "samples", *(("given",) if event.given else ())
+        if any(getattr(known.event, name) != getattr(event, name) for name in same):
             files = [file, *known.files]
             what = "two peers give one lineage different contents"
             self._findings.violation(what, block=block, round=event.round, files=files)
         known.files.add(file)
+        if event.tally:
+            known.tallies.add((event.tally_since, event.tally))
         if at is not None:
             boot, monotonic = at
             known.committed_at[boot] = min(monotonic, known.committed_at.get(boot, monotonic))
@@ -205,6 +213,10 @@ class CommittedRounds:
         if samples != event.samples:
             what = f"is said to be of {event.samples} samples, and its members gave {samples}"
             round_.violation(self._findings, what)
+        for (given, _), stated in zip(members, event.given, strict=False):
+            if stated[0] != (gave := min(given.closing.round_samples, given.most_samples)):
+                what = f"its tally has {stated[0]} samples of {given.peer[:8]}, which gave {gave}"
+                round_.violation(self._findings, what, files=[given.file])
         for given, group in members:
             if group != event.members or given.round != event.round:
                 what = "a member prepared it for another round or group"

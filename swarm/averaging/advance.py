@@ -23,6 +23,7 @@ from swarm.averaging.wire.context import Context
 from swarm.errors import IntegrityError, MalformedMessage, SwarmError
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import RoundMember, Snapshot
+from swarm.training.tally import EMPTY, Tally
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,9 @@ class Advance:
                 except SwarmError as error:
                     # The round is decided, so the others commit it. This member will find itself behind, and catch up.
                     return Refused(str(error))
+            told = list(outcome.prepared.signatures)[: len(kept.prepared.member_ids)]
             outcome.prepared.CopyFrom(kept.prepared)
+            outcome.prepared.signatures.extend(told)
             kept.exchanges.committed(kept.fragment, kept.residual)
             self.own_round.let_go()
             result = replace(
@@ -89,6 +92,7 @@ class Advance:
                 total_squared_norm=outcome.total_squared_norm,
                 lineage=messages.lineage_after(self.place.standing.lineage, outcome),
                 partners=messages.digests_of(outcome.partners),
+                tally=await self._settled(kept.round_result.tally, outcome.prepared),
                 cost=replace(
                     kept.round_result.cost,
                     seconds=self.context.clock.monotonic() - kept.began_at,
@@ -137,6 +141,7 @@ class Advance:
     ) -> IntegrityError | None:
         async with self.place.lock:
             await self.own_round.stop("a newer state was downloaded")
+            snapshot = replace(snapshot, tally=await self._checked(snapshot, outcomes))
             try:
                 await self.member.install(snapshot, carry=self._gave_nothing_until(snapshot, outcomes))
             except IntegrityError as unfit:
@@ -203,7 +208,9 @@ class Advance:
                 self.own_round.exchanges.forget(contribution.fragment)
                 # In a group this member's average may have become part of the result, which it never got.
                 closing = self.own_round.given_to(messages.require_ballot(committed.outcome.prepared.ballot))
-            result = replace(committed.result, contributed=contributed, closing=closing)
+            tally = await self._settled(self.tally_after(committed.outcome.prepared), committed.outcome.prepared)
+            tally = await self._signed_by_most(tally)
+            result = replace(committed.result, contributed=contributed, closing=closing, tally=tally)
             self._state_digest = await self.member.apply(result)
             reached = messages.standing_of(self.member.progress())
             ours, theirs = [await asyncio.shield(digest) for digest in (self._state_digest, committed.state_digest)]
@@ -219,6 +226,42 @@ class Advance:
             self._moved()
             self.donor.committed(committed)
         return None
+
+    # -- the tally -----------------------------------------------------------------------------------------------------
+
+    def tally_after(self, prepared: pb.Prepared) -> Tally:
+        """The tally after a result of the present round."""
+        before, at = self.member.progress().tally, self.place.standing
+        return before.after(
+            at.round, parent=at.lineage, result=prepared.digest, given=messages.unpack_given(prepared)
+        )  # fmt: skip
+
+    def signatures_of(self, tally: Tally) -> list[pb.TallySignature]:
+        """This peer's own signature, if it has a key and there is something to sign."""
+        if self.context.sign is None or not tally.members:
+            return []
+        signed = tally.sign(self.context.sign, self.context.config.run_id, self.context.own.block)
+        return [pb.TallySignature(point=signed.point, signature=signed.signature, tally=signed.digest)]
+
+    async def _settled(self, tally: Tally, prepared: pb.Prepared) -> Tally:
+        signatures, run_id = messages.unpack_signatures(prepared), self.context.config.run_id
+        return await asyncio.to_thread(tally.settled, signatures, run_id, self.context.own.block)
+
+    async def _signed_by_most(self, tally: Tally) -> Tally:
+        """A tally of which another peer gave a part, or all; an empty one unless most of the last round's members have
+        signed it."""
+        place = self.context.config.run_id, self.context.own.block
+        return tally if await asyncio.to_thread(tally.is_signed_by_most, *place) else EMPTY
+
+    async def _checked(self, snapshot: Snapshot, outcomes: list[pb.Outcome]) -> Tally:
+        """A donor's tally if it is of the last round before the snapshot. Where the donor has gone on from a checkpoint
+        and committed nothing since, nobody tells who the members of that round were."""
+        tally = snapshot.tally
+        for last in outcomes[-1:]:
+            told = tally.result, set(tally.members), messages.lineage_after(tally.parent, last)
+            if told != (last.prepared.digest, set(last.prepared.member_ids), snapshot.lineage):
+                return EMPTY
+        return await self._signed_by_most(tally) if tally.round == snapshot.round - 1 else EMPTY
 
     async def snapshot(self) -> Snapshot:
         async with self.place.lock:

@@ -167,7 +167,11 @@ class Donor:
                 finally:
                     self._renew(pin)
                 pin.snapshot_id, pin.header = snapshot_id(header), header
-        yield pb.DownloadReply(header=pin.header)
+        header = pb.SnapshotHeader()
+        header.CopyFrom(pin.header)
+        if request.tally:
+            header.tally = pin.snapshot.tally.to_text()
+        yield pb.DownloadReply(header=header)
 
     async def _segment(self, request: pb.DownloadRequest, caller: Caller) -> AsyncGenerator[pb.DownloadReply, None]:
         self.expire()
@@ -303,11 +307,12 @@ def snapshot_id(header: pb.SnapshotHeader) -> bytes:
     """The name of a snapshot, which is the same at all peers that hold the same bits at the same standing.
 
     Outcomes and lineages of earlier rounds, and amendments, of which peers may know different numbers, are not part of
-    the name.
+    the name, nor is the tally, of which they may have different signatures.
     """
     named = pb.SnapshotHeader()
     named.CopyFrom(header)
     named.ClearField("outcomes")
     named.ClearField("past")
     named.ClearField("amendments")
+    named.ClearField("tally")
     return hashlib.sha256(named.SerializeToString(deterministic=True)).digest()

@@ -22,11 +22,13 @@ from swarm.averaging.agreement.rules import Begun, agreed, drawn_groups
 from swarm.averaging.agreement.shares import Counts, Shares, clip_of, divide, prepared_of
 from swarm.averaging.roster import Roster
 from swarm.averaging.vectors.allreduce import OWNER_PATIENCE
+from swarm.averaging.vectors.exchange import given_after
 from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import AVERAGE, Broadcast, Members, contact_of
 from swarm.compression.codec import Codec, contribution_codec
 from swarm.config import RunConfig
 from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.training.tally import Given
 from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
@@ -40,11 +42,13 @@ class _Unit:
         peer_id: the member that takes part for the group.
         counts: what it contributes there.
         units: those that the group consists of; none for a single member.
+        given: of a group: what each of its members has given so far.
     """
 
     peer_id: PeerId
     counts: pb.BeginReply
     units: Sequence["_Unit"] = ()
+    given: Mapping[str, Given] = field(default_factory=dict)
 
     @property
     def member_ids(self) -> list[PeerId]:
@@ -95,13 +99,14 @@ class LedExchanges:
         units = [_Unit(peer_id=peer, counts=reply) for peer, reply in sorted(begun.items())]
         while 0 < size < len(units):
             units = await self._in_groups(attempt, units, size)
-        prepared = agreed(await self._exchange(attempt, units), self.context.own_id)
+        results = await self._exchange(attempt, units)
+        prepared = messages.unsigned(agreed(results, self.context.own_id))
         self.blame.exchanged([peer for unit in units for peer in unit.member_ids])
-        holders = await self._hand_down(attempt, units, prepared)
-        if 2 * len(holders) <= len(prepared.member_ids):
+        held = await self._hand_down(attempt, units, prepared, results)
+        if 2 * len(held) <= len(prepared.member_ids):
             # If few committed it, and the leader died then, most would go on from where they are.
             raise self.blame.failure("the result did not reach most of its members", {})
-        return prepared, holders
+        return messages.signed_by_all(prepared, held.values()), list(held)
 
     # -- one exchange --------------------------------------------------------------------------------------------------
 
@@ -125,11 +130,14 @@ class LedExchanges:
         self.vector_bytes = 4 * shares.num_elements
         request = self._request(attempt, shares, num_times=2 * (len(units) - 1) if through_one else 4)
         request.is_part = is_part
+        given = {peer: gave for unit in units for peer, gave in unit.given.items()}
         if are_groups:
-            request.member_ids.extend(sorted(peer for unit in units for peer in unit.member_ids))
+            request.member_ids.extend(sorted(given))
+            request.given.extend(messages.pack_given(given, request.member_ids))
         replies = await self._ask(attempt, request)
+        given = given_after(given, shares, attempt.config.averaging)
         results = {
-            peer: prepared_of(request, shares, told.digest, told.squared_norm)
+            peer: messages.signed_by_all(prepared_of(request, shares, told.digest, told.squared_norm, given), [told])
             for peer, told in _results(replies).items()
         }
         digests = {peer: prepared.digest for peer, prepared in results.items()}
@@ -213,22 +221,27 @@ class LedExchanges:
             num_elements=fastest.counts.num_elements,
             bytes_per_second=fastest.counts.bytes_per_second,
         )
-        return _Unit(peer_id=fastest.peer_id, counts=counts, units=units)
+        given = messages.unpack_given(results[fastest.peer_id])
+        return _Unit(peer_id=fastest.peer_id, counts=counts, units=units, given=given)
 
     def _is_of_a_death(self, attempt: _Attempt, failed: AttemptFailed) -> bool:
         """Whether an exchange failed because a member died, or vanished. Another member at fault would be so again."""
         return bool(failed.unreachable or failed.excluded & self.roster.overdue(attempt.standing))
 
-    async def _hand_down(self, attempt: _Attempt, units: Sequence[_Unit], prepared: pb.Prepared) -> list[PeerId]:
-        """Let the members that hold the result give it to their groups. Returns all that hold it then. The others find
-        themselves behind, and download it."""
+    async def _hand_down(
+        self, attempt: _Attempt, units: Sequence[_Unit], prepared: pb.Prepared, held: Mapping[PeerId, pb.Prepared]
+    ) -> dict[PeerId, pb.Prepared]:
+        """Let the members that hold the result give it to their groups. Returns it as each that holds it then has
+        signed it. The others find themselves behind, and download it."""
         async with asyncio.TaskGroup() as tasks:
-            handing = [tasks.create_task(self._hand_to(attempt, unit, prepared)) for unit in units]
-        return [peer for task in handing for peer in task.result()]
+            handing = [tasks.create_task(self._hand_to(attempt, unit, prepared, held)) for unit in units]
+        return {peer: signed for task in handing for peer, signed in task.result().items()}
 
-    async def _hand_to(self, attempt: _Attempt, unit: _Unit, prepared: pb.Prepared) -> list[PeerId]:
+    async def _hand_to(
+        self, attempt: _Attempt, unit: _Unit, prepared: pb.Prepared, held: Mapping[PeerId, pb.Prepared]
+    ) -> dict[PeerId, pb.Prepared]:
         if not unit.units:
-            return [unit.peer_id]
+            return {unit.peer_id: held[unit.peer_id]}
         counts: dict[str, pb.BeginReply] = {}
         for each in unit.units:
             counts[each.peer_id] = pb.BeginReply(bytes_per_second=each.counts.bytes_per_second)
@@ -238,9 +251,8 @@ class LedExchanges:
         shares = divide(counts, num_elements=num_elements, tile=tile, clip_to_median=0.0)
         request = self._request(attempt, shares)
         request.handed_down.CopyFrom(prepared)
-        results = _results(await self._ask(attempt, request))
-        there = [each for each in unit.units if each.peer_id in results or each.peer_id == unit.peer_id]
-        return await self._hand_down(attempt, there, prepared)
+        held = _results(await self._ask(attempt, request)) | {unit.peer_id: held[unit.peer_id]}
+        return await self._hand_down(attempt, [each for each in unit.units if each.peer_id in held], prepared, held)
 
 
 def _results(replies: Mapping[PeerId, Any]) -> dict[PeerId, pb.Prepared]:

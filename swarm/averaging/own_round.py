@@ -7,7 +7,7 @@ anything about a round.
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -26,6 +26,7 @@ from swarm.events import Abort
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.wire import CHUNK_BYTES
 from swarm.training.round_member import RoundCost, RoundMember, RoundResult
+from swarm.training.tally import Given
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class Attempt:
         closed: the contribution, frozen; or what the last exchange averaged, if another one follows.
         began_at: when it began to be frozen, by the member's clock.
         cost: what the attempt has cost so far.
+        given: with groups, what this member and others have given by the end of the last exchange.
         amended, exchanges: see Closing.
     """
 
@@ -64,6 +66,7 @@ class Attempt:
         self.exchanges = closing.exchanges
         norm = self.closed.norm if self.closed.contribution.num_samples else 0.0
         self.cost = RoundCost(contribution_norm=norm)
+        self.given: Mapping[str, Given] = {}
         self._own_id = context.own_id
         self._clock = context.clock
         self._timing = context.timing
@@ -279,11 +282,11 @@ class OwnRound:
         self.attempt = Attempt(self._context, ballot=ballot, closing=closing)
         return True
 
-    def go_on(self, attempt: Attempt, closed: Closed, cost: RoundCost) -> None:
+    def go_on(self, attempt: Attempt, closed: Closed, cost: RoundCost, given: Mapping[str, Given]) -> None:
         """Be ready for the next exchange of an attempt in groups, after the one before. `closed` holds what that one
-        gave, in place of this member's contribution."""
+        made, in place of this member's contribution."""
         self._given = attempt.ballot, attempt.closed.contribution.closing
-        attempt.closed, attempt.cost = closed, cost
+        attempt.closed, attempt.cost, attempt.given = closed, cost, given
 
     def given_to(self, ballot: Ballot) -> int | None:
         """Which of the round's contributions a group averaged in an attempt; None if none is known to be."""

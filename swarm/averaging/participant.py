@@ -14,11 +14,12 @@ from swarm.averaging.agreement import messages
 from swarm.averaging.agreement.group import Ballot, Refused
 from swarm.averaging.agreement.messages import MemberFailed
 from swarm.averaging.agreement.place import Place
+from swarm.averaging.agreement.rules import given_fault
 from swarm.averaging.agreement.shares import Counts, Shares, prepared_of, shares_of
 from swarm.averaging.own_round import Attempt, OwnRound, Result
 from swarm.averaging.roster import Roster
 from swarm.averaging.vectors.allreduce import Average, digest_of_whole
-from swarm.averaging.vectors.exchange import Closed, OtherMembers
+from swarm.averaging.vectors.exchange import Closed, OtherMembers, given_after
 from swarm.averaging.vectors.shared import TiedParameters
 from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import ABORT, AVERAGE, BEGIN, COMMIT, Payload, record_of
@@ -130,13 +131,14 @@ class Participant:
             tensors = await asyncio.to_thread(unflatten, average.vector_D, like)
             closed = _closed_anew(attempt.closed, average, tensors, shares)
             cost = _added(attempt.cost, average, seconds)
+            given = given_after(messages.unpack_given(request), shares, config.averaging)
+            made = prepared_of(request, shares, average.digest, average.squared_norm, given)
             if request.is_part:
                 async with self.place.lock:
                     self.place.group.keep_part(request.round, ballot)
-                    self.own_round.go_on(attempt, closed, cost)
-                part = prepared_of(request, shares, average.digest, average.squared_norm)
-                return pb.AverageReply(prepared=part)
-            prepared = await self._prepare(request, average, tensors, shares)
+                    self.own_round.go_on(attempt, closed, cost, given)
+                return pb.AverageReply(prepared=made)
+            prepared = await self._prepare(request, made, average, tensors, shares)
             result = self._result_of(prepared, average, tensors, attempt, cost)
             async with self.place.lock:
                 if not _hands_down(request, shares, self.context.own_id):
@@ -144,7 +146,7 @@ class Participant:
                     self._write_prepared(result)
                 self.own_round.keep(result)
                 if prepared.decider_ids:
-                    self.own_round.go_on(attempt, closed, cost)
+                    self.own_round.go_on(attempt, closed, cost, result.round_result.given)
         except Refused as refused:
             return pb.AverageReply(refusal=self._refusal(refused))
         except MemberFailed as failed:
@@ -162,11 +164,23 @@ class Participant:
             raise Refused(f"the members have {shares.round_samples} samples, and a round has {wanted}")
         if request.HasField("handed_down") and len(shares.senders) != 1:
             raise Refused("a result is handed down by one member")
+        self._require_true(request, shares, attempt)
         if not _hands_down(request, shares, self.context.own_id):
             self.place.group.join(request.round, attempt.ballot, shares.digest)
-        elif self.own_round.result is None or self.own_round.result.prepared != request.handed_down:
+        elif self.own_round.result is None or messages.unsigned(self.own_round.result.prepared) != request.handed_down:
             raise Refused("this member does not have the result that it is to hand down")
         attempt.open(shares)
+
+    def _require_true(self, request: pb.AverageRequest, shares: Shares, attempt: Attempt) -> None:
+        """Raise Refused if the leader says something false of what members have given, as far as this one can know."""
+        result = request.handed_down if request.HasField("handed_down") else None
+        if result is None and not request.member_ids:
+            return
+        given = messages.unpack_given(result or request)
+        num_samples = result.num_samples if result else shares.round_samples
+        own_id, config, block = self.context.own_id, self.context.config, self.context.own.block
+        if fault := given_fault(given, attempt.given, own_id, num_samples, shares.num_elements, config, block):
+            raise Refused(f"the leader says that {fault}")
 
     def _counts(self, closed: Closed, num_members: int = 1) -> Counts:
         counts = Counts.of(closed.contribution, closed.norm)
@@ -174,32 +188,26 @@ class Participant:
 
     def _others(self, request: pb.AverageRequest, shares: Shares, attempt: Attempt) -> OtherMembers:
         opening = pb.ExchangeOpen(
-            address=self.context.address,
-            peer_id=self.context.own_id,
-            round=request.round,
-            ballot=request.ballot,
+            address=self.context.address, peer_id=self.context.own_id, round=request.round, ballot=request.ballot,
             shares_digest=shares.digest,
-        )
+        )  # fmt: skip
         block = self.context.own.block
         records = {share.contact.peer_id: record_of(share.contact, block) for share in request.shares}
         return OtherMembers(
-            context=self.context,
-            records=records,
-            opening=opening,
-            timeout_seconds=request.timeout_seconds,
+            context=self.context, records=records, opening=opening, timeout_seconds=request.timeout_seconds,
             silence_seconds=attempt.silence_seconds(len(shares.members)),
-        )
+        )  # fmt: skip
 
     async def _prepare(
-        self, request: pb.AverageRequest, average: Average, tensors: Tensors, shares: Shares
+        self, request: pb.AverageRequest, made: pb.Prepared, average: Average, tensors: Tensors, shares: Shares
     ) -> pb.Prepared:
-        """The result of a round's last exchange, or the one that was handed down. Raises MemberFailed if that is
-        another one than the leader names."""
+        """The result that was made in a round's last exchange, or the one that was handed down. Raises MemberFailed if
+        that is another one than the leader names."""
         is_handed_down, digest = request.HasField("handed_down"), average.digest
-        named = request.handed_down if is_handed_down else prepared_of(request, shares, digest, average.squared_norm)
+        named = messages.unsigned(request.handed_down) if is_handed_down else made
         if named.decider_ids:
-            covered = named.member_ids, named.num_samples, average.vector_D, shares.amended
-            digest = await asyncio.to_thread(digest_of_whole, *covered)
+            given = messages.unpack_given(named)
+            digest = await asyncio.to_thread(digest_of_whole, given, average.vector_D, shares.amended)
         # Once the result is prepared it may be decided, and other stages then need this average. So it is offered
         # first.
         config = self.place.timeline.under(shares.amended)
@@ -218,46 +226,30 @@ class Participant:
     def _result_of(
         self, prepared: pb.Prepared, average: Average, tensors: Tensors, attempt: Attempt, cost: RoundCost
     ) -> Result:
-        contribution = attempt.closed.contribution
+        contribution, tally = attempt.closed.contribution, self.advance.tally_after(prepared)
+        prepared.signatures.extend(self.advance.signatures_of(tally))
         # The same bits at every member: a result that was handed down came in other parts, whose norms are rounded.
         squared_norm = prepared.squared_norm if prepared.decider_ids else average.squared_norm
         result = RoundResult(
-            round=self.place.standing.round,
-            tensors=tensors,
-            num_samples=prepared.num_samples,
-            squared_norm=squared_norm,
-            total_squared_norm=squared_norm,
-            members=tuple(prepared.member_ids),
+            round=self.place.standing.round, tensors=tensors, num_samples=prepared.num_samples,
+            squared_norm=squared_norm, total_squared_norm=squared_norm, members=tuple(prepared.member_ids),
             # Set later, because the lineage depends on what the other stages decide.
-            lineage="",
-            attempts=attempt.ballot.attempt,
-            digest=prepared.digest,
-            cost=cost,
-            closing=contribution.closing,
-            amended=prepared.amended,
-        )
+            lineage="", attempts=attempt.ballot.attempt, digest=prepared.digest, cost=cost,
+            closing=contribution.closing, amended=prepared.amended, given=messages.unpack_given(prepared), tally=tally,
+        )  # fmt: skip
         return Result(
-            prepared=prepared,
-            round_result=result,
-            residual=average.residual,
-            exchanges=attempt.exchanges,
-            fragment=contribution.fragment,
-            began_at=attempt.began_at,
-        )
+            prepared=prepared, round_result=result, residual=average.residual, exchanges=attempt.exchanges,
+            fragment=contribution.fragment, began_at=attempt.began_at,
+        )  # fmt: skip
 
     def _write_prepared(self, result: Result) -> None:
         made, ballot = result.round_result, result.prepared.ballot
         self.context.events.write(
             Prepare(
-                round=made.round,
-                lineage=self.place.standing.lineage,
-                attempt=ballot.attempt,
-                leader=ballot.leader_id,
-                digest=made.digest,
-                samples=made.num_samples,
-                members=made.members,
+                round=made.round, lineage=self.place.standing.lineage, attempt=ballot.attempt, leader=ballot.leader_id,
+                digest=made.digest, samples=made.num_samples, members=made.members,
             )
-        )
+        )  # fmt: skip
 
     async def serve(self, opening: pb.ExchangeOpen, pieces: AsyncIterator[bytes]) -> Payload:
         """Take another member's part and return the sum; or, in a gather, return this member's contribution.
@@ -279,7 +271,7 @@ class Participant:
         """Apply the prepared result. Runs to its end even if the leader hangs up."""
         outcome = pb.Outcome(
             round=request.round,
-            prepared=pb.Prepared(digest=request.digest),
+            prepared=pb.Prepared(digest=request.digest, signatures=request.signatures),
             partners=request.partners,
             total_squared_norm=request.total_squared_norm,
             stage_squared_norm=request.stage_squared_norm,

@@ -252,6 +252,7 @@ class Round:
             total_squared_norm=total_squared_norm,
             stage_squared_norm=norm,
             partners=[*shares, *_partners(ready, partners)] if partners else [],
+            signatures=prepared.signatures,
         )
         await self._tell_commit(holders, request)
 

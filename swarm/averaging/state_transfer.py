@@ -270,7 +270,7 @@ class StateTransfer:
 
     async def _ask(self, donor: PeerRecord, wanted: Wanted) -> _Offer:
         begun = self._partial.snapshot_id if self._partial else b""
-        offer = pb.OfferRequest(begun=begun, round=wanted.round_number)
+        offer = pb.OfferRequest(begun=begun, round=wanted.round_number, tally=True)
         copy_seconds = wanted.max_bytes / OFFER_BYTES_PER_SECOND
         async for reply in self.downloads.replies(donor, pb.DownloadRequest(offer=offer), more_seconds=copy_seconds):
             if reply.WhichOneof("message") != "header":

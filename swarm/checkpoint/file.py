@@ -41,9 +41,9 @@ UNKNOWN = 64 * "0"
 ABANDONED_SECONDS = 3600.0
 """A temporary file that has not changed for this long is not being written any more."""
 Tensors = Mapping[str, torch.Tensor]
-_FIRST = ("variant", 0)
-"""Is not written, as in files of releases whose stages had no variants."""
 _AMENDMENTS = "amendments"
+_LEFT_OUT = ("variant", 0), (_AMENDMENTS, ()), ("tally", "")
+"""Is not written, as in files of releases that had no such things."""
 
 
 @dataclass(frozen=True, order=True, kw_only=True)
@@ -83,6 +83,7 @@ class Header:
         lineage: hash chain over the rounds before it.
         highest_microbatch: the highest id that the block had seen when the checkpoint was written; -1 for none.
         amendments: the run's amendments that the writer knew.
+        tally: the block's tally (training/tally), as text; empty in files of earlier releases.
         state_digest: the BLAKE3 digest of the state, which the block's peers compare and the event log names. It
             identifies the state. Another digest, over the whole file, shows whether the file is complete.
     """
@@ -96,6 +97,7 @@ class Header:
     state_digest: str
     variant: int = 0
     amendments: tuple[str, ...] = ()
+    tally: str = ""
 
     @property
     def block(self) -> Block:
@@ -278,7 +280,7 @@ def _pack(header: Header) -> dict[str, str]:
     values = {
         name: json.dumps(value) if name == _AMENDMENTS else value
         for name, value in vars(header).items()
-        if name != "config" and (name, value) not in (_FIRST, (_AMENDMENTS, ()))
+        if name != "config" and (name, value) not in _LEFT_OUT
     } | {
         "format": FORMAT,
         "run": header.config.run,
@@ -292,7 +294,7 @@ def _pack(header: Header) -> dict[str, str]:
 def _unpack(metadata: Mapping[str, str], path: Path) -> Header:
     try:
         config = configs.from_json(metadata["config"], source="its configuration")
-        written = {"variant": "0", **metadata}
+        written = {"variant": "0", "tally": "", **metadata}
         values: dict[str, Any] = {
             each.name: int(written[each.name]) if each.type is int else written[each.name]
             for each in fields(Header)

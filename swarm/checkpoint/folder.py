@@ -16,6 +16,7 @@ from swarm.checkpoint import file
 from swarm.checkpoint.file import FileName, Header, OfAnotherRun, Tensors
 from swarm.config import RunConfig, Timeline
 from swarm.errors import IntegrityError
+from swarm.training.tally import EMPTY, Tally
 from swarm.types import Block
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ class Restored:
     Attributes:
         config: the configuration of the round, amendments included, in the run that wrote the files.
         amendments: those that the run had.
+        tally: the block's, if one file holds exactly this block.
         lineage: the file's own, if one file holds exactly this block. Otherwise it is made from the lineages of all
             files used.
         files: the files that were used.
@@ -41,6 +43,7 @@ class Restored:
     tensors: Tensors
     files: tuple[Path, ...]
     amendments: tuple[str, ...] = ()
+    tally: Tally = EMPTY
 
 
 class CheckpointFolder:
@@ -159,6 +162,7 @@ class CheckpointFolder:
         return Restored(
             config=Timeline(used[0].config, amendments).at(used[0].round),
             amendments=amendments,
+            tally=Tally.read(used[0].tally) if is_same and used[0].tally else EMPTY,
             round=used[0].round,
             run_samples=max(header.run_samples for header in used),
             lineage=used[0].lineage if is_same else hashlib.sha256(origin.encode()).hexdigest(),

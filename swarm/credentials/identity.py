@@ -45,6 +45,11 @@ class Identity:
         """The ECDSA-SHA256 signature of a message, in DER."""
         return certificates.load_key(self.key_pem).sign(message, certificates.SIGNATURE)
 
+    def sign_with_point(self, message: bytes) -> tuple[bytes, bytes]:
+        """The public key's point, of which the id is the digest, and the signature."""
+        point = certificates.point_of(certificates.load_key(self.key_pem).public_key())
+        return point, self.sign(message)
+
 
 def generate() -> Identity:
     key = certificates.new_key()

@@ -44,13 +44,14 @@ class Poll:
 
     async def ask(
         self, records: Sequence[PeerRecord], *, caller: pb.Incarnation | None = None, after_round: int | None = None,
-        wait_seconds: float = 0.0,
+        wait_seconds: float = 0.0, tally: bool = False,
     ) -> list[Heard]:  # fmt: skip
         """Ask all of these peers at once. Returns what came of it, in the order of the records.
 
         With `after_round` peers may wait up to `wait_seconds` until they are at a later round. Once most of the peers
         that are likely to answer are, no other answer is awaited, and those peers are left out. If the `caller` is
-        named, the replies tell whether another process serves under its identity.
+        named, the replies tell whether another process serves under its identity. With `tally` they have that of the
+        peer's block.
         """
         num_likely, num_later = sum(record.peer_id not in self._silent for record in records), 0
         async with asyncio.TaskGroup() as group:
@@ -60,7 +61,7 @@ class Poll:
                         record,
                         pb.DescribeRequest(
                             run_id=self._run_id, caller=caller, after_round=after_round, wait_seconds=wait_seconds,
-                            stage=record.stage, variant=record.variant,
+                            stage=record.stage, variant=record.variant, tally=tally,
                         ),
                     )
                 )

@@ -77,6 +77,7 @@ class StageMember:
             num_samples=self._weights.round_samples,
             committed=self._stage.setting.committed(),
             highest_microbatch=self._stage.ledger.highest_microbatch,
+            tally=self._weights.round.tally,
         )
 
     def activity(self) -> Activity:
@@ -165,6 +166,9 @@ class StageMember:
                     partners=result.partners,
                     total_squared_norm=result.total_squared_norm,
                     amended=result.amended,
+                    given=tuple(result.given[peer][:3] for peer in result.members) if result.given else (),
+                    tally=result.tally.digest if result.tally.members else "",
+                    tally_since=result.tally.since,
                 )
             )
             read = self._weights.state(), self._staging.reader()
@@ -239,6 +243,7 @@ class StageMember:
             lineage=current.lineage,
             tensors=await asyncio.shield(copying),
             digest=await asyncio.shield(digest),
+            tally=current.tally,
         )
 
     async def install(
@@ -262,7 +267,9 @@ class StageMember:
         self._closed = None
 
         def install() -> None:
-            new_round = Round(number=snapshot.round, run_samples=snapshot.run_samples, lineage=snapshot.lineage)
+            new_round = Round(
+                number=snapshot.round, run_samples=snapshot.run_samples, lineage=snapshot.lineage, tally=snapshot.tally
+            )
             self._weights.install(snapshot.tensors, new_round, carry=carry)
             if moments:
                 self._weights.recall(moments)

@@ -85,6 +85,8 @@ class StageServicer(StageServiceServicer):
         reply = self._describe()
         if request.HasField("caller") and self._rival_of is not None:
             reply.MergeFrom(pb.DescribeReply(rival=await self._rival_of(request.caller)))
+        if request.tally:
+            reply.tally = self._stage.context.backend.weights.round.tally.to_text()
         return reply
 
     # -- training ----------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from swarm.training.inner_steps import InnerSteps
 from swarm.training.optimizers import round_optimizer
 from swarm.training.round_member import Contribution, RoundResult
 from swarm.training.samples import NOTHING, Amount
+from swarm.training.tally import EMPTY, Tally
 
 KEPT_ANCHORS = 2
 """The number of rounds whose anchors stay readable: this round and the last one. They are for evaluation, and for
@@ -37,6 +38,7 @@ class Round:
         run_samples: the samples that the run had committed when this round began.
         stepped: the amount that inner steps of this round have used here.
         num_members: members of the last committed round.
+        tally: what peers have given to the rounds before it.
         closed: whether a contribution was handed out. Until the round commits or is reopened, few inner steps are
             taken, or none.
     """
@@ -46,6 +48,7 @@ class Round:
     stepped: Amount = NOTHING
     num_members: int = 1
     lineage: str = ""
+    tally: Tally = EMPTY
     closed: bool = False
 
 
@@ -186,6 +189,7 @@ class StageWeights(ABC):
             stepped=carried,
             num_members=len(result.members),
             lineage=result.lineage,
+            tally=result.tally,
         )
         self._begin(new_round, anchor)
         return rate

@@ -5,10 +5,12 @@ stage/member implements it. All tensors are float32 on the CPU, unless they belo
 
 import asyncio
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+
+from swarm.training.tally import EMPTY, Given, Tally
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -24,6 +26,7 @@ class Progress:
         num_samples: samples of this member that count towards the round.
         committed: microbatches that this member has committed in this round. Empty with DiLoCo, which needs no names.
         highest_microbatch: highest index that it has ever seen; -1 for none.
+        tally: what peers have given to the rounds before it.
     """
 
     round: int
@@ -32,6 +35,7 @@ class Progress:
     num_samples: int
     committed: frozenset[int]
     highest_microbatch: int
+    tally: Tally = EMPTY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +117,8 @@ class RoundResult:
         closing: see Contribution; None: the newest one is in the average.
         partners: if stages have tied parameters, digests of the results that the block's average was made of.
         amended: the digest of the newest amendment under which it was made, and is applied; empty if there is none.
+        given: what each member has given to it; empty if that is not known.
+        tally: the block's tally after the round.
     """
 
     round: int
@@ -129,6 +135,8 @@ class RoundResult:
     closing: int | None = None
     partners: tuple[str, ...] = ()
     amended: str = ""
+    given: Mapping[str, Given] = field(default_factory=dict)
+    tally: Tally = EMPTY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +146,7 @@ class Snapshot:
     Attributes:
         tensors: anchor and outer optimizer state, of types that swarm.rpc.wire knows.
         digest: the digest of this state, which `apply` returned.
+        tally: the block's tally by then.
     """
 
     round: int
@@ -145,6 +154,7 @@ class Snapshot:
     lineage: str
     tensors: Tensors
     digest: str
+    tally: Tally = EMPTY
 
 
 def known(digest: str) -> "asyncio.Future[str]":

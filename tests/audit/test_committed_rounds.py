@@ -6,7 +6,20 @@ import pytest
 
 from swarm.audit.audit import audit
 from swarm.events import Ack, Close, Commit, Install, Step
-from tests.audit.honest import BOTH, MOST_SAMPLES, SAMPLES, HonestRun, Lines, edit, honest_run, one_violation
+from swarm.training.tally import EMPTY, Given
+from swarm.types import Block
+from tests.audit.honest import (
+    BOTH,
+    MOST_SAMPLES,
+    ROUND_MICROBATCHES,
+    ROUNDS,
+    SAMPLES,
+    HonestRun,
+    Lines,
+    edit,
+    honest_run,
+    one_violation,
+)
 
 
 @BOTH
@@ -199,3 +212,64 @@ def test_what_enters_a_step_unacknowledged_is_found(tmp_path: Path, setting: str
         lambda lines: [line for line in lines if (line["event"], line.get("microbatch")) != ("ack", 2)],
     )
     assert "microbatch 2" in one_violation(audit(run.files), "before it was acknowledged")
+
+
+def _count(run: HonestRun, *, planted: int = 0, by_all: bool = False) -> None:
+    """Let all peers of an honest run have said what members gave, and the tally. In round 1 peer-0a, or each of its
+    stage, adds some samples to the sums that it says, and with `by_all` to those of the round as well."""
+    for stage in range(2):
+        for peer in run.members(stage):
+
+            def count(lines: Lines, peer: str = peer) -> None:
+                tally = EMPTY
+                for line in (line for line in lines if line["event"] == "commit"):
+                    more = planted * (
+                        line["round"] == 1 and peer in (("peer-0a", "peer-0b") if by_all else ("peer-0a",))
+                    )
+                    samples = line["samples"] // 2
+                    rows = [[samples + more, 10 * samples, 100], [samples, 10 * samples, 100]]
+                    given = {
+                        peer: Given(row[0], row[1], row[2], 1) for peer, row in zip(line["members"], rows, strict=True)
+                    }
+                    tally = tally.after(line["round"], parent="", result="", given=given)
+                    line["given"] = rows if by_all else [[samples, 10 * samples, 100]] * 2
+                    line["tally"] = tally.digest
+
+            edit(run.folder / f"{peer}.jsonl", count)
+
+
+def test_the_audit_adds_up_what_members_gave(tmp_path: Path) -> None:
+    run = honest_run(tmp_path)
+    _count(run)
+    report = audit(run.files)
+    assert report.proven, report.findings.violations
+    samples = ROUNDS * ROUND_MICROBATCHES * SAMPLES // 2
+    assert report.tallies[Block(1)].peers == {
+        peer: Given(samples, 10 * samples, ROUNDS * 100, ROUNDS) for peer in run.members(1)
+    }
+
+
+def test_a_planted_false_sum_is_found(tmp_path: Path) -> None:
+    run = honest_run(tmp_path)
+    _count(run, planted=1)
+    found = audit(run.files).findings.violations
+    assert [line[: line.index(": ")] for line in found] == ["stage 0, round 1", "stage 0, round 2"]
+    assert all("its tally is not what the rounds add up to" in line for line in found)
+
+
+def test_counts_that_all_members_state_falsely_are_found(tmp_path: Path) -> None:
+    run = honest_run(tmp_path)
+    _count(run, planted=1, by_all=True)
+    (found,) = audit(run.files).findings.violations
+    assert "its tally has 9 samples of peer-0a, which gave 8" in found
+
+
+def test_peers_that_state_different_counts_are_found(tmp_path: Path) -> None:
+    run = honest_run(tmp_path)
+    _count(run)
+
+    def exaggerate(lines: Lines) -> None:
+        next(line for line in lines if line["event"] == "commit")["given"][0][2] += 1
+
+    edit(tmp_path / "peer-1b.jsonl", exaggerate)
+    assert one_violation(audit(run.files), "two peers give one lineage different contents")

@@ -19,6 +19,7 @@ from swarm.events import Events
 from swarm.machine.clock import Clock
 from swarm.rpc.transfers import Turns
 from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.training.tally import Sign
 from swarm.types import Block, PeerRecord, PeerState
 from tests.averaging.fake_stage import FakeStage, make_config
 from tests.support.virtual_time import LoopClock
@@ -97,6 +98,7 @@ class Peer:
             transport=MemoryTransport(network, self),
             clock=self.clock,
             timing=network.timing,
+            sign=network.sign_as(number),
             turns=Turns(self.clock, is_training=lambda: True) if network.takes_turns else None,
         )
         self.averager = Averager(context, self.stage)
@@ -134,6 +136,7 @@ class Network:
             delay or raise.
         after: awaited after the handler has answered, before the caller gets the answer.
         tamper: sees each piece of a download that a peer sends, and may change it.
+        sign_as: gives what signs with the key of a new peer; None for a peer without a key.
         takes_turns: whether a new peer serves downloads one after the other.
         delivers_late: whether a call still reaches its handler, once `before` returns, after its living caller has
             given up.
@@ -149,6 +152,7 @@ class Network:
         self.calls: list[tuple[str, int, int]] = []
         self.cut: set[frozenset[int]] = set()
         self.make_stage: Callable[[int, str], FakeStage] = lambda stage_number, lineage: stage_type(lineage)
+        self.sign_as: Callable[[int], Sign | None] = lambda number: None
         self.before: Hook = _nothing
         self.after: Hook = _nothing
         self.tamper: Callable[[int, pb.DownloadReply], None] = lambda target, reply: None

@@ -11,6 +11,7 @@ from swarm.averaging.averager import Averager
 from swarm.config import RunConfig, from_dict
 from swarm.errors import IntegrityError
 from swarm.training.round_member import Activity, Contribution, Progress, RoundResult, Snapshot, Tensors, known
+from swarm.training.tally import EMPTY
 
 MICROBATCH = 2
 
@@ -66,6 +67,7 @@ class FakeStage:
         """Whether it keeps, as DiLoCo does, microbatches that no round has counted yet when another state is installed
         or replayed."""
         self.averager: Averager | None = None
+        self.tally = EMPTY
 
     def learn(self, *indices: int) -> None:
         """Commit microbatches."""
@@ -77,7 +79,7 @@ class FakeStage:
         return Progress(
             round=self.round, lineage=self.lineage, run_samples=self.run_samples,
             num_samples=MICROBATCH * len(self.indices), committed=frozenset(self.indices),
-            highest_microbatch=max(self.indices, default=-1),
+            highest_microbatch=max(self.indices, default=-1), tally=self.tally,
         )  # fmt: skip
 
     def activity(self) -> Activity:
@@ -112,7 +114,7 @@ class FakeStage:
         await asyncio.sleep(0)
         self.anchor = self.anchor - torch.cat([result.tensors["b"], result.tensors["a"].reshape(-1)])
         self.run_samples += result.num_samples
-        self.lineage, self.round = result.lineage, self.round + 1
+        self.lineage, self.round, self.tally = result.lineage, self.round + 1, result.tally
         self._begin(carry=not result.contributed)
         self.results.append(result)
         self.digests.append(self.digest)
@@ -134,14 +136,15 @@ class FakeStage:
     async def snapshot(self) -> Snapshot:
         tensors = {"anchor": self.anchor, "step": torch.tensor(float(self.round))}
         return Snapshot(
-            round=self.round, run_samples=self.run_samples, lineage=self.lineage, tensors=tensors, digest=self.digest
-        )
+            round=self.round, run_samples=self.run_samples, lineage=self.lineage, tensors=tensors, digest=self.digest,
+            tally=self.tally,
+        )  # fmt: skip
 
     async def install(self, snapshot: Snapshot, *, carry: bool = False) -> None:
         if self.digest_of(snapshot.tensors) != snapshot.digest:
             raise IntegrityError("the snapshot does not match its digest")
         self.round, self.run_samples, self.lineage = snapshot.round, snapshot.run_samples, snapshot.lineage
-        self.anchor = snapshot.tensors["anchor"]
+        self.anchor, self.tally = snapshot.tensors["anchor"], snapshot.tally
         self._begin(carry=carry)
         self.num_installs += 1
         self.carried.append(carry)

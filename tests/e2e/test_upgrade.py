@@ -123,6 +123,21 @@ class Upgrade:
             log = peer.child.log
             wait_until(lambda: line in log.read_text(), PATIENCE_SECONDS, f"{line!r} in {log}")  # noqa: B023 - at once
 
+    def wait_for_tallies(self) -> None:
+        """Wait until swarm-status says that all members but those of the last release have signed what they gave."""
+        old = {peer.ready["peer_id"] for place, peer in self.peers.items() if place.is_old}
+        new = {peer.ready["peer_id"] for place, peer in self.peers.items() if not place.is_old}
+
+        def is_signed() -> bool:
+            shown = json.loads(run("status", "--peer", self.swarm.peers[0].entry, "--contributions", "--json").stdout)
+            blocks = shown["blocks"].values()
+            signed, unsigned = (
+                {peer for block in blocks for peer in block[by]} for by in ("signed_by", "not_signed_by")
+            )
+            return (signed, unsigned) == (new, old)
+
+        wait_until(is_signed, PATIENCE_SECONDS, "signatures of all members of this release")
+
     def protocols(self, *, of_last_release: bool = False) -> dict[str, int]:
         """The protocol of each peer by its name, as swarm-status of a release shows it, once it shows all of them."""
 
@@ -148,6 +163,7 @@ def test_a_run_is_updated_peer_by_peer_and_nothing_is_lost_or_counts_twice(
     upgrade.start(NEW_0, OLD_1, NEW_1)
     upgrade.wait_for_commits_of_both()
     upgrade.wait_for_line(f"all train together, by protocol {PROTOCOLS.oldest}")
+    upgrade.wait_for_tallies()
     spoken = {
         peer.child.name: PROTOCOLS.oldest if place.is_old else PROTOCOLS.newest for place, peer in upgrade.peers.items()
     }
@@ -162,6 +178,7 @@ def test_a_run_is_updated_peer_by_peer_and_nothing_is_lost_or_counts_twice(
         upgrade.leave(place)
         swarm.wait_for_more("trainer", 2, PATIENCE_SECONDS)
     upgrade.wait_for_line(f"all peers in the run speak protocol {PROTOCOLS} now")
+    upgrade.wait_for_tallies()
     swarm.interrupt(trainer)
     report = swarm.audit()
     assert report["proven"], report

@@ -6,8 +6,8 @@ import { bytes, compareBlocks, duration, number } from "./format.js";
 
 const MOST_ROWS = 100; // Until somebody asks for all.
 const CONTRIBUTIONS = [
-  { name: "contributed", heading: "contributed", help: "Samples that count through it, while it was watched." },
-  { name: "exchanged", heading: "exchanged", help: "Bytes for averages that it sent and received, while it was watched." },
+  { name: "contributed", heading: "contributed", help: "Samples that count through it at its stages, since the run began." },
+  { name: "sent", heading: "sent", help: "Bytes that it sent for averages, since the run began." },
   { name: "served", heading: "served", help: "For how long it was seen to serve." },
 ];
 
@@ -51,10 +51,11 @@ export class PeerTable {
 
   #contribution(name) {
     const of = (row) => this.run.contributions[row.peer_id] ?? {};
-    const samples = (row) => (of(row).microbatches ?? 0) * this.run.samples_per_microbatch;
+    const samples = (row) => of(row).given?.samples ?? 0;
+    const sent = (row) => of(row).given?.num_bytes ?? 0;
     return {
       contributed: { text: (row) => number(samples(row)), by: samples },
-      exchanged: { text: (row) => bytes(of(row).exchanged_bytes), by: (row) => of(row).exchanged_bytes ?? 0 },
+      sent: { text: (row) => bytes(sent(row)), by: sent },
       served: { text: (row) => duration(of(row).serving_seconds ?? 0), by: (row) => of(row).serving_seconds ?? 0 },
     }[name];
   }

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from swarm.averaging.agreement.group import Ballot
@@ -12,6 +12,7 @@ from swarm.machine.words import printable
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import Progress, Snapshot
 from swarm.training.run_rounds import next_lineage
+from swarm.training.tally import Given, Signature
 from swarm.types import LARGEST_COUNT, PeerId
 
 PAST = 16
@@ -20,6 +21,8 @@ MOST_IDS = 64
 """The most peers that a peer names in one message."""
 LONGEST_ID = 64
 """The most characters of a lineage or a peer's id. Bounded, because even those of strangers are kept in memory."""
+LONGEST_SIGNATURE = 256
+"""The most bytes of a signature over a tally, with its key and digest."""
 LONGEST_REASON = 200
 """The most characters of what an owner says of a contribution; also shown."""
 
@@ -75,6 +78,39 @@ def digests_of(partners: Iterable[pb.Partner]) -> tuple[str, ...]:
 def standing_of(state: Progress | Snapshot) -> Standing:
     """Where a member stands, or will stand once it has installed a snapshot."""
     return Standing(run_samples=state.run_samples, round=state.round, lineage=state.lineage)
+
+
+def pack_given(given: Mapping[str, Given], members: Iterable[str]) -> list[pb.Given]:
+    rows = (given[peer] for peer in members)
+    return [pb.Given(samples=row.samples, targets=row.targets, bytes=row.num_bytes) for row in rows]
+
+
+def unpack_given(message: pb.Prepared | pb.AverageRequest) -> dict[str, Given]:
+    """What each of the members that a message names has given. Empty if it does not say it of every one."""
+    if len(message.given) != len(message.member_ids):
+        return {}
+    rows = zip(message.member_ids, message.given, strict=True)
+    return {peer: Given(row.samples, row.targets, row.bytes, 1) for peer, row in rows}
+
+
+def unpack_signatures(prepared: pb.Prepared) -> list[Signature]:
+    """The signatures over the tally after a round. Those that are too long to be any are left out."""
+    told = [Signature(each.point, each.signature, each.tally) for each in prepared.signatures]
+    return [each for each in told if len(each.point) + len(each.signature) + len(each.digest) <= LONGEST_SIGNATURE]
+
+
+def unsigned(prepared: pb.Prepared) -> pb.Prepared:
+    copy = pb.Prepared()
+    copy.CopyFrom(prepared)
+    del copy.signatures[:]
+    return copy
+
+
+def signed_by_all(prepared: pb.Prepared, held: Iterable[pb.Prepared]) -> pb.Prepared:
+    """A result with the signature of each member that holds it."""
+    signed = unsigned(prepared)
+    signed.signatures.extend(signature for each in held for signature in each.signatures[:1])
+    return signed
 
 
 def pack_standing(standing: Standing) -> pb.Standing:

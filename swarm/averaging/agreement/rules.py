@@ -1,5 +1,6 @@
 """The rules of a group's rounds: which candidate leads, when a round is complete, which members may commit it, which
-earlier result has to be finished first, who drops what two members count, and how long anything is waited for.
+earlier result has to be finished first, who drops what two members count, what a leader may say that members have
+given, and how long anything is waited for.
 
 Another rule for who leads goes into `leader_of`, and must be the same at all peers of a run. The roster says who the
 candidates are, and succession which peers are passed over.
@@ -13,8 +14,10 @@ from hashlib import sha256
 from typing import TypeVar, assert_never
 
 from swarm.averaging.agreement import messages
+from swarm.averaging.agreement.shares import Counts
 from swarm.config import Quorum, RunConfig
 from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.training.tally import NOTHING_GIVEN, Given
 from swarm.types import Block, PeerId
 
 Begun = Mapping[PeerId, pb.BeginReply]
@@ -193,7 +196,32 @@ def unfinished(begun: Begun) -> pb.Prepared | None:
     }.intersection(newest.member_ids)
     if lacking.intersection(newest.decider_ids or newest.member_ids) or 2 * len(lacking) >= len(newest.member_ids):
         return None
-    return newest
+    return messages.signed_by_all(newest, [each for each in prepared if each.digest == newest.digest])
+
+
+def given_fault(
+    given: Mapping[str, Given], seen: Mapping[str, Given], own_id: str, num_samples: int, num_elements: int,
+    config: RunConfig, block: Block,
+) -> str:  # fmt: skip
+    """What is wrong about what a leader says that a round's members have given, in words that follow "the leader says
+    that"; empty if nothing is.
+
+    Args:
+        seen: what this member gave, and what those of its group gave while this one was there.
+        num_samples, num_elements: of the result.
+    """
+    # No member sends more than the vector to each other member of its exchanges, and gets in no more than these.
+    most_bytes = 2 * len(given) * 4 * num_elements
+    for peer, gave in given.items():
+        claimed = Counts(num_samples=gave.samples, num_targets=gave.targets, round_samples=gave.samples, norm=0.0)
+        if claimed.fault(config, block) or gave.num_bytes > most_bytes:
+            return f"{peer} gave more than it can"
+    for peer, gave in seen.items():
+        told = given.get(peer, NOTHING_GIVEN)
+        if told[:2] != gave[:2] or told.num_bytes < gave.num_bytes or (peer == own_id and told != gave):
+            return f"{peer} gave something else than it did"
+    is_of_all = sum(gave.samples for gave in given.values()) == num_samples
+    return "" if is_of_all else f"its members gave other than {num_samples} samples"
 
 
 def duplicates(begun: Mapping[PeerId, pb.BeginReply]) -> dict[PeerId, set[int]]:

@@ -13,10 +13,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from swarm.averaging.agreement import messages
 from swarm.config import RunConfig
 from swarm.errors import MalformedMessage
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import Contribution
+from swarm.training.tally import Given
 from swarm.types import Block
 
 BANDWIDTH_NOISE = 1.5
@@ -246,8 +248,11 @@ def shares_of(
     return replace(_weighed(names, counts, sizes, clip_of(config)), amended=amended)
 
 
-def prepared_of(request: pb.AverageRequest, shares: Shares, digest: str, squared_norm: float) -> pb.Prepared:
-    """The result of an exchange: of these members, or of those that the leader names if it is among groups."""
+def prepared_of(
+    request: pb.AverageRequest, shares: Shares, digest: str, squared_norm: float, given: Mapping[str, Given]
+) -> pb.Prepared:
+    """The result of an exchange: of these members, or of those that the leader names if it is among groups. `given` is
+    what they have given by its end."""
     names = [share.peer_id for share in shares.members]
     return pb.Prepared(
         ballot=request.ballot,
@@ -257,6 +262,7 @@ def prepared_of(request: pb.AverageRequest, shares: Shares, digest: str, squared
         num_samples=shares.round_samples,
         decider_ids=names if request.member_ids and not request.is_part else [],
         amended=shares.amended,
+        given=messages.pack_given(given, request.member_ids or names),
     )
 
 

@@ -24,12 +24,13 @@ from swarm.averaging.agreement.messages import MemberFailed
 from swarm.averaging.agreement.shares import Share, Shares
 from swarm.averaging.vectors.reduction import HandOut, Reduction, Side, decode_bounded
 from swarm.averaging.wire.transport import Payload
-from swarm.compression.codec import Buffer, Codec
+from swarm.compression.codec import Buffer, Codec, simple_codec
 from swarm.compression.feedback import Residual
 from swarm.errors import MalformedMessage, SwarmError
 from swarm.honesty.comparison import Deviation
 from swarm.machine.memory import Recycler
 from swarm.training.clipping import squared_norm_of_vector
+from swarm.training.tally import Given
 
 OWNER_PATIENCE = 0.8
 """The share of an exchange's time after which an owner blames the member that it still waits for. It must come before
@@ -153,19 +154,26 @@ def digest_of(shares: Shares, payloads: dict[str, Payload], *, with_norms: bool)
     return digest.hexdigest()
 
 
-def digest_of_whole(member_ids: Sequence[str], num_samples: int, vector_D: torch.Tensor, amended: str = "") -> str:
+def digest_of_whole(given: Mapping[str, Given], vector_D: torch.Tensor, amended: str = "") -> str:
     """BLAKE3 digest of a result that was averaged in groups, in hexadecimal: the same in whatever parts it came."""
-    digest = blake3("\n".join([str(num_samples), *member_ids, *([amended] if amended else [])]).encode())
+    rows = [" ".join(map(str, [peer_id, *gave])) for peer_id, gave in given.items()]
+    digest = blake3("\n".join([*rows, amended]).encode())
     digest.update(vector_D.numpy().data.cast("B"))
     return digest.hexdigest()
 
 
+def sent_bytes(shares: Shares, own: Share, codec: Codec, result_codec: Codec, *, gathers: bool) -> int:
+    """How many bytes a member sends in an exchange: its contribution to all others, or in a butterfly each part of it
+    to the part's owner, and its sum to all others."""
+    others = [share for share in shares.members if share is not own]
+    sizes = [shares.num_elements if gathers else other.num_elements for other in others]
+    contributed = sum(map(codec.num_bytes, filter(None, sizes))) if own.contributes else 0
+    return contributed + (0 if gathers else result_codec.num_bytes(own.num_elements) * len(others))
+
+
 def compression_ratio(shares: Shares, own: Share, bytes_sent: int) -> float:
-    """The figure of that name in `Average`. In a butterfly a member sends its contribution to the other owners, and its
-    sum to all others."""
-    contributed = shares.num_elements - own.num_elements if own.contributes else 0
-    handed_back = own.num_elements * (len(shares.members) - 1)
-    return torch.float32.itemsize * (contributed + handed_back) / bytes_sent if bytes_sent else 1.0
+    fp32 = simple_codec("fp32")
+    return sent_bytes(shares, own, fp32, fp32, gathers=False) / bytes_sent if bytes_sent else 1.0
 
 
 async def butterfly(vector_D: torch.Tensor, reduction: Reduction, terms: Terms, memory: Recycler) -> Average:
@@ -242,8 +250,7 @@ class _Butterfly:
         lengths = {owner: part.stop - part.start for owner, part in self._owners.items()}
         elsewhere = [length for owner, length in lengths.items() if owner != own.peer_id]
         num_senders = sum(share.peer_id != own.peer_id for share in shares.senders)
-        sent = sum(map(codec.num_bytes, elsewhere)) if own.contributes else 0
-        sent += result_codec.num_bytes(own.num_elements) * (len(shares.members) - 1)
+        sent = sent_bytes(shares, own, codec, result_codec, gathers=False)
         received = sum(map(result_codec.num_bytes, elsewhere)) + codec.num_bytes(own.num_elements) * num_senders
         own_part = self._owners.get(own.peer_id, slice(0, 0))
         return Average(
@@ -327,7 +334,7 @@ async def gather(vector_D: torch.Tensor, hand_out: HandOut, terms: Terms) -> Ave
         # The other contributions are bounded, so the cause can only be this member's own.
         raise MemberFailed(own_id, "the average is not finite", noticed_by=own_id)
     size = codec.num_bytes(num_elements)
-    sent = size * (len(shares.members) - 1) if own.contributes else 0
+    sent = sent_bytes(shares, own, codec, terms.result_codec, gathers=True)
     return Average(
         vector_D=sum_D,
         digest=await asyncio.to_thread(digest_of, shares, payloads, with_norms=False),

@@ -14,7 +14,7 @@ import torch
 
 from swarm.averaging.agreement.messages import MemberFailed
 from swarm.averaging.agreement.shares import Shares
-from swarm.averaging.vectors.allreduce import AllReduceTransport, Average, Terms, butterfly, gather
+from swarm.averaging.vectors.allreduce import AllReduceTransport, Average, Terms, butterfly, gather, sent_bytes
 from swarm.averaging.vectors.reduction import Compare, HandOut, Reduction, Side
 from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import Payload
@@ -30,6 +30,7 @@ from swarm.machine.memory import Recycler
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.clipping import squared_norm_of_vector
 from swarm.training.round_member import Contribution
+from swarm.training.tally import Given
 from swarm.types import PeerRecord
 
 SMOOTHING = 0.3
@@ -266,8 +267,24 @@ class Exchanges:
         return shares.parts[[share.peer_id for share in shares.members].index(self._own_id)]
 
     def _gathers(self, shares: Shares) -> bool:
-        is_small = len(shares.members) <= self._config.gather_members
-        return self.codec.is_sparse and is_small and not shares.has_one_owner
+        return _gathers(shares, self._config)
+
+
+def _gathers(shares: Shares, config: AveragingConfig) -> bool:
+    is_small = len(shares.members) <= config.gather_members
+    return contribution_codec(config).is_sparse and is_small and not shares.has_one_owner
+
+
+def given_after(before: Mapping[str, Given], shares: Shares, config: AveragingConfig) -> dict[str, Given]:
+    """What members have given by the end of an exchange: what is in their contributions, which is known `before` if
+    these are averages of groups, and the bytes that they have sent."""
+    codecs, gathers, given = (contribution_codec(config), result_codec(config)), _gathers(shares, config), dict(before)
+    for share in shares.members:
+        counts, sent = share.counts, sent_bytes(shares, share, *codecs, gathers=gathers)
+        targets = counts.num_targets * counts.round_samples // max(1, counts.num_samples)
+        own = Given(counts.round_samples, targets, 0, 1)
+        given[share.peer_id] = before.get(share.peer_id, own).plus(Given(num_bytes=sent))
+    return given
 
 
 @dataclass(frozen=True, kw_only=True)

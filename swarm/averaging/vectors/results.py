@@ -83,6 +83,7 @@ def _unpack(before: Standing, header: pb.ResultHeader, tensors: Mapping[str, tor
         digest=prepared.digest,
         partners=messages.digests_of(outcome.partners),
         amended=prepared.amended,
+        given=messages.unpack_given(prepared),
     )
     return Committed(
         before=before, after=after, result=result, outcome=outcome, state_digest=known(header.state_digest),

@@ -10,12 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
-from swarm.errors import MalformedMessage
+from swarm.errors import IntegrityError, MalformedMessage
 from swarm.rpc.transfers import Segments
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.tensor_pb2 import TensorHeader
 from swarm.rpc.wire import CHUNK_BYTES, DTYPES
 from swarm.training.round_member import Snapshot
+from swarm.training.tally import EMPTY, Tally
 from swarm.types import PeerRecord
 
 _ENCODINGS = {dtype: name for name, dtype in DTYPES.items()}
@@ -93,6 +94,14 @@ def allocate(headers: Iterable[TensorHeader], max_bytes: int) -> dict[str, torch
     return {header.name: torch.empty(tuple(header.shape), dtype=DTYPES[header.encoding]) for header in described}
 
 
+def _tally_of(header: pb.SnapshotHeader) -> Tally:
+    """The donor's tally; an empty one if it gives none that can be read."""
+    try:
+        return Tally.read(header.tally)
+    except IntegrityError:
+        return EMPTY
+
+
 class PartialSnapshot:
     """A snapshot of which some segments may still be missing."""
 
@@ -161,4 +170,5 @@ class PartialSnapshot:
             lineage=standing.lineage,
             tensors={name: tensor for name, tensor in self.tensors.items() if name.startswith(self._only)},
             digest=self.header.state_digest,
+            tally=_tally_of(self.header),
         )

@@ -20,6 +20,7 @@ from swarm.rpc.ask import address_of
 from swarm.rpc.transfers import Turns
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.training.run_rounds import RunRounds
+from swarm.training.tally import Sign
 from swarm.types import Block, PeerId, PeerRecord, PeerState
 
 _NOT_YET = "this peer does not average yet"
@@ -105,6 +106,7 @@ class Context:
         endpoints: gives this peer's present endpoints, if those in `own` may become out of date.
         turns: decide which peers may download from this one now; None if all may at the same time.
         own_block: gives another block that this process serves; None if it does not serve that one.
+        sign: signs the block's tally with this peer's key; None if it has none.
         known_amendments: the timeline that the block's weights follow; None if nothing else follows one.
     """
 
@@ -120,6 +122,7 @@ class Context:
     waits: Waits = field(default_factory=Waits)
     turns: Turns | None = None
     own_block: Callable[[Block], OwnBlock | None] = lambda _: None
+    sign: Sign | None = None
     known_amendments: Timeline | None = None
 
     @cached_property

@@ -115,6 +115,8 @@ class Prepared(_message.Message):
     NUM_SAMPLES_FIELD_NUMBER: _builtins.int
     DECIDER_IDS_FIELD_NUMBER: _builtins.int
     AMENDED_FIELD_NUMBER: _builtins.int
+    GIVEN_FIELD_NUMBER: _builtins.int
+    SIGNATURES_FIELD_NUMBER: _builtins.int
     digest: _builtins.str
     """BLAKE3 digest of the member list and the averaged bytes, in hexadecimal. If the round averages tied
     parameters, a dot and the digest of what `Shared` answers follow.
@@ -134,6 +136,14 @@ class Prepared(_message.Message):
         members if this is empty.
         """
 
+    @_builtins.property
+    def given(self) -> _containers.RepeatedCompositeFieldContainer[Global___Given]:
+        """What each member has given to it, in the order of member_ids."""
+
+    @_builtins.property
+    def signatures(self) -> _containers.RepeatedCompositeFieldContainer[Global___TallySignature]:
+        """Members' signatures over the block's tally after this round. In a member's answer, its own alone."""
+
     def __init__(
         self,
         *,
@@ -144,14 +154,70 @@ class Prepared(_message.Message):
         num_samples: _builtins.int = ...,
         decider_ids: _abc.Iterable[_builtins.str] | None = ...,
         amended: _builtins.str = ...,
+        given: _abc.Iterable[Global___Given] | None = ...,
+        signatures: _abc.Iterable[Global___TallySignature] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ballot", b"ballot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["amended", b"amended", "ballot", b"ballot", "decider_ids", b"decider_ids", "digest", b"digest", "member_ids", b"member_ids", "num_samples", b"num_samples", "squared_norm", b"squared_norm"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["amended", b"amended", "ballot", b"ballot", "decider_ids", b"decider_ids", "digest", b"digest", "given", b"given", "member_ids", b"member_ids", "num_samples", b"num_samples", "signatures", b"signatures", "squared_norm", b"squared_norm"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Prepared: _TypeAlias = Prepared  # noqa: Y015
+
+@_typing.final
+class Given(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    TARGETS_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    samples: _builtins.int
+    targets: _builtins.int
+    bytes: _builtins.int
+    """The bytes that it sent until the result was decided."""
+    def __init__(
+        self,
+        *,
+        samples: _builtins.int = ...,
+        targets: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "samples", b"samples", "targets", b"targets"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Given: _TypeAlias = Given  # noqa: Y015
+
+@_typing.final
+class TallySignature(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POINT_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
+    TALLY_FIELD_NUMBER: _builtins.int
+    point: _builtins.bytes
+    """The signer's public key, as a compressed point, of which its id is the digest."""
+    signature: _builtins.bytes
+    """ECDSA-SHA256, in DER."""
+    tally: _builtins.str
+    """The digest of the tally that it has signed."""
+    def __init__(
+        self,
+        *,
+        point: _builtins.bytes = ...,
+        signature: _builtins.bytes = ...,
+        tally: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["point", b"point", "signature", b"signature", "tally", b"tally"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TallySignature: _TypeAlias = TallySignature  # noqa: Y015
 
 @_typing.final
 class Outcome(_message.Message):
@@ -590,6 +656,7 @@ class AverageRequest(_message.Message):
     IS_PART_FIELD_NUMBER: _builtins.int
     MEMBER_IDS_FIELD_NUMBER: _builtins.int
     HANDED_DOWN_FIELD_NUMBER: _builtins.int
+    GIVEN_FIELD_NUMBER: _builtins.int
     peer_id: _builtins.str
     round: _builtins.int
     timeout_seconds: _builtins.float
@@ -605,11 +672,15 @@ class AverageRequest(_message.Message):
 
     @_builtins.property
     def member_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """In the last exchange among groups: the members of the whole round."""
+        """In an exchange among groups: all members whose contributions are in it."""
 
     @_builtins.property
     def handed_down(self) -> Global___Prepared:
         """The result of the last exchange, which the one member with samples hands down to the others."""
+
+    @_builtins.property
+    def given(self) -> _containers.RepeatedCompositeFieldContainer[Global___Given]:
+        """What each of member_ids has given before this exchange."""
 
     def __init__(
         self,
@@ -623,10 +694,11 @@ class AverageRequest(_message.Message):
         is_part: _builtins.bool = ...,
         member_ids: _abc.Iterable[_builtins.str] | None = ...,
         handed_down: Global___Prepared | None = ...,
+        given: _abc.Iterable[Global___Given] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "ballot", b"ballot", "handed_down", b"handed_down"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "ballot", b"ballot", "handed_down", b"handed_down", "is_part", b"is_part", "member_ids", b"member_ids", "peer_id", b"peer_id", "round", b"round", "shares", b"shares", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "ballot", b"ballot", "given", b"given", "handed_down", b"handed_down", "is_part", b"is_part", "member_ids", b"member_ids", "peer_id", b"peer_id", "round", b"round", "shares", b"shares", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -699,6 +771,7 @@ class CommitRequest(_message.Message):
     TOTAL_SQUARED_NORM_FIELD_NUMBER: _builtins.int
     PARTNERS_FIELD_NUMBER: _builtins.int
     STAGE_SQUARED_NORM_FIELD_NUMBER: _builtins.int
+    SIGNATURES_FIELD_NUMBER: _builtins.int
     peer_id: _builtins.str
     round: _builtins.int
     digest: _builtins.str
@@ -708,6 +781,10 @@ class CommitRequest(_message.Message):
     def address(self) -> _stage_pb2.Address: ...
     @_builtins.property
     def partners(self) -> _containers.RepeatedCompositeFieldContainer[Global___Partner]: ...
+    @_builtins.property
+    def signatures(self) -> _containers.RepeatedCompositeFieldContainer[Global___TallySignature]:
+        """Those of all members that hold the result."""
+
     def __init__(
         self,
         *,
@@ -718,10 +795,11 @@ class CommitRequest(_message.Message):
         total_squared_norm: _builtins.float = ...,
         partners: _abc.Iterable[Global___Partner] | None = ...,
         stage_squared_norm: _builtins.float = ...,
+        signatures: _abc.Iterable[Global___TallySignature] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "digest", b"digest", "partners", b"partners", "peer_id", b"peer_id", "round", b"round", "stage_squared_norm", b"stage_squared_norm", "total_squared_norm", b"total_squared_norm"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "digest", b"digest", "partners", b"partners", "peer_id", b"peer_id", "round", b"round", "signatures", b"signatures", "stage_squared_norm", b"stage_squared_norm", "total_squared_norm", b"total_squared_norm"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1127,21 +1205,25 @@ class OfferRequest(_message.Message):
 
     BEGUN_FIELD_NUMBER: _builtins.int
     ROUND_FIELD_NUMBER: _builtins.int
+    TALLY_FIELD_NUMBER: _builtins.int
     begun: _builtins.bytes
     """If set, the snapshot that the asker has begun to fetch, which is offered if it is still kept. It is named by the
     SHA-256 of its header without outcomes and past.
     """
     round: _builtins.int
     """If set, only the state with which this round began. The answer waits for a while until the answering peer is there."""
+    tally: _builtins.bool
+    """The header is to have the tally. A snapshot's name is not a digest over it, which earlier releases do not know."""
     def __init__(
         self,
         *,
         begun: _builtins.bytes = ...,
         round: _builtins.int | None = ...,
+        tally: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_round", b"_round", "round", b"round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_round", b"_round", "begun", b"begun", "round", b"round"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_round", b"_round", "begun", b"begun", "round", b"round", "tally", b"tally"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__round: _TypeAlias = _typing.Literal["round"]  # noqa: Y015
     _WhichOneofArgType__round: _TypeAlias = _typing.Literal["_round", b"_round"]  # noqa: Y015
@@ -1238,10 +1320,13 @@ class SnapshotHeader(_message.Message):
     SEGMENT_DIGESTS_FIELD_NUMBER: _builtins.int
     PAST_FIELD_NUMBER: _builtins.int
     AMENDMENTS_FIELD_NUMBER: _builtins.int
+    TALLY_FIELD_NUMBER: _builtins.int
     state_digest: _builtins.str
     """BLAKE3 digest of the anchor and the outer optimizer's state, as in CommitReply."""
     segment_bytes: _builtins.int
     """The size of every segment except the last one, which may be shorter."""
+    tally: _builtins.str
+    """If it was asked for: the block's tally (swarm/training/tally.py), as text."""
     @_builtins.property
     def standing(self) -> Global___Standing: ...
     @_builtins.property
@@ -1273,10 +1358,11 @@ class SnapshotHeader(_message.Message):
         segment_digests: _abc.Iterable[_builtins.bytes] | None = ...,
         past: _abc.Iterable[_builtins.str] | None = ...,
         amendments: _abc.Iterable[_builtins.str] | None = ...,
+        tally: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["standing", b"standing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["amendments", b"amendments", "outcomes", b"outcomes", "past", b"past", "segment_bytes", b"segment_bytes", "segment_digests", b"segment_digests", "standing", b"standing", "state_digest", b"state_digest", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["amendments", b"amendments", "outcomes", b"outcomes", "past", b"past", "segment_bytes", b"segment_bytes", "segment_digests", b"segment_digests", "standing", b"standing", "state_digest", b"state_digest", "tally", b"tally", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

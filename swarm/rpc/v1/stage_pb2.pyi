@@ -629,6 +629,7 @@ class DescribeRequest(_message.Message):
     CALLER_FIELD_NUMBER: _builtins.int
     STAGE_FIELD_NUMBER: _builtins.int
     VARIANT_FIELD_NUMBER: _builtins.int
+    TALLY_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     after_round: _builtins.int
     """If set, the answer comes when the stage is at a later round than this, or after wait_seconds."""
@@ -636,6 +637,8 @@ class DescribeRequest(_message.Message):
     stage: _builtins.int
     """The block that is asked about. If the stage is not set, the peer describes the first block that it serves."""
     variant: _builtins.int
+    tally: _builtins.bool
+    """Whether the answer is to have the tally."""
     @_builtins.property
     def caller(self) -> Global___Incarnation:
         """Set by a peer that begins, and wants to know whether another process serves under its identity."""
@@ -649,10 +652,11 @@ class DescribeRequest(_message.Message):
         caller: Global___Incarnation | None = ...,
         stage: _builtins.int | None = ...,
         variant: _builtins.int = ...,
+        tally: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_after_round", b"_after_round", "_stage", b"_stage", "after_round", b"after_round", "caller", b"caller", "stage", b"stage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after_round", b"_after_round", "_stage", b"_stage", "after_round", b"after_round", "caller", b"caller", "run_id", b"run_id", "stage", b"stage", "variant", b"variant", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after_round", b"_after_round", "_stage", b"_stage", "after_round", b"after_round", "caller", b"caller", "run_id", b"run_id", "stage", b"stage", "tally", b"tally", "variant", b"variant", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__after_round: _TypeAlias = _typing.Literal["after_round"]  # noqa: Y015
     _WhichOneofArgType__after_round: _TypeAlias = _typing.Literal["_after_round", b"_after_round"]  # noqa: Y015
@@ -740,6 +744,7 @@ class DescribeReply(_message.Message):
     LINES_FIELD_NUMBER: _builtins.int
     TIME_SHARES_FIELD_NUMBER: _builtins.int
     AMENDED_FIELD_NUMBER: _builtins.int
+    TALLY_FIELD_NUMBER: _builtins.int
     peer_id: _builtins.str
     name: _builtins.str
     protocol_version: _builtins.int
@@ -765,6 +770,8 @@ class DescribeReply(_message.Message):
     """With `stage`, the block that is described."""
     amended: _builtins.str
     """The digest of the newest amendment that the peer knows; empty if it knows none. Earlier releases leave it out."""
+    tally: _builtins.str
+    """If it was asked for: the block's tally (swarm/training/tally.py), as text."""
     @_builtins.property
     def counters(self) -> Global___StageCounters: ...
     @_builtins.property
@@ -824,10 +831,11 @@ class DescribeReply(_message.Message):
         lines: Global___Lines | None = ...,
         time_shares: Global___TimeShares | None = ...,
         amended: _builtins.str | None = ...,
+        tally: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_amended", b"_amended", "amended", b"amended", "averaging", b"averaging", "counters", b"counters", "generation", b"generation", "lines", b"lines", "rival", b"rival", "time_shares", b"time_shares"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_amended", b"_amended", "amended", b"amended", "averaging", b"averaging", "counters", b"counters", "device_bytes", b"device_bytes", "generation", b"generation", "last_peers", b"last_peers", "lineage", b"lineage", "lines", b"lines", "links", b"links", "loop_lag_seconds", b"loop_lag_seconds", "name", b"name", "peer_id", b"peer_id", "protocol_version", b"protocol_version", "queue_length", b"queue_length", "resident_bytes", b"resident_bytes", "rival", b"rival", "round", b"round", "round_samples", b"round_samples", "rounds", b"rounds", "run_id", b"run_id", "run_samples", b"run_samples", "samples_per_second", b"samples_per_second", "software_version", b"software_version", "stage", b"stage", "state", b"state", "time_shares", b"time_shares", "variant", b"variant", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_amended", b"_amended", "amended", b"amended", "averaging", b"averaging", "counters", b"counters", "device_bytes", b"device_bytes", "generation", b"generation", "last_peers", b"last_peers", "lineage", b"lineage", "lines", b"lines", "links", b"links", "loop_lag_seconds", b"loop_lag_seconds", "name", b"name", "peer_id", b"peer_id", "protocol_version", b"protocol_version", "queue_length", b"queue_length", "resident_bytes", b"resident_bytes", "rival", b"rival", "round", b"round", "round_samples", b"round_samples", "rounds", b"rounds", "run_id", b"run_id", "run_samples", b"run_samples", "samples_per_second", b"samples_per_second", "software_version", b"software_version", "stage", b"stage", "state", b"state", "tally", b"tally", "time_shares", b"time_shares", "variant", b"variant", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__amended: _TypeAlias = _typing.Literal["amended"]  # noqa: Y015
     _WhichOneofArgType__amended: _TypeAlias = _typing.Literal["_amended", b"_amended"]  # noqa: Y015

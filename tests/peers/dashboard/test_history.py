@@ -16,8 +16,10 @@ from peers.dashboard.history import (
     news,
 )
 from peers.dashboard.rounds import FARTHEST, MOST_PEERS, MOST_ROUNDS
+from peers.status.contributions import Tallies
 from peers.status.peer_row import PeerRow
 from peers.status.view import SwarmView
+from swarm.training.tally import EMPTY, Given
 from swarm.types import Block
 from tests.support.views import peer, peer_id, view
 
@@ -67,24 +69,24 @@ def test_a_boast_about_rounds_replaces_none() -> None:
     assert sorted(_after(*looks).rounds.rounds) == list(range(30, MOST_ROUNDS + 30))
 
 
-def test_contributions_add_up_over_restarts_and_moves() -> None:
-    def told(start: float, committed: int, stage: int = 0) -> SwarmView:
-        row = peer("ann", started_at=start, committed=committed, exchanged_bytes=10 * committed)
-        return view([row] if stage == 0 else [], [row] if stage == 1 else [])
-
-    history = _after(told(10, 5), told(10, 7), told(20, 2), told(20, 4), told(20, 9, stage=1), told(20, 10, stage=1))
-    given = history.contributions.peers[A]
-    assert given.microbatches == 5 + 2 + 2 + 2 + 9 + 1
-    assert given.exchanged_bytes == 10 * given.microbatches
-    assert (given.serving_seconds, given.first_seen, given.last_seen) == (10.0, 2.0, 12.0)
+def _given(**given: Given) -> Tallies:
+    peers = {peer_id(name): gave for name, gave in given.items()}
+    tally = EMPTY.after(0, parent="", result="", given=peers)
+    return Tallies("run", {Block(0): tally, Block(1): tally}, names={peer_id("gone"): "gone"})
 
 
-def test_of_a_peer_of_several_blocks_each_counter_counts_by_itself() -> None:
-    def told(*committed: int) -> SwarmView:
-        return view(*([peer("ann", started_at=10.0, committed=number)] for number in committed))
-
-    given = _after(told(5, 50), told(7, 51), told(7, 53)).contributions.peers[A]
-    assert (given.microbatches, given.serving_seconds) == (7 + 53, 4.0)
+def test_contributions_are_those_of_the_tally_and_time_is_what_was_seen() -> None:
+    history = _after(view([peer("ann")]), view([], [peer("ann")]), view([], [peer("ann", started_at=9.0)]))
+    history.contributions.take(_given(ann=Given(5, 50, 500, 1), gone=Given(7, 70, 700, 1)))
+    ann, gone = history.contributions.peers[A], history.contributions.peers[peer_id("gone")]
+    assert (ann.serving_seconds, ann.first_seen, ann.last_seen) == (4.0, 2.0, 6.0)
+    assert ann.given == Given(10, 100, 1000, 2)
+    assert (gone.name, gone.given, gone.first_seen) == ("gone", Given(14, 140, 1400, 2), 0.0)
+    history.contributions.take(_given(ann=Given(6, 60, 600, 2)))
+    assert history.contributions.peers[A].given.samples == 12
+    assert history.contributions.to_json()[A]["given"] == {
+        "samples": 12, "targets": 120, "num_bytes": 1200, "rounds": 4
+    }  # fmt: skip
 
 
 def test_time_in_which_nobody_watched_is_nobodys() -> None:
@@ -137,8 +139,9 @@ def test_a_crowd_makes_no_flood_of_events() -> None:
 
 
 def test_history_comes_back(tmp_path: Path) -> None:
-    seen = view([peer("ann", committed=3, round=2, recent_rounds=(0, 1))], [peer("bob")], loss=1.5)
+    seen = view([peer("ann", round=2, recent_rounds=(0, 1))], [peer("bob")], loss=1.5)
     history = _after(seen, replace(seen, trainers=()))
+    history.contributions.peers[A].given = Given(5, 50, 500, 1)
     file = HistoryFile(tmp_path / "run.json")
     assert file.read("run") == History(run="run")
     file.write(history)
@@ -147,7 +150,7 @@ def test_history_comes_back(tmp_path: Path) -> None:
     # A history that is read back goes on from there.
     again = file.read("run")
     again.add(None, seen, 100.0)
-    assert again.contributions.peers[A].microbatches == 3
+    assert again.contributions.peers[A].given == Given(5, 50, 500, 1)
     assert len(again.events) == len(history.events) + 1
 
 

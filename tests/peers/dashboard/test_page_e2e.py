@@ -14,6 +14,7 @@ from peers.dashboard.app import Hub, page_of
 from peers.dashboard.history import History
 from peers.dashboard.watcher import Watcher
 from peers.shared.web import Listener
+from peers.status.contributions import Tallies
 from peers.status.peer_row import PeerRow
 from peers.status.view import Joining, SwarmView
 from scripts.benches.shared.ports import free_ports
@@ -44,6 +45,9 @@ class _Shown:
 
     async def view(self) -> SwarmView:
         return self.seen
+
+    async def tallies(self) -> Tallies:
+        return Tallies(CONFIG.run_id)
 
     async def show(self, seen: SwarmView) -> None:
         """Show this view to all viewers."""

@@ -1,6 +1,7 @@
 """One view serves all viewers, a failure is shown, and the page has all figures of swarm-status."""
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 
@@ -8,9 +9,12 @@ import pytest
 
 from peers.dashboard.history import History
 from peers.dashboard.watcher import Watcher
+from peers.status.contributions import Tallies
 from peers.status.view import Joining, SwarmView
 from swarm import config as configs
 from swarm.errors import PeerUnavailable
+from swarm.training.tally import EMPTY, Given
+from swarm.types import Block
 from tests.support import virtual_time
 from tests.support.views import peer, peer_id, view
 
@@ -24,7 +28,7 @@ class _Place:
         self.config = CONFIG
         self.joining = Joining(peer="swarm-peer swarm://1...")
         self._outcomes = list(outcomes)
-        self.num_looks = 0
+        self.num_looks = self.num_tallies = 0
 
     async def view(self) -> SwarmView:
         self.num_looks += 1
@@ -32,6 +36,11 @@ class _Place:
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
+
+    async def tallies(self) -> Tallies:
+        self.num_tallies += 1
+        tally = EMPTY.after(0, parent="", result="", given={peer_id("ann"): Given(self.num_tallies, 1, 1, 1)})
+        return Tallies("run", {Block(0): tally})
 
 
 def _watcher(place: _Place, interval_seconds: float = 2.0) -> Watcher:
@@ -77,6 +86,20 @@ async def test_a_look_that_fails_is_told_and_what_was_seen_stays() -> None:
         assert len(watcher.state["peers"]) == 1
     assert faults == ["", "nobody answers", ""]
     assert texts[-2:] == ["the run cannot be seen: nobody answers", "the run can be seen again"]
+
+
+def test_the_tally_is_asked_for_now_and_then() -> None:
+    place = _Place(view([peer("ann")]))
+    watcher = _watcher(place)
+
+    async def watch() -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(25.0):
+                await watcher.watch(lambda: None)
+
+    virtual_time.run(watch())
+    assert place.num_tallies == 3
+    assert watcher.state["contributions"][peer_id("ann")]["given"]["samples"] == 3
 
 
 @pytest.mark.parametrize(("num_peers", "num_looks"), [(1, 30), (1000, 6)])

@@ -1,0 +1,139 @@
+"""--contributions: what each peer has given to a run since it began, from its peers, its checkpoints or its event logs.
+
+The members of each round sign what they have given (training/tally). Here it is checked who has signed what is shown.
+"""
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from swarm import config as configs
+from swarm.errors import IntegrityError
+from swarm.machine.words import counted
+from swarm.training.tally import Tally, by_peer, total
+from swarm.types import Block
+
+_LENGTH_BYTES = 8
+_MOST_HEADER_BYTES = 100 << 20
+
+
+@dataclass
+class Tallies:
+    """The tallies of a run's blocks.
+
+    Attributes:
+        names: of peers, by id, as far as they are known.
+        signers: the peers that have signed the tally of each block; None where that was proven otherwise.
+    """
+
+    run: str
+    blocks: dict[Block, Tally] = field(default_factory=dict)
+    signers: dict[Block, set[str] | None] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+
+    def add(self, block: Block, texts: Iterable[str], among: Collection[str] | None = None) -> None:
+        """Take the tally of a block that most have signed; of equal ones the newest. Signatures of others than `among`
+        do not count: anybody can make keys."""
+        for text in texts:
+            try:
+                tally = Tally.read(text)
+            except IntegrityError:
+                continue
+            signers = tally.signers(self.run, block)
+            signers = signers if among is None else signers & set(among)
+            known, before = self.blocks.get(block), self.signers.get(block) or set()
+            if known is None or (len(signers), tally.round) > (len(before), known.round):
+                self.blocks[block], self.signers[block] = tally, signers
+
+    def to_json(self) -> str:
+        blocks = {
+            str(block): {
+                "since": tally.since, "round": tally.round, "signed_by": self._signed(block),
+                "not_signed_by": self._unsigned(block),
+            }
+            for block, tally in sorted(self.blocks.items())
+        }  # fmt: skip
+        peers = {
+            peer_id: {"name": self.names.get(peer_id, ""), **_figures(total(given)._asdict())}
+            | {"blocks": {str(block): _figures(gave._asdict()) for block, gave in given.items()}}
+            for peer_id, given in by_peer(self.blocks).items()
+        }
+        return json.dumps({"run": self.run, "blocks": blocks, "peers": peers})
+
+    def _signed(self, block: Block) -> list[str] | None:
+        signers = self.signers.get(block)
+        return None if signers is None else sorted(signers)
+
+    def _unsigned(self, block: Block) -> list[str]:
+        """The members of the last round that have not signed."""
+        signers = self.signers.get(block)
+        return [] if signers is None else [peer for peer in self.blocks[block].members if peer not in signers]
+
+    def render(self) -> RenderableType:
+        columns = "peer", "stages", "samples", "targets", "sent, MB", "rounds"
+        table = Table(*columns, title=escape(f"what peers have given to {self.run}"))
+        for peer_id, given in by_peer(self.blocks).items():
+            gave, name = total(given), self.names.get(peer_id, peer_id[:8])
+            numbers = f"{gave.samples:,}", f"{gave.targets:,}", f"{gave.num_bytes / 1e6:,.1f}", f"{gave.rounds:,}"
+            table.add_row(escape(name), ", ".join(map(str, given)), *numbers)
+        return Group(table, *map(self._source, sorted(self.blocks)))
+
+    def _source(self, block: Block) -> str:
+        tally, signers = self.blocks[block], self.signers.get(block)
+        if tally.round < 0:
+            return f"stage {block}: no round is counted yet"
+        by = "as the event logs prove" if signers is None else f"signed by {counted(len(signers), 'peer')}"
+        others = ", ".join(escape(self.names.get(peer, peer[:8])) for peer in self._unsigned(block))
+        return f"stage {block}: rounds {tally.since} to {tally.round}, {by}{others and f', and not by {others}'}"
+
+
+def _figures(given: Mapping[str, int]) -> dict[str, int]:
+    return {("bytes" if name == "num_bytes" else name): value for name, value in given.items()}
+
+
+def of_checkpoints(paths: Sequence[Path]) -> Tallies:
+    """The tallies in checkpoints of one run, of which the newest of each block counts. Raises ValueError for files that
+    are none, have none, or are of several runs, and OSError."""
+    found: Tallies | None = None
+    newest: dict[Block, int] = {}
+    for path in paths:
+        metadata = _metadata(path)
+        try:
+            run_id = configs.from_json(metadata["config"], source=str(path)).run_id
+            block, number = Block(int(metadata["stage"]), int(metadata.get("variant", 0))), int(metadata["round"])
+            text = metadata["tally"]
+        except KeyError as lacking:
+            raise ValueError(f"{path} has no tally ({lacking.args[0]} is not in it)") from None
+        found = found or Tallies(run_id)
+        if found.run != run_id:
+            raise ValueError(f"{path} is of the run {run_id}, and the files before it of {found.run}")
+        if number > newest.get(block, -1):
+            newest[block] = number
+            found.blocks.pop(block, None)
+            found.add(block, [text])
+        if block not in found.blocks:
+            raise ValueError(f"the tally in {path} cannot be read")
+    assert found is not None, "at least one file is named"
+    return found
+
+
+def _metadata(path: Path) -> Mapping[str, Any]:
+    """The metadata of a safetensors file, read without torch."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        text = file.read(size) if size <= _MOST_HEADER_BYTES else b""
+    try:
+        metadata = json.loads(text)["__metadata__"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ValueError(f"{path} is no checkpoint") from None
+    return dict(metadata)
+
+
+def of_logs(run_id: str, tallies: Mapping[Block, Tally]) -> Tallies:
+    return Tallies(run_id, dict(tallies), dict.fromkeys(tallies))

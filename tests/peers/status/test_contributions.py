@@ -1,0 +1,131 @@
+"""--contributions: the same from a run's peers, its checkpoints and its event logs, whoever came and went."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from peers.status import program
+from peers.status.contributions import Tallies, of_checkpoints, of_logs
+from swarm.audit.audit import audit
+from swarm.checkpoint import file
+from swarm.checkpoint.file import Header
+from swarm.config import RunConfig
+from swarm.routing.poll import Poll
+from swarm.rpc.channels import ChannelPool
+from swarm.stage.member import StageMember
+from swarm.training.tally import by_peer, total
+from swarm.types import Block
+from tests.audit.honest import Lines, edit
+from tests.support.chain import DILOCO, SYNCHRONOUS, eventually
+from tests.support.whole_swarm import WholeSwarm, whole_swarm
+
+STEPS = 4
+
+
+async def _told_by(swarm: WholeSwarm, channels: ChannelPool) -> Tallies:
+    """What the run's peers say when they are asked, as Lookout asks them."""
+    found = Tallies(swarm.config.run_id)
+    for block in swarm.config.blocks:
+        records = [peer.servers[block].presence.record() for peer in swarm.peers if block in peer.servers]
+        heard = await Poll(swarm.config.run_id, channels).ask(records, tally=True)
+        found.add(block, [one.reply.tally for one in heard if one.reply is not None], {r.peer_id for r in records})
+    return found
+
+
+async def _end_of_rounds(members: Sequence[StageMember]) -> None:
+    """Wait until no samples are left that would end another round of DiLoCo."""
+    before: list[str] = []
+    while (now := [member.progress().lineage for member in members]) != before:
+        before = now
+        await asyncio.sleep(2.0)
+
+
+@pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO], ids=["synchronous", "diloco"])
+async def test_it_is_the_same_from_peers_checkpoints_and_event_logs(
+    config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoints, channels = tmp_path / "checkpoints", ChannelPool(insecure=True)
+    checkpoints.mkdir()
+    async with whole_swarm(config, tmp_path / "events", num_peers=(2, 2, 1)) as swarm:
+        victim = swarm.peers[1]
+        training = asyncio.create_task(swarm.train(STEPS))
+        await eventually(lambda: victim.servers[Block(0)].stage.round >= 1)
+        await victim.kill()
+        joiner = await swarm.start(0)
+        await training
+        swarm.peers.remove(victim)
+        members = [served.member for peer in swarm.peers for served in peer.servers.values()]
+        await eventually(lambda: all(member.progress().round >= STEPS for member in members))
+        await _end_of_rounds(members)
+        told = await _told_by(swarm, channels)
+        for peer in swarm.peers:
+            for block, served in peer.servers.items():
+                state = await served.member.snapshot()
+                header = Header(
+                    config=config, stage=block.stage, round=state.round, run_samples=state.run_samples,
+                    lineage=state.lineage, highest_microbatch=0, state_digest=state.digest, tally=state.tally.to_text(),
+                )  # fmt: skip
+                file.write(checkpoints, header, state.tensors, owner="test")
+        await channels.close()
+    kept = of_checkpoints(sorted(checkpoints.iterdir()))
+    report = audit(swarm.logs)
+    assert report.findings.violations == []
+    for block, tally in told.blocks.items():
+        logged = report.tallies[block]
+        assert (tally.since, tally.peers) == (0, kept.blocks[block].peers) == (0, logged.peers)
+        assert tally.digest == kept.blocks[block].digest == logged.digest
+        signers = told.signers[block]
+        assert signers
+        assert kept.signers[block] == tally.signers(config.run_id, block) >= signers
+        whole = sum(gave.samples for gave in tally.peers.values())
+        if config.rounds.synchronous:
+            assert whole == (tally.round + 1) * config.rounds.round_samples
+            targets = sum(gave.targets for gave in tally.peers.values())
+            assert targets == whole * config.data.sequence_length
+    given = by_peer(told.blocks)
+    assert victim.peer_id in given
+    assert total(given[swarm.peers[0].peer_id]).num_bytes > 0
+    assert joiner.peer_id in given or not config.rounds.synchronous
+    shown = Console(width=120)
+    with shown.capture() as captured:
+        shown.print(of_logs(report.run, report.tallies).render())
+    assert "as the event logs prove" in captured.get()
+    assert program.main(["--contributions", "--json", "--checkpoint", *map(str, sorted(checkpoints.iterdir()))]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["peers"][victim.peer_id]["blocks"]["0"]["samples"] == given[victim.peer_id][Block(0)].samples
+
+    def exaggerate(lines: Lines) -> None:
+        commit = next(line for line in lines if line["event"] == "commit")
+        commit["given"][0][0] += 1
+
+    for path in swarm.logs:
+        if "peer-0" in path.name:
+            edit(path, exaggerate)
+    assert not audit(swarm.logs).proven
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--checkpoint", "x"], "--checkpoint names files for --contributions"),
+        (["--contributions", "--watch", "--peer", "x"], "leave --watch and --runs out"),
+        (["--contributions"], "which run?"),
+    ],
+)
+def test_options_that_do_not_go_together(
+    options: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        program.main(options)
+    assert complaint in capsys.readouterr().err
+
+
+def test_files_that_are_no_checkpoints_are_refused_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"\xff" * 100)
+    with pytest.raises(ValueError, match="is no checkpoint"):
+        of_checkpoints([path])
