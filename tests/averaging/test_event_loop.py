@@ -65,7 +65,12 @@ class LargeStage(FakeStage):
 
 @pytest.mark.parametrize(
     "codec",
-    ["fp32", pytest.param("int8", marks=pytest.mark.slow), pytest.param("int4", marks=pytest.mark.slow), "topk"],
+    [
+        pytest.param("fp32", marks=pytest.mark.slow),
+        pytest.param("int8", marks=pytest.mark.slow),
+        pytest.param("int4", marks=pytest.mark.slow),
+        "topk",
+    ],
 )
 async def test_rounds_and_a_download_touch_no_large_tensor_on_the_loop(codec: str) -> None:
     """There are two rounds; the second one has residuals of the first. Then a third member joins, and the parts change

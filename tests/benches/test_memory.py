@@ -106,7 +106,7 @@ def test_a_stage_holds_what_is_computed_and_no_copy_more(setting: str, options: 
     assert 0 <= held_bytes - sum(sizes.state_bytes(config, 1).values()) < 1000
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", ["synchronous", pytest.param("diloco", marks=pytest.mark.slow)])
 async def test_a_case_runs(setting: str, tmp_path: Path) -> None:
     """Both members are in this process, so the test can check which figures there are, but not their size."""
     config = run_config(setting, Options(d_model=128, layers=1, in_flight=2))
@@ -119,6 +119,7 @@ async def test_a_case_runs(setting: str, tmp_path: Path) -> None:
     assert expected_bytes(config, 2, is_kept=False).keys() <= measured.keys()
 
 
+@pytest.mark.slow
 def test_the_loss_of_a_last_stage_is_measured_in_a_process_of_its_own() -> None:
     """Each of three copies of this vocabulary's logits would take 1.5 times as much as the layers' activations."""
     config = loss_config(Options(d_model=128, layers=1, vocabulary=4096))

@@ -116,7 +116,9 @@ def test_pieces_leave_no_trace_in_the_tokens_of_a_long_line(
 
 
 @pytest.mark.parametrize("words", [pytest.param("the bees of this swarm ", marks=pytest.mark.slow), "\u4e2d\u6587"])
-@pytest.mark.parametrize(("tokenizer", "size_mib", "piece_characters"), [("bytes", 64, 2**18), ("bpe", 2, 2**14)])
+@pytest.mark.parametrize(("tokenizer", "size_mib", "piece_characters"), [
+    pytest.param("bytes", 64, 2**18, marks=pytest.mark.slow), ("bpe", 2, 2**14),
+])  # fmt: skip
 def test_a_file_of_one_line_is_not_held_whole(
     tmp_path: Path, cache: Path, tokenizer: str, words: str, size_mib: int, piece_characters: int
 ) -> None:
@@ -158,7 +160,7 @@ def test_max_tokens(folder: Path, cache: Path) -> None:
 def test_two_processes_at_once(tmp_path: Path, cache: Path) -> None:
     """Both get the same corpus, and nothing but that corpus is left."""
     path = tmp_path / "big.txt"
-    path.write_text("".join(f"line {number}\n" for number in range(200_000)))
+    path.write_text("".join(f"line {number}\n" for number in range(20_000)))
     program = (
         "import sys; from pathlib import Path; from swarm.config import DataConfig; from swarm.data import corpora\n"
         "print('ready', flush=True); sys.stdin.readline()\n"

@@ -24,11 +24,11 @@ from swarm.model.stages import build_stage
     ("model", "lora", "documents", "num_graphs"),
     [
         ({}, LoraConfig(), False, 1),
-        ({}, LoraConfig(), True, 1),
+        pytest.param({}, LoraConfig(), True, 1, marks=pytest.mark.slow),
         # A layer may have an encoder, or a decoder.
         ({"bottleneck_dim": 32, "bottleneck": "learned", "bottleneck_layers": (2,)}, LoraConfig(), False, 3),
         # A layer's two parts are compiled apart.
-        ({"block_types": "tp", "num_shards": 2}, LoraConfig(), False, 2),
+        pytest.param({"block_types": "tp", "num_shards": 2}, LoraConfig(), False, 2, marks=pytest.mark.slow),
         # The first layer's inputs need no gradient.
         ({}, LoraConfig(rank=4), False, 2),
     ],

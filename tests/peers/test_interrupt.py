@@ -91,7 +91,7 @@ def start(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
     ("program", "arguments", "said", "number"),
     [
         (PEER, ["--config", "run.toml"], "", signal.SIGINT),
-        (TRAINER, ["--initial-peers", "x"], "node ends\n", signal.SIGTERM),
+        pytest.param(TRAINER, ["--initial-peers", "x"], "node ends\n", signal.SIGTERM, marks=pytest.mark.slow),
     ],
     ids=["peer", "trainer"],
 )

@@ -61,7 +61,7 @@ def _gradients(config: RunConfig, weights: Mapping[str, torch.Tensor], numbers: 
 
 @pytest.mark.parametrize("autocast", ["off", "bf16"])
 @pytest.mark.parametrize("model", [CONFIG.model, TIED, GPT2], ids=["llama", "tied", "gpt2"])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_gradients_are_those_of_rounded_weights(model: ModelConfig, autocast: str, checkpointing: bool) -> None:
     config = _with(CONFIG, model, autocast=autocast, gradient_checkpointing=checkpointing)
     chain = chain_of(config)

@@ -52,7 +52,9 @@ async def _trained(config: RunConfig, *, spans: bool) -> tuple[list[float], list
         return losses, copies
 
 
-@pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO, DROPOUT, LORA, INT8])
+@pytest.mark.parametrize(
+    "config", [SYNCHRONOUS, DILOCO, INT8, *(pytest.param(each, marks=pytest.mark.slow) for each in (DROPOUT, LORA))]
+)
 async def test_one_process_computes_the_same_bits_as_several(config: RunConfig) -> None:
     (losses, tensors), (expected_losses, expected) = [await _trained(config, spans=spans) for spans in (True, False)]
     assert losses == expected_losses

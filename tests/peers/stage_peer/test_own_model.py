@@ -121,7 +121,7 @@ async def test_another_model_is_refused(tmp_path: Path, text: str) -> None:
         await cache_of(tmp_path / "c", dataclasses.replace(config), FakeLine()).of(shapes)
 
 
-@pytest.mark.parametrize("value", [0.0, "mean"])
+@pytest.mark.parametrize("value", [pytest.param(0.0, marks=pytest.mark.slow), "mean"])
 def test_adapters_on_chat_tokens_that_were_never_trained_are_warned_of(
     value: float | str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

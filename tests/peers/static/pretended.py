@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,6 +30,11 @@ CONFIG = RunConfig(
 )
 CUTS = {"fsdp": Shape(dp=4, tp=1, pp=1), "tp": Shape(dp=1, tp=4, pp=1), "both": Shape(dp=2, tp=2, pp=1)}
 """Ways in which four workers cut the model."""
+SOME_CUTS = pytest.mark.parametrize(
+    "shape",
+    [pytest.param(shape, id=name, marks=[pytest.mark.slow] if name != "both" else []) for name, shape in CUTS.items()],
+)
+"""Cuts in both ways. One way at a time is slow, since it has nothing that both ways together do not have."""
 
 
 class Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it

@@ -17,7 +17,7 @@ from swarm.machine import tensor_file
 from swarm.stage import state
 from swarm.training import optim
 from swarm.training.optimizers import gradient_optimizer
-from tests.peers.static.pretended import CONFIG, CUTS, Memory, pretended
+from tests.peers.static.pretended import CONFIG, CUTS, SOME_CUTS, Memory, pretended
 
 ALONE = Shape(dp=1, tp=1, pp=1)
 
@@ -50,7 +50,7 @@ def written_alone(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize("shape", CUTS.values(), ids=CUTS)
+@SOME_CUTS
 def test_the_worker_that_writes_holds_one_whole_tensor(shape: Shape, tmp_path: Path) -> None:
     with pretended(shape, rank=0) as workers:
         given = options(tmp_path, shape)
@@ -65,7 +65,7 @@ def test_the_worker_that_writes_holds_one_whole_tensor(shape: Shape, tmp_path: P
     assert file.read_header(tmp_path / str(file.names(tmp_path)[0]), CONFIG).round == 1
 
 
-@pytest.mark.parametrize("shape", CUTS.values(), ids=CUTS)
+@SOME_CUTS
 def test_a_worker_goes_on_with_its_part_and_never_holds_much_more(shape: Shape, tmp_path: Path) -> None:
     whole = written_alone(tmp_path)
     with pretended(shape, rank=1) as workers:

@@ -227,7 +227,7 @@ def test_begins_with_a_model_and_goes_on_from_a_checkpoint_of_it(
     assert "another/weights has other weights" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("before", "now"), [("adamw", "muon"), ("muon", "adamw")])
+@pytest.mark.parametrize(("before", "now"), [("adamw", "muon"), pytest.param("muon", "adamw", marks=pytest.mark.slow)])
 def test_another_optimizer_goes_on_from_the_weights_and_says_so(
     before: OptimizerName, now: OptimizerName, config_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -296,7 +296,7 @@ def test_refuses_checkpoints_of_another_model(config_file: Path, capsys: pytest.
     assert "they are of another run (model.d_model is 32 in it and 64 here" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_narrow_types_learn_as_fp32_does(dtype: str, config_file: Path) -> None:
     def last_loss(*arguments: str) -> float:
         assert trained(config_file, "--steps", "8", *arguments) == 0

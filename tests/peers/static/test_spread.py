@@ -14,7 +14,7 @@ from swarm.config import LoraConfig, RunConfig
 from swarm.interchange.weights import Index, Weights
 from swarm.model import shards
 from swarm.model.stages import build_stage, parameter_shapes
-from tests.peers.static.pretended import CONFIG, CUTS, Memory, pretended
+from tests.peers.static.pretended import CONFIG, CUTS, SOME_CUTS, Memory, pretended
 
 ADAPTERS = dataclasses.replace(CONFIG, lora=LoraConfig(rank=4, targets=("all-linear",)))
 PLACE = 1
@@ -51,7 +51,7 @@ def num_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
 
 
 @pytest.mark.parametrize(("config", "is_given"), [(CONFIG, False), (ADAPTERS, True)], ids=["drawn", "given"])
-@pytest.mark.parametrize("shape", CUTS.values(), ids=CUTS)
+@SOME_CUTS
 def test_a_worker_begins_with_its_part_and_never_holds_much_more(
     shape: Shape, config: RunConfig, is_given: bool
 ) -> None:
