@@ -20,6 +20,8 @@ pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).parents[3]
 STEPS = 20
+FEWER_STEPS = 8
+"""Warm-up takes two of them."""
 CONFIG = RunConfig(
     run="meshes",
     model=ModelConfig(num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, dropout=0.1, tied_embeddings=True),
@@ -99,7 +101,7 @@ MORE_CASES = [
 ]
 
 
-def run_cases(cases: Sequence[Sequence[Case]], folder: Path, *extra: str) -> None:
+def run_cases(cases: Sequence[Sequence[Case]], folder: Path, num_steps: int) -> None:
     """Run all of them, in one set of processes."""
     ports = iter(free_ports(sum(map(len, cases))))
     told = []
@@ -107,22 +109,19 @@ def run_cases(cases: Sequence[Sequence[Case]], folder: Path, *extra: str) -> Non
         first, told_groups = 0, []
         for case in groups:
             write_config(case.config, folder / f"{case.name}.toml")
-            argv = ["--config", str(folder / f"{case.name}.toml"), "--steps", str(STEPS), *case.options, *extra]
+            argv = ["--config", str(folder / f"{case.name}.toml"), "--steps", str(num_steps), *case.options]
             argv += ["--metrics", str(folder / case.name / "metrics.jsonl"), "--evaluate-every", "0"]
             told_groups.append((first, case.num_workers, next(ports), [*argv, "--threads", "1"]))
             first += case.num_workers
         told.append(told_groups)
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-P", str(ROOT / "tests/support/static_worker.py")]
-    with Supervisor(folder / "logs", grace_seconds=0.0) as children:
-        workers = [
-            children.start(f"worker-{number}", [*command, str(number), json.dumps(told)], environment=environment)
-            for number in range(max(sum(case.num_workers for case in groups) for groups in cases))
-        ]
-        while children.running:
-            failed = [each.name for each in children.exits() if each.returncode]
-            assert not failed, "\n\n".join(worker.log.read_text() for worker in workers)
+    logs = folder / "logs"
+    with Supervisor(logs, grace_seconds=0.0) as children:
+        children.start("workers", [*command, str(logs), json.dumps(told)], environment=environment)
+        while not (ended := children.exits()):
             time.sleep(0.05)
+    assert ended[0].returncode == 0, "\n\n".join(log.read_text() for log in sorted(logs.iterdir()))
 
 
 def figures(case: Case, folder: Path, name: str) -> Mapping[int, float]:
@@ -133,7 +132,7 @@ def figures(case: Case, folder: Path, name: str) -> Mapping[int, float]:
 
 @pytest.mark.timeout(300)
 def test_meshes_follow_one_process(tmp_path: Path) -> None:
-    check(CASES, tmp_path)
+    check(CASES, tmp_path, FEWER_STEPS)
     # With each of three microbatches FSDP gathers weights twice and scatters gradients, which is half of a sum each.
     summed, gathered = (figures(case, tmp_path, "averaging/bytes") for case in CASES[1])
     assert [gathered[step] for step in gathered] == [9 / 2 * summed[step] for step in summed]
@@ -146,14 +145,14 @@ def test_all_other_meshes_do_too(cases: Sequence[Case], tmp_path: Path) -> None:
     check([cases], tmp_path)
 
 
-def check(cases: Sequence[Sequence[Case]], tmp_path: Path) -> None:
+def check(cases: Sequence[Sequence[Case]], tmp_path: Path, num_steps: int = STEPS) -> None:
     """Run them, and compare their losses with those of one process."""
-    run_cases(cases, tmp_path)
+    run_cases(cases, tmp_path, num_steps)
     expected = {}
     for case in (case for groups in cases for case in groups):
         if case.config not in expected:
             config, data = with_corpus(case.config)
             reference = Reference(config, data)
-            expected[case.config] = {step + 1: reference.step(step) for step in range(STEPS)}
+            expected[case.config] = {step + 1: reference.step(step) for step in range(num_steps)}
         bounds = (5e-3, 0.0) if "--dtype" in case.options else (0.0, 1e-4)
         assert figures(case, tmp_path, "train/loss") == pytest.approx(expected[case.config], *bounds), case.name
