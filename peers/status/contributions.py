@@ -54,21 +54,17 @@ class Tallies:
     def to_json(self) -> str:
         blocks = {
             str(block): {
-                "since": tally.since, "round": tally.round, "signed_by": self._signed(block),
+                "since": tally.since, "round": tally.round, "signed_by": sorted(self.signers.get(block) or ()),
                 "not_signed_by": self._unsigned(block),
             }
             for block, tally in sorted(self.blocks.items())
         }  # fmt: skip
         peers = {
-            peer_id: {"name": self.names.get(peer_id, ""), **_figures(total(given)._asdict())}
-            | {"blocks": {str(block): _figures(gave._asdict()) for block, gave in given.items()}}
+            peer_id: {"name": self.names.get(peer_id, ""), **total(given)._asdict()}
+            | {"blocks": {str(block): gave._asdict() for block, gave in given.items()}}
             for peer_id, given in by_peer(self.blocks).items()
         }
         return json.dumps({"run": self.run, "blocks": blocks, "peers": peers})
-
-    def _signed(self, block: Block) -> list[str] | None:
-        signers = self.signers.get(block)
-        return None if signers is None else sorted(signers)
 
     def _unsigned(self, block: Block) -> list[str]:
         """The members of the last round that have not signed."""
@@ -91,10 +87,6 @@ class Tallies:
         by = "as the event logs prove" if signers is None else f"signed by {counted(len(signers), 'peer')}"
         others = ", ".join(escape(self.names.get(peer, peer[:8])) for peer in self._unsigned(block))
         return f"stage {block}: rounds {tally.since} to {tally.round}, {by}{others and f', and not by {others}'}"
-
-
-def _figures(given: Mapping[str, int]) -> dict[str, int]:
-    return {("bytes" if name == "num_bytes" else name): value for name, value in given.items()}
 
 
 def of_checkpoints(paths: Sequence[Path]) -> Tallies:

@@ -268,7 +268,7 @@ class Donor:
         digests = [
             content.sha256(start, min(content.num_bytes, start + size)) for start in range(0, content.num_bytes, size)
         ]
-        return pb.SnapshotHeader(
+        header = pb.SnapshotHeader(
             standing=messages.pack_standing(messages.standing_of(pin.snapshot)),
             state_digest=pin.snapshot.digest,
             tensors=describe(dict(sorted(pin.snapshot.tensors.items()))),
@@ -278,6 +278,10 @@ class Donor:
             past=pin.past,
             amendments=self._place.timeline.texts,
         )
+        for outcome in header.outcomes:
+            # Of a thousand members they would be megabytes, and those that count are in the tally.
+            del outcome.prepared.signatures[:]
+        return header
 
     def _renew(self, pin: _Pin) -> None:
         pin.expires_at = self._clock.monotonic() + PIN_SECONDS

@@ -31,12 +31,11 @@ def require_bounds(message: Any, *, finite: bool) -> None:
 
 
 def num_entries(request: Any) -> int:
-    """The number of entries in the lists of messages of a unary request. Messages inside it have no such lists."""
-    return sum(
-        len(getattr(request, name))
-        for name, kind, is_list, _ in looked_at(request.DESCRIPTOR)
-        if is_list and kind == "message"
-    )
+    """The number of entries in the lists of messages of a unary request. Its entries themselves have no such lists."""
+    inner = [
+        (getattr(request, name), many) for name, kind, many, _ in looked_at(request.DESCRIPTOR) if kind == "message"
+    ]
+    return sum(len(message) if is_list else num_entries(message) for message, is_list in inner)
 
 
 def _look(message: Any, fields: _Fields, finite: bool) -> None:

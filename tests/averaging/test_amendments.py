@@ -13,6 +13,7 @@ from swarm.config import Amendment, RunConfig, Timeline
 from tests.averaging.doubles import Network, all_past, network_of, peer_id, stages, until
 from tests.averaging.fake_stage import FakeStage, make_config
 from tests.averaging.outcomes import assert_equal_and_once, result_vector
+from tests.averaging.test_groups import grouped
 from tests.support.locked import OWNER
 from tests.support.virtual_time import in_virtual_time
 
@@ -72,6 +73,55 @@ async def test_one_peer_that_knows_is_enough(knowing: int, setting: str) -> None
     for stage in members:
         assert [result.amended for result in stage.results] == ["", digest, digest]
         assert [_is_rounded(stage, number) for number in range(3)] == [False, True, True]
+
+
+@pytest.mark.parametrize("knowing", [0, 5], ids=["the leader knows", "a member knows"])
+@in_virtual_time
+async def test_with_groups_all_average_under_the_same_ones(knowing: int) -> None:
+    config = _locked(grouped(3, microbatches=NUM_MICROBATCHES))
+    text = _signed(config, 1)
+    async with network_of(config, *range(9)) as network:
+        members = stages(network, *range(9))
+        _tell(network, knowing, text)
+        for number in range(3):
+            _learn(members, number)
+            await until(partial(all_past, members, number))
+        assert_equal_and_once(members, rounds=3)
+        digest = network.peers[peer_id(0)].averager.place.timeline.last
+    for stage in members:
+        assert stage.num_installs == 0
+        assert [result.amended for result in stage.results] == ["", digest, digest]
+        assert [_is_rounded(stage, number) for number in range(3)] == [False, True, True]
+
+
+@in_virtual_time
+async def test_with_groups_who_was_away_has_them_with_the_state() -> None:
+    config = _locked(grouped(3, microbatches=NUM_MICROBATCHES))
+    text = _signed(config, 1)
+    async with network_of(config, *range(9)) as network:
+        _tell(network, 0, text)
+        members = stages(network, *range(8))
+        network.freeze(8)
+        for number in range(3):
+            _learn(members, number)
+            await until(partial(all_past, members, number), seconds=60.0)
+        network.thaw(8)
+        late = network.peers[peer_id(8)]
+        await until(lambda: late.stage.round == 3, seconds=60.0)
+        assert late.averager.place.timeline.texts == (text,)
+        assert late.stage.digest == members[0].digest
+        members.append(late.stage)
+        _learn(members, 3)
+        await until(partial(all_past, members, 3), seconds=60.0)
+    assert {stage.results[-1].amended for stage in members} == {members[0].results[1].amended} != {""}
+    assert len({stage.digest for stage in members}) == 1
+
+
+@pytest.mark.parametrize("setting", ["averaging.codec=int8", "averaging.group_size=4"])
+def test_what_groups_cannot_do_is_no_amendment(setting: str) -> None:
+    config = _locked(grouped(3, microbatches=NUM_MICROBATCHES))
+    with pytest.raises(ValueError, match="group_size"):
+        _signed(config, 1, setting)
 
 
 @in_virtual_time

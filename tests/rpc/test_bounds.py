@@ -75,13 +75,19 @@ def test_all_entries_of_a_whole_request_are_counted() -> None:
     ]
     assert len(requests) >= 10
     for request in requests:
-        for field in request.fields:
-            if field.message_type is not None:
-                assert not _has_list_of_messages(field.message_type), field.full_name
+        _require_no_list_in_entries(request)
     shares, partners = [pb.Share()] * 3, [pb.Partner()] * 2
     assert num_entries(pb.AverageRequest(shares=shares)) == 3
     assert num_entries(pb.CommitRequest(partners=partners)) == 2
+    assert num_entries(pb.AverageRequest(shares=shares, handed_down=pb.Prepared(given=[pb.Given()] * 4))) == 7
     assert num_entries(lease_pb2.AcquireRequest(holding=range(100))) == 0
+
+
+def _require_no_list_in_entries(descriptor: Any) -> None:
+    for field in descriptor.fields:
+        if field.message_type is not None:
+            assert not (field.is_repeated and _has_list_of_messages(field.message_type)), field.full_name
+            _require_no_list_in_entries(field.message_type)
 
 
 def _has_list_of_messages(descriptor: Any) -> bool:
