@@ -24,7 +24,8 @@ ROUNDS = 5
 """What owners say counts in this many rounds."""
 LEFT_OUT_AFTER, NAMED_AFTER = 3, 4
 """In so many of these rounds a member must be out of line to be left out of the present one, and to be named. If few
-owners say so in a round, it is named only if it is out of line at one place in all of these rounds."""
+owners say so in a round, it is named only if it is out of line at one place in all of these rounds, but for one in
+which it owned that place itself."""
 FORGIVEN_AFTER = 100
 """A member that was named is forgiven after so many rounds without another lie."""
 FEW_ACCUSERS = 2
@@ -40,10 +41,12 @@ class _Words:
     """What owners said of one member in one round.
 
     Attributes:
+        own_part: the member's own.
         by_owner: each one's part, and its reason.
         num_owners: those that could have said it.
     """
 
+    own_part: slice
     by_owner: dict[str, tuple[slice, str]] = field(default_factory=dict)
     num_owners: int = 0
 
@@ -53,7 +56,11 @@ class _Words:
 
     def are_about(self, place: int) -> bool:
         """Whether they say that the member was out of line there: as the owner of that place does, or most do."""
-        return self.are_by_most or any(part.start <= place < part.stop for part, _ in self.by_owner.values())
+        return self.are_by_most or any(_has(part, place) for part, _ in self.by_owner.values())
+
+
+def _has(part: slice, place: int) -> bool:
+    return bool(part.start <= place < part.stop)
 
 
 @dataclass(eq=False)
@@ -68,6 +75,13 @@ class _Alone:
     rounds: set[int] = field(default_factory=set)
     places: set[int] = field(default_factory=set)
     accusers: set[str] = field(default_factory=set)
+
+
+def _agreement(place: int, rounds: Collection[_Words]) -> tuple[int, bool]:
+    """In how many of the rounds a member was out of line at a place, and whether in all in which others owned it."""
+    num_rounds = sum(words.are_about(place) for words in rounds)
+    num_unknown = sum(_has(words.own_part, place) and not words.are_about(place) for words in rounds)
+    return num_rounds, num_rounds >= NAMED_AFTER and num_rounds + num_unknown == ROUNDS
 
 
 @dataclass(eq=False)
@@ -122,7 +136,8 @@ class Suspects:
                 if not each.peer_id:
                     self._note_undecided(each.reason, round_number, len(parts))
                 elif each.peer_id in parts and each.peer_id != owner and owner in parts:
-                    words = self._words.setdefault(each.peer_id, {}).setdefault(round_number, _Words())
+                    rounds = self._words.setdefault(each.peer_id, {})
+                    words = rounds.setdefault(round_number, _Words(own_part=parts[each.peer_id]))
                     words.by_owner[owner] = parts[owner], each.reason
         accused = [peer for peer in sorted(self._words) if round_number in self._words[peer] and peer in parts]
         for peer in accused:
@@ -137,7 +152,7 @@ class Suspects:
             return None
         said = [*chain.from_iterable(words.by_owner.items() for words in rounds.values())]
         accusers = {owner for owner, _ in said if owner in owners}
-        num_rounds = max(sum(words.are_about(part.start) for words in rounds.values()) for _, (part, _) in said)
+        num_rounds, is_always = max(_agreement(part.start, rounds.values()) for _, (part, _) in said)
         if num_rounds < LEFT_OUT_AFTER or len(accusers) <= FEW_ACCUSERS or 2 * len(accusers) <= len(owners):
             return None
         _, reason = next(iter(rounds[round_number].by_owner.values()))
@@ -145,7 +160,7 @@ class Suspects:
         why = f"{why}: {reason}"
         self._left_out[peer] = round_number
         logger.warning("the contribution of %s to round %d is out of line: %s", peer, round_number, why)
-        if num_rounds == ROUNDS or sum(words.are_by_most for words in rounds.values()) >= NAMED_AFTER:
+        if is_always or sum(words.are_by_most for words in rounds.values()) >= NAMED_AFTER:
             self._name(peer, round_number, f"{peer} lies: its contributions are out of line again and again; {why}")
         return Deviation(peer_id=peer, reason=why)
 
@@ -154,7 +169,7 @@ class Suspects:
         large = LARGE_PART * max(part.stop for part in parts.values()) / len(parts)
         order = list(parts)
         for peer, rounds in self._words.items():
-            words = rounds.get(round_number, _Words()).by_owner
+            words = rounds[round_number].by_owner if round_number in rounds else {}
             for owner in sorted(owners & parts.keys() - {peer}) if peer in parts else ():
                 alone = self._alone.setdefault((owner, peer), _Alone())
                 alone.accusers |= words.keys()

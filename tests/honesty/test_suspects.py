@@ -89,12 +89,12 @@ def test_owners_that_see_it_at_different_places_do_not_agree() -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_words_by_chance_name_nobody(seed: int) -> None:
-    """Every owner finds every member out of line in one of 15 rounds, and most find each one so in one of 30."""
+    """Every owner finds every member out of line in one of 30 rounds, and most find each one so in one of 30."""
     suspects, rng = Suspects(), random.Random(seed)
     for number in range(300):
         odd = "".join(member for member in MEMBERS if rng.random() < 1 / 30)
         said = {
-            owner: odd * (rng.random() < 0.8) + "".join(peer for peer in MEMBERS if rng.random() < 1 / 15)
+            owner: odd * (rng.random() < 0.8) + "".join(peer for peer in MEMBERS if rng.random() < 1 / 30)
             for owner in MEMBERS
         }
         judged(suspects, number, said)
