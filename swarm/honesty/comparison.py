@@ -158,7 +158,7 @@ def _out_of_line(products_MM: np.ndarray, amounts_M: np.ndarray, num_elements: i
     factor_M = leeway_M * max(NORM_FACTOR, float(np.exp(DEVIATIONS * _deviation(logs_M))))
     for index in np.flatnonzero(np.abs(logs_M) > np.log(factor_M)):
         yield int(index), f"its norm is {norms_M[index] / usual:.2g} times the median"
-    usable = np.flatnonzero(np.abs(logs_M) <= np.log(factor_M))
+    usable = np.flatnonzero((np.abs(logs_M) <= np.log(factor_M)) & (norms_M > 0.0))
     if len(usable) < LEAST_MEMBERS:
         return
     cosines = _cosines(

@@ -3,7 +3,7 @@ named as a liar.
 
 Each owner tells every member which contributions it found out of line in its part, together with the part's sum. One
 round proves nothing: the gradient of odd text is as far from the others as a lie (docs/security.md has figures). So a
-member is left out once it was out of line in most of the last rounds, at one place of the vector or by the word of most
+member is left out once it was out of line in most of the last rounds, at one place of the vector or by the word of many
 owners, and if most owners have said so by then. They need not all find it in the same round, because a lie may be in
 one layer only: as long as somebody is in doubt, parts change hands from round to round, so that other owners see that
 layer. By chance an honest member is out of line at one place now and at another one later, which counts for nothing. An
@@ -23,9 +23,11 @@ logger = logging.getLogger(__name__)
 ROUNDS = 5
 """What owners say counts in this many rounds."""
 LEFT_OUT_AFTER, NAMED_AFTER = 3, 4
-"""In so many of these rounds a member must be out of line to be left out of the present one, and to be named. If few
-owners say so in a round, it is named only if it is out of line at one place in all of these rounds, but for one in
-which it owned that place itself."""
+"""In so many of these rounds a member must be out of line to be left out of the present one, and to be named."""
+MANY_WORDS, MOST_OF_A_ROUND = 10, 3
+"""So many words of owners, of which so many of each round count, must be about a member in these rounds to name it. If
+there are fewer, it is named only if it is out of line at one place in all of these rounds, but for one in which it
+owned that place itself."""
 FORGIVEN_AFTER = 100
 """A member that was named is forgiven after so many rounds without another lie."""
 FEW_ACCUSERS = 2
@@ -51,12 +53,13 @@ class _Words:
     num_owners: int = 0
 
     @property
-    def are_by_most(self) -> bool:
-        return 2 * len(self.by_owner) > max(self.num_owners, 2 * FEW_ACCUSERS)
+    def are_by_many(self) -> bool:
+        """Whether at least a third of the owners say it, and more than a few."""
+        return len(self.by_owner) > FEW_ACCUSERS and 3 * len(self.by_owner) >= self.num_owners
 
     def are_about(self, place: int) -> bool:
-        """Whether they say that the member was out of line there: as the owner of that place does, or most do."""
-        return self.are_by_most or any(_has(part, place) for part, _ in self.by_owner.values())
+        """Whether they say that the member was out of line there: as the owner of that place does, or many do."""
+        return self.are_by_many or any(_has(part, place) for part, _ in self.by_owner.values())
 
 
 def _has(part: slice, place: int) -> bool:
@@ -160,7 +163,8 @@ class Suspects:
         why = f"{why}: {reason}"
         self._left_out[peer] = round_number
         logger.warning("the contribution of %s to round %d is out of line: %s", peer, round_number, why)
-        if is_always or sum(words.are_by_most for words in rounds.values()) >= NAMED_AFTER:
+        num_words = sum(min(MOST_OF_A_ROUND, len(words.by_owner)) for words in rounds.values())
+        if is_always or (num_rounds >= NAMED_AFTER and num_words >= MANY_WORDS):
             self._name(peer, round_number, f"{peer} lies: its contributions are out of line again and again; {why}")
         return Deviation(peer_id=peer, reason=why)
 

@@ -63,6 +63,14 @@ def test_a_multiple_is_found_in_the_whole_part(factor: float, reason: str, num_m
     assert " in layers" not in found["1"]
 
 
+def test_where_many_give_nothing_the_others_are_compared() -> None:
+    parts = contributions(8)
+    for peer in "456":
+        parts[peer] *= 0.0
+    parts["0"] *= 1e-6
+    assert compared(parts) == {}
+
+
 def test_two_of_eight_that_give_the_same_lie_are_both_found() -> None:
     parts = contributions(8)
     lie = torch.randn(SIZE, generator=torch.Generator().manual_seed(9))

@@ -133,7 +133,7 @@ def test_nobody_is_named_in_groups_that_are_drawn_anew_each_round(size: int) -> 
 
 def _random(true: np.ndarray, _: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     drawn = rng.standard_normal(SIZE)
-    return drawn * np.linalg.norm(true) / np.linalg.norm(drawn)
+    return drawn * float(np.linalg.norm(true) / np.linalg.norm(drawn))
 
 
 def _in_one_layer(true: np.ndarray, _: np.ndarray, __: np.random.Generator) -> np.ndarray:
