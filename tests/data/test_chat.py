@@ -121,7 +121,7 @@ def test_message_with_a_mark_is_refused() -> None:
         template.render_training([{"role": "user", "content": "\ufdd0"}])
 
 
-@pytest.mark.parametrize("text", ["{% for %}", "{{", "{% if x %}", "{{ " + "(" * 5000 + " }}", "{% include 'x' "])
+@pytest.mark.parametrize("text", ["{% for %}", "{{ " + "(" * 5000 + " }}", "{% include 'x' "])
 def test_invalid_template_is_one_line(text: str) -> None:
     with pytest.raises(ValueError, match="not valid") as raised:
         _template(text).check()
