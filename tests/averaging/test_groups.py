@@ -23,8 +23,10 @@ def grouped(size: int, *, microbatches: int, codec: str = "fp32") -> RunConfig:
     return dataclasses.replace(config, averaging=averaging)
 
 
-@pytest.mark.parametrize("codec", ["fp32", "fp16", "bf16"])
-@pytest.mark.parametrize(("size", "num_members"), [(3, 3), (3, 4), (4, 9), (2, 9), (3, 10)])
+@pytest.mark.parametrize(
+    ("size", "num_members", "codec"),
+    [(3, 3, "fp32"), (3, 4, "fp32"), (4, 9, "fp16"), (2, 9, "bf16"), (3, 10, "fp32"), (3, 10, "bf16")],
+)
 @in_virtual_time
 async def test_all_members_apply_the_same_bits_of_the_weighted_mean(size: int, num_members: int, codec: str) -> None:
     async with network_of(grouped(size, microbatches=2 * num_members, codec=codec), *range(num_members)) as network:

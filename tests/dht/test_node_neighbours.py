@@ -108,6 +108,7 @@ async def test_a_node_without_neighbours_does_not_take_its_own_records_for_all(
         node.shutdown()
 
 
+@pytest.mark.slow
 async def test_a_node_that_is_cut_off_does_not_take_its_own_records_for_an_answer_and_is_soon_back(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,7 +32,7 @@ async def test_the_time_that_tensors_take_is_the_links() -> None:
                 peer.record if peer is not far else peer.record.model_copy(update={"endpoint": proxy.address})
                 for peer in chain.peers
             ])  # fmt: skip
-            for index in range(12):
+            for index in range(8):
                 await chain.train_all([index])
             seconds = chain.peers[0].router.expected_seconds(Block(1), far.peer_id, 1)
             assert seconds is not None

@@ -87,7 +87,7 @@ def test_large_logits_do_not_overflow(ours: _Loss) -> None:
     )
 
 
-@pytest.mark.parametrize("shape", [_LARGE, _SMALL])
+@pytest.mark.parametrize("shape", [pytest.param(_LARGE, marks=pytest.mark.slow), _SMALL])
 @pytest.mark.parametrize("shares_cast", [False, True])
 def test_with_autocast_products_alone_are_in_bfloat16(
     shape: tuple[int, int, int, int], shares_cast: bool, ours: _Loss

@@ -38,7 +38,7 @@ async def test_whoever_waits_for_the_next_round_is_answered_when_it_begins() -> 
 
 @pytest.mark.parametrize(
     ("config", "warms_up"),
-    [(SYNCHRONOUS, False), (SYNCHRONOUS, True), (LORA, False)],
+    [(SYNCHRONOUS, False), (SYNCHRONOUS, True), pytest.param(LORA, False, marks=pytest.mark.slow)],
     ids=["all", "recorded", "adapters"],
 )
 async def test_synchronous_rounds_follow_adamw_in_one_process(config: RunConfig, warms_up: bool) -> None:

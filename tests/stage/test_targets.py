@@ -80,8 +80,6 @@ def _weights(member: Member) -> dict[str, torch.Tensor]:
         (1, True, "adamw"),
         (2, False, "adamw"),
         (3, True, "adamw"),
-        (3, False, "adamw"),
-        (1, False, "muon"),
         (3, True, "muon"),
     ],
 )

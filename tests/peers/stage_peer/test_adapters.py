@@ -29,7 +29,9 @@ STEPS = 2
 _DILOCO = dataclasses.replace(DILOCO, lora=LORA.lora)
 
 
-@pytest.mark.parametrize("config", [LORA, _DILOCO], ids=["synchronous", "diloco"])
+@pytest.mark.parametrize(
+    "config", [pytest.param(LORA, id="synchronous"), pytest.param(_DILOCO, id="diloco", marks=pytest.mark.slow)]
+)
 async def test_adapters_are_all_that_is_averaged_and_downloaded(config: RunConfig, tmp_path: Path) -> None:
     config = dataclasses.replace(config, averaging=AveragingConfig(codec="fp32"))
     module = build_stage(config, 1, device="cpu")
