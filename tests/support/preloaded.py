@@ -74,6 +74,9 @@ def spawn(
     program = re.fullmatch(r"from peers\.commands import (\w+); \1\(\)", words[3]) if len(words) > 3 else None
     if program is None or words != commands.command_line(program[1], words[4:]) or program[1] not in PROGRAMS:
         return spawned(command, environment, stdout, stderr)
+    # Other systems cannot adopt a process, and with more threads numpy begins them while it is imported.
+    if sys.platform != "linux" or os.environ.get("OMP_NUM_THREADS") != "1":
+        return spawned(command, environment, stdout, stderr)
     parent = _parent_of_programs()
     if not parent.suits(environment):
         return spawned(command, environment, stdout, stderr)
