@@ -197,6 +197,9 @@ class OutOfLine(Event):
     reason: str
     is_named: bool
     """Whether it is so repeatedly that it is named as a liar."""
+    evidence: tuple[str, ...] = ()
+    """Once it is named, what owners of parts have said of it in the last rounds: the round, the owner, the place of its
+    part in the vector, and what it found there."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -112,6 +112,15 @@ class Suspects:
     def is_named(self, peer_id: str) -> bool:
         return peer_id in self._lines
 
+    def evidence(self, peer_id: str) -> list[str]:
+        """What owners have said of a member in the last rounds, a line each: the round, the owner, the place of its
+        part in the vector, and what it found."""
+        return [
+            f"round {number}, {owner} of [{part.start}, {part.stop}): {reason}"
+            for number, words in sorted(self._words.get(peer_id, {}).items())
+            for owner, (part, reason) in sorted(words.by_owner.items())
+        ]
+
     def out_of(self, round_number: int) -> list[str]:
         """The members that are to be left out of a round."""
         return [peer for peer, number in self._left_out.items() if number == round_number]

@@ -172,6 +172,13 @@ async def test_two_of_eight_that_lie_are_left_out_of_every_round() -> None:
         noted = [event for event in events if isinstance(event, OutOfLine)]
         told = [(event.round, event.is_named) for event in noted]
         assert told == [(FROM, False), (FROM, False), (FROM + 1, True), (FROM + 1, True)]
+        assert [bool(event.evidence) for event in noted] == [False, False, True, True]
+        first, *_, last = noted[-1].evidence
+        size = NUM_LAYERS * LAYER[0] * LAYER[1]
+        assert first.startswith(
+            f"round 0, {peer_id(0)} of [0, {size // 8}): its cosine with the mean of the others is -"
+        )
+        assert last.startswith(f"round {FROM + 1}, {peer_id(7)} of [")
 
 
 def _in_one_layer(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

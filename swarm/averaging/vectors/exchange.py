@@ -166,10 +166,18 @@ class Exchanges:
         whole = slice(0, shares.num_elements)
         parts = [whole] * len(shares.members) if self._gathers(shares) else shares.parts
         of_members = {share.peer_id: part for share, part in zip(shares.members, parts, strict=True)}
+        named_before = {peer for peer in of_members if self.suspects.is_named(peer)}
         found = self.suspects.judge(round_number, average.deviations, of_members)
         for each in found:
             is_named = self.suspects.is_named(each.peer_id)
-            events.write(OutOfLine(round=round_number, peer=each.peer_id, reason=each.reason, is_named=is_named))
+            is_new = is_named and each.peer_id not in named_before
+            evidence = self.suspects.evidence(each.peer_id) if is_new else ()
+            events.write(
+                OutOfLine(
+                    round=round_number, peer=each.peer_id, reason=each.reason, is_named=is_named,
+                    evidence=tuple(evidence),
+                )
+            )  # fmt: skip
         if found:
             reason = f"its contribution is out of line: {found[0].reason}"
             raise MemberFailed(found[0].peer_id, reason, noticed_by=self._own_id)
