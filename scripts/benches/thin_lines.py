@@ -38,7 +38,7 @@ from swarm.stage.boundary import Boundary, boundary_of
 LENGTH = 256
 MICROBATCHES = 8  # of one sample, in a step
 WARM_UP = 2
-NUM_HELD_OUT = 128
+NUM_HELD_OUT = 64
 HIGHEST_RISE = 0.01
 GOAL_OF = ("learned_64", "anchored_64")
 
@@ -57,9 +57,9 @@ class Options(BenchOptions):
     """How many times fewer bytes than float32's cross a bottleneck."""
     wire: Literal["fp32", "fp16", "int8"] = "int8"
     """Type of the numbers that cross a bottleneck: of smaller ones there are more in as many bytes."""
-    steps: int = 128
+    steps: int = 96
     """Steps of 2,048 tokens for which each arm trains, for its loss."""
-    points: int = 8
+    points: int = 6
     """How often the held-out loss is measured."""
     measured: int = 6
     """Steps of each swarm whose speed is measured."""
