@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import itertools
+import time
 
 import pytest
 import torch
@@ -149,12 +150,13 @@ async def test_who_waits_for_a_peers_commit_hears_of_it_all_the_while(monkeypatc
         await eventually(lambda: second.num_admitted == 1)
         await asyncio.sleep(1.2)
         assert failures == []
+        began_at = time.monotonic()
         await begin_next_round(chain.peers[1:])
         await chain.ack(await training)
-        # The line to that peer does not count as slow either, although two samples waited for longer than that.
+        # The line to that peer does not count as slow either, although two samples waited there before that.
         seconds = first.router.expected_seconds(Block(1), chain.peers[1].peer_id, 1)
         assert seconds is not None
-        assert seconds < 0.5
+        assert 2 * seconds < time.monotonic() - began_at + 1.1
         assert chain.counts("forwards") == [1, 1, 1]
         chain.assert_idle()
 
