@@ -43,7 +43,7 @@ from swarm.config import RunConfig
         ("[model]\nbottleneck = 'learned'", "model.bottleneck = 'learned' needs a model.bottleneck_dim"),
         (
             "[model]\nbottleneck_dim = 16\nbottleneck_layers = [2]",
-            "model.bottleneck_layers is for model.bottleneck = 'learned'",
+            "model.bottleneck_layers is for learned and anchored bottlenecks",
         ),
         *(
             (

@@ -5,7 +5,6 @@ import dataclasses
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, asynccontextmanager, suppress
-from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -24,12 +23,8 @@ from swarm.pipeline.trainer_paths import TrainerPaths
 from swarm.rpc.v1 import lease_pb2 as pb
 from swarm.training.samples import TOKENS, Microbatch
 from swarm.types import LEASE_SECONDS, TRAINER_ACK_SECONDS, Block, PeerId
-from tests.support import chain
-from tests.support.chain import DILOCO, SYNCHRONOUS
+from tests.support.chain import DILOCO, SYNCHRONOUS, eventually
 from tests.support.manual_clock import ManualClock
-
-eventually = partial(chain.eventually, look_seconds=0.0005)
-"""Here time passes with each look, and everything happens on the event loop."""
 
 
 class Reply:

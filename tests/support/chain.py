@@ -126,14 +126,12 @@ def assert_close(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Ten
         assert difference <= tolerance, f"{name} differs by {difference}"
 
 
-async def eventually(
-    condition: Callable[[], bool], *, meanwhile: Callable[[], None] = lambda: None, look_seconds: float = 0.005
-) -> None:
+async def eventually(condition: Callable[[], bool], *, meanwhile: Callable[[], None] = lambda: None) -> None:
     """Wait until `condition` is true. Until then, call `meanwhile` again and again."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         while not condition():
             meanwhile()
-            await asyncio.sleep(look_seconds)
+            await asyncio.sleep(0.005)
 
 
 def failures_of(*routers: Router) -> list[PeerId]:
