@@ -122,7 +122,7 @@ class History:
     @property
     def round(self) -> int:
         """The round of the block that has come least far."""
-        return min((life.round for life in self._lives.values()), default=0)
+        return min((life.round for life in self._serving()), default=0)
 
     def block_of(self, line: Line) -> Block:
         """The block that a line is about. A trainer's lines name none, nor do those about the whole process."""
@@ -136,26 +136,26 @@ class History:
             case Start() as start:
                 self.finish()
                 self.start, self._lives = start, {}
-            case Leave() if (life := self._lives.pop(self.block_of(line), None)) is not None:
+            case Leave() if (life := self._lives.get(self.block_of(line))) is not None:
                 life.finish()
             case Leave():
                 pass
-            # A process that has left a block still undoes what was under way there, which counts nowhere any more, and
-            # says the digest of its last state.
-            case RollBack() if self.block_of(line) not in self._lives:
-                self._findings.rolled_back += 1
-            case State() as state if self.block_of(line) not in self._lives:
-                self._rounds.stood(self.block_of(line), state.round, state.lineage, state.digest, self._name)
+            case Install() if (life := self._lives.get(self.block_of(line))) is not None and life.has_left:
+                del self._lives[self.block_of(line)]
+                self._life(self.block_of(line)).feed(line)
             case Gap():
-                for life in list(self._lives.values()) or [self._life(self.block_of(line))]:
+                for life in self._serving() or [self._life(self.block_of(line))]:
                     life.feed(line)
             case _:
                 self._life(self.block_of(line)).feed(line)
 
     def finish(self) -> None:
         """Note that the process ends: its file ends here, or goes on with a process that was started anew."""
-        for life in self._lives.values():
+        for life in self._serving():
             life.finish()
+
+    def _serving(self) -> list["_Life"]:
+        return [life for life in self._lives.values() if not life.has_left]
 
     def _life(self, block: Block) -> "_Life":
         if block not in self._lives:
@@ -165,11 +165,16 @@ class History:
 
 
 class _Life:
-    """One block from the time when a process begins to serve it until it serves it no longer."""
+    """One block from the time when a process begins to serve it until it begins to serve it again.
+
+    After it has left the block, the round under way may still be committed, what no round takes is undone, and the
+    digest of its last state becomes known.
+    """
 
     def __init__(self, name: str, block: Block, start: Start, findings: Findings, rounds: CommittedRounds) -> None:
         self.round = 0
         """The round at which the block stands."""
+        self.has_left = False
         self._name = name
         self._block = block
         self._start = start
@@ -237,6 +242,7 @@ class _Life:
 
         What the block holds now will be in no round, unless the round under way still takes it.
         """
+        self.has_left = True
         if self._block != TRAINER_BLOCK and not self._is_synchronous:
             for fragment, microbatches in enumerate(self._holdings.untaken()):
                 self._rounds.held(self._block, fragment, self.round, microbatches)

@@ -79,6 +79,20 @@ def test_a_process_that_leaves_one_of_its_blocks_goes_on_with_the_others(tmp_pat
     assert (report.rounds_committed, report.lost_share, report.findings.rolled_back) == (2, 0.0, 1)
 
 
+@BOTH
+def test_a_round_may_be_committed_after_a_member_of_it_has_left(tmp_path: Path, setting: str) -> None:
+    run = honest_run(tmp_path, setting)
+
+    def leave_early(lines: Lines) -> None:
+        last = max(number for number, line in enumerate(lines) if line["event"] == "commit")
+        lines.insert(last, {name: lines[last][name] for name in ("time", "monotonic", "block")} | {"event": "leave"})
+
+    edit(tmp_path / "peer-1a.jsonl", leave_early)
+    report = audit(run.files)
+    assert report.proven, report.findings.violations
+    assert report.rounds_committed == ROUNDS
+
+
 def test_files_of_one_name_in_folders_of_their_own_are_told_apart(tmp_path: Path) -> None:
     files = [path.rename(_made(tmp_path / path.stem) / "events.jsonl") for path in honest_run(tmp_path).files]
     assert audit(files).findings.digests_compared == 2 * (ROUNDS + 1)
