@@ -44,7 +44,9 @@ async def _end_of_rounds(members: Sequence[StageMember]) -> None:
         await asyncio.sleep(2.0)
 
 
-@pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO], ids=["synchronous", "diloco"])
+@pytest.mark.parametrize(
+    "config", [SYNCHRONOUS, pytest.param(DILOCO, marks=pytest.mark.slow)], ids=["synchronous", "diloco"]
+)
 async def test_it_is_the_same_from_peers_checkpoints_and_event_logs(
     config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
