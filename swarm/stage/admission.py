@@ -86,11 +86,13 @@ class Slot(NamedTuple):
     Attributes:
         queue: see Setting.queue_of.
         num_reductions: see Shortage.
+        awaited: the microbatch that got it whether one was free or not; None if one had to be free.
     """
 
     queue: int
     caller: str
     num_reductions: int
+    awaited: int | None = None
 
 
 class Admission:
@@ -106,6 +108,8 @@ class Admission:
         )
         self._slots: dict[int, Slots] = {}
         """The taken slots, by what `Setting.queue_of` gives for the rounds of their microbatches."""
+        self._awaited: set[int] = set()
+        """The microbatches that got a slot whether one was free or not: one each."""
         self._shortage = Shortage(context.stage, context.backend.budget)
         self._has_given_up = asyncio.Event()
         self.is_open = False
@@ -155,8 +159,14 @@ class Admission:
         queue = self._setting.queue_of(microbatch.round)
         self._slots = {q: slots for q, slots in self._slots.items() if slots.num_held or q >= queue}
         slots = self._slots[queue] = self._slots_of(queue)
-        if self._lacks_memory(slots):
+        is_awaited = microbatch.index not in self._awaited and self._setting.is_awaited(microbatch)
+        # What waits for its turn has no graph yet.
+        if self._lacks_memory(slots, self._setting.num_waiting if is_awaited else 0):
             raise Overloaded("there is no memory for more", retry_after_seconds=SHORTAGE_RETRY_SECONDS)
+        if is_awaited:
+            slots.take_beyond(caller)
+            self._awaited.add(microbatch.index)
+            return Slot(queue, caller, self._shortage.num_reductions, microbatch.index)
         if has_others and self._setting.has_its_part(slots.num_held):
             raise Overloaded("it has its part of the round", retry_after_seconds=SHORTEST_RETRY_SECONDS)
         # A microbatch of the next round waits for the end of this one, so it does not give an idle peer work now.
@@ -167,6 +177,8 @@ class Admission:
 
     def leave(self, slot: Slot) -> None:
         self._slots[slot.queue].give_back(slot.caller)
+        if slot.awaited is not None:
+            self._awaited.remove(slot.awaited)
 
     def ran_out_of_memory(self, error: Exception, slot: Slot) -> None:
         """Note that a microbatch with this slot failed for lack of memory. Admit fewer from now on, or give up."""
@@ -181,9 +193,9 @@ class Admission:
     def _slots_of(self, queue: int) -> Slots:
         return self._slots.get(queue) or Slots(self._count, self._context.clock)
 
-    def _lacks_memory(self, slots: Slots) -> bool:
-        """Whether as many microbatches are under way as memory is known to allow."""
-        return slots.num_held >= self._shortage.most_in_flight
+    def _lacks_memory(self, slots: Slots, num_waiting: int = 0) -> bool:
+        """Whether as many microbatches, but for so many that wait, are under way as memory is known to allow."""
+        return slots.num_held - num_waiting >= self._shortage.most_in_flight
 
     @property
     def _is_idle(self) -> bool:

@@ -141,6 +141,10 @@ class Slots:
         self._refused.pop(caller, None)
         self._held[caller] += 1
 
+    def take_beyond(self, caller: str) -> None:
+        """Take a slot, though none may be free; `give_back` gives it back."""
+        self._held[caller] += 1
+
     def give_back(self, caller: str) -> None:
         self._count.freed()
         self._held[caller] -= 1

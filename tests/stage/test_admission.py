@@ -57,6 +57,23 @@ async def test_a_peer_with_its_part_of_a_round_in_flight_leaves_others_the_rest(
             admission.leave(slot)
 
 
+async def test_a_microbatch_that_others_wait_for_gets_one_slot_more_at_a_time() -> None:
+    async with running_chain(DILOCO, max_in_flight=(16, 16, 1)) as chain:
+        admission = chain.peers[2].stage.admission
+        reply = await chain.train(0)
+        known, other = (Microbatch(index=index, round=0, num_samples=2) for index in (0, 1))
+        slots = [admission.admit(other), admission.admit(known)]
+        for refused in (known, other):
+            with pytest.raises(Overloaded):
+                admission.admit(refused)
+        admission.leave(slots.pop())
+        slots.append(admission.admit(known))
+        for slot in slots:
+            admission.leave(slot)
+        await chain.ack(reply)
+        admission.leave(admission.admit(known))
+
+
 @ANY_HOP
 @pytest.mark.parametrize("full", [0, 1])
 async def test_busy_is_waited_out_and_bans_nobody(full: int) -> None:

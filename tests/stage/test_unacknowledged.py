@@ -12,8 +12,19 @@ from swarm.errors import PeerUnavailable
 from swarm.rpc.ask import Stream
 from swarm.stage import servicer
 from swarm.stage.ledger import EntryState
+from swarm.training.samples import Microbatch
 from swarm.types import Block
-from tests.support.chain import ANY_HOP, BOTH, DILOCO, ORPHAN_SECONDS, SYNCHRONOUS, Chain, eventually, running_chain
+from tests.support.chain import (
+    ANY_HOP,
+    BOTH,
+    DILOCO,
+    ORPHAN_SECONDS,
+    SYNCHRONOUS,
+    Chain,
+    Peer,
+    eventually,
+    running_chain,
+)
 from tests.support.manual_clock import ManualClock
 from tests.support.proxy import Direction, Proxy
 
@@ -224,3 +235,37 @@ async def test_batches_of_which_gradients_were_taken_out_are_filled_again() -> N
         assert (chain.states(4)[0], first.weights.round.stepped.samples) == (None, 4)
         await chain.train_all([5, 6])
         assert first.weights.round.stepped.samples == 12
+
+
+def _lack_memory(peer: Peer) -> None:
+    """Let a peer find out that it has memory for one microbatch at a time."""
+    slot = peer.stage.admission.admit(Microbatch(index=9, round=0, num_samples=2))
+    peer.stage.admission.ran_out_of_memory(MemoryError(), slot)
+    peer.stage.admission.leave(slot)
+
+
+@ANY_HOP
+async def test_a_retry_for_whose_ack_all_others_wait_needs_no_free_slot() -> None:
+    """A peer of stage 0 lost its caller, and the retry adopts what the stages hold. At the last stage, which has memory
+    for one at a time, the only slot belongs to a microbatch that waits for a step. That step waits for the ack which
+    the retry will bring."""
+    config = dataclasses.replace(DILOCO, rounds=dataclasses.replace(DILOCO.rounds, inner_batch_samples=2))
+    async with running_chain(config, num_peers=(2, 2, 1), clock=ManualClock(), max_in_flight=(16, 16, 1)) as chain:
+        last = chain.at(2)[0]
+        _lack_memory(last)
+        one_way, other_way = ([peer.record for peer in [*chain.peers[n:4:2], last]] for n in (0, 1))
+        chain.update(one_way)
+        (await chain.train(0)).close()
+        await eventually(lambda: chain.peers[0].stage.admission.num_admitted == 0)
+        chain.update(other_way)
+        following = asyncio.create_task(chain.train(1))
+        await eventually(lambda: last.stage.setting.num_waiting == 1)
+        chain.update(one_way)
+        retry = await chain.train(0)
+        assert chain.states(0) == [EntryState.TENTATIVE, None, EntryState.TENTATIVE, None, EntryState.TENTATIVE]
+        assert last.stage.admission.num_admitted == 1, "the retry has given its slot back"
+        await chain.ack(retry)
+        await chain.ack(await following)
+        assert [peer.weights.round.stepped.samples for peer in chain.peers] == [2, 2, 2, 2, 4]
+        assert chain.counts("rolled_back") == [0] * 5
+        await eventually(lambda: chain.is_idle)

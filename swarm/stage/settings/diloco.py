@@ -137,6 +137,12 @@ class DilocoSetting(Setting):
         # A DiLoCo round has no fixed number of microbatches, so no peer has a part of it.
         return False
 
+    def is_awaited(self, microbatch: Microbatch) -> bool:
+        # Its gradient is in a batch of which no step is taken before it is acknowledged. A stage before this one keeps
+        # it there while it offers the microbatch again, and the others may have no turn before that step.
+        entry = self._ledger.find(microbatch.index)
+        return entry is not None and entry.state is EntryState.TENTATIVE
+
     # -- when microbatches are computed ------------------------------------------------------------------------------
 
     async def until_due(self, microbatch: Microbatch, still_waiting: Callable[[], Awaitable[None]] | None) -> None:

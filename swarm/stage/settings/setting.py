@@ -54,6 +54,11 @@ class Setting(ABC):
     def has_its_part(self, num_in_flight: int) -> bool:
         """Whether a peer with this many microbatches of a round in flight leaves the rest of the round to others."""
 
+    @abstractmethod
+    def is_awaited(self, microbatch: Microbatch) -> bool:
+        """Whether all that have slots may be waiting for this microbatch's acknowledgement, so that a call for it must
+        not have to wait for a slot."""
+
     # -- when microbatches are computed ------------------------------------------------------------------------------
 
     @abstractmethod

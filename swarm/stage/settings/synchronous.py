@@ -200,6 +200,9 @@ class SynchronousSetting(Setting):
         # A round takes as long as the peer that has most of it.
         return num_in_flight * self._weights.round.num_members >= self._own_microbatches
 
+    def is_awaited(self, microbatch: Microbatch) -> bool:
+        return False  # What has a slot in a round waits for no acknowledgement.
+
     # -- when microbatches are computed ------------------------------------------------------------------------------
 
     async def until_due(self, microbatch: Microbatch, still_waiting: Callable[[], Awaitable[None]] | None) -> None:
