@@ -108,6 +108,7 @@ class Contribution:
         first_seen, last_seen: when it was seen first and last, in seconds since the epoch; 0 if it never was.
         serving_seconds: for how long it was seen to serve.
         given: what it has given since the run began, over all its blocks, by the run's tally.
+        named: why it is named as a liar, if most members of a round have signed that.
     """
 
     name: str
@@ -115,6 +116,7 @@ class Contribution:
     last_seen: float = 0.0
     serving_seconds: float = 0.0
     given: Given = NOTHING_GIVEN
+    named: str = ""
 
 
 @dataclass
@@ -137,13 +139,16 @@ class Contributions:
         self._forget()
 
     def take(self, tallies: Tallies) -> None:
-        """Note what peers have given by the tallies of all blocks."""
+        """Note what peers have given, and who is named, by the tallies of all blocks."""
+        lines = {peer: named.line for block in tallies.blocks for peer, named in tallies.named(block).items()}
         for peer_id, given in tallies_by_peer(tallies.blocks).items():
             if peer_id not in self.peers:
                 # It was gone before the page began to watch.
                 named = Contribution(name=tallies.names.get(peer_id, peer_id[:8]))
                 self.peers = {peer_id: named, **self.peers}
             self.peers[peer_id].given = total(given)
+        for peer_id, known in self.peers.items():
+            known.named = lines.get(peer_id, "")
         self._forget()
 
     def _forget(self) -> None:

@@ -1,10 +1,12 @@
-"""--contributions: what each peer has given to a run since it began, from its peers, its checkpoints or its event logs.
+"""--contributions: what each peer has given to a run since it began, from its peers, its checkpoints or its event logs;
+and who is named as a liar.
 
-The members of each round sign what they have given (training/tally). Here it is checked who has signed what is shown.
+The members of each round sign what they have given, and whom they name (training/tally). Here it is checked who has
+signed what is shown.
 """
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from rich.table import Table
 from swarm import config as configs
 from swarm.errors import IntegrityError
 from swarm.machine.words import counted
+from swarm.training.complaints import Complaints, Named
 from swarm.training.tally import Tally, by_peer, total
 from swarm.types import Block
 
@@ -56,6 +59,11 @@ class Tallies:
             str(block): {
                 "since": tally.since, "round": tally.round, "signed_by": sorted(self.signers.get(block) or ()),
                 "not_signed_by": self._unsigned(block),
+                "named": {
+                    peer_id: named._asdict() | {"signed_by": self._accusers(block, peer_id)}
+                    for peer_id, named in self.named(block).items()
+                },
+                "out_of_line": list(self._words(block)),
             }
             for block, tally in sorted(self.blocks.items())
         }  # fmt: skip
@@ -65,6 +73,23 @@ class Tallies:
             for peer_id, given in by_peer(self.blocks).items()
         }
         return json.dumps({"run": self.run, "blocks": blocks, "peers": peers})
+
+    def named(self, block: Block) -> dict[str, Named]:
+        """Whom most members of the block's last round name as liars, by what they have signed."""
+        return self.blocks[block].named_by(self._complaints(block))
+
+    def _complaints(self, block: Block) -> dict[str, Complaints]:
+        return self.blocks[block].complaints(self.signers.get(block) or ())
+
+    def _accusers(self, block: Block, peer_id: str) -> list[str]:
+        """The members that name a peer."""
+        return [signer for signer, complaints in self._complaints(block).items() if peer_id in complaints.named]
+
+    def _words(self, block: Block) -> Iterator[dict[str, Any]]:
+        """What each owner of a part has found out of line in the last rounds, by its own signed word."""
+        for signer, complaints in self._complaints(block).items():
+            for word in complaints.words:
+                yield {"owner": signer, **word._asdict()}
 
     def _unsigned(self, block: Block) -> list[str]:
         """The members of the last round that have not signed."""
@@ -78,7 +103,14 @@ class Tallies:
             gave, name = total(given), self.names.get(peer_id, peer_id[:8])
             numbers = f"{gave.samples:,}", f"{gave.targets:,}", f"{gave.num_bytes / 1e6:,.1f}", f"{gave.rounds:,}"
             table.add_row(escape(name), ", ".join(map(str, given)), *numbers)
-        return Group(table, *map(self._source, sorted(self.blocks)))
+        return Group(table, *map(self._source, sorted(self.blocks)), *self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        for block, tally in sorted(self.blocks.items()):
+            for peer_id, named in self.named(block).items():
+                by = f"{len(self._accusers(block, peer_id))} of {counted(len(tally.members), 'member')} name it"
+                name = self.names.get(peer_id, peer_id[:8])
+                yield f"stage {block}: {escape(name)} ({by}): {escape(named.line)}"
 
     def _source(self, block: Block) -> str:
         tally, signers = self.blocks[block], self.signers.get(block)

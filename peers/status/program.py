@@ -137,6 +137,8 @@ def render_audit(report: Report) -> RenderableType:
     lines = [escape(violation) for violation in found.violations]
     if (more := found.num_violations - len(lines)) > 0:
         lines.append(f"and {more} more")
+    for peer, by in sorted(found.liars.items()):
+        lines.append(escape(f"{peer} is named as a liar in {', '.join(sorted(by))}: {[*by.values()][-1]}"))
     return Group(table, *lines, "proven" if report.proven else f"refuted: {counted(found.num_violations, 'violation')}")
 
 

@@ -25,6 +25,8 @@ class Findings:
     events: int = 0
     num_violations: int = 0
     violations: list[str] = field(default_factory=list)
+    liars: dict[str, dict[str, str]] = field(default_factory=dict)
+    """By member that is named as a liar: the files that name it, each with its reason. That refutes nothing."""
 
     def violation(
         self,

@@ -30,6 +30,7 @@ from swarm.events import (
     Hop,
     Install,
     Leave,
+    OutOfLine,
     Prepare,
     RollBack,
     Start,
@@ -230,6 +231,9 @@ class _Life:
                 self._rounds.given_up(self._block, self._lineage or "", (event.attempt, event.leader))
             case Commit():
                 self._commit(event, line)
+            case OutOfLine() if event.is_named:
+                reason = f"stage {self._block}, round {event.round}: {event.reason}"
+                self._findings.liars.setdefault(event.peer, {})[self._name] = reason
             case State():
                 self._rounds.stood(self._block, event.round, event.lineage, event.digest, self._name)
             case Install():

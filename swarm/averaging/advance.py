@@ -5,7 +5,7 @@ Each of these ways changes the stage once, and then updates the member's place. 
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,8 +22,9 @@ from swarm.averaging.vectors.shared import TiedParameters
 from swarm.averaging.wire.context import Context
 from swarm.errors import IntegrityError, MalformedMessage, SwarmError
 from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.training.complaints import Named
 from swarm.training.round_member import RoundMember, Snapshot
-from swarm.training.tally import EMPTY, Tally
+from swarm.training.tally import EMPTY, Signature, Tally
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +100,9 @@ class Advance:
                     residual_bytes=self.own_round.exchanges.residual_bytes,
                 ),
             )
+            named = await self._named(kept.round_result.tally, messages.unpack_signatures(outcome.prepared))
             self._state_digest = await self.member.apply(result)
+            self.own_round.exchanges.suspects.take_over(named)
             self.roster.passed_over.committed(outcome)
             before = self.place.standing
             self.place.group.commit(round_number, digest)
@@ -142,6 +145,7 @@ class Advance:
         async with self.place.lock:
             await self.own_round.stop("a newer state was downloaded")
             snapshot = replace(snapshot, tally=await self._checked(snapshot, outcomes))
+            named = await self._named(snapshot.tally, snapshot.tally.signatures.values())
             try:
                 await self.member.install(snapshot, carry=self._gave_nothing_until(snapshot, outcomes))
             except IntegrityError as unfit:
@@ -150,6 +154,8 @@ class Advance:
             self.donor.jumped()
             self.place.group.install(snapshot.round)
             for outcome in outcomes[-1:]:
+                # Without any, nobody tells who the members are whose word counts.
+                self.own_round.exchanges.suspects.take_over(named)
                 self.roster.passed_over.committed(outcome)
             self.place.installed(messages.standing_of(self.member.progress()), outcomes, past)
             self._moved()
@@ -208,8 +214,9 @@ class Advance:
                 self.own_round.exchanges.forget(contribution.fragment)
                 # In a group this member's average may have become part of the result, which it never got.
                 closing = self.own_round.given_to(messages.require_ballot(committed.outcome.prepared.ballot))
-            tally = await self._settled(self.tally_after(committed.outcome.prepared), committed.outcome.prepared)
-            tally = await self._signed_by_most(tally)
+            tally, prepared = self.tally_after(committed.outcome.prepared), committed.outcome.prepared
+            named = await self._named(tally, messages.unpack_signatures(prepared))
+            tally = await self._signed_by_most(await self._settled(tally, prepared))
             result = replace(committed.result, contributed=contributed, closing=closing, tally=tally)
             self._state_digest = await self.member.apply(result)
             reached = messages.standing_of(self.member.progress())
@@ -221,6 +228,7 @@ class Advance:
                 self.donor.jumped()
                 return IntegrityError(f"round {committed.before.round} gave another state here than at its members")
             self.place.group.install(reached.round, last_digest=committed.result.digest)
+            self.own_round.exchanges.suspects.take_over(named)
             self.roster.passed_over.committed(committed.outcome)
             self.place.replayed(reached, committed.outcome)
             self._moved()
@@ -240,12 +248,16 @@ class Advance:
         """This peer's own signature, if it has a key and there is something to sign."""
         if self.context.sign is None or not tally.members:
             return []
-        signed = tally.sign(self.context.sign, self.context.config.run_id, self.context.own.block)
-        return [pb.TallySignature(point=signed.point, signature=signed.signature, tally=signed.digest)]
+        text = self.own_round.exchanges.suspects.complaints(self.context.own_id).to_text()
+        signed = tally.sign(self.context.sign, self.context.config.run_id, self.context.own.block, text)
+        return [pb.TallySignature(point=signed.point, signature=signed.signature, tally=signed.digest, complaints=text)]
 
     async def _settled(self, tally: Tally, prepared: pb.Prepared) -> Tally:
         signatures, run_id = messages.unpack_signatures(prepared), self.context.config.run_id
         return await asyncio.to_thread(tally.settled, signatures, run_id, self.context.own.block)
+
+    async def _named(self, tally: Tally, signatures: Iterable[Signature]) -> dict[str, Named]:
+        return await asyncio.to_thread(tally.named, signatures, self.context.config.run_id, self.context.own.block)
 
     async def _signed_by_most(self, tally: Tally) -> Tally:
         """A tally of which another peer gave a part, or all; an empty one unless most of the last round's members have

@@ -116,6 +116,9 @@ class Averager:
         self.donor = donor = Donor(place, member, context.clock, context.turns)
         self.shared = shared = TiedParameters(context)
         self.own_round = own_round = OwnRound(context, place, member)
+        tally = member.progress().tally
+        named = tally.named(tally.signatures.values(), context.config.run_id, context.own.block)
+        own_round.exchanges.suspects.take_over(named)
         advance = Advance(context, place, member, own_round, shared=shared, donor=donor, roster=roster)
         participant = Participant(context, place, own_round, advance, shared, roster)
         call = Calls(context, roster, participant)

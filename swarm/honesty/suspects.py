@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from swarm.honesty.comparison import Deviation
+from swarm.training.complaints import FEW_ACCUSERS, Complaints, Named, Word
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +31,10 @@ there are fewer, it is named only if it is out of line at one place in all of th
 owned that place itself."""
 FORGIVEN_AFTER = 100
 """A member that was named is forgiven after so many rounds without another lie."""
-FEW_ACCUSERS = 2
-"""An accusation by so many owners, or fewer, may be false."""
 ALONE_ROUNDS = 8
 """For so many rounds in a row an owner must accuse a member, with few others, to be named."""
+MOST_SHOWN = 8
+"""In a line, the most of those that accuse somebody."""
 LARGE_PART = 1.5
 """Who owns so many times as much as its even part may see what others do not."""
 
@@ -97,20 +98,34 @@ class Suspects:
     """By owner and accused member."""
     _left_out: dict[str, int] = field(default_factory=dict, init=False)
     """The last round of which each member was left out."""
-    _lines: dict[str, tuple[int, str]] = field(default_factory=dict, init=False)
-    """A line for each member that is named, and the round in which it lied last; under an empty id one about
-    contributions that differ, of which nobody can say whose is wrong."""
-    _false: set[str] = field(default_factory=set, init=False)
-    """The owners whose word does not count any more."""
+    _named: dict[str, Named] = field(default_factory=dict, init=False)
+    """By member; under an empty id a line about contributions that differ, of which nobody can say whose is wrong."""
 
     @property
     def lines(self) -> list[str]:
         """A line for each member that was found to lie, or to accuse others falsely, and one if nobody can say who
         lies."""
-        return [self._lines[peer][1] for peer in sorted(self._lines)]
+        return [self._named[peer].line for peer in sorted(self._named)]
 
     def is_named(self, peer_id: str) -> bool:
-        return peer_id in self._lines
+        return peer_id in self._named
+
+    def complaints(self, own_id: str) -> Complaints:
+        """What the member of this id has found out of line itself, as an owner, and whom it names."""
+        words = [
+            Word(peer, number, part.start, part.stop, reason)
+            for peer, rounds in self._words.items()
+            for number, words in rounds.items()
+            for owner, (part, reason) in words.by_owner.items()
+            if owner == own_id
+        ]
+        return Complaints(words=tuple(words), named={peer: each for peer, each in self._named.items() if peer})
+
+    def take_over(self, named: Mapping[str, Named]) -> None:
+        """Name whom most members of a round name, by their signed word."""
+        for peer, each in named.items():
+            if peer not in self._named or each.round > self._named[peer].round:
+                self._name(peer, each)
 
     def evidence(self, peer_id: str) -> list[str]:
         """What owners have said of a member in the last rounds, a line each: the round, the owner, the place of its
@@ -144,7 +159,7 @@ class Suspects:
         """
         self._forget(round_number)
         for owner, deviations in said.items():
-            for each in deviations if owner not in self._false else ():
+            for each in deviations if owner not in self._false_accusers else ():
                 if not each.peer_id:
                     self._note_undecided(each.reason, round_number, len(parts))
                 elif each.peer_id in parts and each.peer_id != owner and owner in parts:
@@ -174,7 +189,9 @@ class Suspects:
         logger.warning("the contribution of %s to round %d is out of line: %s", peer, round_number, why)
         num_words = sum(min(MOST_OF_A_ROUND, len(words.by_owner)) for words in rounds.values())
         if is_always or (num_rounds >= NAMED_AFTER and num_words >= MANY_WORDS):
-            self._name(peer, round_number, f"{peer} lies: its contributions are out of line again and again; {why}")
+            by = ", ".join(accuser[:8] for accuser in sorted(accusers)[:MOST_SHOWN])
+            line = f"{peer} lies: its contributions are out of line again and again, by the word of {by}"
+            self._name(peer, Named(round_number, f"{line} until round {round_number}; {why}"))
         return Deviation(peer_id=peer, reason=why)
 
     def _find_false_accusers(self, round_number: int, owners: Set[str], parts: Mapping[str, slice]) -> None:
@@ -192,24 +209,32 @@ class Suspects:
                     alone.rounds.add(round_number)
                     alone.places.add(order.index(owner))
                     if len(alone.rounds) >= ALONE_ROUNDS and 4 * len(alone.places) > 3 * len(owners):
-                        self._false.add(owner)
                         line = f"{owner} lies: it says wherever its part is that {peer} is out of line"
                         line = f"{line} ({words[owner][1]}), and most others see nothing there"
-                        self._name(owner, round_number, line)
+                        self._name(owner, Named(round_number, line, accuses_falsely=True))
+        false_accusers = self._false_accusers
         for rounds in self._words.values():
             for each in rounds.values():
-                for owner in each.by_owner.keys() & self._false:
+                for owner in each.by_owner.keys() & false_accusers:
                     del each.by_owner[owner]
         self._drop_empty()
 
+    @property
+    def _false_accusers(self) -> set[str]:
+        """The owners whose word does not count any more."""
+        return {peer for peer, named in self._named.items() if named.accuses_falsely}
+
     def _note_undecided(self, reason: str, round_number: int, num_members: int) -> None:
         what = f"the contributions to round {round_number} differ: {reason}"
-        self._name("", round_number, f"{what}; among {num_members} members nobody can say whose is wrong")
+        self._name("", Named(round_number, f"{what}; among {num_members} members nobody can say whose is wrong"))
 
-    def _name(self, peer: str, round_number: int, line: str) -> None:
-        if peer not in self._lines:
-            logger.warning("%s", line)
-        self._lines[peer] = round_number, line
+    def _name(self, peer: str, named: Named) -> None:
+        before = self._named.get(peer)
+        if before is None:
+            logger.warning("%s", named.line)
+        elif before.accuses_falsely:
+            named = named._replace(accuses_falsely=True)
+        self._named[peer] = named
 
     def _forget(self, round_number: int) -> None:
         for rounds in self._words.values():
@@ -218,9 +243,7 @@ class Suspects:
         self._drop_empty()
         # An owner that has nothing more against a member begins anew.
         self._alone = {key: places for key, places in self._alone.items() if key[1] in self._words}
-        for peer in [peer for peer, (number, _) in self._lines.items() if number <= round_number - FORGIVEN_AFTER]:
-            del self._lines[peer]
-            self._false.discard(peer)
+        self._named = {peer: each for peer, each in self._named.items() if each.round > round_number - FORGIVEN_AFTER}
         self._left_out = {peer: number for peer, number in self._left_out.items() if number == round_number}
 
     def _drop_empty(self) -> None:

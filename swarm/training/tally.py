@@ -1,26 +1,29 @@
 """The tally of a block: what each peer has given to its committed rounds, since the run began.
 
 Every member of a round adds the same numbers to the tally, which is a part of the block's state like its lineage, and
-signs what comes of it. Whoever has a tally from a peer or a checkpoint can check by whom it is signed. Only what
-members said is in it: that somebody computed what it gave is not proven.
+signs what comes of it, together with what it holds against others (complaints). Whoever has a tally from a peer or a
+checkpoint can check by whom it is signed. Only what members said is in it: that somebody computed what it gave is not
+proven.
 """
 
 import base64
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 from swarm.credentials import certificates
 from swarm.errors import IntegrityError
+from swarm.training.complaints import FEW_ACCUSERS, Complaints, Named
 from swarm.types import LARGEST_COUNT, Block
 
 MOST_PEERS = 1000
 """Of more peers, those that have given the least are counted together, under OTHERS."""
 OTHERS = "others"
-LONGEST = 1 << 20
+LONGEST = 4 << 20
 """The most characters of a tally's text."""
 
 
@@ -41,12 +44,13 @@ NOTHING_GIVEN = Given()
 
 
 class Signature(NamedTuple):
-    """A signature, the public key of the signer as a point (credentials/certificates), and the digest of the tally that
-    it has signed."""
+    """A signature, the public key of the signer as a point (credentials/certificates), the digest of the tally that it
+    has signed, and the text of its complaints, which it has signed with that; empty if it has none."""
 
     point: bytes
     signature: bytes
     digest: str
+    complaints: str = ""
 
     @property
     def peer_id(self) -> str:
@@ -105,16 +109,18 @@ class Tally:
 
     # -- signatures --------------------------------------------------------------------------------------------------
 
-    def sign(self, sign: Sign, run_id: str, block: Block) -> Signature:
-        return Signature(*sign(self._statement(run_id, block, self.digest)), self.digest)
+    def sign(self, sign: Sign, run_id: str, block: Block, complaints: str = "") -> Signature:
+        return Signature(*sign(self._statement(run_id, block, self.digest, complaints)), self.digest, complaints)
 
-    def _statement(self, run_id: str, block: Block, digest: str) -> bytes:
-        return json.dumps(["swarm tally", run_id, str(block), self.parent, self.result, digest]).encode()
+    def _statement(self, run_id: str, block: Block, digest: str, complaints: str) -> bytes:
+        words = ["swarm tally", run_id, str(block), self.parent, self.result, digest]
+        return json.dumps(words + [complaints] * bool(complaints)).encode()
 
     def _holds(self, signature: Signature, run_id: str, block: Block) -> bool:
         try:
             key = certificates.key_at(signature.point)
-            certificates.verify(key, self._statement(run_id, block, signature.digest), signature.signature)
+            statement = self._statement(run_id, block, signature.digest, signature.complaints)
+            certificates.verify(key, statement, signature.signature)
         except (ValueError, IntegrityError):
             return False
         return True
@@ -142,10 +148,43 @@ class Tally:
     def is_signed_by_most(self, run_id: str, block: Block) -> bool:
         return 2 * len(self.signers(run_id, block)) > len(self.members)
 
+    # -- complaints --------------------------------------------------------------------------------------------------
+
+    def complaints(self, signers: Collection[str]) -> dict[str, Complaints]:
+        """What those of these signers hold against others that hold anything."""
+        said = {peer_id: self.signatures[peer_id].complaints for peer_id in sorted(signers)}
+        return {peer_id: Complaints.read(text) for peer_id, text in said.items() if text}
+
+    def named_by(self, complaints: Mapping[str, Complaints]) -> dict[str, Named]:
+        """Whom most members of the last round name, by the complaints of some. Of what they say of one, that with the
+        median round counts."""
+        found: dict[str, list[Named]] = defaultdict(list)
+        for each in complaints.values():
+            for peer_id, named in each.named.items():
+                if named.round <= self.round:
+                    found[peer_id].append(named)
+        return {
+            peer_id: sorted(told)[(len(told) - 1) // 2]
+            for peer_id, told in found.items()
+            if len(told) > FEW_ACCUSERS and 2 * len(told) > len(self.members)
+        }
+
+    def named(self, signatures: Iterable[Signature], run_id: str, block: Block) -> dict[str, Named]:
+        """Whom most members name, by those of these signatures that hold, though they be over other tallies. Blocks if
+        some have complaints."""
+        held = {
+            each.peer_id: Complaints.read(each.complaints)
+            for each in signatures
+            if each.complaints and each.peer_id in self.members and self._holds(each, run_id, block)
+        }
+        return self.named_by(held)
+
     # -- as text -----------------------------------------------------------------------------------------------------
 
     def to_text(self) -> str:
-        signatures = {peer: [_text(each.point), _text(each.signature)] for peer, each in self.signatures.items()}
+        signatures = {
+            peer: [_text(each.point), _text(each.signature), each.complaints] for peer, each in self.signatures.items()
+        }
         return json.dumps(vars(self) | {"signatures": signatures}, separators=(",", ":"))
 
     @classmethod
@@ -161,7 +200,10 @@ class Tally:
                 peers={str(peer): _given(row) for peer, row in values["peers"].items()},
             )  # fmt: skip
             own, signed = tally.digest, values["signatures"].items()
-            signatures = {str(peer): Signature(_bytes(point), _bytes(made), own) for peer, (point, made) in signed}
+            signatures = {
+                str(peer): Signature(_bytes(point), _bytes(made), own, str(complaints))
+                for peer, (point, made, complaints) in signed
+            }
             return dataclasses.replace(tally, signatures=signatures)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise IntegrityError("what was said to be a tally is none") from None

@@ -16,6 +16,7 @@ from swarm.honesty.comparison import Deviation
 from swarm.honesty.suspects import LEFT_OUT_AFTER, NAMED_AFTER
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import Contribution, RoundResult
+from swarm.training.tally import Sign
 from tests.averaging.doubles import Network, peer_id, until
 from tests.averaging.fake_stage import FakeStage, make_config
 from tests.support.virtual_time import in_virtual_time
@@ -62,9 +63,12 @@ class LargeStage(FakeStage):
 
 
 @asynccontextmanager
-async def group(setting: str, num_members: int, *, codec: str = "fp32") -> AsyncIterator[Network]:
+async def group(
+    setting: str, num_members: int, *, codec: str = "fp32", sign_as: Callable[[int], Sign | None] = lambda number: None
+) -> AsyncIterator[Network]:
     config = make_config(setting, microbatches=2 * num_members, codec=codec)
     network = Network(config, LargeStage)
+    network.sign_as = sign_as
     for number in range(num_members):
         network.add(number)
     try:

@@ -8,6 +8,7 @@ import pytest
 
 from swarm.honesty.comparison import Deviation
 from swarm.honesty.suspects import ALONE_ROUNDS, FORGIVEN_AFTER, LEFT_OUT_AFTER, NAMED_AFTER, ROUNDS, Suspects
+from swarm.training.complaints import Complaints, Named, Word
 
 MEMBERS = ["a", "b", "c", "d", "e", "f"]
 
@@ -38,8 +39,8 @@ def test_once_is_no_proof_most_of_the_last_rounds_are() -> None:
     assert judged(suspects, NAMED_AFTER, dict.fromkeys("abcd", "f")) == "f"
     assert suspects.is_named("f")
     assert suspects.lines == [
-        "f lies: its contributions are out of line again and again; 4 of 5 owners of other parts say so, in 4 of the "
-        "last rounds: it is odd"
+        "f lies: its contributions are out of line again and again, by the word of a, b, c, d until round 4; 4 of 5 "
+        "owners of other parts say so, in 4 of the last rounds: it is odd"
     ]
     judged(suspects, NAMED_AFTER + FORGIVEN_AFTER, {})
     assert suspects.lines == []
@@ -181,3 +182,42 @@ def test_where_nobody_can_say_who_is_wrong_one_line_says_so(caplog: pytest.LogCa
     assert caplog.messages == [line.format(1)]
     suspects.judge(2 + FORGIVEN_AFTER, {"a": [], "b": []}, parts_of("ab"))
     assert suspects.lines == []
+
+
+def test_what_a_member_found_itself_and_whom_it_names_are_its_complaints_until_that_is_forgiven() -> None:
+    suspects = Suspects()
+    assert suspects.complaints("a").to_text() == ""
+    for number in range(1, NAMED_AFTER + 1):
+        judged(suspects, number, dict.fromkeys("abcd", "f"), order=MEMBERS)
+    told = suspects.complaints("b")
+    assert told.words[0] == Word("f", 1, 100, 200, "it is odd")
+    assert [word.round for word in told.words] == [1, 2, 3, 4]
+    assert suspects.complaints("e").words == (), "it found nothing itself"
+    assert {peer: named.round for peer, named in told.named.items()} == {"f": NAMED_AFTER}
+    newcomer = Suspects()
+    newcomer.take_over(told.named)
+    assert newcomer.lines == suspects.lines
+    assert newcomer.complaints("g").named == told.named
+    judged(newcomer, NAMED_AFTER + FORGIVEN_AFTER - 1, {})
+    assert newcomer.is_named("f")
+    judged(newcomer, NAMED_AFTER + FORGIVEN_AFTER, {})
+    assert newcomer.complaints("g") == Complaints()
+
+
+def test_a_newcomer_does_not_hear_who_is_named_for_accusing_falsely() -> None:
+    suspects, newcomer = Suspects(), Suspects()
+    for number in range(1, ALONE_ROUNDS + 1):
+        judged(suspects, number, {"a": "f"})
+    newcomer.take_over(suspects.complaints("b").named)
+    # Another reason to name it does not make its words count again.
+    newcomer.take_over({"a": Named(ALONE_ROUNDS + 1, "it lies")})
+    for number in range(ALONE_ROUNDS + 1, ALONE_ROUNDS + 4):
+        assert judged(newcomer, number, dict.fromkeys("abc", "f")) == ""
+    assert newcomer.complaints("a").words == ()
+
+
+def test_those_that_differ_among_few_are_in_nobody_s_complaints() -> None:
+    suspects = Suspects()
+    said = [Deviation(peer_id="", reason="one is zero")]
+    suspects.judge(1, {"a": said, "b": said}, parts_of("ab"))
+    assert suspects.complaints("a") == Complaints()

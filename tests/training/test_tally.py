@@ -8,11 +8,13 @@ import pytest
 
 from swarm.credentials.identity import Identity, generate
 from swarm.errors import IntegrityError
+from swarm.training.complaints import Complaints, Named
 from swarm.training.tally import EMPTY, MOST_PEERS, OTHERS, Given, Signature, Tally, by_peer, total
 from swarm.types import Block
 
 RUN, BLOCK = "run.0123", Block(1)
 ANN, BOB, CAT, DAN = (generate() for _ in range(4))
+LIAR = "f" * 40
 
 
 def _rounds(*given: dict[str, Given], first: int = 0) -> Tally:
@@ -85,6 +87,53 @@ def test_counting_begins_anew_where_half_of_the_members_have_signed_others() -> 
     assert tally.settled([*own, *_signatures(other, *strangers)], RUN, BLOCK) != EMPTY
     claimed = [each._replace(digest=other.digest) for each in _signatures(third, BOB, CAT, DAN)]
     assert tally.settled([*own, *claimed], RUN, BLOCK) != EMPTY, "what a signature is about is not believed unchecked"
+
+
+def _named(tally: Tally, run: str = RUN, block: Block = BLOCK) -> dict[str, Named]:
+    return tally.named(tally.signatures.values(), run, block)
+
+
+def _telling(told: dict[Identity, str]) -> Tally:
+    """A tally after round 0 that four have signed, with the complaints of some of them."""
+    tally = _of(ANN, BOB, CAT, DAN)
+    signatures = [
+        tally.sign(signer.sign_with_point, RUN, BLOCK, told.get(signer, "")) for signer in (ANN, BOB, CAT, DAN)
+    ]
+    return tally.settled(signatures, RUN, BLOCK)
+
+
+def _naming(round_number: int = 0, line: str = "it lies") -> str:
+    return Complaints(named={LIAR: Named(round_number, line)}).to_text()
+
+
+def test_whom_most_members_name_is_named() -> None:
+    assert _named(_telling({ANN: _naming(), BOB: _naming()})) == {}
+    tally = Tally.read(_telling(dict.fromkeys((ANN, BOB, CAT), _naming())).to_text())
+    assert _named(tally) == {LIAR: Named(0, "it lies")}
+    assert _named(tally, "another") == _named(tally, block=Block(2)) == {}
+    assert _named(_telling(dict.fromkeys((ANN, BOB, CAT), "no complaint"))) == {}
+
+
+def test_few_name_nobody_even_if_they_are_most() -> None:
+    tally = _of(ANN, BOB)
+    signed = [tally.sign(signer.sign_with_point, RUN, BLOCK, _naming()) for signer in (ANN, BOB)]
+    assert _named(tally.settled(signed, RUN, BLOCK)) == {}
+
+
+def test_complaints_that_were_changed_after_they_were_signed_do_not_count() -> None:
+    tally = _telling({ANN: _naming(), BOB: _naming()})
+    text = json.loads(tally.to_text())
+    text["signatures"][CAT.peer_id][2] = _naming()
+    forged = Tally.read(json.dumps(text))
+    assert CAT.peer_id not in forged.signers(RUN, BLOCK)
+    assert _named(forged) == {}
+
+
+def test_of_differing_complaints_the_middle_one_counts_and_none_about_the_future() -> None:
+    tally = _rounds(*[{str(member.peer_id): Given(1, 1, 1, 1) for member in (ANN, BOB, CAT, DAN)}] * 10)
+    told = {ANN: _naming(2), BOB: _naming(5, "five"), CAT: _naming(9), DAN: _naming(10)}
+    signed = [tally.sign(signer.sign_with_point, RUN, BLOCK, said) for signer, said in told.items()]
+    assert _named(tally.settled(signed, RUN, BLOCK)) == {LIAR: Named(5, "five")}
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,7 @@ export function showDetails(dialog, run, key) {
     ? [{ name: "first seen", text: moment(given.first_seen), help: "By this page." },
        { name: "seen to serve", text: duration(given.serving_seconds), help: "As long as this page watched." }]
     : [];
+  if (given?.named) seen.unshift({ name: "named as a liar", text: given.named, help: "Signed by most members of a round." });
   const told = Object.entries(run.figures.peer).map(([name, { help, unit }]) => ({ name: words(name), text: figure(peer[name], unit), help }));
   if (!list.keyed) list.replaceChildren();
   each(list, [...told, ...seen], ({ name }) => name, ({ name, help }) => {

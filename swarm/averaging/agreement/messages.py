@@ -10,6 +10,7 @@ from swarm.errors import MalformedMessage, SwarmError, TryLater
 from swarm.honesty.comparison import Deviation
 from swarm.machine.words import printable
 from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.training.complaints import LONGEST_COMPLAINTS
 from swarm.training.round_member import Progress, Snapshot
 from swarm.training.run_rounds import next_lineage
 from swarm.training.tally import Given, Signature
@@ -95,8 +96,13 @@ def unpack_given(message: pb.Prepared | pb.AverageRequest) -> dict[str, Given]:
 
 def unpack_signatures(prepared: pb.Prepared) -> list[Signature]:
     """The signatures over the tally after a round. Those that are too long to be any are left out."""
-    told = [Signature(each.point, each.signature, each.tally) for each in prepared.signatures]
-    return [each for each in told if len(each.point) + len(each.signature) + len(each.digest) <= LONGEST_SIGNATURE]
+    told = filter(_is_short, prepared.signatures)
+    return [Signature(each.point, each.signature, each.tally, each.complaints) for each in told]
+
+
+def _is_short(signed: pb.TallySignature) -> bool:
+    length = len(signed.point) + len(signed.signature) + len(signed.tally)
+    return length <= LONGEST_SIGNATURE and len(signed.complaints) <= LONGEST_COMPLAINTS
 
 
 def unsigned(prepared: pb.Prepared) -> pb.Prepared:
@@ -109,7 +115,7 @@ def unsigned(prepared: pb.Prepared) -> pb.Prepared:
 def signed_by_all(prepared: pb.Prepared, held: Iterable[pb.Prepared]) -> pb.Prepared:
     """A result with the signature of each member that holds it."""
     signed = unsigned(prepared)
-    signed.signatures.extend(signature for each in held for signature in each.signatures[:1])
+    signed.signatures.extend(filter(_is_short, (signature for each in held for signature in each.signatures[:1])))
     return signed
 
 

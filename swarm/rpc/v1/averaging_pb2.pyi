@@ -198,22 +198,26 @@ class TallySignature(_message.Message):
     POINT_FIELD_NUMBER: _builtins.int
     SIGNATURE_FIELD_NUMBER: _builtins.int
     TALLY_FIELD_NUMBER: _builtins.int
+    COMPLAINTS_FIELD_NUMBER: _builtins.int
     point: _builtins.bytes
     """The signer's public key, as a compressed point, of which its id is the digest."""
     signature: _builtins.bytes
     """ECDSA-SHA256, in DER."""
     tally: _builtins.str
     """The digest of the tally that it has signed."""
+    complaints: _builtins.str
+    """What it holds against other members (swarm/training/complaints.py), as text, which it has signed with the tally."""
     def __init__(
         self,
         *,
         point: _builtins.bytes = ...,
         signature: _builtins.bytes = ...,
         tally: _builtins.str = ...,
+        complaints: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["point", b"point", "signature", b"signature", "tally", b"tally"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["complaints", b"complaints", "point", b"point", "signature", b"signature", "tally", b"tally"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

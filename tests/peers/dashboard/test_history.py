@@ -19,6 +19,8 @@ from peers.dashboard.rounds import FARTHEST, MOST_PEERS, MOST_ROUNDS
 from peers.status.contributions import Tallies
 from peers.status.peer_row import PeerRow
 from peers.status.view import SwarmView
+from swarm.credentials.identity import generate
+from swarm.training.complaints import Complaints, Named
 from swarm.training.tally import EMPTY, Given
 from swarm.types import Block
 from tests.support.views import peer, peer_id, view
@@ -87,6 +89,23 @@ def test_contributions_are_those_of_the_tally_and_time_is_what_was_seen() -> Non
     assert history.contributions.to_json()[A]["given"] == {
         "samples": 12, "targets": 120, "num_bytes": 1200, "rounds": 4
     }  # fmt: skip
+
+
+def test_who_most_members_have_signed_to_be_a_liar_is_named_while_they_do() -> None:
+    history, keys = _after(view([peer("ann")])), [generate() for _ in range(4)]
+    tally = EMPTY.after(0, parent="", result="", given={key.peer_id: Given(1, 1, 1, 1) for key in keys})
+
+    def told(num_accusers: int) -> Tallies:
+        said = [Complaints(named={A: Named(0, "ann lies")}).to_text() if n < num_accusers else "" for n in range(4)]
+        signed = [tally.sign(key.sign_with_point, "run", Block(0), text) for key, text in zip(keys, said, strict=True)]
+        tallies = Tallies("run")
+        tallies.add(Block(0), [tally.settled(signed, "run", Block(0)).to_text()])
+        return tallies
+
+    history.contributions.take(told(3))
+    assert history.contributions.to_json()[A]["named"] == "ann lies"
+    history.contributions.take(told(2))
+    assert history.contributions.to_json()[A]["named"] == ""
 
 
 def test_time_in_which_nobody_watched_is_nobodys() -> None:

@@ -14,10 +14,12 @@ from swarm.audit.audit import audit
 from swarm.checkpoint import file
 from swarm.checkpoint.file import Header
 from swarm.config import RunConfig
+from swarm.credentials.identity import generate
 from swarm.routing.poll import Poll
 from swarm.rpc.channels import ChannelPool
 from swarm.stage.member import StageMember
-from swarm.training.tally import by_peer, total
+from swarm.training.complaints import Complaints, Named, Word
+from swarm.training.tally import EMPTY, Given, by_peer, total
 from swarm.types import Block
 from tests.audit.honest import Lines, edit
 from tests.support.chain import DILOCO, SYNCHRONOUS, eventually
@@ -108,6 +110,31 @@ async def test_it_is_the_same_from_peers_checkpoints_and_event_logs(
         if "peer-0" in path.name:
             edit(path, exaggerate)
     assert not audit(swarm.logs).proven
+
+
+def test_who_is_named_is_shown_with_those_that_have_signed_it() -> None:
+    keys = sorted((generate() for _ in range(5)), key=lambda identity: identity.peer_id)
+    run, liar = "run.0123", keys[4].peer_id
+    tally = EMPTY.after(0, parent="", result="", given={key.peer_id: Given(1, 1, 1, 1) for key in keys})
+    word = Word(liar, 0, 0, 10, "its norm is [odd]")
+    said = Complaints(words=(word,), named={liar: Named(0, f"{liar} lies [again]")}).to_text()
+    signed = [tally.sign(key.sign_with_point, run, Block(0), said) for key in keys[:3]]
+    text = tally.settled(signed, run, Block(0)).to_text()
+    found = Tallies(run, names={liar: "larry"})
+    found.add(Block(0), [text])
+    block = json.loads(found.to_json())["blocks"]["0"]
+    by = [key.peer_id for key in keys[:3]]
+    assert block["named"] == {
+        liar: {"round": 0, "line": f"{liar} lies [again]", "accuses_falsely": False, "signed_by": by}
+    }
+    assert block["out_of_line"] == [{"owner": owner, **word._asdict()} for owner in by]
+    shown = Console(width=200)
+    with shown.capture() as captured:
+        shown.print(found.render())
+    assert f"stage 0: larry (3 of 5 members name it): {liar} lies [again]" in captured.get()
+    fewer = Tallies(run)
+    fewer.add(Block(0), [text], among=by[:2])
+    assert json.loads(fewer.to_json())["blocks"]["0"]["named"] == {}, "two of them are nobody that is announced"
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from swarm.dht import keys
 from swarm.dht.directory import Directory
 from swarm.dht.lookup import DirectoryServicer
 from swarm.errors import PeerUnavailable
+from swarm.events import OutOfLine
 from swarm.machine.clock import SystemClock
 from swarm.rpc import tls
 from swarm.rpc.entry import Entry
@@ -174,6 +175,22 @@ def test_a_refuted_run_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert status.main(["--audit", *map(str, run.files)]) == 1
     out = capsys.readouterr().out
     assert "stage 1, round 0, microbatch 3: missing in a committed round" in out
+
+
+def test_who_is_named_in_event_logs_is_shown_and_refutes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = HonestRun(tmp_path)
+    run.round(0)
+    for peer in ("peer-0a", "peer-0b"):
+        for is_named in (False, True):
+            run.write(peer, OutOfLine(round=1, peer="liar", reason=f"{peer} found [that]", is_named=is_named))
+    run.write("peer-1a", OutOfLine(round=1, peer="honest", reason="odd text", is_named=False))
+    assert status.main(["--audit", *map(str, run.files)]) == 0
+    named = "liar is named as a liar in peer-0a.jsonl, peer-0b.jsonl: stage 0, round 1: peer-0b found [that]"
+    assert named in capsys.readouterr().out.splitlines()
+    status.main(["--json", "--audit", *map(str, run.files)])
+    assert list(json.loads(capsys.readouterr().out)["liars"]) == ["liar"]
 
 
 def test_a_missing_trainers_file_is_no_proof(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
