@@ -81,14 +81,24 @@ class Barrier:
 
         with self.context.waits.on(waited_for):
             async with asyncio.TaskGroup() as tasks:
-                for block in blocks:
-                    tasks.create_task(ask(block))
+                asking = {tasks.create_task(ask(block)) for block in blocks}
+                while asking:
+                    _, asking = await asyncio.wait(asking, timeout=self.context.timing.awaited_seconds)
+                    if asking:
+                        await self._train_on(round_number)
         if later:
             failed = AttemptFailed(f"stage {min(later)} has decided the round under later amendments")
             failed.void = True
             raise failed
         ready = {block: reply for block, reply in replies.items() if reply is not None}
         return ready if len(ready) == len(replies) else None
+
+    async def _train_on(self, round_number: int) -> None:
+        """With DiLoCo, let more samples through to the stages that are waited for: these may have too few to end their
+        round, and get none while all that this stage has room for waits for its own round's end."""
+        async with self.place.lock:
+            if self.place.standing.round == round_number:
+                await self.watch.member.train_on()
 
     async def is_passed(self, round_number: int) -> bool:
         """Whether all stages for which this one waits say at once that they have decided the round."""

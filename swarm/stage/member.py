@@ -129,6 +129,10 @@ class StageMember:
             await self._runtime.control(self._weights.reopen)
             self._stage.endings.changed()
 
+    async def train_on(self) -> None:
+        await self._runtime.control(self._weights.train_on)
+        self._stage.endings.changed()
+
     async def state_digest(self) -> str:
         """Wait for the BLAKE3 digest of anchor and outer state at the beginning of the round."""
         async with self._may_commit:

@@ -174,6 +174,10 @@ class StageWeights(ABC):
         self.round.closed = False
         self.step_if_due()
 
+    @abstractmethod
+    def train_on(self) -> None:
+        """Take one inner step more than averaging.overlap_steps while the round is closed, once one is due."""
+
     def commit(self, result: RoundResult) -> float:
         """Move the anchor by the averaged contribution, and begin the next round. Returns the learning rate that was
         used.

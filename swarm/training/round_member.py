@@ -189,6 +189,11 @@ class RoundMember(Protocol):
 
     async def reopen(self, round_number: int) -> None: ...
 
+    async def train_on(self) -> None:
+        """With DiLoCo, take one inner step more than averaging.overlap_steps while the round is closed, once one is
+        due."""
+        ...
+
     async def apply(self, result: RoundResult) -> "asyncio.Future[str]":
         """Take the outer step and begin the next round.
 

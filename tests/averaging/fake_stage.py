@@ -66,6 +66,7 @@ class FakeStage:
         self.carries = False
         """Whether it keeps, as DiLoCo does, microbatches that no round has counted yet when another state is installed
         or replayed."""
+        self.on_training_on: Callable[[], None] = lambda: None
         self.averager: Averager | None = None
         self.tally = EMPTY
 
@@ -108,6 +109,9 @@ class FakeStage:
     async def reopen(self, round_number: int) -> None:
         assert round_number == self.round
         self.closed = False
+
+    async def train_on(self) -> None:
+        self.on_training_on()
 
     async def apply(self, result: RoundResult) -> asyncio.Future[str]:
         assert result.round == self.round, "a round is applied once"

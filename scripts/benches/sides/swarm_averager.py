@@ -67,6 +67,9 @@ class Member:
     async def reopen(self, round_number: int) -> None:
         pass  # There is nothing to resume, because this member never stops training.
 
+    async def train_on(self) -> None:
+        pass
+
     async def apply(self, result: RoundResult) -> asyncio.Future[str]:
         state_digest = await asyncio.to_thread(self._hold, result.tensors)
         self.last = result

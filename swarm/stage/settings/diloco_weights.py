@@ -76,6 +76,8 @@ class DilocoWeights(StageWeights):
         self._closings: dict[int, _Closing]
         """The newest closings of this round, by number. They are kept even when the round is reopened, because the
         result of an earlier one may still be decided."""
+        self._num_more_steps: int
+        """How many inner steps of this round `train_on` has allowed."""
         self._failure: Exception | None = None
         """The failure of an inner step."""
         super().__init__(
@@ -122,9 +124,10 @@ class DilocoWeights(StageWeights):
             self._inner_step(bucket)
 
     def _num_overlapped(self) -> int:
-        """Inner steps since the round was closed."""
+        """Inner steps since the round was closed, without those of `train_on`."""
         newest = max(self._closings, default=None)
-        return 0 if newest is None else self.inner_steps.count - self._closings[newest].num_steps
+        num_steps = 0 if newest is None else self.inner_steps.count - self._closings[newest].num_steps
+        return num_steps - self._num_more_steps
 
     def _inner_step(self, bucket: GradientBucket) -> None:
         # In place, because no gradient is added to this bucket or taken out of it any more.
@@ -137,6 +140,10 @@ class DilocoWeights(StageWeights):
         self.round.stepped += bucket.amount
         self._unaveraged = [amount + bucket.amount for amount in self._unaveraged]
         self._versions.publish()
+
+    def train_on(self) -> None:
+        self._num_more_steps += self.round.closed
+        self.step_if_due()
 
     # -- rounds ------------------------------------------------------------------------------------------------
 
@@ -243,6 +250,7 @@ class DilocoWeights(StageWeights):
 
     def _begin(self, new_round: Round, anchor: Tensors) -> None:
         self._closings = {}
+        self._num_more_steps = 0
         self.inner_steps = InnerSteps(configured_samples=self._config.rounds.inner_batch_samples)
         super()._begin(new_round, anchor)
 

@@ -71,6 +71,9 @@ class SynchronousWeights(StageWeights):
     def step_if_due(self) -> None:
         pass  # Steps are taken when rounds end.
 
+    def train_on(self) -> None:
+        pass
+
     def require_sound(self) -> None:
         pass  # The only step is a round's end, and its error goes to the member that commits.
 

@@ -183,6 +183,25 @@ def test_without_overlap_a_closed_round_takes_no_inner_step_until_it_commits_or_
     assert weights.round_samples == 8
 
 
+def test_a_round_that_stays_closed_for_long_takes_steps_one_after_the_other() -> None:
+    weights = overlapping(0)
+    accumulate(weights, *range(2))
+    weights.close()
+    accumulate(weights, *range(2, 6))
+    for num_left in (4, 0):
+        weights.train_on()
+        assert weights.num_unstepped_samples == num_left
+    weights.train_on()
+    accumulate(weights, *range(6, 10))
+    assert weights.num_unstepped_samples == 4, "what is not due yet is taken later"
+    commit_without_steps(weights)
+    weights.step_if_due()
+    weights.train_on()
+    weights.close()
+    accumulate(weights, *range(10, 12))
+    assert weights.num_unstepped_samples == 4, "the next round is like any other"
+
+
 def test_what_was_learnt_during_an_exchange_is_carried_over_to_the_new_anchor() -> None:
     weights = overlapping(1)
     anchor = values_of(weights.masters)
