@@ -126,7 +126,7 @@ def from_json(text: str, *, source: str, if_unknown: str = "") -> RunConfig:
     """Read JSON, such as the canonical form that another peer published.
 
     No value is converted: `true` is not taken for 1, and "4" is not taken for 4. `if_unknown` is what the error advises
-    for an unknown key, if not the known ones.
+    for an unknown key, if not the known ones, and for a word that is none of the known ones.
 
     Raises:
         ValueError: one line naming `source`, the field and the fault, for unknown keys too.
@@ -142,6 +142,8 @@ def from_json(text: str, *, source: str, if_unknown: str = "") -> RunConfig:
         if first["type"] == "unexpected_keyword_argument":
             raise ValueError(f"{source}: unknown key {where!r}; {if_unknown or _meant(where)}") from None
         message = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "literal_error" and if_unknown:
+            message += f"; {if_unknown}"
         # Our own messages name the field already.
         named = not where or message.startswith(where)
         raise ValueError(f"{source}: {message}" if named else f"{source}: {where}: {message}") from None

@@ -115,9 +115,18 @@ async def test_a_run_of_a_release_without_a_protocol_in_common(
     )
 
 
-async def test_a_run_that_uses_what_only_the_next_release_has(store: MemoryStore, clock: ManualClock) -> None:
-    await _publish(store, THEIRS, RUN, clock, '{"model": {"telepathy": true}}')
-    with pytest.raises(ValueError, match=r"unknown key 'model.telepathy'; this release does not have it yet: install"):
+@pytest.mark.parametrize(
+    ("used", "fault"),
+    [
+        ('{"telepathy": true}', "unknown key 'model.telepathy'"),
+        ('{"bottleneck": "telepathic"}', "model.bottleneck: Input should be 'fixed', .*"),
+    ],
+)
+async def test_a_run_that_uses_what_only_the_next_release_has(
+    store: MemoryStore, clock: ManualClock, used: str, fault: str
+) -> None:
+    await _publish(store, THEIRS, RUN, clock, f'{{"model": {used}}}')
+    with pytest.raises(ValueError, match=rf"{fault}; this release does not have it yet: install"):
         await discover_config(store, clock, address="/x")
 
 
