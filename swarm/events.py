@@ -189,6 +189,18 @@ class Abort(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Checked(Event):
+    """This peer computed again what another peer of its block had answered: a spot check."""
+
+    round: int
+    microbatch: int
+    peer: str
+    verdict: str
+    """`agrees`, `differs` or `not_shown`."""
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class OutOfLine(Event):
     """A member is left out of the attempt, because most owners of parts found its contribution out of line."""
 

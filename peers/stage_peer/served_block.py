@@ -35,6 +35,7 @@ from swarm.stage.generation import GenerationServicer
 from swarm.stage.member import StageMember
 from swarm.stage.runtime import Runtime
 from swarm.stage.servicer import StageServicer
+from swarm.stage.spot_check import SpotCheck
 from swarm.stage.stage import Stage
 from swarm.stage.time_shares import TimeWatch
 from swarm.types import Block, PeerRecord
@@ -55,7 +56,7 @@ class ServedBlock:
                 run_id=config.run_id, block=following, reply_specs=reply_specs(config, following.stage),
                 router=membership.known.router, channels=membership.channels, clock=membership.clock,
                 events=options.events, limits=HopLimits.of(config, following), memory=backend.staging.host_bytes,
-                own=self._local,
+                own=self._local, check_share=config.rounds.share_checked,
             )
             for following in config.neighbours(block, 1)
         }  # fmt: skip
@@ -101,8 +102,9 @@ class ServedBlock:
         """
         self.averager = Averager(self._context(turns), self.member)
         servicer = StageServicer(
-            self.stage, describe=self.describe, callers=self._process.callers, rival_of=self._process.rivals.of
-        )
+            self.stage, describe=self.describe, callers=self._process.callers, rival_of=self._process.rivals.of,
+            spot_check=SpotCheck(self.stage, peers=self._peers, channels=self._membership.channels),
+        )  # fmt: skip
         self.local = LocalBlock(servicer, self._generation, self._options.prefix)
         handlers = block_handlers(
             self._membership, self.stage, self.averager, servicer, self._generation, self._options
@@ -170,7 +172,8 @@ class ServedBlock:
     async def _watch_connections(self) -> None:
         member = self._membership
         async with asyncio.TaskGroup() as tasks:
-            for block in self.stage.context.hops:
+            for block, hop in self.stage.context.hops.items():
+                tasks.create_task(hop.checks.run())
                 watching = watch_connections(
                     block=block, router=member.known.router, channels=member.channels, clock=member.clock
                 )

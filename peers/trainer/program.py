@@ -141,7 +141,7 @@ def make_session(
     hops = {
         block: Hop(
             run_id=config.run_id, block=block, reply_specs={}, router=member.known.router, channels=channels,
-            clock=clock, events=events, limits=HopLimits.of(config, block),
+            clock=clock, events=events, limits=HopLimits.of(config, block), check_share=config.rounds.share_checked,
         )
         for block in paths.entries
     }  # fmt: skip
@@ -181,6 +181,7 @@ async def carry_out(member: Membership, paths: TrainerPaths, session: Session, n
                 )
                 for block in paths.entries
             ),
+            *(tasks.create_task(hop.checks.run()) for hop in session.hops.values()),
         ]
         work = session.only_evaluate() if session.options.evaluate_only else session.train()
         await stopping.before(stop_or_expiry(stop, member.identity, clock), work)

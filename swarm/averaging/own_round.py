@@ -227,7 +227,9 @@ class OwnRound:
         self._lock = place.lock
         self._group = place.group
         self._member = member
-        self.exchanges = Exchanges(place.timeline.at(place.standing.round).averaging, context.own_id)
+        self.exchanges = Exchanges(
+            place.timeline.at(place.standing.round).averaging, context.own_id, disproved=member.disproved
+        )
         self._closing: Closing | None = None
         """The contribution that is being frozen, or is frozen; None once the round is reopened or over. Freezing needs
         no lock."""

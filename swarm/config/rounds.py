@@ -56,14 +56,24 @@ class RoundsConfig:
     longer lines and in deeper pipelines, but a run learns less from each sample (docs/performance.md); a larger
     `inner_batch_samples` does the same, and costs less where the peers are few."""
 
+    check_share: float = field(default=0.02, metadata=ADDED)
+    """Synchronous only: the share of microbatches that a second peer of the stage computes again, to find peers that
+    compute wrongly (docs/security.md). Each costs the second peer as much as a microbatch. 0: none."""
+
     def __post_init__(self) -> None:
         require_usable_numbers("rounds", self)
+        require(0 <= self.check_share <= 1, f"rounds.check_share must be in [0, 1], not {self.check_share}")
         require_not_negative("rounds", self, "round_samples", "inner_batch_samples", "max_staleness")
 
     @property
     def synchronous(self) -> bool:
         """Whether the swarm follows the trajectory of a single process."""
         return self.setting == "synchronous"
+
+    @property
+    def share_checked(self) -> float:
+        """The share of microbatches that are computed again. With DiLoCo none can be, since weights differ."""
+        return self.check_share if self.synchronous else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,6 +85,8 @@ CALLS = {
     "/swarm.rpc.v1.StageService/Describe": Call(Who.MEMBERS, "caller.peer_id", is_required=False),
     "/swarm.rpc.v1.StageService/Evaluate": Call(Who.FEEDERS),
     "/swarm.rpc.v1.StageService/Hold": Call(Who.FEEDERS),
+    "/swarm.rpc.v1.StageService/Show": Call(Who.PEERS),
+    "/swarm.rpc.v1.StageService/SpotCheck": Call(Who.FEEDERS),
     "/swarm.rpc.v1.StageService/Train": Call(Who.FEEDERS),
 }
 """Every call there is, by its method. A server serves no others."""

@@ -50,10 +50,12 @@ class Deviation:
     Attributes:
         peer_id: empty if the contributions of too few members differ much, and nobody can say whose is wrong.
         reason: in words that follow "its contribution is out of line: ".
+        is_computed: whether the owner found the member's answer to a microbatch wrong by computing it again.
     """
 
     peer_id: str
     reason: str
+    is_computed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -160,6 +160,8 @@ class Suspects:
         self._forget(round_number)
         for owner, deviations in said.items():
             for each in deviations if owner not in self._false_accusers else ():
+                if each.is_computed:
+                    continue
                 if not each.peer_id:
                     self._note_undecided(each.reason, round_number, len(parts))
                 elif each.peer_id in parts and each.peer_id != owner and owner in parts:
@@ -171,7 +173,30 @@ class Suspects:
             words = self._words[peer][round_number]
             words.num_owners = max(words.num_owners, len(said.keys() - {peer}))
         self._find_false_accusers(round_number, said.keys(), parts)
-        return [found for peer in accused if (found := self._judge(peer, round_number, said.keys() - {peer}))]
+        computed = [found for peer in parts if (found := self._judge_computed(peer, round_number, said))]
+        others = [peer for peer in accused if all(found.peer_id != peer for found in computed)]
+        return computed + [
+            found for peer in others if (found := self._judge(peer, round_number, said.keys() - {peer}))
+        ]  # fmt: skip
+
+    def _judge_computed(
+        self, peer: str, round_number: int, said: Mapping[str, Sequence[Deviation]]
+    ) -> Deviation | None:
+        """Leave a member out, and name it at once, if most others have computed an answer of it again and found it
+        wrong: that does not happen by chance."""
+        others = said.keys() - {peer} - self._false_accusers
+        reasons = {
+            owner: each.reason
+            for owner in sorted(others) for each in said[owner] if each.is_computed and each.peer_id == peer
+        }  # fmt: skip
+        if len(reasons) < FEW_ACCUSERS or 2 * len(reasons) <= len(others):
+            return None
+        why = f"{len(reasons)} of {len(others)} others have computed its answers again: {min(reasons.values())}"
+        self._left_out[peer] = round_number
+        logger.warning("the contribution of %s to round %d is left out: %s", peer, round_number, why)
+        by = ", ".join(accuser[:8] for accuser in sorted(reasons)[:MOST_SHOWN])
+        self._name(peer, Named(round_number, f"{peer} lies, by the word of {by} in round {round_number}: {why}"))
+        return Deviation(peer_id=peer, reason=why, is_computed=True)
 
     def _judge(self, peer: str, round_number: int, owners: Collection[str]) -> Deviation | None:
         rounds = self._words.get(peer, {})

@@ -22,6 +22,7 @@ from swarm.hop.calls import Calls, Hold, Line
 from swarm.hop.continuation import Continuation
 from swarm.hop.retries import HopLimits, Retries
 from swarm.hop.session import Order, SessionCalls
+from swarm.hop.spot_checks import SpotChecks
 from swarm.machine.clock import Clock
 from swarm.machine.words import Repeats
 from swarm.routing.router import Router
@@ -51,11 +52,13 @@ class Hop:
         self, *, run_id: str, block: Block, reply_specs: Mapping[str, TensorSpec], router: Router,
         channels: ChannelPool, clock: Clock, limits: HopLimits | None = None, events: Events | None = None,
         memory: NewBytes = new_bytes, own: Callable[[PeerRecord], LocalBlock | None] = lambda _: None,
+        check_share: float = 0.0,
     ) -> None:  # fmt: skip
         """
         Args:
             memory: makes the memory of the tensors that the stage answers.
             own: finds the block that a record announces, if this very process serves it: it is called without gRPC.
+            check_share: the share of answers that other peers check, while `checks.run` runs.
         """
         self.block = block
         self._router = router
@@ -71,6 +74,10 @@ class Hop:
             run_id=run_id, block=block, reply_specs=reply_specs,
             stub=lambda record: own(record) or stage_stub(channels.channel(record)),
             router=router, clock=clock, limits=self._limits, line=self._line, memory=memory,
+        )  # fmt: skip
+        self.checks = SpotChecks(
+            run_id=run_id, block=block, share=check_share, router=router,
+            stub=lambda record: stage_stub(channels.channel(record)),
         )  # fmt: skip
         self._session_calls = SessionCalls(
             run_id=run_id, block=block, limits=self._limits,
@@ -113,7 +120,9 @@ class Hop:
             )  # fmt: skip
             return await self._calls.train(record, microbatch, tensors, listener, retries)
 
-        return await self._until_answered(once, microbatch.num_samples, listener, retries)
+        reply = await self._until_answered(once, microbatch.num_samples, listener, retries)
+        self.checks.consider(microbatch, tensors, reply)
+        return reply
 
     async def hold(self, newest_round: int, listener: HopListener | None = None, *, path: int = 0) -> Hold:
         """Ask a peer of the stage, and one of each later stage on a path, to keep a round's weights until the hold is

@@ -10,6 +10,8 @@ from swarm.routing.peer_queue import NOBODY, LeftAlone, PeerQueue
 from swarm.routing.throughput import Link, Observation
 from swarm.types import Block, PeerId, PeerRecord, PeerState
 
+DISTRUST_SECONDS = 1800.0
+"""How long a peer that computes wrongly gets no work."""
 MOST_SILENT_SECONDS = 120.0
 """A peer that has just vanished from the directory was silent for no longer than this, because no record lasts
 longer."""
@@ -44,6 +46,8 @@ class Router:
         self._clock = clock
         self._queues: defaultdict[Block, PeerQueue] = defaultdict(lambda: PeerQueue(rng, own))
         self._gone: dict[Block, Gone] = {}
+        self._distrusted: dict[PeerId, tuple[float, str]] = {}
+        """Until when each is, and why."""
 
     def update(self, block: Block, records: Sequence[PeerRecord]) -> None:
         """Take over the directory's records of one block. O(peers): for the background, not for every choice.
@@ -65,7 +69,8 @@ class Router:
         Of those in `prefer` the first that serves and is not banned is chosen, and charged as usual; after them this
         very peer, if it serves the stage and has not said that it is busy.
         """
-        return self._queues[block].choose(num_samples, self._clock.monotonic(), exclude=exclude, prefer=prefer)
+        excluded = {*exclude, *self._distrusted_now()} if self._distrusted else exclude
+        return self._queues[block].choose(num_samples, self._clock.monotonic(), exclude=excluded, prefer=prefer)
 
     def record(self, block: Block, peer_id: PeerId) -> PeerRecord | None:
         return self._queues[block].record(peer_id)
@@ -91,14 +96,20 @@ class Router:
         return [PeerId(record.peer_id) for record in self.records(block) if record.peer_id not in left_out]
 
     def banned(self, block: Block) -> set[PeerId]:
-        return self._queues[block].banned(self._clock.monotonic())
+        return self._queues[block].banned(self._clock.monotonic()) | self._distrusted_now()
 
     def links(self, block: Block) -> dict[PeerId, Link]:
         return self._queues[block].links()
 
     def left_alone(self, block: Block) -> list[LeftAlone]:
-        """The serving peers of a block that are banned or busy, and why. O(peers)."""
-        return self._queues[block].left_alone(self._clock.monotonic())
+        """The serving peers of a block that are banned, busy or distrusted, and why. O(peers)."""
+        distrusted = {
+            peer: LeftAlone(record, reason, until, is_busy=False, is_silent=False)
+            for peer, (until, reason) in self._distrusted.items()
+            if (record := self.record(block, peer)) is not None and until > self._clock.monotonic()
+        }
+        others = self._queues[block].left_alone(self._clock.monotonic())
+        return [*distrusted.values(), *(each for each in others if each.record.peer_id not in distrusted)]
 
     def records(self, block: Block) -> list[PeerRecord]:
         """The newest announcements of all peers that serve a block, banned and busy ones too."""
@@ -127,6 +138,14 @@ class Router:
         now = self._clock.monotonic()
         for queue in self._queues_of(block, peer_id, all_blocks=is_gone or is_unreachable):
             queue.failed(peer_id, now, is_gone=is_gone, is_unreachable=is_unreachable, reason=reason)
+
+    def distrust(self, peer_id: PeerId, reason: str) -> None:
+        """Give a peer no work at any block for DISTRUST_SECONDS, whatever it answers, because it computes wrongly."""
+        self._distrusted[peer_id] = self._clock.monotonic() + DISTRUST_SECONDS, reason
+
+    def _distrusted_now(self) -> set[PeerId]:
+        now = self._clock.monotonic()
+        return {peer_id for peer_id, (until, _) in self._distrusted.items() if until > now}
 
     def unreachable(self, block: Block) -> list[PeerRecord]:
         return self._queues[block].unreachable(self._clock.monotonic())

@@ -285,17 +285,18 @@ def _chunks(kind: Descriptor) -> int:
 
 
 def stage_stub(channel: grpc.aio.Channel) -> Any:
-    """A StageServiceStub whose Train and Evaluate take Frames as well, and whose Train gives bytes."""
+    """A StageServiceStub whose Train and Evaluate take Frames as well, and whose Train and Show give bytes."""
     stub: Any = StageServiceStub(channel)
     stub.Train = channel.stream_stream(f"/{_SERVICE}/Train", request_serializer=serialized)
     stub.Evaluate = channel.stream_stream(
         f"/{_SERVICE}/Evaluate", request_serializer=serialized, response_deserializer=pb.EvaluateReply.FromString
     )
+    stub.Show = channel.unary_stream(f"/{_SERVICE}/Show", request_serializer=pb.ShowRequest.SerializeToString)
     return stub
 
 
 def add_stage_servicer(servicer: StageServiceServicer, server: grpc.aio.Server) -> None:
-    """Serve a stage. Its Train and Evaluate get bytes, and Train may send Frames."""
+    """Serve a stage. Its Train and Evaluate get bytes, and Train and Show may send Frames."""
     handlers: dict[str, Any] = {
         "Train": grpc.stream_stream_rpc_method_handler(servicer.Train, response_serializer=serialized),
         "Evaluate": grpc.stream_stream_rpc_method_handler(servicer.Evaluate, response_serializer=serialized),
@@ -304,6 +305,10 @@ def add_stage_servicer(servicer: StageServiceServicer, server: grpc.aio.Server) 
         ),
         "Describe": grpc.unary_unary_rpc_method_handler(
             servicer.Describe, pb.DescribeRequest.FromString, pb.DescribeReply.SerializeToString
+        ),
+        "Show": grpc.unary_stream_rpc_method_handler(servicer.Show, pb.ShowRequest.FromString, serialized),
+        "SpotCheck": grpc.unary_unary_rpc_method_handler(
+            servicer.SpotCheck, pb.SpotCheckRequest.FromString, pb.SpotCheckReply.SerializeToString
         ),
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))

@@ -30,6 +30,9 @@ from swarm.types import Block, PeerId
 
 _Result = TypeVar("_Result")
 
+OUTPUT, OUTPUT_GRADIENT = "output", "output_gradient"
+"""What a stage sends on and gets back, in spot checks; the next stage calls them HIDDEN and GRADIENT."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
@@ -188,6 +191,18 @@ class Computation(HopListener):
             raise self._error
         assert self._result is not None, "asked for a result before there is one"
         return self._result
+
+    def exchanged(self) -> dict[str, torch.Tensor] | None:
+        """All that this stage has received, sent on, got back and answered; None if it is not in the sum, or not all of
+        it is kept."""
+        if self._result is None or self._accumulated is None:
+            return None
+        gradient = self._accumulated.source.wire_gradient
+        exchanged = {
+            **self.order.wire_inputs, OUTPUT: self._wire_hidden, OUTPUT_GRADIENT: gradient,
+            GRADIENT: self._result.gradient,
+        }  # fmt: skip
+        return {name: tensor for name, tensor in exchanged.items() if tensor is not None}
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

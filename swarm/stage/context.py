@@ -125,6 +125,8 @@ class Records:
     counters: Counter[str] = field(default_factory=Counter)
     """What has happened since the peer started, by the names that StageCounters has on the wire."""
     answers: Answers = field(default_factory=Answers)
+    disproved: dict[str, str] = field(default_factory=dict)
+    """The peers of the block whose answers this peer has computed again and found wrong, and what was wrong."""
     seconds_per_sample: MovingAverage = field(default_factory=lambda: MovingAverage(0.1))
     """The compute thread's time for one sample, forward and backward."""
 

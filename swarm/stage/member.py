@@ -88,6 +88,9 @@ class StageMember:
             num_bytes=4 * self._weights.num_elements,
         )
 
+    def disproved(self) -> Mapping[str, str]:
+        return self._stage.context.records.disproved
+
     def set_behind(self, is_behind: bool) -> None:
         """Note whether the group is at a later round, so that microbatches of that round should go to other peers."""
         self._stage.present_round.is_behind = is_behind

@@ -25,6 +25,7 @@ from swarm.stage.boundary import GRADIENT, request_specs
 from swarm.stage.call import Context, Incoming, refuse
 from swarm.stage.computation import Computation
 from swarm.stage.evaluation import Evaluation
+from swarm.stage.spot_check import SpotCheck
 from swarm.stage.stage import Stage
 from swarm.training import samples
 from swarm.training.samples import Microbatch
@@ -56,6 +57,7 @@ class StageServicer(StageServiceServicer):
         describe: Callable[[], pb.DescribeReply],
         callers: Callers | None = None,
         rival_of: Callable[[pb.Incarnation], Awaitable[pb.Incarnation | None]] | None = None,
+        spot_check: SpotCheck | None = None,
     ) -> None:
         """
         Args:
@@ -65,6 +67,7 @@ class StageServicer(StageServiceServicer):
         self._config = stage.context.config
         self._stage = stage
         self._evaluation = Evaluation(stage)
+        self._spot_check = spot_check or SpotCheck(stage)
         self._describe = describe
         self._rival_of = rival_of
         self._callers = Callers() if callers is None else callers
@@ -264,6 +267,22 @@ class StageServicer(StageServiceServicer):
     async def Hold(self, request: pb.HoldRequest, context: Context) -> None:  # type: ignore[override]
         try:
             await self._evaluation.hold(context, request)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this call and nothing else
+            await refuse(context, error)
+
+    # -- spot checks -------------------------------------------------------------------------------------------------
+
+    async def SpotCheck(self, request: pb.SpotCheckRequest, context: Context) -> pb.SpotCheckReply:
+        try:
+            return await self._spot_check.answer(context, request)
+        except Exception as error:
+            await refuse(context, error)
+            raise
+
+    # A coroutine, like Train.
+    async def Show(self, request: pb.ShowRequest, context: Context) -> None:  # type: ignore[override]
+        try:
+            await self._spot_check.show(context, request)
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends this call and nothing else
             await refuse(context, error)
 

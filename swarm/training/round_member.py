@@ -173,6 +173,10 @@ class RoundMember(Protocol):
 
     def activity(self) -> Activity: ...
 
+    def disproved(self) -> Mapping[str, str]:
+        """The members whose answers this one has computed again and found wrong, by id, and what was wrong."""
+        ...
+
     def set_behind(self, is_behind: bool) -> None:
         """Note whether the group is at a later round, whose state this member is downloading."""
         ...

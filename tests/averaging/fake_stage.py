@@ -2,7 +2,7 @@
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 import torch
@@ -85,6 +85,9 @@ class FakeStage:
 
     def activity(self) -> Activity:
         return Activity(quiet_seconds=self.quiet_seconds(), longest_seconds=0.0, num_bytes=0)
+
+    def disproved(self) -> Mapping[str, str]:
+        return {}
 
     def set_behind(self, is_behind: bool) -> None:
         self.is_behind = is_behind

@@ -221,3 +221,31 @@ def test_those_that_differ_among_few_are_in_nobody_s_complaints() -> None:
     said = [Deviation(peer_id="", reason="one is zero")]
     suspects.judge(1, {"a": said, "b": said}, parts_of("ab"))
     assert suspects.complaints("a") == Complaints()
+
+
+def computed(suspects: Suspects, accusers: str, *, members: str = "abcdef") -> list[str]:
+    """Let members say that they have computed an answer of "f" again and found it wrong."""
+    words = {
+        member: [Deviation(peer_id="f", reason="it differs", is_computed=True)] * 2 if member in accusers else []
+        for member in members
+    }
+    return [each.peer_id for each in suspects.judge(1, words, parts_of([*members]))]
+
+
+def test_what_most_others_have_computed_again_is_no_chance() -> None:
+    suspects = Suspects()
+    assert computed(suspects, "abc") == ["f"] == suspects.out_of(1)
+    assert suspects.lines == [
+        "f lies, by the word of a, b, c in round 1: 3 of 5 others have computed its answers again: it differs"
+    ]
+
+
+@pytest.mark.parametrize(("members", "accusers"), [("abcdef", "ab"), ("abcdef", "abf"), ("af", "a"), ("abf", "a")])
+def test_few_who_say_so_may_be_wrong_themselves(members: str, accusers: str) -> None:
+    suspects = Suspects()
+    assert computed(suspects, accusers, members=members) == []
+    assert suspects.lines == []
+
+
+def test_among_three_both_others_have_to_say_so() -> None:
+    assert computed(Suspects(), "ab", members="abf") == ["f"]

@@ -51,6 +51,7 @@ from swarm.stage.graphs import GraphBudget
 from swarm.stage.ledger import EntryState
 from swarm.stage.runtime import Runtime
 from swarm.stage.servicer import StageServicer
+from swarm.stage.spot_check import SpotCheck
 from swarm.stage.stage import Stage, weights_of
 from swarm.stage.staging import staging_of
 from swarm.training import samples
@@ -186,7 +187,7 @@ class Peer:
         self, *, config: RunConfig, number: int, stage: int, clock: Clock, tasks: asyncio.TaskGroup,
         hop_clock: Clock, stage_limits: StageLimits, hop_limits: HopLimits, graph_bytes: int, device: str,
         session_limits: SessionLimits, recorder: Recorder | None, runtime: Runtime, process: Process,
-        own_next: PeerId,
+        own_next: PeerId, known: list[PeerRecord], check_share: float,
     ) -> None:  # fmt: skip
         staging = staging_of(torch.device(device))
         module = build_stage(config, stage, device=device)
@@ -198,8 +199,9 @@ class Peer:
         )  # fmt: skip
         self.runtime = runtime
         self.router, self.channels, self.hop = _hop(
-            config, stage, hop_clock, hop_limits, staging.host_bytes, own=process.block, own_id=own_next
-        )
+            config, stage, hop_clock, hop_limits, staging.host_bytes, own=process.block, own_id=own_next,
+            check_share=check_share,
+        )  # fmt: skip
         last = stage == config.stages.num_stages - 1
         context = StageContext(
             config=config, backend=self.backend, runtime=self.runtime, clock=clock,
@@ -210,13 +212,18 @@ class Peer:
         self.stage.admission.open()
         self.callers = Callers()
         describe = partial(pb.DescribeReply, run_id=config.run_id, stage=stage)
-        self.servicer = StageServicer(self.stage, describe=describe, callers=self.callers)
+        spot_check = SpotCheck(
+            self.stage, channels=self.channels,
+            peers=lambda block: [record for record in known if record.block == block],
+        )  # fmt: skip
+        self.servicer = StageServicer(self.stage, describe=describe, callers=self.callers, spot_check=spot_check)
         self.server = grpc.aio.server(options=SERVER_OPTIONS)
         add_stage_servicer(self.servicer, self.server)
         self.generation = GenerationServicer(self.stage, session_limits)
         add_GenerationServiceServicer_to_server(self.generation, self.server)
         self.local = LocalBlock(self.servicer, self.generation)
         process.blocks[self.peer_id] = self.local
+        tasks.create_task(self.hop.checks.run())
         self.record = PeerRecord(
             peer_id=self.peer_id, stage=stage, announced_at=0.0, state=PeerState.SERVING, samples_per_second=1.0,
             endpoint=f"127.0.0.1:{bind_server(self.server, '127.0.0.1', 0, None)}",
@@ -351,7 +358,7 @@ async def running_chain(
     hop_limits: HopLimits | None = None, largest_in_flight: int = 0, round_wait_seconds: float = 30.0,
     devices: Sequence[str] = ("cpu", "cpu", "cpu"), session_limits: SessionLimits | None = None,
     new_recorder: Callable[[torch.device], Recorder | None] = recorder_of, warms_up: bool = False,
-    spans: bool | None = None, one_thread: bool = False,
+    spans: bool | None = None, one_thread: bool = False, check_share: float = 0.0,
 ) -> AsyncIterator[Chain]:  # fmt: skip
     """Start `num_peers` peers at each stage; `clock` is the stages', `hop_clock` that of routers and hops.
 
@@ -362,6 +369,7 @@ async def running_chain(
         spans: whether the first peers of all stages are one process, and so are the second ones, and so on. Left out,
             the fixture `hops` says it.
         one_thread: whether all peers have one compute thread.
+        check_share: the share of answers that other peers check.
     """
     hop_limits = hop_limits or HopLimits(retry_seconds=0.02)
     spans = SPANS.by_default if spans is None else spans
@@ -375,7 +383,7 @@ async def running_chain(
         for number, stage in enumerate(stages)
     ]
     async with AsyncExitStack() as stack:
-        tasks = await stack.enter_async_context(cancelled_tasks())
+        tasks, known = await stack.enter_async_context(cancelled_tasks()), list[PeerRecord]()
         peers = [
             Peer(
                 config=config, number=number, stage=stage, clock=clock or SystemClock(), tasks=tasks,
@@ -388,11 +396,16 @@ async def running_chain(
                 session_limits=session_limits or SessionLimits(),
                 recorder=new_recorder(torch.device(devices[stage])),
                 runtime=runtimes[0 if one_thread else number], process=processes[columns[number] if spans else number],
+                known=known, check_share=check_share,
                 own_next=PeerId(f"{sum(num_peers[: stage + 1]) + columns[number]:040x}") if spans else NOBODY,
             )
             for number, stage in enumerate(stages)
         ]  # fmt: skip
-        router, channels, trainer = _hop(config, TRAINER_STAGE, hop_clock or SystemClock(), hop_limits)
+        router, channels, trainer = _hop(
+            config, TRAINER_STAGE, hop_clock or SystemClock(), hop_limits, check_share=check_share
+        )
+        tasks.create_task(trainer.checks.run())
+        known += [peer.record for peer in peers]
         for runtime in {peer.runtime for peer in peers}:
             runtime.start()
         for peer in peers:
@@ -410,12 +423,13 @@ async def running_chain(
 def _hop(
     config: RunConfig, stage: int, clock: Clock, limits: HopLimits, memory: NewBytes = new_bytes,
     own: Callable[[PeerRecord], LocalBlock | None] = lambda _: None, own_id: PeerId = NOBODY,
+    check_share: float = 0.0,
 ) -> tuple[Router, ChannelPool, Hop]:  # fmt: skip
     """The hop from `stage` to the next one, with its router and channels."""
     router, channels = Router(clock, random.Random(0), own_id), ChannelPool(insecure=True)
     hop = Hop(
         run_id=config.run_id, block=Block(stage + 1), reply_specs=reply_specs(config, stage + 1), router=router,
-        channels=channels, clock=clock, limits=limits, memory=memory, own=own,
+        channels=channels, clock=clock, limits=limits, memory=memory, own=own, check_share=check_share,
     )  # fmt: skip
     return router, channels, hop
 

@@ -19,6 +19,8 @@ class _Servicer(StageServiceServicer):
     Train: Any = None
     Evaluate: Any = None
     Hold: Any = None
+    Show: Any = None
+    SpotCheck: Any = None
 
     def __init__(self, say: Say) -> None:
         self._say = say

@@ -133,7 +133,7 @@ class WholeSwarm:
         hops = {
             block: Hop(
                 run_id=config.run_id, block=block, reply_specs={}, router=router, channels=channels, clock=CLOCK,
-                events=log, limits=HopLimits.of(config, block),
+                events=log, limits=HopLimits.of(config, block), check_share=config.rounds.share_checked,
             )
             for block in paths.entries
         }  # fmt: skip
@@ -155,11 +155,13 @@ class WholeSwarm:
         async def take(step: Step) -> None:
             done.append(step)
 
-        looking = asyncio.create_task(directory.watch(blocks, known.update, LOOK_SECONDS))
+        background = [asyncio.create_task(directory.watch(blocks, known.update, LOOK_SECONDS))]
+        background += [asyncio.create_task(hop.checks.run()) for hop in hops.values()]
         try:
             await loop.run(first, steps, take)
         finally:
-            looking.cancel()
+            for task in background:
+                task.cancel()
             await channels.close()
         return done
 

@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,9 @@ class Member:
 
     def activity(self) -> Activity:
         return Activity(quiet_seconds=0.0, longest_seconds=0.0, num_bytes=sum(t.nbytes for t in self.held.values()))
+
+    def disproved(self) -> Mapping[str, str]:
+        return {}
 
     def set_behind(self, is_behind: bool) -> None:
         pass  # This member takes no microbatches.

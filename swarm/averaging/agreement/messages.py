@@ -186,14 +186,19 @@ def pack_failure(failed: MemberFailed) -> pb.Failure:
 
 
 def pack_deviations(deviations: Iterable[Deviation]) -> list[pb.Deviation]:
-    return [pb.Deviation(peer_id=deviation.peer_id, reason=deviation.reason) for deviation in deviations]
+    return [pb.Deviation(peer_id=each.peer_id, reason=each.reason, is_computed=each.is_computed) for each in deviations]
 
 
 def unpack_deviations(told: Sequence[pb.Deviation]) -> list[Deviation]:
     """The first MOST_IDS of these, with reasons that may be shown. Raises MalformedMessage for an id that is too
     long."""
     unpack_ids([deviation.peer_id for deviation in told])
-    return [Deviation(peer_id=each.peer_id, reason=printable(each.reason[:LONGEST_REASON])) for each in told[:MOST_IDS]]
+    return [
+        Deviation(
+            peer_id=each.peer_id, reason=printable(each.reason[:LONGEST_REASON]), is_computed=each.is_computed
+        )
+        for each in told[:MOST_IDS]
+    ]  # fmt: skip
 
 
 def pack_indices(indices: Collection[int]) -> list[int]:

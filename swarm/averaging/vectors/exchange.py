@@ -6,7 +6,7 @@ Shapes: D elements of the vector.
 import asyncio
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +24,7 @@ from swarm.compression.feedback import ErrorFeedback, Owed, Residual
 from swarm.config import AveragingConfig
 from swarm.errors import PeerUnavailable, SwarmError
 from swarm.events import Events, OutOfLine
-from swarm.honesty.comparison import Comparison, Memory, layers_of
+from swarm.honesty.comparison import Comparison, Deviation, Memory, layers_of
 from swarm.honesty.suspects import Suspects
 from swarm.machine.memory import Recycler
 from swarm.rpc.v1 import averaging_pb2 as pb
@@ -100,8 +100,10 @@ class Exchanges:
     """What a member keeps from one exchange to the next."""
 
     def __init__(
-        self, config: AveragingConfig, own_id: str, bytes_per_second: float = 0.0, suspects: Suspects | None = None
-    ) -> None:
+        self, config: AveragingConfig, own_id: str, bytes_per_second: float = 0.0, suspects: Suspects | None = None,
+        disproved: Callable[[], Mapping[str, str]] = dict,
+    ) -> None:  # fmt: skip
+        """`disproved`: see RoundMember."""
         self.codec = contribution_codec(config)
         self.result_codec = result_codec(config)
         self.bytes_per_second = bytes_per_second
@@ -115,6 +117,7 @@ class Exchanges:
         self.feedback: dict[int, ErrorFeedback] = {}
         """The error feedback of each fragment."""
         self.suspects = suspects or Suspects()
+        self._disproved = disproved
         self._memories: dict[int, Memory] = {}
         """What this member remembers of others' contributions to each fragment."""
         self._last: Closed | None = None
@@ -123,7 +126,11 @@ class Exchanges:
     def under(self, config: AveragingConfig) -> "Exchanges":
         """These exchanges themselves, or new ones if the settings have been amended. The residual stays behind, because
         it is in the former codec's order of elements."""
-        return self if config == self._config else Exchanges(config, self._own_id, self.bytes_per_second, self.suspects)
+        return (
+            self
+            if config == self._config
+            else Exchanges(config, self._own_id, self.bytes_per_second, self.suspects, self._disproved)
+        )
 
     @property
     def residual_bytes(self) -> int:
@@ -167,7 +174,9 @@ class Exchanges:
         parts = [whole] * len(shares.members) if self._gathers(shares) else shares.parts
         of_members = {share.peer_id: part for share, part in zip(shares.members, parts, strict=True)}
         named_before = {peer for peer in of_members if self.suspects.is_named(peer)}
-        found = self.suspects.judge(round_number, average.deviations, of_members)
+        judged = self.suspects.judge(round_number, average.deviations, of_members)
+        # A member that gives nothing does no harm, and without it parts would have to be exchanged again.
+        found = [each for each in judged if shares.of(each.peer_id).contributes]
         for each in found:
             is_named = self.suspects.is_named(each.peer_id)
             is_new = is_named and each.peer_id not in named_before
@@ -194,7 +203,11 @@ class Exchanges:
             layers=layers_of(buffers.places(closed.contribution.tensors, is_tiled=self._is_tiled)),
             memory=memory,
         )
-        return comparison.deviations
+        if self._gathers(shares):  # Then each member compares all, and no words travel.
+            return comparison.deviations
+        found = self._disproved().items()
+        told = tuple(Deviation(peer_id=peer, reason=reason, is_computed=True) for peer, reason in found)
+        return lambda parts: (*comparison.deviations(parts), *told)
 
     async def run(
         self, closed: Closed, shares: Shares, side: Side, transport: AllReduceTransport, timeout_seconds: float

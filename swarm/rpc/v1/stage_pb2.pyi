@@ -9,6 +9,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from swarm.rpc.v1 import tensor_pb2 as _tensor_pb2
 import builtins as _builtins
 import sys
@@ -618,6 +619,172 @@ class Evaluated(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Evaluated: _TypeAlias = Evaluated  # noqa: Y015
+
+@_typing.final
+class SpotCheckRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    MICROBATCH_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    PEER_ID_FIELD_NUMBER: _builtins.int
+    NEXT_PEER_ID_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
+    LOSS_FIELD_NUMBER: _builtins.int
+    microbatch: _builtins.int
+    round: _builtins.int
+    peer_id: _builtins.str
+    """The peer that answered, and the peer of the next stage that it says it used; empty at the last stage."""
+    next_peer_id: _builtins.str
+    loss: _builtins.float
+    """The loss that the peer answered, of which only the last stage knows whether it is right."""
+    @_builtins.property
+    def address(self) -> Global___Address: ...
+    @_builtins.property
+    def digests(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorDigest]:
+        """Of all tensors that the caller sent it and got from it."""
+
+    def __init__(
+        self,
+        *,
+        address: Global___Address | None = ...,
+        microbatch: _builtins.int = ...,
+        round: _builtins.int = ...,
+        peer_id: _builtins.str = ...,
+        next_peer_id: _builtins.str = ...,
+        digests: _abc.Iterable[Global___TensorDigest] | None = ...,
+        loss: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "digests", b"digests", "loss", b"loss", "microbatch", b"microbatch", "next_peer_id", b"next_peer_id", "peer_id", b"peer_id", "round", b"round"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SpotCheckRequest: _TypeAlias = SpotCheckRequest  # noqa: Y015
+
+@_typing.final
+class TensorDigest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    digest: _builtins.bytes
+    """BLAKE3 over the tensor's bytes as they travelled."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TensorDigest: _TypeAlias = TensorDigest  # noqa: Y015
+
+@_typing.final
+class SpotCheckReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Verdict:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _VerdictEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[SpotCheckReply._Verdict.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        UNKNOWN: SpotCheckReply._Verdict.ValueType  # 0
+        """The answer could not be checked, and the peer is not at fault."""
+        AGREES: SpotCheckReply._Verdict.ValueType  # 1
+        DIFFERS: SpotCheckReply._Verdict.ValueType  # 2
+        NOT_SHOWN: SpotCheckReply._Verdict.ValueType  # 3
+        """The peer does not show what it computed with, or shows other tensors than it exchanged with its neighbours."""
+
+    class Verdict(_Verdict, metaclass=_VerdictEnumTypeWrapper): ...
+    UNKNOWN: SpotCheckReply.Verdict.ValueType  # 0
+    """The answer could not be checked, and the peer is not at fault."""
+    AGREES: SpotCheckReply.Verdict.ValueType  # 1
+    DIFFERS: SpotCheckReply.Verdict.ValueType  # 2
+    NOT_SHOWN: SpotCheckReply.Verdict.ValueType  # 3
+    """The peer does not show what it computed with, or shows other tensors than it exchanged with its neighbours."""
+
+    VERDICT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    verdict: Global___SpotCheckReply.Verdict.ValueType
+    reason: _builtins.str
+    """In words: what differs and by how much, or why nothing is known."""
+    def __init__(
+        self,
+        *,
+        verdict: Global___SpotCheckReply.Verdict.ValueType = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "verdict", b"verdict"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SpotCheckReply: _TypeAlias = SpotCheckReply  # noqa: Y015
+
+@_typing.final
+class ShowRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    MICROBATCH_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    microbatch: _builtins.int
+    round: _builtins.int
+    tensors: _builtins.bool
+    """Whether the tensors are wanted too, and not their digests alone."""
+    @_builtins.property
+    def address(self) -> Global___Address: ...
+    def __init__(
+        self,
+        *,
+        address: Global___Address | None = ...,
+        microbatch: _builtins.int = ...,
+        round: _builtins.int = ...,
+        tensors: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "microbatch", b"microbatch", "round", b"round", "tensors", b"tensors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShowRequest: _TypeAlias = ShowRequest  # noqa: Y015
+
+@_typing.final
+class ShowReply(_message.Message):
+    """The first message has the digests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGESTS_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def digests(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorDigest]: ...
+    @_builtins.property
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[_tensor_pb2.TensorChunk]: ...
+    def __init__(
+        self,
+        *,
+        digests: _abc.Iterable[Global___TensorDigest] | None = ...,
+        chunks: _abc.Iterable[_tensor_pb2.TensorChunk] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "digests", b"digests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShowReply: _TypeAlias = ShowReply  # noqa: Y015
 
 @_typing.final
 class DescribeRequest(_message.Message):

@@ -54,6 +54,16 @@ class StageServiceStub:
                 request_serializer=swarm_dot_rpc_dot_v1_dot_stage__pb2.DescribeRequest.SerializeToString,
                 response_deserializer=swarm_dot_rpc_dot_v1_dot_stage__pb2.DescribeReply.FromString,
                 _registered_method=True)
+        self.SpotCheck = channel.unary_unary(
+                '/swarm.rpc.v1.StageService/SpotCheck',
+                request_serializer=swarm_dot_rpc_dot_v1_dot_stage__pb2.SpotCheckRequest.SerializeToString,
+                response_deserializer=swarm_dot_rpc_dot_v1_dot_stage__pb2.SpotCheckReply.FromString,
+                _registered_method=True)
+        self.Show = channel.unary_stream(
+                '/swarm.rpc.v1.StageService/Show',
+                request_serializer=swarm_dot_rpc_dot_v1_dot_stage__pb2.ShowRequest.SerializeToString,
+                response_deserializer=swarm_dot_rpc_dot_v1_dot_stage__pb2.ShowReply.FromString,
+                _registered_method=True)
 
 
 class StageServiceServicer:
@@ -87,6 +97,20 @@ class StageServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SpotCheck(self, request, context):
+        """Synchronous setting: computes again what another peer of this block answered, and says whether that was right.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Show(self, request, context):
+        """Shows what this peer received, sent and answered of a microbatch whose round is not over.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_StageServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -109,6 +133,16 @@ def add_StageServiceServicer_to_server(servicer, server):
                     servicer.Describe,
                     request_deserializer=swarm_dot_rpc_dot_v1_dot_stage__pb2.DescribeRequest.FromString,
                     response_serializer=swarm_dot_rpc_dot_v1_dot_stage__pb2.DescribeReply.SerializeToString,
+            ),
+            'SpotCheck': grpc.unary_unary_rpc_method_handler(
+                    servicer.SpotCheck,
+                    request_deserializer=swarm_dot_rpc_dot_v1_dot_stage__pb2.SpotCheckRequest.FromString,
+                    response_serializer=swarm_dot_rpc_dot_v1_dot_stage__pb2.SpotCheckReply.SerializeToString,
+            ),
+            'Show': grpc.unary_stream_rpc_method_handler(
+                    servicer.Show,
+                    request_deserializer=swarm_dot_rpc_dot_v1_dot_stage__pb2.ShowRequest.FromString,
+                    response_serializer=swarm_dot_rpc_dot_v1_dot_stage__pb2.ShowReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -219,6 +253,60 @@ class StageService:
             '/swarm.rpc.v1.StageService/Describe',
             swarm_dot_rpc_dot_v1_dot_stage__pb2.DescribeRequest.SerializeToString,
             swarm_dot_rpc_dot_v1_dot_stage__pb2.DescribeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SpotCheck(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/swarm.rpc.v1.StageService/SpotCheck',
+            swarm_dot_rpc_dot_v1_dot_stage__pb2.SpotCheckRequest.SerializeToString,
+            swarm_dot_rpc_dot_v1_dot_stage__pb2.SpotCheckReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Show(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/swarm.rpc.v1.StageService/Show',
+            swarm_dot_rpc_dot_v1_dot_stage__pb2.ShowRequest.SerializeToString,
+            swarm_dot_rpc_dot_v1_dot_stage__pb2.ShowReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,10 @@ class StageServiceStub:
     """Keeps the anchor weights of one round, here and at a peer of each later stage, until the caller ends the call."""
     Describe: _grpc.UnaryUnaryMultiCallable[_stage_pb2.DescribeRequest, _stage_pb2.DescribeReply]
     """Describes this peer, for people and for trainers that follow the rounds."""
+    SpotCheck: _grpc.UnaryUnaryMultiCallable[_stage_pb2.SpotCheckRequest, _stage_pb2.SpotCheckReply]
+    """Synchronous setting: computes again what another peer of this block answered, and says whether that was right."""
+    Show: _grpc.UnaryStreamMultiCallable[_stage_pb2.ShowRequest, _stage_pb2.ShowReply]
+    """Shows what this peer received, sent and answered of a microbatch whose round is not over."""
 
 @_typing.type_check_only
 class StageServiceAsyncStub(StageServiceStub):
@@ -53,6 +57,10 @@ class StageServiceAsyncStub(StageServiceStub):
     """Keeps the anchor weights of one round, here and at a peer of each later stage, until the caller ends the call."""
     Describe: _aio.UnaryUnaryMultiCallable[_stage_pb2.DescribeRequest, _stage_pb2.DescribeReply]  # type: ignore[assignment]
     """Describes this peer, for people and for trainers that follow the rounds."""
+    SpotCheck: _aio.UnaryUnaryMultiCallable[_stage_pb2.SpotCheckRequest, _stage_pb2.SpotCheckReply]  # type: ignore[assignment]
+    """Synchronous setting: computes again what another peer of this block answered, and says whether that was right."""
+    Show: _aio.UnaryStreamMultiCallable[_stage_pb2.ShowRequest, _stage_pb2.ShowReply]  # type: ignore[assignment]
+    """Shows what this peer received, sent and answered of a microbatch whose round is not over."""
 
 class StageServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -86,5 +94,21 @@ class StageServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_stage_pb2.DescribeReply, _abc.Awaitable[_stage_pb2.DescribeReply]]:
         """Describes this peer, for people and for trainers that follow the rounds."""
+
+    @_abc_1.abstractmethod
+    def SpotCheck(
+        self,
+        request: _stage_pb2.SpotCheckRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_stage_pb2.SpotCheckReply, _abc.Awaitable[_stage_pb2.SpotCheckReply]]:
+        """Synchronous setting: computes again what another peer of this block answered, and says whether that was right."""
+
+    @_abc_1.abstractmethod
+    def Show(
+        self,
+        request: _stage_pb2.ShowRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_stage_pb2.ShowReply], _abc.AsyncIterator[_stage_pb2.ShowReply]]:
+        """Shows what this peer received, sent and answered of a microbatch whose round is not over."""
 
 def add_StageServiceServicer_to_server(servicer: StageServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -38,6 +38,8 @@ class Host(StageServiceServicer):
     Train: Any = None
     Evaluate: Any = None
     Hold: Any = None
+    Show: Any = None
+    SpotCheck: Any = None
 
     def __init__(self, peer_id: str, stage: int, rivals: Rivals | None = None) -> None:
         self.endpoint = ""

@@ -1,0 +1,174 @@
+"""Spot checks: a sender of microbatches has a few of its answers computed again by other peers of the block.
+
+In the synchronous setting all peers of a block compute the same of a microbatch, up to rounding. The sender draws
+microbatches by chance after they were answered, so a peer cannot know which of its answers will be checked. The peer
+that checks gets the tensors from the one that is checked, and compares them with what the neighbours on both sides sent
+and got (stage/spot_check). A peer whose answer two others or more find wrong, and fewer find right, gets no more work
+from this sender.
+"""
+
+import asyncio
+import logging
+import random
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Never
+
+import torch
+from blake3 import blake3
+
+from swarm.errors import SwarmError
+from swarm.hop.answers import HopReply, Tensors
+from swarm.machine.words import printable
+from swarm.routing.router import Router
+from swarm.rpc.ask import address_of, ask
+from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.training.samples import Microbatch
+from swarm.types import LONGEST_REASON, Block, PeerId, PeerRecord
+
+logger = logging.getLogger(__name__)
+
+CHECK_SECONDS = 120.0
+"""Longest wait for one peer's verdict: it first gets the tensors, over a line that may be slow."""
+MOST_ASKED = 7
+"""How many peers are asked about one answer at most."""
+LEAST_WRONG = 2
+"""So many peers have to find an answer wrong, or not to get it shown, before a peer is at fault. One may be wrong
+itself."""
+
+_Reply = pb.SpotCheckReply
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Drawn:
+    """An answer that is to be checked, and the tensors that were sent and got."""
+
+    microbatch: Microbatch
+    peer: PeerId
+    next_peer: str
+    loss: float
+    tensors: Tensors
+
+
+@dataclass(eq=False)
+class _Standing:
+    """What is known of one peer's answers: how many were found right, and the peers that were not shown one since."""
+
+    num_right: int = 0
+    not_shown_to: set[PeerId] = field(default_factory=set)
+
+
+class SpotChecks:
+    """Checks of the answers from one block. `run` makes them, one after the other.
+
+    Args:
+        share: the share of answers that are checked; 0: none are. The first answers of a peer are checked more often.
+        stub: gives StageService's stub for another process.
+        rng: draws. Nobody else may know what it draws next.
+    """
+
+    def __init__(
+        self, *, run_id: str, block: Block, share: float, router: Router, stub: Callable[[PeerRecord], Any],
+        rng: random.Random | None = None,
+    ) -> None:  # fmt: skip
+        self._run_id, self._block, self._share = run_id, block, share
+        self._router = router
+        self._stub = stub
+        self._rng = rng or random.SystemRandom()
+        self._drawn: asyncio.Queue[_Drawn] = asyncio.Queue(maxsize=1)
+        """Further ones are let go: a check must not wait until the round is over, or keep many tensors."""
+        self._standings: defaultdict[PeerId, _Standing] = defaultdict(_Standing)
+
+    def consider(self, microbatch: Microbatch, tensors: Tensors, reply: HopReply) -> None:
+        """Draw whether an answer is checked."""
+        peer = reply.route[self._block]
+        if not self._share or microbatch.is_replay or self._drawn.full() or not self._others(peer):
+            return
+        if self._rng.random() < max(self._share, (1 + self._standings[peer].num_right) ** -2):
+            following = (other for block, other in reply.route.items() if block.stage == self._block.stage + 1)
+            self._drawn.put_nowait(
+                _Drawn(
+                    microbatch=microbatch, peer=peer, next_peer=next(following, ""), loss=reply.loss,
+                    tensors={**tensors, **reply.tensors},
+                )
+            )  # fmt: skip
+
+    async def run(self) -> Never:
+        """Make the checks that are drawn, until this is cancelled."""
+        while True:
+            await self._check(await self._drawn.get())
+
+    async def _check(self, drawn: _Drawn) -> None:
+        """Ask other peers of the block until one finds the answer right, or most of them find it wrong."""
+        microbatch, standing = drawn.microbatch, self._standings[drawn.peer]
+        request = pb.SpotCheckRequest(
+            address=address_of(self._run_id, self._block), microbatch=microbatch.index, round=microbatch.round,
+            peer_id=drawn.peer, next_peer_id=drawn.next_peer, loss=drawn.loss,
+            digests=await asyncio.to_thread(digests_of, drawn.tensors),
+        )  # fmt: skip
+        wrong, right = dict[PeerId, str](), list[PeerId]()
+        others = self._others(drawn.peer)
+        for other in self._rng.sample(others, min(MOST_ASKED, len(others))):
+            reply = await self._ask(other, request)
+            if reply.verdict == _Reply.DIFFERS:
+                wrong[other] = printable(reply.reason[:LONGEST_REASON])
+            elif reply.verdict == _Reply.AGREES:
+                right.append(other)
+                if not wrong:
+                    standing.num_right += 1
+                    standing.not_shown_to.clear()
+                    return
+            elif reply.verdict == _Reply.NOT_SHOWN and not wrong:
+                standing.not_shown_to.add(other)
+                if len(standing.not_shown_to) >= LEAST_WRONG:
+                    self._distrust(drawn, f"it does not show others what it computed: {printable(reply.reason)}")
+                return
+        if len(wrong) >= LEAST_WRONG and len(wrong) > len(right):
+            self._distrust(drawn, f"it computes wrongly, say {len(wrong)} others: {next(iter(wrong.values()))}")
+        elif wrong:
+            self._note_doubt(drawn, wrong, right)
+
+    def _distrust(self, drawn: _Drawn, reason: str) -> None:
+        logger.warning(
+            "%s gets no more microbatches of stage %s from this process; of microbatch %d, %s",
+            self._name(drawn.peer), self._block, drawn.microbatch.index, reason,
+        )  # fmt: skip
+        self._router.distrust(drawn.peer, reason[:LONGEST_REASON])
+
+    def _note_doubt(self, drawn: _Drawn, wrong: Mapping[PeerId, str], right: list[PeerId]) -> None:
+        accuser, reason = next(iter(wrong.items()))
+        logger.warning(
+            "%s finds an answer of %s to microbatch %d wrong (%s), and %s",
+            self._name(accuser), self._name(drawn.peer), drawn.microbatch.index, reason,
+            f"{len(right)} others find it right" if right else "no other peer can say who is right",
+        )  # fmt: skip
+
+    async def _ask(self, other: PeerId, request: pb.SpotCheckRequest) -> pb.SpotCheckReply:
+        if (record := self._router.record(self._block, other)) is None:
+            return _Reply(reason="it is gone")
+        try:
+            return await ask(self._stub(record).SpotCheck, request, seconds=CHECK_SECONDS)
+        except SwarmError as error:
+            logger.debug("%s could not check microbatch %d: %s", record.name, request.microbatch, error)
+            return _Reply(reason=str(error))
+
+    def _others(self, peer: PeerId) -> list[PeerId]:
+        """The peers that could check a peer's answers; none if that is this very process."""
+        return [] if peer == self._router.own else [
+            other for other in self._router.others(self._block, peer) if other != self._router.own
+        ]  # fmt: skip
+
+    def _name(self, peer: PeerId) -> str:
+        record = self._router.record(self._block, peer)
+        return record.name if record is not None and record.name else peer[:8]
+
+
+def digests_of(tensors: Tensors) -> list[pb.TensorDigest]:
+    """The BLAKE3 digest of each tensor's bytes as they travel. Runs in a thread: it may read many megabytes."""
+    return [pb.TensorDigest(name=name, digest=_digest(tensor)) for name, tensor in sorted(tensors.items())]
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return blake3(raw.numpy().data).digest()

@@ -1,0 +1,214 @@
+"""A stage peer's part in spot checks: it shows what it computed of a microbatch, or computes again what another did.
+
+The peer that answers a check gets from the checked one all that this has received, sent on, got back and answered. Its
+neighbours on both sides say the digests of what they sent and got, so it cannot show other tensors than it computed
+with. From the tensors that it received this peer computes those that it sent, and compares. Both work with the same
+weights, because all peers of a block hold the same ones in a synchronous round.
+
+hop/spot_checks decides what is checked, and what comes of it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from swarm.errors import MalformedMessage, Overloaded, PeerUnavailable, RoundMismatch, SwarmError
+from swarm.events import Checked
+from swarm.hop.spot_checks import digests_of
+from swarm.rpc.ask import Stream, address_of
+from swarm.rpc.callers import Quota, caller_of
+from swarm.rpc.channels import ChannelPool
+from swarm.rpc.serving import check_address, send
+from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.rpc.wire import TensorReader, TensorSpec, frames, parsed, stage_stub
+from swarm.stage.boundary import GRADIENT, HIDDEN, boundary_of, reply_specs, request_specs
+from swarm.stage.call import Context
+from swarm.stage.computation import OUTPUT, OUTPUT_GRADIENT
+from swarm.stage.runtime import Priority
+from swarm.stage.stage import Stage
+from swarm.types import Block, PeerRecord
+
+logger = logging.getLogger(__name__)
+
+TOLERANCE = 0.05
+"""The largest difference of two tensors, as a share of the larger norm, that kinds of hardware and of code may make;
+likewise of two losses."""
+SILENCE_SECONDS = 15.0
+MOST_CHECKS, MOST_SHOWN = 2, 16
+"""Checks that this peer makes at once, and showings to peers that check; of each, one caller may have half."""
+MOST_DISPROVED = 64
+"""The peers that are remembered."""
+
+_Reply = pb.SpotCheckReply
+
+
+class _NotShown(SwarmError):
+    """The peer that is checked does not show what it computed with."""
+
+
+class SpotCheck:
+    """
+    Args:
+        peers: the peers of a block, of this one or of the next.
+    """
+
+    def __init__(
+        self, stage: Stage, *, peers: Callable[[Block], Sequence[PeerRecord]] = lambda _: (),
+        channels: ChannelPool | None = None,
+    ) -> None:  # fmt: skip
+        self._stage = stage
+        self._config = stage.context.config
+        self._backend = stage.context.backend
+        self._peers = peers
+        self._channels = channels
+        self._checks = Quota("checks", MOST_CHECKS)
+        self._showings = Quota("showings", MOST_SHOWN)
+
+    # -- the peer that is checked, and its neighbour -------------------------------------------------------------------
+
+    async def show(self, context: Context, request: pb.ShowRequest) -> None:
+        """Answer a peer that checks this one, or the one before it. Raises RoundMismatch if the microbatch is not kept
+        any more, and Overloaded."""
+        check_address(request.address, run_id=self._config.run_id, block=self._stage.block)
+        entry = self._stage.ledger.find(request.microbatch)
+        known = entry.computation if entry is not None and entry.round == request.round else None
+        tensors = None if known is None else known.exchanged()
+        if tensors is None:
+            raise RoundMismatch(f"microbatch {request.microbatch} is not kept, this peer is at {self._stage.round}")
+        with self._showings.taken(caller_of(context)):
+            digests = await asyncio.to_thread(digests_of, tensors)
+            for frame in frames(pb.ShowReply(digests=digests), tensors if request.tensors else {}):
+                await send(context, frame)
+
+    # -- the peer that checks ------------------------------------------------------------------------------------------
+
+    async def answer(self, context: Context, request: pb.SpotCheckRequest) -> pb.SpotCheckReply:
+        """Compute again what another peer of the block answered. Cancellation ends it.
+
+        Raises WrongRun, WrongStage, MalformedMessage, and Overloaded.
+        """
+        check_address(request.address, run_id=self._config.run_id, block=self._stage.block)
+        if not self._config.rounds.synchronous:
+            raise MalformedMessage("with DiLoCo every peer has other weights, so nothing can be computed again")
+        with self._checks.taken(caller_of(context)):
+            try:
+                tensors = await self._get_shown(request)
+                reason = await self._difference(request, tensors)
+            except _NotShown as error:
+                reply = _Reply(verdict=_Reply.NOT_SHOWN, reason=str(error))
+            except (SwarmError, TimeoutError) as error:
+                return _Reply(reason=str(error))
+            else:
+                reply = _Reply(verdict=_Reply.DIFFERS if reason else _Reply.AGREES, reason=reason)
+        if reply.verdict == _Reply.DIFFERS:
+            self._note_disproved(request, reason)
+        self._stage.context.events.write(
+            Checked(
+                round=request.round, microbatch=request.microbatch, peer=request.peer_id,
+                verdict=_Reply.Verdict.Name(reply.verdict).lower(), reason=reply.reason,
+            )
+        )  # fmt: skip
+        return reply
+
+    def _note_disproved(self, request: pb.SpotCheckRequest, reason: str) -> None:
+        logger.warning("%s computes wrongly: of microbatch %d, %s", request.peer_id, request.microbatch, reason)
+        disproved = self._stage.context.records.disproved
+        if request.peer_id in disproved or len(disproved) < MOST_DISPROVED:
+            disproved[request.peer_id] = f"of microbatch {request.microbatch}, {reason}"
+
+    async def _get_shown(self, request: pb.SpotCheckRequest) -> Mapping[str, torch.Tensor]:
+        """All that the peer had of the microbatch, if its neighbours sent and got the same.
+
+        Raises _NotShown, and other errors if nothing can be known.
+        """
+        size, following = self._config.data, self._backend.stage + 1
+        specs = request_specs(self._config, self._backend.stage)
+        outer = {**specs, **reply_specs(self._config, self._backend.stage)}
+        spec = boundary_of(self._config).spec(size.microbatch_size, size.sequence_length)
+        inner = {} if self._backend.is_last else {OUTPUT: spec, OUTPUT_GRADIENT: spec}
+        try:
+            tensors, _ = await self._ask(request, self._stage.block, request.peer_id, {**outer, **inner})
+        except (RoundMismatch, MalformedMessage, Overloaded) as error:
+            if isinstance(error, RoundMismatch) and self._stage.round > request.round:
+                raise
+            raise _NotShown(f"it shows nothing: {error}") from None
+        digests = await asyncio.to_thread(_by_name, tensors)
+        told = {each.name: each.digest for each in request.digests}
+        for name in outer:
+            if name not in told:
+                raise MalformedMessage(f"the digest of {name} is missing")
+            if told[name] != digests[name]:
+                raise _NotShown(f"it shows another {name} than it exchanged")
+        if inner:
+            path = self._config.path_of(request.microbatch)
+            block = self._config.blocks_of(path)[following]
+            _, at_next = await self._ask(request, block, request.next_peer_id, {})
+            for name, own in ((HIDDEN, OUTPUT), (GRADIENT, OUTPUT_GRADIENT)):
+                if at_next.get(name) != digests[own]:
+                    raise PeerUnavailable(f"{request.peer_id} and {request.next_peer_id} tell {name} differently")
+        return tensors
+
+    async def _ask(
+        self, request: pb.SpotCheckRequest, block: Block, peer_id: str, specs: Mapping[str, TensorSpec]
+    ) -> tuple[Mapping[str, torch.Tensor], Mapping[str, bytes]]:
+        """The tensors that a peer shows, and the digests of all that it has; without `specs` only the latter."""
+        record = next((each for each in self._peers(block) if each.peer_id == peer_id), None)
+        if record is None or self._channels is None:
+            raise PeerUnavailable(f"this peer does not know {peer_id} of stage {block}")
+        wanted = pb.ShowRequest(
+            address=address_of(self._config.run_id, block), microbatch=request.microbatch, round=request.round,
+            tensors=bool(specs),
+        )  # fmt: skip
+        reader, digests = TensorReader(specs), dict[str, bytes]()
+        async with Stream(stage_stub(self._channels.channel(record)).Show(wanted)) as stream:
+            while not digests or not reader.complete:
+                message, pieces = parsed(pb.ShowReply, await stream.read(SILENCE_SECONDS))
+                digests = digests or {each.name: each.digest for each in message.digests}
+                if not digests:
+                    raise MalformedMessage("no digests came")
+                for piece in pieces:
+                    reader.feed(piece)
+            stream.cancel()
+        return reader.tensors, digests
+
+    async def _difference(self, request: pb.SpotCheckRequest, tensors: Mapping[str, torch.Tensor]) -> str:
+        """What is wrong with the tensors that the peer sent, in words; empty if they follow from those that it got."""
+        inputs = {name: tensors[name] for name in request_specs(self._config, self._backend.stage)}
+        reason, _ = await self._stage.context.runtime.run(
+            lambda: self._compare(request, inputs, tensors),
+            priority=Priority.FORWARD, age=self._stage.context.runtime.next_age(),
+        )  # fmt: skip
+        return reason
+
+    def _compare(
+        self, request: pb.SpotCheckRequest, inputs: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
+    ) -> str:
+        backend, computed = self._backend, dict[str, torch.Tensor]()
+        if backend.is_last:
+            loss, answer, _ = backend.forward_loss(request.microbatch, request.round, inputs, accumulate=False)
+            if abs(loss - request.loss) > TOLERANCE * max(abs(loss), abs(request.loss)):
+                return f"its loss is {request.loss:.4g}, and should be {loss:.4g}"
+        else:
+            forward = backend.forward(request.microbatch, request.round, inputs, has_backward=backend.stage > 0)
+            assert forward.wire_hidden is not None
+            computed[OUTPUT], answer = forward.wire_hidden.wait(), None
+            if backend.stage:
+                answer, _ = backend.backward(forward, tensors[OUTPUT_GRADIENT], accumulate=False)
+        if answer is not None:
+            computed[GRADIENT] = answer.wait()
+        for name, own in computed.items():
+            share = self._share_of_difference(inputs, own, tensors[name])
+            if not share <= TOLERANCE:
+                return f"its {name} differs by {share:.0%} from what follows from its inputs"
+        return ""
+
+    def _share_of_difference(self, inputs: Mapping[str, torch.Tensor], one: torch.Tensor, other: torch.Tensor) -> float:
+        one_BTR, other_BTR = (self._backend.function.decode(wire, inputs) for wire in (one, other))
+        longest = max(float(one_BTR.norm()), float(other_BTR.norm()))
+        return float((one_BTR - other_BTR).norm()) / longest if longest else 0.0
+
+
+def _by_name(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, bytes]:
+    return {each.name: each.digest for each in digests_of(tensors)}

@@ -1,0 +1,246 @@
+"""Answers that other peers of a block compute again: who is found to compute wrongly, and who is not."""
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from swarm.config import RoundsConfig, RunConfig, WireConfig
+from swarm.errors import MalformedMessage
+from swarm.hop.spot_checks import SpotChecks, digests_of
+from swarm.rpc.ask import address_of, ask
+from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.rpc.wire import stage_stub
+from swarm.stage.boundary import GRADIENT, HIDDEN
+from swarm.stage.computation import OUTPUT, OUTPUT_GRADIENT, Computation
+from swarm.stage.spot_check import SpotCheck
+from swarm.stage.staging import Download
+from swarm.types import Block, PeerId
+from tests.support.chain import (
+    DILOCO,
+    DROPOUT,
+    INT8,
+    SYNCHRONOUS,
+    Chain,
+    Peer,
+    eventually,
+    running_chain,
+    samples_of,
+)
+from tests.support.chain_rounds import begin_next_round, commit_round
+
+_Reply = pb.SpotCheckReply
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+FP16 = dataclasses.replace(SYNCHRONOUS, wire=WireConfig(dtype="fp16"))
+
+
+def _disproved(chain: Chain, stage: int) -> list[list[str]]:
+    """The peers that each peer of a stage has found wrong."""
+    return [list(peer.stage.context.records.disproved) for peer in chain.at(stage)]
+
+
+def _is_distrusted(chain: Chain, peer: Peer) -> bool:
+    senders = [chain.router, *(sender.router for sender in chain.peers)]
+    return any(peer.peer_id in router.banned(Block(peer.backend.stage)) for router in senders)
+
+
+def _change(monkeypatch: pytest.MonkeyPatch, peer: Peer, method: str, change: Change) -> None:
+    """Let a peer send other tensors than it has computed: those that a method of its backend gives."""
+    true = getattr(peer.backend, method)
+
+    def changed(download: Download) -> Download:
+        return Download(change(download.wait()))
+
+    def lying(*arguments: object, **options: object) -> object:
+        found = true(*arguments, **options)
+        if method == "forward":
+            found.wire_hidden = changed(found.wire_hidden)
+            return found
+        return tuple(changed(each) if isinstance(each, Download) else each for each in found)
+
+    monkeypatch.setattr(peer.backend, method, lying)
+
+
+async def _train_until(chain: Chain, done: Callable[[], bool], *, most_rounds: int = 8) -> None:
+    """Train microbatch by microbatch, and round by round."""
+    each = SYNCHRONOUS.microbatches_per_round
+    for index in range(each * most_rounds):
+        await chain.train_all([index], round_number=index // each)
+        await asyncio.sleep(0.02)  # Peers that check have a turn before the next one.
+        if done():
+            return
+        if index % each == each - 1:
+            await commit_round(chain)
+    raise AssertionError("it did not come about")
+
+
+def _request(chain: Chain, checked: Peer, microbatch: int, **others: torch.Tensor) -> pb.SpotCheckRequest:
+    """A request to check a peer of the middle stage, as the peer before it makes it; some tensors may be others."""
+    sender = chain.at(0)[0].stage.ledger.find(microbatch)
+    assert sender is not None
+    assert sender.computation is not None
+    sent = sender.computation.exchanged()
+    assert sent is not None
+    tensors = {**samples_of(chain.config, microbatch), HIDDEN: sent[OUTPUT], GRADIENT: sent[OUTPUT_GRADIENT], **others}
+    return pb.SpotCheckRequest(
+        address=address_of(chain.config.run_id, Block(1)), microbatch=microbatch, round=0,
+        peer_id=checked.peer_id, next_peer_id=chain.at(2)[0].peer_id, digests=digests_of(tensors),
+    )  # fmt: skip
+
+
+async def _ask(chain: Chain, checker: Peer, request: pb.SpotCheckRequest) -> pb.SpotCheckReply:
+    stub = stage_stub(chain.peers[0].channels.channel(checker.record))
+    reply: pb.SpotCheckReply = await ask(stub.SpotCheck, request, seconds=10.0)
+    return reply
+
+
+def _watch(monkeypatch: pytest.MonkeyPatch) -> list[pb.SpotCheckReply]:
+    """The replies to all checks, as they come."""
+    replies, true = list[pb.SpotCheckReply](), SpotChecks._ask
+
+    async def watched(self: SpotChecks, other: PeerId, request: pb.SpotCheckRequest) -> pb.SpotCheckReply:
+        replies.append(await true(self, other, request))
+        return replies[-1]
+
+    monkeypatch.setattr(SpotChecks, "_ask", watched)
+    return replies
+
+
+@pytest.mark.parametrize("config", [SYNCHRONOUS, DROPOUT, INT8, FP16], ids=["fp32", "dropout", "int8", "fp16"])
+async def test_honest_peers_find_each_other_right(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    replies = _watch(monkeypatch)
+    async with running_chain(config, num_peers=(2, 2, 2), spans=False, check_share=1.0) as chain:
+        await _train_until(chain, lambda: len(replies) >= 12)
+        assert {reply.verdict for reply in replies} <= {_Reply.AGREES, _Reply.UNKNOWN}
+        assert sum(reply.verdict == _Reply.AGREES for reply in replies) >= 6
+        assert [_disproved(chain, stage) for stage in range(3)] == [[[], []]] * 3
+        assert not any(_is_distrusted(chain, peer) for peer in chain.peers)
+        await eventually(lambda: chain.is_idle)
+
+
+def _noise(tensor: torch.Tensor) -> torch.Tensor:
+    noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0))
+    noisy: torch.Tensor = tensor + 0.1 * noise * tensor.norm() / noise.norm()
+    return noisy
+
+
+@pytest.mark.parametrize(
+    ("stage", "method", "change"),
+    [
+        (2, "forward_loss", torch.neg),
+        (2, "forward_loss", _noise),
+        (1, "backward", lambda gradient: 2.0 * gradient),
+        (1, "forward", lambda hidden: hidden.flip(1)),
+        (0, "forward", torch.zeros_like),
+    ],
+    ids=["sign", "noise", "scaled", "activations", "first"],
+)
+async def test_a_peer_that_answers_wrongly_is_found_and_left_alone(
+    stage: int, method: str, change: Change, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    num_peers = [1, 1, 1]
+    num_peers[stage] = 4
+    async with running_chain(SYNCHRONOUS, num_peers=num_peers, spans=False, check_share=1.0) as chain:
+        liar, *honest = chain.at(stage)
+        _change(monkeypatch, liar, method, change)
+        with caplog.at_level(logging.WARNING):
+            await _train_until(chain, lambda: _is_distrusted(chain, liar))
+        found = [list(peer.stage.context.records.disproved) for peer in honest]
+        assert found.count([liar.peer_id]) >= 2
+        assert found.count([]) + found.count([liar.peer_id]) == 3
+        assert not any(_is_distrusted(chain, peer) for peer in honest)
+        assert "gets no more microbatches" in caplog.text
+
+
+async def test_a_wrong_loss_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_chain(SYNCHRONOUS, num_peers=(1, 1, 3), spans=False, check_share=1.0) as chain:
+        liar, true = chain.at(2)[0], chain.at(2)[0].backend.forward_loss
+
+        def lying(*arguments: Any, **options: Any) -> Any:
+            loss, *others = true(*arguments, **options)
+            return loss / 2, *others
+
+        monkeypatch.setattr(liar.backend, "forward_loss", lying)
+        await _train_until(chain, lambda: _is_distrusted(chain, liar))
+
+
+async def test_of_two_peers_nobody_can_say_who_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running_chain(SYNCHRONOUS, num_peers=(1, 2, 1), spans=False, check_share=1.0) as chain:
+        _change(monkeypatch, chain.at(1)[0], "backward", torch.neg)
+        with caplog.at_level(logging.WARNING):
+            await _train_until(chain, lambda: "no other peer can say who is right" in caplog.text)
+        assert not any(_is_distrusted(chain, peer) for peer in chain.peers)
+
+
+async def test_a_false_accuser_is_outvoted(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    async with running_chain(SYNCHRONOUS, num_peers=(1, 4, 1), spans=False, check_share=1.0) as chain:
+        accuser = chain.at(1)[0].stage
+
+        async def accuse(self: SpotCheck, context: object, request: pb.SpotCheckRequest) -> pb.SpotCheckReply:
+            return (
+                _Reply(verdict=_Reply.DIFFERS, reason="it says")
+                if self._stage is accuser
+                else await true(self, context, request)
+            )
+
+        true = SpotCheck.answer
+        monkeypatch.setattr(SpotCheck, "answer", accuse)
+        with caplog.at_level(logging.WARNING):
+            await _train_until(chain, lambda: "others find it right" in caplog.text)
+        assert not any(_is_distrusted(chain, peer) for peer in chain.peers)
+
+
+async def test_a_peer_that_shows_nothing_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_chain(SYNCHRONOUS, num_peers=(1, 1, 3), spans=False, check_share=1.0) as chain:
+        hiding, true = chain.at(2)[0], Computation.exchanged
+        monkeypatch.setattr(
+            Computation, "exchanged", lambda self: None if self._backend is hiding.backend else true(self)
+        )
+        await _train_until(chain, lambda: _is_distrusted(chain, hiding))
+
+
+async def test_what_a_peer_shows_has_to_be_what_its_neighbours_exchanged() -> None:
+    async with running_chain(SYNCHRONOUS, num_peers=(1, 2, 1), spans=False) as chain:
+        await chain.ack(await chain.train(0))
+        checked, checker = chain.at(1) if chain.at(1)[0].stage.ledger.find(0) else reversed(chain.at(1))
+        assert (await _ask(chain, checker, _request(chain, checked, 0))).verdict == _Reply.AGREES
+        other = await _ask(chain, checker, _request(chain, checked, 0, hidden_gradient=torch.zeros(1)))
+        assert (other.verdict, other.reason) == (_Reply.NOT_SHOWN, "it shows another hidden_gradient than it exchanged")
+        # Of the peer and the next one, nobody knows which one tells something else.
+        following, true = chain.at(2)[0], Computation.exchanged
+
+        def told_by(computation: Computation) -> dict[str, torch.Tensor] | None:
+            told = true(computation)
+            return told and {**told, **({HIDDEN: torch.zeros(1)} if computation._backend is following.backend else {})}
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Computation, "exchanged", told_by)
+            disputed = await _ask(chain, checker, _request(chain, checked, 0))
+        assert disputed.verdict == _Reply.UNKNOWN
+        assert disputed.reason == f"{checked.peer_id} and {following.peer_id} tell hidden differently"
+
+
+async def test_nothing_is_known_of_a_microbatch_whose_round_is_over() -> None:
+    async with running_chain(SYNCHRONOUS, num_peers=(1, 2, 1), spans=False) as chain:
+        await chain.ack(await chain.train(0))
+        checked, checker = chain.at(1) if chain.at(1)[0].stage.ledger.find(0) else reversed(chain.at(1))
+        request = _request(chain, checked, 0)
+        await begin_next_round(chain.peers)
+        reply = await _ask(chain, checker, request)
+        assert (reply.verdict, reply.reason) == (_Reply.UNKNOWN, "microbatch 0 is not kept, this peer is at 1")
+
+
+async def test_with_diloco_nothing_can_be_computed_again() -> None:
+    assert RoundsConfig(setting="diloco").share_checked == 0.0
+    async with running_chain(DILOCO, num_peers=(1, 2, 1), spans=False) as chain:
+        checked, checker = chain.at(1)
+        request = pb.SpotCheckRequest(address=address_of(DILOCO.run_id, Block(1)), peer_id=checked.peer_id)
+        with pytest.raises(MalformedMessage, match="every peer has other weights"):
+            await _ask(chain, checker, request)
