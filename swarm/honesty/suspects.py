@@ -195,7 +195,12 @@ class Suspects:
         self._left_out[peer] = round_number
         logger.warning("the contribution of %s to round %d is left out: %s", peer, round_number, why)
         by = ", ".join(accuser[:8] for accuser in sorted(reasons)[:MOST_SHOWN])
-        self._name(peer, Named(round_number, f"{peer} lies, by the word of {by} in round {round_number}: {why}"))
+        self._name(
+            peer,
+            Named(
+                round_number, f"{peer} lies: its answers are wrong, by the word of {by} in round {round_number}; {why}"
+            ),
+        )
         return Deviation(peer_id=peer, reason=why, is_computed=True)
 
     def _judge(self, peer: str, round_number: int, owners: Collection[str]) -> Deviation | None:

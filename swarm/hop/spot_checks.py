@@ -104,7 +104,7 @@ class SpotChecks:
         microbatch, standing = drawn.microbatch, self._standings[drawn.peer]
         request = pb.SpotCheckRequest(
             address=address_of(self._run_id, self._block), microbatch=microbatch.index, round=microbatch.round,
-            peer_id=drawn.peer, next_peer_id=drawn.next_peer, loss=drawn.loss,
+            checked_id=drawn.peer, next_id=drawn.next_peer, loss=drawn.loss,
             digests=await asyncio.to_thread(digests_of, drawn.tensors),
         )  # fmt: skip
         wrong, right = dict[PeerId, str](), list[PeerId]()

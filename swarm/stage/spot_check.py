@@ -106,17 +106,17 @@ class SpotCheck:
             self._note_disproved(request, reason)
         self._stage.context.events.write(
             Checked(
-                round=request.round, microbatch=request.microbatch, peer=request.peer_id,
+                round=request.round, microbatch=request.microbatch, peer=request.checked_id,
                 verdict=_Reply.Verdict.Name(reply.verdict).lower(), reason=reply.reason,
             )
         )  # fmt: skip
         return reply
 
     def _note_disproved(self, request: pb.SpotCheckRequest, reason: str) -> None:
-        logger.warning("%s computes wrongly: of microbatch %d, %s", request.peer_id, request.microbatch, reason)
+        logger.warning("%s computes wrongly: of microbatch %d, %s", request.checked_id, request.microbatch, reason)
         disproved = self._stage.context.records.disproved
-        if request.peer_id in disproved or len(disproved) < MOST_DISPROVED:
-            disproved[request.peer_id] = f"of microbatch {request.microbatch}, {reason}"
+        if request.checked_id in disproved or len(disproved) < MOST_DISPROVED:
+            disproved[request.checked_id] = f"of microbatch {request.microbatch}, {reason}"
 
     async def _get_shown(self, request: pb.SpotCheckRequest) -> Mapping[str, torch.Tensor]:
         """All that the peer had of the microbatch, if its neighbours sent and got the same.
@@ -129,7 +129,7 @@ class SpotCheck:
         spec = boundary_of(self._config).spec(size.microbatch_size, size.sequence_length)
         inner = {} if self._backend.is_last else {OUTPUT: spec, OUTPUT_GRADIENT: spec}
         try:
-            tensors, _ = await self._ask(request, self._stage.block, request.peer_id, {**outer, **inner})
+            tensors, _ = await self._ask(request, self._stage.block, request.checked_id, {**outer, **inner})
         except (RoundMismatch, MalformedMessage, Overloaded) as error:
             if isinstance(error, RoundMismatch) and self._stage.round > request.round:
                 raise
@@ -144,10 +144,10 @@ class SpotCheck:
         if inner:
             path = self._config.path_of(request.microbatch)
             block = self._config.blocks_of(path)[following]
-            _, at_next = await self._ask(request, block, request.next_peer_id, {})
+            _, at_next = await self._ask(request, block, request.next_id, {})
             for name, own in ((HIDDEN, OUTPUT), (GRADIENT, OUTPUT_GRADIENT)):
                 if at_next.get(name) != digests[own]:
-                    raise PeerUnavailable(f"{request.peer_id} and {request.next_peer_id} tell {name} differently")
+                    raise PeerUnavailable(f"{request.checked_id} and {request.next_id} tell {name} differently")
         return tensors
 
     async def _ask(

@@ -35,7 +35,7 @@ async def test_a_liar_is_left_out_and_named_at_once(tmp_path: Path) -> None:
         _lie(liar)
         await swarm.train(STEPS)
         lines = [line for peer in honest if peer.server for line in peer.server.describe().averaging.refusals]
-    named = {line.partition(" lies, ")[0] for line in lines if " lies, " in line}
+    named = {line.partition(" lies: ")[0] for line in lines if " lies: " in line}
     assert named == {liar.peer_id}
     events = [line.event for log in swarm.logs for line in read(log)]
     left_out = [event for event in events if isinstance(event, OutOfLine)]

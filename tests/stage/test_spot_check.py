@@ -89,7 +89,7 @@ def _request(chain: Chain, checked: Peer, microbatch: int, **others: torch.Tenso
     tensors = {**samples_of(chain.config, microbatch), HIDDEN: sent[OUTPUT], GRADIENT: sent[OUTPUT_GRADIENT], **others}
     return pb.SpotCheckRequest(
         address=address_of(chain.config.run_id, Block(1)), microbatch=microbatch, round=0,
-        peer_id=checked.peer_id, next_peer_id=chain.at(2)[0].peer_id, digests=digests_of(tensors),
+        checked_id=checked.peer_id, next_id=chain.at(2)[0].peer_id, digests=digests_of(tensors),
     )  # fmt: skip
 
 
@@ -241,6 +241,6 @@ async def test_with_diloco_nothing_can_be_computed_again() -> None:
     assert RoundsConfig(setting="diloco").share_checked == 0.0
     async with running_chain(DILOCO, num_peers=(1, 2, 1), spans=False) as chain:
         checked, checker = chain.at(1)
-        request = pb.SpotCheckRequest(address=address_of(DILOCO.run_id, Block(1)), peer_id=checked.peer_id)
+        request = pb.SpotCheckRequest(address=address_of(DILOCO.run_id, Block(1)), checked_id=checked.peer_id)
         with pytest.raises(MalformedMessage, match="every peer has other weights"):
             await _ask(chain, checker, request)

@@ -627,15 +627,15 @@ class SpotCheckRequest(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     MICROBATCH_FIELD_NUMBER: _builtins.int
     ROUND_FIELD_NUMBER: _builtins.int
-    PEER_ID_FIELD_NUMBER: _builtins.int
-    NEXT_PEER_ID_FIELD_NUMBER: _builtins.int
+    CHECKED_ID_FIELD_NUMBER: _builtins.int
+    NEXT_ID_FIELD_NUMBER: _builtins.int
     DIGESTS_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
     microbatch: _builtins.int
     round: _builtins.int
-    peer_id: _builtins.str
+    checked_id: _builtins.str
     """The peer that answered, and the peer of the next stage that it says it used; empty at the last stage."""
-    next_peer_id: _builtins.str
+    next_id: _builtins.str
     loss: _builtins.float
     """The loss that the peer answered, of which only the last stage knows whether it is right."""
     @_builtins.property
@@ -650,14 +650,14 @@ class SpotCheckRequest(_message.Message):
         address: Global___Address | None = ...,
         microbatch: _builtins.int = ...,
         round: _builtins.int = ...,
-        peer_id: _builtins.str = ...,
-        next_peer_id: _builtins.str = ...,
+        checked_id: _builtins.str = ...,
+        next_id: _builtins.str = ...,
         digests: _abc.Iterable[Global___TensorDigest] | None = ...,
         loss: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "digests", b"digests", "loss", b"loss", "microbatch", b"microbatch", "next_peer_id", b"next_peer_id", "peer_id", b"peer_id", "round", b"round"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "checked_id", b"checked_id", "digests", b"digests", "loss", b"loss", "microbatch", b"microbatch", "next_id", b"next_id", "round", b"round"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
