@@ -193,7 +193,6 @@ class Suspects:
             return None
         why = f"{len(reasons)} of {len(others)} others have computed its answers again: {min(reasons.values())}"
         self._left_out[peer] = round_number
-        logger.warning("the contribution of %s to round %d is left out: %s", peer, round_number, why)
         by = ", ".join(accuser[:8] for accuser in sorted(reasons)[:MOST_SHOWN])
         self._name(
             peer,

@@ -174,22 +174,23 @@ class Exchanges:
         parts = [whole] * len(shares.members) if self._gathers(shares) else shares.parts
         of_members = {share.peer_id: part for share, part in zip(shares.members, parts, strict=True)}
         named_before = {peer for peer in of_members if self.suspects.is_named(peer)}
-        judged = self.suspects.judge(round_number, average.deviations, of_members)
+        found = self.suspects.judge(round_number, average.deviations, of_members)
         # A member that gives nothing does no harm, and without it parts would have to be exchanged again.
-        found = [each for each in judged if shares.of(each.peer_id).contributes]
+        leaving = [each for each in found if shares.of(each.peer_id).contributes]
         for each in found:
             is_named = self.suspects.is_named(each.peer_id)
             is_new = is_named and each.peer_id not in named_before
-            evidence = self.suspects.evidence(each.peer_id) if is_new else ()
-            events.write(
-                OutOfLine(
-                    round=round_number, peer=each.peer_id, reason=each.reason, is_named=is_named,
-                    evidence=tuple(evidence),
-                )
-            )  # fmt: skip
-        if found:
-            reason = f"its contribution is out of line: {found[0].reason}"
-            raise MemberFailed(found[0].peer_id, reason, noticed_by=self._own_id)
+            if each in leaving or is_new:
+                evidence = self.suspects.evidence(each.peer_id) if is_new else ()
+                events.write(
+                    OutOfLine(
+                        round=round_number, peer=each.peer_id, reason=each.reason, is_named=is_named,
+                        evidence=tuple(evidence),
+                    )
+                )  # fmt: skip
+        if leaving:
+            reason = f"its contribution is out of line: {leaving[0].reason}"
+            raise MemberFailed(leaving[0].peer_id, reason, noticed_by=self._own_id)
 
     def _compare(self, closed: Closed, shares: Shares) -> Compare:
         if closed is not self._last:
