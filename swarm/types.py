@@ -4,7 +4,7 @@ Frozen records without behaviour. Announcements are pydantic models because they
 ignored (for compatibility with later releases), and wrong ones are refused.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import Annotated, Any, NamedTuple, NewType, Self
 
@@ -248,6 +248,11 @@ class ClaimState(StrEnum):
     """The peer has arrived, or will not come."""
 
 
+MOST_CLAIMED = 512
+"""The most blocks that a claim lists."""
+_Blocks = Annotated[tuple[tuple[_Stage, _Variant], ...], Field(max_length=MOST_CLAIMED)]
+
+
 class ClaimRecord(_Announcement):
     """A peer's announcement that it is about to serve a block, or several of adjacent stages: key `RUN.claims`, one
     subkey a peer."""
@@ -256,10 +261,14 @@ class ClaimRecord(_Announcement):
     variant: _Variant = 0
     num_stages: _NumStages = 1
     """How many adjacent stages the peer will serve, of which `stage` is the first."""
+    blocks: _Blocks = ()
+    """All blocks that the peer will serve, where they are not `num_stages` ones of one variant. Peers of earlier
+    releases see only the first one."""
     from_stage: _Stage | None = None
     from_variant: _Variant = 0
     from_num_stages: _NumStages = 1
-    """With `from_stage` and `from_variant`, what the peer serves until then; None for a peer that joins the run."""
+    from_blocks: _Blocks = ()
+    """With `from_stage` and the like, what the peer serves until then; None for a peer that joins the run."""
     state: ClaimState
     waiting_for: Annotated[str, Field(max_length=LONGEST_WAIT, pattern=NAME_PATTERN)] = ""
     """What the peer waits for on its way, in words."""
@@ -269,16 +278,34 @@ class ClaimRecord(_Announcement):
     @property
     def span(self) -> tuple[Block, ...]:
         """All that the peer will serve."""
-        return _span(self.stage, self.num_stages, self.variant)
+        return _listed(self.blocks) or _span(self.stage, self.num_stages, self.variant)
 
     @property
     def from_span(self) -> tuple[Block, ...]:
         """What the peer serves until then; nothing for a peer that joins the run."""
-        return () if self.from_stage is None else _span(self.from_stage, self.from_num_stages, self.from_variant)
+        if self.from_stage is None:
+            return ()
+        return _listed(self.from_blocks) or _span(self.from_stage, self.from_num_stages, self.from_variant)
+
+    @classmethod
+    def fields_of(cls, span: Sequence[Block], *, before: bool = False) -> dict[str, Any]:
+        """The fields that say that a peer will serve these blocks, or has served them `before`. Of more than a claim
+        lists it names the first ones."""
+        first, listed = span[0], tuple(span[:MOST_CLAIMED])
+        is_even = tuple(span) == _span(first.stage, len(span), first.variant)
+        fields = {
+            "stage": first.stage, "variant": first.variant, "num_stages": len(span) if is_even else 1,
+            "blocks": () if is_even else listed,
+        }  # fmt: skip
+        return {f"from_{name}": value for name, value in fields.items()} if before else fields
 
 
 def _span(stage: int, num_stages: int, variant: int) -> tuple[Block, ...]:
     return tuple(Block(each, variant) for each in range(stage, stage + num_stages))
+
+
+def _listed(blocks: Sequence[tuple[int, int]]) -> tuple[Block, ...]:
+    return tuple(dict.fromkeys(Block(*block) for block in blocks))
 
 
 MOST_NAMED_PATHS = 64

@@ -149,6 +149,13 @@ class LocalPeers:
         """The number of running peers of each block, whether they serve yet or not."""
         return dict.fromkeys(self.blocks, 0) | Counter(block for peer in self.running for block in peer.blocks)
 
+    def still_paths(self) -> tuple[list[int], bool]:
+        """The paths that stand still because a block on them has no running peers, and whether some path goes on. In
+        the synchronous setting all paths wait for each."""
+        counts, paths = self.counts(), range(len(self._config.paths))
+        still = [path for path in paths if not all(counts[block] for block in self._config.blocks_of(path))]
+        return still, len(still) < len(paths) and not (still and self._config.rounds.synchronous)
+
     def most_needed(self) -> Span:
         """What one more peer is to serve: where there are fewest."""
         counts = self.counts()

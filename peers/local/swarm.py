@@ -23,6 +23,7 @@ from peers.trainer.options import TrainerOptions
 from swarm.credentials.identity import Identity
 from swarm.errors import PeerUnavailable
 from swarm.machine import json_file
+from swarm.machine.words import numbered
 from swarm.metrics import MetricsLog, plot_loss
 from swarm.metrics import read as read_metrics
 from swarm.rpc.channels import ChannelPool
@@ -215,7 +216,7 @@ class LocalSwarm:
 
     async def watch(self, trainer: Child, table: LiveTable, metrics: MetricsLog) -> None:
         """Show the swarm until the trainer has trained, and meanwhile kill and start peers as the options say. Raises
-        PeerUnavailable if the trainer failed, or a stage has lost its last peer."""
+        PeerUnavailable if the trainer failed, or so many blocks have lost their last peers that no path goes on."""
         while True:
             if not self.output.has_begun:
                 self._follow("the first step", trainer)
@@ -236,8 +237,12 @@ class LocalSwarm:
                 for block in (block for block in gone.blocks if not counts[block]):
                     lost = f"stage {block} has no peer left: {what}; its log is {gone.child.log}"
             if lost:
-                # What the stage had learnt is gone, and the trainer would wait for ever.
-                raise PeerUnavailable(lost)
+                still, goes_on = self.peers.still_paths()
+                if not goes_on:
+                    # What the stage had learnt is gone, and the trainer would wait for ever.
+                    raise PeerUnavailable(lost)
+                stands = "stands" if len(still) == 1 else "stand"
+                self._note([f"{numbered('path', still)} {stands} still, and others go on: {lost}"], metrics, step)
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _show(self, table: LiveTable) -> int:

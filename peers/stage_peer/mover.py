@@ -1,8 +1,8 @@
-"""Runs a stage peer's servers, one after another: at its first stages, then wherever it moves.
+"""Runs a stage peer's servers, one after another: of its first blocks, then of those to which it moves.
 
-A peer that moves waits for the end of a round, drains, withdraws, and begins at the new stages like any joiner, with
-the same identity and DHT node. Stages that it keeps are served on meanwhile, by the same server. A peer that cannot
-begin at the new stages goes back. It never serves a stage without the stage's state, and never moves away from a stage
+A peer that moves waits for the end of a round, drains, withdraws, and begins at the new blocks like any joiner, with
+the same identity and DHT node. Blocks that it keeps are served on meanwhile, by the same server. A peer that cannot
+begin at the new blocks goes back. It never serves a block without the block's state, and never moves away from a block
 that no other peer serves.
 """
 
@@ -26,6 +26,7 @@ from swarm.errors import Fatal, SwarmError
 from swarm.events import Events
 from swarm.machine.clock import Clock
 from swarm.machine.out_of_memory import SMALLER, is_out_of_memory, what_was_asked
+from swarm.rebalancing.layout import Span
 from swarm.types import Block
 
 logger = logging.getLogger(__name__)
@@ -37,33 +38,33 @@ waiting for its round once nothing has been under way for so long, because then 
 COMMIT_SECONDS = 5.0
 """How long another peer of the stage may take to commit the round that this one has committed."""
 RETRY_SECONDS, MAX_RETRY_SECONDS = 2.0, 60.0
-"""Wait after a stage could not be entered, doubled each time."""
+"""Wait after a block could not be entered, doubled each time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """A peer's way from some stages to others."""
+    """A peer's way from some blocks to others."""
 
-    before: range
-    after: range
+    before: Span
+    after: Span
     since: float
     """When it began to drain, on the monotonic clock."""
 
     @property
     def left(self) -> list[Block]:
-        return [Block(stage) for stage in self.before if stage not in self.after]
+        return [block for block in self.before if block not in self.after]
 
     @property
     def entered(self) -> list[Block]:
-        return [Block(stage) for stage in self.after if stage not in self.before]
+        return [block for block in self.after if block not in self.before]
 
     def back(self) -> "Move":
         return Move(before=self.after, after=self.before, since=self.since)
 
 
-ServerFactory = Callable[[range, int, bool, asyncio.TaskGroup], Awaitable[PeerServer]]
-"""Makes the server of stages, once their initial weights are here. Its arguments are the stages, the number of moves
-until now, whether the peer comes from another stage, and the task group of the server."""
+ServerFactory = Callable[[Span, int, bool, asyncio.TaskGroup], Awaitable[PeerServer]]
+"""Makes the server of blocks, once their initial weights are here. Its arguments are the blocks, the number of moves
+until now, whether the peer comes from other blocks, and the task group of the server."""
 OptionsFactory = Callable[[Sequence[Block]], Awaitable[Mapping[Block, ServerOptions]]]
 """Makes the options of blocks that a peer begins to serve beside others, once their initial weights are here."""
 
@@ -71,9 +72,9 @@ OptionsFactory = Callable[[Sequence[Block]], Awaitable[Mapping[Block, ServerOpti
 class Mover:
     def __init__(
         self, *, make_server: ServerFactory, make_options: OptionsFactory, rebalancer: Rebalancer, listen: Listening,
-        clock: Clock, event_log: Events, stop: asyncio.Event, on_serving: Callable[[range, Announced], None],
+        clock: Clock, event_log: Events, stop: asyncio.Event, on_serving: Callable[[Span, Announced], None],
     ) -> None:  # fmt: skip
-        """`on_serving` is called whenever the peer serves its stages, and `stop` is set when it is to leave the
+        """`on_serving` is called whenever the peer serves its blocks, and `stop` is set when it is to leave the
         run."""
         self._make_server = make_server
         self._make_options = make_options
@@ -85,58 +86,58 @@ class Mover:
         self._on_serving = on_serving
         self._num_moves = 0
 
-    async def run(self, stages: range) -> None:
-        """Serve these stages, and then those to which the peer moves, until `stop` is set, which also ends the attempt
-        to enter a stage. Raises in a group what the first server raised, or any server once it served."""
+    async def run(self, span: Span) -> None:
+        """Serve these blocks, and then those to which the peer moves, until `stop` is set, which also ends the attempt
+        to enter a block. Raises in a group what the first server raised, or any server once it served."""
         move: Move | None = None
         retry_seconds = RETRY_SECONDS
         while True:
             if move is not None:
                 # The old model is freed before the new one is made.
                 gc.collect()
-            next_move, failure = await self._serve(stages, move)
+            next_move, failure = await self._serve(span, move)
             if failure is None:
                 if next_move is None:
                     return
                 self._write_leave(next_move.left)
-                stages, move, retry_seconds = next_move.after, next_move, RETRY_SECONDS
+                span, move, retry_seconds = next_move.after, next_move, RETRY_SECONDS
                 continue
             if self._stop.is_set():
-                logger.info("leaving: stage %s was not entered yet", written(stages))
-                await self._rebalancer.gave_up(stages)
+                logger.info("leaving: stage %s was not entered yet", written(span))
+                await self._rebalancer.gave_up(span)
                 return
             assert move is not None, "only one that moves may fail and go on"
-            other = move.before if stages == move.after else move.after
-            if not await self._turns(stages, other, failure, retry_seconds):
+            other = move.before if span == move.after else move.after
+            if not await self._turns(span, other, failure, retry_seconds):
                 return
-            self._write_leave(map(Block, stages))
-            stages, retry_seconds = other, min(2 * retry_seconds, MAX_RETRY_SECONDS)
+            self._write_leave(span)
+            span, retry_seconds = other, min(2 * retry_seconds, MAX_RETRY_SECONDS)
 
-    async def _turns(self, stages: range, other: range, failure: str, retry_seconds: float) -> bool:
-        """Claim other stages, because the peer could not begin at these, and wait a little. Returns whether the peer
+    async def _turns(self, span: Span, other: Span, failure: str, retry_seconds: float) -> bool:
+        """Claim other blocks, because the peer could not begin at these, and wait a little. Returns whether the peer
         goes there: not if it is to leave the run."""
-        logger.warning("cannot begin at %s: %s; trying %s", named(stages), failure, named(other))
-        await self._rebalancer.gave_up(stages, before=other)
-        await self._rebalancer.goes(other, before=stages)
+        logger.warning("cannot begin at %s: %s; trying %s", named(span), failure, named(other))
+        await self._rebalancer.gave_up(span, before=other)
+        await self._rebalancer.goes(other, before=span)
         await stopping.before(self._stop.wait(), self._clock.sleep(retry_seconds))
         if self._stop.is_set():
-            await self._rebalancer.gave_up(other, before=stages)
+            await self._rebalancer.gave_up(other, before=span)
         return not self._stop.is_set()
 
     def _write_leave(self, blocks: Iterable[Block]) -> None:
         for block in blocks:
             self._event_log.write(events.Leave(), block)
 
-    async def _serve(self, stages: range, move: Move | None) -> tuple[Move | None, str | None]:
-        """Serve stages until the peer leaves them. Return the next move, and why the stage was not entered if it was
-        not."""
+    async def _serve(self, span: Span, move: Move | None) -> tuple[Move | None, str | None]:
+        """Serve blocks until the peer leaves them. Return the next move, and why the blocks were not entered if they
+        were not."""
         serving, next_move, failure = False, None, None
         try:
             async with asyncio.TaskGroup() as tasks:
-                has_moved = move is not None and stages == move.after
+                has_moved = move is not None and span == move.after
                 async with asyncio.timeout(None) as entering:
                     stopping = tasks.create_task(self._end_at_stop(entering))
-                    server = await self._make_server(stages, self._num_moves + has_moved, move is not None, tasks)
+                    server = await self._make_server(span, self._num_moves + has_moved, move is not None, tasks)
                     stopping.cancel()
                     stopping = tasks.create_task(self._end_at_stop(entering, server))
                     async with server.serving(self._listen) as announced:
@@ -145,9 +146,9 @@ class Mover:
                         if serving:
                             entering.reschedule(None)
                         self._num_moves += has_moved
-                        await self._arrived(stages, move)
-                        self._on_serving(stages, announced)
-                        next_move = await self._stay(server, stages, announced)
+                        await self._arrived(span, move)
+                        self._on_serving(span, announced)
+                        next_move = await self._stay(server, span, announced)
         except* (SwarmError, OSError, ValueError) as faults:
             if serving or (move is None and not self._stop.is_set()):
                 raise
@@ -158,7 +159,7 @@ class Mover:
             if not is_out_of_memory(error):
                 raise
             raise Fatal(
-                f"{named(stages)} ran out of memory (no room for {what_was_asked(error)}): take a smaller "
+                f"{named(span)} ran out of memory (no room for {what_was_asked(error)}): take a smaller "
                 f"--graph-memory-mib or --max-in-flight, {SMALLER}, more stages, or another --device"
             ) from None
         return next_move, failure
@@ -169,23 +170,23 @@ class Mover:
             await server.leave_early()
         entering.reschedule(0.0)
 
-    async def _arrived(self, stages: range, move: Move | None) -> None:
-        if move is None or stages != move.after:
-            await self._rebalancer.arrived(stages)
+    async def _arrived(self, span: Span, move: Move | None) -> None:
+        if move is None or span != move.after:
+            await self._rebalancer.arrived(span)
             if move is not None:
-                logger.info("back at %s", named(stages))
+                logger.info("back at %s", named(span))
             return
         seconds = self._clock.monotonic() - move.since
-        await self._rebalancer.arrived(stages, move_seconds=seconds)
-        logger.info("moved from %s to %s in %.1f s", named(move.before), named(stages), seconds)
+        await self._rebalancer.arrived(span, move_seconds=seconds)
+        logger.info("moved from %s to %s in %.1f s", named(move.before), named(span), seconds)
 
-    async def _stay(self, server: PeerServer, stages: range, announced: Announced) -> Move | None:
-        """Stay at the stages, and at those to which this server moves, until the peer has left them. Return the move to
-        stages for which there has to be another server; None if the peer leaves the run. Raises Fatal if it has left
+    async def _stay(self, server: PeerServer, span: Span, announced: Announced) -> Move | None:
+        """Stay at the blocks, and at those to which this server moves, until the peer has left them. Return the move to
+        blocks for which there has to be another server; None if the peer leaves the run. Raises Fatal if it has left
         because it cannot go on."""
         while True:
             target = await stopping.before(
-                stopping.before(self._stop.wait(), server.gives_up()), self._rebalancer.next_move(stages, server.rates)
+                stopping.before(self._stop.wait(), server.gives_up()), self._rebalancer.next_move(span, server.rates)
             )
             if target is None:
                 if (fault := server.fault) is not None:
@@ -205,23 +206,23 @@ class Mover:
                 if (fault := server.fault) is not None:
                     raise fault
                 return None
-            move = await self._leave_for(server, target, stages)
-            if move is not None and len(move.left) == len(stages):
+            move = await self._leave_for(server, target, span)
+            if move is not None and len(move.left) == len(span):
                 return move
             if move is not None:
-                stages = await self._change(server, move)
-                self._on_serving(stages, announced)
+                span = await self._change(server, move)
+                self._on_serving(span, announced)
 
-    async def _leave_for(self, server: PeerServer, target: range, stages: range) -> Move | None:
-        """Leave those of the stages that are not in the target. None if the peer stays at all of them."""
-        move = Move(before=stages, after=target, since=self._clock.monotonic())
-        logger.info("moving from %s to %s%s", named(stages), named(target), " after this round" if move.left else "")
+    async def _leave_for(self, server: PeerServer, target: Span, span: Span) -> Move | None:
+        """Leave those of the blocks that are not in the target. None if the peer stays at all of them."""
+        move = Move(before=span, after=target, since=self._clock.monotonic())
+        logger.info("moving from %s to %s%s", named(span), named(target), " after this round" if move.left else "")
         if not move.left:
             return move
         ending = server.end_of_round(ROUND_SECONDS, quiet_seconds=QUIET_SECONDS, of=move.left)
         await stopping.before(self._stop.wait(), ending)
         if not self._stop.is_set():
-            move = Move(before=stages, after=target, since=self._clock.monotonic())
+            move = Move(before=span, after=target, since=self._clock.monotonic())
             is_drained = await stopping.before(self._stop.wait(), server.drain(DRAIN_SECONDS, of=move.left))
             if is_drained and all([await self._can_spare(server, block) for block in move.left]):
                 await server.leave(of=move.left)
@@ -230,14 +231,14 @@ class Mover:
             reason = (
                 "too few others serve it with its state" if is_drained else f"not done within {DRAIN_SECONDS:.0f} s"
             )
-            logger.warning("stays at %s: %s", named(stages), reason)
+            logger.warning("stays at %s: %s", named(span), reason)
             await server.go_on(of=move.left)
-        await self._rebalancer.gave_up(target, before=stages)
+        await self._rebalancer.gave_up(target, before=span)
         return None
 
-    async def _change(self, server: PeerServer, move: Move) -> range:
+    async def _change(self, server: PeerServer, move: Move) -> Span:
         """Have the server give up the blocks that the peer has left, and begin at the new ones, while it serves those
-        that stay. Returns the stages that it serves then: the former ones if the new ones could not be entered, or only
+        that stay. Returns the blocks that it serves then: the former ones if the new ones could not be entered, or only
         those that stay if the peer is to leave the run."""
         await server.remove(move.left)
         self._write_leave(move.left)
@@ -250,7 +251,7 @@ class Mover:
         if failure is None or failure:
             logger.info("leaving: %s was not entered yet", named(way.after))
             await self._rebalancer.gave_up(way.after, before=way.before)
-            return range(max(move.before.start, move.after.start), min(move.before.stop, move.after.stop))
+            return tuple(block for block in move.before if block in move.after)
         if way.after == move.after:
             self._num_moves += 1
             await server.has_moved()
@@ -268,7 +269,7 @@ class Mover:
         return failure
 
     async def _hand_over(self, block: ServedBlock, deadline: float) -> None:
-        """Go on serving, until the deadline, while a peer on its way here can get the stage's state only from this
+        """Go on serving, until the deadline, while a peer on its way here can get the block's state only from this
         peer. At round 0 every peer can make the initial state itself."""
         name, has_said = block.stage.block, False
         while block.stage.round > 0 and self._clock.monotonic() < deadline:
@@ -290,7 +291,7 @@ class Mover:
         while True:
             try:
                 if await self._rebalancer.can_spare(
-                    name.stage,
+                    name,
                     round_number=block.stage.round,
                     lineage=block.member.progress().lineage,
                     last_members=block.averager.last_members,

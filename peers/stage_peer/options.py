@@ -29,9 +29,9 @@ class PeerOptions:
     a new run's options, first take the run that another peer announces there. Needs the extra lan."""
     stage: takes.StagesOrAuto | None = None
     """Stage to serve, from 0, or adjacent ones (1-3) or all, and to stay there. auto takes those for which
-    there is room and with which the pipeline is fastest, and moves when others are better. Left out, it is auto with an
-    invite, and else 0, also where others serve that already. Of a stage that has variants all are served, or one
-    (2.1)."""
+    there is room and with which the pipeline is fastest, and moves when others are better; where stages have variants,
+    one of each, along a path. Left out, it is auto with an invite, and else 0, also where others serve that already. Of
+    a stage that was named all variants are served, or one (2.1)."""
     path: Annotated[int, takes.whole(0, 1023)] | None = None
     """In a run whose stages have variants: serve only those on this path, from 0. With it --stage is all if it is left
     out."""

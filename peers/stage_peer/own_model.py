@@ -219,11 +219,6 @@ def require_blocks(options: PeerOptions, config: RunConfig) -> None:
     """Raise ValueError if the run has not all that the peer is to serve."""
     if options.span != "auto":
         options.span.of(config)
-    elif config.stages.variants:
-        raise ValueError(
-            "the stages of this run have variants, of which a peer cannot choose its own yet: say what it serves, with "
-            "--path 0 or --stage 1.2, say"
-        )
 
 
 def _sizes_in_words(config: RunConfig, num_samples: int) -> str:

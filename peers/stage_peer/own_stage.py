@@ -116,13 +116,9 @@ class OwnRoom:
 
     @property
     def spans(self) -> list[range] | None:
-        """All adjacent stages for which there is room together; None where only the run's own code knows their size."""
+        """All adjacent stages for which there is room together, with one variant of each; None where only the run's own
+        code knows their size."""
         return self.room.spans(self.each) if self.each else None
-
-
-def blocks_in(stages: range, options: PeerOptions, config: RunConfig) -> Sequence[Block]:
-    """The blocks that a peer serves while it is at these stages, which it leaves only if it chose them itself."""
-    return list(map(Block, stages)) if options.span == "auto" else options.span.of(config)
 
 
 def deal(sizes: Sequence[int], num_devices: int) -> list[int]:

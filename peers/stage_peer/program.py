@@ -45,7 +45,7 @@ from peers.stage_peer.news import Arrival, require_ready_file, say_what_is_wrong
 from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_dashboard import OwnDashboard, require_page
 from peers.stage_peer.own_model import OwnModel, open_model, own_config, require_allowed_class, require_blocks
-from peers.stage_peer.own_stage import ServerOptions, blocks_in, dealt, require_room
+from peers.stage_peer.own_stage import ServerOptions, dealt, require_room
 from peers.stage_peer.own_state import open_checkpoints
 from peers.stage_peer.rebalancer import Claim, Rebalancer
 from peers.stage_peer.resume import ResumeOptions
@@ -66,6 +66,7 @@ from swarm.events import Events
 from swarm.machine.clock import Clock, SystemClock, run_loop
 from swarm.machine.recording import recorder_of
 from swarm.model import compiled
+from swarm.rebalancing.layout import Span
 from swarm.rpc.endpoint import LOOPBACK
 from swarm.rpc.entry import Entry
 from swarm.rpc.meeting.carrying import MeetingLimits
@@ -281,12 +282,11 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
     page = OwnDashboard(options, identity.peer_id, reach.open_port, start.entrance.token)
     contents = Contents(member, start.model, cache_folder(), checkpoints=options.checkpoint)
 
-    def serves(stages: range, announced: Announced) -> None:
-        arrival.serves(blocks_in(stages, options, member.config), announced)
+    def serves(blocks: Span, announced: Announced) -> None:
+        arrival.serves(blocks, announced)
         page.begin()
 
-    async def make_server(stages: range, moves: int, moved: bool, tasks: asyncio.TaskGroup) -> PeerServer:
-        blocks = blocks_in(stages, options, member.config)
+    async def make_server(blocks: Span, moves: int, moved: bool, tasks: asyncio.TaskGroup) -> PeerServer:
         devices = [everywhere[number] for number in dealt(member.config, blocks, len(everywhere))]
         each = dict(zip(blocks, devices, strict=True))
         return PeerServer(member, await options_of(start, contents, each, moves=moves, moved=moved), tasks)
@@ -302,7 +302,7 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         room = await require_room(options, member, start.devices)
         rebalancer = Rebalancer(
             member, claim, random.Random(identity.peer_id), every_seconds=options.rebalance_seconds,
-            checkpoints=options.resume, spans=room.spans,
+            checkpoints=options.resume, spans=room.spans, starts_over=options.start_over,
         )  # fmt: skip
         await say_what_is_wrong(options, member, start.devices)
         everywhere = [await options_for(start, member, one, own_figures, incarnation) for one in start.devices]
@@ -313,10 +313,10 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         background += map(tasks.create_task, (watching, reach.keep(), claim.keep()))
         await reach.found_out()
         with member.waits.on("a stage that needs this peer"):
-            stages = await first_stages(options, rebalancer, claim, member.config)
+            span = await first_span(options, rebalancer, member.config)
         # Only from here on is the stop event watched. Before this line, Ctrl-C and SIGTERM end the process directly.
         stop = stopping.stop_event()
-        said = start_of(member.config, peer_id=member.peer_id, name=options.name, stage=stages[0])
+        said = start_of(member.config, peer_id=member.peer_id, name=options.name, stage=span[0].stage)
         begin(start.events, options.events, said)
         serving = [stop_or_expiry(stop, identity, clock), rivals.watch(), contents.keep_tokenizer(), page.run()]
         background += map(tasks.create_task, serving if announcer is None else [*serving, announcer.run()])
@@ -324,24 +324,19 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
             make_server=make_server, make_options=more_options, rebalancer=rebalancer, clock=clock,
             event_log=start.events, stop=stop, on_serving=serves, listen=reach,
         )  # fmt: skip
-        await mover.run(stages)
+        await mover.run(span)
         for task in background:
             task.cancel()
     await member.channels.close()
 
 
-async def first_stages(options: PeerOptions, rebalancer: Rebalancer, claim: Claim, config: RunConfig) -> range:
-    """Claim the stages to begin with: those that the user named, or those that need a peer most. Of blocks that the
-    user named the first is claimed where stages have variants, since a claim names no path."""
+async def first_span(options: PeerOptions, rebalancer: Rebalancer, config: RunConfig) -> Span:
+    """Claim the blocks to begin with, all of them: those that the user named, or those that need a peer most."""
     if options.span == "auto":
-        return await rebalancer.choose_stages()
-    blocks = options.span.of(config)
-    stages = range(blocks[0].stage, blocks[-1].stage + 1)
-    if config.stages.variants:
-        await claim.make(blocks[:1], before=(), confirmed=True)
-    else:
-        await rebalancer.goes(stages)
-    return stages
+        return await rebalancer.choose_span()
+    span = options.span.of(config)
+    await rebalancer.goes(span)
+    return span
 
 
 def published(directory: Directory, peer_id: str, config: RunConfig, clock: Clock) -> Announcement:

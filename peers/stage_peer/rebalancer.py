@@ -1,15 +1,15 @@
-"""Decides which stages a newcomer takes, and when a peer moves to others, and claims those stages in the DHT.
+"""Decides which blocks a newcomer takes, and when a peer moves to others, and claims those blocks in the DHT.
 
-The DHT may be wrong about which peers are alive. So a peer leaves a stage only after another peer that stays there has
-answered, and goes only to a stage whose state it can get.
+The DHT may be wrong about which peers are alive. So a peer leaves a block only after another peer that stays there has
+answered, and goes only to a block whose state it can get.
 """
 
 import asyncio
+import itertools
 import logging
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from peers.shared.network import Membership
 from peers.shared.room import named, written
@@ -46,9 +46,8 @@ class Claim:
         precedence over it, unless it is confirmed at once."""
         now = self._membership.clock.time()
         self._record = ClaimRecord(
-            peer_id=self._membership.peer_id, name=self._name, announced_at=now, **_claimed(span),
-            from_stage=before[0].stage if before else None, from_variant=before[0].variant if before else 0,
-            from_num_stages=max(1, len(before)),
+            peer_id=self._membership.peer_id, name=self._name, announced_at=now,
+            **ClaimRecord.fields_of(span), **(ClaimRecord.fields_of(before, before=True) if before else {}),
             state=ClaimState.CONFIRMED if confirmed else ClaimState.PENDING, claimed_at=now,
         )  # fmt: skip
         await self._announcement.now()
@@ -57,7 +56,7 @@ class Claim:
     async def confirm(self, span: Span) -> None:
         """Confirm the claim: the peer goes to this span, which may be another one than it claimed at first."""
         assert self._record is not None, "what is confirmed was claimed"
-        self._record = self._record.model_copy(update={"state": ClaimState.CONFIRMED, **_claimed(span)})
+        self._record = self._record.model_copy(update={"state": ClaimState.CONFIRMED, **ClaimRecord.fields_of(span)})
         await self._announcement.now()
 
     async def withdraw(self) -> None:
@@ -77,11 +76,12 @@ class Claim:
 class Rebalancer:
     def __init__(
         self, membership: Membership, claim: Claim, rng: random.Random, *, every_seconds: float,
-        checkpoints: Path | None, spans: Sequence[range] | None = None,
+        checkpoints: Path | None, spans: Sequence[range] | None = None, starts_over: bool = False,
     ) -> None:  # fmt: skip
-        """It checks every so many seconds on average whether to move, and never with 0. A stage that no peer holds can
+        """It checks every so many seconds on average whether to move, and never with 0. A block that no peer holds can
         be restored from `checkpoints`, if there are any. `spans` are the stages for which this machine has room
-        together; None: any single one."""
+        together, with one variant of each; None: any single one. A newcomer that `starts_over` may also take a path
+        of which nobody has a block yet."""
         self._membership = membership
         self._own_id = PeerId(membership.peer_id)
         self._claim = claim
@@ -90,36 +90,40 @@ class Rebalancer:
         self._rng = rng
         self._every_seconds = every_seconds
         self._checkpoints = checkpoints
+        self._starts_over = starts_over and len(membership.config.paths) > 1
         self._costs = costs_of(membership.config)
         self._poll = membership.poll()
-        fitting = None if spans is None else list(map(_span, spans))
+        paths = list(map(membership.config.blocks_of, range(len(membership.config.paths))))
+        fitting = None if spans is None else _along(paths, spans)
         self._has_room = fitting is None or {block for span in fitting for block in span} >= self._costs.keys()
-        self._judgement = Judgement(own_id=self._own_id, costs=self._costs, spans=fitting)
+        self._judgement = Judgement(
+            own_id=self._own_id, costs=self._costs, spans=fitting, paths=dict.fromkeys(paths, 1.0)
+        )
 
     # -- joining -----------------------------------------------------------------------------------------------------
 
-    async def choose_stages(self) -> range:
-        """Choose the stages that this newcomer should serve, and claim them. Raises PeerUnavailable, and Fatal if no
-        peer holds any stage of the run any more."""
+    async def choose_span(self) -> Span:
+        """Choose the blocks that this newcomer should serve, and claim them. Raises PeerUnavailable, and Fatal if no
+        peer holds any block of the run any more."""
         records, claims = await self._look()
         former = [block for block, row in records.items() if any(record.peer_id == self._own_id for record in row)]
-        first = self._some(self._judgement.first_choice(records, claims, self._lost()))
+        lost = set[Block]() if self._starts_over else self._lost()
+        first = self._some(self._judgement.first_choice(records, claims, lost))
         own = await self._claim.make(first, before=())
         await self._clock.sleep(SETTLE_SECONDS)
         records, claims = await self._look()
-        lost = self._lost()
+        lost = set[Block]() if self._starts_over else self._lost()
         span = self._some(self._judgement.choice(records, claims, own, lost))
         await self._claim.confirm(span)
-        stages = _stages(span)
-        left = "".join(_why_not(before, stages, lost) for before in former if before not in span)
-        logger.info("chose %s of 0 to %s%s", named(stages), max(self._costs), left)
-        return stages
+        left = "".join(_why_not(before, span, lost) for before in former if before not in span)
+        logger.info("chose %s of 0 to %s%s", named(span), max(self._costs), left)
+        return span
 
     # -- moving ------------------------------------------------------------------------------------------------------
 
-    async def next_move(self, stages: range, rates: Callable[[], Mapping[Block, float]]) -> range:
-        """Wait, possibly for ever, until this peer should move from its `stages`. Claim the new stages, and return
-        them. `rates` gives the samples per second that it manages at each stage, as if it served that one alone."""
+    async def next_move(self, span: Span, rates: Callable[[], Mapping[Block, float]]) -> Span:
+        """Wait, possibly for ever, until this peer should move from its blocks. Claim the new ones, and return them.
+        `rates` gives the samples per second that it manages at each block, as if it served that one alone."""
         self._judgement.serves()
         while True:
             if self._every_seconds <= 0:
@@ -127,22 +131,22 @@ class Rebalancer:
             await self._clock.sleep(next_check_seconds(self._rng, self._every_seconds))
             self._judgement.measured(rates())
             try:
-                target = await self._check(_span(stages))
+                target = await self._check(span)
             except SwarmError as error:
-                logger.debug("no look at the other stages: %s", error)
+                logger.debug("no look at the other blocks: %s", error)
                 continue
             if target:
-                return _stages(target)
+                return target
 
     async def _check(self, span: Span) -> Span:
         """The span to which this peer should move, which it then has claimed; empty if it should stay."""
         records, claims = await self._look()
-        layout = layout_of(records, claims, self._costs)
+        layout = layout_of(records, claims, self._costs, self._judgement.paths)
         target = self._judgement.wants(layout, self._lost(), self._clock.monotonic())
         if target is None:
             return ()
         for block in span:
-            if block not in target and not await self.can_spare(block.stage):
+            if block not in target and not await self.can_spare(block):
                 return ()
         for block in target:
             if block not in span and not await self._can_enter(block):
@@ -152,10 +156,9 @@ class Rebalancer:
             own = await self._claim.make(target, before=span)
             await self._clock.sleep(SETTLE_SECONDS)
             records, claims = await self._look()
-            layout = layout_of(records, claims, self._costs, own=own)
+            layout = layout_of(records, claims, self._costs, self._judgement.paths, own=own)
             if not self._judgement.still_wants(layout, target, self._lost(), self._clock.monotonic()):
-                going = written(_stages(target))
-                logger.info("stays at stage %s: others are on their way to stage %s", written(_stages(span)), going)
+                logger.info("stays at stage %s: others are on their way to stage %s", written(span), written(target))
                 return ()
             await self._claim.confirm(target)
             is_confirmed = True
@@ -167,19 +170,19 @@ class Rebalancer:
                 await self._claim.withdraw()
 
     async def can_spare(
-        self, stage: int, *, round_number: int = 0, lineage: str = "", last_members: Collection[str] = ()
+        self, block: Block, *, round_number: int = 0, lineage: str = "", last_members: Collection[str] = ()
     ) -> bool:
-        """Whether another peer of the stage answers that it serves at this round or a later one, and does not leave; if
+        """Whether another peer of the block answers that it serves at this round or a later one, and does not leave; if
         rounds need a majority, whether enough such peers do to make one in the next round.
 
         A peer at this very round with another lineage (it may have begun the stage anew) does not have what this peer
         has learnt, and does not count, unless `lineage` is empty. Without `last_members`, who took part in the last
         round, all announced ones count.
         """
-        holders = await self._holders(Block(stage), round_number, lineage)
+        holders = await self._holders(block, round_number, lineage)
         return bool(holders) and has_quorum(
             self._membership.config.averaging.quorum, holders, last_members=last_members,
-            announced=lambda: {self._own_id, *(record.peer_id for record in self._known.others(Block(stage)))},
+            announced=lambda: {self._own_id, *(record.peer_id for record in self._known.others(block))},
         )  # fmt: skip
 
     async def is_awaited(self, block: Block, *, round_number: int, lineage: str) -> bool:
@@ -224,18 +227,18 @@ class Rebalancer:
 
     # -- claims ------------------------------------------------------------------------------------------------------
 
-    async def goes(self, stages: range, *, before: range = range(0)) -> None:
-        """Claim stages, confirmed at once: this peer was told to serve them, or goes back to them."""
-        await self._claim.make(_span(stages), before=_span(before), confirmed=True)
+    async def goes(self, span: Span, *, before: Span = ()) -> None:
+        """Claim blocks, confirmed at once: this peer was told to serve them, or goes back to them."""
+        await self._claim.make(span, before=before, confirmed=True)
 
-    async def arrived(self, stages: range, *, move_seconds: float | None = None) -> None:
-        """Note that the peer serves these stages now, and that its next move may take as long as this one did."""
-        self._judgement.arrived(_span(stages), move_seconds=move_seconds)
+    async def arrived(self, span: Span, *, move_seconds: float | None = None) -> None:
+        """Note that the peer serves these blocks now, and that its next move may take as long as this one did."""
+        self._judgement.arrived(span, move_seconds=move_seconds)
         await self._claim.withdraw()
 
-    async def gave_up(self, stages: range, *, before: range = range(0)) -> None:
-        """Note that the peer could not move to these stages from those before, so that it does not soon try again."""
-        self._judgement.gave_up(_span(stages), self._clock.monotonic(), before=_span(before))
+    async def gave_up(self, span: Span, *, before: Span = ()) -> None:
+        """Note that the peer could not move to these blocks from those before, so that it does not soon try again."""
+        self._judgement.gave_up(span, self._clock.monotonic(), before=before)
         await self._claim.withdraw()
 
     # -- what the DHT tells ------------------------------------------------------------------------------------------
@@ -245,6 +248,8 @@ class Rebalancer:
         # record.
         claims = await self._membership.directory.claims()
         directory, blocks = self._membership.directory, self._membership.blocks
+        if len(self._membership.config.paths) > 1 and not self._membership.config.rounds.synchronous:
+            self._judgement.see(await directory.trainers(partly=True))
         await self._known.look(directory, blocks)
         # A stage's throughput is the sum over all of its peers, whereas the sample that is known serves for routing.
         rows = await asyncio.gather(*map(directory.peers, blocks))
@@ -282,24 +287,18 @@ class Rebalancer:
         return {name.block for name in names if name.num_stages == num_stages}
 
 
-def _span(stages: range) -> Span:
-    return tuple(map(Block, stages))
+def _along(paths: Iterable[Span], spans: Iterable[range]) -> list[Span]:
+    """The blocks of these stages on each of the paths."""
+    along = (path[stages.start : stages.stop] for stages, path in itertools.product(spans, paths))
+    return list(dict.fromkeys(along))
 
 
-def _stages(span: Span) -> range:
-    return range(span[0].stage, span[-1].stage + 1)
-
-
-def _claimed(span: Span) -> dict[str, Any]:
-    return {"stage": span[0].stage, "variant": span[0].variant, "num_stages": len(span)}
-
-
-def _why_not(former: Block, stages: range, lost: Collection[Block]) -> str:
-    """Text that says why a peer that was killed and is back takes these stages, and not the stage at which its old
-    record still announces it."""
+def _why_not(former: Block, span: Span, lost: Collection[Block]) -> str:
+    """Text that says why a peer that was killed and is back takes these blocks, and not the one at which its old record
+    still announces it."""
     if former not in lost:
-        needs = "needs" if len(stages) == 1 else "need"
-        return f", and not stage {former}, at which this peer was before: {named(stages)} {needs} a peer more"
+        needs = "needs" if len(span) == 1 else "need"
+        return f", and not stage {former}, at which this peer was before: {named(span)} {needs} a peer more"
     return (
         f", and not stage {former}, at which this peer was before: it came back without the state, and no other peer "
         "and no checkpoint (--resume DIR) has it"

@@ -10,8 +10,10 @@ and what is in both spans stays.
 Every peer plans for all: its plan takes again and again the move that strengthens the weakest block most, until no move
 does. The peer moves if the plan, up to the point where it pays best, contains a move of its own. If several peers would
 bring about the same gain, each of them sees itself in its plan. So the first one to look moves, without waiting for a
-particular peer's turn, and the others see its claim. A peer knows only its own room: of others it expects no longer
-spans than they have.
+particular peer's turn, and the others see its claim.
+
+Where stages have variants, a path stands still while one of its blocks has no peers, and does not hold up the others.
+So first of all peers make one more path whole; where they cannot, they strengthen the weakest block of those that are.
 
 Compared with SWARM's rule (every T seconds one peer moves from the stage with the shortest queues to the one with the
 longest) a move has to bring something, several gaps are filled at once, and a stage is never emptied. Compared with
@@ -19,14 +21,14 @@ Petals' rule (simulate all peers, and move if that promises a better balance) a 
 that decide at the same time see each other.
 """
 
+import functools
 import math
 import random
-from bisect import bisect_left
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from swarm.rebalancing.layout import Layout, Span, Worker, all_spans
+from swarm.rebalancing.plan import MORE, Move, Plan
 from swarm.types import Block, PeerId
 
 
@@ -51,10 +53,6 @@ class Policy:
 
 
 DEFAULT = Policy()
-
-_MORE = 1 + 1e-9
-"""The factor by which a move must raise the weakest block, beyond rounding. A move that only makes another block the
-weakest would be undone by the next peer to look."""
 
 
 def next_check_seconds(rng: random.Random, period_seconds: float) -> float:
@@ -84,12 +82,24 @@ def decide(
     own = layout.workers.get(own_id)
     if own is None or own.missing or not own.movable or len(layout.costs) < 2:
         return None
+    spans = all_spans(layout.paths, 1) if spans is None else spans
+    for scope in layout.scopes(closed):
+        moves = _own_moves(scope, own, own_rates or {}, spans)
+        gain, target = _target(scope, policy, own, moves, closed, near=0.0 if waited else policy.near)
+        if gain:
+            return target
+    return None
+
+
+def _target(
+    layout: Layout, policy: Policy, own: Worker, moves: Sequence[Move], closed: Collection[Block | Span], near: float
+) -> tuple[float, Span | None]:
+    """What is won for the blocks that count by the best plan, and the span to which the own peer moves in it."""
     before = layout.pipeline_throughput
-    moves = _own_moves(layout, own, own_rates or {}, all_spans([*layout.costs], 1) if spans is None else spans)
     # Most checks find the blocks in balance, and end here without a plan.
     most = _best_balance(layout, own, moves) - before
-    targets = [block for block in layout.costs if own.span != (block,)]
-    least = min(_margin(layout, policy, own.span, block) for block in targets)
+    targets = [block for block in layout.counting if own.span != (block,)]
+    least = min((_margin(layout, policy, own.span, block) for block in targets), default=math.inf)
     # While the peer moves, and after it has, none of the blocks from which it takes is to be weaker than the weakest.
     moves = [
         move for move in moves
@@ -97,8 +107,8 @@ def decide(
         and all(layout.num_serving[block] >= 2 for block in move.left)
     ]  # fmt: skip
     if not moves or most < least:
-        return None
-    plan = _Plan(layout, own, moves, near=0.0 if waited else policy.near)
+        return 0.0, None
+    plan = Plan(layout, own, moves, near)
     target: Span | None = None
     best_value, best_gain, lost, num_moves = 0.0, 0.0, 0.0, 0
     # The plan goes on as long as the gain that is still possible is larger than the possible error of the figures.
@@ -117,15 +127,16 @@ def decide(
             share = min(gain, plan.own_share * num_moves)
             if plan.own is not None and share >= _margin(layout, policy, own.span, plan.own_target):
                 target = plan.own.after
-    return target
+    return best_gain, target
 
 
 def choose_span(
     layout: Layout, spans: Collection[Span], *, num_before: int = 0, closed: Collection[Block] = ()
 ) -> Span | None:
     """The span that a newcomer should serve: the one with which the pipeline is fastest. Of several such it is the one
-    that leaves the fewest blocks as weak as the weakest, then the one with the weakest block (of several equally weak
-    ones, with the fewest peers), then the shortest.
+    after which a path lacks the fewest peers (of several such the next path, and so on), then the one that leaves the
+    fewest blocks as weak as the weakest, then the one with the weakest block (of several equally weak ones, with the
+    fewest peers), then the shortest.
 
     Args:
         spans: those for which the newcomer has room.
@@ -136,19 +147,28 @@ def choose_span(
     Returns:
         None if no span can be entered.
     """
+    paths = layout.open_paths(closed)
+    layout = layout.within(paths)
     throughput, num_workers = dict(layout.throughput), dict(layout.num_workers)
     spans = [span for span in spans if not set(closed) & set(span)]
 
-    def merit(span: Span) -> tuple[float, int, int, int]:
+    def merit(span: Span) -> tuple[float, Sequence[tuple[int, float]], int, int, int]:
         rate = layout.usual_speed / layout.cost(span)
         after = [throughput[block] + rate * (block in span) for block in throughput]
         lowest = min(after)
         neediest = min(map(by_need.index, span))
-        return lowest, -sum(one <= lowest * _MORE for one in after), -neediest, -len(span)
+        return lowest, lacks(empty - {*span}), -sum(one <= lowest * MORE for one in after), -neediest, -len(span)
+
+    @functools.cache
+    def lacks(empty: frozenset[Block]) -> Sequence[tuple[int, float]]:
+        """How many peers each path lacks, the more the smaller, of which the path that lacks the fewest comes first."""
+        each = [(-len(empty.intersection(path)), layout.paths[path]) for path in paths]
+        return sorted(each, reverse=True) if empty else ()
 
     choice = None
     for _ in range(num_before + 1):
         by_need = sorted(throughput, key=lambda block: (throughput[block], num_workers[block], block))
+        empty = frozenset(block for block, number in num_workers.items() if not number)
         choice = max(spans, key=merit, default=None)
         for block in choice or ():
             throughput[block] += layout.usual_speed / layout.cost(choice or ())
@@ -156,186 +176,22 @@ def choose_span(
     return choice
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Move:
-    """A move from a span to another one: of the own peer, or of any peer, for each unit of its speed.
-
-    Attributes:
-        gains: what the peer will add to each block of the span `after`.
-        changes: by how much the throughput of the blocks of both spans changes.
-    """
-
-    before: Span
-    after: Span
-    gains: float
-    changes: Mapping[Block, float]
-
-    @classmethod
-    def of(cls, before: Span, after: Span, *, loses: float, gains: float) -> "_Move":
-        """The move of a peer that now adds `loses` to each block of its span."""
-        changes = dict.fromkeys(before, -loses)
-        for block in after:
-            changes[block] = changes.get(block, 0.0) + gains
-        return cls(before=before, after=after, gains=gains, changes=changes)
-
-    @property
-    def left(self) -> set[Block]:
-        return {*self.before} - {*self.after}
-
-    @property
-    def entered(self) -> set[Block]:
-        return {*self.after} - {*self.before}
-
-    def lowest_left(self, throughput: Mapping[Block, float], speed: float = 1.0) -> float:
-        """The throughput, after the move, of the weakest block from which it takes."""
-        changes = self.changes.items()
-        return min((throughput[b] + speed * change for b, change in changes if change < 0), default=math.inf)
-
-    def level(self, throughput: Mapping[Block, float], speed: float = 1.0) -> float:
-        """The throughput, after the move, of the weakest block that it changes."""
-        return min(throughput[block] + speed * change for block, change in self.changes.items())
-
-    def ideal_speed(self, throughput: Mapping[Block, float]) -> float:
-        """The speed at which `level` is highest, of a move for a speed of 1. Slower peers bring less, and faster ones
-        take more away."""
-        falling = [(throughput[block], change) for block, change in self.changes.items() if change < 0]
-        rising = [(throughput[block], change) for block, change in self.changes.items() if change > 0]
-        return max(min((t - r) / (up - down) for t, down in falling) for r, up in rising)
-
-
-class _Worth(NamedTuple):
-    """What a move in a plan is worth, the larger the better: the throughput after it of the weakest of all blocks, of
-    the weakest that it changes, and of the weakest from which it takes."""
-
-    pipeline: float
-    level: float
-    left: float
-
-
-class _Plan:
-    """A plan of moves, each by the most suitable peer, from the view of the peer `own`.
-
-    Attributes:
-        throughput: the throughput of each block after the moves so far.
-        target: the weakest block before the last move, which that move made stronger.
-        lost: the throughput that the last moved peer had at the blocks that it left.
-        own: the move of the peer `own` in this plan; None if there is none.
-        own_target: the target of that move.
-    """
-
-    def __init__(self, layout: Layout, own: Worker, moves: Sequence[_Move], near: float) -> None:
-        self.throughput = dict(layout.throughput)
-        self.target, self.lost = own.span[0], 0.0
-        self.own: _Move | None = None
-        self.own_target = self.target
-        self._own_moves = moves
-        self._near = near
-        self._layout = layout
-        self._num_serving = dict(layout.num_serving)
-        # The inner lists are shared with the layout, and replaced where the plan changes them.
-        self._movable = dict(layout.movable)
-        self._movable[own.span] = [one for one in layout.movable[own.span] if one[1] != own.peer_id]
-        self._moves = {span: list(_moves_of_others(layout, span)) for span, peers in self._movable.items() if peers}
-
-    def take_step(self) -> bool:
-        """Make the next move. Returns whether there is one."""
-        lowest = min(self.throughput.values())
-        # Blocks of one span are often equally weak, and not each of them can be helped.
-        return any(self._strengthen(block) for block, rate in self.throughput.items() if rate <= lowest * _MORE)
-
-    def _strengthen(self, target: Block) -> bool:
-        self.target = target
-        found = (self._best_of(move) for moves in self._moves.values() for move in moves if self._is_allowed(move))
-        best = max((one for one in found if one is not None), key=lambda one: one[:-1], default=None)
-        own = self._best_own() if self.own is None else None
-        if own is not None and (best is None or self._is_near(own[0], best[0])):
-            self.own, self.own_target = own[1], target
-            self._make(own[1], 1.0)
-            return True
-        if best is None:
-            return False
-        *_, position, move = best
-        candidates = self._movable[move.before]
-        speed, _ = candidates[position]
-        self._movable[move.before] = candidates[:position] + candidates[position + 1 :]
-        self._make(move, speed)
-        return True
-
-    @property
-    def own_share(self) -> float:
-        """By how much weaker the weakest block would be if `own` stayed and the plan's other moves were made."""
-        if self.own is None:
-            return 0.0
-        without = {block: rate - self.own.changes.get(block, 0.0) for block, rate in self.throughput.items()}
-        return min(self.throughput.values()) - min(without.values())
-
-    def _is_allowed(self, move: _Move) -> bool:
-        """Whether a move strengthens the weakest block, and leaves only others that can spare a peer."""
-        lowest = self.throughput[self.target]
-        return move.changes.get(self.target, 0.0) > 0 and all(
-            self._num_serving[block] >= 2 and self.throughput[block] > lowest for block in move.left
-        )
-
-    def _worth(self, move: _Move, speed: float = 1.0) -> _Worth:
-        level = move.level(self.throughput, speed)
-        elsewhere = (rate for block, rate in self.throughput.items() if block not in move.changes)
-        return _Worth(min([level, *elsewhere]), level, move.lowest_left(self.throughput, speed))
-
-    def _best_own(self) -> tuple[_Worth, _Move] | None:
-        found = [(self._worth(move), -len(move.entered), move) for move in self._own_moves if self._is_allowed(move)]
-        worth, _, move = max(found, key=lambda one: one[:-1], default=(_Worth(0.0, 0.0, 0.0), 0, None))
-        return (worth, move) if move and worth.level > self.throughput[self.target] * _MORE else None
-
-    def _is_near(self, own: _Worth, best: _Worth) -> bool:
-        """Whether the own move may be made instead of the best one."""
-        lowest, near = self.throughput[self.target], self._near
-        gains, best_gains = ((worth.pipeline - lowest, worth.level - lowest, worth.left) for worth in (own, best))
-        is_near = all(gain >= near * most for gain, most in zip(gains, best_gains, strict=True))
-        return is_near or near * gains[0] > best_gains[0]
-
-    def _best_of(self, move: _Move) -> tuple[_Worth, Span, int, _Move] | None:
-        """The best other peer that can make a move, as its position among those of its span."""
-        candidates = self._movable[move.before]
-        middle = bisect_left(candidates, (move.ideal_speed(self.throughput), ""))
-        found = [
-            (self._worth(move, candidates[position][0]), move.before, position, move)
-            for position in (middle - 1, middle) if 0 <= position < len(candidates)
-        ]  # fmt: skip
-        best = max(found, key=lambda one: one[:-1], default=None)
-        return best if best is not None and best[0].level > self.throughput[self.target] * _MORE else None
-
-    def _make(self, move: _Move, speed: float) -> None:
-        for block, change in move.changes.items():
-            self.throughput[block] += speed * change
-        for block in move.left:
-            self._num_serving[block] -= 1
-        for block in move.entered:
-            self._num_serving[block] += 1
-        self.lost = -speed * min((move.changes[block] for block in move.left), default=0.0)
-
-
-def _moves_of_others(layout: Layout, span: Span) -> Iterator[_Move]:
-    for after in all_spans([*layout.costs], len(span)):
-        if after != span:
-            yield _Move.of(span, after, loses=1 / layout.cost(span), gains=1 / layout.cost(after))
-
-
-def _own_moves(layout: Layout, own: Worker, measured: Mapping[Block, float], spans: Collection[Span]) -> list[_Move]:
+def _own_moves(layout: Layout, own: Worker, measured: Mapping[Block, float], spans: Collection[Span]) -> list[Move]:
     speed = layout.speed(own)
     # Of the blocks where it is, what it announces is newer than what it measured before.
     elsewhere = {block: rate for block, rate in measured.items() if rate > 0 and block not in own.span}
-    seconds = {block: cost / speed for block, cost in layout.costs.items()}
-    seconds |= {block: 1 / rate for block, rate in elsewhere.items()}
+    seconds = {block: work / speed for block, work in layout.work.items()}
+    seconds |= {block: layout.shares[block] / rate for block, rate in elsewhere.items()}
     loses = speed / layout.cost(own.span)
     gains = {span: 1 / sum(seconds[block] for block in span) for span in spans if span != own.span}
-    return [_Move.of(own.span, span, loses=loses, gains=gain) for span, gain in gains.items()]
+    return [Move.of(own.span, span, loses=loses, gains=gain) for span, gain in gains.items()]
 
 
-def _best_balance(layout: Layout, own: Worker, moves: Sequence[_Move]) -> float:
+def _best_balance(layout: Layout, own: Worker, moves: Sequence[Move]) -> float:
     """The throughput that the weakest block would have if all work were spread perfectly."""
     fastest = max((move.gains * layout.cost(move.after) for move in moves), default=0.0)
     own_speed = layout.speed(own)
-    return (layout.total_speed - own_speed + max(own_speed, fastest)) / sum(layout.costs.values())
+    return (layout.total_speed - own_speed + max(own_speed, fastest)) / layout.cost(layout.counting)
 
 
 def _margin(layout: Layout, policy: Policy, span: Span, target: Block) -> float:

@@ -13,8 +13,8 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from swarm.config import RunConfig
 from swarm.model.stages import layer_ranges
 from swarm.rebalancing.decision import DEFAULT, choose_span, decide
-from swarm.rebalancing.layout import Layout, Span, all_spans, layout_of, newcomers_before, without_choosing
-from swarm.types import Block, ClaimRecord, PeerId, PeerRecord
+from swarm.rebalancing.layout import IDLE, Layout, Paths, Span, all_spans, layout_of, newcomers_before, without_choosing
+from swarm.types import MOST_NAMED_PATHS, Block, ClaimRecord, PeerId, PeerRecord, TrainerRecord
 
 PRIOR_SECONDS = 3600.0
 """The stay that is assumed at first, as if one peer had been watched for this long and had then left."""
@@ -88,11 +88,16 @@ class Judgement:
     Every `now` is seconds of a clock that never goes back. The peer also avoids blocks that it failed to enter.
     """
 
-    def __init__(self, *, own_id: PeerId, costs: Mapping[Block, float], spans: Collection[Span] | None = None) -> None:
-        """`spans` are those for which the peer has room; None: any single block."""
+    def __init__(
+        self, *, own_id: PeerId, costs: Mapping[Block, float], spans: Collection[Span] | None = None,
+        paths: Paths | None = None,
+    ) -> None:  # fmt: skip
+        """`spans` are those for which the peer has room; None: any single block. Without `paths` there is one, through
+        all blocks."""
+        self.paths = paths
         self._own_id = own_id
         self._costs = costs
-        self._spans = all_spans([*costs], 1) if spans is None else spans
+        self._spans = all_spans([tuple(costs)], 1) if spans is None else spans
         self._policy = DEFAULT
         self._stays = Stays()
         self._rates: dict[Block, float] = {}
@@ -105,12 +110,22 @@ class Judgement:
         """Take note of the peers that are there, those on their way to other blocks included."""
         self._stays.look(present, now)
 
+    def see(self, trainers: Collection[TrainerRecord]) -> None:
+        """Note which paths the trainers feed. While there are none, the paths count as they did before."""
+        assert self.paths is not None, "only a run of several paths asks"
+        # A trainer that feeds all names none.
+        named = [record.paths for record in trainers]
+        if named:
+            feeds_all = any(len(paths) in (0, MOST_NAMED_PATHS) for paths in named)
+            fed = {number for paths in named for number in paths}
+            self.paths = {path: 1.0 if feeds_all or n in fed else IDLE for n, path in enumerate(self.paths)}
+
     # -- joining -----------------------------------------------------------------------------------------------------
 
     def first_choice(self, records: Records, claims: Sequence[ClaimRecord], closed: Collection[Block]) -> Span | None:
         """The span that this newcomer should claim; None if there is none that it can enter."""
         others = [claim for claim in claims if claim.peer_id != self._own_id]
-        layout = layout_of(self._without_own(records), others, self._costs)
+        layout = layout_of(self._without_own(records), others, self._costs, self.paths)
         return choose_span(layout, self._spans, closed=closed)
 
     def choice(
@@ -120,7 +135,7 @@ class Judgement:
 
         Each of several newcomers that start together places those before it by the same rule.
         """
-        layout = layout_of(self._without_own(records), without_choosing(claims), self._costs, own=own)
+        layout = layout_of(self._without_own(records), without_choosing(claims), self._costs, self.paths, own=own)
         num_before = len(newcomers_before(claims, own, layout))
         return choose_span(layout, self._spans, num_before=num_before, closed=closed)
 

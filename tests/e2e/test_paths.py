@@ -91,9 +91,32 @@ def test_three_of_four_trainings_go_on_while_one_is_killed_and_it_comes_back(
     swarm.assert_no_tracebacks()
 
 
-def test_what_a_run_with_variants_cannot_do_is_one_line(tmp_path: Path) -> None:
-    result = run("peer", "--preset", "shared-value", "--stage", "auto")
-    assert result.returncode != 0
-    assert result.stderr.splitlines()[-1].endswith("say what it serves, with --path 0 or --stage 1.2, say")
+def test_peers_choose_their_variants_and_one_takes_over_from_the_last_of_a_block(
+    tmp_path: Path, children: Supervisor
+) -> None:
+    """Nothing is learnt yet when that one dies: what has no peer and no checkpoint later is lost."""
+    swarm = RealSwarm(tmp_path, children, changes={"num_stages = 2": "num_stages = 2\nvariants = [1, 2]"})
+    swarm.start_seconds = PATIENCE_SECONDS
+    for _ in range(3):
+        swarm.start_peers(["auto"], "--rebalance-every", "4")
+    last = [peer for peer in swarm.peers if "1.1" in peer.ready["stages"]]
+    assert len(last) == 1
+    assert {0, 1} <= {block for peer in swarm.peers for block in peer.ready["stages"]}
+    swarm.kill(last[0])
+    living = {peer.child.name for peer in swarm.peers} - {last[0].child.name}
+
+    def served() -> set[str]:
+        rows = [row for row in swarm.status()["stages"] if (row["stage"], row.get("variant", 0)) == (1, 1)]
+        return {peer["name"] for row in rows for peer in row["peers"] if peer["state"] == "serving"} & living
+
+    wait_until(served, PATIENCE_SECONDS, "another peer of block 1.1")
+    trainer = swarm.start_trainer("trainer", steps=10_000)
+    swarm.wait_for_steps("trainer", 3, PATIENCE_SECONDS)
+    swarm.interrupt(trainer)
+    swarm.assert_proven()
+    swarm.assert_no_tracebacks()
+
+
+def test_a_path_that_a_run_does_not_have_is_one_line(tmp_path: Path) -> None:
     result = run("peer", "--preset", "shared-value", "--path", "4")
     assert result.stderr.splitlines()[-1].endswith("--path 4 does not exist: this run has the paths 0 to 3")

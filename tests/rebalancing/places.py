@@ -32,13 +32,13 @@ def layout(*stages: Sequence[float], costs: Sequence[float] | None = None, movab
 def moved(before: Layout, peer_id: PeerId, span: Span) -> Layout:
     """The layout after a peer's move."""
     changed = dataclasses.replace(before.workers[peer_id], span=span)
-    return Layout((before.workers | {peer_id: changed}).values(), before.costs)
+    return Layout((before.workers | {peer_id: changed}).values(), before.costs, before.paths)
 
 
 def with_speeds(before: Layout, speeds: Mapping[PeerId, float]) -> Layout:
     """The same peers at the same stages with other speeds."""
     workers = [dataclasses.replace(worker, speed=speeds[peer]) for peer, worker in before.workers.items()]
-    return Layout(workers, before.costs)
+    return Layout(workers, before.costs, before.paths)
 
 
 def settle(

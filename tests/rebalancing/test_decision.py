@@ -153,4 +153,4 @@ def _rows(moves: list[tuple[PeerId, Span, Layout]]) -> list[list[PeerId]]:
 
 def _choice(now: Layout, **more: Any) -> Span | None:
     """Where a newcomer goes that has room for one block."""
-    return choose_span(now, all_spans([*now.costs], 1), **more)
+    return choose_span(now, all_spans(now.paths, 1), **more)

@@ -164,7 +164,8 @@ def test_newcomers_at_the_same_time_spread() -> None:
     chosen = []
     for own in choosing:
         now = layout_of({}, without_choosing(choosing), costs, own=own)
-        chosen.append(choose_span(now, all_spans([*costs], 1), num_before=len(newcomers_before(choosing, own, now))))
+        num_before = len(newcomers_before(choosing, own, now))
+        chosen.append(choose_span(now, all_spans([tuple(costs)], 1), num_before=num_before))
     assert sorted(chosen) == [span(number // 3) for number in range(9)]  # type: ignore[type-var]  # None would not sort
 
 
@@ -172,6 +173,6 @@ def test_variants_of_a_stage_are_blocks_of_their_own() -> None:
     costs = {Block(0): 1.0, Block(1): 1.0, Block(1, 1): 1.0}
     records = {Block(0): [_record(1, 0), _record(2, 0)], Block(1): [_record(3, 1)]}
     now = layout_of(records, [], costs)
-    assert decide(now, _id(1)) == choose_span(now, all_spans([*costs], 1)) == (Block(1, 1),)
+    assert decide(now, _id(1)) == choose_span(now, all_spans([tuple(costs)], 1)) == (Block(1, 1),)
     gone = layout_of(records, [_claim(1, 1, from_stage=0, variant=1)], costs)
     assert list(gone.throughput.values()) == [6.0, 6.0, 6.0]

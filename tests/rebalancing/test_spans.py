@@ -25,7 +25,7 @@ def _swarm(*peers: tuple[PeerId, Span, float], num_stages: int = 3) -> Layout:
 
 
 def _spans(num_stages: int, longest: int) -> list[Span]:
-    return all_spans([*map(Block, range(num_stages))], longest)
+    return all_spans([tuple(map(Block, range(num_stages)))], longest)
 
 
 def test_a_newcomer_takes_what_nobody_serves_and_of_that_what_fits() -> None:

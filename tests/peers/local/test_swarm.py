@@ -17,6 +17,7 @@ from swarm.credentials.identity import generate
 from swarm.errors import PeerUnavailable
 from swarm.metrics import MetricsLog
 from tests.peers.local.children import OLD, Children, leave_old_files, serve, started_peers, write_ready_file
+from tests.support.chain import eventually
 
 
 def _swarm(tmp_path: Path) -> tuple[LocalSwarm, Children]:
@@ -207,3 +208,43 @@ async def test_a_stage_that_has_lost_its_last_peer_ends_the_run(
         expected = f"^stage 1 has no peer left: {names[-1]} ended by itself: no memory; its log is .*{names[-1]}.log$"
         with pytest.raises(PeerUnavailable, match=expected):
             await asyncio.wait_for(watching, 10.0)
+
+
+async def test_a_path_that_has_lost_its_last_peer_stands_still_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(swarms, "LOOK_SECONDS", 0.01)
+    options, peers, children = started_peers(tmp_path, configs.load_preset("shared-value"))
+    swarm = LocalSwarm(options, "shared", peers, children, generate())
+    for span in peers.spans:
+        serve(peers.start(span))
+    trainer = swarm.start_trainer()
+
+    def end(number: int) -> None:
+        children.ended.append(Exit(name=f"peer-{number}", returncode=1, reason="swarm-peer: error: no memory"))
+
+    def told() -> str:
+        return swarm.output.metrics.read_text()
+
+    with LiveTable() as table, MetricsLog(swarm.output.metrics) as metrics:
+        watching = asyncio.create_task(swarm.watch(trainer, table, metrics))
+        end(4)
+        await eventually(lambda: "path 3 stands still, and others go on: stage 2.3 has no peer left: peer-4" in told())
+        end(2)
+        end(3)
+        await eventually(lambda: "paths 1, 2, 3 stand still" in told())
+        assert not watching.done()
+        end(1)
+        with pytest.raises(PeerUnavailable, match=r"^stage 2 has no peer left: peer-1 ended by itself: no memory"):
+            await asyncio.wait_for(watching, 10.0)
+
+
+def test_in_the_synchronous_setting_every_path_waits_for_each(tmp_path: Path) -> None:
+    config = configs.load_preset("shared-value")
+    config = dataclasses.replace(config, rounds=dataclasses.replace(config.rounds, setting="synchronous"))
+    _, peers, _ = started_peers(tmp_path, config)
+    for span in peers.spans:
+        peers.start(span)
+    assert peers.still_paths() == ([], True)
+    peers.ended("peer-4")
+    assert peers.still_paths() == ([3], False)

@@ -28,6 +28,7 @@ from swarm.events import Event, Events, Leave
 from swarm.hop.answers import HopListener, HopReply
 from swarm.hop.hop import Hop
 from swarm.machine.clock import SystemClock
+from swarm.rebalancing.layout import Span
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
 from swarm.stage.boundary import TOKENS
@@ -46,12 +47,12 @@ class Ordered(Rebalancer):
 
     def __init__(self, *parts: Any, **more: Any) -> None:
         super().__init__(*parts, **more)
-        self.orders: asyncio.Queue[int | range] = asyncio.Queue()
+        self.orders: asyncio.Queue[int | Span] = asyncio.Queue()
 
-    async def next_move(self, stages: range, rates: Callable[[], Mapping[Block, float]]) -> range:
+    async def next_move(self, span: Span, rates: Callable[[], Mapping[Block, float]]) -> Span:
         target = await self.orders.get()
-        going = target if isinstance(target, range) else range(target, target + 1)
-        await self.goes(going, before=stages)
+        going = (Block(target),) if isinstance(target, int) else target
+        await self.goes(going, before=span)
         return going
 
 
@@ -106,18 +107,18 @@ class LocalPeer:
         self.made: list[weakref.ref[ServedBlock]] = []
 
     @asynccontextmanager
-    async def running(self, stage: int, *more: int) -> AsyncIterator["LocalPeer"]:
+    async def running(self, stage: int, *more: int | Block) -> AsyncIterator["LocalPeer"]:
         """Serve inside the block, at first this stage, or several."""
         mover = Mover(
             make_server=self.make_server, make_options=self.more_options, rebalancer=self.rebalancer,
             clock=self.clock, event_log=self.log, stop=self.stop, listen=HERE,
-            on_serving=lambda stages, _: self.served.put_nowait(stages[0]),
+            on_serving=lambda span, _: self.served.put_nowait(span[0].stage),
         )  # fmt: skip
         async with asyncio.TaskGroup() as tasks:
             blocks = self._config.blocks
             await self.known.look(self.directory, blocks)
             watching = tasks.create_task(self.directory.watch(blocks, self.known.update, 0.2))
-            running = tasks.create_task(mover.run(range(stage, stage + 1 + len(more))))
+            running = tasks.create_task(mover.run(tuple(map(_block, (stage, *more)))))
             try:
                 assert await self.next_served() == stage
                 yield self
@@ -137,9 +138,9 @@ class LocalPeer:
             while Leave() not in self.log.events:  # noqa: ASYNC110 - nothing says when
                 await asyncio.sleep(0.05)
 
-    async def record(self, stage: int) -> PeerRecord | None:
-        """What this peer announces at a stage."""
-        return next((r for r in await self.directory.peers(Block(stage)) if r.peer_id == self.peer_id), None)
+    async def record(self, stage: int | Block) -> PeerRecord | None:
+        """What this peer announces at a stage, or at one of its variants."""
+        return next((r for r in await self.directory.peers(_block(stage)) if r.peer_id == self.peer_id), None)
 
     async def state(self) -> tuple[int, dict[str, torch.Tensor]]:
         """Round, anchor and outer state of the stage that the peer serves now."""
@@ -148,12 +149,12 @@ class LocalPeer:
         return snapshot.round, dict(snapshot.tensors)
 
     async def more_options(self, blocks: Sequence[Block]) -> dict[Block, ServerOptions]:
-        return {block: await self._options(block.stage, moves=0, moved=True) for block in blocks}
+        return {block: await self._options(block, moves=0, moved=True) for block in blocks}
 
-    async def _options(self, stage: int, *, moves: int, moved: bool) -> ServerOptions:
+    async def _options(self, block: Block, *, moves: int, moved: bool) -> ServerOptions:
         weights, shelves = None, Shelves()
         if self._contents is not None:
-            weights = await self._contents.initial_weights(Block(stage), resumes=bool(file.names(self._resume)))
+            weights = await self._contents.initial_weights(block, resumes=bool(file.names(self._resume)))
             shelves = self._contents.shelves
         return ServerOptions(
             name="local", device=torch.device("cpu"), insecure=True, max_in_flight=4, graph_bytes=1 << 20,
@@ -162,14 +163,18 @@ class LocalPeer:
         )  # fmt: skip
 
     async def make_server(
-        self, stages: range, moves: int, comes_from_another: bool, tasks: asyncio.TaskGroup
+        self, span: Span, moves: int, comes_from_another: bool, tasks: asyncio.TaskGroup
     ) -> PeerServer:
-        options = await self._options(stages[0], moves=moves, moved=comes_from_another)
-        self.whole = server = PeerServer(self._membership, dict.fromkeys(map(Block, stages), options), tasks)
-        self.server = server.blocks[Block(stages[0])]
+        options = await self._options(span[0], moves=moves, moved=comes_from_another)
+        self.whole = server = PeerServer(self._membership, dict.fromkeys(span, options), tasks)
+        self.server = server.blocks[span[0]]
         self.tasks = tasks
         self.made.append(weakref.ref(self.server))
         return server
+
+
+def _block(one: int | Block) -> Block:
+    return Block(one) if isinstance(one, int) else one
 
 
 @asynccontextmanager

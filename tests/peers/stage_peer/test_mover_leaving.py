@@ -17,7 +17,7 @@ from swarm.hop.answers import HopReply
 from swarm.rpc.callers import Caller
 from swarm.rpc.v1 import averaging_pb2
 from swarm.stage.context import StageLimits
-from swarm.types import ClaimState, PeerState
+from swarm.types import Block, ClaimState, PeerState
 from tests.peers.stage_peer.movers import ROUND, LocalPeer, train_all, trainer
 from tests.support.chain import PATIENCE_SECONDS, eventually, held
 from tests.support.memory_store import MemoryStore
@@ -122,7 +122,7 @@ async def test_a_stage_s_last_holder_stays_until_whoever_is_on_its_way_has_the_s
     monkeypatch.setattr(handlers, "download", slowly)
     (tmp_path / "nothing").mkdir()
     joiner = LocalPeer(config, store, resume=tmp_path / "nothing")
-    await joiner.rebalancer.goes(range(1, 2))
+    await joiner.rebalancer.goes((Block(1),))
     joiner.served.put_nowait(1)  # The block begins at once.
     async with joiner.running(1):
         await asked.wait()

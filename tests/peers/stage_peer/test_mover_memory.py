@@ -15,7 +15,7 @@ from swarm.events import Leave
 from swarm.model.stages import build_stage
 from swarm.stage.admission import TRIES
 from swarm.training.samples import Microbatch
-from swarm.types import PeerState
+from swarm.types import Block, PeerState
 from tests.peers.stage_peer.movers import ROUND, LocalPeer
 from tests.support.memory_store import MemoryStore
 
@@ -114,4 +114,4 @@ async def test_what_is_not_about_memory_is_not_said_to_be(
     peer = LocalPeer(config, store, resume=trained)
     async with asyncio.TaskGroup() as tasks:
         with pytest.raises(RuntimeError, match=r"^mat1 and mat2 shapes cannot be multiplied$"):
-            await peer.make_server(range(1), 0, False, tasks)
+            await peer.make_server((Block(0),), 0, False, tasks)

@@ -1,6 +1,7 @@
 """A peer that moves from some stages to others keeps serving those that it has in both."""
 
 import asyncio
+import dataclasses
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from tests.support.chain import eventually
 from tests.support.memory_store import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("quick")
-BOTH, FIRST, LAST = range(2), range(1), range(1, 2)
+FIRST, LAST = (Block(0),), (Block(1),)
+BOTH = FIRST + LAST
 
 
 def _events(peer: LocalPeer, block: Block) -> list[type]:
@@ -124,3 +126,23 @@ async def test_a_peer_that_is_told_to_stop_while_it_begins_at_a_further_stage_le
         await peer.has_left()
         assert _events(peer, Block(1)) == [Join, Leave]
         assert await peer.record(0) is None
+
+
+async def test_a_peer_of_a_path_goes_to_another_variant_of_one_stage(
+    config: RunConfig, store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mover, "QUIET_SECONDS", 0.5)
+    config = dataclasses.replace(config, stages=dataclasses.replace(config.stages, variants=(1, 2)))
+    async with (
+        LocalPeer(config, store, resume=tmp_path).running(0, 1),
+        LocalPeer(config, store, resume=tmp_path).running(0, 1) as peer,
+    ):
+        kept = peer.server
+        peer.rebalancer.orders.put_nowait((Block(0), Block(1, 1)))
+        assert await peer.next_served() == 0
+        assert peer.whole is not None
+        assert list(peer.whole.blocks) == [Block(0), Block(1, 1)]
+        assert peer.whole.blocks[Block(0)] is kept
+        records = [await peer.record(block) for block in (Block(0), Block(1, 1))]
+        assert [(r.state, r.moves) for r in records if r] == [(PeerState.SERVING, 1)] * 2
+    assert _events(peer, Block(1)) == _events(peer, Block(1, 1)) == [Join, Leave]

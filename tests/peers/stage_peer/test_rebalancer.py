@@ -19,6 +19,7 @@ from swarm.config import AveragingConfig, ModelConfig, RunConfig, StagesConfig
 from swarm.credentials.identity import generate
 from swarm.errors import Fatal, PeerUnavailable
 from swarm.machine.clock import Clock
+from swarm.rebalancing.layout import Span
 from swarm.routing.poll import Poll
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import Block, ClaimState, PeerId, PeerRecord, PeerState
@@ -28,6 +29,7 @@ from tests.support.virtual_time import LoopClock, in_virtual_time, run
 PERIOD_SECONDS = 60.0
 MOVE_SECONDS = 8.0
 CONFIG = RunConfig(model=ModelConfig(num_layers=3, custom_class="a.b:C"), stages=StagesConfig(num_stages=3))
+VARIANTS = dataclasses.replace(CONFIG, stages=StagesConfig(num_stages=3, variants=(1, 2, 1)))
 
 
 class SlowStore(MemoryStore):
@@ -55,7 +57,9 @@ class SlowStore(MemoryStore):
 class Peer:
     """Announces itself, and does what its rebalancer says."""
 
-    def __init__(self, world: "World", number: int, spans: Sequence[range] | None = None) -> None:
+    def __init__(
+        self, world: "World", number: int, spans: Sequence[range] | None = None, *, starts_over: bool = False
+    ) -> None:
         self.world = world
         identity = generate()
         self.peer_id = PeerId(identity.peer_id)
@@ -64,13 +68,28 @@ class Peer:
         self.directory, self.known = member.directory, member.known
         self.claim = Claim(member, str(number))
         self.rebalancer = Rebalancer(
-            member, self.claim, rng, every_seconds=PERIOD_SECONDS, checkpoints=world.checkpoints, spans=spans
+            member,
+            self.claim,
+            rng,
+            every_seconds=PERIOD_SECONDS,
+            checkpoints=world.checkpoints,
+            spans=spans,
+            starts_over=starts_over,
         )
-        self.stage: int | None = None
+        self.span: Span = ()
+        """What it serves; nothing while it is dead or on its way."""
         self.state = PeerState.SERVING
         self.round = world.round
         self.lineage = "one"
         self.tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def stage(self) -> int | None:
+        return self.span[0].stage if self.span else None
+
+    @stage.setter
+    def stage(self, stage: int | None) -> None:
+        self.span = () if stage is None else (Block(stage),)
 
     def start(self, tasks: asyncio.TaskGroup, stage: int | None = None) -> None:
         """Serve a stage, or the one that the peer chooses."""
@@ -83,21 +102,21 @@ class Peer:
             task.cancel()
 
     async def _live(self, stage: int | None) -> None:
-        self.stage = stage if stage is not None else (await self.rebalancer.choose_stages())[0]
+        self.span = (Block(stage),) if stage is not None else await self.rebalancer.choose_span()
         while True:
             await self.announce()
-            here = range(self.stage, self.stage + 1)
-            await self.rebalancer.arrived(here)
-            going = await self.rebalancer.next_move(here, dict)
-            if not await self.rebalancer.can_spare(self.stage):
-                await self.rebalancer.gave_up(going, before=here)
+            await self.rebalancer.arrived(self.span)
+            going = await self.rebalancer.next_move(self.span, dict)
+            left = [block for block in self.span if block not in going]
+            if not all([await self.rebalancer.can_spare(block) for block in left]):
+                await self.rebalancer.gave_up(going, before=self.span)
                 continue
-            [target] = going
-            self.world.moves.append((self.world.clock.monotonic(), self.stage, target))
-            left, self.stage = Block(self.stage), None
-            await self.directory.withdraw(left)
+            self.world.moves.append((self.world.clock.monotonic(), self.span[0].stage, going[0].stage))
+            self.span = tuple(block for block in self.span if block in going)
+            for block in left:
+                await self.directory.withdraw(block)
             await self.world.clock.sleep(MOVE_SECONDS)
-            self.stage = target
+            self.span = going
 
     async def keep_announced(self) -> None:
         while True:
@@ -105,10 +124,11 @@ class Peer:
             await self.announce()
 
     async def announce(self) -> None:
-        if self.stage is not None:
+        for block in self.span:
             record = PeerRecord(
-                peer_id=self.peer_id, announced_at=self.world.clock.time(), stage=self.stage, endpoint="192.0.2.1:1",
-                state=self.state, samples_per_second=10.0, movable=True, round=self.round,
+                peer_id=self.peer_id, announced_at=self.world.clock.time(), stage=block.stage, variant=block.variant,
+                endpoint="192.0.2.1:1", state=self.state, samples_per_second=10.0 / len(self.span), movable=True,
+                round=self.round,
             )  # fmt: skip
             with suppress(PeerUnavailable):
                 await self.directory.announce(record, 20.0)
@@ -182,6 +202,40 @@ async def test_newcomers_that_start_together_spread(monkeypatch: pytest.MonkeyPa
     assert world.moves == []
 
 
+@in_virtual_time
+async def test_peers_spread_over_variants_and_one_takes_over_from_the_last_of_a_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = _world(monkeypatch, config=VARIANTS)
+
+    def served() -> dict[str, int]:
+        return dict(sorted(Counter(str(block) for peer in world.peers for block in peer.span).items()))
+
+    async with _living(world, [None] * 6):
+        assert served() == {"0": 2, "1": 1, "1.1": 1, "2": 2}
+        [last] = [peer for peer in world.peers if Block(1, 1) in peer.span]
+        last.kill()
+        await world.clock.sleep(3 * PERIOD_SECONDS)
+        assert served() in ({"0": 1, "1": 1, "1.1": 1, "2": 2}, {"0": 2, "1": 1, "1.1": 1, "2": 1})
+        assert len(world.moves) == 1
+
+
+@in_virtual_time
+async def test_a_peer_that_was_told_its_blocks_claims_all_of_them() -> None:
+    world = World(config=VARIANTS)
+    told, newcomer = world.peers[:2]
+    await told.rebalancer.goes((Block(0), Block(1), Block(1, 1)))
+    assert await newcomer.rebalancer.choose_span() == (Block(2),)
+
+
+@in_virtual_time
+async def test_a_path_that_has_not_begun_is_for_newcomers_that_start_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = _world(monkeypatch, config=VARIANTS, round_number=3)
+    async with _living(world, [0, 1, 2]):
+        assert await world.peers[3].rebalancer.choose_span() in [(Block(stage),) for stage in range(3)]
+        assert await Peer(world, 12, starts_over=True).rebalancer.choose_span() == (Block(1, 1),)
+
+
 @pytest.mark.parametrize("stage", range(3))
 @in_virtual_time
 async def test_a_peer_that_was_killed_and_is_back_at_once_fills_the_gap_that_it_left(
@@ -235,9 +289,9 @@ async def test_nobody_leaves_a_mate_alone_that_has_fallen_behind(monkeypatch: py
     world = _world(monkeypatch, round_number=7)
     first, second = world.peers[:2]
     async with _living(world, [0, 0, 1, 2]):
-        assert await first.rebalancer.can_spare(0, round_number=7)
+        assert await first.rebalancer.can_spare(Block(0), round_number=7)
         second.round = 6
-        assert not await first.rebalancer.can_spare(0, round_number=7)
+        assert not await first.rebalancer.can_spare(Block(0), round_number=7)
 
 
 @in_virtual_time
@@ -248,11 +302,11 @@ async def test_nobody_leaves_its_stage_to_a_mate_that_has_learnt_something_else(
     world = _world(monkeypatch, round_number=7)
     first, second = world.peers[:2]
     async with _living(world, [0, 0, 1, 2]):
-        assert await first.rebalancer.can_spare(0, round_number=7, lineage="one")
+        assert await first.rebalancer.can_spare(Block(0), round_number=7, lineage="one")
         second.lineage = "another"
-        assert not await first.rebalancer.can_spare(0, round_number=7, lineage="one")
+        assert not await first.rebalancer.can_spare(Block(0), round_number=7, lineage="one")
         second.round = 8
-        assert await first.rebalancer.can_spare(0, round_number=7, lineage="one")
+        assert await first.rebalancer.can_spare(Block(0), round_number=7, lineage="one")
 
 
 @in_virtual_time
@@ -262,14 +316,16 @@ async def test_where_rounds_need_a_majority_nobody_leaves_too_few_behind(monkeyp
     first, second, third, fourth, *_ = world.peers
     three = {peer.peer_id for peer in (first, second, third)}
     async with _living(world, [0, 0, 0, 1, 1, 2]):
-        assert not await fourth.rebalancer.can_spare(1)
-        assert await first.rebalancer.can_spare(0)
-        assert await first.rebalancer.can_spare(0, last_members=three)
-        assert not await first.rebalancer.can_spare(0, last_members={first.peer_id, second.peer_id}), "third is new"
+        assert not await fourth.rebalancer.can_spare(Block(1))
+        assert await first.rebalancer.can_spare(Block(0))
+        assert await first.rebalancer.can_spare(Block(0), last_members=three)
+        assert not await first.rebalancer.can_spare(Block(0), last_members={first.peer_id, second.peer_id}), (
+            "third is new"
+        )
         gone = {"d" * 40, "e" * 40}
-        assert not await first.rebalancer.can_spare(0, last_members={*three, *gone})
+        assert not await first.rebalancer.can_spare(Block(0), last_members={*three, *gone})
         second.lineage = "another"
-        assert not await first.rebalancer.can_spare(0, lineage="one", last_members=three)
+        assert not await first.rebalancer.can_spare(Block(0), lineage="one", last_members=three)
         assert world.moves == []
 
 
@@ -315,9 +371,9 @@ async def test_a_stage_that_could_not_be_entered_is_left_alone_for_longer_each_t
 
     async def fail() -> None:
         while True:
-            target = await peer.rebalancer.next_move(range(1), dict)
-            world.moves.append((world.clock.monotonic(), 0, target[0]))
-            await peer.rebalancer.gave_up(target, before=range(1))
+            target = await peer.rebalancer.next_move((Block(0),), dict)
+            world.moves.append((world.clock.monotonic(), 0, target[0].stage))
+            await peer.rebalancer.gave_up(target, before=(Block(0),))
             assert [claim.state for claim in await peer.directory.claims()] == [ClaimState.WITHDRAWN]
 
     async with asyncio.TaskGroup() as tasks:
@@ -345,7 +401,7 @@ async def test_a_claim_that_cannot_be_settled_is_dropped(monkeypatch: pytest.Mon
             other.stage = stage
             other.tasks = [tasks.create_task(other.keep_announced())]
         peer.tasks.append(tasks.create_task(peer.claim.keep()))
-        moving = tasks.create_task(peer.rebalancer.next_move(range(1), dict))
+        moving = tasks.create_task(peer.rebalancer.next_move((Block(0),), dict))
         async with asyncio.timeout(3600):
             while not peer.claim.span:
                 await world.clock.sleep(0.1)
@@ -354,7 +410,7 @@ async def test_a_claim_that_cannot_be_settled_is_dropped(monkeypatch: pytest.Mon
                 await world.clock.sleep(0.1)
             await world.clock.sleep(30.0)
             world.store.is_gone = False
-            assert await moving == range(1, 2)
+            assert await moving == (Block(1),)
         for other in world.peers:
             other.kill()
 
@@ -362,9 +418,9 @@ async def test_a_claim_that_cannot_be_settled_is_dropped(monkeypatch: pytest.Mon
 @in_virtual_time
 async def test_a_newcomer_takes_no_stage_that_does_not_fit() -> None:
     world = World()
-    assert await Peer(world, 11, spans=[range(2, 3)]).rebalancer.choose_stages() == range(2, 3)
+    assert await Peer(world, 11, spans=[range(2, 3)]).rebalancer.choose_span() == (Block(2),)
     with pytest.raises(Fatal, match="nobody holds any stage of this run that fits into this machine's memory any more"):
-        await Peer(world, 12, spans=[]).rebalancer.choose_stages()
+        await Peer(world, 12, spans=[]).rebalancer.choose_span()
 
 
 @in_virtual_time
@@ -374,7 +430,7 @@ async def test_a_newcomer_that_can_enter_nothing_says_so(monkeypatch: pytest.Mon
     leaving.stage, leaving.state = 0, PeerState.LEAVING
     await leaving.announce()
     with pytest.raises(Fatal, match="nobody holds any stage of this run any more"):
-        await newcomer.rebalancer.choose_stages()
+        await newcomer.rebalancer.choose_span()
 
 
 @pytest.mark.parametrize(
@@ -396,7 +452,7 @@ def test_a_peer_that_was_killed_and_is_back_says_why_it_takes_another_stage(
             # Nothing was learnt yet where a stage without a peer can be entered.
             peer.stage, peer.round = stage, 3 if 1 not in others else 0
             await peer.announce()
-        return (await world.peers[0].rebalancer.choose_stages())[0]
+        return (await world.peers[0].rebalancer.choose_span())[0].stage
 
     caplog.set_level("INFO")
     stage = run(scene())

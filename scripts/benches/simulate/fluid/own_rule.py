@@ -77,7 +77,7 @@ class OwnRule(NoRule):
         self._restores = restores
         self._timeline = swarm.timeline
         self._costs = dict.fromkeys(map(Block, range(swarm.num_stages)), 1.0)
-        self._spans = all_spans([*self._costs], room)
+        self._spans = all_spans([tuple(self._costs)], room)
         self._judgements: dict[int, Judgement] = {}
         self._records: dict[int, list[PeerRecord]] = {}
         self._claims: dict[int, ClaimRecord] = {}

@@ -148,7 +148,7 @@ class _World:
 @cache
 def _best(num_stages: int, room: int, line: float, capacities: Sequence[float]) -> float:
     """The throughput of the best of all layouts of peers with these capacities."""
-    spans, best = all_spans([*map(Block, range(num_stages))], room), 0.0
+    spans, best = all_spans([tuple(map(Block, range(num_stages)))], room), 0.0
     for chosen in itertools.product(spans, repeat=len(capacities)):
         throughput = [0.0] * num_stages
         for capacity, span in zip(capacities, chosen, strict=True):

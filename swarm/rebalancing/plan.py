@@ -1,0 +1,184 @@
+"""A plan of moves that strengthen the weakest block again and again, each made by the most suitable peer.
+
+Every peer makes such a plan of all peers, and moves if there is a move of its own in it (swarm.rebalancing.decision).
+A peer knows only its own room: of others it expects no longer spans than they have.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from swarm.rebalancing.layout import Layout, Span, Worker, all_spans
+from swarm.types import Block
+
+MORE = 1 + 1e-9
+"""The factor by which a move must raise the weakest block, beyond rounding. A move that only makes another block the
+weakest would be undone by the next peer to look."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """A move from a span to another one: of the own peer, or of any peer, for each unit of its speed.
+
+    Attributes:
+        gains: what the peer will add to each block of the span `after`.
+        changes: by how much the throughput of the blocks of both spans changes.
+    """
+
+    before: Span
+    after: Span
+    gains: float
+    changes: Mapping[Block, float]
+
+    @classmethod
+    def of(cls, before: Span, after: Span, *, loses: float, gains: float) -> "Move":
+        """The move of a peer that now adds `loses` to each block of its span."""
+        changes = dict.fromkeys(before, -loses)
+        for block in after:
+            changes[block] = changes.get(block, 0.0) + gains
+        return cls(before=before, after=after, gains=gains, changes=changes)
+
+    @property
+    def left(self) -> set[Block]:
+        return {*self.before} - {*self.after}
+
+    @property
+    def entered(self) -> set[Block]:
+        return {*self.after} - {*self.before}
+
+    def lowest_left(self, throughput: Mapping[Block, float], speed: float = 1.0) -> float:
+        """The throughput, after the move, of the weakest block from which it takes."""
+        changes = self.changes.items()
+        return min((throughput[b] + speed * change for b, change in changes if change < 0), default=math.inf)
+
+    def level(self, throughput: Mapping[Block, float], speed: float = 1.0) -> float:
+        """The throughput, after the move, of the weakest block that it changes."""
+        return min(throughput[block] + speed * change for block, change in self.changes.items())
+
+    def ideal_speed(self, throughput: Mapping[Block, float]) -> float:
+        """The speed at which `level` is highest, of a move for a speed of 1. Slower peers bring less, and faster ones
+        take more away."""
+        rates = [(throughput[block], change) for block, change in self.changes.items()]
+        # Blocks that do not count have infinite throughput.
+        falling = [(rate, change) for rate, change in rates if change < 0 and rate < math.inf]
+        rising = [(rate, change) for rate, change in rates if change > 0 and rate < math.inf]
+        return max(min(((t - r) / (up - down) for t, down in falling), default=math.inf) for r, up in rising)
+
+
+class _Worth(NamedTuple):
+    """What a move in a plan is worth, the larger the better: the throughput after it of the weakest of all blocks, of
+    the weakest that it changes, and of the weakest from which it takes."""
+
+    pipeline: float
+    level: float
+    left: float
+
+
+class Plan:
+    """A plan of moves, each by the most suitable peer, from the view of the peer `own`.
+
+    Attributes:
+        throughput: the throughput of each block after the moves so far.
+        target: the weakest block before the last move, which that move made stronger.
+        lost: the throughput that the last moved peer had at the blocks that it left.
+        own: the move of the peer `own` in this plan; None if there is none.
+        own_target: the target of that move.
+    """
+
+    def __init__(self, layout: Layout, own: Worker, moves: Sequence[Move], near: float) -> None:
+        self.throughput = dict(layout.throughput)
+        self.target, self.lost = own.span[0], 0.0
+        self.own: Move | None = None
+        self.own_target = self.target
+        self._own_moves = moves
+        self._near = near
+        self._layout = layout
+        self._num_serving = dict(layout.num_serving)
+        # The inner lists are shared with the layout, and replaced where the plan changes them.
+        self._movable = dict(layout.movable)
+        self._movable[own.span] = [one for one in layout.movable[own.span] if one[1] != own.peer_id]
+        self._moves = {span: list(_moves_of_others(layout, span)) for span, peers in self._movable.items() if peers}
+
+    def take_step(self) -> bool:
+        """Make the next move. Returns whether there is one."""
+        lowest = min(self.throughput.values())
+        # Blocks of one span are often equally weak, and not each of them can be helped.
+        return any(self._strengthen(block) for block, rate in self.throughput.items() if rate <= lowest * MORE)
+
+    def _strengthen(self, target: Block) -> bool:
+        self.target = target
+        found = (self._best_of(move) for moves in self._moves.values() for move in moves if self._is_allowed(move))
+        best = max((one for one in found if one is not None), key=lambda one: one[:-1], default=None)
+        own = self._best_own() if self.own is None else None
+        if own is not None and (best is None or self._is_near(own[0], best[0])):
+            self.own, self.own_target = own[1], target
+            self._make(own[1], 1.0)
+            return True
+        if best is None:
+            return False
+        *_, position, move = best
+        candidates = self._movable[move.before]
+        speed, _ = candidates[position]
+        self._movable[move.before] = candidates[:position] + candidates[position + 1 :]
+        self._make(move, speed)
+        return True
+
+    @property
+    def own_share(self) -> float:
+        """By how much weaker the weakest block would be if `own` stayed and the plan's other moves were made."""
+        if self.own is None:
+            return 0.0
+        without = {block: rate - self.own.changes.get(block, 0.0) for block, rate in self.throughput.items()}
+        return min(self.throughput.values()) - min(without.values())
+
+    def _is_allowed(self, move: Move) -> bool:
+        """Whether a move strengthens the weakest block, and leaves only others that can spare a peer."""
+        lowest = self.throughput[self.target]
+        return move.changes.get(self.target, 0.0) > 0 and all(
+            self._num_serving[block] >= 2 and self.throughput[block] > lowest for block in move.left
+        )
+
+    def _worth(self, move: Move, speed: float = 1.0) -> _Worth:
+        level = move.level(self.throughput, speed)
+        elsewhere = (rate for block, rate in self.throughput.items() if block not in move.changes)
+        return _Worth(min([level, *elsewhere]), level, move.lowest_left(self.throughput, speed))
+
+    def _best_own(self) -> tuple[_Worth, Move] | None:
+        found = [(self._worth(move), -len(move.entered), move) for move in self._own_moves if self._is_allowed(move)]
+        worth, _, move = max(found, key=lambda one: one[:-1], default=(_Worth(0.0, 0.0, 0.0), 0, None))
+        return (worth, move) if move and worth.level > self.throughput[self.target] * MORE else None
+
+    def _is_near(self, own: _Worth, best: _Worth) -> bool:
+        """Whether the own move may be made instead of the best one."""
+        lowest, near = self.throughput[self.target], self._near
+        gains, best_gains = ((worth.pipeline - lowest, worth.level - lowest, worth.left) for worth in (own, best))
+        is_near = all(gain >= near * most for gain, most in zip(gains, best_gains, strict=True))
+        return is_near or near * gains[0] > best_gains[0]
+
+    def _best_of(self, move: Move) -> tuple[_Worth, Span, int, Move] | None:
+        """The best other peer that can make a move, as its position among those of its span."""
+        candidates = self._movable[move.before]
+        middle = bisect_left(candidates, (move.ideal_speed(self.throughput), ""))
+        found = [
+            (self._worth(move, candidates[position][0]), move.before, position, move)
+            for position in (middle - 1, middle) if 0 <= position < len(candidates)
+        ]  # fmt: skip
+        best = max(found, key=lambda one: one[:-1], default=None)
+        return best if best is not None and best[0].level > self.throughput[self.target] * MORE else None
+
+    def _make(self, move: Move, speed: float) -> None:
+        for block, change in move.changes.items():
+            self.throughput[block] += speed * change
+        for block in move.left:
+            self._num_serving[block] -= 1
+        for block in move.entered:
+            self._num_serving[block] += 1
+        self.lost = -speed * min((move.changes[block] for block in move.left), default=0.0)
+
+
+def _moves_of_others(layout: Layout, span: Span) -> Iterator[Move]:
+    for after in all_spans(layout.paths, len(span)):
+        if after != span:
+            yield Move.of(span, after, loses=1 / layout.cost(span), gains=1 / layout.cost(after))
