@@ -1,12 +1,13 @@
 """A plan of moves that strengthen the weakest block again and again, each made by the most suitable peer.
 
 Every peer makes such a plan of all peers, and moves if there is a move of its own in it (swarm.rebalancing.decision).
-A peer knows only its own room: of others it expects no longer spans than they have.
+A peer knows only its own room: of others it expects no longer spans than they have, and where there are several paths
+that they enter one block at a time, since there may be thousands of spans.
 """
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -99,7 +100,9 @@ class Plan:
         # The inner lists are shared with the layout, and replaced where the plan changes them.
         self._movable = dict(layout.movable)
         self._movable[own.span] = [one for one in layout.movable[own.span] if one[1] != own.peer_id]
-        self._moves = {span: list(_moves_of_others(layout, span)) for span, peers in self._movable.items() if peers}
+        longest = max((len(span) for span, peers in self._movable.items() if peers), default=0)
+        self._spans = dict.fromkeys(all_spans(layout.paths, longest))
+        self._moves = dict[tuple[Span, Block], list[Move]]()
 
     def take_step(self) -> bool:
         """Make the next move. Returns whether there is one."""
@@ -109,7 +112,9 @@ class Plan:
 
     def _strengthen(self, target: Block) -> bool:
         self.target = target
-        found = (self._best_of(move) for moves in self._moves.values() for move in moves if self._is_allowed(move))
+        sources = [span for span, peers in self._movable.items() if peers]
+        moves = (move for span in sources for move in self._moves_of_others(span, target) if self._is_allowed(move))
+        found = map(self._best_of, moves)
         best = max((one for one in found if one is not None), key=lambda one: one[:-1], default=None)
         own = self._best_own() if self.own is None else None
         if own is not None and (best is None or self._is_near(own[0], best[0])):
@@ -157,6 +162,25 @@ class Plan:
         is_near = all(gain >= near * most for gain, most in zip(gains, best_gains, strict=True))
         return is_near or near * gains[0] > best_gains[0]
 
+    def _moves_of_others(self, span: Span, target: Block) -> list[Move]:
+        """The moves from a span that strengthen a block."""
+        if (span, target) not in self._moves:
+            if len(self._layout.paths) == 1:
+                going = [after for after in self._spans if target in after and len(after) <= len(span)]
+            else:
+                at_stage, most = {block.stage: block for block in span} | {target.stage: target}, len(span)
+                firsts = range(target.stage - most + 1, target.stage + 1)
+                ranges = (range(first, end) for first in firsts for end in range(target.stage + 1, first + most + 1))
+                ways = [tuple(at_stage[stage] for stage in stages if stage in at_stage) for stages in ranges]
+                going = [way for way in ways if way in self._spans]
+            cost = self._layout.cost
+            self._moves[span, target] = [
+                Move.of(span, after, loses=1 / cost(span), gains=1 / cost(after))
+                for after in dict.fromkeys(going)
+                if after != span
+            ]
+        return self._moves[span, target]
+
     def _best_of(self, move: Move) -> tuple[_Worth, Span, int, Move] | None:
         """The best other peer that can make a move, as its position among those of its span."""
         candidates = self._movable[move.before]
@@ -176,9 +200,3 @@ class Plan:
         for block in move.entered:
             self._num_serving[block] += 1
         self.lost = -speed * min((move.changes[block] for block in move.left), default=0.0)
-
-
-def _moves_of_others(layout: Layout, span: Span) -> Iterator[Move]:
-    for after in all_spans(layout.paths, len(span)):
-        if after != span:
-            yield Move.of(span, after, loses=1 / layout.cost(span), gains=1 / layout.cost(after))
