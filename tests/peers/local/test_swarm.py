@@ -79,13 +79,20 @@ async def test_what_peers_warn_of_is_shown_once_and_what_takes_long_says_what_it
             with peer.child.log.open("a") as log:
                 log.write(f"12:00:00 {peer.child.name} WARNING: 3 of 7 rows are left out: [a] has no text\n")
                 log.write(f"12:00:01 {peer.child.name} INFO: the text is being prepared: 4 MB so far\n12:00:02 half")
-            await asyncio.sleep(0.2)
+        shown = ""
+
+        def has_told() -> bool:
+            nonlocal shown
+            shown += capsys.readouterr().out
+            waits = re.search(r"waiting for peer-2, peer-3 to serve, \d+ s so far; peer-2: ", shown)
+            return waits is not None and "3 of 7 rows" in shown
+
+        await eventually(has_told)
         for peer in late:
             serve(peer)
         await waiting
-    shown = capsys.readouterr().out
+    shown += capsys.readouterr().out
     assert shown.count("peer-2: 3 of 7 rows are left out: [a] has no text") == shown.count("3 of 7 rows") == 1
-    assert re.search(r"waiting for peer-2, peer-3 to serve, \d+ s so far; peer-2: ", shown)
 
 
 async def test_the_first_peer_is_watched(tmp_path: Path) -> None:
