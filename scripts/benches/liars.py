@@ -11,7 +11,7 @@ from typing import Any
 
 from peers.local.supervisor import Child, last_line
 from scripts.benches.shared.common import POLL_SECONDS, BenchOptions, require_known, say, side, with_corpus, workplace
-from scripts.benches.sides.liars_arm import CHURN, HONEST, HONEST_ROUNDS, WAYS, run_config
+from scripts.benches.sides.liars_arm import CHURN, HONEST, HONEST_ROUNDS, MIXED, WAYS, run_config
 from swarm.errors import PeerUnavailable
 
 SETTINGS = ("synchronous", "diloco")
@@ -31,7 +31,8 @@ class Options(BenchOptions):
     ways: tuple[str, ...] = WAYS
     """Ways to lie."""
     honest_rounds: int = 300
-    """Rounds in which nobody lies and every third one kills a peer. Nobody may be named in them."""
+    """Rounds in which nobody lies and every third one kills a peer, and as many in which peers have two kinds of
+    processors as well. Nobody may be named in them."""
     codec: str = "fp32"
     """How contributions are encoded."""
     jobs: int = 2
@@ -47,8 +48,8 @@ def run(options: Options) -> dict[str, Any]:
     for setting in options.settings:
         with_corpus(run_config(setting, options.dataset, options.codec, 0))
     # The longest first, so that no process is left alone with it at the end.
-    rounds = {CHURN: options.honest_rounds, HONEST: HONEST_ROUNDS + LYING_ROUNDS}
-    arms = list(itertools.product((CHURN, HONEST, *options.ways), options.settings))
+    rounds = {CHURN: options.honest_rounds, MIXED: options.honest_rounds, HONEST: HONEST_ROUNDS + LYING_ROUNDS}
+    arms = list(itertools.product((CHURN, MIXED, HONEST, *options.ways), options.settings))
     found = _run_all(arms, rounds, options)
     return {setting: summary(setting, found, options.ways) for setting in options.settings}
 
@@ -78,7 +79,7 @@ def _run_all(
 
 
 def summary(setting: str, found: Mapping[tuple[str, str], Mapping[str, Any]], ways: tuple[str, ...]) -> dict[str, Any]:
-    honest, churn = found[HONEST, setting], found[CHURN, setting]
+    honest, churn, mixed = (found[way, setting] for way in (HONEST, CHURN, MIXED))
     by_way = {
         way: {
             "caught": figures["caught"], "falsely_named": figures["falsely_named"], "found_by": figures["found_by"],
@@ -87,10 +88,11 @@ def summary(setting: str, found: Mapping[tuple[str, str], Mapping[str, Any]], wa
         for way in ways for figures in [found[way, setting]]
     }  # fmt: skip
     caught = statistics.mean(figures["caught"] for figures in by_way.values())
-    falsely = churn["falsely_named"] + sum(figures["falsely_named"] for figures in by_way.values())
+    falsely = sum(figures["falsely_named"] for figures in (churn, mixed, *by_way.values()))
     return {
-        "caught": caught, "falsely_named": falsely, "falsely_left_out": churn["left_out"],
-        "honest_rounds": churn["rounds"], "overhead": honest["overhead"], "ways": by_way,
+        "caught": caught, "falsely_named": falsely, "falsely_left_out": churn["left_out"] + mixed["left_out"],
+        "honest_rounds": churn["rounds"] + mixed["rounds"], "rounding": mixed["rounding"],
+        "overhead": honest["overhead"], "ways": by_way,
         "reached": {
             "caught": caught >= GOALS[setting], "falsely_named": falsely == 0,
             "overhead": honest["overhead"] <= MOST_OVERHEAD,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from scripts.benches.liars import Options, summary
-from scripts.benches.sides.liars_arm import CHURN, CONTRIBUTIONS, HONEST, WAYS, LyingMember
+from scripts.benches.sides.liars_arm import CHURN, CONTRIBUTIONS, HONEST, MIXED, WAYS, LyingMember
 from scripts.benches.sides.worker import Worker
 from swarm.training.round_member import Contribution
 
@@ -46,12 +46,12 @@ async def test_random_numbers_have_the_true_norm() -> None:
 
 def _figures(**changes: Any) -> dict[str, Any]:
     figures = {"caught": 1.0, "falsely_named": 0, "found_by": {}, "held_out_loss": 2.0, "left_out": 0, "rounds": 9,
-               "overhead": 0.01}  # fmt: skip
+               "overhead": 0.01, "rounding": 1e-7}  # fmt: skip
     return figures | changes
 
 
 def test_what_is_caught_is_a_mean_over_ways_and_what_is_named_falsely_a_sum() -> None:
-    found = {(way, "diloco"): _figures() for way in (CHURN, HONEST, "zeros", "sign")}
+    found = {(way, "diloco"): _figures() for way in (CHURN, MIXED, HONEST, "zeros", "sign")}
     assert all(summary("diloco", found, ("zeros", "sign"))["reached"].values())
     found["sign", "diloco"] = _figures(caught=0.5, falsely_named=1, held_out_loss=2.1)
     figures = summary("diloco", found, ("zeros", "sign"))

@@ -17,6 +17,7 @@ import torch
 
 from peers.shared import logs, process
 from scripts.benches.shared.common import run_of, with_corpus
+from scripts.benches.sides import mixed_processors
 from scripts.benches.sides.diloco_arm import DrivenSwarm
 from scripts.benches.sides.reference import HeldOut
 from scripts.benches.sides.worker import PATIENT, Worker
@@ -65,7 +66,9 @@ TEXTS = ("other-microbatch", "labels", "one-in-ten")
 """Lies in what is trained on: another microbatch's text under this one's name, tokens in a random order, so that labels
 do not follow from inputs, and that for one microbatch in ten."""
 WAYS = (*CONTRIBUTIONS, *TEXTS)
-HONEST, CHURN = "honest", "churn"
+HONEST, CHURN, MIXED = "honest", "churn", "mixed"
+"""Nobody lies. With churn every third round a worker is killed and replaced; with mixed processors too, but without a
+network."""
 
 
 class LyingMember:
@@ -246,4 +249,9 @@ def main(way: str, setting: str, num_rounds: int, dataset: str, codec: str, seed
     logging.getLogger("swarm").setLevel(logging.ERROR)
     logging.getLogger("swarm.honesty.suspects").setLevel(logging.WARNING)
     config, data = with_corpus(run_config(setting, dataset, codec, seed))
-    print(json.dumps(asyncio.run(train(config, data, way, num_rounds))))
+    if way == MIXED:
+        each = MICROBATCHES_EACH if config.rounds.synchronous else INNER_STEPS
+        with mixed_processors.other_kind(setting, dataset, codec, seed) as other:
+            print(json.dumps(mixed_processors.train(config, data, other, (NUM_WORKERS, each), num_rounds)))
+    else:
+        print(json.dumps(asyncio.run(train(config, data, way, num_rounds))))

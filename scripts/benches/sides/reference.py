@@ -106,6 +106,18 @@ class Reference:
         for parameter in self._parameters.values():
             parameter.grad = None
 
+    def take_gradients(self) -> dict[str, torch.Tensor]:
+        """The sum of the gradients, which is emptied."""
+        gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        return gradients
+
+    def put_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Let these be the sum of the gradients."""
+        for name, parameter in self._parameters.items():
+            parameter.grad = gradients[name].clone()
+
     @torch.no_grad()
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
         for name, parameter in self._parameters.items():
