@@ -15,19 +15,19 @@ from random import SystemRandom
 
 from peers.generate.options import GenerateOptions
 from peers.generate.terminal import tell
+from peers.shared.chosen_path import chooser
 from peers.shared.devices import computing_in, device_of, warn_of_emulation
 from peers.shared.entrance import find_entrance, reading
 from peers.shared.environment import cache_folder
+from peers.shared.named_model import open_model
 from peers.shared.network import REFRESH_SECONDS, Membership
 from peers.shared.run_options import naming_options
 from peers.shared.tokenizer import folder_of, have_tokenizer
-from peers.stage_peer.own_model import hidden_features, open_model
 from swarm.config import RunConfig
 from swarm.credentials.rights import Role
-from swarm.data import path_router, tokenizers
+from swarm.data import tokenizers
 from swarm.data.own_tokenizer import trusted
-from swarm.data.tokenizers import ByteTokenizer, Tokenizer
-from swarm.errors import IntegrityError
+from swarm.data.tokenizers import Tokenizer
 from swarm.generation.engine import Engine, LocalEngine, Room, RoutedEngine
 from swarm.generation.text_model import TextModel, read_text_model
 from swarm.hop.hop import Hop, watch_connections
@@ -80,16 +80,8 @@ def _one(engines: Sequence[Engine], options: GenerateOptions, tokenizer: Tokeniz
     PeerUnavailable if the router is not theirs, or cannot be read."""
     if options.router is None:
         return engines[0]
-    found = path_router.read(options.router)
-    features: path_router.Features = path_router.hashed
-    # An export of a run on bytes has a tokenizer.json, whose tokens are the bytes as well.
-    is_bytes = found.tokenizer == ByteTokenizer.identity and tokenizer.vocab_size == ByteTokenizer.vocab_size
-    found.require(len(engines), found.tokenizer if is_bytes else tokenizer.identity)
-    if found.model:
-        features, digest = hidden_features(found.model, cache_folder(), tell)
-        if digest != found.model_digest:
-            raise IntegrityError(f"the router was made with {found.model}, which has other weights now")
-    return RoutedEngine(engines, lambda tokens: found.choose(tokens, features), options.reroute_every or 0)
+    choose = chooser(options.router, len(engines), tokenizer, cache_folder(), tell)
+    return RoutedEngine(engines, choose, options.reroute_every or 0)
 
 
 def _paths(options: GenerateOptions, config: RunConfig) -> Sequence[int]:

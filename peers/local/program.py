@@ -65,7 +65,7 @@ def run_config(options: LocalOptions) -> RunConfig:
     stages, and classes that it names."""
     if options.model is not None:
         # This import takes seconds, and only a --model needs it.
-        from peers.stage_peer.own_model import open_model
+        from peers.shared.named_model import open_model
 
         config = open_model(options.model).config(cache_folder(), num_stages=options.stages or 0)
     else:

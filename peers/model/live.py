@@ -16,9 +16,9 @@ from peers.model.options import ExportModelOptions
 from peers.shared.entrance import find_entrance, reading
 from peers.shared.environment import cache_folder
 from peers.shared.lan import with_invite
+from peers.shared.named_model import kept_weights
 from peers.shared.network import Membership
 from peers.shared.tokenizer import have_tokenizer
-from peers.stage_peer.own_model import kept_weights
 from swarm.averaging.agreement.rules import Timing
 from swarm.averaging.state_transfer import Downloads, StateTransfer, Wanted
 from swarm.averaging.vectors.snapshots import PartialSnapshot

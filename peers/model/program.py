@@ -23,8 +23,8 @@ from peers.model.options import (
 from peers.model.route import route
 from peers.shared import cli, logs
 from peers.shared.environment import cache_folder
+from peers.shared.named_model import open_model
 from peers.shared.run_options import naming_options
-from peers.stage_peer.own_model import open_model
 from swarm.checkpoint import file
 from swarm.config import RunConfig
 from swarm.config.data import CLASS

@@ -19,9 +19,9 @@ import torch
 
 from peers.model.options import PROG, RouteModelOptions
 from peers.shared import logs
+from peers.shared.chosen_path import hidden_features
 from peers.shared.environment import cache_folder
 from peers.shared.run_options import naming_options
-from peers.stage_peer.own_model import hidden_features
 from swarm import config as configs
 from swarm.config import DataConfig, RunConfig
 from swarm.data import path_router, path_shards, tokenizers
@@ -134,7 +134,7 @@ def _learned(text: _Sequences, num_paths: int, options: RouteModelOptions) -> tu
     features: Features = path_router.hashed
     digest = ""
     if options.model is not None:
-        features, digest = hidden_features(options.model, cache_folder())
+        features, digest = hidden_features(options.model, cache_folder(), logger.info)
     logger.info("reading the text, for the features of its sequences")
     rows = [features(text.tokens(sequence, NUM_TOKENS)).half().numpy() for sequence in text.counting()]
     features_NF = np.stack(rows) if rows else np.zeros((0, 1), dtype=np.float16)

@@ -5,9 +5,9 @@ import logging
 from contextlib import suppress
 from pathlib import Path
 
+from peers.shared.named_model import OwnModel, kept_weights
 from peers.shared.network import LOOK_SECONDS, Membership
 from peers.shared.tokenizer import have_tokenizer
-from peers.stage_peer.own_model import OwnModel, kept_weights
 from swarm.content.fetcher import Kind
 from swarm.content.servicer import Shelves, nothing
 from swarm.content.weights import WeightsCache

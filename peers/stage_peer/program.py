@@ -33,6 +33,7 @@ from peers.shared.entrance import Entrance, find_entrance
 from peers.shared.environment import cache_folder, keep_compiled_code
 from peers.shared.event_file import begin, open_events, start_of
 from peers.shared.lan import Announcer, found_invite, require_installed
+from peers.shared.named_model import OwnModel, open_model
 from peers.shared.network import REFRESH_SECONDS, Membership, agree_on_config, default_name
 from peers.shared.run_options import naming_options
 from peers.shared.sole_writer import claim_identity
@@ -44,7 +45,7 @@ from peers.stage_peer.mover import Mover
 from peers.stage_peer.news import Arrival, require_ready_file, say_what_is_wrong
 from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_dashboard import OwnDashboard, require_page
-from peers.stage_peer.own_model import OwnModel, open_model, own_config, require_allowed_class, require_blocks
+from peers.stage_peer.own_model import own_config, require_allowed_class, require_blocks
 from peers.stage_peer.own_stage import ServerOptions, dealt, require_room
 from peers.stage_peer.own_state import open_checkpoints
 from peers.stage_peer.rebalancer import Claim, Rebalancer

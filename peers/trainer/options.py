@@ -40,6 +40,11 @@ class TrainerOptions(RunOptions):
     one at the end."""
     evaluation_samples: takes.Positive = 256
     """Held-out samples in an evaluation; of several datasets as many of each."""
+    router: takes.Folder | None = None
+    """In a run with several paths: folder with their router, as swarm-model route writes it, for --reroute-every."""
+    reroute_every: Annotated[int, takes.whole(32, takes.LARGEST_COUNT)] | None = None
+    """With --router: in evaluations the last 32 tokens choose the path anew after every so many tokens of a sample,
+    which begins along its own path."""
     evaluate_only: bool = False
     """Train nothing: evaluate the round at which the swarm is, write evaluation.json, and end."""
     sample_tokens: takes.Count = 0
@@ -70,4 +75,6 @@ class TrainerOptions(RunOptions):
             raise ValueError("INVITE, --initial-peers and --lan all say which run to enter: leave all but one out")
         if not joins(self) and not self.lan:
             raise ValueError("which run? type swarm-trainer INVITE, with the invite that every swarm-peer prints")
+        if (self.router is None) != (self.reroute_every is None):
+            raise ValueError("--router DIR and --reroute-every N go together: give both, or neither")
         takes.require_reporters(self)

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from peers.shared import cli, logs, process, reporting, stopping
+from peers.shared.chosen_path import chooser
 from peers.shared.entrance import find_entrance, reading
 from peers.shared.environment import cache_folder
 from peers.shared.event_file import begin, open_events, start_of
@@ -29,6 +30,7 @@ from peers.shared.tokenizer import have_tokenizer
 from peers.status.exporter import OwnFigures, exporting, require_exporter
 from peers.status.live_table import Screen
 from peers.status.view import Joining, TrainerRow, remedy
+from peers.trainer.held_out_loss import Rerouting
 from peers.trainer.options import TrainerOptions
 from peers.trainer.report import Report
 from peers.trainer.session import Session
@@ -89,8 +91,9 @@ def main(argv: Sequence[str]) -> int:
                 corpus, data = open_corpus(
                     member.config, options.dataset, options.tokenizer, options.validation, options.paths or ()
                 )  # fmt: skip
+                rerouting = rerouting_of(options, member.config)
             process.require_addresses(process.THREAD_BYTES)
-            return runner.run(run(options, member, paths, corpus, data, events))
+            return runner.run(run(options, member, paths, corpus, data, events, rerouting))
         finally:
             runner.run(stack.aclose())
 
@@ -103,9 +106,23 @@ def paths_of(options: TrainerOptions, member: Membership) -> TrainerPaths:
         raise ValueError(f"--paths {','.join(map(str, options.paths or ()))}: {error}") from None
 
 
+def rerouting_of(options: TrainerOptions, config: RunConfig) -> Rerouting | None:
+    """How evaluations change paths; None if they do not. Blocks. Raises as `chooser` does."""
+    if options.router is None or options.reroute_every is None:
+        return None
+    length = config.data.sequence_length
+    if options.reroute_every >= length:
+        raise ValueError(
+            f"--reroute-every {options.reroute_every}: samples of this run have {counted(length, 'token')}"
+        )
+    tokenizer = tokenizers.load(options.tokenizer or config.data.tokenizer)
+    choose = chooser(options.router, len(config.paths), tokenizer, cache_folder(), logger.info)
+    return Rerouting(choose, options.reroute_every)
+
+
 async def run(
     options: TrainerOptions, member: Membership, paths: TrainerPaths, corpus: corpora.Corpus, data: Microbatches,
-    events: Events,
+    events: Events, rerouting: Rerouting | None,
 ) -> int:  # fmt: skip
     config = member.config
     say_who_may_join(member.identity.authority)
@@ -124,7 +141,7 @@ async def run(
         remedy=lambda block: cure_of(block, member, insecure=options.insecure),
     )  # fmt: skip
     with metrics, report:
-        session = make_session(options, member, paths, data, watcher, report, events)
+        session = make_session(options, member, paths, data, watcher, report, events, rerouting)
         own = OwnFigures()
         own.follow((lambda: TrainerRow.of(record_of(member, paths, session, name)), {"run": config.run_id}))
         async with exporting(own, "swarm_trainer", host=options.metrics_host, port=options.metrics_port):
@@ -135,7 +152,7 @@ async def run(
 
 def make_session(
     options: TrainerOptions, member: Membership, paths: TrainerPaths, data: Microbatches, watcher: RoundWatcher,
-    report: Report, events: Events,
+    report: Report, events: Events, rerouting: Rerouting | None,
 ) -> Session:  # fmt: skip
     config, clock, channels = member.config, member.clock, member.channels
     hops = {
@@ -156,7 +173,7 @@ def make_session(
         config=config, paths=paths, data=data, hops=hops, work=work, watcher=watcher, clock=clock,
         on_waiting=report.waiting, events=events,
     )  # fmt: skip
-    return Session(options, config, paths, data, hops, watcher, loop, report)
+    return Session(options, config, paths, data, hops, watcher, loop, report, rerouting)
 
 
 async def carry_out(member: Membership, paths: TrainerPaths, session: Session, name: str) -> int:

@@ -6,21 +6,18 @@ sample.
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
-
+from peers.trainer.held_out_loss import Along, Rerouting, held_out_loss
 from peers.trainer.options import TrainerOptions
 from peers.trainer.report import Report
 from swarm.config import RunConfig
 from swarm.data import tokenizers
-from swarm.data.microbatches import HeldOut, HeldOutLoss, Microbatches, averaged
-from swarm.errors import Fatal, Overloaded, SwarmError
+from swarm.data.microbatches import HeldOutLoss, Microbatches
+from swarm.errors import Fatal, SwarmError
 from swarm.generation.engine import collect
 from swarm.generation.sampling import Sampling
-from swarm.hop.answers import HopListener
 from swarm.hop.hop import Hop
 from swarm.machine.words import printable
 from swarm.pipeline.round_watcher import RoundWatcher
@@ -32,21 +29,10 @@ from swarm.types import Block
 
 logger = logging.getLogger(__name__)
 
-CONCURRENCY = 4
-"""How many chains of peers hold the round and compute at the same time."""
 ATTEMPTS = 5
 """How often an evaluation is tried if other trainers bring the swarm to the next round meanwhile."""
 PROGRESS_SECONDS = 0.5
 TEMPERATURE = 0.7
-
-
-@dataclass(frozen=True)
-class Along:
-    """A path to evaluate along: the hop to its first block, and who hears where it waits."""
-
-    path: int
-    hop: Hop
-    listener: HopListener
 
 
 @dataclass
@@ -59,6 +45,7 @@ class Session:
     watcher: RoundWatcher
     loop: TrainLoop
     report: Report
+    rerouting: Rerouting | None = None
     sample: str = ""
 
     async def train(self) -> None:
@@ -124,6 +111,7 @@ class Session:
                     self.data,
                     round_number=self.watcher.latest_round,
                     num_samples=self.options.evaluation_samples,
+                    rerouting=self.rerouting,
                 )
                 try:
                     # The evaluation runs in a task of its own, because in older Pythons a failed task group leaves the
@@ -175,40 +163,3 @@ async def _continued(engine: SwarmEngine, prompt: list[int], sampling: Sampling,
 
 def _half(engine: SwarmEngine) -> int:
     return max(1, engine.longest // 2)
-
-
-async def held_out_loss(
-    alongs: Sequence[Along], data: Microbatches, *, round_number: int, num_samples: int
-) -> HeldOutLoss:  # fmt: skip
-    """Compute losses over about `num_samples` held-out samples, equally many of each dataset.
-
-    Each dataset of `data.paths` is evaluated along its own paths, and left out if none of these is given; any other
-    along all paths, batch by batch in turn. Peers hold the round's weights meanwhile, so that the evaluation may take
-    longer than a round. Raises Fatal if no chain of peers can hold that round, or not any more.
-    """
-    by_path = {along.path: along for along in alongs}
-    sources, losses = list[HeldOut](), list[float]()
-    waiting: dict[int, list[tuple[int, dict[str, Tensor]]]] = {}
-    for source in data.held_out_by_source(num_samples):
-        if paths := [path for path in source.paths or by_path if path in by_path]:
-            sources.append(source)
-            for number, batch in enumerate(source.batches):
-                waiting.setdefault(paths[number % len(paths)], []).append((len(losses), batch))
-                losses.append(0.0)
-    room = asyncio.Semaphore(CONCURRENCY)
-
-    async def work(along: Along, batches: Iterator[tuple[int, dict[str, Tensor]]]) -> None:
-        async with room:
-            with closing(await along.hop.hold(round_number, along.listener, path=along.path)) as hold:
-                for number, batch in batches:
-                    losses[number] = await along.hop.evaluate(batch, hold.held, along.listener, path=along.path)
-
-    try:
-        async with asyncio.TaskGroup() as group:
-            for path, own in waiting.items():
-                batches = iter(own)
-                for _ in range(min(max(1, CONCURRENCY // len(waiting)), len(own))):
-                    group.create_task(work(by_path[path], batches))
-    except* (Fatal, Overloaded) as failures:
-        raise Fatal(f"evaluation at round {round_number}: {failures.exceptions[0]}") from None
-    return averaged(sources, losses)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from peers.local.supervisor import Supervisor
-from peers.shared.option_types import StagesOrAuto
+from peers.shared.option_types import Span, StagesOrAuto
 from scripts.benches.shared.common import (
     BenchOptions,
     compute_like_peers,
@@ -29,7 +29,7 @@ from scripts.benches.shared.common import (
     write_config,
 )
 from scripts.benches.shared.swarm import SwarmProcesses, mixed_spans
-from scripts.benches.sides.reference import Reference
+from scripts.benches.sides.reference import Reference, model_of_paths, parameter_name
 from swarm.averaging.state_transfer import Downloads, StateTransfer
 from swarm.averaging.wire.transport import Transport
 from swarm.config import LoraConfig, RunConfig, StagesConfig
@@ -102,11 +102,24 @@ def _compare(options: Options, children: Supervisor, folder: Path) -> dict[str, 
     single = _train_swarm(uncut, 1, steps, children, folder / "single")
     tied = dataclasses.replace(config, model=dataclasses.replace(config.model, tied_embeddings=True))
     tied_swarm = _train_swarm(tied, num_peers, steps, children, folder / "tied", spans=options.spans)
+    paths = dataclasses.replace(config, stages=_two_paths(options.stages))
+    paths_swarm = _train_swarm(paths, num_peers, steps, children, folder / "paths")
     shapes = {
         "one_by_one": differences(single, references["plain"]),
         "tied_embeddings": differences(tied_swarm, train_reference(Reference(tied, data), steps, {})),
-    }
-    return _figures(swarm, references, shapes, committed=[*single.committed, *tied_swarm.committed])
+        "two_paths": differences(
+            paths_swarm, train_reference(Reference(paths, data, model_of_paths(paths)), steps, {})
+        ),
+    }  # fmt: skip
+    others = (single, tied_swarm, paths_swarm)
+    return _figures(swarm, references, shapes, committed=[count for other in others for count in other.committed])
+
+
+def _two_paths(num_stages: int) -> StagesConfig:
+    """Two variants of the middle stage."""
+    return StagesConfig(
+        num_stages=num_stages, variants=tuple(1 + (stage == num_stages // 2) for stage in range(num_stages))
+    )
 
 
 def _compare_adapters(options: Options, children: Supervisor, folder: Path) -> dict[str, Any]:
@@ -167,6 +180,8 @@ def _train_swarm(
 ) -> Trained:  # fmt: skip
     num_stages = config.stages.num_stages
     peers: list[int | StagesOrAuto] = [*range(num_stages)] * peers_per_stage
+    if len(config.paths) > 1:
+        peers = [*(Span(block.stage, block.stage, block.variant) for block in config.blocks)] * peers_per_stage
     if spans:
         peers = mixed_spans(num_stages, peers_per_stage)
     say(f"swarm: peers of the stages {', '.join(map(str, peers))} start")
@@ -196,8 +211,9 @@ async def _inspect(
     committed = [0] * config.stages.num_stages
     channels = ChannelPool()
     for record in records:
-        weights.append(await _download_weights(config, record, steps, channels))
-        request = pb.DescribeRequest(run_id=config.run_id, stage=record.stage)
+        downloaded = await _download_weights(config, record, steps, channels)
+        weights.append({parameter_name(name, record.block): tensor for name, tensor in downloaded.items()})
+        request = pb.DescribeRequest(run_id=config.run_id, stage=record.stage, variant=record.variant)
         reply = await describe(channels.channel(record), request, seconds=ANSWER_SECONDS)
         committed[record.stage] += reply.counters.committed
     await channels.close()
@@ -208,7 +224,9 @@ async def _download_weights(
     config: RunConfig, record: PeerRecord, steps: int, channels: ChannelPool
 ) -> dict[str, torch.Tensor]:
     deadline = time.monotonic() + COMMIT_SECONDS
-    address = pb.Address(run_id=config.run_id, protocol_version=PROTOCOLS.newest, stage=record.stage)
+    address = pb.Address(
+        run_id=config.run_id, protocol_version=PROTOCOLS.newest, stage=record.stage, variant=record.variant
+    )
     downloads = Downloads(
         Transport(channels), address=address, own_id=identity.generate().peer_id, silence_seconds=ANSWER_SECONDS
     )

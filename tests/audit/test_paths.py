@@ -2,22 +2,35 @@
 
 import asyncio
 import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
+from peers.trainer.held_out_loss import Along, Rerouting, held_out_loss
 from swarm.audit.audit import audit
 from swarm.config import OptimizerConfig, RunConfig, StagesConfig
+from swarm.data.microbatches import HeldOut, Microbatches
+from swarm.data.path_router import NUM_TOKENS
+from swarm.hop.answers import HopListener
 from swarm.model.stages import build_stage
 from swarm.stage.weights import StageWeights
 from swarm.training.optim import learning_rate
+from swarm.training.samples import TOKENS
 from swarm.types import Block
 from tests.support.chain import DILOCO, SYNCHRONOUS, eventually, tokens
 from tests.support.whole_swarm import WholeSwarm, whole_swarm
 
 TWO_PATHS = StagesConfig(num_stages=3, variants=(1, 2, 1))
 STEPS = 3
+TEXT = range(90, 93)
+"""The held-out microbatches of each path."""
+EVERY = 3
+"""So many targets are a window, of which each may take another path."""
 
 
 def _two_paths(config: RunConfig) -> RunConfig:
@@ -69,12 +82,49 @@ def _reference(config: RunConfig, steps: int) -> dict[Block, dict[str, torch.Ten
     return {block: dict(module.named_parameters()) for block, module in modules.items()}
 
 
-async def test_two_paths_train_as_one_process_does(tmp_path: Path) -> None:
+class _HeldOut:
+    def held_out_by_source(self, num_samples: int) -> list[HeldOut]:
+        batches = [{TOKENS: tokens(SYNCHRONOUS, index)} for index in TEXT]
+        return [HeldOut(name=str(path), batches=batches, share=1.0, paths=(path,)) for path in range(2)]
+
+
+def _choose(beginning: Sequence[int]) -> int:
+    return sum(beginning) % 2
+
+
+@torch.no_grad()
+def _rerouted_loss(config: RunConfig, trained: Mapping[Block, Mapping[str, torch.Tensor]], every: int) -> float:
+    """Each path's losses of all targets of the held-out samples, and of each window those along its own path."""
+    modules = {block: build_stage(config, block.stage, device="cpu") for block in config.blocks}
+    for block, module in modules.items():
+        module.load_state_dict(trained[block])
+    found = list[torch.Tensor]()
+    for first, index in itertools.product(range(2), TEXT):
+        tokens_BT1 = tokens(SYNCHRONOUS, index).long()
+        losses_PBT = list[torch.Tensor]()
+        for path in range(2):
+            travels = tokens_BT1[:, :-1]
+            for block in config.blocks_of(path):
+                travels = modules[block](travels)
+            losses_PBT.append(cross_entropy(travels.transpose(1, 2), tokens_BT1[:, 1:], reduction="none"))
+        for row, tokens_T1 in enumerate(tokens_BT1.tolist()):
+            for begin in range(0, len(tokens_T1) - 1, every):
+                path = _choose(tokens_T1[: begin + 1][-NUM_TOKENS:]) if begin else first
+                found.append(losses_PBT[path][row, begin : begin + every])
+    return float(torch.cat(found).mean())
+
+
+async def test_two_paths_train_and_are_evaluated_as_one_process_does(tmp_path: Path) -> None:
     config = _two_paths(SYNCHRONOUS)
     async with whole_swarm(config, tmp_path / "events", num_peers=(2, 0, 1)) as swarm:
         await swarm.start(1, path=0)
         await swarm.start(1)
         steps = await swarm.train(STEPS)
+        async with swarm.hop() as hop:
+            rerouted = await held_out_loss(
+                [Along(path, hop, HopListener()) for path in range(2)], cast(Microbatches, _HeldOut()),
+                round_number=STEPS, num_samples=len(TEXT), rerouting=Rerouting(_choose, EVERY),
+            )  # fmt: skip
         trained = {
             block: {name: master.detach().clone() for name, master in weights.masters.items()}
             for block, weights in _weights(swarm).items()
@@ -84,6 +134,8 @@ async def test_two_paths_train_as_one_process_does(tmp_path: Path) -> None:
     for block, own in expected.items():
         for name, parameter in own.items():
             torch.testing.assert_close(trained[block][name], parameter.detach(), rtol=0.0, atol=1e-4)
+    assert rerouted.mean == pytest.approx(_rerouted_loss(config, trained, EVERY), rel=1e-5)
+    assert rerouted.mean != pytest.approx(_rerouted_loss(config, trained, 1000), rel=1e-4)
     moved = [float((trained[Block(1)][n] - trained[Block(1, 1)][n]).abs().max()) for n in trained[Block(1)]]
     assert max(moved) > 1e-3, "the variants have learnt from different text"
     assert all(step.report is not None and step.report.num_aborted == 0 for step in steps)

@@ -165,6 +165,17 @@ class WholeSwarm:
             await channels.close()
         return done
 
+    @asynccontextmanager
+    async def hop(self) -> AsyncIterator[Hop]:
+        """The hop of a trainer that evaluates, to the only block of stage 0."""
+        router, channels = Router(CLOCK, random.Random(0)), ChannelPool(insecure=True)
+        directory = Directory(self._store, identities.generate(), self.config.run_id, CLOCK)
+        await KnownPeers(router).look(directory, self.config.blocks)
+        yield Hop(
+            run_id=self.config.run_id, block=Block(0), reply_specs={}, router=router, channels=channels, clock=CLOCK
+        )
+        await channels.close()
+
     def _log(self, name: str) -> EventLog:
         self.folder.mkdir(exist_ok=True)
         self._num_logs += 1

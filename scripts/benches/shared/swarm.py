@@ -40,16 +40,20 @@ class ServingPeer:
 
     child: Child
     record: PeerRecord
-    """Its announcement at the first of its stages."""
+    """Its announcement of the first of its blocks."""
     dht_address: str
-    stages: Sequence[int]
+    blocks: Sequence[Block]
     told: int | StagesOrAuto
     """The stages that it was told to serve."""
 
     @property
+    def stages(self) -> list[int]:
+        return [block.stage for block in self.blocks]
+
+    @property
     def records(self) -> list[PeerRecord]:
-        """Its announcements at all of its stages."""
-        return [self.record.model_copy(update={"stage": stage}) for stage in self.stages]
+        """Its announcements of all of its blocks."""
+        return [self.record.model_copy(update=block._asdict()) for block in self.blocks]
 
 
 @dataclass(eq=False)
@@ -183,15 +187,14 @@ class SwarmProcesses:
     def until_ready(self, child: Child, stage: int | StagesOrAuto) -> ServingPeer:
         """Wait until a peer serves. Raises as `start_peers` does."""
         ready = wait_for_json(self.ready_file(child.name), self.children)
+        blocks = [Block.parse(str(label)) for label in ready["stages"]]
         record = PeerRecord(
-            peer_id=ready["peer_id"], name=child.name[:64], announced_at=ready["time"], stage=ready["stage"],
+            peer_id=ready["peer_id"], name=child.name[:64], announced_at=ready["time"], **blocks[0]._asdict(),
             endpoint=ready["endpoint"], certificate_pem=ready["certificate_pem"], state=PeerState.SERVING,
         )  # fmt: skip
         if isinstance(self.children, Lines):
             self.children.throttle.serve(record.endpoint, self.children.links[child.name])
-        return ServingPeer(
-            child=child, record=record, dht_address=ready["dht_addresses"][0], stages=tuple(ready["stages"]), told=stage
-        )
+        return ServingPeer(child=child, record=record, dht_address=ready["dht_addresses"][0], blocks=blocks, told=stage)
 
 
 def mixed_spans(num_stages: int, num_copies: int) -> list[int | StagesOrAuto]:

@@ -12,12 +12,14 @@ from torch import nn
 from swarm.config import OptimizerConfig, RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.model.adapters import trained_parameters
+from swarm.model.loss import NO_TARGET
 from swarm.model.masks import DropoutKey
 from swarm.model.stages import Transformer, build_stage, build_transformer
 from swarm.training import optim, samples
 from swarm.training.clipping import clip, squared_norm_of
 from swarm.training.optimizers import gradient_optimizer
-from swarm.training.samples import Samples
+from swarm.training.samples import TOKENS, Samples
+from swarm.types import Block
 
 
 class BareStage(nn.Module):
@@ -46,6 +48,38 @@ class Model:
 
     summed_loss: Callable[[Samples, DropoutKey], torch.Tensor]
     parameters: Mapping[str, nn.Parameter]
+
+
+def model_of_paths(config: RunConfig) -> Model:
+    """All paths of a run as one model: each microbatch goes along its own path, and paths share the parameters of their
+    common blocks (see `parameter_name`).
+
+    A block's gradient is the mean over the targets of its own microbatches. These all have as many, so that it is the
+    mean over all microbatches, over the block's share of them.
+    """
+    modules = {block: build_stage(config, block.stage, device="cpu") for block in config.blocks}
+    parameters = dict[str, nn.Parameter]()
+    for block, module in modules.items():
+        share = float(config.share_of(block))
+        for name, parameter in module.named_parameters():
+            parameters[parameter_name(name, block)] = parameter
+            # torch does not annotate it.
+            parameter.register_hook(lambda gradient, share=share: gradient / share)  # type: ignore[no-untyped-call]
+
+    def summed_loss(microbatch: Samples, key: DropoutKey) -> torch.Tensor:
+        travels = microbatch[TOKENS][:, :-1].long()
+        *before, last = config.blocks_of(config.path_of(key.microbatch))
+        for block in before:
+            travels = modules[block](travels, dropout_key=key)
+        loss: torch.Tensor = modules[last](travels, dropout_key=key, targets_BT=samples.targets(microbatch, NO_TARGET))
+        return loss
+
+    return Model(summed_loss=summed_loss, parameters=parameters)
+
+
+def parameter_name(name: str, block: Block) -> str:
+    """The name of a block's parameter among those of all blocks, of which variants of one stage have the same names."""
+    return f"{name}@{block}" if block.variant else name
 
 
 class Reference:

@@ -9,8 +9,9 @@ import torch
 
 from peers.doctor import fit
 from peers.doctor.options import DoctorOptions
+from peers.shared.named_model import open_model
 from peers.stage_peer.options import PeerOptions
-from peers.stage_peer.own_model import open_model, own_config
+from peers.stage_peer.own_model import own_config
 from peers.static import run_config
 from peers.static.options import StaticOptions
 from peers.static.workers import Shape

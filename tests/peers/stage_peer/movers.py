@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from peers.shared.named_model import OwnModel
 from peers.shared.network import Membership
 from peers.stage_peer.contents import Contents
 from peers.stage_peer.mover import Mover
-from peers.stage_peer.own_model import OwnModel
 from peers.stage_peer.own_stage import ServerOptions
 from peers.stage_peer.rebalancer import Claim, Rebalancer
 from peers.stage_peer.resume import ResumeOptions

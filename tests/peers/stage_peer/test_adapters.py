@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from peers.stage_peer.own_model import OwnModel
+from peers.shared.named_model import OwnModel
 from swarm.checkpoint import file
 from swarm.config import AveragingConfig, DataConfig, LoraConfig, OptimizerConfig, RoundsConfig, RunConfig
 from swarm.interchange.run_folder import ImportOptions, import_model, open_weights

@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from peers.shared.named_model import open_model
 from peers.stage_peer.options import PeerOptions
-from peers.stage_peer.own_model import open_model, own_config
+from peers.stage_peer.own_model import own_config
 from swarm.config import RunConfig
 from swarm.data import hub
 from swarm.errors import Fatal, IntegrityError, PeerUnavailable

@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 import torch
 
-from peers.trainer.session import Along, held_out_loss
+from peers.trainer.held_out_loss import Along, Rerouting, held_out_loss
 from swarm.data.microbatches import HeldOut, HeldOutLoss, Microbatches
 from swarm.errors import Fatal
 from swarm.hop.answers import HopListener
@@ -89,7 +89,7 @@ class Held:
 
 async def evaluation(
     scorer: Scorer, *sizes: Sequence[int], shares: Sequence[float] = (1.0,), paths: Sequence[int] = (0,),
-    own: Sequence[tuple[int, ...]] = (),
+    own: Sequence[tuple[int, ...]] = (), rerouting: Rerouting | None = None,
 ) -> HeldOutLoss:  # fmt: skip
     """Evaluate along some paths; `own` are those of each dataset."""
     texts = Texts(*sizes, shares=shares)
@@ -97,7 +97,7 @@ async def evaluation(
         texts.sources[number] = dataclasses.replace(texts.sources[number], paths=each)
     alongs = [Along(path, cast(Hop, scorer), LISTENER) for path in paths]
     data = cast(Microbatches, texts)
-    return await held_out_loss(alongs, data, round_number=ROUND, num_samples=sum(map(sum, sizes)))
+    return await held_out_loss(alongs, data, round_number=ROUND, num_samples=sum(map(sum, sizes)), rerouting=rerouting)
 
 
 @in_virtual_time
@@ -155,3 +155,11 @@ async def test_a_dataset_whose_paths_stand_still_is_left_out() -> None:
     found = await evaluation(scorer, (2,), (2,), (2,), shares=[1.0, 1.0, 1.0], paths=(0, 2), own=[(0,), (1,), (2,)])
     assert found.by_source == {"text 0": 1.0, "text 2": 4.0}
     assert 1 not in scorer.path_of
+
+
+@in_virtual_time
+async def test_a_window_whose_path_stands_still_has_the_path_before_it() -> None:
+    scorer = Scorer(1.0, 2.0)
+    found = await evaluation(scorer, (2, 2), paths=(0, 1), rerouting=Rerouting(lambda tokens: 2, 4))
+    assert scorer.path_of == {0: 0, 1: 1}
+    assert found.mean == 1.5

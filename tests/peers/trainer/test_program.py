@@ -10,6 +10,7 @@ from typing import cast
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 
 from peers.shared import cli
@@ -19,11 +20,12 @@ from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_model import own_config
 from peers.trainer import program
 from peers.trainer.options import TrainerOptions
-from peers.trainer.program import finish, open_corpus, paths_of
+from peers.trainer.program import finish, open_corpus, paths_of, rerouting_of
 from peers.trainer.report import Report
 from swarm import config as configs
-from swarm.config import RunConfig
+from swarm.config import RunConfig, StagesConfig
 from swarm.data import tokenizers
+from swarm.data.path_router import PathRouter, hashed
 from swarm.errors import CorpusMismatch
 from swarm.metrics import MetricsLog
 from swarm.routing.router import Router
@@ -158,6 +160,21 @@ def test_a_trainer_of_some_paths_reads_and_checks_their_texts_alone(
     texts[1].write_text("other ants. " * 6000)
     with pytest.raises(CorpusMismatch, match=r"'[^']*ants\.txt' is different text here"):
         open_corpus(config, (), paths=(1,))
+
+
+def test_a_router_that_is_not_for_the_run_is_one_line(tmp_path: Path) -> None:
+    PathRouter(weights_PF=torch.zeros(2, len(hashed([0]))), biases_P=torch.zeros(2), tokenizer="bytes").write(tmp_path)
+    options = TrainerOptions(initial_peers=("x",), router=tmp_path, reroute_every=32)
+    config = configs.load_preset("tiny")
+    with pytest.raises(ValueError, match="the router chooses among 2 paths, and the run has 1"):
+        rerouting_of(options, config)
+    paths = dataclasses.replace(config, stages=StagesConfig(num_stages=3, variants=(1, 2, 1)))
+    assert rerouting_of(options, paths) is not None
+    every = paths.data.sequence_length
+    with pytest.raises(ValueError, match=f"--reroute-every {every}: samples of this run have {every} tokens"):
+        rerouting_of(dataclasses.replace(options, reroute_every=every), paths)
+    with pytest.raises(ValueError, match="--router DIR and --reroute-every N go together"):
+        TrainerOptions(initial_peers=("x",), router=tmp_path)
 
 
 def test_a_run_on_a_dataset_that_streams_is_begun_and_joined(
