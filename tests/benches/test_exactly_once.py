@@ -13,7 +13,7 @@ from scripts.benches import exactly_once
 from scripts.benches.exactly_once import FAULTS, SPANS, FaultySwarm, Options, Scenario, _config, _held, _plant
 from scripts.benches.shared.swarm import ServingPeer, SwarmProcesses
 from swarm.errors import DeadlineExceeded, PeerUnavailable
-from swarm.types import PeerRecord, PeerState
+from swarm.types import Block, PeerRecord, PeerState
 from tests.audit.honest import HonestRun
 
 
@@ -53,12 +53,12 @@ class _Idle(SwarmProcesses):
 
     def until_ready(self, child: Child, stage: int | StagesOrAuto) -> ServingPeer:
         span = Span(1, 1) if stage == "auto" else Span(stage, stage) if isinstance(stage, int) else stage
-        stages = [*span.stages(3)]
+        blocks = [*map(Block, span.stages(3))]
         record = PeerRecord(
-            peer_id="0" * 40, name="", announced_at=0.0, stage=stages[0], endpoint="127.0.0.1:1",
+            peer_id="0" * 40, name="", announced_at=0.0, stage=blocks[0].stage, endpoint="127.0.0.1:1",
             state=PeerState.SERVING,
         )  # fmt: skip
-        return ServingPeer(child=child, record=record, dht_address="", stages=stages, told=stage)
+        return ServingPeer(child=child, record=record, dht_address="", blocks=blocks, told=stage)
 
 
 def _told(faulty: FaultySwarm) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from peers.trainer.session import CONCURRENCY, Along, held_out_loss
+from peers.trainer.held_out_loss import CONCURRENCY, Along, held_out_loss
 from swarm.config import RoundsConfig, RunConfig
 from swarm.data.microbatches import HeldOut, Microbatches
 from swarm.errors import Overloaded, RoundGone
