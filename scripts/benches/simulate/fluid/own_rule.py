@@ -3,7 +3,6 @@
 import itertools
 import math
 import random
-from collections.abc import Sequence
 
 from scripts.benches.simulate.fluid.swarm import FluidSwarm
 from swarm.rebalancing.decision import next_check_seconds
@@ -57,7 +56,7 @@ class SwarmRule(NoRule):
 
     def _by_load(self) -> list[int]:
         """The stages, from the one with the least waiting work, which has most peers, to the one with the most."""
-        counts = self._swarm.num_serving
+        counts = self._swarm.loads
         return sorted(range(len(counts)), key=lambda stage: (-counts[stage], self._rng.random()))
 
 
@@ -76,8 +75,9 @@ class OwnRule(NoRule):
         super().__init__(swarm, rng)
         self._restores = restores
         self._timeline = swarm.timeline
-        self._costs = dict.fromkeys(map(Block, range(swarm.num_stages)), 1.0)
-        self._spans = all_spans([tuple(self._costs)], room)
+        self._paths, self._blocks = swarm.paths, swarm.blocks
+        self._costs = dict.fromkeys(self._blocks, 1.0)
+        self._spans = all_spans(swarm.paths, room)
         self._judgements: dict[int, Judgement] = {}
         self._records: dict[int, list[PeerRecord]] = {}
         self._claims: dict[int, ClaimRecord] = {}
@@ -103,25 +103,24 @@ class OwnRule(NoRule):
         figure = self._figure(peer)
         self._records[peer] = [
             PeerRecord(
-                peer_id=_id(peer), announced_at=self._timeline.time(), stage=stage, endpoint="simulated:1",
-                state=PeerState.SERVING, movable=True, samples_per_second=figure,
+                peer_id=_id(peer), announced_at=self._timeline.time(), stage=block.stage, variant=block.variant,
+                endpoint="simulated:1", state=PeerState.SERVING, movable=True, samples_per_second=figure,
             )
-            for stage in self._swarm.span_of[peer]
+            for block in self._span_of(peer)
         ]  # fmt: skip
         self._changed()
 
-    def _claim(self, peer: int, span: Span, before: Sequence[int]) -> ClaimRecord:
+    def _claim(self, peer: int, span: Span, before: Span) -> ClaimRecord:
         now = self._timeline.time()
         self._claims[peer] = claim = ClaimRecord(
-            peer_id=_id(peer), announced_at=now, stage=span[0].stage, num_stages=len(span),
-            from_stage=before[0] if before else None, from_num_stages=max(1, len(before)), state=ClaimState.PENDING,
-            claimed_at=now,
+            peer_id=_id(peer), announced_at=now, claimed_at=now, state=ClaimState.PENDING,
+            **ClaimRecord.fields_of(span), **(ClaimRecord.fields_of(before, before=True) if before else {}),
         )  # fmt: skip
         self._changed()
         return claim
 
     def _confirm(self, peer: int, span: Span) -> None:
-        goes = {"state": ClaimState.CONFIRMED, "stage": span[0].stage, "num_stages": len(span)}
+        goes = {"state": ClaimState.CONFIRMED, **ClaimRecord.fields_of(span)}
         self._claims[peer] = self._claims[peer].model_copy(update=goes)
         self._changed()
 
@@ -144,15 +143,18 @@ class OwnRule(NoRule):
 
     def began(self, peer: int) -> None:
         """Let a peer that is there from the start announce itself, and check from time to time whether to move."""
-        self._judgements[peer] = Judgement(own_id=_id(peer), costs=self._costs, spans=self._spans)
+        self._judgements[peer] = self._judgement(peer)
         self._arrived(peer, move_seconds=None)
 
     def came(self, peer: int) -> None:
-        self._judgements[peer] = judgement = Judgement(own_id=_id(peer), costs=self._costs, spans=self._spans)
+        self._judgements[peer] = judgement = self._judgement(peer)
         span = judgement.first_choice(self._read(), list(self._claims.values()), ())
         assert span is not None, "every stage can be entered"
         own = self._claim(peer, span, ())
         self._timeline.after(SETTLE_SECONDS, lambda: self._join(peer, own))
+
+    def _judgement(self, peer: int) -> Judgement:
+        return Judgement(own_id=_id(peer), costs=self._costs, spans=self._spans, paths=self._paths)
 
     def left(self, peer: int) -> None:
         del self._judgements[peer]
@@ -169,10 +171,10 @@ class OwnRule(NoRule):
         span = judgement.choice(self._read(), list(self._claims.values()), own, ())
         assert span is not None, "every stage can be entered"
         self._confirm(peer, span)
-        self._swarm.join(peer, *_stages(span), then=lambda: self._arrived(peer, move_seconds=None))
+        self._swarm.join(peer, *self._numbers(span), then=lambda: self._arrived(peer, move_seconds=None))
 
     def _arrived(self, peer: int, *, move_seconds: float | None) -> None:
-        span = tuple(map(Block, self._swarm.span_of[peer]))
+        span = self._span_of(peer)
         self._announce(peer)
         if peer in self._claims:
             self._withdraw(peer)
@@ -189,30 +191,30 @@ class OwnRule(NoRule):
     def _look(self, peer: int) -> None:
         if (judgement := self._judgements.get(peer)) is None:
             return
-        rows, now, stages = self._read(), self._timeline.monotonic(), self._swarm.span_of[peer]
+        rows, now, span = self._read(), self._timeline.monotonic(), self._span_of(peer)
         judgement.look(self._listed, now)
-        rate = self._records[peer][0].samples_per_second * len(stages)
-        judgement.measured(dict.fromkeys(map(Block, stages), rate))
+        rate = self._records[peer][0].samples_per_second * len(span)
+        judgement.measured(dict.fromkeys(span, rate))
         if self._layout is None:
-            self._layout = layout_of(rows, self._claims.values(), self._costs)
+            self._layout = layout_of(rows, self._claims.values(), self._costs, self._paths)
         target = judgement.wants(self._layout, (), now)
         if target is None or not self._can_spare(peer, target) or not self._can_enter(target):
             self._will_look(peer)
             return
-        own = self._claim(peer, target, stages)
+        own = self._claim(peer, target, span)
         self._timeline.after(SETTLE_SECONDS, lambda: self._look_again(peer, target, own))
 
     def _look_again(self, peer: int, target: Span, own: ClaimRecord) -> None:
         if (judgement := self._judgements.get(peer)) is None:
             return
-        layout = layout_of(self._read(), self._claims.values(), self._costs, own=own)
+        layout = layout_of(self._read(), self._claims.values(), self._costs, self._paths, own=own)
         if not judgement.still_wants(layout, target, (), self._timeline.monotonic()):
             self._withdraw(peer)
             self._will_look(peer)
             return
         self._confirm(peer, target)
         ends = self._timeline.monotonic()
-        if {*self._swarm.span_of[peer]} - {*_stages(target)}:
+        if {*self._span_of(peer)} - {*target}:
             ends = math.ceil(ends / ROUND_SECONDS) * ROUND_SECONDS
         self._timeline.at(ends, lambda: self._go(peer, target))
 
@@ -220,33 +222,34 @@ class OwnRule(NoRule):
         if (judgement := self._judgements.get(peer)) is None:
             return
         if not self._can_spare(peer, target):
-            before = tuple(map(Block, self._swarm.span_of[peer]))
-            judgement.gave_up(target, self._timeline.monotonic(), before=before)
+            judgement.gave_up(target, self._timeline.monotonic(), before=self._span_of(peer))
             self._withdraw(peer)
             self._will_look(peer)
             return
         self._records[peer] = [record for record in self._records[peer] if record.block in target]
         self._changed()
         seconds = self._swarm.download_seconds
-        self._swarm.move(peer, *_stages(target), then=lambda: self._arrived(peer, move_seconds=seconds))
+        self._swarm.move(peer, *self._numbers(target), then=lambda: self._arrived(peer, move_seconds=seconds))
 
     def _can_spare(self, peer: int, target: Span) -> bool:
         """Whether another peer stays at each stage that the peer would leave."""
-        left = {*self._swarm.span_of[peer]} - {*_stages(target)}
+        left = {*self._swarm.span_of[peer]} - {*self._numbers(target)}
         return all(
             any(other != peer and self._stays(other, stage) for other in self._swarm.peers[stage]) for stage in left
         )
 
     def _can_enter(self, target: Span) -> bool:
-        return self._restores or all(self._swarm.peers[stage] for stage in _stages(target))
+        return self._restores or all(self._swarm.peers[stage] for stage in self._numbers(target))
 
     def _stays(self, peer: int, stage: int) -> bool:
         claim = self._claims.get(peer)
-        return claim is None or claim.state is not ClaimState.CONFIRMED or Block(stage) in claim.span
+        return claim is None or claim.state is not ClaimState.CONFIRMED or self._blocks[stage] in claim.span
 
+    def _span_of(self, peer: int) -> Span:
+        return tuple(self._blocks[stage] for stage in self._swarm.span_of[peer])
 
-def _stages(span: Span) -> list[int]:
-    return [block.stage for block in span]
+    def _numbers(self, span: Span) -> list[int]:
+        return list(map(self._blocks.index, span))
 
 
 def _id(peer: int) -> PeerId:

@@ -1,15 +1,19 @@
 """A swarm without microbatches: a stage's throughput is the sum of its peers', and a pipeline's the weakest stage's.
 
 A peer serves adjacent stages, each with its capacity divided by their number, and no faster than its line carries,
-unless it serves all stages. Newcomers download whatever the rule, so two optima are computed: one counts them while
-they download, one does not.
+unless it serves all stages. Where stages have variants, each variant is a stage here, and its throughput is divided by
+the share of the samples that pass it. Newcomers download whatever the rule, so two optima are computed: one counts
+them while they download, one does not.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import truediv
 
 from scripts.benches.simulate.timeline import Timeline
+from swarm.rebalancing.layout import Paths, shares_of
+from swarm.types import Block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +55,7 @@ class FluidSwarm:
     capacity: dict[int, float] = field(default_factory=dict)
     line: dict[int, float] = field(default_factory=dict)
     best: Callable[[Sequence[float]], float] | None = None
+    paths: Paths = field(default_factory=dict)  # Those through its stages, which are blocks; empty: one through all
     span_of: dict[int, tuple[int, ...]] = field(default_factory=dict)
     peers: list[dict[int, None]] = field(default_factory=list)
     present: set[int] = field(default_factory=set)
@@ -67,6 +72,14 @@ class FluidSwarm:
     def __post_init__(self) -> None:
         self.peers = [{} for _ in range(self.num_stages)]
         self.throughput = [0.0] * self.num_stages
+        self.paths = self.paths or {tuple(map(Block, range(self.num_stages))): 1.0}
+        self.blocks = sorted({block for path in self.paths for block in path})
+        self.shares = list(shares_of(self.blocks, self.paths).values())
+
+    @property
+    def loads(self) -> list[float]:
+        """How many peers serve each stage, for all samples of the run."""
+        return list(map(truediv, self.num_serving, self.shares))
 
     @property
     def num_serving(self) -> list[int]:
@@ -140,11 +153,11 @@ class FluidSwarm:
     def _count(self) -> None:
         now = self.timeline.monotonic()
         seconds, self._counted_until = now - self._counted_until, now
-        self._done += seconds * min(self.throughput)
+        self._done += seconds * min(map(truediv, self.throughput, self.shares))
         self._best += seconds * self._best_of(self._ready)
         self._best_of_present += seconds * self._best_of(self.present)
 
     def _best_of(self, peers: set[int]) -> float:
         if self.best is None:
             return len(peers) // self.num_stages
-        return self.best([self.capacity[peer] for peer in peers])
+        return self.best([self.capacity.get(peer, 1.0) for peer in peers])

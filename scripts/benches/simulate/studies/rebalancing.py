@@ -3,11 +3,13 @@
 The best throughput is that of peers which are evenly spread at every moment, at no cost.
 """
 
+import heapq
+import itertools
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from scripts.benches.shared.common import OutputOptions
@@ -15,6 +17,8 @@ from scripts.benches.simulate.fluid.churn import Market, Visit, visits
 from scripts.benches.simulate.fluid.own_rule import NoRule, OwnRule, SwarmRule
 from scripts.benches.simulate.fluid.swarm import FluidSwarm, Kept
 from scripts.benches.simulate.timeline import Timeline
+from swarm.rebalancing.layout import Paths
+from swarm.types import Block
 
 PAPER = {"none": 82.7, "swarm_300": 95.8, "swarm_60": 97.6}
 """The per cent of the optimum that the paper reports, for a trace of its own."""
@@ -37,13 +41,27 @@ class Options(OutputOptions):
     """The number of peers at the start."""
     num_stages: int = 6
     """The number of the pipeline's stages."""
+    variants: tuple[int, ...] = ()
+    """How many variants each stage has, of which every combination is a path; left out, each has one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_stages < 2 or self.num_peers < self.num_stages:
-            raise ValueError("there must be at least 2 stages, and a peer for each")
+        if self.variants and (len(self.variants) != self.num_stages or min(self.variants) < 1):
+            raise ValueError("--variants names a number of at least 1 for each of the stages")
+        if self.num_stages < 2 or self.num_peers < len(self.shares):
+            raise ValueError("there must be at least 2 stages, and a peer for each of their variants")
         if self.hours <= 2:
             raise ValueError("a trace must be longer than 2 hours")
+
+    @property
+    def paths(self) -> Paths:
+        each = map(range, self.variants or (1,) * self.num_stages)
+        return {tuple(map(Block, itertools.count(), path)): 1.0 for path in itertools.product(*each)}
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The share of the samples that pass each block."""
+        return tuple(1 / number for number in self.variants or (1,) * self.num_stages for _ in range(number))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,11 +114,26 @@ RULES: dict[str, Callable[[FluidSwarm, random.Random], NoRule]] = {
 }  # fmt: skip
 
 
+@cache
+def _best(shares: Sequence[float], num_peers: int) -> float:
+    """The throughput of so many peers that are spread over blocks with these shares in the best way."""
+    spread = [(1.0 / share, share) for share in shares]
+    if num_peers < len(spread):
+        return 0.0
+    heapq.heapify(spread)
+    for _ in range(num_peers - len(spread)):
+        rate, share = spread[0]
+        heapq.heapreplace(spread, (rate + 1 / share, share))
+    return spread[0][0]
+
+
 def _one(
     options: Options, make: Callable[[FluidSwarm, random.Random], NoRule], trace: list[Visit], seed: int
 ) -> _Outcome:
     timeline = Timeline()
-    swarm = FluidSwarm(timeline, options.num_stages, DOWNLOAD_SECONDS)
+    shares = options.shares
+    best = (lambda peers: _best(shares, len(peers))) if options.variants else None
+    swarm = FluidSwarm(timeline, len(shares), DOWNLOAD_SECONDS, paths=options.paths, best=best)
     rule = make(swarm, random.Random(seed))
 
     def come(peer: int) -> None:
@@ -114,7 +147,7 @@ def _one(
     for peer, visit in enumerate(trace):
         if visit.arrives == 0.0:
             # Peers that are there at the start come first in a trace, and are spread evenly over the stages.
-            swarm.start(peer, peer % options.num_stages)
+            swarm.start(peer, swarm.loads.index(min(swarm.loads)))
             rule.began(peer)
         else:
             timeline.at(visit.arrives, partial(come, peer))

@@ -22,6 +22,15 @@ def test_a_small_run_gives_every_figure_of_every_rule() -> None:
     assert run(options) == figures, "the same options give the same figures"
 
 
+def test_with_variants_ours_moves_peers_to_the_blocks_that_need_them() -> None:
+    percent = run(Options(num_traces=1, hours=2.5, num_peers=24, num_stages=3, variants=(1, 3, 1)))[
+        "percent_of_optimal"
+    ]
+    assert percent["none"] < percent["ours"] <= 100.0
+    with pytest.raises(ValueError, match="--variants names a number of at least 1 for each of the stages"):
+        Options(num_stages=3, variants=(1, 2))
+
+
 def test_the_traces_are_fit_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a rule, and with the paper's rule every 300 seconds, results are near the paper's own."""
     rules = ("none", "swarm_300")
