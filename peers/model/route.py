@@ -50,6 +50,9 @@ def route(options: RouteModelOptions) -> None:
     with naming_options(options):
         config = RunConfig() if options.config is None else configs.load(options.config)
         num_paths = options.paths or len(config.paths)
+        variants = None
+        if not options.paths:
+            variants = [[block.variant for block in config.blocks_of(path)] for path in range(num_paths)]
         data = config.data
         if options.dataset:
             data = dataclasses.replace(data, paths=(), weights=(), dataset=options.dataset)
@@ -63,7 +66,7 @@ def route(options: RouteModelOptions) -> None:
         scores = np.random.RandomState(options.seed % 2**32).random_sample((text.count(), num_paths))
         router, scores_NP = None, torch.from_numpy(scores)
     else:
-        router, scores_NP = _learned(text, num_paths, options)
+        router, scores_NP = _learned(text, num_paths, options, variants)
     biases_P, paths_N = path_shards.balanced(scores_NP, text.sizes, options.most_over_mean)
     with whole_folder(options.output) as folder:
         text.write(folder, paths_N, num_paths)
@@ -129,8 +132,11 @@ def _with(router: PathRouter, weights_PF: torch.Tensor, biases_P: torch.Tensor) 
     )  # fmt: skip
 
 
-def _learned(text: _Sequences, num_paths: int, options: RouteModelOptions) -> tuple[PathRouter, torch.Tensor]:
-    """The router that the sequences' features, or their losses, lead to, and the scores of all sequences."""
+def _learned(
+    text: _Sequences, num_paths: int, options: RouteModelOptions, variants: Sequence[Sequence[int]] | None
+) -> tuple[PathRouter, torch.Tensor]:
+    """The router that the sequences' features, or their losses, lead to, and the scores of all sequences. `variants`
+    says through which of its stages' variants each path leads, if that is known."""
     features: Features = path_router.hashed
     digest = ""
     if options.model is not None:
@@ -148,6 +154,9 @@ def _learned(text: _Sequences, num_paths: int, options: RouteModelOptions) -> tu
     else:
         logger.info("clustering %s", counted(len(rows), "sequence"))
         weights_PF, biases_P = path_shards.clustered(evened_NF, num_paths, seed=options.seed)
+        if variants is not None:
+            order = path_shards.arranged(weights_PF, variants, seed=options.seed)
+            weights_PF, biases_P = weights_PF[order], biases_P[order]
     weights_PF = weights_PF / torch.from_numpy(deviation_F)
     biases_P = biases_P - (weights_PF * torch.from_numpy(mean_F)).sum(1)
     router = PathRouter(

@@ -168,12 +168,15 @@ def _write(path: Path, rows: Iterable[str]) -> None:
 def _route(folder: Path, children: Supervisor, options: Options) -> None:
     """Cut the text into shards for each seed, by a router and, if an arm needs them, at random."""
     kinds = {"shards": [], "random": ["--random"]} if "random" in options.arms else {"shards": []}
+    # The variants of its stages say which paths have blocks in common.
+    config = folder / "route.toml"
+    write_config(run_config(ARMS["routed"], path_names(NUM_PATHS, ".jsonl"), 0, options), config)
     commands = {
         f"{kind}-{seed}": command_line(
             "model",
             [
-                "route", "--output", str(folder / f"{kind}-{seed}"), "--dataset", str(folder / TEXT), "--paths",
-                str(NUM_PATHS), "--window", str(WINDOW), "--seed", str(seed), *more,
+                "route", "--output", str(folder / f"{kind}-{seed}"), "--dataset", str(folder / TEXT), "--config",
+                str(config), "--window", str(WINDOW), "--seed", str(seed), *more,
             ],
         )
         for kind, more in kinds.items() for seed in range(options.seeds)

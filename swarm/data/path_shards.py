@@ -59,6 +59,36 @@ def clustered(features_NF: npt.NDArray[np.floating[Any]], num_paths: int, *, see
     return 2 * centroids_PF, -centroids_PF.square().sum(1)
 
 
+def arranged(centroids_PF: Tensor, paths: Sequence[Sequence[int]], *, seed: int) -> list[int]:
+    """Which of the clusters with these centroids each path takes, so that paths with common blocks have clusters that
+    are alike, and each block sees alike text; the paper's product k-means is for the same. From several random starts,
+    the two paths swap their clusters whose swap gains most, until none gains. Blocks.
+
+    Args:
+        paths: the variants that each path leads through.
+    """
+    variants_PS = np.array(paths)
+    common_PP = (variants_PS[:, None] == variants_PS[None]).sum(2).astype(np.float64)
+    np.fill_diagonal(common_PP, 0.0)
+    apart_PP = torch.cdist(centroids_PF.double(), centroids_PF.double()).square().numpy()
+    generator = np.random.RandomState(seed % 2**32)
+    found = list[tuple[float, list[int]]]()
+    for _ in range(_NUM_STARTS):
+        order = generator.permutation(len(paths))
+        while True:
+            own_PP = apart_PP[np.ix_(order, order)]
+            # What the swap of two paths saves of sum(common * own) / 2.
+            product_PP = common_PP @ own_PP
+            kept_P = np.diagonal(product_PP)
+            gains_PP = kept_P[:, None] + kept_P - product_PP - product_PP.T - 2 * common_PP * own_PP
+            one, other = divmod(int(gains_PP.argmax()), len(paths))
+            if gains_PP[one, other] <= 1e-9 * apart_PP.max():
+                break
+            order[[one, other]] = order[[other, one]]
+        found.append((float((common_PP * own_PP).sum()), order.tolist()))
+    return min(found)[1]
+
+
 def classified(features_NF: npt.NDArray[np.floating[Any]], best_N: npt.NDArray[np.int64], num_paths: int) -> Linear:
     """Fit a logistic regression that finds each sequence's best path by its features (discriminative routing, section
     2.4 of the paper). A path that is nowhere the best is not chosen. Blocks."""

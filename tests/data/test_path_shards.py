@@ -1,5 +1,7 @@
 """Shards for paths: sequences, clusters and balance."""
 
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +10,7 @@ import torch
 from sklearn.cluster import KMeans
 
 from swarm.config import DataConfig
-from swarm.data.path_shards import balanced, classified, clustered, sequences
+from swarm.data.path_shards import arranged, balanced, classified, clustered, sequences
 from swarm.data.sources import Source
 
 
@@ -43,6 +45,26 @@ def test_the_nearest_centroid_has_the_largest_score() -> None:
     assert np.array_equal(theirs.predict(features), chosen)
     with pytest.raises(ValueError, match="there are 3 sequences, too few for 4 paths"):
         clustered(features[:3], 4, seed=1)
+
+
+def test_paths_with_common_blocks_take_clusters_that_are_alike() -> None:
+    """As well as the best of all arrangements; and of four groups of four clusters each has a variant of its own."""
+    paths = [*itertools.product((0, 1), (0, 1))]
+    points = torch.from_numpy(np.random.RandomState(3).normal(0, 1, (4, 2)))
+
+    def cost(order: Sequence[int]) -> float:
+        pairs = itertools.combinations(zip(order, paths, strict=True), 2)
+        return sum(
+            float((points[one] - points[other]).square().sum()) * sum(map(int.__eq__, path, other_path))
+            for (one, path), (other, other_path) in pairs
+        )
+
+    assert cost(arranged(points, paths, seed=0)) == pytest.approx(min(map(cost, itertools.permutations(range(4)))))
+    groups = np.random.RandomState(4).permutation(16) % 4
+    blobs = torch.from_numpy(np.eye(4)[groups] + np.random.RandomState(5).normal(0, 0.05, (16, 4)))
+    crossed = [(0, one, other, 0) for one, other in itertools.product(range(4), repeat=2)]
+    of_path = groups[arranged(blobs, crossed, seed=1)].reshape(4, 4)
+    assert 4 in (sum(len(set(row)) == 1 for row in lines) for lines in (of_path, of_path.T))
 
 
 @pytest.mark.parametrize("best", [[0, 1, 2, 3], [0, 0, 2, 2], [3, 3, 3, 3]])
