@@ -83,7 +83,7 @@ class Plan:
     Attributes:
         throughput: the throughput of each block after the moves so far.
         target: the weakest block before the last move, which that move made stronger.
-        lost: the throughput that the last moved peer had at the blocks that it left.
+        lost: the samples per second that the last moved peer computed at the blocks that it left.
         own: the move of the peer `own` in this plan; None if there is none.
         own_target: the target of that move.
     """
@@ -199,4 +199,6 @@ class Plan:
             self._num_serving[block] -= 1
         for block in move.entered:
             self._num_serving[block] += 1
-        self.lost = -speed * min((move.changes[block] for block in move.left), default=0.0)
+        # Where nothing is trained nothing is lost, and elsewhere only the samples that pass the block.
+        losing = [block for block in move.left if self.throughput[block] < math.inf]
+        self.lost = -speed * min((move.changes[block] * self._layout.shares[block] for block in losing), default=0.0)

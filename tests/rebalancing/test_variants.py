@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.config import ModelConfig, RunConfig, StagesConfig
-from swarm.rebalancing.decision import choose_span, decide
+from swarm.rebalancing.decision import Policy, choose_span, decide
 from swarm.rebalancing.judgement import Judgement, costs_of
 from swarm.rebalancing.layout import Layout, Paths, Span, Worker, all_spans, layout_of, newcomers_before
 from swarm.types import Block, ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState, TrainerRecord
@@ -98,6 +98,9 @@ def test_a_path_that_nobody_can_make_whole_holds_up_nothing() -> None:
     lost = _swarm(paths, *spans)
     assert decide(lost, PeerId("0"), closed=at("1.1")) == at("1")
     assert choose_span(lost, all_spans(paths, 1), closed=at("1.1")) == at("1")
+    # What is computed on a path that stands still is no loss.
+    idle = _swarm(_paths([2, 1]), at("0"), at("0.1"), at("0.1"), at("0.1"))
+    assert decide(idle, PeerId("1"), Policy(stay_seconds=600.0)) == at("1")
     # Of two lone peers none can be spared, and the third stays where it is strongest.
     both = {at("0", "1"): 1.0, at("0.1", "1.1"): 1.0}
     assert decide(_swarm(both, at("0"), at("1"), at("0.1")), PeerId("0")) is None
@@ -176,14 +179,12 @@ def test_it_settles_and_no_move_empties_a_block_or_lowers_what_the_paths_manage(
 
 @settings(max_examples=40)
 @given(swarms(), st.integers(0, 2**32))
-def test_a_settled_swarm_of_single_blocks_leaves_no_path_broken_that_one_move_makes_whole(
+def test_equal_peers_of_single_blocks_leave_no_path_broken_that_one_move_makes_whole(
     swarm: tuple[Layout, Rooms], seed: int
 ) -> None:
     now, _ = swarm
-    workers = [
-        Worker(peer_id=one.peer_id, span=one.span[:1], speed=one.speed, movable=True) for one in now.workers.values()
-    ]
-    now = Layout(workers, now.costs, now.paths)
+    workers = [Worker(peer_id=one.peer_id, span=one.span[:1], speed=1.0, movable=True) for one in now.workers.values()]
+    now = Layout(workers, dict.fromkeys(now.costs, 1.0), now.paths)
     moves = settle(now, random.Random(seed))
     now = moves[-1][2] if moves else now
     if any(number > 1 for number in now.num_workers.values()):
