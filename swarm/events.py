@@ -28,15 +28,12 @@ class Event:
 class Start(Event):
     """A process begins. It may go on in the file of an earlier process. This is always a process's first line."""
 
-    run: str
-    """The run's id: a digest of its configuration."""
-    peer: str
-    """Peer id of a stage peer or of a trainer."""
+    run: str  # The run's id: a digest of its configuration.
+    peer: str  # Peer id of a stage peer or of a trainer.
     name: str
     stage: int
     """The stage that it serves first; -1 for a trainer."""
-    setting: str
-    """synchronous or diloco."""
+    setting: str  # synchronous or diloco.
     num_stages: int
     num_fragments: int
     """The number of parts of a stage that are averaged in turn, one in each round."""
@@ -195,8 +192,7 @@ class Checked(Event):
     round: int
     microbatch: int
     peer: str
-    verdict: str
-    """`agrees`, `differs` or `not_shown`."""
+    verdict: str  # `agrees`, `differs` or `not_shown`.
     reason: str
 
 
@@ -352,11 +348,3 @@ class EventLog(Events):
         times = f'"time":{self._clock.time():.6f},"monotonic":{self._clock.monotonic():.6f}'
         comma = "," if len(fields) > 2 else ""
         return self._file.append(f'{{"event":"{_NAME_OF[type(event)]}",{times}{comma}{fields[1:]}')
-
-
-def boot_id() -> str:
-    """An id of the machine's present boot, which no other boot has. Empty if the system does not provide one."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return ""

@@ -8,7 +8,7 @@ import swarm
 from peers.shared.sole_writer import require_sole_writer
 from swarm.averaging.agreement.shares import counted_rounds
 from swarm.config import RunConfig
-from swarm.events import EventLog, Events, Start, boot_id
+from swarm.events import EventLog, Events, Start
 from swarm.machine.clock import Clock
 
 
@@ -48,5 +48,13 @@ def start_of(config: RunConfig, *, peer_id: str, name: str, stage: int) -> Start
         round_microbatches=config.microbatches_per_round,
         most_samples=config.rounds.round_samples * counted_rounds(config),
         paths=config.paths if len(config.paths) > 1 else (),
-        software=swarm.__version__, pid=os.getpid(), boot=boot_id(),
+        software=swarm.__version__, pid=os.getpid(), boot=_boot_id(),
     )  # fmt: skip
+
+
+def _boot_id() -> str:
+    """An id of the machine's present boot, which no other boot has. Empty if the system does not provide one."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""

@@ -19,10 +19,10 @@ from swarm.averaging.agreement.shares import Counts, Shares, prepared_of, shares
 from swarm.averaging.own_round import Attempt, OwnRound, Result
 from swarm.averaging.roster import Roster
 from swarm.averaging.vectors.allreduce import Average, digest_of_whole
-from swarm.averaging.vectors.exchange import Closed, OtherMembers, given_after
+from swarm.averaging.vectors.exchange import Closed, given_after
 from swarm.averaging.vectors.shared import TiedParameters
 from swarm.averaging.wire.context import Context
-from swarm.averaging.wire.transport import ABORT, AVERAGE, BEGIN, COMMIT, Payload, record_of
+from swarm.averaging.wire.transport import ABORT, AVERAGE, BEGIN, COMMIT, OtherMembers, Payload, record_of
 from swarm.events import Begin, Prepare
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import RoundCost, RoundResult, Tensors
@@ -194,7 +194,8 @@ class Participant:
         block = self.context.own.block
         records = {share.contact.peer_id: record_of(share.contact, block) for share in request.shares}
         return OtherMembers(
-            context=self.context, records=records, opening=opening, timeout_seconds=request.timeout_seconds,
+            transport=self.context.transport, clock=self.context.clock, timing=self.context.timing, records=records,
+            opening=opening, timeout_seconds=request.timeout_seconds,
             silence_seconds=attempt.silence_seconds(len(shares.members)),
         )  # fmt: skip
 

@@ -193,16 +193,12 @@ class Computation(HopListener):
         return self._result
 
     def exchanged(self) -> dict[str, torch.Tensor] | None:
-        """All that this stage has received, sent on, got back and answered; None if it is not in the sum, or not all of
-        it is kept."""
+        """All that this stage received, sent on, got back and answered; None if that is not in the sum, or not kept."""
         if self._result is None or self._accumulated is None:
             return None
         gradient = self._accumulated.source.wire_gradient
-        exchanged = {
-            **self.order.wire_inputs, OUTPUT: self._wire_hidden, OUTPUT_GRADIENT: gradient,
-            GRADIENT: self._result.gradient,
-        }  # fmt: skip
-        return {name: tensor for name, tensor in exchanged.items() if tensor is not None}
+        made = {OUTPUT: self._wire_hidden, OUTPUT_GRADIENT: gradient, GRADIENT: self._result.gradient}
+        return {**self.order.wire_inputs, **{name: tensor for name, tensor in made.items() if tensor is not None}}
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

@@ -16,22 +16,17 @@ from swarm.averaging.agreement.messages import MemberFailed
 from swarm.averaging.agreement.shares import Shares
 from swarm.averaging.vectors.allreduce import AllReduceTransport, Average, Terms, butterfly, gather, sent_bytes
 from swarm.averaging.vectors.reduction import Compare, HandOut, Reduction, Side
-from swarm.averaging.wire.context import Context
-from swarm.averaging.wire.transport import Payload
 from swarm.compression import buffers
-from swarm.compression.codec import Buffer, contribution_codec, result_codec
+from swarm.compression.codec import contribution_codec, result_codec
 from swarm.compression.feedback import ErrorFeedback, Owed, Residual
 from swarm.config import AveragingConfig
-from swarm.errors import PeerUnavailable, SwarmError
 from swarm.events import Events, OutOfLine
 from swarm.honesty.comparison import Comparison, Deviation, Memory, layers_of
 from swarm.honesty.suspects import Suspects
 from swarm.machine.memory import Recycler
-from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.clipping import squared_norm_of_vector
 from swarm.training.round_member import Contribution
 from swarm.training.tally import Given
-from swarm.types import PeerRecord
 
 SMOOTHING = 0.3
 """Weight of the newest measurement of this member's line."""
@@ -307,56 +302,3 @@ def given_after(before: Mapping[str, Given], shares: Shares, config: AveragingCo
         own = Given(counts.round_samples, targets, 0, 1)
         given[share.peer_id] = before.get(share.peer_id, own).plus(Given(num_bytes=sent))
     return given
-
-
-@dataclass(frozen=True, kw_only=True)
-class OtherMembers:
-    """The members with which one exchange is made."""
-
-    context: Context
-    records: Mapping[str, PeerRecord]
-    opening: pb.ExchangeOpen
-    timeout_seconds: float
-    silence_seconds: float
-    """How long a member may send nothing, if it need not wait for other members."""
-
-    async def exchange(self, peer_id: str, part: Buffer, reply_bytes: int, *, waits: bool = True) -> Payload:
-        peer = self.records[peer_id]
-        silence: list[str] = []
-
-        async def watch(scope: asyncio.Timeout) -> None:
-            try:
-                await self._watch(peer)
-            except SwarmError as error:
-                silence.append(str(error))
-                scope.reschedule(asyncio.get_running_loop().time())
-
-        try:
-            # No task group: it would keep an exception that passes through it in a reference cycle, with all frames and
-            # their vectors.
-            async with asyncio.timeout(None) as scope:
-                watching = asyncio.create_task(watch(scope))
-                try:
-                    return await self.context.transport.exchange(
-                        peer,
-                        self.opening,
-                        part,
-                        reply_bytes=reply_bytes,
-                        timeout_seconds=self.timeout_seconds,
-                        silence_seconds=None if waits else self.silence_seconds,
-                    )
-                finally:
-                    watching.cancel()
-                    del watching, scope  # They would make a reference cycle too.
-        except TimeoutError:
-            if not silence:
-                raise
-            raise PeerUnavailable(silence[0]) from None
-
-    async def _watch(self, peer: PeerRecord) -> None:
-        """Ping a member again and again. Raise SwarmError once it does not answer, long before the exchange's
-        deadline."""
-        timing = self.context.timing
-        while True:
-            await self.context.clock.sleep(timing.heartbeat_seconds)
-            await self.context.transport.ping(peer, timeout_seconds=timing.report_seconds)

@@ -18,6 +18,7 @@ from swarm.compression.codec import Buffer
 from swarm.credentials.certificates import peer_id_of
 from swarm.errors import DeadlineExceeded, IntegrityError, MalformedMessage, PeerUnavailable, SwarmError
 from swarm.honesty.comparison import Deviation
+from swarm.machine.clock import Clock
 from swarm.rpc.ask import ask, download
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.failures import translate
@@ -293,3 +294,57 @@ def record_of(contact: pb.Contact, block: Block) -> PeerRecord:
         )
     except (ValueError, IntegrityError):
         raise MalformedMessage(f"not a peer's address: {contact.peer_id[:40]!r} {contact.endpoints[:80]!r}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherMembers:
+    """The members with which one exchange is made."""
+
+    transport: Transport
+    clock: Clock
+    timing: Timing
+    records: Mapping[str, PeerRecord]
+    opening: pb.ExchangeOpen
+    timeout_seconds: float
+    silence_seconds: float
+    """How long a member may send nothing, if it need not wait for other members."""
+
+    async def exchange(self, peer_id: str, part: Buffer, reply_bytes: int, *, waits: bool = True) -> Payload:
+        peer = self.records[peer_id]
+        silence: list[str] = []
+
+        async def watch(scope: asyncio.Timeout) -> None:
+            try:
+                await self._watch(peer)
+            except SwarmError as error:
+                silence.append(str(error))
+                scope.reschedule(asyncio.get_running_loop().time())
+
+        try:
+            # No task group: it would keep an exception that passes through it in a reference cycle, with all frames and
+            # their vectors.
+            async with asyncio.timeout(None) as scope:
+                watching = asyncio.create_task(watch(scope))
+                try:
+                    return await self.transport.exchange(
+                        peer,
+                        self.opening,
+                        part,
+                        reply_bytes=reply_bytes,
+                        timeout_seconds=self.timeout_seconds,
+                        silence_seconds=None if waits else self.silence_seconds,
+                    )
+                finally:
+                    watching.cancel()
+                    del watching, scope  # They would make a reference cycle too.
+        except TimeoutError:
+            if not silence:
+                raise
+            raise PeerUnavailable(silence[0]) from None
+
+    async def _watch(self, peer: PeerRecord) -> None:
+        """Ping a member again and again. Raise SwarmError once it does not answer, long before the exchange's
+        deadline."""
+        while True:
+            await self.clock.sleep(self.timing.heartbeat_seconds)
+            await self.transport.ping(peer, timeout_seconds=self.timing.report_seconds)
