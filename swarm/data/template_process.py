@@ -57,6 +57,7 @@ class TemplateProcess:
         self._turn = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
         self._ending: Callable[[], object] = lambda: None
+        self._num_closes = 0
 
     def ask(self, request: Mapping[str, Any]) -> Any:
         """Send a request to the child and return its answer. Blocks. If a signal handler raises an exception meanwhile,
@@ -66,8 +67,13 @@ class TemplateProcess:
             ValueError: one line: the template cannot be rendered, or not within the limits.
             OSError: no process can be started.
         """
+        num_closes = self._num_closes
         with self._turn:
             child = self._started()
+            if self._num_closes > num_closes:
+                # It was closed before there was a child to end.
+                self._ending()
+                raise ValueError("the chat template's process was closed")
             assert child.stdin is not None
             assert child.stdout is not None
             try:
@@ -75,27 +81,28 @@ class TemplateProcess:
                     write(child.stdin, request)
                 reply = read(child.stdout, _MOST_ANSWER_BYTES)
             except RecursionError:
-                self.close()
+                self._ending()
                 raise ValueError("the messages are nested too deeply for a chat template") from None
             except BaseException:
                 # The child is ended, because otherwise the next request would get the answer to this one.
-                self.close()
+                self._ending()
                 raise
             if reply is None:
-                self.close()
+                self._ending()
                 raise ValueError(f"the chat template cannot be rendered: {self._end_of(child)}")
             if "fault" in reply:
                 raise ValueError(reply["fault"])
             return reply["answer"]
 
     def close(self) -> None:
-        """End the child, if there is one. A caller that waits for the child's answer gets a ValueError. Any thread may
-        call this."""
+        """End the child, if there is one. Callers that wait for its answer, or for their turn, get a ValueError. Any
+        thread may call this."""
+        self._num_closes += 1
         self._ending()
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._child is None or self._child.poll() is not None:
-            self.close()
+            self._ending()
             # The child gets a session of its own, so that Ctrl-C reaches only the program.
             self._child = subprocess.Popen(
                 _COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,

@@ -111,15 +111,15 @@ class SpotChecks:
         others = self._others(drawn.peer)
         for other in self._rng.sample(others, min(MOST_ASKED, len(others))):
             reply = await self._ask(other, request)
-            if reply.verdict == _Reply.DIFFERS:
+            if reply.verdict == _Reply.VERDICT_DIFFERS:
                 wrong[other] = printable(reply.reason[:LONGEST_REASON])
-            elif reply.verdict == _Reply.AGREES:
+            elif reply.verdict == _Reply.VERDICT_AGREES:
                 right.append(other)
                 if not wrong:
                     standing.num_right += 1
                     standing.not_shown_to.clear()
                     return
-            elif reply.verdict == _Reply.NOT_SHOWN and not wrong:
+            elif reply.verdict == _Reply.VERDICT_NOT_SHOWN and not wrong:
                 standing.not_shown_to.add(other)
                 if len(standing.not_shown_to) >= LEAST_WRONG:
                     self._distrust(drawn, f"it does not show others what it computed: {printable(reply.reason)}")

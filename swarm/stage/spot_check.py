@@ -44,7 +44,7 @@ MOST_DISPROVED = 64
 _Reply = pb.SpotCheckReply
 
 
-class _NotShown(SwarmError):
+class _NotShown(Exception):
     """The peer that is checked does not show what it computed with."""
 
 
@@ -97,17 +97,17 @@ class SpotCheck:
                 tensors = await self._get_shown(request)
                 reason = await self._difference(request, tensors)
             except _NotShown as error:
-                reply = _Reply(verdict=_Reply.NOT_SHOWN, reason=str(error))
+                reply = _Reply(verdict=_Reply.VERDICT_NOT_SHOWN, reason=str(error))
             except (SwarmError, TimeoutError) as error:
                 return _Reply(reason=str(error))
             else:
-                reply = _Reply(verdict=_Reply.DIFFERS if reason else _Reply.AGREES, reason=reason)
-        if reply.verdict == _Reply.DIFFERS:
+                reply = _Reply(verdict=_Reply.VERDICT_DIFFERS if reason else _Reply.VERDICT_AGREES, reason=reason)
+        if reply.verdict == _Reply.VERDICT_DIFFERS:
             self._note_disproved(request, reason)
         self._stage.context.events.write(
             Checked(
                 round=request.round, microbatch=request.microbatch, peer=request.checked_id,
-                verdict=_Reply.Verdict.Name(reply.verdict).lower(), reason=reply.reason,
+                verdict=_Reply.Verdict.Name(reply.verdict).removeprefix("VERDICT_").lower(), reason=reply.reason,
             )
         )  # fmt: skip
         return reply

@@ -1,6 +1,7 @@
 import json
 import os
 import signal
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -245,8 +246,22 @@ def test_what_waits_for_a_rendering_does_not_once_it_is_closed() -> None:
         while not rendering.done():
             time.sleep(0.1)
             template.close()
-        with pytest.raises(ValueError, match=r"its process ended|closed file"):
+        with pytest.raises(ValueError, match=r"its process ended|closed file|was closed"):
             rendering.result()
+
+
+def test_a_rendering_whose_process_begins_just_then_is_closed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    template, start = _template("{{ messages[0].n }}"), subprocess.Popen
+
+    def closed_and_started(*arguments: Any, **options: Any) -> Any:
+        template.close()
+        return start(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", closed_and_started)
+        with pytest.raises(ValueError, match="was closed"):
+            template.render([{"n": 9}])
+    assert template.render([{"n": 9}]) == "9"
 
 
 def test_messages_may_hold_what_json_does_not_know() -> None:

@@ -116,8 +116,8 @@ async def test_honest_peers_find_each_other_right(config: RunConfig, monkeypatch
     replies = _watch(monkeypatch)
     async with running_chain(config, num_peers=(2, 2, 2), spans=False, check_share=1.0) as chain:
         await _train_until(chain, lambda: len(replies) >= 12)
-        assert {reply.verdict for reply in replies} <= {_Reply.AGREES, _Reply.UNKNOWN}
-        assert sum(reply.verdict == _Reply.AGREES for reply in replies) >= 6
+        assert {reply.verdict for reply in replies} <= {_Reply.VERDICT_AGREES, _Reply.VERDICT_UNSPECIFIED}
+        assert sum(reply.verdict == _Reply.VERDICT_AGREES for reply in replies) >= 6
         assert [_disproved(chain, stage) for stage in range(3)] == [[[], []]] * 3
         assert not any(_is_distrusted(chain, peer) for peer in chain.peers)
         await eventually(lambda: chain.is_idle)
@@ -185,7 +185,7 @@ async def test_a_false_accuser_is_outvoted(monkeypatch: pytest.MonkeyPatch, capl
 
         async def accuse(self: SpotCheck, context: object, request: pb.SpotCheckRequest) -> pb.SpotCheckReply:
             return (
-                _Reply(verdict=_Reply.DIFFERS, reason="it says")
+                _Reply(verdict=_Reply.VERDICT_DIFFERS, reason="it says")
                 if self._stage is accuser
                 else await true(self, context, request)
             )
@@ -210,9 +210,12 @@ async def test_what_a_peer_shows_has_to_be_what_its_neighbours_exchanged() -> No
     async with running_chain(SYNCHRONOUS, num_peers=(1, 2, 1), spans=False) as chain:
         await chain.ack(await chain.train(0))
         checked, checker = chain.at(1) if chain.at(1)[0].stage.ledger.find(0) else reversed(chain.at(1))
-        assert (await _ask(chain, checker, _request(chain, checked, 0))).verdict == _Reply.AGREES
+        assert (await _ask(chain, checker, _request(chain, checked, 0))).verdict == _Reply.VERDICT_AGREES
         other = await _ask(chain, checker, _request(chain, checked, 0, hidden_gradient=torch.zeros(1)))
-        assert (other.verdict, other.reason) == (_Reply.NOT_SHOWN, "it shows another hidden_gradient than it exchanged")
+        assert (other.verdict, other.reason) == (
+            _Reply.VERDICT_NOT_SHOWN,
+            "it shows another hidden_gradient than it exchanged",
+        )
         # Of the peer and the next one, nobody knows which one tells something else.
         following, true = chain.at(2)[0], Computation.exchanged
 
@@ -223,7 +226,7 @@ async def test_what_a_peer_shows_has_to_be_what_its_neighbours_exchanged() -> No
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Computation, "exchanged", told_by)
             disputed = await _ask(chain, checker, _request(chain, checked, 0))
-        assert disputed.verdict == _Reply.UNKNOWN
+        assert disputed.verdict == _Reply.VERDICT_UNSPECIFIED
         assert disputed.reason == f"{checked.peer_id} and {following.peer_id} tell hidden differently"
 
 
@@ -234,7 +237,10 @@ async def test_nothing_is_known_of_a_microbatch_whose_round_is_over() -> None:
         request = _request(chain, checked, 0)
         await begin_next_round(chain.peers)
         reply = await _ask(chain, checker, request)
-        assert (reply.verdict, reply.reason) == (_Reply.UNKNOWN, "microbatch 0 is not kept, this peer is at 1")
+        assert (reply.verdict, reply.reason) == (
+            _Reply.VERDICT_UNSPECIFIED,
+            "microbatch 0 is not kept, this peer is at 1",
+        )
 
 
 async def test_with_diloco_nothing_can_be_computed_again() -> None:

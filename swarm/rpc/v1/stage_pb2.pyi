@@ -696,19 +696,19 @@ class SpotCheckReply(_message.Message):
 
     class _VerdictEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[SpotCheckReply._Verdict.ValueType], _builtins.type):
         DESCRIPTOR: _descriptor.EnumDescriptor
-        UNKNOWN: SpotCheckReply._Verdict.ValueType  # 0
+        VERDICT_UNSPECIFIED: SpotCheckReply._Verdict.ValueType  # 0
         """The answer could not be checked, and the peer is not at fault."""
-        AGREES: SpotCheckReply._Verdict.ValueType  # 1
-        DIFFERS: SpotCheckReply._Verdict.ValueType  # 2
-        NOT_SHOWN: SpotCheckReply._Verdict.ValueType  # 3
+        VERDICT_AGREES: SpotCheckReply._Verdict.ValueType  # 1
+        VERDICT_DIFFERS: SpotCheckReply._Verdict.ValueType  # 2
+        VERDICT_NOT_SHOWN: SpotCheckReply._Verdict.ValueType  # 3
         """The peer does not show what it computed with, or shows other tensors than it exchanged with its neighbours."""
 
     class Verdict(_Verdict, metaclass=_VerdictEnumTypeWrapper): ...
-    UNKNOWN: SpotCheckReply.Verdict.ValueType  # 0
+    VERDICT_UNSPECIFIED: SpotCheckReply.Verdict.ValueType  # 0
     """The answer could not be checked, and the peer is not at fault."""
-    AGREES: SpotCheckReply.Verdict.ValueType  # 1
-    DIFFERS: SpotCheckReply.Verdict.ValueType  # 2
-    NOT_SHOWN: SpotCheckReply.Verdict.ValueType  # 3
+    VERDICT_AGREES: SpotCheckReply.Verdict.ValueType  # 1
+    VERDICT_DIFFERS: SpotCheckReply.Verdict.ValueType  # 2
+    VERDICT_NOT_SHOWN: SpotCheckReply.Verdict.ValueType  # 3
     """The peer does not show what it computed with, or shows other tensors than it exchanged with its neighbours."""
 
     VERDICT_FIELD_NUMBER: _builtins.int
