@@ -49,6 +49,7 @@ def _worker(work: str, folder: Path, children: Supervisor) -> Worker:
     return worker
 
 
+@pytest.mark.slow
 def test_a_turn_may_take_longer_than_a_start_and_a_process_that_ends_or_never_waits_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
