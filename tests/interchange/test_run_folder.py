@@ -157,6 +157,7 @@ def test_only_what_differs_is_written_to_toml() -> None:
     assert configs.from_toml(to_toml(config), source="test") == config
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_by_a_shard_and_a_layer(tmp_path: Path) -> None:
     """A model of 24 layers in files of a layer or two each: what is held at once is far from all of it."""
     model_bytes, shard_bytes = write_model(tmp_path / "model")

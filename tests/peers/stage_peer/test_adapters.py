@@ -142,6 +142,7 @@ async def test_a_run_that_stopped_goes_on_from_checkpoints_of_its_adapters(tuned
             assert_close((await peer.state())[1], expected, 1e-4)
 
 
+@pytest.mark.slow
 async def test_a_peer_that_moves_fetches_the_frozen_weights_of_its_new_stage_and_goes_on(tuned: Tuned) -> None:
     async with tuned.pair() as (first, second), tuned.peer().running(0) as mover:
         _assert_holds(mover, tuned.frozen(0))

@@ -60,6 +60,7 @@ def test_without_its_libraries_it_says_what_to_install(monkeypatch: pytest.Monke
         require_page(_options(), {}, is_locked=False)
 
 
+@pytest.mark.slow
 async def test_the_page_is_there_from_when_the_peer_serves_until_it_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
