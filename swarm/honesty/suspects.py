@@ -173,7 +173,10 @@ class Suspects:
             words = self._words[peer][round_number]
             words.num_owners = max(words.num_owners, len(said.keys() - {peer}))
         self._find_false_accusers(round_number, said.keys(), parts)
-        computed = [found for peer in parts if (found := self._judge_computed(peer, round_number, said))]
+        wrong = {each.peer_id for words in said.values() for each in words if each.is_computed}
+        computed = [
+            found for peer in parts if peer in wrong and (found := self._judge_computed(peer, round_number, said))
+        ]  # fmt: skip
         others = [peer for peer in accused if all(found.peer_id != peer for found in computed)]
         return computed + [
             found for peer in others if (found := self._judge(peer, round_number, said.keys() - {peer}))

@@ -83,9 +83,11 @@ class SpotChecks:
     def consider(self, microbatch: Microbatch, tensors: Tensors, reply: HopReply) -> None:
         """Draw whether an answer is checked."""
         peer = reply.route[self._block]
-        if not self._share or microbatch.is_replay or self._drawn.full() or not self._others(peer):
+        if not self._share or microbatch.is_replay or self._drawn.full():
             return
-        if self._rng.random() < max(self._share, (1 + self._standings[peer].num_right) ** -2):
+        is_drawn = self._rng.random() < max(self._share, (1 + self._standings[peer].num_right) ** -2)
+        # The others are looked up only now: that takes as long as there are peers, and few answers are drawn.
+        if is_drawn and self._others(peer):
             following = (other for block, other in reply.route.items() if block.stage == self._block.stage + 1)
             self._drawn.put_nowait(
                 _Drawn(

@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from swarm.config import RoundsConfig, RunConfig, WireConfig
-from swarm.errors import MalformedMessage
-from swarm.hop.spot_checks import SpotChecks, digests_of
+from swarm.errors import MalformedMessage, RoundMismatch
+from swarm.hop.spot_checks import digests_of
 from swarm.rpc.ask import address_of, ask
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.wire import stage_stub
 from swarm.stage.boundary import GRADIENT, HIDDEN
-from swarm.stage.computation import OUTPUT, OUTPUT_GRADIENT, Computation
+from swarm.stage.computation import OUTPUT, OUTPUT_GRADIENT
 from swarm.stage.spot_check import SpotCheck
 from swarm.stage.staging import Download
-from swarm.types import Block, PeerId
+from swarm.types import Block
 from tests.support.chain import (
     DILOCO,
     DROPOUT,
@@ -101,13 +101,13 @@ async def _ask(chain: Chain, checker: Peer, request: pb.SpotCheckRequest) -> pb.
 
 def _watch(monkeypatch: pytest.MonkeyPatch) -> list[pb.SpotCheckReply]:
     """The replies to all checks, as they come."""
-    replies, true = list[pb.SpotCheckReply](), SpotChecks._ask
+    replies, true = list[pb.SpotCheckReply](), SpotCheck.answer
 
-    async def watched(self: SpotChecks, other: PeerId, request: pb.SpotCheckRequest) -> pb.SpotCheckReply:
-        replies.append(await true(self, other, request))
+    async def watched(self: SpotCheck, context: object, request: pb.SpotCheckRequest) -> pb.SpotCheckReply:
+        replies.append(await true(self, context, request))
         return replies[-1]
 
-    monkeypatch.setattr(SpotChecks, "_ask", watched)
+    monkeypatch.setattr(SpotCheck, "answer", watched)
     return replies
 
 
@@ -181,17 +181,11 @@ async def test_of_two_peers_nobody_can_say_who_is_wrong(
 
 async def test_a_false_accuser_is_outvoted(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     async with running_chain(SYNCHRONOUS, num_peers=(1, 4, 1), spans=False, check_share=1.0) as chain:
-        accuser = chain.at(1)[0].stage
 
-        async def accuse(self: SpotCheck, context: object, request: pb.SpotCheckRequest) -> pb.SpotCheckReply:
-            return (
-                _Reply(verdict=_Reply.VERDICT_DIFFERS, reason="it says")
-                if self._stage is accuser
-                else await true(self, context, request)
-            )
+        async def accuse(context: object, request: pb.SpotCheckRequest) -> pb.SpotCheckReply:
+            return _Reply(verdict=_Reply.VERDICT_DIFFERS, reason="it says")
 
-        true = SpotCheck.answer
-        monkeypatch.setattr(SpotCheck, "answer", accuse)
+        monkeypatch.setattr(chain.at(1)[0].spot_check, "answer", accuse)
         with caplog.at_level(logging.WARNING):
             await _train_until(chain, lambda: "others find it right" in caplog.text)
         assert not any(_is_distrusted(chain, peer) for peer in chain.peers)
@@ -199,10 +193,12 @@ async def test_a_false_accuser_is_outvoted(monkeypatch: pytest.MonkeyPatch, capl
 
 async def test_a_peer_that_shows_nothing_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_chain(SYNCHRONOUS, num_peers=(1, 1, 3), spans=False, check_share=1.0) as chain:
-        hiding, true = chain.at(2)[0], Computation.exchanged
-        monkeypatch.setattr(
-            Computation, "exchanged", lambda self: None if self._backend is hiding.backend else true(self)
-        )
+        hiding = chain.at(2)[0]
+
+        async def hide(context: object, request: pb.ShowRequest) -> None:
+            raise RoundMismatch("nothing is kept")
+
+        monkeypatch.setattr(hiding.spot_check, "show", hide)
         await _train_until(chain, lambda: _is_distrusted(chain, hiding))
 
 
@@ -217,14 +213,14 @@ async def test_what_a_peer_shows_has_to_be_what_its_neighbours_exchanged() -> No
             "it shows another hidden_gradient than it exchanged",
         )
         # Of the peer and the next one, nobody knows which one tells something else.
-        following, true = chain.at(2)[0], Computation.exchanged
-
-        def told_by(computation: Computation) -> dict[str, torch.Tensor] | None:
-            told = true(computation)
-            return told and {**told, **({HIDDEN: torch.zeros(1)} if computation._backend is following.backend else {})}
-
+        following = chain.at(2)[0]
+        known = following.stage.ledger.find(0)
+        assert known is not None
+        assert known.computation is not None
+        told = known.computation.exchanged()
+        assert told is not None
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Computation, "exchanged", told_by)
+            patch.setattr(known.computation, "exchanged", lambda: {**told, HIDDEN: torch.zeros(1)})
             disputed = await _ask(chain, checker, _request(chain, checked, 0))
         assert disputed.verdict == _Reply.VERDICT_UNSPECIFIED
         assert disputed.reason == f"{checked.peer_id} and {following.peer_id} tell hidden differently"

@@ -212,11 +212,11 @@ class Peer:
         self.stage.admission.open()
         self.callers = Callers()
         describe = partial(pb.DescribeReply, run_id=config.run_id, stage=stage)
-        spot_check = SpotCheck(
+        self.spot_check = SpotCheck(
             self.stage, channels=self.channels,
             peers=lambda block: [record for record in known if record.block == block],
         )  # fmt: skip
-        self.servicer = StageServicer(self.stage, describe=describe, callers=self.callers, spot_check=spot_check)
+        self.servicer = StageServicer(self.stage, describe=describe, callers=self.callers, spot_check=self.spot_check)
         self.server = grpc.aio.server(options=SERVER_OPTIONS)
         add_stage_servicer(self.servicer, self.server)
         self.generation = GenerationServicer(self.stage, session_limits)
