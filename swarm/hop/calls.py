@@ -5,84 +5,40 @@ The hop chooses the peer, and asks another one if the attempt fails. Every wait 
 
 import asyncio
 import contextlib
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 from swarm.errors import Overloaded, PeerUnavailable
 from swarm.hop.answers import HopListener, HopReply, Tensors, obstacle_of, pack_route, unpack_route, well_formed
 from swarm.hop.retries import HopLimits, Retries
 from swarm.machine.clock import Clock
 from swarm.routing.router import Router
-from swarm.routing.throughput import Observation
+from swarm.routing.throughput import Line, Observation
 from swarm.rpc.ask import Stream, address_of
 from swarm.rpc.bounds import require_bounds
+from swarm.rpc.channels import ChannelPool, Patience
+from swarm.rpc.local import LocalBlock
 from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.rpc.wire import CHUNK_BYTES, NewBytes, Piece, TensorReader, TensorSpec, frames, parsed, require_in_range
+from swarm.rpc.wire import (
+    CHUNK_BYTES,
+    NewBytes,
+    Piece,
+    TensorReader,
+    TensorSpec,
+    frames,
+    parsed,
+    require_in_range,
+    stage_stub,
+)
 from swarm.training import samples
 from swarm.training.samples import Microbatch
 from swarm.types import Block, PeerId, PeerRecord
 
 OpenStub = Callable[[PeerRecord], Any]
 """Gives a service's stub for a peer. It counts as Any: generated types expect all requests when a call begins."""
-
-
-_TOGETHER = 8
-"""The arrivals that make one measurement of a line."""
-_KEPT = 8
-"""The measurements of which the fastest counts: what the line carries when nothing else holds up what is sent."""
-
-
-class Line:
-    """Sends tensors to the next stage, knows whether any are on their way, and measures how fast they arrive.
-
-    The fastest of the last measurements counts, as in BBR (Cardwell et al., "BBR: Congestion-Based Congestion Control",
-    2016): a busy process at the other end only makes a line look slower.
-    """
-
-    def __init__(self, silence_seconds: float) -> None:
-        self._silence_seconds = silence_seconds
-        self._num_sending = 0
-        self._num_on_way = 0
-        self._since = 0.0
-        self._num_arrived = self._num_arrived_bytes = 0
-        self._on_way_seconds = 0.0
-        self._measured: deque[float] = deque(maxlen=_KEPT)
-
-    @property
-    def bytes_per_second(self) -> float:
-        """The tensors of microbatches that have arrived, by the time in which any were on their way; 0 before that."""
-        if self._measured:
-            return max(self._measured)
-        return self._num_arrived_bytes / self._on_way_seconds if self._on_way_seconds else 0.0
-
-    def leaves(self, now: float) -> None:
-        """Note that a microbatch's tensors are on their way."""
-        self._since = self._since if self._num_on_way else now
-        self._num_on_way += 1
-
-    def arrives(self, num_bytes: int, now: float) -> None:
-        """Note that they have arrived, or that they will not: then they are 0 bytes."""
-        self._on_way_seconds, self._since = self._on_way_seconds + now - self._since, now
-        self._num_on_way -= 1
-        self._num_arrived_bytes += num_bytes
-        self._num_arrived += num_bytes > 0
-        if self._num_arrived == _TOGETHER and self._on_way_seconds:
-            self._measured.append(self._num_arrived_bytes / self._on_way_seconds)
-            self._num_arrived, self._num_arrived_bytes, self._on_way_seconds = 0, 0, 0.0
-
-    @property
-    def is_busy(self) -> bool:
-        return self._num_sending > 0
-
-    async def send(self, call: Stream, request: Any, tensors: Tensors) -> None:
-        """Write tensors in several messages. The first has the fields of `request`."""
-        self._num_sending += 1
-        try:
-            for message in frames(request, tensors, whole=call.is_local):
-                await call.write(message, self._silence_seconds)
-        finally:
-            self._num_sending -= 1
+FindOwn = Callable[[PeerRecord], LocalBlock | None]
+"""Finds the block that a record announces, if this very process serves it: it is called without gRPC."""
 
 
 class _Way:
@@ -101,6 +57,9 @@ class _Way:
         self.round_trip_seconds: float | None = None
         """Of the request that comes before the tensors; None if there was none."""
         self.num_bytes = 0
+        self._answers_since: float | None = None
+        self.answer_seconds = 0.0
+        """From the first message of the answer's tensors to the last one."""
 
     def asks(self) -> None:
         self._asked_at = self._clock.monotonic()
@@ -118,6 +77,11 @@ class _Way:
             now = self._clock.monotonic()
             self.seconds = now - self._sent_at
             self._line.arrives(self.num_bytes, now)
+
+    def answers(self) -> None:
+        now = self._clock.monotonic()
+        self._answers_since = self._answers_since or now
+        self.answer_seconds = now - self._answers_since
 
     def close(self) -> None:
         """Note that the call is over: what has not arrived yet will not arrive."""
@@ -140,20 +104,23 @@ class Calls:
     """Calls to peers of one block, each over a stream of its own."""
 
     def __init__(
-        self, *, run_id: str, block: Block, reply_specs: Mapping[str, TensorSpec], stub: OpenStub, router: Router,
-        clock: Clock, limits: HopLimits, line: Line, memory: NewBytes,
+        self, *, run_id: str, block: Block, reply_specs: Mapping[str, TensorSpec], channels: ChannelPool, own: FindOwn,
+        router: Router, clock: Clock, limits: HopLimits, memory: NewBytes,
     ) -> None:  # fmt: skip
         """`memory` makes the memory of the tensors that are answered."""
         self._run_id, self._block = run_id, block
         self._reply_specs = reply_specs
-        self._stub = stub
+        self._channels, self._own = channels, own
         self._router = router
         self._clock = clock
         self._limits = limits
-        self._line = line
+        self.line = Line()
+        self._num_sending = 0
         self._memory = memory
         self._credits: set[PeerId] = set()
         """Peers whose last answer granted room for one more microbatch, which may be sent without asking."""
+        self._turns: WeakValueDictionary[PeerId, asyncio.Lock] = WeakValueDictionary()
+        """Over a slow line a peer is handed one microbatch after the other: side by side, all of them would be late."""
 
     async def train(
         self, record: PeerRecord, microbatch: Microbatch, tensors: Tensors, listener: HopListener, retries: Retries
@@ -164,21 +131,59 @@ class Calls:
         specs = self._reply_specs if microbatch.answers_gradient(self._block.stage) else {}
         reader = TensorReader(specs, self._memory)
         retries.offered(peer_id)
-        with contextlib.closing(_Way(self._clock, self._line)) as way:
-            async with Stream(self._stub(record).Train()) as call:
-                await self._hand_over(call, self._opening(peer_id, microbatch, retries), tensors, way, retries)
+        patience = self._patience(record, tensors, specs)
+        with contextlib.closing(_Way(self._clock, self.line)) as way, self._noting_loss(record):
+            # The peer expects the opening as soon as there is a stream, so the turn comes first.
+            async with self._turn(peer_id, patience) as turn, Stream(self._stub(record, patience).Train()) as call:
+                opening = self._opening(peer_id, microbatch, retries, patience)
+                await self._hand_over(call, opening, tensors, way, retries, patience)
+                await turn.aclose()
                 retries.route.handed_over(peer_id)
                 listener.routed(retries.route.peers)
-                done = await self._follow(call, peer_id, microbatch, reader, way, listener, retries)
+                done = await self._follow(call, peer_id, microbatch, reader, way, listener, retries, patience)
                 _require_targets(done.num_targets, tensors)
-                self._learn(peer_id, microbatch, done, way)
+                self._learn(record, microbatch, done, way)
                 return HopReply(
                     loss=done.loss, tensors=reader.tensors,
                     route={**unpack_route(done.route), self._block: peer_id},
                     num_reroutes=done.num_reroutes + retries.num_failures, num_busy=retries.num_busy, _call=call,
                 )  # fmt: skip
 
-    def _opening(self, peer_id: PeerId, microbatch: Microbatch, retries: Retries) -> pb.Open:
+    def _patience(self, record: PeerRecord, there: Tensors, back: Mapping[str, TensorSpec]) -> Patience:
+        """What a call with these tensors is given."""
+        if self._own(record) is not None:
+            return Patience()
+        num_bytes = sum(tensor.nbytes for tensor in there.values()), sum(spec.num_bytes for spec in back.values())
+        return self._channels.patience(record, max(num_bytes))
+
+    def _silence_seconds(self, patience: Patience) -> float:
+        return self._limits.silence_seconds + patience.more_seconds
+
+    def _stub(self, record: PeerRecord, patience: Patience) -> Any:
+        """StageService's stub. It counts as Any: generated types expect all requests when a call begins."""
+        return self._own(record) or stage_stub(self._channels.channel(record, bulk=patience.is_needed))
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, peer_id: PeerId, patience: Patience) -> AsyncIterator[contextlib.AsyncExitStack]:
+        """Wait for the turn to hand a peer something over a slow line. It ends with the block, or once the stack that
+        is given is closed."""
+        async with contextlib.AsyncExitStack() as turn:
+            if patience.is_needed:
+                await turn.enter_async_context(self._turns.setdefault(peer_id, asyncio.Lock()))
+                if peer_id in self._router.banned(self._block):
+                    raise PeerUnavailable("it failed the microbatch before this one", is_unreachable=True)
+            yield turn
+
+    @contextlib.contextmanager
+    def _noting_loss(self, record: PeerRecord) -> Iterator[None]:
+        try:
+            yield
+        except PeerUnavailable as error:
+            if error.is_unreachable:
+                self._channels.lost(record)
+            raise
+
+    def _opening(self, peer_id: PeerId, microbatch: Microbatch, retries: Retries, patience: Patience) -> pb.Open:
         is_known = peer_id == retries.route.own
         is_eager = not is_known and peer_id in self._credits
         if is_eager:
@@ -189,34 +194,53 @@ class Calls:
             accumulate_only_at=microbatch.accumulate_only_at,
             rerouted_backward=retries.route.forward_passed and not is_known, eager=is_eager,
             has_others=retries.has_others, way_seconds=microbatch.way_seconds,
+            small_messages=patience.is_needed,
         )  # fmt: skip
 
-    async def _hand_over(self, call: Stream, opening: pb.Open, tensors: Tensors, way: _Way, retries: Retries) -> None:
+    async def _hand_over(
+        self, call: Stream, opening: pb.Open, tensors: Tensors, way: _Way, retries: Retries, patience: Patience
+    ) -> None:
         """Ask the peer whether it has room, and send what it needs; with a credit, do both at once."""
         if opening.eager:
             way.begin(tensors)
-            await self._line.send(call, pb.TrainRequest(open=opening), tensors)
-            _admitted(_reply(await call.read(self._limits.silence_seconds))[0])
+            await self._send(call, pb.TrainRequest(open=opening), tensors, patience)
+            _admitted(_reply(await call.read(self._silence_seconds(patience)))[0])
             way.heard()
             retries.accepted()
             return
         way.asks()
-        await call.write(pb.TrainRequest(open=opening), self._limits.open_seconds)
-        accepted = _admitted(_reply(await call.read(self._limits.open_seconds))[0])
+        seconds = self._limits.open_seconds + patience.more_seconds
+        await call.write(pb.TrainRequest(open=opening), seconds)
+        accepted = _admitted(_reply(await call.read(seconds))[0])
         way.answered()
         retries.accepted()
         if not accepted.has_tensors:
             way.begin(tensors)
-            await self._line.send(call, pb.TrainRequest(), tensors)
+            await self._send(call, pb.TrainRequest(), tensors, patience)
+
+    @property
+    def is_sending(self) -> bool:
+        return self._num_sending > 0
+
+    async def _send(self, call: Stream, request: Any, tensors: Tensors, patience: Patience) -> None:
+        """Write tensors in several messages. The first has the fields of `request`."""
+        self._num_sending += 1
+        try:
+            for message in frames(request, tensors, whole=call.is_local, chunk_bytes=patience.chunk_bytes):
+                await call.write(message, self._silence_seconds(patience))
+        finally:
+            self._num_sending -= 1
 
     async def _follow(
         self, call: Stream, peer_id: PeerId, microbatch: Microbatch, reader: TensorReader, way: _Way,
-        listener: HopListener, retries: Retries,
+        listener: HopListener, retries: Retries, patience: Patience,
     ) -> pb.Done:  # fmt: skip
         stalled_since = self._clock.monotonic()
         while True:
-            reply, pieces = _reply(await call.read(self._limits.silence_seconds))
+            reply, pieces = _reply(await call.read(self._silence_seconds(patience)))
             way.heard()
+            if pieces:
+                way.answers()
             with well_formed():
                 for piece in pieces:
                     reader.feed(piece)
@@ -237,7 +261,10 @@ class Calls:
                 _admitted(reply)
                 raise PeerUnavailable("it was accepted twice")
 
-    def _learn(self, peer_id: PeerId, microbatch: Microbatch, done: pb.Done, way: _Way) -> None:
+    def _learn(self, record: PeerRecord, microbatch: Microbatch, done: pb.Done, way: _Way) -> None:
+        peer_id = PeerId(record.peer_id)
+        if way.seconds is not None:
+            self._channels.transferred(record, max(way.seconds, way.answer_seconds))
         if done.credits:
             self._credits.add(peer_id)
         else:
@@ -262,10 +289,11 @@ class Calls:
             address=address_of(self._run_id, self._block, path), round=held[0].round, num_samples=num_samples,
             sequence_length=num_tokens - 1, later=held[1:],
         )  # fmt: skip
-        async with Stream(self._stub(record).Evaluate()) as call:
-            await self._line.send(call, pb.EvaluateRequest(open=request), tensors)
+        patience = self._patience(record, tensors, {})
+        async with Stream(self._stub(record, patience).Evaluate()) as call:
+            await self._send(call, pb.EvaluateRequest(open=request), tensors, patience)
             await call.done_writing()
-            while not (reply := await call.read(self._limits.silence_seconds)).HasField("evaluated"):
+            while not (reply := await call.read(self._silence_seconds(patience))).HasField("evaluated"):
                 if reply.HasField("progress"):
                     listener.progress(reply.progress.stage, obstacle=obstacle_of(reply.progress))
             call.cancel()
@@ -276,7 +304,7 @@ class Calls:
         """Open a hold, as Hop.hold does, at one peer, which asks one of the next stage, and so on to the last. Raises
         what `translate` gives. Cancellation ends the stream."""
         request = pb.HoldRequest(address=address_of(self._run_id, self._block, path), newest_round=newest_round)
-        async with Stream(self._stub(record).Hold(request)) as stream:
+        async with Stream(self._stub(record, Patience()).Hold(request)) as stream:
             # The peer gives signs of life while it asks the later stages.
             while not (reply := await stream.read(self._limits.silence_seconds)).HasField("held"):
                 if reply.HasField("progress"):

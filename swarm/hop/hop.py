@@ -18,7 +18,7 @@ from swarm.errors import MalformedMessage, PathStandsStill, PeerUnavailable, Try
 from swarm.events import Events
 from swarm.events import Hop as HopEvent
 from swarm.hop.answers import HopListener, HopReply, Obstacle, Tensors
-from swarm.hop.calls import Calls, Hold, Line
+from swarm.hop.calls import Calls, FindOwn, Hold
 from swarm.hop.continuation import Continuation
 from swarm.hop.retries import HopLimits, Retries
 from swarm.hop.session import Order, SessionCalls
@@ -27,7 +27,6 @@ from swarm.machine.clock import Clock
 from swarm.machine.words import Repeats
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
-from swarm.rpc.local import LocalBlock
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.generation_pb2_grpc import GenerationServiceStub
 from swarm.rpc.wire import NewBytes, TensorSpec, new_bytes, stage_stub
@@ -51,7 +50,7 @@ class Hop:
     def __init__(
         self, *, run_id: str, block: Block, reply_specs: Mapping[str, TensorSpec], router: Router,
         channels: ChannelPool, clock: Clock, limits: HopLimits | None = None, events: Events | None = None,
-        memory: NewBytes = new_bytes, own: Callable[[PeerRecord], LocalBlock | None] = lambda _: None,
+        memory: NewBytes = new_bytes, own: FindOwn = lambda _: None,
         check_share: float = 0.0,
     ) -> None:  # fmt: skip
         """
@@ -69,11 +68,9 @@ class Hop:
         self._under_way: set[Retries] = set()
         self._empty_since: float | None = None
         """Since when the block has had no peers but banned ones, and none has answered."""
-        self._line = Line(self._limits.silence_seconds)
         self._calls = Calls(
             run_id=run_id, block=block, reply_specs=reply_specs,
-            stub=lambda record: own(record) or stage_stub(channels.channel(record)),
-            router=router, clock=clock, limits=self._limits, line=self._line, memory=memory,
+            channels=channels, own=own, router=router, clock=clock, limits=self._limits, memory=memory,
         )  # fmt: skip
         self.checks = SpotChecks(
             run_id=run_id, block=block, share=check_share, router=router,
@@ -87,12 +84,12 @@ class Hop:
     @property
     def is_held_up(self) -> bool:
         """Whether microbatches here wait for the line or for room at the next stage, so that one more would too."""
-        return self._line.is_busy or any(retries.is_refused for retries in self._under_way)
+        return self._calls.is_sending or any(retries.is_refused for retries in self._under_way)
 
     @property
     def line_bytes_per_second(self) -> float:
         """How fast tensors of microbatches arrive at the stage, all together; 0 before any have arrived."""
-        return self._line.bytes_per_second
+        return self._calls.line.bytes_per_second
 
     @property
     def obstacle(self) -> Obstacle | None:

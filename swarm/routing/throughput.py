@@ -5,6 +5,7 @@ Peers' own figures are bounded, not trusted, and NaN counts as slow. Never reads
 """
 
 import math
+from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -23,6 +24,10 @@ LEAST_BAN_SHARE = 0.2
 through, a microbatch may not."""
 _LONGEST_QUEUE = 1000
 """Bound of a peer's queue length, for which peers may announce integers of any size."""
+_TOGETHER = 8
+"""The arrivals that make one measurement of a line."""
+_KEPT = 8
+"""The measurements of which the fastest counts: what the line carries when nothing else holds up what is sent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +85,43 @@ class Link:
             self._round_trip.observe(_bounded(reply.round_trip_seconds))
         if reply.link_seconds is not None and reply.num_bytes:
             self._rate.observe(reply.num_bytes / _bounded(reply.link_seconds))
+
+
+class Line:
+    """How fast a process's tensors arrive at the next stage, all together.
+
+    The fastest of the last measurements counts, as in BBR (Cardwell et al., "BBR: Congestion-Based Congestion Control",
+    2016): a busy process at the other end only makes a line look slower.
+    """
+
+    def __init__(self) -> None:
+        self._num_on_way = 0
+        self._since = 0.0
+        self._num_arrived = self._num_arrived_bytes = 0
+        self._on_way_seconds = 0.0
+        self._measured: deque[float] = deque(maxlen=_KEPT)
+
+    @property
+    def bytes_per_second(self) -> float:
+        """The tensors of microbatches that have arrived, by the time in which any were on their way; 0 before that."""
+        if self._measured:
+            return max(self._measured)
+        return self._num_arrived_bytes / self._on_way_seconds if self._on_way_seconds else 0.0
+
+    def leaves(self, now: float) -> None:
+        """Note that a microbatch's tensors are on their way."""
+        self._since = self._since if self._num_on_way else now
+        self._num_on_way += 1
+
+    def arrives(self, num_bytes: int, now: float) -> None:
+        """Note that they have arrived, or that they will not: then they are 0 bytes."""
+        self._on_way_seconds, self._since = self._on_way_seconds + now - self._since, now
+        self._num_on_way -= 1
+        self._num_arrived_bytes += num_bytes
+        self._num_arrived += num_bytes > 0
+        if self._num_arrived == _TOGETHER and self._on_way_seconds:
+            self._measured.append(self._num_arrived_bytes / self._on_way_seconds)
+            self._num_arrived, self._num_arrived_bytes, self._on_way_seconds = 0, 0, 0.0
 
 
 class SecondsPerSample:

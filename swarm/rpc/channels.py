@@ -4,6 +4,8 @@ Pings show within seconds that a neighbour is frozen or out of reach. Never retr
 """
 
 import asyncio
+import math
+from collections import deque
 from collections.abc import Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,10 +18,12 @@ from swarm.credentials.rights import require_serving
 from swarm.errors import NotAllowed, PeerUnavailable
 from swarm.machine.clock import Clock, SystemClock
 from swarm.rpc import tls
+from swarm.rpc.ask import SLOWEST_BYTES_PER_SECOND
 from swarm.rpc.meeting.carrying import Line
 from swarm.rpc.meeting.dialler import Dialler, Points
 from swarm.rpc.meeting.ways import Road, Ways
 from swarm.rpc.tls import BULK_OPTIONS, CLIENT_OPTIONS
+from swarm.rpc.wire import CHUNK_BYTES, SMALL_CHUNK_BYTES
 from swarm.types import TUNNEL, PeerRecord
 
 _Key = tuple[str, str, bool]
@@ -31,6 +35,26 @@ Calls still under way on it may go on for the same time."""
 
 READY_SECONDS = 5.0
 """Longest wait for TLS over a better line."""
+
+SHORT_BYTES = 64 << 10
+"""So few bytes do not hold up a ping for long, however slow the line is."""
+SOON_SECONDS = 0.5
+"""Where tensors arrive within this time, a ping behind them is answered in time."""
+_REMEMBERED = 4
+"""How many transfers are remembered for each peer. The fastest counts: a busy process only makes a line look slower."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """What a call with tensors is given. Over a line that may be slow it uses the channel for bulk transfers."""
+
+    more_seconds: float = 0.0
+    """How much longer each of its messages may take: what was sent before it has to arrive first."""
+    chunk_bytes: int = CHUNK_BYTES
+
+    @property
+    def is_needed(self) -> bool:
+        return self.more_seconds > 0
 
 
 @dataclass(frozen=True)
@@ -56,8 +80,10 @@ class ChannelPool:
     """Keeps two channels for each server and certificate, which all calls share.
 
     One of them is for bulk transfers. A call waits behind all that was written to its connection before it, so a call
-    of a few bytes behind megabytes on a slow line would miss its deadline. A peer with several endpoints, or behind a
-    meeting point, gets a new channel when a better way is found; calls under way end on the old one.
+    of a few bytes behind megabytes on a slow line would miss its deadline. So would a ping, and the line would be taken
+    for dead: large tensors go over the channel for short calls, where a frozen peer is noticed within seconds, only
+    once others have shown that the line is fast. A peer with several endpoints, or behind a meeting point, gets a new
+    channel when a better way is found; calls under way end on the old one.
     """
 
     def __init__(
@@ -73,6 +99,8 @@ class ChannelPool:
         self._clock = clock or SystemClock()
         self._channels: dict[_Key, _Opened] = {}
         self._used_at: dict[_Key, float] = {}
+        self._transfer_seconds: dict[str, deque[float]] = {}
+        """How long the last tensors took to each peer that gets large ones, and back, by the peer's place."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._dialler = Dialler()
         self.points = points or Points(identity, insecure=insecure, run_id=run_id)
@@ -104,10 +132,32 @@ class ChannelPool:
         self._used_at[key] = now
         return opened.channel
 
+    def patience(self, record: PeerRecord, num_bytes: int) -> Patience:
+        """What a call with so many bytes of tensors, there or back, is given."""
+        if num_bytes <= SHORT_BYTES:
+            return Patience()
+        taken = self._transfer_seconds.setdefault(record.place, deque(maxlen=_REMEMBERED))
+        is_fast = min(taken, default=math.inf) <= SOON_SECONDS
+        if is_fast and self.channel(record).get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY:
+            return Patience()
+        return Patience(more_seconds=num_bytes / SLOWEST_BYTES_PER_SECOND, chunk_bytes=SMALL_CHUNK_BYTES)
+
+    def transferred(self, record: PeerRecord, seconds: float) -> None:
+        """Note how long a call's tensors took to a peer, or those of its answer back, whichever took longer."""
+        if record.place in self._transfer_seconds:
+            self._transfer_seconds[record.place].append(seconds)
+
+    def lost(self, record: PeerRecord) -> None:
+        """Note that a call with tensors lost its connection: the peer may be gone, or its line have become slow."""
+        if record.place in self._transfer_seconds:
+            self._transfer_seconds[record.place].clear()
+
     def is_connected(self, record: PeerRecord) -> bool:
-        """Whether the channel to a peer, the one for short calls, has a connection now."""
-        opened = self._channels.get((record.place, record.certificate_pem, False))
-        return opened is not None and opened.channel.get_state() is grpc.ChannelConnectivity.READY
+        """Whether a channel to a peer has a connection now: the one for short calls, or that for bulk transfers where
+        it carries large tensors of calls."""
+        kinds = (False, True) if record.place in self._transfer_seconds else (False,)
+        opened = [self._channels.get((record.place, record.certificate_pem, bulk)) for bulk in kinds]
+        return any(one and one.channel.get_state() is grpc.ChannelConnectivity.READY for one in opened)
 
     async def close(self) -> None:
         channels = [opened.let_go() for opened in self._channels.values()]
@@ -129,6 +179,8 @@ class ChannelPool:
                 del self._used_at[key]
             places = {place for place, _, _ in self._channels}
             self._ways = {place: ways for place, ways in self._ways.items() if place in places}
+            for place in self._transfer_seconds.keys() - places:
+                del self._transfer_seconds[place]
             self._spawn(_close(channels, UNUSED_SECONDS))
 
     def _require_member(self, record: PeerRecord) -> None:

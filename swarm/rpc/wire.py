@@ -24,6 +24,8 @@ from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
 
 CHUNK_BYTES = 1 << 20
 """Most bytes of a tensor in one chunk. A message is sent once it has this many, so it has less than twice as many."""
+SMALL_CHUNK_BYTES = 64 << 10
+"""The same where the line may be slow, so that each message is a sign of life."""
 
 LARGEST_ACTIVATION = 65504.0
 """Largest magnitude of an activation or its gradient: float16's largest number, whatever the element type. Beyond it,
@@ -172,10 +174,12 @@ class Frame:
         return sum(data.nbytes for _, data in self.pieces)
 
 
-def frames(first: Message, tensors: Mapping[str, torch.Tensor], *, whole: bool = False) -> Iterator[Frame]:
+def frames(
+    first: Message, tensors: Mapping[str, torch.Tensor], *, whole: bool = False, chunk_bytes: int = CHUNK_BYTES
+) -> Iterator[Frame]:
     """Yield messages that carry CPU tensors, of types in ENCODINGS, as chunks; the first has the fields of `first`.
 
-    There is at least one message, and each but the last has CHUNK_BYTES or more. With `whole` there is one, and each
+    There is at least one message, and each but the last has `chunk_bytes` or more. With `whole` there is one, and each
     tensor is one piece of it, as it is and on any device.
     """
     frame = Frame(first)
@@ -188,11 +192,11 @@ def frames(first: Message, tensors: Mapping[str, torch.Tensor], *, whole: bool =
             frame.pieces.append((header, tensor))
             continue
         raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
-        for start in range(0, max(1, raw.nbytes), CHUNK_BYTES):
-            if frame.num_tensor_bytes >= CHUNK_BYTES:
+        for start in range(0, max(1, raw.nbytes), chunk_bytes):
+            if frame.num_tensor_bytes >= chunk_bytes:
                 yield frame
                 frame = Frame(type(first)())
-            frame.pieces.append((header if start == 0 else None, raw[start : start + CHUNK_BYTES]))
+            frame.pieces.append((header if start == 0 else None, raw[start : start + chunk_bytes]))
     yield frame
 
 

@@ -20,7 +20,7 @@ from swarm.rpc.local import is_local
 from swarm.rpc.serving import check_address, require_block, send
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceServicer
-from swarm.rpc.wire import Frame, frames
+from swarm.rpc.wire import CHUNK_BYTES, SMALL_CHUNK_BYTES, Frame, frames
 from swarm.stage.boundary import GRADIENT, request_specs
 from swarm.stage.call import Context, Incoming, refuse
 from swarm.stage.computation import Computation
@@ -163,7 +163,7 @@ class StageServicer(StageServiceServicer):
             try:
                 await self._stream_news(context, computation)
                 self._stage.counters["rerouted_backwards"] += opening.rerouted_backward
-                await self._answer(context, computation, microbatch, opening.has_others)
+                await self._answer(context, computation, microbatch, opening)
             except BaseException:
                 self._stage.endings.abandon(computation, context)
                 raise
@@ -211,7 +211,7 @@ class StageServicer(StageServiceServicer):
             raise StaleMicrobatch("another call took this microbatch over")
 
     async def _answer(
-        self, context: Context, computation: Computation, microbatch: Microbatch, has_others: bool
+        self, context: Context, computation: Computation, microbatch: Microbatch, opening: pb.Open
     ) -> None:
         result = computation.result()
         # A replay may have joined a computation that was begun before it.
@@ -219,14 +219,14 @@ class StageServicer(StageServiceServicer):
         if result.gradient is not None and microbatch.answers_gradient(self._stage.number):
             tensors = {GRADIENT: result.gradient}
         with self._stage.answers.written(len(tensors)):
-            last = await _send_tensors(context, tensors)
+            last = await _send_tensors(context, tensors, SMALL_CHUNK_BYTES if opening.small_messages else CHUNK_BYTES)
             done = pb.Done(
                 loss=result.loss,
                 num_targets=samples.amount(computation.order.wire_inputs).targets,
                 route=pack_route(result.route),
                 busy_seconds=result.busy_seconds,
                 queue_length=self._stage.context.runtime.queue_length,
-                credits=self._stage.admission.grants(has_others=has_others),
+                credits=self._stage.admission.grants(has_others=opening.has_others),
                 num_reroutes=result.num_reroutes,
             )
             last.message.MergeFrom(pb.TrainReply(done=done))
@@ -287,9 +287,9 @@ class StageServicer(StageServiceServicer):
             await refuse(context, error)
 
 
-async def _send_tensors(context: Context, tensors: Mapping[str, torch.Tensor]) -> Frame:
+async def _send_tensors(context: Context, tensors: Mapping[str, torch.Tensor], chunk_bytes: int) -> Frame:
     """Send all messages of the tensors except the last one. Return the last one, so that the caller can add to it."""
-    messages = frames(pb.TrainReply(), tensors, whole=is_local(context))
+    messages = frames(pb.TrainReply(), tensors, whole=is_local(context), chunk_bytes=chunk_bytes)
     last = next(messages)
     for following in messages:
         await send(context, last)

@@ -131,3 +131,22 @@ def test_a_joiner_whose_line_is_too_slow_says_so_and_slows_nobody(hosted: Hosted
     assert joining / before < 2.0
     report = run.audit()
     assert report["proven"], report
+
+
+def test_a_line_that_a_microbatch_fills_for_seconds_is_not_taken_for_dead(hosted: Hosted, internet: Internet) -> None:
+    """A microbatch of 1 MiB takes 8 s over it, there and back."""
+    config = run_of("thin", width=256, layers=2, stages=2, length=256, microbatch=4, round_samples=8)
+    write_config(config, file := hosted.folder / "run.toml")
+    hosts = [internet.public_host() for _ in range(2)]
+    for host in hosts:
+        internet.limit(host, 1.0)
+    first = hosted.serving_peer(hosts[0], "first", ["--config", file, "--stage", 0])
+    second = hosted.serving_peer(hosts[1], "second", [invite_of(first), "--stage", 1])
+    own = ["--name", "trainer", "--output", hosted.folder / "trainer", "--evaluate-every", 0, "--steps", 3]
+    trainer = hosted.start(hosts[0], "trainer", "trainer", [invite_of(first), *own])
+    wait_for(trainer, lambda: any(end.name == trainer.name for end in hosted.children.exits()), seconds=LIMIT_SECONDS)
+    rows = read_metrics(hosted.folder / "trainer" / "metrics.jsonl")
+    assert sum("train/loss" in row for row in rows) == 3
+    for child in (first, second, trainer):
+        said = child.log.read_text().splitlines()
+        assert not [line for line in said if "failed" in line or "broke" in line], child.name

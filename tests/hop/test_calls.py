@@ -1,20 +1,23 @@
 """A call measures the link to its peer: how long the tensors took, and nothing else."""
 
 import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from google.protobuf.message import Message
 
-from swarm.hop.calls import Line
-from swarm.routing.throughput import Observation
+from swarm.routing.throughput import Line, Observation
+from swarm.rpc import channels
 from swarm.rpc.callers import Caller, Callers
 from swarm.rpc.serving import MESSAGE_SECONDS
+from swarm.rpc.tls import client_options
 from swarm.rpc.wire import NewBytes, Piece
 from swarm.stage import servicer
 from swarm.stage.call import Incoming
 from swarm.types import Block, PeerId
-from tests.support.chain import DILOCO, SYNCHRONOUS, running_chain
+from tests.support.chain import DILOCO, SYNCHRONOUS, Chain, eventually, running_chain
 from tests.support.manual_clock import ManualClock
 from tests.support.proxy import Direction, Proxy
 
@@ -75,7 +78,7 @@ async def test_a_link_is_measured_with_a_credit_and_without_one(eager: bool, mon
 
 
 def test_the_line_is_measured_while_anything_is_on_its_way() -> None:
-    line = Line(1.0)
+    line = Line()
     assert line.bytes_per_second == 0.0
     for now, num_bytes in ((10, None), (11, None), (12, 100), (14, 200), (20, None), (21, 0)):
         if num_bytes is None:
@@ -86,7 +89,7 @@ def test_the_line_is_measured_while_anything_is_on_its_way() -> None:
 
 
 def test_a_line_carries_what_it_carried_when_nothing_else_held_it_up() -> None:
-    line, now = Line(1.0), 0.0
+    line, now = Line(), 0.0
     measured: list[float] = []
     for seconds in [10.0] * 8 + [2.0] * 8 + [50.0] * 64:
         line.leaves(now)
@@ -114,3 +117,46 @@ async def test_nothing_sent_says_nothing_of_the_link(monkeypatch: pytest.MonkeyP
         first.close()
         await chain.ack(again)
     assert [link is None for link in links] == [False, True]
+
+
+async def test_a_line_that_microbatches_fill_is_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ping, and its answer, wait behind them."""
+    monkeypatch.setattr(channels, "CLIENT_OPTIONS", client_options(50, 200))
+    async with _through_a_proxy(monkeypatch) as (chain, proxy, failures):
+        for link in proxy.links.values():
+            link.bytes_per_second = 200_000
+        await chain.train_all([0])
+        assert failures == []
+
+
+async def test_a_line_is_slow_where_the_answer_comes_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is so at home, where less goes up than comes down."""
+    async with _through_a_proxy(monkeypatch) as (chain, proxy, failures):
+        pool, record = chain.peers[0].channels, chain.peers[0].router.records(Block(1))[0]
+        await chain.train_all([0])
+        await eventually(lambda: not pool.patience(record, HIDDEN_BYTES).is_needed)
+        assert pool.is_connected(record)
+        pool.lost(record)
+        proxy.links[Direction.TO_CLIENT].bytes_per_second = 100_000
+        await chain.train_all([1])
+        assert pool.patience(record, HIDDEN_BYTES).is_needed
+        assert failures == []
+
+
+HIDDEN_BYTES = 2 * 512 * 32 * 4
+
+
+@asynccontextmanager
+async def _through_a_proxy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> AsyncIterator[tuple[Chain, Proxy, list[dict[str, object]]]]:
+    """A chain with a proxy before its stage 1, and what its stage 0 tells the router of failures there."""
+    config = dataclasses.replace(DILOCO, data=dataclasses.replace(DILOCO.data, sequence_length=512))
+    failures: list[dict[str, object]] = []
+    async with running_chain(config) as chain:
+        first, far = chain.peers[:2]
+        monkeypatch.setattr(first.router, "failed", lambda *_, **why: failures.append(why))
+        host, port = far.record.endpoint.split(":")
+        async with Proxy(host, int(port)) as proxy:
+            first.router.update(Block(1), [far.record.model_copy(update={"endpoint": proxy.address})])
+            yield chain, proxy, failures

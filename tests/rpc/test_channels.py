@@ -152,6 +152,26 @@ async def test_a_short_call_does_not_wait_behind_a_bulk_transfer(serve: Serve, i
         assert len(await transfer) == 1_100_000
 
 
+async def test_large_tensors_use_the_short_channel_only_where_others_arrived_soon(
+    serve: Serve, insecure_pool: ChannelPool
+) -> None:
+    record, num_bytes = _record(await serve()), 1 << 20
+    assert not insecure_pool.patience(record, channels.SHORT_BYTES).is_needed
+    assert insecure_pool.patience(record, num_bytes).is_needed
+    insecure_pool.transferred(record, channels.SOON_SECONDS / 2)
+    await eventually(lambda: not insecure_pool.patience(record, num_bytes).is_needed)
+    assert insecure_pool.is_connected(record)
+    for _ in range(3):
+        insecure_pool.transferred(record, 60.0)
+    assert not insecure_pool.patience(record, num_bytes).is_needed, "the process at the other end may have been busy"
+    insecure_pool.transferred(record, 60.0)
+    assert insecure_pool.patience(record, num_bytes).is_needed
+    insecure_pool.transferred(record, channels.SOON_SECONDS / 2)
+    assert not insecure_pool.patience(record, num_bytes).is_needed
+    insecure_pool.lost(record)
+    assert insecure_pool.patience(record, num_bytes).is_needed
+
+
 async def test_channels_that_nobody_uses_are_closed_once_their_calls_are_done(serve: Serve) -> None:
     begun, may_end = asyncio.Event(), asyncio.Event()
 

@@ -175,6 +175,7 @@ class Open(_message.Message):
     EAGER_FIELD_NUMBER: _builtins.int
     HAS_OTHERS_FIELD_NUMBER: _builtins.int
     WAY_SECONDS_FIELD_NUMBER: _builtins.int
+    SMALL_MESSAGES_FIELD_NUMBER: _builtins.int
     microbatch: _builtins.int
     """Index of the microbatch in the run's deterministic data order."""
     round: _builtins.int
@@ -194,6 +195,8 @@ class Open(_message.Message):
     """The time since stage 0 was first asked to take the microbatch. The peer waits for the Ack accordingly, because the
     Ack comes only after the earlier stages have done their backward.
     """
+    small_messages: _builtins.bool
+    """The line may be slow. So a message of the answer is to hold 64 KiB of chunks at most: each is a sign of life."""
     @_builtins.property
     def address(self) -> Global___Address: ...
     @_builtins.property
@@ -215,10 +218,11 @@ class Open(_message.Message):
         eager: _builtins.bool = ...,
         has_others: _builtins.bool = ...,
         way_seconds: _builtins.float = ...,
+        small_messages: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_accumulate_only_at", b"_accumulate_only_at", "accumulate_only_at", b"accumulate_only_at", "address", b"address"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accumulate_only_at", b"_accumulate_only_at", "accumulate_only_at", b"accumulate_only_at", "address", b"address", "eager", b"eager", "has_others", b"has_others", "hints", b"hints", "microbatch", b"microbatch", "num_samples", b"num_samples", "rerouted_backward", b"rerouted_backward", "round", b"round", "way_seconds", b"way_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accumulate_only_at", b"_accumulate_only_at", "accumulate_only_at", b"accumulate_only_at", "address", b"address", "eager", b"eager", "has_others", b"has_others", "hints", b"hints", "microbatch", b"microbatch", "num_samples", b"num_samples", "rerouted_backward", b"rerouted_backward", "round", b"round", "small_messages", b"small_messages", "way_seconds", b"way_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__accumulate_only_at: _TypeAlias = _typing.Literal["accumulate_only_at"]  # noqa: Y015
     _WhichOneofArgType__accumulate_only_at: _TypeAlias = _typing.Literal["_accumulate_only_at", b"_accumulate_only_at"]  # noqa: Y015
