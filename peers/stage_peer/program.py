@@ -300,6 +300,7 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         announcing = published(member.directory, member.peer_id, member.config, clock).keep()
         background = list(map(tasks.create_task, (announcing, member.waits.run(clock))))
         await member.known.look_first(member.directory, member.blocks, clock, returns=start.returns)
+        member.directory.require_common_protocol()
         room = await require_room(options, member, start.devices)
         rebalancer = Rebalancer(
             member, claim, random.Random(identity.peer_id), every_seconds=options.rebalance_seconds,

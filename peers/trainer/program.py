@@ -129,6 +129,7 @@ async def run(
     name = options.name or default_name()
     begin(events, options.events, start_of(config, peer_id=member.peer_id, name=name, stage=TRAINER_STAGE))
     await member.known.look_first(member.directory, member.blocks, member.clock)
+    member.directory.require_common_protocol()
     reported = reporting.start(options, options.output, config)
     metrics = MetricsLog(options.output / "metrics.jsonl", reporters=reported.reporters)
     watcher = RoundWatcher(

@@ -12,7 +12,7 @@ from swarm.dht import keys
 from swarm.dht.known_records import MAX_OWNER_RECORDS, KnownRecords, Record, RecordStore
 from swarm.dht.records import MAX_LIFETIME_SECONDS, seal
 from swarm.dht.split_key import SplitKey
-from swarm.errors import PeerUnavailable
+from swarm.errors import IncompatibleVersion, PeerUnavailable
 from swarm.machine.clock import Clock
 from swarm.types import (
     PROTOCOLS,
@@ -37,7 +37,7 @@ LOOK_SECONDS = 0.5
 LEAVING_SECONDS = 5.0
 """A peer that left is listed as leaving for at least this long."""
 MOST_NAMED = 4
-"""The most other releases that one line of the log names."""
+"""The most other releases, or peers of such, that one line names."""
 NUM_OFTEN, MAX_STRETCH = 32, 3.0
 """Up to NUM_OFTEN peers are read at the requested interval. With more peers the interval grows in proportion, up to
 MAX_STRETCH times."""
@@ -65,6 +65,8 @@ class Directory:
         self._spoken: dict[str, Collection[Protocols]] = {}
         """What those speak that are listed under each key, this release's own range left out."""
         self._said: Collection[Protocols] = frozenset()
+        self._listed: dict[Block, tuple[int, list[PeerRecord]]] = {}
+        """By block, as last read: how many peers speak a protocol of this release, and those that do not."""
 
     async def announce(self, record: Announced, lifetime_seconds: float) -> None:
         """List this process: a peer under the record's block, and others under the key of their kind. Raises
@@ -149,6 +151,8 @@ class Directory:
     def _checked(self, block: Block, found: list[PeerRecord]) -> list[PeerRecord]:
         staying = [record for record in found if record.state is not PeerState.LEAVING]
         self._note_releases(keys.of_block(self._run_id, block), staying)
+        unmet = [record for record in staying if not PROTOCOLS.meets(Protocols.of(record))]
+        self._listed[block] = len(staying) - len(unmet), unmet
         records = _compatible(found)
         for record in records:
             if record.dht_addresses:
@@ -203,6 +207,19 @@ class Directory:
 
     def _known(self, key: str, model: type[Record]) -> KnownRecords[Record]:
         return KnownRecords(self.store, key, model, self._identity.authority, self._clock)
+
+    def require_common_protocol(self) -> None:
+        """Raise IncompatibleVersion if half of the peers that a block was last read to have, or more, speak no protocol
+        that this release speaks: this process would be in half a run. What fewer say need not be true."""
+        for block, (met, unmet) in self._listed.items():
+            if unmet and len(unmet) >= met:
+                names = ", ".join(sorted(record.name or record.peer_id[:8] for record in unmet)[:MOST_NAMED])
+                spoken = _in_words({Protocols.of(record) for record in unmet})
+                raise IncompatibleVersion(
+                    f"{len(unmet)} of the {met + len(unmet)} peers of stage {block} ({names}) speak protocol {spoken}, "
+                    f"and this release of swarm, which speaks {PROTOCOLS}, does not: three releases do not train "
+                    "together, so update the oldest first"
+                )
 
     def _note_releases(self, key: str, records: Sequence[PeerRecord | TrainerRecord]) -> None:
         """Say in the log when it changes which other releases are in the run."""

@@ -12,7 +12,7 @@ import pytest
 from swarm.credentials import identity
 from swarm.dht.directory import NUM_RENEWALS, RENEW_SECONDS, Announcement, Directory
 from swarm.dht.records import MAX_LIFETIME_SECONDS, seal
-from swarm.errors import PeerUnavailable
+from swarm.errors import IncompatibleVersion, PeerUnavailable
 from swarm.machine.clock import DOUBT_SECONDS
 from swarm.types import PROTOCOLS, AmendmentsRecord, Block, PeerRecord, PeerState, Protocols, TrainerRecord
 from tests.support import locked
@@ -420,3 +420,24 @@ async def test_amendments_are_listed_as_each_peer_knows_them(store: Store, clock
     found = await Directory(store, OURS, RUN, clock).amendments()
     assert sorted(record.amendments for record in found) == [("first",), ("first", "second")]
     assert await Directory(store, OURS, "another.run", clock).amendments() == []
+
+
+async def test_a_newcomer_that_half_of_a_block_does_not_understand_refuses_to_join(
+    store: Store, clock: ManualClock
+) -> None:
+    newer = PROTOCOLS.newest + 1
+    others = [identity.generate() for _ in range(3)]
+    for other, protocols in zip(others, ((newer, newer), *2 * [(newer, PROTOCOLS.newest)]), strict=True):
+        spoken = dict(zip(("protocol_version", "oldest_protocol"), protocols, strict=True))
+        record = _record(other, name=f"peer-{protocols[1]}", **spoken)
+        await Directory(store, other, RUN, clock).announce(record, 30 if protocols[1] == newer else 10)
+    ours = Directory(store, OURS, RUN, clock)
+    ours.require_common_protocol()
+    assert len(await ours.peers(Block(1))) == 2
+    ours.require_common_protocol()
+    clock.advance(11)
+    assert await ours.peers(Block(1)) == []
+    with pytest.raises(
+        IncompatibleVersion, match=rf"^1 of the 1 peers of stage 1 \(peer-{newer}\) speak protocol {newer},"
+    ):
+        ours.require_common_protocol()
