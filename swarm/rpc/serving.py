@@ -17,7 +17,7 @@ from swarm.errors import DeadlineExceeded, IncompatibleVersion, Overloaded, Wron
 from swarm.rpc.callers import MAX_CALLS, Caller, Quota, handed_on
 from swarm.rpc.endpoint import LOOPBACK, endpoint_of
 from swarm.rpc.meeting.carrying import BUFFER_BYTES, Accepted, Kind, TcpLine, TcpStream
-from swarm.rpc.tls import MAX_MESSAGE_BYTES, Options
+from swarm.rpc.tls import MAX_MESSAGE_BYTES, Options, pings
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.types import PROTOCOLS, Block, Protocols
 
@@ -25,15 +25,25 @@ logger = logging.getLogger(__name__)
 
 MESSAGE_SECONDS = 30.0
 """How long a server waits at most for the next message of a stream, and for its caller to take one."""
-SERVER_OPTIONS: Options = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # The most calls on one connection; gRPC itself holds further ones back, or refuses them.
-    ("grpc.max_concurrent_streams", MAX_CALLS),
-    ("grpc.http2.min_ping_interval_without_data_ms", 500),
-    ("grpc.http2.max_ping_strikes", 0),
-    # Otherwise two servers could share one port, and get each other's calls.
-    ("grpc.so_reuseport", 0),
-)
+
+
+def server_options(silence_ms: int, answer_ms: int) -> Options:
+    """Options of a server that pings a caller with a call under way after a silence, and breaks the connection if the
+    answer takes too long: a frozen caller's calls would otherwise wait for it."""
+    return (
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        # The most calls on one connection; gRPC itself holds further ones back, or refuses them.
+        ("grpc.max_concurrent_streams", MAX_CALLS),
+        ("grpc.http2.min_ping_interval_without_data_ms", 500),
+        ("grpc.http2.max_ping_strikes", 0),
+        # Otherwise two servers could share one port, and get each other's calls.
+        ("grpc.so_reuseport", 0),
+        *pings(silence_ms, answer_ms),
+    )
+
+
+SERVER_OPTIONS = server_options(10_000, 30_000)
+"""On a slow line a ping, and its answer, wait behind megabytes."""
 TLS, PLAIN, LIBP2P = b"\x16", b"P", b"\x13"
 """The first byte of a connection of gRPC with TLS or without, and of one of the DHT."""
 FIRST_SECONDS = 10.0

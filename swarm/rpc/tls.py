@@ -17,6 +17,19 @@ MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 """Size of one message; tensors travel in chunks of about 1 MiB."""
 
 
+def pings(silence_ms: int, answer_ms: int) -> Options:
+    """Options with which a connection is pinged after a silence while it has calls, and is broken if the answer takes
+    too long."""
+    return (
+        ("grpc.keepalive_time_ms", silence_ms),
+        # On Linux TCP also breaks the connection if what was sent does not arrive for so long (TCP_USER_TIMEOUT).
+        ("grpc.keepalive_timeout_ms", answer_ms),
+        ("grpc.http2.max_pings_without_data", 0),
+        # By default a minute, which would override the keepalive timeout.
+        ("grpc.http2.ping_timeout_ms", answer_ms),
+    )
+
+
 def client_options(silence_ms: int, answer_ms: int) -> Options:
     """Options of a channel that sends a ping after a silence, and is broken if the answer takes too long.
 
@@ -27,11 +40,7 @@ def client_options(silence_ms: int, answer_ms: int) -> Options:
         # The benches hold back the swarm's calls by grpc_proxy, which nothing but gRPC looks at.
         ("grpc.enable_http_proxy", int("grpc_proxy" in os.environ)),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.keepalive_time_ms", silence_ms),
-        ("grpc.keepalive_timeout_ms", answer_ms),
-        ("grpc.http2.max_pings_without_data", 0),
-        # By default a minute, which would override the keepalive timeout.
-        ("grpc.http2.ping_timeout_ms", answer_ms),
+        *pings(silence_ms, answer_ms),
         # Whatever its name says, this is the time for one attempt to connect. The default is 20 s.
         ("grpc.min_reconnect_backoff_ms", silence_ms + answer_ms),
         # A peer that restarts is reached again in a second, not in minutes; callers make pauses of their own.

@@ -11,10 +11,11 @@ from scripts.benches.shared.ports import free_ports
 from swarm.rpc import serving
 from swarm.rpc.callers import caller_of, peer_of
 from swarm.rpc.meeting.check import MULTISTREAM, is_node
-from swarm.rpc.serving import LIBP2P, SERVER_OPTIONS, Front, bind_server, start_server
+from swarm.rpc.serving import LIBP2P, SERVER_OPTIONS, Front, bind_server, server_options, start_server
 from swarm.rpc.tls import PINNED_OPTIONS, pinned_credentials, server_credentials
 from tests.support.locked import OPEN
 from tests.support.meeting import echo
+from tests.support.proxy import Proxy
 
 
 async def test_a_server_whose_start_was_cancelled_can_be_stopped() -> None:
@@ -101,3 +102,37 @@ async def test_a_port_that_is_taken_is_named() -> None:
         with pytest.raises(ValueError, match=f"cannot listen on port {port}: .*; choose another --port"):
             async with Front(1, 2).listening("127.0.0.1", port):
                 pass
+
+
+async def test_the_calls_of_a_frozen_caller_end_and_those_of_one_that_waits_do_not() -> None:
+    """A ping tells them apart: a frozen machine's kernel goes on acknowledging what it receives."""
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def wait(request: bytes, context: Any) -> bytes:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+        return request
+
+    server = grpc.aio.server(options=server_options(50, 250))
+    handlers: Any = {"Echo": grpc.unary_unary_rpc_method_handler(wait)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", handlers),))
+    port = bind_server(server, "127.0.0.1", 0, None)
+    await server.start()
+    async with Proxy("127.0.0.1", port) as proxy, grpc.aio.insecure_channel(proxy.address) as channel:
+        calling = asyncio.create_task(echo(channel, seconds=60.0))
+        await begun.wait()
+        await asyncio.sleep(0.6)  # The server has pinged it meanwhile.
+        assert not ended.is_set()
+        proxy.stall()
+        async with asyncio.timeout(10.0):
+            await ended.wait()
+        calling.cancel()
+    await server.stop(None)
+
+
+def test_a_frozen_caller_is_noticed_within_forty_seconds() -> None:
+    options = dict(SERVER_OPTIONS)
+    assert int(options["grpc.keepalive_time_ms"]) + int(options["grpc.http2.ping_timeout_ms"]) <= 40_000

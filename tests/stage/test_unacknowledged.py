@@ -10,10 +10,12 @@ import pytest
 from swarm.config import RunConfig
 from swarm.errors import PeerUnavailable
 from swarm.rpc.ask import Stream
+from swarm.rpc.serving import server_options
 from swarm.stage import servicer
 from swarm.stage.ledger import EntryState
 from swarm.training.samples import Microbatch
 from swarm.types import Block
+from tests.support import chain as support
 from tests.support.chain import (
     ANY_HOP,
     BOTH,
@@ -269,3 +271,19 @@ async def test_a_retry_for_whose_ack_all_others_wait_needs_no_free_slot() -> Non
         assert [peer.weights.round.stepped.samples for peer in chain.peers] == [2, 2, 2, 2, 4]
         assert chain.counts("rolled_back") == [0] * 5
         await eventually(lambda: chain.is_idle)
+
+
+async def test_a_frozen_caller_holds_up_no_peer_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An inner step waits for the acknowledgement of every microbatch in it."""
+    monkeypatch.setattr(support, "SERVER_OPTIONS", server_options(50, 200))
+    clock = ManualClock()
+    async with running_chain(DILOCO, clock=clock) as chain:
+        first, middle, _ = chain.peers
+        async with Proxy("127.0.0.1", int(middle.record.endpoint.rpartition(":")[2])) as proxy:
+            first.router.update(Block(1), [middle.record.model_copy(update={"endpoint": proxy.address})])
+            reply = await chain.train(0)
+            assert chain.states(0) == [EntryState.TENTATIVE] * 3
+            proxy.stall()
+            await eventually(lambda: chain.states(0)[1:] == [None] * 2, meanwhile=lambda: clock.advance(0.5))
+            reply.close()
+        await eventually(lambda: chain.is_idle, meanwhile=lambda: clock.advance(0.5))
