@@ -32,7 +32,7 @@ BENCHES = {
     "codecs": "size, error and speed of the codecs, against hivemind's and templar's format",
     "routing": "a choice among many peers, and what it costs to know them",
     "intruders": "what honest traffic keeps beside an intruder",
-    "liars": "who of eight peers contributes wrong numbers, in nine ways, and who is named falsely (slow)",
+    "liars": "who of eight peers gives wrong numbers, in ten ways, and who is named falsely (slow)",
     "nat": "peers behind routers: how soon they serve, by which way, and how fast (needs root and nftables)",
     "gpu": "tokens/s of swarms, swarm-static and text on a GPU, against plain torch and transformers (needs a GPU)",
     "diloco": "validation loss and bytes of each way to average (slow)",

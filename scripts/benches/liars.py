@@ -1,25 +1,35 @@
-"""Who of eight peers lies? Two do, in each of nine ways: how many are named, how many falsely, and what it costs."""
+"""Who of eight peers lies? Two do, in each of ten ways: how many are named, by which defence, how many falsely, and
+what it costs."""
 
 import itertools
 import json
 import statistics
-import time
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from peers.local.supervisor import Child, last_line
-from scripts.benches.shared.common import POLL_SECONDS, BenchOptions, require_known, say, side, with_corpus, workplace
-from scripts.benches.sides.liars_arm import CHURN, HONEST, HONEST_ROUNDS, MIXED, WAYS, run_config
-from swarm.errors import PeerUnavailable
+from peers.local.supervisor import last_line
+from scripts.benches.shared.common import BenchOptions, ended, require_known, say, side, with_corpus, workplace
+from scripts.benches.sides.liars_arm import (
+    CAUGHT_ROUNDS,
+    CHECK_SHARE,
+    CHURN,
+    DEFENCES,
+    HONEST,
+    HONEST_ROUNDS,
+    MIXED,
+    run_config,
+)
+from scripts.benches.sides.lies import WAYS
 
 SETTINGS = ("synchronous", "diloco")
-LYING_ROUNDS = 8
-"""Rounds in which lies are told. A liar is caught if it is named within the first five of these."""
+ALONE = ("comparing", "checks")
+ROUNDS = HONEST_ROUNDS + CAUGHT_ROUNDS
 GOALS = {"synchronous": 0.95, "diloco": 0.9}
 """The least mean share of liars to be caught."""
 MOST_OVERHEAD = 0.05
+Found = Mapping[tuple[str, str, str], Mapping[str, Any]]
+"""By setting, way, and defences."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +40,11 @@ class Options(BenchOptions):
     """Settings to train in."""
     ways: tuple[str, ...] = WAYS
     """Ways to lie."""
+    defences: tuple[str, ...] = DEFENCES
+    """all, comparing (contributions, and nothing else), checks (all but that). With DiLoCo nothing is checked, so that
+    comparing is all."""
+    check_share: float = CHECK_SHARE
+    """The share of answers that are computed again."""
     honest_rounds: int = 300
     """Rounds in which nobody lies and every third one kills a peer, and as many in which peers have two kinds of
     processors as well. Nobody may be named in them."""
@@ -42,60 +57,74 @@ class Options(BenchOptions):
         super().__post_init__()
         require_known(self, "settings", SETTINGS)
         require_known(self, "ways", WAYS)
+        require_known(self, "defences", DEFENCES)
 
 
 def run(options: Options) -> dict[str, Any]:
     for setting in options.settings:
         with_corpus(run_config(setting, options.dataset, options.codec, 0))
     # The longest first, so that no process is left alone with it at the end.
-    rounds = {CHURN: options.honest_rounds, MIXED: options.honest_rounds, HONEST: HONEST_ROUNDS + LYING_ROUNDS}
-    arms = list(itertools.product((CHURN, MIXED, HONEST, *options.ways), options.settings))
-    found = _run_all(arms, rounds, options)
-    return {setting: summary(setting, found, options.ways) for setting in options.settings}
+    honest = [(setting, way, "all") for way in (CHURN, MIXED, HONEST) for setting in options.settings]
+    lying = [
+        arm for arm in itertools.product(options.settings, options.ways, options.defences)
+        if arm[0] == "synchronous" or arm[2] == "all"
+    ]  # fmt: skip
+    found = _run_all([*honest, *lying], options)
+    return {setting: summary(setting, found) for setting in options.settings}
 
 
-def _run_all(
-    arms: list[tuple[str, str]], rounds: Mapping[str, int], options: Options
-) -> dict[tuple[str, str], Mapping[str, Any]]:
-    found: dict[tuple[str, str], Mapping[str, Any]] = {}
-    waiting, running = deque(arms), dict[str, tuple[Child, str, str]]()
+def _run_all(arms: list[tuple[str, str, str]], options: Options) -> Found:
+    commands = {
+        "-".join(arm): side(
+            "liars_arm", *arm, options.honest_rounds if arm[1] in (CHURN, MIXED) else ROUNDS, options.dataset,
+            options.codec, 0, options.check_share,
+        )
+        for arm in arms
+    }  # fmt: skip
+    by_name, found = {"-".join(arm): arm for arm in arms}, dict[tuple[str, str, str], Mapping[str, Any]]()
     with workplace("liars") as (_, children):
-        while waiting or running:
-            while waiting and len(running) < options.jobs:
-                way, setting = waiting.popleft()
-                number = rounds.get(way, HONEST_ROUNDS + LYING_ROUNDS)
-                words = side("liars_arm", way, setting, number, options.dataset, options.codec, 0)
-                child = children.start(f"{setting}-{way}", words)
-                running[child.name] = child, way, setting
-            for end in children.exits():
-                child, way, setting = running.pop(end.name)
-                if end.returncode:
-                    raise PeerUnavailable(f"{setting}, {way}, failed: {end.reason}")
-                figures = found[way, setting] = json.loads(last_line(child.log))
-                say(f"{setting}, {way}: {figures['caught']:.2f} caught, {figures['falsely_named']} falsely named, "
-                    f"{figures['seconds']:.0f} s")  # fmt: skip
-            time.sleep(POLL_SECONDS)
+        for child in ended(children, commands, options.jobs):
+            arm = by_name[child.name]
+            figures = found[arm] = json.loads(last_line(child.log))
+            say(f"{', '.join(arm)}: {figures['caught']:.2f} caught, {figures['falsely_named']} falsely named, "
+                f"{figures['seconds']:.0f} s")  # fmt: skip
     return found
 
 
-def summary(setting: str, found: Mapping[tuple[str, str], Mapping[str, Any]], ways: tuple[str, ...]) -> dict[str, Any]:
-    honest, churn, mixed = (found[way, setting] for way in (HONEST, CHURN, MIXED))
-    by_way = {
-        way: {
-            "caught": figures["caught"], "falsely_named": figures["falsely_named"], "found_by": figures["found_by"],
-            "loss_ratio": figures["held_out_loss"] / honest["held_out_loss"],
+def summary(setting: str, found: Found) -> dict[str, Any]:
+    """The figures of one setting: those of all defences together, and what of each defence alone was measured."""
+    honest, churn, mixed = (found[setting, way, "all"] for way in (HONEST, CHURN, MIXED))
+    by_defence = {
+        defence: {
+            way: _of_a_way(figures, honest)
+            for (where, way, by), figures in found.items() if (where, by) == (setting, defence) and way in WAYS
         }
-        for way in ways for figures in [found[way, setting]]
+        for defence in DEFENCES
     }  # fmt: skip
-    caught = statistics.mean(figures["caught"] for figures in by_way.values())
-    falsely = sum(figures["falsely_named"] for figures in (churn, mixed, *by_way.values()))
+    caught = {name: _mean_caught(ways) for name, ways in by_defence.items() if ways}
+    ways = by_defence["all"]
+    falsely = sum(
+        figures["falsely_named"]
+        for figures in (churn, mixed, *(each for row in by_defence.values() for each in row.values()))
+    )
     return {
-        "caught": caught, "falsely_named": falsely, "falsely_left_out": churn["left_out"] + mixed["left_out"],
+        "caught": caught.get("all"), "falsely_named": falsely,
+        "falsely_left_out": churn["left_out"] + mixed["left_out"], "falsely_left_alone": churn["falsely_left_alone"],
         "honest_rounds": churn["rounds"] + mixed["rounds"], "rounding": mixed["rounding"],
-        "overhead": honest["overhead"], "ways": by_way,
+        "overhead": honest["overhead"], "ways": ways,
+        "alone": {name: {"caught": caught[name], "ways": by_defence[name]} for name in ALONE if name in caught},
         "reached": {
-            "caught": caught >= GOALS[setting], "falsely_named": falsely == 0,
+            "caught": caught.get("all", 0.0) >= GOALS[setting], "falsely_named": falsely == 0,
             "overhead": honest["overhead"] <= MOST_OVERHEAD,
-            "loss": all(abs(figures["loss_ratio"] - 1.0) <= 0.01 for figures in by_way.values()),
+            "loss": all(abs(figures["loss_ratio"] - 1.0) <= 0.01 for figures in ways.values()),
         },
     }  # fmt: skip
+
+
+def _of_a_way(figures: Mapping[str, Any], honest: Mapping[str, Any]) -> dict[str, Any]:
+    told = ("caught", "named", "falsely_named", "left_alone", "falsely_left_alone", "found_by")
+    return {name: figures[name] for name in told} | {"loss_ratio": figures["held_out_loss"] / honest["held_out_loss"]}
+
+
+def _mean_caught(ways: Mapping[str, Mapping[str, Any]]) -> float:
+    return float(statistics.mean(figures["caught"] for figures in ways.values()))

@@ -2,14 +2,15 @@
 
 The owner of a part compares what it is about to sum. In the whole part, and in each layer in it, a contribution's norm
 is held against the median of all, and its direction against the mean direction of a majority that agrees best. A
-contribution that the same member has given before is found too. What is usual is measured anew each time by medians and
-by the median distance from them, which a minority of liars cannot move far. Never decides anything about a member: see
-suspects.
+contribution that the same member has given before is found too, and one that is like the average of an earlier round.
+What is usual is measured anew each time by medians and by the median distance from them, which a minority of liars
+cannot move far. Never decides anything about a member: see suspects.
 
 Shapes: M members, P elements of the part, C elements at a time.
 """
 
 import re
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -29,6 +30,9 @@ COSINE_SHARE = 0.25
 """A direction is in line with at least this share of the usual cosine, whatever the deviation."""
 LEAST_COSINE = 0.15
 """Directions are compared only if the usual cosine is as large as this: below it honest members hardly agree."""
+CLEAR_FACTOR, CLEAR_SHARE = 4.0, -0.5
+"""No honest contribution is so far out of line: longer than what is in line by this factor, or with less than this
+share of the usual cosine."""
 REPEATED_COSINE, NEW_COSINE = 0.98, 0.9
 """A contribution repeats an earlier one if its cosine with that is above the first value, and that of most other
 members with their earlier ones is below the second one."""
@@ -36,6 +40,11 @@ NUM_REMEMBERED = 1 << 14
 """The elements of each member's last contribution that are remembered."""
 LEAST_REMEMBERED = 64
 """Fewer of them in the part are too few."""
+LATE_MARGIN = 0.1
+"""Contributions are compared with an earlier round's average only if their cosine with it is usually smaller by this
+much than that with the others' of their own round."""
+NUM_AVERAGES = 2
+"""The earlier rounds' averages that are remembered."""
 MOST_REMEMBERED = 256
 """The members of which something is remembered: those that contributed last."""
 _CHUNK = 1 << 16
@@ -51,11 +60,13 @@ class Deviation:
         peer_id: empty if the contributions of too few members differ much, and nobody can say whose is wrong.
         reason: in words that follow "its contribution is out of line: ".
         is_computed: whether the owner found the member's answer to a microbatch wrong by computing it again.
+        is_clear: whether honest contributions are never so far out of line.
     """
 
     peer_id: str
     reason: str
     is_computed: bool = False
+    is_clear: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,17 +97,18 @@ class Comparison:
         amounts = np.array([max(1, self.amounts[peer]) for peer in peers], dtype=float)
         products = [(name, rows, _products([parts[peer][rows] for peer in peers])) for name, rows in self._places()]
         whole = sum(each for _, _, each in products)
-        found: dict[str, str] = {}
+        found: dict[str, Deviation] = {}
         for name, size, each in [
             ("", length, whole), *((name, rows.stop - rows.start, each) for name, rows, each in products)
         ]:  # fmt: skip
             if size >= LEAST_ELEMENTS:
                 where = f" in {name}" if name else ""
-                for index, reason in _out_of_line(np.asarray(each), amounts, size):
-                    found.setdefault(peers[index], reason + where)
-        for peer in self.memory.repeated({peer: parts[peer] for peer in peers}, self.part):
-            found.setdefault(peer, "it is the one that it gave before")
-        return tuple(Deviation(peer_id=peer, reason=reason) for peer, reason in sorted(found.items()))
+                for index, reason, is_clear in _out_of_line(np.asarray(each), amounts, size):
+                    deviation = Deviation(peer_id=peers[index], reason=reason + where, is_clear=is_clear and not name)
+                    found.setdefault(peers[index], deviation)
+        for peer, reason in self.memory.out_of_time({peer: parts[peer] for peer in peers}, self.part).items():
+            found.setdefault(peer, Deviation(peer_id=peer, reason=reason))
+        return tuple(each for _, each in sorted(found.items()))
 
     def _undecided(self, parts: Sequence[torch.Tensor]) -> tuple[Deviation, ...]:
         if len(parts) < 2 or self.part.stop - self.part.start < LEAST_ELEMENTS:
@@ -147,8 +159,8 @@ def _products(parts: Sequence[torch.Tensor]) -> np.ndarray:
     return total
 
 
-def _out_of_line(products_MM: np.ndarray, amounts_M: np.ndarray, num_elements: int) -> Iterable[tuple[int, str]]:
-    """The members that are out of line, and in what."""
+def _out_of_line(products_MM: np.ndarray, amounts_M: np.ndarray, num_elements: int) -> Iterable[tuple[int, str, bool]]:
+    """The members that are out of line, in what, and whether clearly."""
     norms_M = np.sqrt(products_MM.diagonal())
     usual = float(np.median(norms_M))
     if not usual > 0.0:
@@ -159,7 +171,8 @@ def _out_of_line(products_MM: np.ndarray, amounts_M: np.ndarray, num_elements: i
     logs_M = np.log(np.maximum(norms_M / usual, 1e-9))
     factor_M = leeway_M * max(NORM_FACTOR, float(np.exp(DEVIATIONS * _deviation(logs_M))))
     for index in np.flatnonzero(np.abs(logs_M) > np.log(factor_M)):
-        yield int(index), f"its norm is {norms_M[index] / usual:.2g} times the median"
+        reason = f"its norm is {norms_M[index] / usual:.2g} times the median"
+        yield int(index), reason, bool(logs_M[index] > np.log(CLEAR_FACTOR * factor_M[index]))
     usable = np.flatnonzero((np.abs(logs_M) <= np.log(factor_M)) & (norms_M > 0.0))
     if len(usable) < LEAST_MEMBERS:
         return
@@ -177,7 +190,7 @@ def _out_of_line(products_MM: np.ndarray, amounts_M: np.ndarray, num_elements: i
         expected = typical * min(1.0, float(shares_M[index])) ** 0.5
         if cosine < min(expected - DEVIATIONS * deviation, COSINE_SHARE * expected):
             reason = f"its cosine with the mean of the others is {cosine:.2f}, where {typical:.2f} is usual"
-            yield int(index), reason
+            yield int(index), reason, bool(cosine < CLEAR_SHARE * expected)
 
 
 def _cosines(products_MM: np.ndarray, shares_M: np.ndarray) -> np.ndarray:
@@ -203,8 +216,8 @@ def _deviation(values: np.ndarray) -> float:
 
 @dataclass(eq=False)
 class Memory:
-    """What one member remembers of the contributions in committed rounds: a few elements of each, at places that only
-    it knows."""
+    """What one member remembers of the contributions in committed rounds, and of their averages: a few elements of
+    each, at places that only it knows."""
 
     generator: np.random.Generator
     _places: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64), init=False)
@@ -213,15 +226,32 @@ class Memory:
     """By member: the places that were seen, as a slice of `_places`, and the elements there."""
     _new: dict[str, tuple[slice, np.ndarray]] = field(default_factory=dict, init=False)
     """The same of an exchange that is not committed yet."""
+    _averages: deque[np.ndarray] = field(default_factory=lambda: deque(maxlen=NUM_AVERAGES), init=False)
+    """The elements of the last committed rounds' averages at all places."""
+    _average: np.ndarray | None = field(default=None, init=False)
+    """The same of the exchange that is not committed yet."""
 
     def begin(self, length: int) -> None:
         """Begin with an exchange of vectors of this length. Another length than before makes all forgotten."""
-        self._new = {}
+        self._new, self._average = {}, None
         if length != self._length:
             self._length, self._kept = length, {}
+            self._averages.clear()
             self._places = np.unique(self.generator.integers(0, length, NUM_REMEMBERED))
 
-    def repeated(self, parts: Mapping[str, torch.Tensor], part: slice) -> list[str]:
+    def averaged(self, average_D: torch.Tensor) -> None:
+        """Note the average that the exchange made, of shape (D,): the whole vector."""
+        self._average = average_D[torch.from_numpy(self._places)].numpy()
+
+    def out_of_time(self, parts: Mapping[str, torch.Tensor], part: slice) -> dict[str, str]:
+        """The members whose contributions to this part seem to be of an earlier round, and why."""
+        repeated, late = self._repeated(parts, part), self._late(part)
+        return {
+            **dict.fromkeys(late, "it is more like an earlier round's average than like this round's"),
+            **dict.fromkeys(repeated, "it is the one that it gave before"),
+        }
+
+    def _repeated(self, parts: Mapping[str, torch.Tensor], part: slice) -> list[str]:
         """The members that give again what they gave in an earlier round."""
         start, stop = (int(edge) for edge in np.searchsorted(self._places, [part.start, part.stop]))
         at = torch.from_numpy(self._places[start:stop] - part.start)
@@ -242,11 +272,34 @@ class Memory:
             return []
         return [peer for peer, cosine in cosines.items() if cosine > REPEATED_COSINE]
 
+    def _late(self, part: slice) -> list[str]:
+        """The members whose contributions are more like an earlier round's average than like the others' now."""
+        peers = [peer for peer, (_, elements) in self._new.items() if np.linalg.norm(elements) > 0.0]
+        start, stop = (int(edge) for edge in np.searchsorted(self._places, [part.start, part.stop]))
+        if len(peers) < LEAST_MEMBERS or stop - start < LEAST_REMEMBERED:
+            return []
+        found = set[str]()
+        directions_ME = np.stack([_direction(self._new[peer][1]) for peer in peers])
+        now_M = [float(own @ _direction(directions_ME.sum(axis=0) - own)) for own in directions_ME]
+        for average in self._averages:
+            nearer_M = directions_ME @ _direction(average[start:stop]) - now_M
+            usual = float(np.median(nearer_M))
+            deviation = max(_deviation(nearer_M), (stop - start) ** -0.5)
+            if usual < -LATE_MARGIN:
+                found |= {peers[index] for index in np.flatnonzero(nearer_M > max(0.0, usual + DEVIATIONS * deviation))}
+        return sorted(found)
+
     def committed(self) -> None:
-        """Keep what the exchange gave. One that is not committed may be given again."""
+        """Keep what the exchange gave, and its average. What is not committed may be given again."""
+        if self._average is not None:
+            self._averages.append(self._average)
         for peer, elements in self._new.items():
             self._kept.pop(peer, None)
             self._kept[peer] = elements
         while len(self._kept) > MOST_REMEMBERED:
             del self._kept[next(iter(self._kept))]
-        self._new = {}
+        self._new, self._average = {}, None
+
+
+def _direction(vector: np.ndarray) -> np.ndarray:
+    return vector / max(float(np.linalg.norm(vector)), 1e-30)

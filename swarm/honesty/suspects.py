@@ -2,13 +2,14 @@
 named as a liar.
 
 Each owner tells every member which contributions it found out of line in its part, together with the part's sum. One
-round proves nothing: the gradient of odd text is as far from the others as a lie (docs/security.md has figures). So a
-member is left out once it was out of line in most of the last rounds, at one place of the vector or by the word of many
-owners, and if most owners have said so by then. They need not all find it in the same round, because a lie may be in
-one layer only: as long as somebody is in doubt, parts change hands from round to round, so that other owners see that
-layer. By chance an honest member is out of line at one place now and at another one later, which counts for nothing. An
-owner that accuses somebody round after round wherever its part is, while the others see nothing in the same places, is
-named itself. Knows no network and no tensors.
+round proves little: the gradient of odd text is as far from the others as a lie (docs/security.md has figures). Only
+what no honest contribution is, by the word of nearly all owners, is left out at once, and nobody is named for it. Else
+a member is left out once it was out of line in most of the last rounds, at one place of the vector or by the word of
+many owners, and if most owners have said so by then. They need not all find it in the same round, because a lie may be
+in one layer only: as long as somebody is in doubt, parts change hands from round to round, so that other owners see
+that layer. By chance an honest member is out of line at one place now and at another one later, which counts for
+nothing. An owner that accuses somebody round after round wherever its part is, while the others see nothing in the same
+places, is named itself. Knows no network and no tensors.
 """
 
 import logging
@@ -23,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 ROUNDS = 5
 """What owners say counts in this many rounds."""
+CLEAR_SHARE = 2 / 3
+"""A member is left out at once if more than this share of the owners of other parts, and more than a few, find its
+contribution clearly out of line."""
 LEFT_OUT_AFTER, NAMED_AFTER = 3, 4
 """In so many of these rounds a member must be out of line to be left out of the present one, and to be named."""
 MANY_WORDS, MOST_OF_A_ROUND = 10, 3
@@ -46,11 +50,13 @@ class _Words:
     Attributes:
         own_part: the member's own.
         by_owner: each one's part, and its reason.
+        clear_to: the owners to which it is clear.
         num_owners: those that could have said it.
     """
 
     own_part: slice
     by_owner: dict[str, tuple[slice, str]] = field(default_factory=dict)
+    clear_to: set[str] = field(default_factory=set)
     num_owners: int = 0
 
     @property
@@ -168,6 +174,8 @@ class Suspects:
                     rounds = self._words.setdefault(each.peer_id, {})
                     words = rounds.setdefault(round_number, _Words(own_part=parts[each.peer_id]))
                     words.by_owner[owner] = parts[owner], each.reason
+                    if each.is_clear:
+                        words.clear_to.add(owner)
         accused = [peer for peer in sorted(self._words) if round_number in self._words[peer] and peer in parts]
         for peer in accused:
             words = self._words[peer][round_number]
@@ -205,16 +213,20 @@ class Suspects:
         )
         return Deviation(peer_id=peer, reason=why, is_computed=True)
 
-    def _judge(self, peer: str, round_number: int, owners: Collection[str]) -> Deviation | None:
+    def _judge(self, peer: str, round_number: int, owners: Set[str]) -> Deviation | None:
         rounds = self._words.get(peer, {})
         if round_number not in rounds:
             return None
         said = [*chain.from_iterable(words.by_owner.items() for words in rounds.values())]
         accusers = {owner for owner, _ in said if owner in owners}
         num_rounds, is_always = max(_agreement(part.start, rounds.values()) for _, (part, _) in said)
-        if num_rounds < LEFT_OUT_AFTER or len(accusers) <= FEW_ACCUSERS or 2 * len(accusers) <= len(owners):
+        words = rounds[round_number]
+        num_clear = len(words.clear_to & words.by_owner.keys() & owners)
+        is_clear = num_clear > FEW_ACCUSERS and num_clear > CLEAR_SHARE * len(owners)
+        is_agreed = num_rounds >= LEFT_OUT_AFTER and len(accusers) > FEW_ACCUSERS and 2 * len(accusers) > len(owners)
+        if not is_clear and not is_agreed:
             return None
-        _, reason = next(iter(rounds[round_number].by_owner.values()))
+        _, reason = next(iter(words.by_owner.values()))
         why = f"{len(accusers)} of {len(owners)} owners of other parts say so, in {num_rounds} of the last rounds"
         why = f"{why}: {reason}"
         self._left_out[peer] = round_number

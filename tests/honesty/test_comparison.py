@@ -129,6 +129,38 @@ def test_a_contribution_of_an_earlier_round_is_found() -> None:
     assert compared(parts, remembered=remembered) == {"4": "it is the one that it gave before"}
 
 
+@pytest.mark.parametrize(("factor", "is_clear"), [(-1.0, True), (20.0, True), (0.0, False), (3.0, False)])
+def test_what_no_honest_member_gives_is_clear(factor: float, is_clear: bool) -> None:
+    parts = contributions(8, common=1.0)
+    parts["1"] *= factor
+    comparison = Comparison(amounts=dict.fromkeys(parts, 64), part=slice(0, SIZE), layers=LAYERS, memory=memory())
+    assert [(each.peer_id, each.is_clear) for each in comparison.deviations(parts)] == [("1", is_clear)]
+
+
+def test_odd_numbers_and_those_of_one_layer_are_not_clear() -> None:
+    parts = contributions(8, common=1.0)
+    parts["1"] = contributions(1, seed=1)["0"]
+    parts["2"][LAYERS[2][1]] *= -1
+    comparison = Comparison(amounts=dict.fromkeys(parts, 64), part=slice(0, SIZE), layers=LAYERS, memory=memory())
+    assert {each.peer_id: each.is_clear for each in comparison.deviations(parts)} == {"1": False, "2": False}
+
+
+def test_a_contribution_that_was_made_for_the_round_before_and_never_given_is_found() -> None:
+    remembered = memory()
+    both = torch.randn(SIZE, generator=torch.Generator().manual_seed(9))
+    before, now = ({peer: value + both for peer, value in contributions(9, seed=seed).items()} for seed in range(2))
+    never_given, *_ = before.pop("8"), now.pop("8")
+    assert compared(before, remembered=remembered) == {}
+    remembered.averaged(torch.stack([*before.values()]).mean(dim=0))
+    remembered.committed()
+    remembered.begin(SIZE)
+    assert compared(now, remembered=remembered) == {}
+    remembered.begin(SIZE)
+    assert compared({**now, "5": never_given}, remembered=remembered) == {
+        "5": "it is more like an earlier round's average than like this round's"
+    }
+
+
 def test_a_contribution_that_was_not_committed_may_be_given_again() -> None:
     remembered = memory()
     parts = contributions(8)

@@ -46,6 +46,18 @@ def test_once_is_no_proof_most_of_the_last_rounds_are() -> None:
     assert suspects.lines == []
 
 
+@pytest.mark.parametrize(("sure", "expected"), [("abcd", "f"), ("abc", ""), ("abcdf", "f")])
+def test_what_is_clear_to_nearly_all_is_left_out_at_once_and_nobody_is_named_for_it(sure: str, expected: str) -> None:
+    suspects = Suspects()
+    words = {
+        owner: [Deviation(peer_id="f", reason="it is odd", is_clear=owner in sure)] if owner != "f" else []
+        for owner in MEMBERS
+    }
+    found = suspects.judge(1, words, parts_of(MEMBERS))
+    assert "".join(each.peer_id for each in found) == "".join(suspects.out_of(1)) == expected
+    assert suspects.lines == []
+
+
 def test_several_attempts_at_a_round_count_once() -> None:
     suspects = Suspects()
     for _ in range(10):

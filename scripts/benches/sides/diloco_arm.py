@@ -46,8 +46,6 @@ class InlineRuntime(Runtime):
 class DrivenSwarm:
     """Workers that train round after round. Use and stop it inside the task group that it gets."""
 
-    timing = PATIENT
-
     def __init__(self, config: RunConfig, data: Microbatches, tasks: asyncio.TaskGroup) -> None:
         self._config = config
         self._data = data
@@ -139,7 +137,7 @@ class DrivenSwarm:
         worker = Worker(
             self._config, cpu_backend(self._config, 0, graph_bytes=1 << 30), own=place.record, peers=self._records,
             transport=HeldTransport(self._channels, 0, self._line), runtime=InlineRuntime(), tasks=self._tasks,
-            max_in_flight=1, timing=self.timing, poll_seconds=0.0,
+            max_in_flight=1, timing=PATIENT, poll_seconds=0.0,
         )  # fmt: skip
         await place.serve(worker.averager)
         worker.start()

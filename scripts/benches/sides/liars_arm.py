@@ -1,257 +1,279 @@
-"""Eight workers in one process that train and average, of which some lie, for the bench `liars`.
+"""A swarm in one process in which peers of one stage lie, for the bench `liars`.
 
-A lie is told on this side only: in the contribution that a worker's stage closes, or in the text that it trains on. The
-last line of stdout is one JSON object.
+One peer of stage 0 sends microbatches to the peers of stage 1, and has their answers checked: all are stage peers as
+swarm-peer has them. The last line of stdout is one JSON object.
 """
 
 import asyncio
-import dataclasses
 import json
 import logging
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from peers.shared import logs, process
+from peers.stage_peer.served_block import ServedBlock
 from scripts.benches.shared.common import run_of, with_corpus
 from scripts.benches.sides import mixed_processors
-from scripts.benches.sides.diloco_arm import DrivenSwarm
+from scripts.benches.sides.lies import CONTRIBUTIONS, WAYS, LyingBackend, LyingMember, Vectors
 from scripts.benches.sides.reference import HeldOut
-from scripts.benches.sides.worker import PATIENT, Worker
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
-from swarm.errors import DeadlineExceeded, IntegrityError, SwarmError
+from swarm.errors import DeadlineExceeded, IntegrityError
 from swarm.honesty.comparison import Comparison
-from swarm.stage.boundary import TOKENS
-from swarm.training.round_member import Contribution
+from swarm.stage.backend import StageBackend
+from tests.support.whole_swarm import WholePeer, WholeSwarm, whole_swarm
 
-NUM_WORKERS, LIARS = 8, (2, 5)
+NUM_PEERS, LIARS = 8, (2, 5)
+"""The peers of stage 1, and which of them lie."""
 INNER_STEPS = 6
-MICROBATCH = 8
-MICROBATCHES_EACH = 3
-"""Microbatches of each worker in a synchronous round."""
-HONEST_ROUNDS = 8
+MICROBATCHES_EACH = 12
+"""Microbatches of each peer in a synchronous round."""
+SAMPLES = {"synchronous": 4, "diloco": 8}
+"""Samples of a microbatch."""
+CHECK_SHARE = 0.05
+HONEST_ROUNDS = 6
 """Rounds before the lies begin."""
+CAUGHT_ROUNDS = 5
+"""A liar is caught if it is named within so many rounds in which it lies."""
 ROUND_SECONDS = 300.0
-FLIPPED_LAYER = "layers.1."
-QUICK = dataclasses.replace(PATIENT, exclusion_seconds=0.02, max_exclusion_seconds=0.1)
-"""Who is left out comes back at once, so that it lies in each round."""
-Vectors = Mapping[str, torch.Tensor]
-Lie = Callable[[Vectors, Vectors | None, int], Vectors]
-"""Makes another contribution of the true one, of that of the round before, and of the round's number."""
-
-
-def _random(true: Vectors, _: Vectors | None, number: int) -> Vectors:
-    generator = torch.Generator().manual_seed(number)
-    drawn = {name: torch.randn(value.shape, generator=generator) for name, value in true.items()}
-    return {name: drawn[name] * (value.norm() / drawn[name].norm().clamp_min(1e-30)) for name, value in true.items()}
-
-
-def _one_layer(true: Vectors, _: Vectors | None, __: int) -> Vectors:
-    return {name: -value if name.startswith(FLIPPED_LAYER) else value for name, value in true.items()}
-
-
-CONTRIBUTIONS: Mapping[str, Lie] = {
-    "zeros": lambda true, _, __: {name: torch.zeros_like(value) for name, value in true.items()},
-    "sign": lambda true, _, __: {name: -value for name, value in true.items()},
-    "scaled": lambda true, _, __: {name: 3.0 * value for name, value in true.items()},
-    "random": _random,
-    "yesterday": lambda true, before, _: before or true,
-    "one-layer": _one_layer,
-}  # fmt: skip
-TEXTS = ("other-microbatch", "labels", "one-in-ten")
-"""Lies in what is trained on: another microbatch's text under this one's name, tokens in a random order, so that labels
-do not follow from inputs, and that for one microbatch in ten."""
-WAYS = (*CONTRIBUTIONS, *TEXTS)
+POLL_SECONDS = 0.01
 HONEST, CHURN, MIXED = "honest", "churn", "mixed"
-"""Nobody lies. With churn every third round a worker is killed and replaced; with mixed processors too, but without a
+"""Nobody lies. With churn every third round a peer is killed and replaced; with mixed processors too, but without a
 network."""
+DEFENCES = ("all", "comparing", "checks")
+"""All of the swarm's defences, contributions compared and nothing else, and all that but comparing."""
 
 
-class LyingMember:
-    """Stands between a worker's stage and its averager, and lies from some round on."""
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """What is trained, and who lies."""
 
-    def __init__(self, worker: Worker, lie: Lie, first_round: int) -> None:
-        self._close = worker.member.close
-        self._lie = lie
-        self._first_round = first_round
-        self._told: tuple[Contribution, Contribution] | None = None
-        self._before: Vectors | None = None
-        self._round = -1
-        self._true: Vectors = {}
-        worker.member.close = self.close  # type: ignore[method-assign]
+    way: str
+    defences: str = "all"
+    num_peers: int = NUM_PEERS
+    liars: Sequence[int] = LIARS
+    honest_rounds: int = HONEST_ROUNDS
 
-    async def close(self, round_number: int, *, drop: Collection[int]) -> Contribution:
-        true = await self._close(round_number, drop=drop)
-        if self._told is None or self._told[0] is not true:
-            if round_number != self._round:
-                self._round, self._before = round_number, self._true or None
-            self._true = {name: tensor.clone() for name, tensor in true.tensors.items()}
-            is_lie = round_number >= self._first_round and true.num_samples
-            tensors = self._lie(self._true, self._before, round_number) if is_lie else true.tensors
-            self._told = true, dataclasses.replace(true, tensors=tensors)
-        return self._told[1]
+    @property
+    def tellers(self) -> Sequence[int]:
+        return self.liars if self.way in WAYS else ()
 
 
-class LiarsSwarm(DrivenSwarm):
-    """Workers of which some lie."""
-
-    timing = QUICK
-
-    def __init__(self, config: RunConfig, data: Microbatches, tasks: asyncio.TaskGroup, way: str) -> None:
-        super().__init__(config, data, tasks)
-        self._way = way
-        self._generator = torch.Generator().manual_seed(0)
-        self._num_fed = 0
-
-    async def start(self, num_workers: int) -> None:
-        await super().start(num_workers)
-        if self._way in CONTRIBUTIONS:
-            for number in LIARS:
-                LyingMember(self.workers[number], CONTRIBUTIONS[self._way], HONEST_ROUNDS)
-
-    async def train_round(self, replaced: int | None = None) -> None:
-        """Train until all workers have committed the round, whoever is left out of it. A worker may be killed in the
-        middle, and replaced. Raises DeadlineExceeded, and IntegrityError if the workers hold different states."""
-        number, half = self.round, self._config.rounds.round_samples // 2
-        turn, fed = 0, set[int]()
-        async with asyncio.timeout(ROUND_SECONDS):
-            while any(worker.weights.round.number <= number for worker in self.workers):
-                worker = self.workers[turn % NUM_WORKERS]
-                turn += 1
-                view = self._leading().averager.view()
-                if replaced is not None and sum(p.num_samples for p in view.progress.values()) >= half:
-                    await self._replace(replaced)
-                    replaced = None
-                is_open = not worker.weights.round.closed and worker.weights.round.number == number
-                if view.round == number and not view.complete and is_open:
-                    await self._feed_one(worker, number, fed, view.committed, view.quiet_seconds)
-                else:
-                    await asyncio.sleep(0.001)
-        digests = {await worker.member.state_digest() for worker in self.workers}
-        if len(digests) > 1:
-            raise IntegrityError(f"after round {number} the workers hold different states")
-
-    def _leading(self) -> Worker:
-        return next((worker for worker in self.workers if worker.averager.leads), self.workers[0])
-
-    async def _feed_one(
-        self, worker: Worker, number: int, fed: set[int], committed: Collection[int], quiet_seconds: float
-    ) -> None:
-        if not self._config.rounds.synchronous:
-            # Each takes whole inner batches, as long as the others do.
-            await self._lying_train(worker, next(self._indices))
-            return
-        wanted = self._config.microbatches_of(number, worker.record.block)
-        fresh = next((index for index in wanted if index not in fed), None)
-        if fresh is None and quiet_seconds > 0.02:
-            # Something was lost with a worker that is gone or left out: it is run again, at another one.
-            fresh = next((index for index in wanted if index not in committed), None)
-        if fresh is None or fresh in worker.member.progress().committed:
-            await asyncio.sleep(0.001)
-            return
-        fed.add(fresh)
-        await self._lying_train(worker, fresh)
-
-    async def _lying_train(self, worker: Worker, index: int) -> None:
-        lies = worker in [self.workers[number] for number in LIARS] and self.round >= HONEST_ROUNDS
-        self._num_fed += 1
-        source = index + 7 * self._config.microbatches_per_round if lies and self._way == "other-microbatch" else index
-        tokens = torch.from_numpy(self._data.tokens(source))
-        if lies and (self._way == "labels" or (self._way == "one-in-ten" and self._num_fed % 10 == 0)):
-            order = torch.rand(tokens.shape, generator=self._generator).argsort(dim=1)
-            tokens = tokens.gather(1, order)
-        try:
-            await worker.train(index, {TOKENS: tokens}, len(tokens))
-        except SwarmError:
-            await asyncio.sleep(0.002)  # Its round has just closed.
-
-
-def run_config(setting: str, dataset: str, codec: str, seed: int) -> RunConfig:
-    is_synchronous = setting == "synchronous"
-    steps = MICROBATCHES_EACH if is_synchronous else INNER_STEPS
+def run_config(
+    setting: str, dataset: str, codec: str, seed: int, check_share: float = CHECK_SHARE, each: int = 0
+) -> RunConfig:
+    """`each` is how many microbatches each of the peers has in a round; 0: as many as the bench has."""
+    is_synchronous, samples = setting == "synchronous", SAMPLES[setting]
+    each = each or (MICROBATCHES_EACH if is_synchronous else INNER_STEPS)
     return run_of(
-        "liars", width=64, layers=3, head_width=32, setting=setting, length=32, microbatch=MICROBATCH,
-        round_samples=NUM_WORKERS * steps * MICROBATCH, dataset=dataset, data={"seed": seed, "held_out_fraction": 0.02},
-        rounds={} if is_synchronous else {"inner_batch_samples": MICROBATCH},
+        "liars", width=64, layers=4, head_width=32, stages=2, setting=setting, length=32, microbatch=samples,
+        round_samples=NUM_PEERS * each * samples, dataset=dataset, data={"seed": seed, "held_out_fraction": 0.02},
+        rounds={"check_share": check_share} if is_synchronous else {"inner_batch_samples": samples},
         optimizer={"learning_rate": 3e-3, "schedule": "constant", "warmup_samples": 64},
         averaging={"codec": codec, **({} if is_synchronous else {"overlap_steps": 0})},
     )  # fmt: skip
 
 
+# -- what is found -----------------------------------------------------------------------------------------------------
+
+
 class Findings(logging.Handler):
-    """Counts which comparison found a liar, from what the product says in its log."""
+    """Notes what found a liar, and whom senders leave alone, from what the product says in its log."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.lines: set[str] = set()
+        self.left_alone: set[str] = set()
+        """How the ids begin of those that get no more microbatches."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.name == "swarm.honesty.suspects" and " is out of line: " in record.getMessage():
-            self.lines.add(record.getMessage())
+        line = record.getMessage()
+        if record.name == "swarm.honesty.suspects":
+            self.lines.add(line)
+        elif " gets no more microbatches of stage " in line:
+            self.left_alone.add(line.split()[0])
 
     @property
     def by_kind(self) -> Mapping[str, int]:
-        kinds = {"its norm": "norm", "its cosine": "direction", "gave before": "repeated"}
+        """How many words there were of each kind, in rounds that a member was left out of, and when it was named."""
+        kinds = {"its norm": "norm", "its cosine": "direction", "gave before": "repeated",
+                 "its answers are wrong": "computed"}  # fmt: skip
         counts = Counter(kind for line in self.lines for text, kind in kinds.items() if text in line)
         return {**counts, "in_one_layer": sum(" in layers." in line for line in self.lines)}
 
+    @property
+    def num_left_out(self) -> int:
+        """How often a contribution was found out of line by so many owners that it was left out of its round."""
+        return len({line.split(" is out")[0] for line in self.lines if " is out of line: " in line})
 
-async def train(config: RunConfig, data: Microbatches, way: str, num_rounds: int) -> dict[str, Any]:
-    findings, comparing = Findings(), [0.0]
-    logging.getLogger("swarm.honesty.suspects").addHandler(findings)
-    compare = Comparison.deviations
 
-    def timed(self: Comparison, parts: Mapping[str, torch.Tensor]) -> Any:
-        began = time.thread_time()
-        found = compare(self, parts)
-        comparing[0] += time.thread_time() - began
-        return found
+@dataclass(eq=False)
+class Costs:
+    """The processor's seconds that comparing took, and computing others' answers again."""
 
-    Comparison.deviations = timed  # type: ignore[method-assign]
-    named_at, named_by = dict[str, int](), dict[str, str]()
-    async with asyncio.TaskGroup() as tasks:
-        swarm = LiarsSwarm(config, data, tasks, way)
-        await swarm.start(NUM_WORKERS)
-        began, cpu = time.perf_counter(), time.process_time()
-        for number in range(num_rounds):
-            replaced = number // 3 % NUM_WORKERS if way == CHURN and number % 3 == 2 else None
-            try:
-                await swarm.train_round(replaced)
-            except TimeoutError:
-                raise DeadlineExceeded(f"{way}: round {number} took longer than {ROUND_SECONDS:.0f} s") from None
-            for line in swarm.workers[0].averager.counters().refusals:
-                # Other lines name nobody: among few members nobody can say who is wrong.
-                peer, is_naming, _ = line.partition(" lies: ")
-                if is_naming:
-                    named_at.setdefault(peer, number)
-                    named_by.setdefault(peer, line)
-        seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
-        liars = {swarm.workers[number].record.peer_id for number in LIARS} if way in WAYS else set()
-        loss = HeldOut(config, data).loss(swarm.anchor)
-        await swarm.stop()
+    comparing: float = 0.0
+    checking: float = 0.0
+
+    @contextmanager
+    def counted(self, defences: str) -> Iterator[None]:
+        """Count inside the block. Without comparing among the defences nothing is compared."""
+        compare, compute = Comparison.deviations, StageBackend.forward_loss
+
+        def comparing(comparison: Comparison, parts: Mapping[str, torch.Tensor]) -> Any:
+            began = time.thread_time()
+            found = compare(comparison, parts) if defences != "checks" else ()
+            self.comparing += time.thread_time() - began
+            return found
+
+        def checking(backend: StageBackend, *arguments: Any, accumulate: bool, **options: Any) -> Any:
+            began = time.thread_time()
+            found = compute(backend, *arguments, accumulate=accumulate, **options)
+            self.checking += 0.0 if accumulate else time.thread_time() - began
+            return found
+
+        with (
+            mock.patch.object(Comparison, "deviations", comparing),
+            mock.patch.object(StageBackend, "forward_loss", checking),
+        ):
+            yield
+
+
+# -- rounds ------------------------------------------------------------------------------------------------------------
+
+
+class LiarsRounds:
+    """Rounds of the swarm, of which some peers lie.
+
+    Attributes:
+        members: the peers of stage 1 that are there now.
+        named: by peer, the first round in which an honest peer named it, and the line that says why.
+    """
+
+    def __init__(self, arm: Arm, swarm: WholeSwarm) -> None:
+        self._arm = arm
+        self._swarm = swarm
+        self.members = [peer for peer in swarm.peers if peer.stage == 1]
+        self.named: dict[str, tuple[int, str]] = {}
+        for number in arm.tellers:
+            _let_lie(served(self.members[number]), arm)
+
+    async def run(self, number: int) -> None:
+        """Train until all peers have committed the round. Raises DeadlineExceeded, and IntegrityError if peers of one
+        round hold different states."""
+        dead = number // 3 % len(self.members) if self._arm.way == CHURN and number % 3 == 2 else None
+        try:
+            async with asyncio.timeout(ROUND_SECONDS), asyncio.TaskGroup() as tasks:
+                if dead is not None:
+                    tasks.create_task(self._replace(dead, number))
+                await self._swarm.train(1, first=number)
+                # What is waited for is spread over the peers, here and below.
+                while any(served(peer).stage.round <= number for peer in self.members):  # noqa: ASYNC110
+                    await asyncio.sleep(POLL_SECONDS)
+        except TimeoutError:
+            raise DeadlineExceeded(f"round {number} took longer than {ROUND_SECONDS:.0f} s") from None
+        await self._require_one_state()
+        honest = [peer for place, peer in enumerate(self.members) if place not in self._arm.tellers]
+        for line in (line for peer in honest for line in served(peer).averager.counters().refusals):
+            # Other lines name nobody: among few members nobody can say who is wrong.
+            peer_id, is_naming, _ = line.partition(" lies: ")
+            if is_naming:
+                self.named.setdefault(peer_id, (number, line))
+
+    async def _replace(self, place: int, number: int) -> None:
+        """Kill a peer in the middle of the round, and start another one."""
+        half = self._swarm.config.rounds.round_samples // 2
+
+        def num_samples() -> int:
+            return sum(served(peer).member.progress().num_samples for peer in self.members)
+
+        while num_samples() < half and served(self.members[place]).stage.round == number:  # noqa: ASYNC110
+            await asyncio.sleep(POLL_SECONDS)
+        await self.members[place].kill()
+        self.members[place] = await self._swarm.start(1)
+
+    async def _require_one_state(self) -> None:
+        states = {(served(peer).stage.round, await served(peer).member.state_digest()) for peer in self.members}
+        if len(states) > len({number for number, _ in states}):
+            raise IntegrityError("peers hold different states of one round")
+
+    def weights(self) -> Vectors:
+        """The whole model's, as its first peer of each stage holds them."""
+        blocks = [served(self._swarm.peers[0]), served(self.members[0])]
+        anchors = [block.stage.context.backend.weights.anchor(block.stage.round) for block in blocks]
+        return {name: value for anchor in anchors for name, value in (anchor or {}).items()}
+
+
+def served(peer: WholePeer) -> ServedBlock:
+    assert peer.server is not None, "it serves until it is killed"
+    return peer.server
+
+
+def _let_lie(peer: ServedBlock, arm: Arm) -> None:
+    if arm.way in CONTRIBUTIONS:
+        LyingMember(peer.member, CONTRIBUTIONS[arm.way], arm.honest_rounds)
+    else:
+        LyingBackend(peer.stage.context.backend, arm.way, lambda: peer.stage.round >= arm.honest_rounds)
+
+
+async def train(arm: Arm, config: RunConfig, data: Microbatches, num_rounds: int, folder: Path) -> dict[str, Any]:
+    findings, costs = Findings(), Costs()
+    loggers = [logging.getLogger(name) for name in ("swarm.honesty.suspects", "swarm.hop.spot_checks")]
+    for each in loggers:
+        each.addHandler(findings)
+
+    def tokens(_: RunConfig, index: int) -> torch.Tensor:
+        return torch.from_numpy(data.tokens(index))
+
+    with costs.counted(arm.defences):
+        async with whole_swarm(config, folder, num_peers=(1, arm.num_peers), tokens=tokens) as swarm:
+            rounds = LiarsRounds(arm, swarm)
+            liars = {rounds.members[number].peer_id for number in arm.tellers}
+            began, cpu = time.perf_counter(), time.process_time()
+            for number in range(num_rounds):
+                await rounds.run(number)
+            seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+            loss = HeldOut(config, data).loss(rounds.weights())
+    for each in loggers:
+        each.removeHandler(findings)
+    last = arm.honest_rounds + CAUGHT_ROUNDS
+    left_alone = sum(any(peer.startswith(begin) for begin in findings.left_alone) for peer in liars)
     return {
-        "caught": sum(named_at.get(peer, 1 << 30) < HONEST_ROUNDS + 5 for peer in liars) / max(1, len(liars)),
-        "named": sum(peer in named_at for peer in liars), "falsely_named": len(named_at.keys() - liars),
-        "left_out": len({line.split(" is out")[0] for line in findings.lines}), "found_by": findings.by_kind,
-        "false_lines": [line for peer, line in named_by.items() if peer not in liars],
-        "held_out_loss": loss, "rounds": num_rounds, "overhead": comparing[0] / cpu, "seconds": seconds,
+        "caught": sum(peer in rounds.named and rounds.named[peer][0] < last for peer in liars) / max(1, len(liars)),
+        "named": len(rounds.named.keys() & liars), "falsely_named": len(rounds.named.keys() - liars),
+        "left_alone": left_alone, "falsely_left_alone": len(findings.left_alone) - left_alone,
+        "left_out": findings.num_left_out, "found_by": findings.by_kind,
+        "false_lines": [line for peer, (_, line) in rounds.named.items() if peer not in liars],
+        "held_out_loss": loss, "rounds": num_rounds, "overhead": (costs.comparing + costs.checking) / cpu,
+        "seconds": seconds, "cpu_seconds": cpu,
     }  # fmt: skip
 
 
-def main(way: str, setting: str, num_rounds: int, dataset: str, codec: str, seed: int) -> None:
+def main(
+    setting: str, way: str, defences: str, num_rounds: int, dataset: str, codec: str, seed: int, check_share: float
+) -> None:
     process.prepare_environment()
     torch.set_num_threads(1)
     logs.setup_logging(f"bench liars {setting} {way}", "warning")
     logging.getLogger("swarm").setLevel(logging.ERROR)
-    logging.getLogger("swarm.honesty.suspects").setLevel(logging.WARNING)
-    config, data = with_corpus(run_config(setting, dataset, codec, seed))
+    for name in ("honesty.suspects", "hop.spot_checks"):
+        logging.getLogger(f"swarm.{name}").setLevel(logging.WARNING)
+    share = 0.0 if defences == "comparing" else check_share
+    config, data = with_corpus(run_config(setting, dataset, codec, seed, share))
     if way == MIXED:
         each = MICROBATCHES_EACH if config.rounds.synchronous else INNER_STEPS
         with mixed_processors.other_kind(setting, dataset, codec, seed) as other:
-            print(json.dumps(mixed_processors.train(config, data, other, (NUM_WORKERS, each), num_rounds)))
+            figures = mixed_processors.train(config, data, other, (NUM_PEERS, each), num_rounds)
     else:
-        print(json.dumps(asyncio.run(train(config, data, way, num_rounds))))
+        with tempfile.TemporaryDirectory(prefix="bench-liars-") as folder:
+            arm = Arm(way=way, defences=defences)
+            figures = asyncio.run(train(arm, config, data, num_rounds, Path(folder) / "events"))
+    print(json.dumps(figures))

@@ -186,7 +186,12 @@ def pack_failure(failed: MemberFailed) -> pb.Failure:
 
 
 def pack_deviations(deviations: Iterable[Deviation]) -> list[pb.Deviation]:
-    return [pb.Deviation(peer_id=each.peer_id, reason=each.reason, is_computed=each.is_computed) for each in deviations]
+    return [
+        pb.Deviation(
+            peer_id=each.peer_id, reason=each.reason, is_computed=each.is_computed, is_clear=each.is_clear
+        )
+        for each in deviations
+    ]  # fmt: skip
 
 
 def unpack_deviations(told: Sequence[pb.Deviation]) -> list[Deviation]:
@@ -195,7 +200,8 @@ def unpack_deviations(told: Sequence[pb.Deviation]) -> list[Deviation]:
     unpack_ids([deviation.peer_id for deviation in told])
     return [
         Deviation(
-            peer_id=each.peer_id, reason=printable(each.reason[:LONGEST_REASON]), is_computed=each.is_computed
+            peer_id=each.peer_id, reason=printable(each.reason[:LONGEST_REASON]), is_computed=each.is_computed,
+            is_clear=each.is_clear,
         )
         for each in told[:MOST_IDS]
     ]  # fmt: skip

@@ -1149,22 +1149,26 @@ class Deviation(_message.Message):
     PEER_ID_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     IS_COMPUTED_FIELD_NUMBER: _builtins.int
+    IS_CLEAR_FIELD_NUMBER: _builtins.int
     peer_id: _builtins.str
     reason: _builtins.str
     is_computed: _builtins.bool
     """The sender computed again what the member answered, and the answer was wrong. Earlier releases take this for a word
     about the contribution.
     """
+    is_clear: _builtins.bool
+    """The contribution is so far out of line as no honest one is. Earlier releases do not know it, and wait for more rounds."""
     def __init__(
         self,
         *,
         peer_id: _builtins.str = ...,
         reason: _builtins.str = ...,
         is_computed: _builtins.bool = ...,
+        is_clear: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_computed", b"is_computed", "peer_id", b"peer_id", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_clear", b"is_clear", "is_computed", b"is_computed", "peer_id", b"peer_id", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
