@@ -40,12 +40,7 @@ def _run(prog: str, module: str, options: tuple[str, str] | None = None, address
     is_interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_interruptible:
         signal.signal(signal.SIGINT, _end)
-    from peers.shared import (
-        cli,
-        environment,  # This takes a while, so the handler above comes first.
-        faults,
-        process,
-    )
+    from peers.shared import cli, process, stopping  # This takes a while, so the handler above comes first.
 
     process.prepare_environment()
     process.keep_freed_memory()
@@ -59,7 +54,7 @@ def _run(prog: str, module: str, options: tuple[str, str] | None = None, address
                 cli.parse(explained, prog=prog, argv=sys.argv[1:])
             else:
                 explained(sys.argv[1:])
-        environment.read()
+        process.read_dotenv()
         process.require_addresses(address_bytes)
         with said_if_slow(prog):
             program = load(module)
@@ -72,7 +67,7 @@ def _run(prog: str, module: str, options: tuple[str, str] | None = None, address
                 signal.signal(signal.SIGINT, _end)
         return exit_code
 
-    sys.exit(faults.run_program(prog, main))
+    sys.exit(stopping.run_program(prog, main))
 
 
 def _end(number: int, frame: FrameType | None) -> None:

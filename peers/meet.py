@@ -20,7 +20,7 @@ import tyro
 from peers.reach.listen import Outside, own_outside, private_advice
 from peers.shared import cli, logs, stopping
 from peers.shared import option_types as takes
-from peers.shared.environment import cache_folder
+from peers.shared.process import cache_folder
 from peers.shared.sole_writer import claim_identity
 from peers.shared.token_option import VARIABLE, read_token
 from swarm.credentials.authority import Owners
@@ -137,7 +137,6 @@ async def serve(options: MeetOptions, own: Identity, node: DhtNode, outside: Seq
 
 
 def _say(own: Identity, outside: Sequence[Outside]) -> None:
-    """Print with which words a run is begun here."""
     whose = "of these tokens' owners" if own.authority is not None else "of whoever reaches it"
     entries = [Entry.at(own.peer_id, one.host, one.port) for one in outside]
     print(f"Meeting point at {', '.join(entry.endpoint for entry in entries)}, for the runs {whose}")

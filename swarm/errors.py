@@ -1,29 +1,5 @@
 """Every exception that the library raises on purpose, grouped by what the caller does about it.
 
-    SwarmError
-    |-- TryAnotherPeer               this peer does not do it now; another peer of its stage may
-    |   |-- PeerUnavailable          unreachable, died, frozen, or hung up in mid-call
-    |   |-- DeadlineExceeded         slow, not dead: never a reason for a ban
-    |   |-- RoundMismatch            the peer is at another round; the message says which
-    |   |-- NotReady                 the peer is joining, leaving or behind
-    |   `-- NotServed                the peer does not serve this caller, or not what it asks for
-    |       |-- WrongStage           it serves another stage
-    |       |-- WrongRun             it belongs to another run
-    |       |-- IncompatibleVersion  it speaks no protocol that this release speaks
-    |       |-- UnknownCall          its release is older and does not have this call
-    |       `-- NotAllowed           its run is locked, and the caller has no token that gives the right
-    |-- TryLater                     the same peer may do it in a moment; nothing is wrong
-    |   `-- Overloaded               answered Busy; `retry_after_seconds` says when to ask again
-    `-- Fatal                        give up: repeating the request changes nothing
-        |-- MalformedMessage         wrong shape, dtype, size, NaN, or a field that makes no sense
-        |-- ConfigMismatch           two configurations of one run differ; the message names the field
-        |-- CorpusMismatch           two machines hold different text under one dataset name
-        |-- StaleMicrobatch          its round has committed: the microbatch is not wanted any more
-        |-- PathStandsStill          a block on the microbatch's path has no peers; other paths go on
-        |-- RoundGone                no peer holds the weights of a round any more
-        |-- IntegrityError           bytes do not match their digest or their signature
-        `-- RetriesExhausted         every allowed attempt failed; the message names the last cause
-
 One peer that calls a request malformed may itself be at fault: the hop asks a second one before it gives up. For a
 user's mistakes in options or configuration, ValueError or a SwarmError is raised. The programs print either as one
 line. Internal invariants are asserts.

@@ -52,12 +52,10 @@ class Start(Event):
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """The blocks of the run."""
         paths = self.paths or ((0,) * self.num_stages,)
         return tuple(sorted({Block(stage, variant) for path in paths for stage, variant in enumerate(path)}))
 
     def passes(self, microbatch: int, block: Block) -> bool:
-        """Whether a microbatch's path leads through a block."""
         return not self.paths or self.paths[microbatch % len(self.paths)][block.stage] == block.variant
 
     def most_samples_of(self, block: Block) -> int:
@@ -323,8 +321,6 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class EventLog(Events):
-    """Appends to one file, from any thread."""
-
     def __init__(self, path: Path, clock: Clock) -> None:
         """Raises OSError if the file can neither be opened nor made."""
         self._file = LineFile(path, "events")

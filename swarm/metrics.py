@@ -59,7 +59,6 @@ class Reporter(ABC):
             logger.debug("%s is behind: step %d is not reported", self._name, step)
 
     def close(self, timeout_seconds: float) -> bool:
-        """Send what is left and close. Returns whether that was done in time."""
         try:
             self._queue.put(None, timeout=timeout_seconds)
         except queue.Full:
@@ -176,7 +175,6 @@ class MetricsLog:
 
     @property
     def written(self) -> str:
-        """Whether all figures were written, in words for people."""
         return "figures" if self._file.is_complete else "some figures, and others are lost,"
 
     def step(self, metrics: StepMetrics) -> None:
@@ -268,15 +266,9 @@ def plot_loss(metrics: Path, image: Path) -> None:
         if "event" in row:
             axes.axvline(row["step"], color="grey", linestyle=":", linewidth=1)
             axes.text(
-                row["step"],
-                0.98,
-                f" {row['event']}",
-                transform=axes.get_xaxis_transform(),
-                rotation=90,
-                va="top",
-                fontsize=7,
-                color="grey",
-            )
+                row["step"], 0.98, f" {row['event']}", transform=axes.get_xaxis_transform(), rotation=90, va="top",
+                fontsize=7, color="grey",
+            )  # fmt: skip
     axes.legend(loc="upper right")
     figure.savefig(image, dpi=120, format="png")
 

@@ -87,7 +87,6 @@ class Block(NamedTuple):
 
     @property
     def label(self) -> int | str:
-        """The block as views show it: the number of its stage, or the name of another variant than 0."""
         return str(self) if self.variant else self.stage
 
     @classmethod
@@ -222,7 +221,6 @@ class PeerRecord(_Sender):
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """All ways to the peer's server, the best first."""
         return self.endpoint, *self.other_endpoints
 
     @property
@@ -277,7 +275,6 @@ class ClaimRecord(_Announcement):
 
     @property
     def span(self) -> tuple[Block, ...]:
-        """All that the peer will serve."""
         return _listed(self.blocks) or _span(self.stage, self.num_stages, self.variant)
 
     @property

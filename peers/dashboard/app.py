@@ -114,10 +114,7 @@ class Door:
     """Refuses requests to another host's name, and WebSockets that another site's page opens."""
 
     def __init__(self, app: ASGIApp, *, names: Collection[str]) -> None:
-        """
-        Args:
-            names: names of this host, or of a proxy before it, besides its IP addresses and localhost.
-        """
+        """`names` are those of this host, or of a proxy before it, besides its IP addresses and localhost."""
         self._app = app
         self._names = frozenset(name.lower() for name in names)
 

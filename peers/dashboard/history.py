@@ -29,8 +29,6 @@ Kind = Literal["good", "bad", "plain"]
 
 
 class Line(NamedTuple):
-    """One thing that happened, and whether it is good for the run."""
-
     kind: Kind
     text: str
 

@@ -20,7 +20,7 @@ from peers.dashboard.history import HistoryFile
 from peers.dashboard.watcher import Watcher
 from peers.shared import cli, logs, stopping
 from peers.shared import option_types as takes
-from peers.shared.environment import cache_folder
+from peers.shared.process import cache_folder
 from peers.shared.sole_writer import require_sole_writer
 from peers.status.lookout import Lookout, Way, lookouts_on, ways_to
 from peers.status.program import ViewOptions

@@ -87,7 +87,6 @@ def _followed(row: StageRow, num_stages: int) -> list[PeerRow]:
 
 
 def by_peer(view: SwarmView) -> dict[str, dict[Block, PeerRow]]:
-    """The rows of each peer, by its id."""
     found: dict[str, dict[Block, PeerRow]] = {}
     for row in view.stages:
         for peer in row.peers:

@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 
 def about(config: RunConfig) -> dict[str, Any]:
-    """The part that stays the same throughout the run."""
     model, rounds = config.model, config.rounds
     stages, tokens = counted(config.stages.num_stages, "stage"), counted(config.data.sequence_length, "token")
     return {
@@ -97,8 +96,6 @@ SECONDS_PER_PEER = 0.01
 
 
 class Place(Protocol):
-    """What a watcher needs of a Lookout."""
-
     config: RunConfig
     joining: Joining
 

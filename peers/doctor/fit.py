@@ -21,9 +21,8 @@ from peers.doctor import machine
 from peers.doctor.options import DoctorOptions
 from peers.shared import needs
 from peers.shared.devices import Device
-from peers.shared.environment import cache_folder
 from peers.shared.needs import Needs
-from peers.shared.process import EXIT_FAILURE
+from peers.shared.process import EXIT_FAILURE, cache_folder
 from peers.shared.room import Room, written
 from peers.shared.run_options import begun
 from swarm import config as configs
@@ -43,11 +42,8 @@ _MEASURING_SECONDS, _FIRST_TOKENS = 3.0, 32
 
 @dataclass(frozen=True, kw_only=True)
 class StageFit:
-    """What a stage takes of each of its peers.
-
-    Attributes:
-        sent: the bytes that a peer sends in a step; it receives about as many.
-    """
+    """What a stage takes of each of its peers. `sent` are the bytes that a peer sends in a step; it receives about as
+    many."""
 
     layers: int
     needs: Needs
@@ -100,7 +96,6 @@ def planned(options: DoctorOptions) -> RunConfig:
 
 
 def of_stages(config: RunConfig, num_peers: int, *, on_gpu: bool) -> list[StageFit]:
-    """What each stage takes."""
     config = needs.computing_on(config, on_gpu=on_gpu)
     each, found = needs.of_stages(config, on_gpu=on_gpu, num_peers=num_peers), list[StageFit]()
     for stage, layers in enumerate(layer_ranges(config)):

@@ -141,7 +141,6 @@ def judge_dht(found: Mapping[str, bool]) -> Finding:
 
 
 def judge_clock(found: Distances) -> Finding:
-    """Compare this machine's clock with the median of the peers' clocks."""
     answers = reached(found)
     if not answers:
         return not_checked("clock", "no peer to compare it with answers")

@@ -87,7 +87,6 @@ class DoctorOptions:
 
     @property
     def ports(self) -> Ports:
-        """Where the peer is to listen, and where others are to reach its ports."""
         outside = tuple(Outside.parse(text, option="--announce") for text in self.announce)
         outside_dht = tuple(Outside.parse(text, option="--announce-dht") for text in self.announce_dht)
         if self.port == self.dht_port:

@@ -32,8 +32,6 @@ NUM_ASKED = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Ports:
-    """Where a peer is to listen, and the addresses that it announces for its ports."""
-
     host: str
     port: int
     dht_port: int
@@ -46,7 +44,6 @@ class Ports:
 
     @property
     def taken(self) -> list[Finding]:
-        """A finding for each port that the user chose and that is not free."""
         found = []
         for what, option, port in ((GRPC, "--port", self.port), (DHT, "--dht-port", self.dht_port)):
             try:
@@ -120,12 +117,8 @@ async def _answering(ports: Ports, port: int, dht_port: int, own: Identity, *, i
 
 
 def judge(port: int, dht_port: int, replies: Sequence[pb.CheckReply], *, host: str = "") -> list[Finding]:
-    """The findings about how others will reach this machine.
-
-    Args:
-        replies: what the peers that dialled back reached; at least one.
-        host: what --host says.
-    """
+    """The findings about how others will reach this machine. `replies` has at least one reply, of what a peer that
+    dialled back reached. `host` is what --host says."""
     asked = counted(len(replies), "peer")
     end, count = _most_reached(reply.endpoints for reply in replies)
     dht_end, _ = _most_reached(reply.dht_endpoints for reply in replies)

@@ -24,11 +24,10 @@ from peers.doctor.ports import from_outside, unasked
 from peers.shared import cli, logs
 from peers.shared.devices import Device
 from peers.shared.entrance import Entrance, dht_addresses_of, find_entrance
-from peers.shared.environment import cache_folder
 from peers.shared.lan import with_invite
 from peers.shared.needs import of_stages
 from peers.shared.network import Membership
-from peers.shared.process import EXIT_FAILURE
+from peers.shared.process import EXIT_FAILURE, cache_folder
 from peers.shared.room import Room, together
 from peers.shared.run_options import naming_options
 from swarm import __version__
@@ -47,13 +46,8 @@ MOMENT_SECONDS = 2.0
 
 
 async def thoroughly(plan: DoctorOptions, run: Membership | str, dht_addresses: Sequence[str] = ()) -> list[Finding]:
-    """Check everything, in 20 s at most.
-
-    Args:
-        plan: how this machine is to be used.
-        run: the run, with its known peers; or text that says why nothing is known of the run.
-        dht_addresses: where a peer would enter the run's DHT.
-    """
+    """Check everything, in 20 s at most. `plan` says how this machine is to be used. `run` is the run, with its known
+    peers, or text that says why nothing is known of it. `dht_addresses` are where a peer would enter the run's DHT."""
     on_device = asyncio.create_task(asyncio.to_thread(machine.device, plan.device, plan.memory))
     on_line = [] if isinstance(run, str) else await _on_line(plan, run, dht_addresses)
     device_finding, device = await on_device

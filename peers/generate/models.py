@@ -15,12 +15,11 @@ from random import SystemRandom
 
 from peers.generate.options import GenerateOptions
 from peers.generate.terminal import tell
-from peers.shared.chosen_path import chooser
 from peers.shared.devices import computing_in, device_of, warn_of_emulation
 from peers.shared.entrance import find_entrance, reading
-from peers.shared.environment import cache_folder
-from peers.shared.named_model import open_model
+from peers.shared.named_model import chooser, open_model
 from peers.shared.network import REFRESH_SECONDS, Membership
+from peers.shared.process import cache_folder
 from peers.shared.run_options import naming_options
 from peers.shared.tokenizer import folder_of, have_tokenizer
 from swarm.config import RunConfig
@@ -95,10 +94,6 @@ def _paths(options: GenerateOptions, config: RunConfig) -> Sequence[int]:
     return [options.path or 0]
 
 
-def _exports(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("path-*") if path.is_dir())
-
-
 def _origins(options: GenerateOptions) -> list[Origin]:
     """The models of the paths that may write; of a model without paths, that one."""
     if options.checkpoint is not None:
@@ -109,7 +104,9 @@ def _origins(options: GenerateOptions) -> list[Origin]:
             for path in _paths(options, config)
         ]
     assert options.model is not None
-    if options.router is not None and (exports := _exports(Path(options.model))):
+    if options.router is not None and (
+        exports := sorted(path for path in Path(options.model).glob("path-*") if path.is_dir())
+    ):
         return [origin.from_folder(folder) for folder in exports]
     found = origin.from_folder(Path(options.model))
     # At its beginning a run has the same weights along all paths.
@@ -118,13 +115,9 @@ def _origins(options: GenerateOptions) -> list[Origin]:
 
 @asynccontextmanager
 async def open_swarm(options: GenerateOptions) -> AsyncIterator[TextModel]:
-    """Enter the DHT as a client, and yield a model that the run's peers compute. It works until the block ends.
-
-    Raises:
-        ValueError: a token is missing, or the model generates no text.
-        CorpusMismatch: the tokenizer is not the run's.
-        PeerUnavailable: no peer answers, or none gives the run's tokenizer.
-    """
+    """Enter the DHT as a client, and yield a model that the run's peers compute. It works until the block ends. Raises
+    ValueError if a token is missing, or the model generates no text, CorpusMismatch if the tokenizer is not the run's,
+    and PeerUnavailable if no peer answers, or none gives the run's tokenizer."""
     clock = SystemClock()
     entrance = find_entrance(options, os.environ, role=Role.TRAINER, clock=clock)
     async with reading(entrance, clock) as member:

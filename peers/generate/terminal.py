@@ -70,8 +70,6 @@ def tell(text: str) -> None:
 
 
 class Keyboard:
-    """Lines and interrupts, for the running loop."""
-
     def __init__(self) -> None:
         self.is_over = False
         """Whether the program is to end because SIGTERM came."""
@@ -175,15 +173,9 @@ class Conversation:
 
 
 async def talk(model: TextModel, options: GenerateOptions) -> int:
-    """Answer the lines of stdin until there are no more.
-
-    Returns:
-        The exit code: EXIT_TERMINATED after SIGTERM, and EXIT_FAILURE if an answer failed while stdin was a pipe, since
-            nobody may have seen that.
-
-    Raises:
-        ValueError: the model has no chat template, or none with which a conversation can begin.
-    """
+    """Answer the lines of stdin until there are no more. Returns the exit code: EXIT_TERMINATED after SIGTERM, and
+    EXIT_FAILURE if an answer failed while stdin was a pipe, since nobody may have seen that. Raises ValueError if the
+    model has no chat template, or none with which a conversation can begin."""
     conversation, keyboard, is_terminal = Conversation(model, options), Keyboard(), sys.stdin.isatty()
     await keyboard.before_interrupt(conversation.require_beginning())
     exit_code = 0

@@ -36,16 +36,10 @@ class LocalPeer:
             ready = json.loads(self.ready_file.read_text())
             self.dht_address = next(iter(ready["dht_addresses"]), "")
             self.record = PeerRecord(
-                peer_id=ready["peer_id"],
-                name=self.child.name,
-                announced_at=ready["time"],
-                stage=self.blocks[0].stage,
-                variant=self.blocks[0].variant,
-                endpoint=ready["endpoint"],
-                certificate_pem=ready["certificate_pem"],
-                state=PeerState.SERVING,
-                device=ready["device"],
-            )
+                peer_id=ready["peer_id"], name=self.child.name, announced_at=ready["time"], stage=self.blocks[0].stage,
+                variant=self.blocks[0].variant, endpoint=ready["endpoint"], certificate_pem=ready["certificate_pem"],
+                state=PeerState.SERVING, device=ready["device"],
+            )  # fmt: skip
         return self.record is not None
 
 
@@ -66,8 +60,6 @@ def spans_of(config: RunConfig, stages_per_peer: int | None = None) -> list[Span
 
 
 class LocalPeers:
-    """The peers that were started and have not ended."""
-
     def __init__(
         self, options: LocalOptions, config: RunConfig, children: Supervisor, folder: Path, places: Sequence[Device]
     ) -> None:
@@ -95,22 +87,12 @@ class LocalPeers:
         graph_bytes = devices.graph_bytes(device, num_processes=self._places.count(device))
         ready_file, options = self._folder / f"{name}.json", self._options
         own = PeerOptions(
-            stage=span if span.path is None else None,
-            path=span.path,
-            name=name,
-            host="127.0.0.1",
-            device=device.name,
-            graph_memory_mib=graph_bytes >> 20,
-            threads=options.threads,
-            max_in_flight=options.max_in_flight,
-            identity=self._folder / f"{name}.pem",
-            ready_file=ready_file,
-            insecure=options.insecure,
-            checkpoint=options.checkpoint,
-            checkpoint_every=options.checkpoint_every,
-            resume=options.resume,
+            stage=span if span.path is None else None, path=span.path, name=name, host="127.0.0.1", device=device.name,
+            graph_memory_mib=graph_bytes >> 20, threads=options.threads, max_in_flight=options.max_in_flight,
+            identity=self._folder / f"{name}.pem", ready_file=ready_file, insecure=options.insecure,
+            checkpoint=options.checkpoint, checkpoint_every=options.checkpoint_every, resume=options.resume,
             **self._run_options(),
-        )
+        )  # fmt: skip
         child = self._children.start(name, command_line("peer", cli.arguments(own)))
         peer = LocalPeer(child=child, span=span, blocks=span.of(self._config), ready_file=ready_file)
         self.running.append(peer)
@@ -146,7 +128,6 @@ class LocalPeers:
         return [peer for peer in self.running if peer.record is not None]
 
     def counts(self) -> dict[Block, int]:
-        """The number of running peers of each block, whether they serve yet or not."""
         return dict.fromkeys(self.blocks, 0) | Counter(block for peer in self.running for block in peer.blocks)
 
     def still_paths(self) -> tuple[list[int], bool]:

@@ -13,8 +13,8 @@ from peers.local.peers import LocalPeers, spans_of
 from peers.local.supervisor import GRACE_SECONDS, Supervisor
 from peers.local.swarm import LocalSwarm
 from peers.shared import cli, devices, stopping
-from peers.shared.environment import cache_folder
 from peers.shared.logs import setup_logging
+from peers.shared.process import cache_folder
 from peers.shared.reporting import require_reporters
 from peers.shared.run_options import naming_options, with_named_text
 from peers.shared.sole_writer import require_sole_writer

@@ -26,8 +26,6 @@ _LOG_TAIL_BYTES = 8192
 
 
 class Process(Protocol):
-    """What is used of subprocess.Popen."""
-
     pid: int
     returncode: int | Any
     """None while the process has not been waited for."""

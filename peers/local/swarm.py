@@ -92,8 +92,6 @@ class Output:
 
 
 class Drama:
-    """Kills a peer at one step and starts another at another step, once each."""
-
     def __init__(self, options: LocalOptions, peers: LocalPeers) -> None:
         self.num_killed = 0
         self.num_joined = 0
@@ -200,18 +198,11 @@ class LocalSwarm:
     def start_trainer(self) -> Child:
         options = self._options
         own = TrainerOptions(
-            initial_peers=self.peers.addresses,
-            steps=options.steps,
-            output=options.output,
-            name="trainer",
-            evaluate_every=options.evaluate_every,
-            sample_tokens=options.sample_tokens,
-            wandb=options.wandb,
-            wandb_online=options.wandb_online,
-            tensorboard=options.tensorboard,
-            insecure=options.insecure,
+            initial_peers=self.peers.addresses, steps=options.steps, output=options.output, name="trainer",
+            evaluate_every=options.evaluate_every, sample_tokens=options.sample_tokens, wandb=options.wandb,
+            wandb_online=options.wandb_online, tensorboard=options.tensorboard, insecure=options.insecure,
             **self.peers.own_text,
-        )
+        )  # fmt: skip
         return self._children.start("trainer", command_line("trainer", cli.arguments(own)))
 
     async def watch(self, trainer: Child, table: LiveTable, metrics: MetricsLog) -> None:

@@ -1,9 +1,8 @@
 """Downloads the model of a running swarm: the weights with which one round begins, from peers of every stage.
 
-Used by `swarm-model export INVITE`. The weights are downloaded in the way in which newcomers download them: in
-segments, each of which is checked. They are written as checkpoints, so that the export then works on files. More than
-half of the peers asked at a stage have to offer the same bits. Peers keep one snapshot for this, as they do for a
-newcomer, and training goes on.
+The weights are downloaded as newcomers do it, in segments, each of which is checked, and written as checkpoints, so
+that an export works on files. More than half of the peers asked at a stage have to offer the same bits. Peers keep one
+snapshot for this, as they do for a newcomer, and training goes on.
 """
 
 import asyncio
@@ -14,10 +13,10 @@ from pathlib import Path
 
 from peers.model.options import ExportModelOptions
 from peers.shared.entrance import find_entrance, reading
-from peers.shared.environment import cache_folder
 from peers.shared.lan import with_invite
 from peers.shared.named_model import kept_weights
 from peers.shared.network import Membership
+from peers.shared.process import cache_folder
 from peers.shared.tokenizer import have_tokenizer
 from swarm.averaging.agreement.rules import Timing
 from swarm.averaging.state_transfer import Downloads, StateTransfer, Wanted
@@ -25,7 +24,7 @@ from swarm.averaging.vectors.snapshots import PartialSnapshot
 from swarm.averaging.wire.transport import Transport
 from swarm.checkpoint import file
 from swarm.checkpoint.file import Header
-from swarm.content.fetcher import Kind
+from swarm.content.service import Kind
 from swarm.content.weights import WeightsCache
 from swarm.credentials.rights import Role
 from swarm.errors import Fatal, IntegrityError, PeerUnavailable, SwarmError

@@ -22,8 +22,8 @@ from peers.model.options import (
 )
 from peers.model.route import route
 from peers.shared import cli, logs
-from peers.shared.environment import cache_folder
 from peers.shared.named_model import open_model
+from peers.shared.process import cache_folder
 from peers.shared.run_options import naming_options
 from swarm.checkpoint import file
 from swarm.config import RunConfig
@@ -77,12 +77,9 @@ def import_(options: ImportModelOptions) -> None:
     source = Source(folder)
     _say(f"{source.family.architecture}, {_count(source.shapes)} parameters, {_name_of(source.dtype)}")
     wanted = ImportOptions(
-        num_stages=options.stages,
-        dataset=options.dataset,
-        format=options.format,
-        run=options.run or name,
+        num_stages=options.stages, dataset=options.dataset, format=options.format, run=options.run or name,
         settings=options.set,
-    )
+    )  # fmt: skip
     with naming_options(options):
         config = import_model(source, options.output, wanted)
     print(f"{options.output}: the run {config.run} in {config.stages.num_stages} stages, {config.model.weights}")

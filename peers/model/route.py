@@ -19,14 +19,13 @@ import torch
 
 from peers.model.options import PROG, RouteModelOptions
 from peers.shared import logs
-from peers.shared.chosen_path import hidden_features
-from peers.shared.environment import cache_folder
+from peers.shared.named_model import hidden_features
+from peers.shared.process import cache_folder
 from peers.shared.run_options import naming_options
 from swarm import config as configs
 from swarm.config import DataConfig, RunConfig
-from swarm.data import path_router, path_shards, tokenizers
-from swarm.data.path_router import NUM_TOKENS, Features, PathRouter, path_names
-from swarm.data.path_shards import Linear
+from swarm.data import path_router, tokenizers
+from swarm.data.path_router import NUM_TOKENS, Features, Linear, PathRouter, path_names
 from swarm.data.sources import Source
 from swarm.data.tokenizers import Tokenizer
 from swarm.errors import IntegrityError
@@ -67,7 +66,7 @@ def route(options: RouteModelOptions) -> None:
         router, scores_NP = None, torch.from_numpy(scores)
     else:
         router, scores_NP = _learned(text, num_paths, options, variants)
-    biases_P, paths_N = path_shards.balanced(scores_NP, text.sizes, options.most_over_mean)
+    biases_P, paths_N = path_router.balanced(scores_NP, text.sizes, options.most_over_mean)
     with whole_folder(options.output) as folder:
         text.write(folder, paths_N, num_paths)
         if router is not None:
@@ -88,13 +87,12 @@ class _Sequences:
     def __iter__(self) -> Iterator[str]:
         for dataset in self._data.datasets:
             source = Source(dataset, self._data)
-            yield from path_shards.sequences(source, self._most_characters)
+            yield from path_router.sequences(source, self._most_characters)
             if source.faults.num_rows:
                 left_out = counted(source.faults.num_rows, "row")
                 logger.warning("%s of %s left out; the first: %s", left_out, dataset, source.faults.first)
 
     def counting(self) -> Iterator[str]:
-        """All sequences, of which each is counted."""
         self.sizes, said_at = [], time.monotonic()
         for sequence in self:
             self.sizes.append(len(sequence))
@@ -153,9 +151,9 @@ def _learned(
         weights_PF, biases_P = _refined(text, evened_NF, num_paths, options.refine, options.seed)
     else:
         logger.info("clustering %s", counted(len(rows), "sequence"))
-        weights_PF, biases_P = path_shards.clustered(evened_NF, num_paths, seed=options.seed)
+        weights_PF, biases_P = path_router.clustered(evened_NF, num_paths, seed=options.seed)
         if variants is not None:
-            order = path_shards.arranged(weights_PF, variants, seed=options.seed)
+            order = path_router.arranged(weights_PF, variants, seed=options.seed)
             weights_PF, biases_P = weights_PF[order], biases_P[order]
     weights_PF = weights_PF / torch.from_numpy(deviation_F)
     biases_P = biases_P - (weights_PF * torch.from_numpy(mean_F)).sum(1)
@@ -181,7 +179,7 @@ def _refined(text: _Sequences, features_NF: npt.NDArray[np.float16], num_paths: 
     best_N = losses_PN.argmin(0)
     told = f"{losses_PN.min(0).mean():.4f}, and along all paths {losses_PN.mean():.4f}"
     logger.info("mean loss of these sequences along each one's best path %s", told)
-    return path_shards.classified(features_NF[chosen_N], best_N, num_paths)
+    return path_router.classified(features_NF[chosen_N], best_N, num_paths)
 
 
 @torch.inference_mode()

@@ -32,8 +32,6 @@ BUSY = "those that are to dial it back have no time now, and are asked again"
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What the peers that dialled back reached."""
-
     endpoints: tuple[str, ...]
     """Direct endpoints that were reached, the best first. If there are any, the endpoints that no peer could try
     follow."""
@@ -49,7 +47,6 @@ class Verdict:
 
     @property
     def is_hidden(self) -> bool:
-        """Whether some of the peers that dialled back did not reach this one."""
         return self.num_reached < self.num_asked
 
     @property
@@ -99,8 +96,6 @@ def _reached(
 
 
 class Inquiry:
-    """The questions of one peer."""
-
     def __init__(self, membership: Membership, rng: random.Random, *, insecure: bool) -> None:
         self.hindrance = ""
         """Why the last inquiry came to nothing although other peers answered something; otherwise empty."""

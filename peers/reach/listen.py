@@ -126,8 +126,6 @@ class Listening(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Listen:
-    """Where one peer listens."""
-
     host: str
     """IP address to listen on; empty for all of this machine's."""
     port: int
@@ -152,7 +150,6 @@ class Listen:
         return (self.host, self.dht_port) if self.behind_front is None else (LOOPBACK, self.behind_front[1])
 
     def endpoints(self, own_port: int) -> tuple[str, ...]:
-        """HOST:PORT of each address, for a server that listens on `own_port`."""
         return tuple(endpoint_of(outside.host, outside.port or own_port) for outside in self.outside)
 
     def moved(self, own: tuple[Outside, ...]) -> Self:
@@ -168,8 +165,6 @@ class Listen:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Addresses that a machine could announce."""
-
     outside: tuple[str, ...]
     """The addresses that lead beyond this machine, the best first."""
     loopback: tuple[str, ...]

@@ -93,7 +93,6 @@ class Reach:
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """All ways to this peer that are known to work, the best first."""
         if self._found is None:
             return ()
         found = self._found.endpoints
@@ -106,7 +105,6 @@ class Reach:
         return self._listen.endpoints(self.open_port)[: MAX_ENDPOINTS - 1]
 
     def announced(self, own_port: int) -> Announced:
-        """What others are told now. `own_port` is the port of this Reach."""
         # Without endpoints the former ones stay announced: once all meeting points are gone, the connections that were
         # punched with their help still work, and callers use them as long as the endpoints stay the same.
         self._announced = self.endpoints or self._announced
@@ -209,7 +207,6 @@ class Reach:
 
     @property
     def _open_ports(self) -> list[int]:
-        """The ports that others dial: gRPC's and the DHT's, which may be one."""
         return list(dict.fromkeys(port for port in (self.open_port, self._dht.port) if port))
 
     def _forwarded(self, port: int) -> int | None:

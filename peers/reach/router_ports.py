@@ -160,7 +160,6 @@ class Upnp:
 
 
 def own_routers() -> list[Router]:
-    """This machine's router, once for each protocol in which it can be asked."""
     gateway = default_gateway(_ROUTES.read_text()) if _ROUTES.exists() else None
     return [Upnp()] if gateway is None else [Pcp((gateway, _PORT)), NatPmp((gateway, _PORT)), Upnp()]
 

@@ -41,11 +41,8 @@ _CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.HelptextFromCommentsOff, tyro
 
 
 def parse(options: type[Options], *, prog: str, argv: Sequence[str]) -> Options:
-    """Read `argv` into the dataclass. If an option is repeated, the last value is taken.
-
-    Raises:
-        SystemExit: code 0 after --help; code 2 after one line on stderr, also for a ValueError of `__post_init__`.
-    """
+    """Read `argv` into the dataclass. If an option is repeated, the last value is taken. Raises SystemExit with code 0
+    after --help, and with code 2 after one line on stderr, also for a ValueError of `__post_init__`."""
     told, complaint = _Told(sys.stdout), io.StringIO()
     try:
         with contextlib.redirect_stdout(told), contextlib.redirect_stderr(complaint):
@@ -195,7 +192,6 @@ def _one_line(box: str, options: type[object]) -> str:
 
 
 def _names(options: type[object]) -> Iterator[str]:
-    """The names of all options, those of dataclasses within them included."""
     for name, annotation in get_type_hints(options).items():
         is_section = dataclasses.is_dataclass(annotation)
         yield from _names(annotation) if is_section else [f"--{name.replace('_', '-')}"]

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal
 
 import psutil
 
-from peers.shared import faults
+from peers.shared import stopping
 from swarm.config import ModelConfig, RunConfig
 
 if TYPE_CHECKING:
@@ -121,12 +121,8 @@ def _best_kind(devices: Sequence[Device]) -> list[Device]:
 
 
 def graph_bytes(device: Device, *, needed_bytes: int = 0, num_processes: int = 1) -> int:
-    """The bytes of a device's memory that the autograd graphs of one process may take.
-
-    Args:
-        needed_bytes: how much of the free memory the process will take for other things.
-        num_processes: how many processes share the device.
-    """
+    """The bytes of a device's memory that the autograd graphs of one process may take. `needed_bytes` says how much of
+    the free memory the process will take for other things. `num_processes` says how many processes share the device."""
     share = GPU_SHARE if device.kind == "cuda" or device.given_bytes is not None else RAM_SHARE
     return int(share * max(0, device.free_bytes // num_processes - needed_bytes))
 
@@ -211,7 +207,7 @@ def device_of(name: str, rng: random.Random) -> "torch.device":
         # A GPU that this build of PyTorch does not support allocates memory, but fails to compute.
         torch.zeros(1, device=device).add_(1).cpu()
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {name} cannot be used: {faults.first_line(error)}") from None
+        raise ValueError(f"--device {name} cannot be used: {stopping.first_line(error)}") from None
     return device
 
 
@@ -232,12 +228,8 @@ def found() -> list[Device]:
 
 
 def named(name: str) -> list[Device]:
-    """All devices that `--device name` of swarm-local stands for.
-
-    Raises:
-        ValueError: this machine has none of that name.
-        OSError: as `found`.
-    """
+    """All devices that `--device name` of swarm-local stands for. Raises ValueError if this machine has none of that
+    name, and OSError as `found` does."""
     if name == "cpu":
         return [Device(name="cpu", free_bytes=free_ram_bytes())]
     devices = found()

@@ -53,12 +53,8 @@ class Entrance:
 
     async def dht_addresses(self, clock: Clock) -> tuple[str, ...]:
         """The addresses of the DHT: the ones that were given, or else the ones that the peers of the entries name.
-        Cancellation ends the search.
-
-        Raises:
-            PeerUnavailable: none of the entries answered, for as long as `patiently` tries.
-            ValueError, IncompatibleVersion: as of discover_config.
-        """
+        Cancellation ends the search. Raises PeerUnavailable if none of the entries answered, for as long as `patiently`
+        tries, and ValueError and IncompatibleVersion as discover_config does."""
         if not self.entries:
             return self.addresses
 
@@ -118,7 +114,6 @@ class Entrance:
 
     @property
     def where(self) -> str:
-        """The endpoints of the entries, or else the addresses, as text for people."""
         return ", ".join(entry.endpoint for entry in self.entries) or ", ".join(self.addresses)
 
 

@@ -1,9 +1,8 @@
 """Runs in the local network: a peer announces the invite to its run there, and programs without an INVITE find it.
 
 This uses DNS service discovery over multicast (RFC 6763 and 6762), as printers do, and only with --lan. An announcement
-is a claim, like an invite from a stranger. It is read like every invite, names peers by their keys, and holds no
-secret. If several runs are announced, those without a peer that answers are left out. If one run is left, the program
-takes it; otherwise the user has to choose.
+is a claim, read like an invite from a stranger: it names peers by their keys, and holds no secret. If several runs are
+announced, and more than one has a peer that answers, the user has to choose.
 """
 
 import asyncio
@@ -71,10 +70,7 @@ def found_invite(*, insecure: bool) -> str:
 
 def found_invites(*, insecure: bool) -> list[str]:
     """The invites to all runs in this network, in the order of their ids. Raises PeerUnavailable if there are none.
-
-    Args:
-        insecure: as in `found_invite`.
-    """
+    `insecure` is as in `found_invite`."""
     return [str(invite) for _, invite in sorted(_found(insecure=insecure).items())]
 
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Literal
 
-from peers.shared.faults import describe
+from peers.shared.stopping import describe
 from swarm.machine.out_of_memory import is_out_of_memory, what_was_asked
 from swarm.machine.words import ABOUT, printable
 

@@ -101,7 +101,6 @@ class Needs:
         )
 
     def __add__(self, more: "Needs") -> "Needs":
-        """The needs for the stages of both at one peer."""
         values = {name: value + getattr(more, name) for name, value in vars(self).items()}
         ram = values["ram"] - (PROGRAM_BYTES if self.ram and more.ram else 0)
         cache = values["cache"] - _TOKENIZER_BYTES
@@ -124,7 +123,6 @@ class Needs:
 
 
 def of_stages(config: RunConfig, *, on_gpu: bool, num_peers: int = 1, anchors_on_disk: bool = False) -> list[Needs]:
-    """What each stage needs. Stages of the same shape are computed once."""
     ranges = layer_ranges(config)
     shapes = [(len(layers), stage == 0, stage == len(ranges) - 1) for stage, layers in enumerate(ranges)]
     of = partial(Needs.of, config, on_gpu=on_gpu, num_peers=num_peers, anchors_on_disk=anchors_on_disk)

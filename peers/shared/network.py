@@ -14,7 +14,7 @@ from typing import Self, TypeVar
 
 from swarm import config as configs
 from swarm.config import RunConfig
-from swarm.content.fetcher import Fetcher, Kind, Line
+from swarm.content.service import Fetcher, Kind, Line
 from swarm.credentials.authority import Authority
 from swarm.credentials.identity import Identity
 from swarm.dht import keys
@@ -73,14 +73,8 @@ class KnownPeers:
         self, directory: Directory, blocks: Sequence[Block], clock: Clock, *, returns: bool = False
     ) -> None:
         """Read the records of every block once, and try again if that fails: a busy node of the DHT may not answer.
-
-        Args:
-            returns: whether this process was in the run before and knows no peer to ask. Others may still know its
-                address, so this waits for them to connect.
-
-        Raises:
-            PeerUnavailable: the DHT does not answer.
-        """
+        `returns` says whether this process was in the run before and knows no peer to ask. Others may still know its
+        address, so this waits for them to connect. Raises PeerUnavailable if the DHT does not answer."""
         await patiently(lambda: self.look(directory, blocks), clock, "the run's peers in the DHT")
         if returns and not any(map(self.others, blocks)):
             logger.info(
@@ -114,7 +108,6 @@ class KnownPeers:
         return [record for block in sorted(self.records) for record in self.others(block)]
 
     def leaving(self, block: Block) -> list[PeerRecord]:
-        """The other peers that are about to leave a block, or have just left it."""
         return self._others(block, PeerState.LEAVING)
 
     def _others(self, block: Block, state: PeerState) -> list[PeerRecord]:
@@ -134,7 +127,6 @@ class KnownPeers:
         return entries_of(map(self.others, sorted(self.records)))[:limit]
 
     def dht_addresses(self, limit: int) -> list[str]:
-        """The DHT addresses of up to `limit` other peers, spread over the blocks."""
         spread = in_turns(records for _, records in sorted(self.records.items()))
         enterable = list(dict.fromkeys(record.dht_addresses for record in spread if record.dht_addresses))[:limit]
         return list(dict.fromkeys(address for addresses in enterable for address in addresses))
@@ -234,7 +226,6 @@ class Membership:
         return Fetcher(line, kind, self.known.everyone, self.clock, rng)
 
     def poll(self) -> Poll:
-        """Make a poll, which asks peers of the run to describe themselves."""
         return Poll(self.config.run_id, self.channels)
 
     @property

@@ -29,7 +29,6 @@ _LONGEST_SHOWN = 60
 
 
 def whole(least: int = -(2**63), most: int = 2**63 - 1, *, or_word: str = "") -> PrimitiveConstructorSpec[Any]:
-    """Whole numbers between two bounds, which are allowed, or one word."""
     bounds = " of 64 bits" if least == -(2**63) else f" from {least:,} to {most:,}"
 
     def read(word: str) -> int | str | None:
@@ -60,7 +59,6 @@ def number(
 
 
 def within(kind: type[int | float], least: float, most: float) -> PrimitiveConstructorSpec[Any]:
-    """Numbers of one type between two bounds, which may be infinite."""
     return whole(int(max(least, -(2**63))), int(min(most, 2**63 - 1))) if kind is int else number(least, most)
 
 
@@ -75,12 +73,8 @@ class Wrong(Exception):
 
 
 def taking(what: str, metavar: str, read: Callable[[str], Any]) -> PrimitiveConstructorSpec[Any]:
-    """How an option of one word is read.
-
-    Args:
-        what: what is right, in words.
-        read: the value of a word. If it is None, or a ValueError, the word is not right.
-    """
+    """How an option of one word is read. `what` says what is right, in words. `read` gives the value of a word. If that
+    is None, or a ValueError, the word is not right."""
 
     def value_of(words: list[str]) -> Any:
         value = None

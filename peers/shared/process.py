@@ -1,4 +1,4 @@
-"""What a program asks of the system for its own process: environment, memory, and death with the parent.
+"""What a program asks of the system for its own process: environment, cache, memory, and death with the parent.
 
 Knows nothing about swarms, and imports neither grpc nor hivemind: both read the environment that is prepared here.
 """
@@ -7,10 +7,12 @@ import contextlib
 import ctypes
 import mmap
 import os
+import re
 import resource
 import signal
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
+from pathlib import Path
 
 from swarm.machine.out_of_memory import in_words
 
@@ -20,7 +22,10 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_TERMINATED = 128 + signal.SIGTERM
 EXIT_NO_READER = 128 + signal.SIGPIPE
 
-
+KEYS = ("HF_TOKEN", "WANDB_API_KEY")
+"""The variables that are read from `.env`; a file that happens to lie there changes nothing else of a program."""
+_LINE = re.compile(r"\s*(?:export\s+)?(\w+)\s*=\s*(.*?)\s*")
+_QUOTED = re.compile(r"""(["'])(.*)\1(?:\s+#.*)?""")
 THREAD_BYTES = 128 << 20
 """Bytes of address space for the stacks of the threads that gRPC and asyncio start: about sixteen of 8 MiB."""
 MOST_OPEN_FILES = 65_536
@@ -102,3 +107,58 @@ def die_with_parent(parent: int | None = None) -> Callable[[], None]:
                 os._exit(EXIT_FAILURE)
 
     return in_child
+
+
+# -- what the environment and .env of the working folder say --------------------------------------------------------
+
+
+def cache_folder() -> Path:
+    """The folder of this user's keys and prepared texts. Raises ValueError if the environment names none."""
+    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if folder.startswith("~"):
+        raise ValueError("there is no home directory: say in XDG_CACHE_HOME where to keep keys and prepared texts")
+    return Path(folder) / "swarm"
+
+
+def kept_tokenizer(cache: Path, digest: str) -> Path:
+    return cache / "tokenizers" / digest
+
+
+def keep_compiled_code(environment: MutableMapping[str, str]) -> None:
+    """Have torch.compile keep its code in this user's folder, unless the environment names another one. By itself torch
+    takes a folder of /tmp, which is gone when the machine starts again. Raises ValueError as cache_folder."""
+    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
+
+
+def read_dotenv(path: Path = Path(".env")) -> None:
+    """Add the variables of a file to the environment; do nothing if there is no file.
+
+    Lines are `NAME=VALUE`, perhaps with `export` before them, quotes around the value or a comment behind it.
+
+    Raises:
+        ValueError: the file cannot be read, or a name has no value that could be a key. The message quotes no value.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            # It may be a folder (some keep their virtual environment there), or a pipe, whose end we would wait for.
+            return
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ValueError(f"cannot read {path}: {reason}") from None
+    for number, line in enumerate(lines, start=1):
+        if (found := _LINE.fullmatch(line)) and found[1] in KEYS and found[1] not in os.environ:
+            os.environ[found[1]] = _value(found[2], f"{path}, line {number}: {found[1]}")
+
+
+def _value(text: str, place: str) -> str:
+    if text.startswith(('"', "'")):
+        quoted = _QUOTED.fullmatch(text)
+        value = "" if quoted is None else quoted[2]
+    else:
+        value = re.split(r"(?:^|\s)#", text)[0].strip()
+    if not value or not value.isascii() or not value.isprintable() or " " in value:
+        raise ValueError(f"{place} has no key: write NAME=KEY, or leave the line out")
+    return value

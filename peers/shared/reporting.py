@@ -64,12 +64,8 @@ class TensorBoard(Reporter):
     """Writes the figures of a training into a folder, under the names that they have in the JSONL file."""
 
     def __init__(self, folder: Path) -> None:
-        """Make the folder, start the thread and return at once.
-
-        Raises:
-            ValueError: one line, if the extra is missing.
-            OSError: the folder cannot be made.
-        """
+        """Make the folder, start the thread and return at once. Raises ValueError, of one line, if the extra is
+        missing, and OSError if the folder cannot be made."""
         require_installed()
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
@@ -137,15 +133,8 @@ def require_reporters(options: ReportingOptions) -> None:
 
 
 def start(options: ReportingOptions, folder: Path, config: RunConfig) -> Reporting:
-    """Start what the options ask for.
-
-    Args:
-        folder: below which wandb's files go.
-
-    Raises:
-        ValueError: an extra is not installed.
-        OSError: TensorBoard's folder cannot be made.
-    """
+    """Start what the options ask for. wandb's files go below `folder`. Raises ValueError if an extra is not installed,
+    and OSError if TensorBoard's folder cannot be made."""
     # TensorBoard comes first, because it can fail, and W&B's run would then have begun for nothing.
     tensorboard = None if options.tensorboard is None else TensorBoard(options.tensorboard)
     wandb = None

@@ -30,7 +30,6 @@ class Room:
 
     @classmethod
     def on(cls, device: Device) -> "Room":
-        """The room of this process, which computes on this device."""
         ram_bytes = free_ram_bytes() + resident_bytes() if device.kind == "cuda" else device.all_bytes
         return cls(device=device.name, device_bytes=device.all_bytes, ram_bytes=ram_bytes)
 
@@ -82,7 +81,6 @@ class Room:
 
 
 def together(each: Sequence[Needs], span: Served) -> Needs:
-    """What a span needs at one peer, of a run whose stages need so much each."""
     return reduce(add, (each[block.stage] for block in blocks_of(span)))
 
 

@@ -118,13 +118,8 @@ def with_named_text(config: "RunConfig", options: object) -> "RunConfig":
 
 def begun(config: "RunConfig", num_steps: int | None, cache: Path) -> "RunConfig":
     """The configuration with which a run begins on its text, which is prepared where sizes are left out. May block.
-
-    Args:
-        num_steps: the steps that the run is planned for, if that is known.
-
-    Raises:
-        ValueError: there is no such text or tokenizer.
-    """
+    `num_steps` are the steps that the run is planned for, if that is known. Raises ValueError if there is no such text
+    or tokenizer."""
     if not config.lacks_sizes:
         return config.begun(num_steps)
     from swarm.data import corpora, tokenizers

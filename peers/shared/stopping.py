@@ -1,18 +1,28 @@
-"""How a program is told to stop: by SIGINT (Ctrl-C) or SIGTERM.
+"""How a program stops: by SIGINT (Ctrl-C) or SIGTERM, or by a fault, in one line on stderr and with an exit code.
 
-Programs with an event loop wait for `stop_event`; the others do their work in `interruptible`.
+Programs with an event loop wait for `stop_event`; the others do their work in `interruptible`. Each command and each
+bench runs its program in `run_program`. A bug keeps its traceback. This imports neither grpc nor hivemind, because
+faults may happen before the environment of these is prepared.
 """
 
 import asyncio
 import contextlib
+import logging
 import os
+import select
 import signal
-from collections.abc import Coroutine, Iterator
-from typing import Any, TypeVar
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, TextIO, TypeVar
 
+from peers.shared import process
 from peers.shared.process import EXIT_INTERRUPTED
+from swarm.errors import SwarmError
+from swarm.machine.out_of_memory import SMALLER, in_words, is_out_of_memory, what_was_asked
+from swarm.machine.words import printable
 
 Result = TypeVar("Result")
+_FAULTS = (ValueError, SwarmError, OSError)
 
 
 class Terminated(KeyboardInterrupt):
@@ -73,3 +83,99 @@ async def before(stop: Coroutine[Any, Any, object], work: Coroutine[Any, Any, Re
         working.cancel()
         stopping.cancel()
         await asyncio.wait([working, stopping])
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+
+def run_program(prog: str, main: Callable[[], int]) -> int:
+    """Run a program and turn every fault that is not a bug into one line on stderr.
+
+    A ValueError is the user's fault, with exit code 2. SwarmError, OSError and a lack of memory have exit code 1. The
+    code is 130 after Ctrl-C, and 143 after SIGTERM. If nothing reads the output any more (`| head`), it is 141, and no
+    line is printed. Of an ExceptionGroup, a lack of memory is reported if there is one, else the first fault. Log level
+    `debug` shows the traceback as well.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        Exception: any other error, which is a bug, with its traceback.
+    """
+    try:
+        exit_code = main()
+        sys.stdout.flush()
+        return exit_code
+    except Terminated:
+        print(f"{prog}: terminated", file=sys.stderr)
+        return process.EXIT_TERMINATED
+    except KeyboardInterrupt:
+        print(f"{prog}: interrupted", file=sys.stderr)
+        return process.EXIT_INTERRUPTED
+    except Exception as error:
+        faults = list(leaves(error))
+        if any(isinstance(fault, BrokenPipeError) for fault in faults) and _has_lost_reader(sys.stdout):
+            # Python flushes stdout when it ends, and would complain that nothing reads it.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return process.EXIT_NO_READER
+        shortages = [shortage for fault in faults if (shortage := _shortage(fault)) is not None]
+        if not all(isinstance(fault, _FAULTS) or _shortage(fault) for fault in faults):
+            raise
+        logging.getLogger().debug("where it went wrong:", exc_info=error)
+        if shortages:
+            print(f"{prog}: error: {_describe_shortage(shortages[0])}", file=sys.stderr)
+            return process.EXIT_FAILURE
+        fault = faults[0]
+        print(f"{prog}: error: {describe(fault)}", file=sys.stderr)
+        return process.EXIT_USAGE if isinstance(fault, ValueError) else process.EXIT_FAILURE
+
+
+def _has_lost_reader(stream: TextIO) -> bool:
+    try:
+        descriptor = stream.fileno()
+    except (OSError, ValueError):
+        return False
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def leaves(error: BaseException) -> Iterator[BaseException]:
+    """All errors in an ExceptionGroup and in the groups inside it. Any other error yields only itself."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from leaves(inner)
+    else:
+        yield error
+
+
+def first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+def describe(error: BaseException | None) -> str:
+    """An error in one line. If it is not a fault, the line begins with its class."""
+    if isinstance(error, FileExistsError | NotADirectoryError) and error.filename:
+        text = f"{error.filename}: it should be a folder, and is a file or in a file; name another path"
+    elif isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    else:
+        text = str(error)
+    if not isinstance(error, _FAULTS):
+        text = f"{type(error).__name__}: {text}"
+    return " ".join(printable(text).split()) or type(error).__name__
+
+
+def _shortage(error: BaseException | None) -> BaseException | None:
+    """The lack of memory behind an error: the error itself, or one that led to it. None for a fault, which is reported
+    as it is."""
+    while error is not None and not is_out_of_memory(error):
+        error = None if isinstance(error, _FAULTS) else error.__cause__ or error.__context__
+    return error
+
+
+def _describe_shortage(error: BaseException) -> str:
+    text = f"out of memory: no room for {what_was_asked(error)}"
+    if (limit := process.address_limit()) is None:
+        return f"{text}; close other programs, take a machine with more memory, or in training {SMALLER}"
+    return f"{text}; this process may have {in_words(limit)} of addresses (ulimit -v, prlimit --as): allow it more"

@@ -5,9 +5,9 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from peers.shared.environment import kept_tokenizer
 from peers.shared.network import Membership
-from swarm.content.fetcher import Fetcher, Kind, Piece
+from peers.shared.process import kept_tokenizer
+from swarm.content.service import Fetcher, Kind, Piece
 from swarm.data import tokenizer_files
 from swarm.data.own_tokenizer import trusted
 from swarm.data.tokenizer_files import MOST_BYTES, MOST_LIST_BYTES, TokenizerFiles
@@ -17,13 +17,10 @@ from swarm.machine.waits import patiently
 
 
 async def have_tokenizer(member: Membership, cache: Path) -> str:
-    """The run's tokenizer on this machine: `bytes`, or a folder, into which it is fetched if it is not there.
-
-    Raises:
-        ValueError: the run does not say which tokenizer it has, or it is a class, which only the user may name.
-        PeerUnavailable: no peer that answers has it; the message says what to do.
-        Fatal: it cannot be written to the cache.
-    """
+    """The run's tokenizer on this machine: `bytes`, or a folder, into which it is fetched if it is not there. Raises
+    ValueError if the run does not say which tokenizer it has, or it is a class, which only the user may name;
+    PeerUnavailable, which says what to do, if no peer that answers has it; Fatal if it cannot be written to the
+    cache."""
     data = member.config.data
     if data.tokenizer_identity == ByteTokenizer.identity:
         return ByteTokenizer.identity

@@ -30,18 +30,10 @@ _MOST_MESSAGE_BYTES = 4096
 
 
 class Listener:
-    """A listening socket at an address, and the web server that answers there."""
-
     def __init__(self, host: str, port: int, *, option: str, host_option: str | None = None) -> None:
-        """Take the address; port 0 takes a free one.
-
-        Args:
-            option: the option in which the user gave the address, or only the port.
-            host_option: the option in which the user gave the host, if it is another option.
-
-        Raises:
-            ValueError: the address cannot be taken.
-        """
+        """Take the address; port 0 takes a free one. `option` is the option in which the user gave the address, or only
+        the port. `host_option` is the option in which the user gave the host, if it is another option. Raises
+        ValueError if the address cannot be taken."""
         self._socket = _bound(host, port, option, host_option)
         host, port = self._socket.getsockname()[:2]
         self.is_local = ipaddress.ip_address(host.partition("%")[0]).is_loopback

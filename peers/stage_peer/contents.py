@@ -8,8 +8,7 @@ from pathlib import Path
 from peers.shared.named_model import OwnModel, kept_weights
 from peers.shared.network import LOOK_SECONDS, Membership
 from peers.shared.tokenizer import have_tokenizer
-from swarm.content.fetcher import Kind
-from swarm.content.servicer import Shelves, nothing
+from swarm.content.service import Kind, Shelves, nothing
 from swarm.content.weights import WeightsCache
 from swarm.data import tokenizer_files
 from swarm.data.tokenizer_files import TokenizerFiles
@@ -105,6 +104,5 @@ class Contents:
         return None
 
     async def _has_gone_on(self, block: Block) -> bool:
-        """Whether most of the peers that answer hold a later state of the block."""
         replies = await self._member.poll().replies(self._member.known.others(block))
         return RunRounds.of({block: [reply.round for reply in replies]}).middle > 0

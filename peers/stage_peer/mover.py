@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from peers.reach.listen import Announced, Listening
 from peers.shared import stopping
-from peers.shared.faults import leaves
 from peers.shared.network import LOOK_SECONDS
 from peers.shared.room import named, written
+from peers.shared.stopping import leaves
 from peers.stage_peer.own_stage import ServerOptions
 from peers.stage_peer.rebalancer import Rebalancer
 from peers.stage_peer.served_block import ServedBlock
@@ -43,8 +43,6 @@ RETRY_SECONDS, MAX_RETRY_SECONDS = 2.0, 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """A peer's way from some blocks to others."""
-
     before: Span
     after: Span
     since: float

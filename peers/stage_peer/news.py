@@ -52,12 +52,9 @@ QUIET_SECONDS = 30.0
 async def say_what_is_wrong(options: PeerOptions, member: Membership, devices: Sequence[torch.device]) -> None:
     """Log a line for each thing that is wrong. This takes a few seconds at most, if other peers are silent."""
     plan = DoctorOptions(
-        stage=options.span,
-        device=str(devices[0]),
-        memory=options.memory,
-        checkpoint=options.checkpoint,
+        stage=options.span, device=str(devices[0]), memory=options.memory, checkpoint=options.checkpoint,
         keep_checkpoints=options.keep_checkpoints or 3,
-    )
+    )  # fmt: skip
     # Of several devices it was made sure before that each has room for its stages.
     device = here(devices[0], options.memory) if len(devices) == 1 else None
     for finding in await in_passing(plan, member, device):
@@ -189,7 +186,6 @@ class Around:
 
     @property
     def why_quiet(self) -> str:
-        """Why no microbatch comes, as far as this peer can tell."""
         if not self.num_calls and self.num_others:
             return (
                 f"no connection has reached this peer yet, though {counted(self.num_others, 'other')} would use it: "

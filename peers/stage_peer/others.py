@@ -125,8 +125,6 @@ async def find_others(
 
 
 class _Holders:
-    """The peers that held a block when they were last announced."""
-
     def __init__(self, known: KnownPeers, block: Block) -> None:
         self._known = known
         self._block = block

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from peers.commands import command_line
 from peers.dashboard.program import TOKEN_VARIABLE, DashboardOptions
 from peers.shared import cli, option_types
-from peers.shared.environment import cache_folder
+from peers.shared.process import cache_folder
 from peers.shared.token_option import VARIABLE
 from peers.stage_peer.options import PeerOptions
 from swarm.credentials.identity import Token

@@ -6,8 +6,8 @@ import shlex
 from pathlib import Path
 from typing import assert_never
 
-from peers.shared.environment import kept_tokenizer
 from peers.shared.named_model import OwnModel
+from peers.shared.process import kept_tokenizer
 from peers.shared.run_options import begun, with_named_text
 from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.resume import with_sizes_of

@@ -24,7 +24,7 @@ from peers.stage_peer.resume import ResumeOptions, genesis
 from peers.status.exporter import OwnFigures
 from swarm.checkpoint.writer import CheckpointWriter
 from swarm.config import RunConfig, Timeline
-from swarm.content.servicer import Shelves
+from swarm.content.service import Shelves
 from swarm.errors import Fatal
 from swarm.events import Events
 from swarm.interchange.weights import Weights
@@ -148,7 +148,6 @@ def _dealt(sizes: Sequence[int], num_devices: int, limit: int) -> list[int]:
 
 
 def dealt(config: RunConfig, blocks: Sequence[Block], num_devices: int) -> list[int]:
-    """The number of each block's device; see deal."""
     if num_devices == 1:
         return [0] * len(blocks)
     shapes = (parameter_shapes(config, block.stage).values() for block in blocks)

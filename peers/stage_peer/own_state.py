@@ -191,15 +191,8 @@ class Checkpoints:
             writer.failed(f"no checkpoint of round {self._member.progress().round}, for want of memory: {error}")
             return
         header = Header(
-            config=self._config,
-            stage=self._block.stage,
-            variant=self._block.variant,
-            round=snapshot.round,
-            run_samples=snapshot.run_samples,
-            lineage=snapshot.lineage,
-            highest_microbatch=self._highest_microbatch(),
-            state_digest=snapshot.digest,
-            amendments=self._member.timeline.texts,
-            tally=snapshot.tally.to_text(),
-        )
+            config=self._config, stage=self._block.stage, variant=self._block.variant, round=snapshot.round,
+            run_samples=snapshot.run_samples, lineage=snapshot.lineage, highest_microbatch=self._highest_microbatch(),
+            state_digest=snapshot.digest, amendments=self._member.timeline.texts, tally=snapshot.tally.to_text(),
+        )  # fmt: skip
         await writer.write(header, snapshot.tensors)

@@ -1,10 +1,12 @@
-"""What a stage peer says about itself: in its record in the DHT, and in its answer to Describe."""
+"""What a stage peer says of itself: in the DHT, in its answer to Describe, and what it does with its time."""
 
 import contextlib
-import dataclasses
 import logging
+from collections import deque
 from collections.abc import Coroutine, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
+
+from torch import nn
 
 import swarm
 from peers.shared import devices
@@ -13,12 +15,13 @@ from peers.stage_peer.news import Around, StageNews, fitting_bottleneck
 from peers.stage_peer.own_process import OwnProcess
 from peers.stage_peer.own_stage import ServerOptions
 from swarm.averaging.averager import Averager
+from swarm.config import RunConfig
 from swarm.dht.directory import Announcement
 from swarm.errors import PeerUnavailable
+from swarm.machine.clock import Clock
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.member import StageMember
 from swarm.stage.stage import Stage
-from swarm.stage.time_shares import TimeWatch
 from swarm.types import LONGEST_WAIT, MOST_DHT_ADDRESSES, PROTOCOLS, Block, PeerRecord, PeerState, TrainerRecord
 
 logger = logging.getLogger(__name__)
@@ -26,14 +29,15 @@ logger = logging.getLogger(__name__)
 MOST_LINKS = 16
 LOOK_SECONDS = 5.0
 """Time between two looks at what others say about this peer."""
+SHARES_LOOK_SECONDS = 0.25
+KEPT_SECONDS = 60.0
+"""The time to which the shares of time refer."""
 
 
 class Presence:
-    """What one peer says of one block while it serves it."""
-
     def __init__(
         self, membership: Membership, stage: Stage, member: StageMember, options: ServerOptions, process: OwnProcess,
-        times: TimeWatch,
+        times: "TimeWatch",
     ) -> None:  # fmt: skip
         self.state = PeerState.JOINING
         self._process = process
@@ -68,7 +72,6 @@ class Presence:
 
     @property
     def stays(self) -> bool:
-        """Whether this peer serves the block, and does not mean to leave it."""
         return self.state is PeerState.SERVING and not self._will_leave
 
     # -- in the DHT --------------------------------------------------------------------------------------------------
@@ -119,7 +122,7 @@ class Presence:
             await self._membership.clock.sleep(LOOK_SECONDS)
             around = await self._around()
             news.look(self._stage.counters["forwards"] + self._stage.counters["backwards"], around)
-            news.look_at(self._time_shares(), around)
+            news.look_at(self._times.shares, around)
 
     async def _around(self) -> Around:
         block, member = self._stage.block, self._membership
@@ -196,17 +199,11 @@ class Presence:
             last_peers=self._last_peers(),
             rounds=list(self._member.reports),
             loop_lag_seconds=self._process.loop_lag.seconds,
-            time_shares=self._time_shares(),
+            time_shares=self._times.shares,
             resident_bytes=devices.most_resident_bytes(),
             device_bytes=devices.most_device_bytes(self._options.device),
             amended=self._member.timeline.last,
         )
-
-    def _time_shares(self) -> pb.TimeShares:
-        shares, peak = self._times.shares, self._options.peak_flops
-        return pb.TimeShares(
-            **dataclasses.asdict(shares), utilisation=shares.flops_per_second / peak if peak else 0.0,
-        )  # fmt: skip
 
     def _last_peers(self) -> list[pb.LastPeer]:
         member, clock = self._membership, self._membership.clock
@@ -231,3 +228,100 @@ class Presence:
             )
             for peer_id, link in measured[:MOST_LINKS]
         ]  # fmt: skip
+
+
+class _Look(NamedTuple):
+    """The sums since the first look, in seconds and operations."""
+
+    at: float
+    busy: float
+    computing: float = 0.0
+    input: float = 0.0
+    room: float = 0.0
+    averaging: float = 0.0
+    flops: float = 0.0
+    num_tasks: int = 0
+
+
+class TimeWatch:
+    """What a stage did with the last minute: it computed, waited for input or for room, or averaged.
+
+    A look a few times a second sees what the stage waits for, and the compute thread knows how long it has computed.
+    Nothing is decided by these figures.
+    """
+
+    def __init__(self, stage: Stage, clock: Clock, *, peak_flops: float = 0.0) -> None:
+        """`peak_flops` is what the device can do in a second; 0 if that is not known."""
+        self._stage = stage
+        self._clock = clock
+        self._peak_flops = peak_flops
+        backend = stage.context.backend
+        self._forward_flops, self._backward_flops = microbatch_flops(backend.config, stage.number, backend.module)
+        self._looks = deque(
+            [_Look(clock.monotonic(), stage.context.runtime.busy_seconds)],
+            maxlen=1 + int(KEPT_SECONDS / SHARES_LOOK_SECONDS),
+        )
+
+    async def run(self) -> None:
+        while True:
+            await self._clock.sleep(SHARES_LOOK_SECONDS)
+            self.look()
+
+    def look(self) -> None:
+        """Add what happened since the last look. The time in which nothing was computed goes to what is waited for
+        now."""
+        last, now, counters = self._looks[-1], self._clock.monotonic(), self._stage.counters
+        busy, elapsed = self._stage.context.runtime.busy_seconds, now - last.at
+        computing = min(max(0.0, busy - last.busy), elapsed)
+        idle = elapsed - computing
+        averages = self._stage.stands_still
+        finds_no_room = not averages and self._stage.context.is_held_up
+        self._looks.append(
+            _Look(
+                at=now,
+                busy=busy,
+                computing=last.computing + computing,
+                input=last.input + (0.0 if averages or finds_no_room else idle),
+                room=last.room + (idle if finds_no_room else 0.0),
+                averaging=last.averaging + (idle if averages else 0.0),
+                flops=counters["forwards"] * self._forward_flops + counters["backwards"] * self._backward_flops,
+                num_tasks=counters["forwards"] + counters["backwards"],
+            )
+        )
+
+    @property
+    def shares(self) -> pb.TimeShares:
+        """Shares of the last minute, which are 1 together; all 0 if no microbatch was computed in it."""
+        first, last = self._looks[0], self._looks[-1]
+        seconds = last.at - first.at
+        if last.num_tasks == first.num_tasks or seconds <= 0.0:
+            return pb.TimeShares()
+        flops_per_second = (last.flops - first.flops) / seconds
+        return pb.TimeShares(
+            computing=(last.computing - first.computing) / seconds,
+            waiting_for_input=(last.input - first.input) / seconds,
+            waiting_for_room=(last.room - first.room) / seconds,
+            averaging=(last.averaging - first.averaging) / seconds,
+            flops_per_second=flops_per_second,
+            utilisation=flops_per_second / self._peak_flops if self._peak_flops else 0.0,
+        )
+
+
+def microbatch_flops(config: RunConfig, stage: int, module: nn.Module) -> tuple[float, float]:
+    """The floating-point operations of a microbatch's forward and backward at a stage; 0 for a custom class.
+
+    As for PaLM (arXiv 2204.02311, appendix B): each weight of a matrix is multiplied and added once for each token, and
+    so is each pair of positions in attention, twice. A backward takes twice as many, or for frozen matrices as many.
+    What is computed again does not count.
+    """
+    model, num_tokens = config.model, config.data.tokens_per_microbatch
+    if model.custom_class:
+        return 0.0, 0.0
+    matrices = [value for name, value in module.named_parameters() if name.startswith("layers.") and value.ndim == 2]
+    head = model.vocab_size * model.d_model if stage == config.stages.num_stages - 1 else 0
+    num_layers = len({name.split(".")[1] for name, _ in module.named_parameters() if name.startswith("layers.")})
+    attention = 4.0 * num_layers * model.num_heads * model.width_of_heads * config.data.sequence_length
+    all_weights = sum(matrix.numel() for matrix in matrices) + head
+    trained = sum(matrix.numel() for matrix in matrices if matrix.requires_grad) + head * (not config.lora.is_on)
+    forward = 2.0 * all_weights + attention
+    return num_tokens * forward, num_tokens * (2.0 * all_weights + 2.0 * trained + 2 * attention)

@@ -30,11 +30,11 @@ from peers.reach.router_ports import RouterPorts, own_routers
 from peers.shared import cli, logs, option_types, stopping
 from peers.shared.devices import devices_of, peak_flops
 from peers.shared.entrance import Entrance, find_entrance
-from peers.shared.environment import cache_folder, keep_compiled_code
 from peers.shared.event_file import begin, open_events, start_of
 from peers.shared.lan import Announcer, found_invite, require_installed
 from peers.shared.named_model import OwnModel, open_model
 from peers.shared.network import REFRESH_SECONDS, Membership, agree_on_config, default_name
+from peers.shared.process import cache_folder, keep_compiled_code
 from peers.shared.run_options import naming_options
 from peers.shared.sole_writer import claim_identity
 from peers.shared.token_option import admitted, stop_or_expiry

@@ -38,7 +38,6 @@ class Claim:
 
     @property
     def span(self) -> Span:
-        """What is claimed now."""
         return () if self._record is None else self._record.span
 
     async def make(self, span: Span, *, before: Span, confirmed: bool = False) -> ClaimRecord:

@@ -16,10 +16,10 @@ import torch
 
 from peers.stage_peer.others import Others, partners
 from swarm import config as configs
-from swarm.checkpoint import changes, file
+from swarm.checkpoint import file
 from swarm.checkpoint.folder import CheckpointFolder, Restored
 from swarm.checkpoint.writer import CheckpointWriter
-from swarm.config import RunConfig
+from swarm.config import RunConfig, allowed_changes
 from swarm.config.sizes import sizes_of
 from swarm.errors import Fatal, IntegrityError, PeerUnavailable
 from swarm.stage.member import StageMember
@@ -188,7 +188,7 @@ def choose(
 def say_changes(checkpoint: RunConfig, run: RunConfig, *, round_number: int, run_samples: int) -> None:
     """Log every field in which the run differs from the checkpoint, with its old and new value, and the change of the
     learning rate at the round where the state goes on."""
-    differing = changes.allowed(checkpoint, run)
+    differing = allowed_changes(checkpoint, run)
     if not differing:
         return
     logger.warning("goes on at round %d with another configuration than the checkpoint's:", round_number)

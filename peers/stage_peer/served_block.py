@@ -13,7 +13,7 @@ from peers.stage_peer.news import StageNews
 from peers.stage_peer.own_process import OwnProcess
 from peers.stage_peer.own_stage import ServerOptions, warm_up
 from peers.stage_peer.own_state import Checkpoints, OwnState
-from peers.stage_peer.presence import Presence
+from peers.stage_peer.presence import Presence, TimeWatch
 from peers.stage_peer.services import block_handlers
 from peers.status.peer_row import PeerRow
 from swarm.averaging.averager import Averager
@@ -37,7 +37,6 @@ from swarm.stage.runtime import Runtime
 from swarm.stage.servicer import StageServicer
 from swarm.stage.spot_check import SpotCheck
 from swarm.stage.stage import Stage
-from swarm.stage.time_shares import TimeWatch
 from swarm.types import Block, PeerRecord
 
 SETTLE_SECONDS = 5.0
@@ -79,9 +78,8 @@ class ServedBlock:
         self._own_state = OwnState(membership, self.stage, self.member, options)
         self._news = StageNews(membership.clock)
         self._generation = GenerationServicer(self.stage, options.sessions)
-        self.presence = Presence(
-            membership, self.stage, self.member, options, process, TimeWatch(self.stage, membership.clock)
-        )
+        times = TimeWatch(self.stage, membership.clock, peak_flops=options.peak_flops)
+        self.presence = Presence(membership, self.stage, self.member, options, process, times)
 
     async def begin(self) -> None:
         """Compute for the first time, and take a checkpoint's state if there is one to be taken. Raises what

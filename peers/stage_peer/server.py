@@ -30,12 +30,12 @@ from swarm.rpc.dispatch import Dispatch
 from swarm.rpc.guard import Guard
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server, start_server
 from swarm.rpc.transfers import Turns
+from swarm.stage.admission import LARGEST_NUM_SLOTS
 from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import request_specs
 from swarm.stage.call import max_kept_bytes
 from swarm.stage.context import StageLimits
 from swarm.stage.runtime import Runtime
-from swarm.stage.slots import LARGEST_NUM_SLOTS
 from swarm.stage.staging import staging_of
 from swarm.types import Block
 
@@ -49,7 +49,6 @@ FAREWELL_SECONDS of shared/token_option.py and below the stop_grace_period of co
 
 class PeerServer:
     def __init__(self, membership: Membership, blocks: Mapping[Block, ServerOptions], tasks: asyncio.TaskGroup) -> None:
-        """`blocks` are the options of each block that is to be served."""
         config, clock = membership.config, membership.clock
         self._options = options = next(iter(blocks.values()))
         # The channels are closed with this server, because at another stage the peer has other neighbours.
@@ -96,7 +95,6 @@ class PeerServer:
         }  # fmt: skip
 
     def _has_changed(self) -> None:
-        """Adapt what depends on all blocks of the process."""
         most = max(self._limits.max_in_flight, self._limits.largest_in_flight)
         kept = (max_kept_bytes(request_specs(self._membership.config, block.stage), most) for block in self.blocks)
         self.callers.kept[True].each = sum(kept)
@@ -246,7 +244,6 @@ class PeerServer:
             block.stage.context.backend.budget.leave()
 
     async def has_moved(self) -> None:
-        """Announce at every block that the peer has moved once more."""
         self._process.num_moves += 1
         await asyncio.gather(*(self.blocks[name].presence.announce() for name in self._serving))
 
@@ -272,7 +269,6 @@ class PeerServer:
         return next((fault for fault in faults if fault is not None), None)
 
     def will_leave(self) -> None:
-        """See Presence.will_leave."""
         for name in self._serving:
             self.blocks[name].presence.will_leave()
 

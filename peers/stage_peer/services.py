@@ -11,7 +11,7 @@ from peers.stage_peer.own_process import OwnProcess
 from peers.stage_peer.own_stage import ServerOptions
 from swarm.averaging.averager import Averager
 from swarm.averaging.servicer import AveragingServicer
-from swarm.content.servicer import ContentServicer
+from swarm.content.service import ContentServicer
 from swarm.dht import keys
 from swarm.dht.lookup import DirectoryServicer
 from swarm.pipeline.lease_service import GroupLead, LeaseServicer
@@ -37,7 +37,6 @@ def block_handlers(
     membership: Membership, stage: Stage, averager: Averager, servicer: StageServicer, generation: GenerationServicer,
     options: ServerOptions,
 ) -> BlockHandlers:  # fmt: skip
-    """The services of one block."""
     config, handlers = membership.config, BlockHandlers(options.prefix)
     lease = LeaseServicer(
         config=config, block=stage.block, clock=membership.clock, rng=random.SystemRandom(),

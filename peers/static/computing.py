@@ -93,8 +93,6 @@ class Batches:
 
 
 class OneByOne:
-    """Computes microbatch by microbatch, at a worker that has all layers."""
-
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 

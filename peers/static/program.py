@@ -21,8 +21,7 @@ import torch
 
 from peers.shared import logs, option_types, process
 from peers.shared.devices import num_cores, warn_of_emulation
-from peers.shared.environment import cache_folder, keep_compiled_code, kept_tokenizer
-from peers.shared.process import EXIT_FAILURE, EXIT_USAGE
+from peers.shared.process import EXIT_FAILURE, EXIT_USAGE, cache_folder, keep_compiled_code, kept_tokenizer
 from peers.shared.reporting import require_reporters
 from peers.shared.run_options import naming_options
 from peers.shared.sole_writer import require_sole_writer
@@ -31,9 +30,8 @@ from peers.stage_peer.own_model import with_text
 from peers.static import run_config, workers
 from peers.static.checkpoints import Checkpoints
 from peers.static.computing import Batches, CompressedAverage, OneByOne, Pipeline
-from peers.static.loop import Run, train
+from peers.static.loop import Report, Run, train
 from peers.static.options import StaticOptions, is_first_here, parse
-from peers.static.report import Report
 from peers.static.spread import Spread
 from peers.static.workers import Workers
 from swarm.checkpoint import file

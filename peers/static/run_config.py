@@ -6,8 +6,8 @@ import logging
 import torch
 
 from peers.shared.devices import computing_in
-from peers.shared.environment import cache_folder
 from peers.shared.named_model import OwnModel, open_model
+from peers.shared.process import cache_folder
 from peers.shared.run_options import begun, with_named_text
 from peers.stage_peer.resume import with_sizes_of
 from peers.static.options import StaticOptions

@@ -1,8 +1,8 @@
 """The model as one worker has it: its stage of the pipeline, its shards of every layer, inside torch's DDP or FSDP2.
 
-Made by program.py, used by the loop and by checkpoints.py. `--tp` cuts layers as block types do: the worker holds some
-of the shards of swarm/model/shards.py, and the sums over shards are all-reduces. A model without block types is cut
-into shards of type `tp`, which together compute the same (Megatron-LM, arXiv 1909.08053).
+`--tp` cuts layers as block types do: the worker holds some of the shards of swarm/model/shards.py, and the sums over
+shards are all-reduces. A model without block types is cut into shards of type `tp`, which together compute the same
+(Megatron-LM, arXiv 1909.08053).
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from swarm.model.masks import DropoutKey
 from swarm.model.shards import Shards
 from swarm.model.stage_module import StageModule
 from swarm.model.stages import build_stage, drawn, layer_ranges, parameter_shapes, shared_parameters, trained_shapes
-from swarm.training.clipping import squared_norms
+from swarm.training.scaling import squared_norms
 
 ONE_BUCKET_MB = 1 << 20
 """The size of DDP's buckets. It is larger than any model, so that the codec gets all gradients at once, as in a
@@ -48,13 +48,9 @@ class Part(nn.Module):
         self._seed = seed
 
     def forward(
-        self,
-        inputs: torch.Tensor,
-        *,
-        microbatch_1: torch.Tensor,
-        targets_BT: torch.Tensor | None = None,
+        self, inputs: torch.Tensor, *, microbatch_1: torch.Tensor, targets_BT: torch.Tensor | None = None,
         **extra: torch.Tensor,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         """
         Args:
             microbatch_1: the microbatch's number; below 0 there is no dropout.
@@ -85,11 +81,8 @@ class Spread:
     """
 
     def __init__(self, config: RunConfig, options: StaticOptions, workers: Workers, given: Weights | None) -> None:
-        """
-        Args:
-            config: cut into the mesh's stages.
-            given: the weights with which the run begins; None draws them.
-        """
+        """`config` is cut into the mesh's stages. `given` are the weights with which the run begins; None draws
+        them."""
         self._workers, self._cuts_rows = workers, options.fsdp is not None
         shape, mesh, number = workers.shape, workers.mesh, workers.place("pp")
         is_custom = bool(config.model.custom_class)
@@ -150,7 +143,6 @@ class Spread:
 
     @property
     def local_parameters(self) -> dict[str, torch.Tensor]:
-        """This worker's parts of the parameters, in the same memory."""
         return {name: _local(value) for name, value in self.parameters.items()}
 
     def gradients(self) -> dict[str, torch.Tensor]:
@@ -169,13 +161,11 @@ class Spread:
         return sum((square / self._num_holders(name) for name, square in zip(gradients, squares, strict=True)), 0.0)
 
     def _num_holders(self, name: str) -> int:
-        """How many workers have the same part of a parameter."""
         dp = 1 if isinstance(self.parameters[name], DTensor) else self._workers.shape.dp
         tp = 1 if self._is_cut(name) else self._workers.shape.tp
         return dp * tp * (2 if name in self._shared else 1)
 
     def _is_cut(self, name: str) -> bool:
-        """Whether the workers of the axis tp have parts of a parameter."""
         return self._workers.shape.tp > 1 and shards.cut_axis(name) is not None
 
     # -- for checkpoints -------------------------------------------------------------------------------------------

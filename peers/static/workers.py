@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
-from peers.shared import devices, faults
+from peers.shared import devices, stopping
 from peers.static.options import StaticOptions, is_first_here
 from swarm.errors import PeerUnavailable
 from swarm.machine.out_of_memory import is_out_of_memory
@@ -159,7 +159,7 @@ def joined(shape: Shape, device: torch.device, environment: Mapping[str, str]) -
         if dist.get_world_size() == 1 or not may_be_loss or is_out_of_memory(error):
             raise
         raise PeerUnavailable(
-            f"this worker cannot go on, most likely because another one is gone: {faults.first_line(error)}; "
+            f"this worker cannot go on, most likely because another one is gone: {stopping.first_line(error)}; "
             "--log-level debug shows where"
         ) from error
     finally:

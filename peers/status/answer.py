@@ -67,7 +67,6 @@ class Answer:
 
     @property
     def refusals(self) -> tuple[str, ...]:
-        """The peer's lines about holders of its stage that it does not follow."""
         return tuple(printable(line[:LONGEST_REFUSAL]) for line in self.reply.averaging.refusals[:MOST_REFUSALS])
 
     @property
@@ -88,7 +87,6 @@ class Answer:
 
     @property
     def links(self) -> tuple[dict[str, Any], ...]:
-        """The peer's links to others, as it measures them."""
         return tuple(
             {
                 "peer_id": printable(link.peer_id[:LONGEST_ID]),
@@ -110,7 +108,6 @@ class Answer:
 
 
 def idle_because(shares: pb.TimeShares) -> str:
-    """What Answer.idle_because says, from a peer's shares of its time."""
     if not 0.0 < shares.computing < LITTLE:
         return ""
     remedies = {

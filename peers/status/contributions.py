@@ -82,7 +82,6 @@ class Tallies:
         return self.blocks[block].complaints(self.signers.get(block) or ())
 
     def _accusers(self, block: Block, peer_id: str) -> list[str]:
-        """The members that name a peer."""
         return [signer for signer, complaints in self._complaints(block).items() if peer_id in complaints.named]
 
     def _words(self, block: Block) -> Iterator[dict[str, Any]]:
@@ -92,7 +91,6 @@ class Tallies:
                 yield {"owner": signer, **word._asdict()}
 
     def _unsigned(self, block: Block) -> list[str]:
-        """The members of the last round that have not signed."""
         signers = self.signers.get(block)
         return [] if signers is None else [peer for peer in self.blocks[block].members if peer not in signers]
 

@@ -52,14 +52,8 @@ def require_exporter(host: str, port: int | None) -> None:
 
 @asynccontextmanager
 async def exporting(own: OwnFigures, prefix: str, *, host: str, port: int | None) -> AsyncIterator[None]:
-    """Answer Prometheus' requests inside the block, if there is a port for that.
-
-    Args:
-        prefix: what the names of all metrics begin with.
-
-    Raises:
-        ValueError: the port cannot be had.
-    """
+    """Answer Prometheus' requests inside the block, if there is a port for that. `prefix` is what the names of all
+    metrics begin with. Raises ValueError if the port cannot be had."""
     if port is None:
         yield
         return

@@ -89,7 +89,6 @@ def figures(record: type) -> dict[str, Figure]:
 
 
 def needed_columns(record: type, rows: Sequence[object]) -> dict[str, Column]:
-    """The columns that these rows need, by the field of their figure."""
     columns = {name: figure.column for name, figure in figures(record).items() if figure.column is not None}
     return {
         name: column for name, column in columns.items() if column.is_shown is None or any(map(column.is_shown, rows))

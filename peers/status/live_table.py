@@ -45,11 +45,8 @@ class FittingTable:
     """A rich renderable, which chooses its columns each time it is drawn."""
 
     def __init__(self, strips: Sequence[Strip], frame: Callable[[], Table]) -> None:
-        """
-        Args:
-            strips: the columns, from left to right.
-            frame: makes a table without columns, which has the title and the lines between cells.
-        """
+        """`strips` are the columns, from left to right. `frame` makes a table without columns, which has the title and
+        the lines between cells."""
         self._strips = strips
         self._frame = frame
 

@@ -122,12 +122,8 @@ def _label(span: Sequence[Block]) -> int | str | None:
 def with_last_peers(
     rows: Sequence[StageRow], records: Mapping[Block, Sequence[PeerRecord]], told: Sequence[Mapping[Block, LastPeer]]
 ) -> tuple[StageRow, ...]:
-    """For each block that no peer serves, add the peer that served it last.
-
-    Args:
-        told: from each peer that answered, the last peers that it knows of, by block. They are used for blocks at which
-            no peer is announced any more.
-    """
+    """For each block that no peer serves, add the peer that served it last. `told` has from each peer that answered the
+    last peers that it knows of, by block. They are used for blocks at which no peer is announced any more."""
 
     def last_of(block: Block) -> LastPeer | None:
         announced = _last_announced(records.get(block, ()))

@@ -333,5 +333,4 @@ class PeerRow:
 
     @property
     def stays(self) -> bool:
-        """Whether the peer serves the stage where it is listed, or is on its way there."""
         return self.state in _ALIVE and self.moving_to is None

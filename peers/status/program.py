@@ -54,8 +54,6 @@ PROG = "swarm-status"
 
 @dataclass(frozen=True, kw_only=True)
 class ViewOptions:
-    """Where the runs are. The options of swarm-dashboard extend these, too."""
-
     invites: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="[INVITE ...]")]] = ()
     """The invite to the run, swarm://..., as every swarm-peer prints it: the first of its peers that answers is asked.
     Several invites show several runs side by side."""

@@ -52,12 +52,8 @@ class Joining:
 
 def remedy(join_command: str, stage: int | str, run_round: int, *, may_return: bool) -> str:
     """Text that says what a user can do about a stage without a peer. It warns of losing what the stage has learnt.
-
-    Args:
-        run_round: the round that the run's other peers have reached.
-        may_return: whether the stage's last peer fell silent, and did not leave: then it still holds the stage, and
-            nobody is advised to begin the stage anew.
-    """
+    `run_round` is the round that the run's other peers have reached. `may_return` says whether the stage's last peer
+    fell silent, and did not leave: then it still holds the stage, and nobody is advised to begin the stage anew."""
     command = f"{join_command} --stage {stage}"
     if run_round == 0:
         return f"start one with {command}"
@@ -90,7 +86,6 @@ class StageRow:
 
     @property
     def is_served(self) -> bool:
-        """Whether a peer serves the stage and stays, or is on its way there."""
         return any(peer.stays for peer in self.peers)
 
 
@@ -107,12 +102,9 @@ class TrainerRow:
         "The step that it has seen last.", announced=lambda record: record.step, column=Column("step", 2, "{row.step}")
     )
     loss: float | None = figure(
-        "The loss of this step.",
-        default=None,
-        unit="nats per token",
-        announced=lambda record: record.loss,
+        "The loss of this step.", default=None, unit="nats per token", announced=lambda record: record.loss,
         column=Column("loss", 3, "{row.loss_text}"),
-    )
+    )  # fmt: skip
     tokens_per_second: float = number(
         "What the whole swarm trained on, in this step.",
         unit="tokens/s",
@@ -170,7 +162,6 @@ class SwarmView:
 
     @property
     def peers(self) -> list[PeerRow]:
-        """The peers of all stages; one that moves may have two rows."""
         return [peer for row in self.stages for peer in row.peers]
 
     @property

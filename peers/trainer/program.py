@@ -15,13 +15,12 @@ from pathlib import Path
 import torch
 
 from peers.shared import cli, logs, process, reporting, stopping
-from peers.shared.chosen_path import chooser
 from peers.shared.entrance import find_entrance, reading
-from peers.shared.environment import cache_folder
 from peers.shared.event_file import begin, open_events, start_of
 from peers.shared.lan import with_invite
+from peers.shared.named_model import chooser
 from peers.shared.network import REFRESH_SECONDS, Membership, default_name, say_who_may_join
-from peers.shared.process import EXIT_FAILURE
+from peers.shared.process import EXIT_FAILURE, cache_folder
 from peers.shared.reporting import Reporting
 from peers.shared.run_options import naming_options
 from peers.shared.sole_writer import require_sole_writer

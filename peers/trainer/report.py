@@ -162,7 +162,6 @@ class Report(contextlib.AbstractContextManager["Report"]):
         self._metrics.evaluation(self.figures.step_number, validation.mean, validation.of_several)
 
     def goodbye(self, *, interrupted: bool) -> None:
-        """Print at which step training is, and how well the model does."""
         figures = self.figures
         by_source = {} if figures.validation is None else figures.validation.of_several
         written = f"{self._metrics.written} in {self._output}"

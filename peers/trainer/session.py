@@ -107,12 +107,9 @@ class Session:
             for _ in range(ATTEMPTS):
                 await self.watcher.poll()
                 work = held_out_loss(
-                    self._alongs(),
-                    self.data,
-                    round_number=self.watcher.latest_round,
-                    num_samples=self.options.evaluation_samples,
-                    rerouting=self.rerouting,
-                )
+                    self._alongs(), self.data, round_number=self.watcher.latest_round,
+                    num_samples=self.options.evaluation_samples, rerouting=self.rerouting,
+                )  # fmt: skip
                 try:
                     # The evaluation runs in a task of its own, because in older Pythons a failed task group leaves the
                     # task around it half cancelled.
@@ -124,7 +121,6 @@ class Session:
         return None
 
     def _alongs(self) -> list[Along]:
-        """The paths that do not stand still; if all do, all."""
         live = [path for path in self.paths.paths if self.paths.is_live(path)]
         first = {path: self.config.blocks_of(path)[0] for path in live or self.paths.paths}
         return [Along(path, self.hops[block], self.loop.listener(path)) for path, block in first.items()]

@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 from types import ModuleType
 
-from peers.shared import faults, process
+from peers.shared import process, stopping
 from scripts.benches.menu import run_named
 
 PROG = "scripts/bench"
@@ -51,4 +51,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     process.prepare_environment()
-    sys.exit(faults.run_program(PROG, main))
+    sys.exit(stopping.run_program(PROG, main))

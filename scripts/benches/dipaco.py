@@ -37,7 +37,7 @@ from scripts.benches.shared.common import (
     write_config,
 )
 from swarm.config import DataConfig, RunConfig
-from swarm.data import path_shards
+from swarm.data import path_router
 from swarm.data.path_router import path_names
 from swarm.data.sources import Source
 from swarm.model.stages import build_stage
@@ -156,7 +156,7 @@ def write_texts(folder: Path, num_characters: int) -> None:
         path = folder / f"{kind}.jsonl"
         _write(path, some)
         source = Source(str(path), DataConfig(dataset=str(path)))
-        sequences += [(kind, sequence) for sequence in path_shards.sequences(source, WINDOW)]
+        sequences += [(kind, sequence) for sequence in path_router.sequences(source, WINDOW)]
     (folder / HELD_OUT).write_text(json.dumps(sequences), encoding="utf-8")
 
 

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from swarm.audit import history
-from swarm.audit.committed_rounds import CommittedRound, CommittedRounds
-from swarm.audit.findings import TRAINER_BLOCK, Findings
+from swarm.audit.committed_rounds import TRAINER_BLOCK, CommittedRound, CommittedRounds, Findings
 from swarm.audit.history import History, Line
 from swarm.audit.id_set import IdSet
 from swarm.events import Install, Start
@@ -108,7 +107,6 @@ def judge(start: Start, rounds: CommittedRounds, findings: Findings, *, files: i
 
 
 def _acknowledged(rounds: CommittedRounds, start: Start) -> dict[Block, IdSet]:
-    """By block: the acknowledged microbatches whose path leads through it."""
     ids = rounds.acknowledged_by_stages.copy()
     ids.update(rounds.acknowledged_by_trainers)
     if not start.paths:
@@ -140,7 +138,6 @@ def _check_complete(round_: CommittedRound, microbatches: IdSet, start: Start, f
 
 
 def _check_amended(branches: Iterable[Sequence[CommittedRound]], findings: Findings) -> None:
-    """Check that all blocks stepped under the same amendments in each round."""
     first: dict[int, CommittedRound] = {}
     for round_ in chain.from_iterable(branches):
         other = first.setdefault(round_.number, round_)
@@ -150,7 +147,6 @@ def _check_amended(branches: Iterable[Sequence[CommittedRound]], findings: Findi
 
 
 def _check_together(start: Start, rounds: CommittedRounds, findings: Findings) -> None:
-    """Check that no block stepped before all blocks held their results of the round."""
     decided: dict[tuple[Block, int], list[Mapping[str, float]]] = defaultdict(list)
     for block, number, at in rounds.decided():
         decided[block, number].append(at)
@@ -269,11 +265,8 @@ class _Reading:
 
 def audit(paths: Sequence[Path]) -> Report:
     """Read the event logs of all processes of a run, including trainers and dead peers, and give the audit's report.
-
-    Raises:
-        ValueError: a file is no event log, is damaged, or is of another run; or there is nothing to judge.
-        OSError: a file cannot be read.
-    """
+    Raises ValueError if a file is no event log, is damaged, or is of another run, or there is nothing to judge, and
+    OSError if a file cannot be read."""
     findings = Findings()
     rounds = CommittedRounds(findings)
     first: tuple[Path, Start] | None = None

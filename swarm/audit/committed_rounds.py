@@ -1,4 +1,4 @@
-"""The committed rounds of all blocks: which microbatches each round counts, and whether its members' files agree.
+"""The committed rounds of all blocks: which microbatches each counts, and what is found wrong with them.
 
 As soon as the contributions of all members of a round are there, their microbatches are merged into ranges of ids.
 """
@@ -8,14 +8,52 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from swarm.audit.findings import Findings
 from swarm.audit.holdings import Closing
 from swarm.audit.id_set import IdSet
 from swarm.events import Commit
-from swarm.types import Block
+from swarm.types import TRAINER_STAGE, Block
 
 Ballot = tuple[int, str]
 """An attempt: its number, and its leader's peer id."""
+MAX_LINES = 1000
+"""Violations that are kept word for word: if a file is missing, there is one for every round."""
+_NAMED = 8
+TRAINER_BLOCK = Block(TRAINER_STAGE)
+"""Takes the place of a block for what trainers log."""
+
+
+@dataclass
+class Findings:
+    duplicates: int = 0
+    """Microbatches that count once more than they should, added up over blocks and fragments."""
+    missing: int = 0
+    """Synchronous: microbatches that a committed round lacks, added up over the blocks."""
+    rolled_back: int = 0
+    digests_compared: int = 0
+    digests_differing: int = 0
+    events: int = 0
+    num_violations: int = 0
+    violations: list[str] = field(default_factory=list)
+    liars: dict[str, dict[str, str]] = field(default_factory=dict)
+    """By member that is named as a liar: the files that name it, each with its reason. That refutes nothing."""
+
+    def violation(
+        self, what: str, *, block: Block, round: int | None = None, microbatches: Collection[int] = (),
+        files: Collection[str] = (),
+    ) -> None:  # fmt: skip
+        """Note something that refutes the run, or leaves it unproven."""
+        self.num_violations += 1
+        if len(self.violations) >= MAX_LINES:
+            return
+        place = ["trainer" if block == TRAINER_BLOCK else f"stage {block}"]
+        if round is not None:
+            place.append(f"round {round}")
+        if microbatches:
+            named = sorted(microbatches)
+            some = ", ".join(map(str, named[:_NAMED])) + (f" and {len(named) - _NAMED} more" if named[_NAMED:] else "")
+            place.append(f"microbatch {some}")
+        behind = f" ({', '.join(sorted(files))})" if files else ""
+        self.violations.append(f"{', '.join(place)}: {what}{behind}")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -142,19 +180,14 @@ class CommittedRounds:
             known.committed_at[boot] = min(monotonic, known.committed_at.get(boot, monotonic))
 
     def entered(self, block: Block, lineage: str, *, renamed_from: str | None, is_beginning: bool) -> None:
-        """Note that a peer installed a whole state.
-
-        Args:
-            renamed_from: the lineage that this one continues under another name.
-            is_beginning: whether the state is an initial one or a checkpoint's, and no other peer's.
-        """
+        """Note that a peer installed a whole state. `renamed_from` is the lineage that this one continues under another
+        name. `is_beginning` says whether the state is an initial one or a checkpoint's, and no other peer's."""
         if is_beginning:
             self.beginnings.add((block, renamed_from or lineage))
         if renamed_from is not None:
             self.renamed[block, lineage] = renamed_from
 
     def stood(self, block: Block, round_number: int, lineage: str, digest: str, file: str) -> None:
-        """Note the digest of a state that a peer reached."""
         first, first_file = self._states.setdefault((block, lineage), (digest, file))
         if (first, first_file) == (digest, file):
             return  # The same process gave this digest, or an earlier process in the same file.

@@ -13,8 +13,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from swarm.audit.committed_rounds import CommittedRounds, Contribution
-from swarm.audit.findings import TRAINER_BLOCK, Findings
+from swarm.audit.committed_rounds import TRAINER_BLOCK, CommittedRounds, Contribution, Findings
 from swarm.audit.holdings import Closing, Holdings
 from swarm.events import (
     FORMAT,
@@ -59,12 +58,8 @@ class Line:
 
 
 def read(path: Path) -> Iterator[Line]:
-    """Yield the events of a file. A file with nothing but one unfinished line gives none.
-
-    Raises:
-        ValueError: the file is no event log, or is broken; the message is one line.
-        OSError: the file cannot be read.
-    """
+    """Yield the events of a file. A file with nothing but one unfinished line gives none. Raises ValueError, of one
+    line, if the file is no event log, or is broken, and OSError if it cannot be read."""
     broken: str | None = None
     started, text = False, b""
     with path.open("rb") as file:
@@ -131,7 +126,6 @@ class History:
         return line.block or Block(self.start.stage)
 
     def feed(self, line: Line) -> None:
-        """Take the next event of the file."""
         self._findings.events += 1
         match line.event:
             case Start() as start:
@@ -201,7 +195,6 @@ class _Life:
         """The attempts that it has begun in the present round, and the closing with which it did."""
 
     def feed(self, line: Line) -> None:
-        """Take the next event that is about the block."""
         event: Event = line.event
         is_trainer = self._block == TRAINER_BLOCK
         match event:

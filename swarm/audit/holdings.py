@@ -39,8 +39,6 @@ class _Step:
 
 @dataclass(frozen=True, eq=False)
 class Closing:
-    """A contribution: the microbatches in it, and the last inner step in it."""
-
     round: int
     fragment: int
     counts: Counter[int]
@@ -130,11 +128,8 @@ class Holdings:
 
     def commit(self, event: Commit, closing: Closing | None, *, is_member: bool) -> None:
         """Note that a round was committed. What the round took, and what was lost at its end, counts towards no later
-        round.
-
-        Args:
-            closing: the one that is in the result, where the process prepared the result. Otherwise its last one.
-        """
+        round. `closing` is the one that is in the result, where the process prepared the result, and otherwise its last
+        one."""
         if self._is_synchronous:
             self._buckets.clear()
             return

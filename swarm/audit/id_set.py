@@ -26,7 +26,6 @@ class IdSet:
         return zip(self._starts, self._ends, strict=True)
 
     def copy(self) -> "IdSet":
-        """Make another set of the same ids."""
         same = IdSet()
         same._starts, same._ends = self._starts.copy(), self._ends.copy()
         return same
@@ -47,7 +46,6 @@ class IdSet:
             self.add_range(start, end)
 
     def common(self, other: "IdSet") -> "IdSet":
-        """The ids in both."""
         found = IdSet()
         for start, end in other.ranges():
             place = max(0, bisect_right(self._starts, start) - 1)
@@ -59,7 +57,6 @@ class IdSet:
         return found
 
     def without(self, other: "IdSet") -> "IdSet":
-        """The ids that are not in `other`."""
         left = IdSet()
         for start, end in self.ranges():
             at = start

@@ -31,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Advance:
-    """Brings one member from round to round."""
-
     context: Context
     place: Place
     member: RoundMember
@@ -238,7 +236,6 @@ class Advance:
     # -- the tally -----------------------------------------------------------------------------------------------------
 
     def tally_after(self, prepared: pb.Prepared) -> Tally:
-        """The tally after a result of the present round."""
         before, at = self.member.progress().tally, self.place.standing
         return before.after(
             at.round, parent=at.lineage, result=prepared.digest, given=messages.unpack_given(prepared)

@@ -1,6 +1,6 @@
 """LOOP 3: keeps one stage's peers at the same weights, round by round.
 
-The stage peer's program runs it. Three things go on at once. This peer reports its progress to the peer that it takes
+Three things go on at once. This peer reports its progress to the peer that it takes
 for the leader. If it is the leader itself, it watches the reports and leads the attempts. If it finds itself behind, it
 downloads the state. It never touches weights: it asks the stage to do that.
 """
@@ -21,7 +21,7 @@ from swarm.averaging.agreement.place import Place
 from swarm.averaging.barrier import Barrier
 from swarm.averaging.catch_up import CatchUp
 from swarm.averaging.donor import Donor
-from swarm.averaging.lead_loop import LeadLoop
+from swarm.averaging.leadership import LeadLoop, Succession
 from swarm.averaging.led_exchanges import LedExchanges
 from swarm.averaging.own_round import OwnRound
 from swarm.averaging.participant import Participant
@@ -31,7 +31,6 @@ from swarm.averaging.roster import Roster
 from swarm.averaging.round import Round
 from swarm.averaging.servicer import Handlers, ReportAnswers
 from swarm.averaging.state_transfer import Downloads, StateTransfer
-from swarm.averaging.succession import Succession
 from swarm.averaging.survey import Survey
 from swarm.averaging.vectors.shared import TiedParameters
 from swarm.averaging.watch import GroupView, RoundWatch
@@ -100,16 +99,10 @@ def place_of(context: Context, standing: Standing) -> Place:
 
 class Averager:
     """One peer's part in its stage's rounds. Its parts are built one after the other, each from those before it.
-
-    Attributes:
-        handlers: answer the calls of other peers.
-    """
+    `handlers` answer the calls of other peers."""
 
     def __init__(self, context: Context, member: RoundMember) -> None:
-        """
-        Args:
-            member: the stage, as averaging sees it.
-        """
+        """`member` is the stage, as averaging sees it."""
         self.context = context
         self.place = place = place_of(context, messages.standing_of(member.progress()))
         self.roster = roster = Roster(context, place.branches.is_elsewhere)
@@ -199,7 +192,6 @@ class Averager:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the group is at a later round, and this peer is on its way there."""
         return self.place.is_catching_up
 
     @property
@@ -216,16 +208,13 @@ class Averager:
         return self.roster.misses_member(self.place.standing)
 
     def awaits_reports(self) -> bool:
-        """Whether some peer that serves, and seems to be alive, has not yet reported what it has of the round."""
         return self.roster.awaits_reports(self.place.standing)
 
     @property
     def num_alive(self) -> int:
-        """How many peers of the stage are alive now, this one included."""
         return max(self.reporter.num_alive, len(self.roster.alive()))
 
     def counters(self) -> AveragingCounters:
-        """What has happened since the peer started."""
         return AveragingCounters(
             attempts=self.lead_loop.num_attempts,
             aborted=self.lead_loop.aborted,

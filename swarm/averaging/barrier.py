@@ -24,7 +24,7 @@ from swarm.averaging.wire.transport import BARRIER, Caller, contact_of, record_o
 from swarm.errors import MalformedMessage, SwarmError
 from swarm.machine.clock import wait
 from swarm.rpc.v1 import averaging_pb2 as pb
-from swarm.training.clipping import needs_norm_of_model
+from swarm.training.scaling import needs_norm_of_model
 from swarm.types import Block, PeerRecord, PeerState
 
 logger = logging.getLogger(__name__)
@@ -40,8 +40,6 @@ CONFIRMING = 4
 
 @dataclass(eq=False)
 class Barrier:
-    """One stage's side of the barrier: it asks other stages, and answers them."""
-
     context: Context
     place: Place
     shared: TiedParameters
@@ -135,13 +133,9 @@ class Barrier:
                 is_trial = target.peer_id in failed
                 wait_seconds = 0.0 if is_trial else self.context.timing.barrier_seconds
                 request = pb.BarrierRequest(
-                    address=self.context.address_of(block),
-                    peer_id=self.context.own_id,
-                    round=round_number,
-                    wait_seconds=wait_seconds,
-                    relay=is_doubted or bool(unreachable),
-                    amended=amended,
-                )
+                    address=self.context.address_of(block), peer_id=self.context.own_id, round=round_number,
+                    wait_seconds=wait_seconds, relay=is_doubted or bool(unreachable), amended=amended,
+                )  # fmt: skip
                 # A peer that relays the question waits for its leader's answer.
                 patience_seconds = wait_seconds + self.context.timing.report_seconds * (1 + request.relay)
                 timeout_seconds = self.context.timing.call_seconds if is_trial else patience_seconds
@@ -261,12 +255,9 @@ class Barrier:
 
     async def _ask_leader(self, leader: pb.Contact, asked: pb.BarrierRequest, seconds: float) -> pb.BarrierReply:
         request = pb.BarrierRequest(
-            address=self.context.address,
-            peer_id=self.context.own_id,
-            round=asked.round,
-            wait_seconds=max(0.0, seconds),
-            amended=asked.amended,
-        )
+            address=self.context.address, peer_id=self.context.own_id, round=asked.round,
+            wait_seconds=max(0.0, seconds), amended=asked.amended,
+        )  # fmt: skip
         target = record_of(leader, self.context.own.block)
         timeout_seconds = request.wait_seconds + self.context.timing.report_seconds
         try:

@@ -32,19 +32,10 @@ optimizer's state."""
 
 
 class CatchUp:
-    """Brings one peer to where it should be in the run."""
-
     def __init__(
-        self,
-        context: Context,
-        place: Place,
-        *,
-        advance: Advance,
-        transfer: StateTransfer,
-        survey: Survey,
-        entry: Entry,
-        replay: Replay,
-    ) -> None:
+        self, context: Context, place: Place, *, advance: Advance, transfer: StateTransfer, survey: Survey,
+        entry: Entry, replay: Replay,
+    ) -> None:  # fmt: skip
         self._context = context
         self._place = place
         self._advance = advance

@@ -65,10 +65,7 @@ class Donor:
     """One peer's pinned snapshots and its log of results, which reaches back to the oldest of them."""
 
     def __init__(self, place: Place, member: RoundMember, clock: Clock, turns: Turns | None = None) -> None:
-        """
-        Args:
-            turns: decide which peers may fetch a snapshot's segments now; None if all may at the same time.
-        """
+        """`turns` decide which peers may fetch a snapshot's segments now; None if all may at the same time."""
         self._place = place
         self._member = member
         self._clock = clock
@@ -152,7 +149,7 @@ class Donor:
             await self._reach(wanted)
         async with self._lock:
             self.expire()
-            pin = self._find(request.begun) or self._pinned_at(wanted)
+            pin = self._find(request.begun) or next((pin for pin in self._pins if pin.snapshot.round == wanted), None)
             if pin is None and wanted not in (None, self._place.standing.round):
                 raise NotReady(f"this peer is at round {self._place.standing.round}")
             pin = pin or self._reusable() or await self._pin()
@@ -217,7 +214,6 @@ class Donor:
             standing = kept.committed.after
 
     async def _reach(self, round_number: int) -> None:
-        """Wait for a while until this peer is at a round, or beyond it."""
         until = self._clock.monotonic() + REACH_SECONDS
         while self._place.standing.round < round_number and self._clock.monotonic() < until:
             await self._clock.sleep(REACH_LOOK_SECONDS)
@@ -229,9 +225,6 @@ class Donor:
 
     def _find(self, wanted: bytes) -> _Pin | None:
         return next((pin for pin in self._pins if pin.header is not None and pin.snapshot_id == wanted), None)
-
-    def _pinned_at(self, round_number: int | None) -> _Pin | None:
-        return next((pin for pin in self._pins if pin.snapshot.round == round_number), None)
 
     def _reusable(self) -> _Pin | None:
         """The snapshot of the present round; or the newest one, if no further snapshot may be kept because all are

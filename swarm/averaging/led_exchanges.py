@@ -71,8 +71,6 @@ class _Attempt:
 
 @dataclass(eq=False)
 class LedExchanges:
-    """The exchanges that one leader asks its stage's members for."""
-
     context: Context
     roster: Roster
     broadcast: Broadcast
@@ -86,11 +84,7 @@ class LedExchanges:
         self, members: Members, begun: Begun, standing: Standing, ballot: Ballot, amended: str
     ) -> tuple[pb.Prepared, list[PeerId]]:
         """Have the members that began an attempt average, under the amendments up to `amended`. Returns the result,
-        which is decided, and the members that hold it.
-
-        Raises:
-            AttemptFailed: nothing is decided.
-        """
+        which is decided, and the members that hold it. Raises AttemptFailed if nothing is decided."""
         size = self.context.config.averaging.group_size
         config = self.context.timeline.under(amended)
         attempt = _Attempt(
@@ -214,13 +208,9 @@ class LedExchanges:
         norm = results[fastest.peer_id].squared_norm ** 0.5
         total = Counts.total([Counts.of(unit.counts, 0.0) for unit in units], norm)
         counts = pb.BeginReply(
-            num_samples=total.num_samples,
-            num_targets=total.num_targets,
-            round_samples=total.round_samples,
-            norm=total.norm,
-            num_elements=fastest.counts.num_elements,
-            bytes_per_second=fastest.counts.bytes_per_second,
-        )
+            num_samples=total.num_samples, num_targets=total.num_targets, round_samples=total.round_samples,
+            norm=total.norm, num_elements=fastest.counts.num_elements, bytes_per_second=fastest.counts.bytes_per_second,
+        )  # fmt: skip
         given = messages.unpack_given(results[fastest.peer_id])
         return _Unit(peer_id=fastest.peer_id, counts=counts, units=units, given=given)
 

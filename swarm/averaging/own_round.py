@@ -91,12 +91,8 @@ class Attempt:
     async def exchange(
         self, shares: Shares, transport: AllReduceTransport, timeout_seconds: float
     ) -> tuple[Average, float]:
-        """Exchange with the other members. Returns the average and the seconds that this took.
-
-        Raises:
-            Refused: the attempt was given up, or it took too long.
-            MemberFailed: a member failed.
-        """
+        """Exchange with the other members. Returns the average and the seconds that this took. Raises Refused if the
+        attempt was given up or took too long, and MemberFailed if a member failed."""
         opened = self._opened[shares.digest]
         try:
             async with self._ends_with_attempt(timeout_seconds):
@@ -137,13 +133,10 @@ class Attempt:
                     return
 
     async def serve(self, peer_id: str, shares_digest: str, pieces: AsyncIterator[bytes]) -> Payload:
-        """Take another member's part and return the sum; or, in a gather, return this member's contribution.
-
-        Raises:
-            Refused: the attempt was given up or has other members, or the caller is sending its part already.
-            MemberFailed: the exchange failed, so there will be no answer.
-            MalformedMessage: the caller sent more bytes than the part has, or is no member.
-        """
+        """Take another member's part and return the sum; or, in a gather, return this member's contribution. Raises
+        Refused if the attempt was given up or has other members, or the caller is sending its part already,
+        MemberFailed if the exchange failed, so there will be no answer, and MalformedMessage if the caller sent more
+        bytes than the part has, or is no member."""
         try:
             async with asyncio.timeout(self.silence_seconds(0)):
                 while (opened := self._opened.get(shares_digest)) is None:

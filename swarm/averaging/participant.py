@@ -30,8 +30,6 @@ from swarm.training.round_member import RoundCost, RoundResult, Tensors
 
 @dataclass(eq=False)
 class Participant:
-    """One member of one stage's group."""
-
     context: Context
     place: Place
     own_round: OwnRound
@@ -41,7 +39,6 @@ class Participant:
 
     @property
     def answers(self) -> dict[str, Callable[[Any], Any]]:
-        """The method that answers each call of a leader, by the call's name."""
         return {BEGIN.name: self.begin, AVERAGE.name: self.average, COMMIT.name: self.commit, ABORT.name: self.abort}
 
     # -- first phase -------------------------------------------------------------------------------------------------
@@ -253,13 +250,9 @@ class Participant:
         )  # fmt: skip
 
     async def serve(self, opening: pb.ExchangeOpen, pieces: AsyncIterator[bytes]) -> Payload:
-        """Take another member's part and return the sum; or, in a gather, return this member's contribution.
-
-        Raises:
-            Refused: the call belongs to another attempt, or to other members.
-            MemberFailed: the exchange failed, so there will be no answer.
-            MalformedMessage: the caller sent more bytes than the part has.
-        """
+        """Take another member's part and return the sum; or, in a gather, return this member's contribution. Raises
+        Refused if the call belongs to another attempt, or to other members, MemberFailed if the exchange failed, so
+        there will be no answer, and MalformedMessage if the caller sent more bytes than the part has."""
         attempt = self.own_round.attempt
         ballot = messages.unpack_ballot(opening.ballot)
         if attempt is None or self.place.group.active is None or attempt.ballot != ballot:
@@ -315,7 +308,6 @@ class Participant:
 
 
 def _hands_down(request: pb.AverageRequest, shares: Shares, own_id: str) -> bool:
-    """Whether a member has the result already, and gives it to the others."""
     return request.HasField("handed_down") and shares.of(own_id).contributes
 
 
@@ -323,17 +315,13 @@ def _closed_anew(closed: Closed, average: Average, tensors: Tensors, shares: Sha
     """What a group has averaged, as its contribution to the next exchange."""
     total = shares.total(average.squared_norm**0.5)
     contribution = replace(
-        closed.contribution,
-        tensors=tensors,
-        num_samples=total.num_samples,
-        num_targets=total.num_targets,
+        closed.contribution, tensors=tensors, num_samples=total.num_samples, num_targets=total.num_targets,
         round_samples=total.round_samples,
-    )
+    )  # fmt: skip
     return Closed(contribution=contribution, vector_D=average.vector_D, norm=total.norm)
 
 
 def _added(cost: RoundCost, average: Average, seconds: float) -> RoundCost:
-    """The cost of an attempt after one more exchange."""
     return replace(
         cost,
         bytes_sent=cost.bytes_sent + average.bytes_sent,

@@ -32,8 +32,6 @@ SAY_SECONDS = 10.0
 
 @dataclass(eq=False)
 class Replay:
-    """One peer's way from a snapshot to the present."""
-
     context: Context
     place: Place
     advance: Advance
@@ -127,7 +125,6 @@ class Replay:
         await self.context.clock.sleep(min(refusal.retry_after_seconds, LONGEST_RETRY_SECONDS))
 
     async def _from_one(self, source: PeerRecord, has_others: Callable[[], bool], gives: Callable[[], None]) -> bool:
-        """Apply the results of one source. Returns whether to give up."""
         limit = self._snapshot_bytes
         async with aclosing(self.downloads.results(source, self.place.standing, max_bytes=limit)) as results:
             async for committed, group_round in results:
@@ -152,14 +149,8 @@ class Replay:
 
     def _gives_up(self, pace: Pace, num_bytes: int, has_others: bool) -> bool:
         """Whether another snapshot from the same peers is better than going on. Logs now and then how far behind this
-        peer is.
-
-        Args:
-            num_bytes: the size of a round's result.
-
-        Raises:
-            Overloaded: a snapshot from other peers is better.
-        """
+        peer is. `num_bytes` is the size of a round's result. Raises Overloaded if a snapshot from other peers is
+        better."""
         is_less = pace.num_behind * num_bytes > self._snapshot_bytes
         if has_others and (is_less or pace.stands_still):
             raise Overloaded(

@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Reporter:
-    """The reports that one peer sends, and how it acts on the answers."""
-
     context: Context
     place: Place
     member: RoundMember
@@ -85,7 +83,6 @@ class Reporter:
             await self.context.changes.until_report_due(timing.heartbeat_seconds - timing.report_gap_seconds)
 
     async def ask_all(self) -> None:
-        """Report to every serving peer, and go where the group is."""
         async with asyncio.TaskGroup() as calls:
             for peer_id in sorted(self.roster.strangers(self.place.standing)):
                 calls.create_task(self._report(peer_id))

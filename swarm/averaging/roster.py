@@ -15,8 +15,7 @@ from swarm.averaging.agreement.messages import Standing
 from swarm.averaging.agreement.reports import PassedOver, Report, RoundReports, Suspicions
 from swarm.averaging.agreement.rules import leader_of
 from swarm.averaging.agreement.shares import most_samples
-from swarm.averaging.wire.contacts import Contacts
-from swarm.averaging.wire.context import Context
+from swarm.averaging.wire.context import Contacts, Context
 from swarm.averaging.wire.transport import record_of
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import Progress
@@ -37,10 +36,7 @@ class Roster:
     """
 
     def __init__(self, context: Context, is_elsewhere: Callable[[PeerId], bool] = lambda peer_id: False) -> None:
-        """
-        Args:
-            is_elsewhere: tells whether a peer is known to be on another branch that this peer does not follow.
-        """
+        """`is_elsewhere` tells whether a peer is known to be on another branch that this peer does not follow."""
         config, block = context.config, context.own.block
         self.contacts = Contacts(context)
         self.reports = RoundReports(partial(config.microbatches_of, block=block) if config.rounds.synchronous else None)
@@ -109,11 +105,8 @@ class Roster:
 
     def suspect(self, peer_id: PeerId, *, is_gone: bool = False) -> None:
         """Note that a call to a peer failed: the peer neither leads nor takes part until it gives a sign of life.
-
-        Args:
-            is_gone: whether no process listens at the peer's endpoint, so that what it had committed in this round is
-                lost.
-        """
+        `is_gone` says whether no process listens at the peer's endpoint, so that what it had committed in this round is
+        lost."""
         self.suspicions.suspect(peer_id)
         self.reports.current.pop(peer_id, None)
         if is_gone:
@@ -130,11 +123,8 @@ class Roster:
         self.reports.current.clear()
 
     def moved(self, own: Standing, members: Collection[str] = ()) -> None:
-        """Begin a new round, and forget the standings of peers at earlier ones.
-
-        Args:
-            members: the members of the round before.
-        """
+        """Begin a new round, and forget the standings of peers at earlier ones. `members` are the members of the round
+        before."""
         self.suspicions.begin_round(members)
         self._moved_at = self._clock.monotonic()
         self.reports.begin_round()
@@ -143,7 +133,6 @@ class Roster:
         self._forget_unknown()
 
     def _forget_unknown(self) -> None:
-        """Forget everything about peers that `contacts` no longer knows."""
         known = self.contacts.all().keys()
         self.reports.forget_others(known)
         self.suspicions.forget_others(known)
@@ -212,7 +201,6 @@ class Roster:
         return {peer_id for peer_id in self.members(own) if self._answered_at[peer_id] < oldest}
 
     def awaits_reports(self, own: Standing) -> bool:
-        """Whether some serving peer that may well be alive has not reported what it has."""
         # A peer that is left out has reported already, and a peer that stands elsewhere has nothing of this round.
         return any(
             not self.suspicions.is_excluded(peer) and self._standings.get(peer, own) == own
@@ -295,7 +283,6 @@ class Roster:
         return [p for p in known if p not in members and p not in self.suspicions.suspected]
 
     def due_suspects(self) -> list[PeerId]:
-        """Suspected peers that should be called again, if `contacts` still knows them."""
         known = self.contacts.all()
         return [peer for peer in self.suspicions.due() if peer in known]
 

@@ -42,8 +42,6 @@ TELL_SECONDS = 10.0
 
 @dataclass(eq=False)
 class Round:
-    """Leads the attempts of one stage's group."""
-
     context: Context
     place: Place
     watch: RoundWatch
@@ -92,28 +90,18 @@ class Round:
     # -- all promise the attempt, and close their contributions
 
     async def _ask_to_begin(self, members: Members, standing: Standing, ballot: Ballot, amended: str) -> Begun:
-        """Ask members to begin an attempt.
-
-        Returns:
-            The answers of the members that began. Either they show that an earlier attempt's result has to be finished,
-            or these members together hold all that the round needs, and no microbatch twice.
-
-        Raises:
-            AttemptFailed: the attempt cannot go on.
-        """
+        """Ask members to begin an attempt. Returns the answers of the members that began. Either they show that an
+        earlier attempt's result has to be finished, or these members together hold all that the round needs, and no
+        microbatch twice. Raises AttemptFailed if the attempt cannot go on."""
 
         timeline, amendments = self.place.timeline, self.place.timeline.texts
 
         def request(drop: Collection[int] = ()) -> pb.BeginRequest:
             return pb.BeginRequest(
-                address=self.context.address,
-                peer_id=self.context.own_id,
-                ballot=messages.pack_ballot(ballot),
-                standing=messages.pack_standing(standing),
-                drop_gaps=messages.pack_indices(drop),
-                amended=amended,
+                address=self.context.address, peer_id=self.context.own_id, ballot=messages.pack_ballot(ballot),
+                standing=messages.pack_standing(standing), drop_gaps=messages.pack_indices(drop), amended=amended,
                 amendments=amendments,
-            )
+            )  # fmt: skip
 
         replies = await self._ask_to_close(members, dict.fromkeys(members, request()))
         begun = {peer: reply for peer, reply in replies.items() if isinstance(reply, pb.BeginReply)}
@@ -204,13 +192,9 @@ class Round:
 
     async def _tell_abort(self, members: Members, round_number: int, ballot: Ballot, failed: AttemptFailed) -> None:
         request = pb.AbortRequest(
-            address=self.context.address,
-            peer_id=self.context.own_id,
-            round=round_number,
-            ballot=messages.pack_ballot(ballot),
-            reason=str(failed),
-            void=failed.void,
-        )
+            address=self.context.address, peer_id=self.context.own_id, round=round_number,
+            ballot=messages.pack_ballot(ballot), reason=str(failed), void=failed.void,
+        )  # fmt: skip
         await self.broadcast(members, ABORT, dict.fromkeys(members, request), self.context.timing.begin_seconds)
 
     # -- once a result is decided: the barrier, and the commit

@@ -55,8 +55,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class ReportAnswers:
-    """Answers the reports that reach one peer."""
-
     context: Context
     place: Place
     member: RoundMember
@@ -84,13 +82,10 @@ class ReportAnswers:
         if not self.place.branches.is_known(theirs) and self.place.leads is None:
             self.reporter.nudge(peer_id)
         reply = pb.ReportReply(
-            standing=messages.pack_standing(standing),
-            active=messages.pack_ballot(self.place.leads),
-            outcome=self.place.outcomes.get(theirs.round),
-            leader=self.watch.leader_contact(),
-            num_alive=len(self.roster.alive()),
-            idle_leader_ids=self.roster.passed_over.told,
-        )
+            standing=messages.pack_standing(standing), active=messages.pack_ballot(self.place.leads),
+            outcome=self.place.outcomes.get(theirs.round), leader=self.watch.leader_contact(),
+            num_alive=len(self.roster.alive()), idle_leader_ids=self.roster.passed_over.told,
+        )  # fmt: skip
         if theirs != standing:
             reply.past.extend(self.place.branches.told)
         elif self.context.config.rounds.synchronous and request.unanswered:
@@ -138,7 +133,6 @@ class Handlers:
         return {REPORT.name: self.reports.answer, BARRIER.name: self.barrier.answer, **self.participant.answers}
 
     async def handle(self, method: Method[Request, Reply], request: Request) -> Reply:
-        """Answer one request with one reply."""
         message: Any = request
         self._check(message.address)
         with self._ends_without_memory():
@@ -191,8 +185,6 @@ GrpcContext = Any
 
 
 class AveragingServicer(AveragingServiceServicer):
-    """Serves one averager's handlers."""
-
     def __init__(self, handlers: Handlers, *, own_id: str) -> None:
         self._handlers = handlers
         self._own_id = own_id

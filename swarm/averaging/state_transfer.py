@@ -36,13 +36,8 @@ OFFER_BYTES_PER_SECOND = 2e8
 
 
 class Downloads:
-    """One peer's requests to the donors of its stage."""
-
     def __init__(self, transport: Transport, *, address: Address, own_id: str, silence_seconds: float) -> None:
-        """
-        Args:
-            silence_seconds: the longest wait for a donor's next piece.
-        """
+        """`silence_seconds` is the longest wait for a donor's next piece."""
         self._transport = transport
         self._sender = pb.DownloadRequest(address=address, peer_id=own_id)
         self._silence_seconds = silence_seconds
@@ -51,11 +46,8 @@ class Downloads:
     def replies(
         self, donor: PeerRecord, request: pb.DownloadRequest, *, more_seconds: float = 0.0
     ) -> AsyncIterator[pb.DownloadReply]:
-        """Send a request with the address and this peer's id added, and yield the donor's answers.
-
-        Args:
-            more_seconds: how much longer than usual the donor may be silent.
-        """
+        """Send a request with the address and this peer's id added, and yield the donor's answers. `more_seconds` says
+        how much longer than usual the donor may be silent."""
         request.MergeFrom(self._sender)
         return self._transport.download(donor, request, silence_seconds=self._silence_seconds + more_seconds)
 
@@ -207,14 +199,10 @@ class StateTransfer:
             raise PeerUnavailable(f"no source is left, {partial.segments.num_missing} of {segments} missing{self._why}")
         self._partial = None
         return Fetched(
-            snapshot=partial.snapshot,
-            outcomes=list(partial.header.outcomes),
-            past=voice_of(partial.header).past,
-            amendments=tuple(partial.header.amendments),
-            sources=partial.fastest_first,
-            seconds=arriving.sending_seconds,
-            bytes_per_second=arriving.bytes_per_second,
-        )
+            snapshot=partial.snapshot, outcomes=list(partial.header.outcomes), past=voice_of(partial.header).past,
+            amendments=tuple(partial.header.amendments), sources=partial.fastest_first,
+            seconds=arriving.sending_seconds, bytes_per_second=arriving.bytes_per_second,
+        )  # fmt: skip
 
     async def begin(self, donors: Sequence[PeerRecord], wanted: Wanted) -> PartialSnapshot:
         """Ask donors to keep a snapshot, and choose among their offers; see `snapshot`.

@@ -26,8 +26,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Survey:
-    """One peer's questions to others about where they stand."""
-
     context: Context
     place: Place
     member: RoundMember

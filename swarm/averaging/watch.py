@@ -48,8 +48,6 @@ class GroupView:
 
 @dataclass(eq=False)
 class RoundWatch:
-    """One peer's view of its group's round."""
-
     context: Context
     place: Place
     member: RoundMember
@@ -59,7 +57,6 @@ class RoundWatch:
     # -- what there is of the round ----------------------------------------------------------------------------------
 
     def view(self) -> GroupView:
-        """The round as this peer knows it."""
         own, own_id, standing = self.member.progress(), self.context.own_id, self.place.standing
         is_own_round = own.round == standing.round
         progress = {own_id: own} if is_own_round and not self.roster.excludes_self else {}
@@ -99,7 +96,6 @@ class RoundWatch:
 
     @property
     def leader_id(self) -> PeerId:
-        """The group's leader as far as this peer knows. While this peer leads an attempt, it is this peer."""
         return self.context.own_id if self.place.leads else self.roster.leader(self.place.standing)
 
     def leader_contact(self) -> pb.Contact:
@@ -110,21 +106,13 @@ class RoundWatch:
     def is_complete(
         self, round_number: int, committed: Collection[int], num_samples: int, present: Collection[PeerId]
     ) -> bool:
-        """Whether the peers that are present hold all that a round needs; see rules.is_complete.
-
-        Args:
-            committed: the microbatches that these peers have committed in the round.
-            num_samples: the samples that these peers have in the round.
-        """
+        """Whether the peers that are present hold all that a round needs; see rules.is_complete. `committed` are the
+        microbatches that these peers have committed in the round, and `num_samples` is how many samples they have in
+        it."""
         return is_complete(
-            self.context.config,
-            self.context.own.block,
-            round_number,
-            committed,
-            num_samples,
-            absent_samples=self._absent_samples(present),
-            is_late=partial(self._is_late, round_number),
-        )
+            self.context.config, self.context.own.block, round_number, committed, num_samples,
+            absent_samples=self._absent_samples(present), is_late=partial(self._is_late, round_number),
+        )  # fmt: skip
 
     def _absent_samples(self, present: Collection[PeerId]) -> int:
         """Samples of the round at living members, this peer included, that are not `present`.
@@ -140,7 +128,6 @@ class RoundWatch:
         return others + own.num_samples
 
     def _is_late(self, round_number: int) -> bool:
-        """Whether most peers of another stage are at a later round, or have waited for this one for long."""
         since = self.place.awaited_since if round_number == self.place.standing.round else None
         timing, now = self.context.timing, self.context.clock.monotonic()
         if since is not None and now - since >= timing.awaited_seconds:
@@ -149,7 +136,6 @@ class RoundWatch:
         return theirs > round_number and self.place.branches.is_at_pace(theirs)
 
     def has_quorum(self, present: Collection[str]) -> bool:
-        """Whether the peers that are present may commit the round."""
         return has_quorum(
             self.context.config.averaging.quorum,
             present,

@@ -3,9 +3,8 @@
     stage-1-of-3.round-500.safetensors      tensors `anchor/NAME` and `outer/NAME/KEY`; all else is in the metadata
     stage-1.2-of-3.round-500.safetensors    the same of variant 2 of stage 1
 
-checkpoint/writer writes the files and deletes old ones, and checkpoint/folder chooses which of them to read. Parameters
-are named by their place in the whole model, so the files of one cut make up the stages of any other. A file is never
-replaced by one of another branch of the run.
+Parameters are named by their place in the whole model, so the files of one cut make up the stages of any other. A file
+is never replaced by one of another branch of the run.
 """
 
 import hashlib
@@ -22,8 +21,7 @@ from typing import Any
 import torch
 
 from swarm import config as configs
-from swarm.checkpoint import changes
-from swarm.config import DataConfig, RunConfig
+from swarm.config import DataConfig, RunConfig, forbidden_changes
 from swarm.errors import IntegrityError
 from swarm.machine import tensor_file
 from swarm.machine.disk import put_in_place, sync
@@ -64,7 +62,6 @@ class FileName:
 
 
 def names(folder: Path) -> list[FileName]:
-    """The checkpoints in a folder, by their names; none if there is no such folder."""
     pattern = re.compile(r"stage-(\d+)(?:\.([1-9]\d*))?-of-(\d+)\.round-(\d+)\.safetensors")
     matches = [pattern.fullmatch(entry.name) for entry in folder.iterdir()] if folder.is_dir() else []
     numbers = [tuple(map(int, match.groups("0"))) for match in matches if match is not None]
@@ -136,11 +133,8 @@ class Draft:
     """
 
     def __init__(self, folder: Path, header: Header, shapes: Mapping[str, torch.Size], *, owner: str) -> None:
-        """
-        Args:
-            header: the checkpoint's header, with any 64 digits for the lineage and the digest.
-            shapes: of all tensors, which are of float32.
-        """
+        """`header` is the checkpoint's header, with any 64 digits for the lineage and the digest. `shapes` are those of
+        all tensors, which are of float32."""
         self._path, self._temporary = folder / str(header.name), folder / f".{header.name}.{owner}.tmp"
         self._stream: tensor_file.Stream | None = None
         self._fault: Exception | None = None
@@ -203,12 +197,8 @@ class OfAnotherRun(IntegrityError):
 
 
 def read_header(path: Path, config: RunConfig) -> Header:
-    """Read and check all of a file, with one tensor at a time in memory. Blocks.
-
-    Raises:
-        IntegrityError: the file is cut short, altered, of another run, or holds NaN or infinity. The message names the
-            file and the fault.
-    """
+    """Read and check all of a file, with one tensor at a time in memory. Blocks. Raises IntegrityError if the file is
+    cut short, altered, of another run, or holds NaN or infinity. The message names the file and the fault."""
     with tensor_file.opened(path, IntegrityError) as file:
         metadata: dict[str, str] = file.metadata() or {}
         stated = metadata.pop("sha256", "")
@@ -307,7 +297,7 @@ def _unpack(metadata: Mapping[str, str], path: Path) -> Header:
 
 def _difference(theirs: RunConfig, ours: RunConfig) -> str:
     """The forbidden differences between two configurations, in words. Empty if there is none."""
-    forbidden = changes.forbidden(theirs, ours)
+    forbidden = forbidden_changes(theirs, ours)
     words = [
         f"{name} is {there!r} in it and {here!r} here" for name, (there, here) in forbidden.items() if name != TEXT
     ]

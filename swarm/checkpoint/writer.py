@@ -58,11 +58,9 @@ class CheckpointWriter:
 
     @property
     def had_any(self) -> bool:
-        """Whether the folder had checkpoints when this peer started."""
         return bool(self._former)
 
     def is_due(self, round_number: int) -> bool:
-        """Whether the state at the beginning of this round is to be written now."""
         if round_number % self._every:
             return False
         if self._lock.locked():

@@ -102,14 +102,8 @@ def _tiled(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def as_tensor(buffer: Buffer, num_bytes: int, what: str) -> torch.Tensor:
-    """The bytes as uint8, shape (num_bytes,), without a copy if the buffer is writable.
-
-    Args:
-        what: names the contents in an error.
-
-    Raises:
-        MalformedMessage: the buffer is not `num_bytes` long.
-    """
+    """The bytes as uint8, shape (num_bytes,), without a copy if the buffer is writable. `what` names the contents in an
+    error. Raises MalformedMessage if the buffer is not `num_bytes` long."""
     view = memoryview(buffer)
     if view.nbytes != num_bytes:
         raise MalformedMessage(f"{what} takes {num_bytes} bytes, not {view.nbytes}")

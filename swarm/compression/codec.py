@@ -50,11 +50,8 @@ class Codec(Protocol):
         ...
 
     def decode(self, buffer: Buffer, num_elements: int) -> torch.Tensor:
-        """Decode to float32, shape (N,). The result may share the buffer's memory.
-
-        Raises:
-            MalformedMessage: wrong length, impossible contents, or numbers that are not finite.
-        """
+        """Decode to float32, shape (N,). The result may share the buffer's memory. Raises MalformedMessage for a wrong
+        length, impossible contents, or numbers that are not finite."""
         ...
 
     def num_bytes(self, num_elements: int) -> int:

@@ -97,6 +97,5 @@ def _whole_factors() -> torch.Tensor:
 
 @functools.cache
 def _low_frequencies() -> torch.Tensor:
-    """The places in a tile of the lower half of its frequencies."""
     places = sorted(range(TILE), key=lambda place: (place // SIDE + place % SIDE, place // SIDE))
     return torch.tensor(places[: TILE // 2])

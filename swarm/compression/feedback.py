@@ -60,11 +60,7 @@ class Residual:
 
 
 class ErrorFeedback:
-    """The residual of one vector, from round to round.
-
-    Args:
-        decay: the share of the residual that is kept each round.
-    """
+    """The residual of one vector, from round to round. `decay` is the share of the residual that is kept each round."""
 
     def __init__(self, decay: float) -> None:
         self._decay = decay
@@ -98,11 +94,8 @@ class ErrorFeedback:
         return [rest for owed in self._sums for rest in owed.outside(part)]
 
     def carry(self, vector_D: torch.Tensor, elsewhere: Sequence[Owed], weight: float) -> torch.Tensor:
-        """Return a copy of a contribution with the debts to sums that this member does not make added.
-
-        Args:
-            weight: the contribution's weight in the sum.
-        """
+        """Return a copy of a contribution with the debts to sums that this member does not make added. `weight` is the
+        contribution's weight in the sum."""
         vector_D = vector_D.clone()
         for owed in elsewhere:
             vector_D[owed.part].add_(owed.sum_P, alpha=self._decay / weight)

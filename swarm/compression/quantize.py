@@ -105,11 +105,8 @@ class Blockwise(ABC):
         return encoded.numpy().data
 
     def decode(self, buffer: Buffer, num_elements: int) -> torch.Tensor:
-        """Multiply the codes by their scales.
-
-        Raises:
-            MalformedMessage: a wrong length, a scale out of range, or a code that no encoder writes.
-        """
+        """Multiply the codes by their scales. Raises MalformedMessage for a wrong length, a scale out of range, or a
+        code that no encoder writes."""
         encoded = as_tensor(buffer, self.num_bytes(num_elements), f"{num_elements} elements of {self.name}")
         scales_B, codes = self._split(encoded, num_elements)
         scales_B1 = check_scales(scales_B, self.name)[:, None]
@@ -150,11 +147,8 @@ class Int8(Blockwise):
     _code_bytes = 128
 
     def largest(self, encoded: torch.Tensor) -> float:
-        """An upper bound on the magnitudes that whole blocks (uint8) decode to, without decoding them.
-
-        Raises:
-            MalformedMessage: a scale out of range, or a code below the range.
-        """
+        """An upper bound on the magnitudes that whole blocks (uint8) decode to, without decoding them. Raises
+        MalformedMessage for a scale out of range, or a code below the range."""
         scales_B, codes = self._split(encoded, encoded.numel() // (2 + self.tile) * self.tile)
         self._check(codes.view(torch.int8))
         return self._limit * float(check_scales(scales_B, self.name).amax())
@@ -223,11 +217,8 @@ class ScaledHalf:
         return torch.cat((exponent.half().reshape(1), (numbers_N * scale).half()))
 
     def scale(self, encoded: torch.Tensor) -> float:
-        """The factor for the numbers `encoded[1:]`. `encoded` is on the CPU and came from `encode`.
-
-        Raises:
-            MalformedMessage: an exponent that is not a whole number, or out of range.
-        """
+        """The factor for the numbers `encoded[1:]`. `encoded` is on the CPU and came from `encode`. Raises
+        MalformedMessage for an exponent that is not a whole number, or out of range."""
         exponent = float(encoded[0])
         # NaN fails the comparison.
         if not (_LEAST <= exponent <= _MOST and exponent.is_integer()):

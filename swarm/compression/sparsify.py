@@ -92,11 +92,8 @@ class TopK:
     is_sparse = True
 
     def __init__(self, top_k: int, values: Values, indices: Indices, *, transform: bool) -> None:
-        """`top_k`, `values` and `indices` are fields of AveragingConfig.
-
-        Args:
-            transform: whether to choose among the coefficients of each tile's cosine transform.
-        """
+        """`top_k`, `values` and `indices` are fields of AveragingConfig. `transform` says whether to choose among the
+        coefficients of each tile's cosine transform."""
         self.name = "dct-topk" if transform else "topk"
         self._transform = transform
         self._top_k = top_k
@@ -123,10 +120,8 @@ class TopK:
 
     def decode(self, buffer: Buffer, num_elements: int) -> torch.Tensor:
         """Put the kept elements back. All others are zero, and elements beyond the end of the vector are ignored.
-
-        Raises:
-            MalformedMessage: a wrong length, indices out of order or in two groups, or values that are not finite.
-        """
+        Raises MalformedMessage for a wrong length, indices out of order or in two groups, or values that are not
+        finite."""
         what = f"{num_elements} elements of {self.name}"
         encoded = as_tensor(buffer, self.num_bytes(num_elements), what).numpy()
         table = self._values.read_header(encoded[: self._values.header_bytes])

@@ -7,6 +7,8 @@ from swarm.config.model import ModelConfig
 from swarm.config.optimizer import OptimizerConfig
 from swarm.config.reading import (
     Preset,
+    allowed_changes,
+    forbidden_changes,
     from_dict,
     from_json,
     from_toml,
@@ -38,8 +40,10 @@ __all__ = [
     "TextSize",
     "Timeline",
     "WireConfig",
+    "allowed_changes",
     "check_same",
     "differences",
+    "forbidden_changes",
     "from_dict",
     "from_json",
     "from_toml",

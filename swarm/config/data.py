@@ -157,7 +157,6 @@ class DataConfig:
 
     @property
     def datasets(self) -> tuple[str, ...]:
-        """All datasets of the run, each once."""
         if self.paths:
             return tuple(dict.fromkeys(self.paths))
         return (self.dataset,) if isinstance(self.dataset, str) else self.dataset
@@ -215,7 +214,6 @@ class DataConfig:
 
     @property
     def has_conversations(self) -> bool:
-        """Whether a chat template makes the texts."""
         match self.format:
             case "chat":
                 return True
@@ -231,5 +229,4 @@ class DataConfig:
 
     @property
     def tokens_per_microbatch(self) -> int:
-        """The number of tokens that a microbatch predicts."""
         return self.microbatch_size * self.sequence_length

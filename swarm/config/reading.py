@@ -1,4 +1,4 @@
-"""Reads a RunConfig from TOML, JSON or a preset, and changes settings of it by name.
+"""Reads a RunConfig from TOML, JSON or a preset, changes settings by name, and tells what a resumed run may change.
 
 A fault is a ValueError of one line.
 """
@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -15,17 +15,14 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from swarm.config.run import RunConfig, to_json
+from swarm.config.run import RunConfig, differences, to_json
 
 _ADAPTER = TypeAdapter(RunConfig)
 
 
 def from_dict(values: dict[str, Any], *, source: str) -> RunConfig:
-    """Build a RunConfig from nested dictionaries.
-
-    Raises:
-        ValueError: one line naming `source`, the field and the fault, for unknown keys too.
-    """
+    """Build a RunConfig from nested dictionaries. Raises ValueError, of one line which names `source`, the field and
+    the fault, for unknown keys too."""
     # TOML has dates and JSON has none. No field takes a date, so it becomes an object, which every field refuses.
     return from_json(json.dumps(values, default=lambda date: {"date": str(date)}), source=source)
 
@@ -161,3 +158,45 @@ def _meant(where: str) -> str:
     if near:
         return f"did you mean {' or '.join(near)}?"
     return f"{section if prefix else 'a configuration'} has {', '.join(known)}"
+
+
+# -- what may change when a run goes on from a checkpoint --------------------------------------------------------------
+
+Difference = tuple[Any, Any]
+"""The checkpoint's value of a field, and that of the run which goes on from it."""
+
+
+def forbidden_changes(checkpoint: RunConfig, run: RunConfig) -> dict[str, Difference]:
+    """The differences that make the checkpoint one of another run, by field."""
+    return {name: pair for name, pair in _changes(checkpoint, run).items() if not _may_change(name, run)}
+
+
+def allowed_changes(checkpoint: RunConfig, run: RunConfig) -> dict[str, Difference]:
+    """All differences that are not forbidden, by field."""
+    return {name: pair for name, pair in _changes(checkpoint, run).items() if _may_change(name, run)}
+
+
+def _changes(checkpoint: RunConfig, run: RunConfig) -> dict[str, Difference]:
+    # Values that [outer] leaves out, and `auto`, are replaced by what they stand for, because earlier releases wrote
+    # the actual values.
+    whole = (
+        dataclasses.replace(each, outer=each.outer_step, optimizer=each.gradient_step) for each in (checkpoint, run)
+    )
+    differing = differences(*whole)
+    return {name: pair for name, pair in differing.items() if _rule(name, run) is not None}
+
+
+def _may_change(name: str, run: RunConfig) -> bool:
+    rule = _rule(name, run)
+    return rule is not None and rule(run)
+
+
+def _rule(name: str, run: RunConfig) -> Callable[[RunConfig], bool] | None:
+    """When a field may change, by the mark at it or its section (config/checks). None: another value is no change."""
+    marks: dict[str, Any] = {"may_change": lambda run: False}
+    part: Any = run
+    for step in name.split("."):
+        marks |= next(each.metadata for each in dataclasses.fields(part) if each.name == step)
+        part = getattr(part, step)
+    rule: Callable[[RunConfig], bool] | None = marks["may_change"]
+    return rule

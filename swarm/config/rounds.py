@@ -67,7 +67,6 @@ class RoundsConfig:
 
     @property
     def synchronous(self) -> bool:
-        """Whether the swarm follows the trajectory of a single process."""
         return self.setting == "synchronous"
 
     @property

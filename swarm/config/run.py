@@ -186,11 +186,9 @@ class RunConfig:
         return self.stages.all_paths
 
     def path_of(self, microbatch: int) -> int:
-        """Which path a microbatch takes, by its index."""
         return microbatch % len(self.paths)
 
     def blocks_of(self, path: int) -> tuple[Block, ...]:
-        """The blocks that a path leads through, one for each stage."""
         return tuple(Block(stage, variant) for stage, variant in enumerate(self.paths[path]))
 
     def paths_through(self, block: Block) -> tuple[int, ...]:
@@ -204,7 +202,6 @@ class RunConfig:
         return tuple(sorted({Block(stage, self.paths[path][stage]) for path in self.paths_through(block)}))
 
     def share_of(self, block: Block) -> Fraction:
-        """The share of the run's microbatches that pass through a block."""
         return Fraction(len(self.paths_through(block)), len(self.paths))
 
     # -- rounds ------------------------------------------------------------------------------------------------------
@@ -240,15 +237,8 @@ class RunConfig:
 
     def begun(self, num_steps: int | None = None, text: TextSize = PLENTY) -> "RunConfig":
         """The configuration with which a run begins: what was left open of its sizes, the learning rate and the wire is
-        filled in.
-
-        Args:
-            num_steps: the steps that the run is planned for, if that is known.
-            text: the size of its text, if sizes are left open.
-
-        Raises:
-            ValueError: a setting is given that needs another one.
-        """
+        filled in. `num_steps` are the steps that the run is planned for, if that is known. `text` is the size of its
+        text, if sizes are left open. Raises ValueError if a setting is given that needs another one."""
         # Not checked before, because a program sets one field after the other.
         require(
             self.lora.base == "as-is" or self.lora.is_on,

@@ -39,11 +39,8 @@ MICROBATCH_BYTES = 2 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class TextSize:
-    """The text of an epoch.
-
-    Attributes:
-        longest: the tokens that the longest document needs; 0 for texts, which may be cut anywhere.
-    """
+    """The text of an epoch. `longest` is how many tokens the longest document needs; 0 for texts, which may be cut
+    anywhere."""
 
     samples: int
     sample_tokens: int
@@ -59,11 +56,8 @@ def sizes_of(config: "RunConfig") -> tuple[tuple[str, str], ...]:
 
 
 def sized(config: "RunConfig", text: TextSize) -> "RunConfig":
-    """The configuration with all sizes. Those that are given stay as they are, and the others fit them.
-
-    Raises:
-        ValueError: there is only one stage, or one without layers, and it is not said where bottlenecks are.
-    """
+    """The configuration with all sizes. Those that are given stay as they are, and the others fit them. Raises
+    ValueError if there is only one stage, or one without layers, and it is not said where bottlenecks are."""
     model, data = config.model, config.data
     length = data.sequence_length or _sample_tokens(config, text)
     num_samples = max(1, text.samples * text.sample_tokens // length)

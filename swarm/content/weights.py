@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch import Size, Tensor
 
-from swarm.content.fetcher import Fetcher, Piece
+from swarm.content.service import Fetcher, Piece
 from swarm.errors import Fatal, IntegrityError, PeerUnavailable
 from swarm.interchange import weights
 from swarm.interchange.source import Source
@@ -25,8 +25,6 @@ logger = logging.getLogger(__name__)
 
 
 class WeightsCache:
-    """The initial weights of one run that are on this machine."""
-
     def __init__(
         self, folder: Path, digest: str, fetcher: Fetcher, waits: Waits, *, own: Weights | None = None,
         source: Source | None = None,

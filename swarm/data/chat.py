@@ -1,8 +1,8 @@
 """Chat templates: they turn a conversation into the text that a model reads.
 
-data/documents makes training samples with them, and the programs make the prompts of a chat. A template is Jinja and
-comes from a tokenizer's folder, where `transformers` finds it too, with that library's conventions. It runs in a
-process of its own (data/template_child), in a sandbox without access to anything but the messages.
+A template is Jinja and comes from a tokenizer's folder, where `transformers` finds it too, with that library's
+conventions. It runs in a process of its own (data/template_child), in a sandbox without access to anything but the
+messages.
 """
 
 import hashlib
@@ -36,11 +36,8 @@ ORDINARY = [
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation to learn from.
-
-    Attributes:
-        spans: the parts of `text` that the assistant said, in order, each as characters [first, last).
-    """
+    """A conversation to learn from. `spans` are the parts of `text` that the assistant said, in order, each as
+    characters [first, last)."""
 
     text: str
     spans: Sequence[tuple[int, int]]
@@ -53,11 +50,8 @@ class ChatTemplate:
         self, template: str, special_tokens: Mapping[str, str], *, now: Callable[[], datetime],
         limits: Limits | None = None,
     ) -> None:  # fmt: skip
-        """
-        Args:
-            special_tokens: by the names that templates use, such as `bos_token`.
-            now: gives the local time, for templates that write the date for the model.
-        """
+        """`special_tokens` are named as templates name them, such as `bos_token`. `now` gives the local time, for
+        templates that write the date for the model."""
         self._now = now
         content = json.dumps([template, special_tokens], sort_keys=True)
         self.identity = hashlib.sha256(content.encode()).hexdigest()
@@ -70,14 +64,9 @@ class ChatTemplate:
         self.render(ORDINARY, add_generation_prompt=True)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-        """The text of a conversation.
-
-        Args:
-            add_generation_prompt: whether the text ends with the opening of the assistant's next turn.
-
-        Raises:
-            ValueError: one line, if the template is not valid, refuses the messages, or goes beyond its limits.
-        """
+        """The text of a conversation. `add_generation_prompt` says whether the text ends with the opening of the
+        assistant's next turn. Raises ValueError, of one line, if the template is not valid, refuses the messages, or
+        goes beyond its limits."""
         text: str = self._ask(messages, is_training=False, opens_turn=add_generation_prompt)
         return text
 
@@ -139,14 +128,8 @@ def load(folder: Path, *, now: Callable[[], datetime]) -> ChatTemplate | None:
 
 
 def beside(tokenizer: str, *, now: Callable[[], datetime]) -> ChatTemplate:
-    """The template in the folder of a tokenizer.
-
-    Args:
-        tokenizer: as `data.tokenizer` names it.
-
-    Raises:
-        ValueError: one line, also if there is none.
-    """
+    """The template in the folder of a tokenizer. `tokenizer` is as `data.tokenizer` names it. Raises ValueError, of one
+    line, also if there is none."""
     has_files = tokenizer_files.has_files(tokenizer)
     template = load(tokenizer_files.located(tokenizer).parent, now=now) if has_files else None
     if template is None:

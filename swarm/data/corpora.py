@@ -28,8 +28,6 @@ from swarm.machine.words import counted
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SourceTokens:
-    """One dataset's tokens, or sequences, with the part that is held out."""
-
     tokens: npt.NDArray[Any]
     """As data/prepared stores them."""
     num_training: int
@@ -43,7 +41,6 @@ class SourceTokens:
 
     @property
     def training(self) -> npt.NDArray[Any]:
-        """The part to train on [num_training]."""
         return self.tokens[: self.num_training]
 
     @property
@@ -72,12 +69,9 @@ class Corpus:
 
 def prepare(config: DataConfig, *, cache_dir: Path) -> Corpus:
     """Tokenize all datasets into files in `cache_dir`, unless they are there, and map the files into memory. Of
-    datasets that are read in parts this prepares the first part, and what is held out.
-
-    Raises:
-        ValueError: one line, if a dataset, the tokenizer or its chat template is missing, unreadable or empty, a row
-            lacks a field, or a dataset is too short to be divided.
-    """
+    datasets that are read in parts this prepares the first part, and what is held out. Raises ValueError, of one line,
+    if a dataset, the tokenizer or its chat template is missing, unreadable or empty, a row lacks a field, or a dataset
+    is too short to be divided."""
     recipe = _recipe(config)
     sources = [_source(dataset, recipe, cache_dir) for dataset in config.datasets]
     return Corpus(
@@ -190,11 +184,7 @@ def _with_own(
 
 def published(config: DataConfig, corpus: Corpus, files: TokenizerFiles | None) -> DataConfig:
     """Return `config` in the form that a run's first peer publishes, with digests by which others check that they have
-    the same text.
-
-    Args:
-        files: the tokenizer's files, which others get from the run's peers; None for bytes.
-    """
+    the same text. `files` are the tokenizer's files, which others get from the run's peers; None for bytes."""
     return dataclasses.replace(
         config,
         digest=corpus.digest,
@@ -224,11 +214,8 @@ def wanted_digests(config: DataConfig, paths: Collection[int] = ()) -> tuple[str
 
 
 def check_digest(config: DataConfig, corpus: Corpus, wanted: Sequence[str] = ()) -> None:
-    """Raise CorpusMismatch if the run was started with other text. A run without a digest takes any text.
-
-    Args:
-        wanted: the digests of the datasets of some paths, if the corpus has only these.
-    """
+    """Raise CorpusMismatch if the run was started with other text. A run without a digest takes any text. `wanted` are
+    the digests of the datasets of some paths, if the corpus has only these."""
     if config.digest in ("", corpus.digest) or [*wanted] == [source.digest for source in corpus.sources]:
         return
     other = [

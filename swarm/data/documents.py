@@ -31,11 +31,7 @@ _RECORDS_AT_ONCE = 1024
 
 @dataclass(frozen=True, eq=False)
 class Document:
-    """One document.
-
-    Attributes:
-        targets: bool [num_tokens], which tokens are to be predicted; the first one never is.
-    """
+    """One document. `targets`, bool [num_tokens], says which tokens are to be predicted; the first one never is."""
 
     tokens: TokenIds
     targets: npt.NDArray[np.bool_]

@@ -22,13 +22,8 @@ def is_name(text: str) -> bool:
 
 def download(name: str, files: Sequence[str], *, revision: str | None = None) -> Path:
     """Download those of some files that a model has, unless they are here already, and return their folder. Blocks.
-
-    Args:
-        revision: the commit; None for the newest. It is the name of the folder that is returned.
-
-    Raises:
-        PeerUnavailable: one line, if the files cannot be downloaded.
-    """
+    `revision` is the commit; None for the newest. It is the name of the folder that is returned. Raises
+    PeerUnavailable, of one line, if the files cannot be downloaded."""
     # It is imported only here, because that takes a while, and most runs do not need it.
     import huggingface_hub
 
@@ -57,11 +52,8 @@ def _told(name: str) -> Iterator[None]:
 
 
 def reason(error: Exception, page: str) -> str:
-    """A few words that say what is wrong and what to do about it. (The library's own messages are long.)
-
-    Args:
-        page: the path of the hub's page: the model's name, or `datasets/NAME`.
-    """
+    """A few words that say what is wrong and what to do about it. (The library's own messages are long.) `page` is the
+    path of the hub's page: the model's name, or `datasets/NAME`."""
     from huggingface_hub import errors
 
     # If the cache has nothing either, the library's error has the hub's error only as its cause.

@@ -1,7 +1,6 @@
 """Microbatches: the deterministic order in which a run sees its text.
 
-Trainers ask for microbatch i, and any trainer can make any other trainer's microbatches again, because a microbatch is
-a pure function of the configuration and i. Evaluation asks for held-out sequences.
+A microbatch is a pure function of the configuration and its index i, so any trainer can make any other's again.
 
 The training part of a text is cut into windows of `sequence_length` tokens. Each also has the first token of the next
 window, as its last target. Conversations and completions are sequences already (data/documents). An epoch visits every
@@ -120,8 +119,6 @@ class Microbatches:
 
 
 class _Text:
-    """Datasets as one series of samples."""
-
     def __init__(self, sources: Sequence[SourceTokens], config: DataConfig) -> None:
         self._sources = sources
         self._sequence_length = config.sequence_length
@@ -253,11 +250,7 @@ class HeldOutLoss:
 
 
 def averaged(sources: Sequence[HeldOut], losses: Sequence[float]) -> HeldOutLoss:
-    """The loss on all held-out text.
-
-    Args:
-        losses: the mean loss over targets of each batch of each source, in order.
-    """
+    """The loss on all held-out text. `losses` has the mean loss over targets of each batch of each source, in order."""
     remaining = iter(losses)
     by_source, weights = dict[str, float](), list[float]()
     for source in sources:

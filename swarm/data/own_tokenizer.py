@@ -24,11 +24,8 @@ _PROBE = "Some bees' 2,000 hives weren't  found:\n\n\tif x == 1: hören — 蜂\
 
 
 def trusted(named: str | None, other: str) -> str:
-    """The tokenizer that our user names, or else the one that a run or a checkpoint names.
-
-    Raises:
-        ValueError: that one is a class, and our user has not named it.
-    """
+    """The tokenizer that our user names, or else the one that a run or a checkpoint names. Raises ValueError if that
+    one is a class, and our user has not named it."""
     if named is None and other.startswith(CLASS):
         raise ValueError(
             f"this run would have this machine import and run {other!r} as its tokenizer: if you trust that code, add "

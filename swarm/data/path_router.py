@@ -3,22 +3,25 @@
     FOLDER/router.json           what its features are of: a tokenizer, and perhaps a model
     FOLDER/router.safetensors    its weights and biases
 
-`swarm-model route` makes it. Of the paths it chooses the one with the largest of weights @ features + biases. The
-nearest of k-means' centroids is found like that, and so is the likeliest class of a logistic regression. Shape
-suffixes: N sequences, P paths, F features.
+`swarm-model route` makes it, and cuts a dataset into shards of nearly equal size, one for each path. Of the paths it
+chooses the one with the largest of weights @ features + biases: the nearest of k-means' centroids is found like that,
+and so is the likeliest class of a logistic regression. Shape suffixes: N sequences, P paths, F features.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from swarm.data.sources import Source, Text
 from swarm.errors import IntegrityError
 from swarm.machine import json_file, tensor_file
+from swarm.machine.extras import missing
 
 NUM_TOKENS = 32
 """How many tokens at the beginning of a sequence choose its path: as in the paper."""
@@ -29,6 +32,13 @@ _FORMAT = 1
 _LOG2_HASHED = 9
 _LONGEST_RUN = 3
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MOST_FITTED = 1 << 15
+"""With more sequences, this many of them, chosen at random, make the clusters."""
+_NUM_STARTS = 4
+_NUM_NUDGES = 500
+
+Linear = tuple[Tensor, Tensor]
+"""Weights [P, F] and biases [P] of a path router."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,7 +67,6 @@ class PathRouter:
         return features_NF.float() @ self.weights_PF.T + self.biases_P
 
     def choose(self, tokens: Sequence[int], features: Features) -> int:
-        """The path of a sequence that begins with these tokens."""
         return int(self.scores(features(tokens[:NUM_TOKENS])[None]).argmax())
 
     def require(self, num_paths: int, tokenizer: str) -> None:
@@ -112,3 +121,134 @@ def hashed(tokens: Sequence[int]) -> Tensor:
         runs ^= runs >> np.uint64(29)
         np.add.at(counts_F, (runs * _GOLDEN) >> np.uint64(64 - _LOG2_HASHED), 1.0)
     return torch.nn.functional.normalize(torch.from_numpy(counts_F).sqrt(), dim=0)
+
+
+# -- shards: what a router is learnt from ----------------------------------------------------------------------------
+
+
+def sequences(source: Source, most_characters: int) -> Iterator[str]:
+    """Yield the texts of a source. A longer one is cut into windows, behind the end of a line where there is one in the
+    window's second half. Raises ValueError as Source.texts does."""
+    for text in source.texts():
+        yield from _windows(text, most_characters)
+
+
+def _windows(text: Text, most_characters: int) -> Iterator[str]:
+    rest = ""
+    for piece in text:
+        rest += piece
+        while len(rest) > most_characters:
+            end = rest.rfind("\n", most_characters // 2, most_characters) + 1 or most_characters
+            yield rest[:end]
+            rest = rest[end:]
+    if rest:
+        yield rest
+
+
+def clustered(features_NF: npt.NDArray[np.floating[Any]], num_paths: int, *, seed: int) -> Linear:
+    """Find as many clusters as there are paths by k-means, and return what finds the nearest one's centroid. Blocks.
+    Raises ValueError if there are fewer sequences than paths."""
+    if len(features_NF) < num_paths:
+        raise ValueError(f"there are {len(features_NF)} sequences, too few for {num_paths} paths")
+    try:
+        from sklearn.cluster import MiniBatchKMeans
+    except ImportError:
+        raise missing("swarm-model route", "scikit-learn", "route") from None
+    model = MiniBatchKMeans(num_paths, n_init=_NUM_STARTS, batch_size=4096, random_state=seed % 2**32)
+    found = model.fit(_some(features_NF, seed).astype(np.float32))
+    centroids_PF = torch.from_numpy(np.ascontiguousarray(found.cluster_centers_, dtype=np.float32))
+    # |f - c|^2 is least where 2 f c - |c|^2 is largest.
+    return 2 * centroids_PF, -centroids_PF.square().sum(1)
+
+
+def arranged(centroids_PF: Tensor, paths: Sequence[Sequence[int]], *, seed: int) -> list[int]:
+    """Which of the clusters with these centroids each path takes, so that paths with common blocks have clusters that
+    are alike, and each block sees alike text; the paper's product k-means is for the same. From several random starts,
+    the two paths swap their clusters whose swap gains most, until none gains. Blocks. `paths` are the variants that
+    each path leads through."""
+    variants_PS = np.array(paths)
+    common_PP = (variants_PS[:, None] == variants_PS[None]).sum(2).astype(np.float64)
+    np.fill_diagonal(common_PP, 0.0)
+    apart_PP = torch.cdist(centroids_PF.double(), centroids_PF.double()).square().numpy()
+    generator = np.random.RandomState(seed % 2**32)
+    found = list[tuple[float, list[int]]]()
+    for _ in range(_NUM_STARTS):
+        order = generator.permutation(len(paths))
+        while True:
+            own_PP = apart_PP[np.ix_(order, order)]
+            # What the swap of two paths saves of sum(common * own) / 2.
+            product_PP = common_PP @ own_PP
+            kept_P = np.diagonal(product_PP)
+            gains_PP = kept_P[:, None] + kept_P - product_PP - product_PP.T - 2 * common_PP * own_PP
+            one, other = divmod(int(gains_PP.argmax()), len(paths))
+            if gains_PP[one, other] <= 1e-9 * apart_PP.max():
+                break
+            order[[one, other]] = order[[other, one]]
+        found.append((float((common_PP * own_PP).sum()), order.tolist()))
+    return min(found)[1]
+
+
+def classified(features_NF: npt.NDArray[np.floating[Any]], best_N: npt.NDArray[np.int64], num_paths: int) -> Linear:
+    """Fit a logistic regression that finds each sequence's best path by its features (discriminative routing, section
+    2.4 of the paper). A path that is nowhere the best is not chosen. Blocks."""
+    from sklearn.linear_model import LogisticRegression
+
+    weights_PF, biases_P = torch.zeros(num_paths, features_NF.shape[1]), torch.full((num_paths,), -1e4)
+    classes = np.unique(best_N)
+    if len(classes) == 1:
+        biases_P[classes[0]] = 0.0
+        return weights_PF, biases_P
+    found = LogisticRegression(max_iter=1000).fit(features_NF.astype(np.float32), best_N)
+    coefficients, intercepts = found.coef_, found.intercept_
+    if len(classes) == 2:
+        # Of two classes the library gives the difference.
+        coefficients = np.concatenate([np.zeros_like(coefficients), coefficients])
+        intercepts = np.concatenate([np.zeros_like(intercepts), intercepts])
+    weights_PF[classes] = torch.from_numpy(coefficients.astype(np.float32))
+    biases_P[classes] = torch.from_numpy(intercepts.astype(np.float32))
+    return weights_PF, biases_P
+
+
+def _some(features_NF: npt.NDArray[np.floating[Any]], seed: int) -> npt.NDArray[np.floating[Any]]:
+    if len(features_NF) <= _MOST_FITTED:
+        return features_NF
+    chosen = np.random.RandomState(seed % 2**32).permutation(len(features_NF))[:_MOST_FITTED]
+    return features_NF[np.sort(chosen)]
+
+
+def balanced(
+    scores_NP: Tensor, sizes_N: Sequence[float], most_over_mean: float
+) -> tuple[Tensor, npt.NDArray[np.int64]]:
+    """Assign sequences to paths by their scores, so that no shard is larger than `most_over_mean` times the mean.
+
+    First biases are added, the same for all sequences, that make popular paths less so: a router has them too. What is
+    still too much (many sequences may begin alike) goes to the next best path, the least decided sequences first.
+
+    Args:
+        most_over_mean: above 1.
+
+    Returns:
+        The biases [P], and the path of each sequence [N].
+    """
+    num_paths, sizes = scores_NP.shape[1], np.array(sizes_N, dtype=np.float64)
+    most = most_over_mean * sizes.sum() / num_paths
+    scores = scores_NP.numpy().astype(np.float64)
+    ranked = np.sort(scores, axis=1)
+    # How far the two best paths of a sequence are apart tells how large a bias must be to matter.
+    step = float(np.median(ranked[:, -1] - ranked[:, -2])) if num_paths > 1 else 0.0
+    biases = np.zeros(num_paths)
+    for number in range(_NUM_NUDGES):
+        shares = np.bincount(np.argmax(scores + biases, axis=1), sizes, num_paths) * num_paths / sizes.sum()
+        if shares.max() <= most_over_mean:
+            break
+        biases -= step / (1 + number / 50) * np.clip(shares - 1, -1, 1)
+    scores += biases
+    ranked = np.sort(scores, axis=1)
+    decided = np.argsort(ranked[:, -2] - ranked[:, -1], kind="stable") if num_paths > 1 else range(len(scores))
+    paths, loads = np.zeros(len(scores), dtype=np.int64), np.zeros(num_paths)
+    for sequence in decided:
+        order = np.argsort(-scores[sequence], kind="stable")
+        with_room = order[loads[order] + sizes[sequence] <= most]
+        paths[sequence] = with_room[0] if len(with_room) else int(np.argmin(loads))
+        loads[paths[sequence]] += sizes[sequence]
+    return torch.from_numpy(biases.astype(np.float32)), paths

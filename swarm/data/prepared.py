@@ -61,11 +61,7 @@ class Prepared:
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """How datasets become tokens, or sequences.
-
-    Attributes:
-        template: renders conversations; None for other formats.
-    """
+    """How datasets become tokens, or sequences. `template` renders conversations; None for other formats."""
 
     config: DataConfig
     tokenizer: Tokenizer
@@ -159,7 +155,6 @@ def _say_skipped(dataset: str, skipped: Mapping[str, str], num_files: int) -> No
 
 
 def _say_counts(dataset: str, config: DataConfig, counts: Mapping[str, int], num_samples: int) -> None:
-    """Log how many rows were taken, and warn of those that were cut or left out."""
     what, length = noun_of(config.format), config.sequence_length
     taken, samples = counted(counts["taken"], what), counted(num_samples, "sample")
     logger.info("%s has %s in %s of %d tokens", dataset, taken, samples, length)

@@ -46,7 +46,6 @@ class Row:
     flaw: str = ""
 
     def fault(self, reason: str) -> ValueError:
-        """Make an error that says what is wrong with this row, and where it is."""
         return ValueError(f"{self.place}: {' '.join(reason.split())}")
 
     def text(self, field: str) -> str:

@@ -3,8 +3,6 @@
 A template is a program, and comes from strangers. Jinja's sandbox gives it access to nothing but its arguments. But it
 could still compute for ever (loops within loops, `9 ** (9 ** 9)`) or fill the memory (`"a" * 10 ** 9`). So the kernel
 limits this process, and ends it if need be, whatever the template does.
-
-data/template_process starts it, and exchanges messages with it over its stdin and stdout.
 """
 
 import json
@@ -133,12 +131,9 @@ class Template:
         signal.setitimer(signal.ITIMER_PROF, self._seconds)
         try:
             text = template.render(
-                messages=messages,
-                tools=self._tools,
-                documents=None,
-                add_generation_prompt=opens_turn,
+                messages=messages, tools=self._tools, documents=None, add_generation_prompt=opens_turn,
                 **self._special_tokens,
-            )
+            )  # fmt: skip
         except MemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - a template may fail with whatever its expressions raise

@@ -2,8 +2,7 @@
 
     data/chat -> TemplateProcess.ask -> a request over its stdin, an answer over its stdout -> data/template_child
 
-A template is a program by a stranger. It may compute without end, and want any amount of memory; so it runs in a
-process whose limits the kernel enforces. The first request starts the child, and so does one after it was ended.
+The first request starts the child, and so does one after it was ended.
 """
 
 import contextlib
@@ -45,13 +44,8 @@ class Limits:
 
 
 class TemplateProcess:
-    """The child process of one template. Requests of several threads wait for each other."""
-
     def __init__(self, opening: Mapping[str, Any], limits: Limits) -> None:
-        """
-        Args:
-            opening: the message that the child gets before the first request.
-        """
+        """`opening` is the message that the child gets before the first request."""
         self._opening = {**opening, **asdict(limits)}
         self._limits = limits
         self._turn = threading.Lock()
@@ -61,12 +55,8 @@ class TemplateProcess:
 
     def ask(self, request: Mapping[str, Any]) -> Any:
         """Send a request to the child and return its answer. Blocks. If a signal handler raises an exception meanwhile,
-        the child is ended.
-
-        Raises:
-            ValueError: one line: the template cannot be rendered, or not within the limits.
-            OSError: no process can be started.
-        """
+        the child is ended. Raises ValueError, of one line, if the template cannot be rendered, or not within the
+        limits, and OSError if no process can be started."""
         num_closes = self._num_closes
         with self._turn:
             child = self._started()

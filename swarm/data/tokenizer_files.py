@@ -22,17 +22,9 @@ from swarm.machine.disk import whole_folder
 
 TOKENIZER = "tokenizer.json"
 FILES = (
-    TOKENIZER,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "generation_config.json",
-)
+    TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "chat_template.json", "vocab.json", "merges.txt", "tokenizer.model", "generation_config.json",
+)  # fmt: skip
 """The files of a tokenizer: they say how text becomes tokens, how a conversation becomes text, and how a text ends."""
 OTHER_FORMS = ("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 """The files of a tokenizer in older forms."""
@@ -87,10 +79,7 @@ def has_files(spec: str) -> bool:
 
 def located(spec: str) -> Path:
     """The tokenizer.json that `data.tokenizer` names: in a folder, by its path, or in a model on the hub. Blocks.
-
-    Raises:
-        PeerUnavailable: the model cannot be downloaded.
-    """
+    Raises PeerUnavailable if the model cannot be downloaded."""
     path = Path(os.path.expanduser(spec))
     if path.is_dir():
         return path / TOKENIZER
@@ -112,15 +101,9 @@ def require_json(path: Path) -> None:
 
 
 def read(path: Path) -> TokenizerFiles:
-    """Read a tokenizer's files from a folder. Blocks.
-
-    Args:
-        path: the folder; or a file, which is taken as the tokenizer.json, whatever its name.
-
-    Raises:
-        ValueError: there is no tokenizer.json, or the files are too large.
-        OSError: the files cannot be read.
-    """
+    """Read a tokenizer's files from a folder. Blocks. `path` is the folder; or a file, which is taken as the
+    tokenizer.json, whatever its name. Raises ValueError if there is no tokenizer.json, or the files are too large, and
+    OSError if the files cannot be read."""
     path = path / TOKENIZER if path.is_dir() else path
     if not path.is_file():
         raise ValueError(f"{path} is no file, and a tokenizer needs a {TOKENIZER}")

@@ -1,8 +1,7 @@
 """Tokenizers: text to token ids and back.
 
-data/prepared tokenizes datasets with them, and the programs decode what a model generates. A tokenizer is the bytes of
-UTF-8, or any tokenizer.json with what the tokenizer_config.json beside it adds, as transformers reads both, or a class
-of the user's own.
+A tokenizer is the bytes of UTF-8, or any tokenizer.json with what the tokenizer_config.json beside it adds, as
+transformers reads both, or a class of the user's own.
 """
 
 import hashlib
@@ -63,11 +62,8 @@ class ByteTokenizer:
         return np.frombuffer(text.encode(), dtype=np.uint8)
 
     def encode_parts(self, text: str, parts: Sequence[tuple[int, int]]) -> tuple[TokenIds, npt.NDArray[np.bool_]]:
-        """The tokens, as `encode` gives them, and for each token whether it overlaps one of the parts.
-
-        Args:
-            parts: parts of the text, as characters [first, last), in order.
-        """
+        """The tokens, as `encode` gives them, and for each token whether it overlaps one of the parts. `parts` are
+        parts of the text, as characters [first, last), in order."""
         ids = self.encode(text)
         is_in_part = np.zeros(len(ids), dtype=bool)
         for first, last in parts:
@@ -76,11 +72,8 @@ class ByteTokenizer:
         return ids, is_in_part
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer[Any]], *, with_special: bool = True) -> str:
-        """The text of `ids`; ids that the tokenizer doesn't know are left out.
-
-        Args:
-            with_special: whether special tokens, such as the end of a turn, are part of the text.
-        """
+        """The text of `ids`; ids that the tokenizer doesn't know are left out. `with_special` says whether special
+        tokens, such as the end of a turn, are part of the text."""
         known = np.asarray(ids, dtype=np.int64)
         return known[known < self.vocab_size].astype(np.uint8).tobytes().decode(errors="replace")
 
@@ -220,12 +213,9 @@ Tokenizer = ByteTokenizer | JsonTokenizer | OwnTokenizer
 
 def load(spec: str) -> Tokenizer:
     """Load the tokenizer that `data.tokenizer` names: `bytes`, a tokenizer.json by its path, its folder, or a hub name,
-    or a class, which is imported: a name that others give goes through `trusted` first.
-
-    Raises:
-        ValueError: one line, if the file or class is missing, unreadable or no tokenizer.
-        PeerUnavailable: it cannot be downloaded from the hub.
-    """
+    or a class, which is imported: a name that others give goes through `trusted` first. Raises ValueError, of one line,
+    if the file or class is missing, unreadable or no tokenizer, and PeerUnavailable if it cannot be downloaded from the
+    hub."""
     if spec == ByteTokenizer.identity:
         return ByteTokenizer()
     if spec.startswith(CLASS):
@@ -326,14 +316,8 @@ def end_tokens(
 
 
 def token_numbers(value: Any, what: str) -> tuple[int, ...]:
-    """The tokens that a value names: a number is one token, a list several, and None (null) none.
-
-    Args:
-        what: where the value stands, for the message.
-
-    Raises:
-        ValueError: it is anything else.
-    """
+    """The tokens that a value names: a number is one token, a list several, and None (null) none. `what` says where the
+    value stands, for the message. Raises ValueError if it is anything else."""
     tokens = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
         raise ValueError(f"{what} is {reprlib.repr(value)}, and should be a token's number, or a list of such")

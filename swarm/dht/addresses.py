@@ -84,7 +84,6 @@ def of_nodes(given: Iterable[str]) -> list[Node]:
 
 
 def at(host: str, port: int) -> str:
-    """The multiaddress of a TCP port on a host, given by IP address or by name."""
     return f"/{_family(host)}/{host}/tcp/{port}"
 
 

@@ -153,14 +153,9 @@ def new_validator(clock: Clock) -> RecordValidator:
 
 
 async def launch(
-    known: Sequence[addresses.Node],
-    *,
-    options: Sequence[str],
-    client_mode: bool,
-    validator: RecordValidator,
-    clock: Clock,
-    must_join: bool = False,
-) -> Kademlia:
+    known: Sequence[addresses.Node], *, options: Sequence[str], client_mode: bool, validator: RecordValidator,
+    clock: Clock, must_join: bool = False,
+) -> Kademlia:  # fmt: skip
     """Start p2pd and a node over it, and join the known nodes that answer. Cancellation leaves nothing behind.
 
     With `must_join` one of the known nodes, if there are any, has to answer. The call waits for an answer for a while,

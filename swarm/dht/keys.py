@@ -33,7 +33,6 @@ def of_amendments(run_id: str) -> str:
 
 
 def bits_of(peer_id: str) -> str:
-    """The first MOST_BITS bits of an id."""
     return f"{int(peer_id[: MOST_BITS // 4], 16):0{MOST_BITS}b}"
 
 
@@ -58,7 +57,6 @@ def takes(key: str, subkey: str) -> bool:
 
 
 def is_of_a_run(key: str) -> bool:
-    """Whether a key is one of `of_run`, of whichever run, or a part of one."""
     return key == RUNS or _OF_A_RUN.fullmatch(whole_of(key)) is not None
 
 

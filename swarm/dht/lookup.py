@@ -59,8 +59,6 @@ class _Answer:
 
 
 class DirectoryServicer(DirectoryServiceServicer):
-    """The servicer at one peer; it stays when the peer moves to another stage."""
-
     def __init__(
         self, *, store: RecordStore, keys: Collection[str] | None, clock: Clock,
         dht_addresses: Callable[[], Sequence[str]] = tuple,
@@ -142,7 +140,6 @@ class PeerStore:
         """Where the DHT is entered at the peers that have answered, as they say."""
 
     def learn(self, records: Iterable[PeerRecord]) -> None:
-        """Remember other peers, to ask them when those asked so far are gone."""
         self._others = list(records)[:MAX_OTHERS]
 
     async def get(self, key: str, *, partly: bool = False) -> dict[str, tuple[bytes, float]]:

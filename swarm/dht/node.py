@@ -219,16 +219,10 @@ class DhtNode:
 
 
 def start(
-    *,
-    clock: Clock,
-    initial_peers: Sequence[str] = (),
-    host: str = "",
-    port: int = 0,
-    announce: Sequence[tuple[str, int]] = (),
-    identity_path: Path | None = None,
-    client_mode: bool = False,
+    *, clock: Clock, initial_peers: Sequence[str] = (), host: str = "", port: int = 0,
+    announce: Sequence[tuple[str, int]] = (), identity_path: Path | None = None, client_mode: bool = False,
     timeout_seconds: float = 60.0,
-) -> DhtNode:
+) -> DhtNode:  # fmt: skip
     """Start a node and join the others. This process is not forked, so gRPC and threads may be running already.
 
     Blocks; imports hivemind's DHT, which takes a moment. Of the nodes at `initial_peers`, each perhaps at several

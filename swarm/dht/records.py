@@ -75,14 +75,9 @@ def signed_by(record: bytes) -> str:
 
 
 def open_record(
-    model: type[Model],
-    key: str,
-    subkey: str,
-    record: bytes,
-    expiration: float,
-    now: float,
+    model: type[Model], key: str, subkey: str, record: bytes, expiration: float, now: float,
     authority: Authority | None = None,
-) -> Model:
+) -> Model:  # fmt: skip
     """Verify a record found under `key` and `subkey`, and read its payload.
 
     Raises what `verify` does, MalformedMessage if the payload breaks the schema, and IntegrityError if it is from

@@ -61,10 +61,7 @@ class _Key:
 
 
 class SplitKey:
-    """One process's view of one stage's records."""
-
     def __init__(self, known: Callable[[str], KnownRecords[PeerRecord]], key: str, own_id: str, clock: Clock) -> None:
-        """`known` makes the records under a key."""
         self._make = known
         self._key = key
         self._own_id = own_id
@@ -80,7 +77,6 @@ class SplitKey:
         """How many peers the last sample had."""
 
     async def places(self) -> list[str]:
-        """The keys under which this process announces itself."""
         bits, places = bits_of(self._own_id), list[str]()
         seconds = SOON_SECONDS if self._lowest and len(self._at(self._lowest).ids) < FEW else UPPER_SECONDS
         for depth in range(MOST_BITS + 1):
@@ -107,7 +103,9 @@ class SplitKey:
             below = []
             for first in range(0, len(level), READS_AT_ONCE):
                 some = level[first : first + READS_AT_ONCE]
-                for bits, records in zip(some, await self._read_all(some, partly), strict=True):
+                for bits, records in zip(
+                    some, await asyncio.gather(*(self._read(bits, partly) for bits in some)), strict=True
+                ):
                     _add(found, records)
                     if self._is_split(bits):
                         below += [bits + "0", bits + "1"]
@@ -149,7 +147,6 @@ class SplitKey:
         return self._points
 
     async def _way_down(self, point: str, partly: bool) -> dict[str, PeerRecord]:
-        """The peers under the lowest key on the way to a point."""
         depth = self._depths.get(point, 0)
         while depth and len((await self._seen(point[: depth - 1], partly)).ids) < SPLIT:
             depth -= 1
@@ -168,11 +165,7 @@ class SplitKey:
 
     # -- one key -----------------------------------------------------------------------------------------------------
 
-    async def _read_all(self, level: Iterable[str], partly: bool) -> list[list[PeerRecord]]:
-        return await asyncio.gather(*(self._read(bits, partly) for bits in level))
-
     async def _read(self, bits: str, partly: bool) -> list[PeerRecord]:
-        """Read a key, unless it was read for this very sample."""
         key, turn = self._at(bits), self._turn
         async with key.lock:
             if key.turn == turn:
@@ -195,7 +188,6 @@ class SplitKey:
         return self._keys[bits]
 
     def _forget(self) -> None:
-        """Forget keys that were not read for long, which others may have made up."""
         oldest = self._clock.monotonic() - 2 * UPPER_SECONDS
         self._keys = {bits: key for bits, key in self._keys.items() if key.read_at >= oldest or key.lock.locked()}
 

@@ -1,6 +1,7 @@
-"""Computes the next positions of sequences with a module of the model's layers: all of them, or those of one stage.
+"""Decoding: computes the next positions of sequences with a module of layers, and chooses and scores their tokens.
 
-Knows nothing of tokens that are chosen, of callers, or of whose turn it is.
+A choice depends only on the logits, the sampling parameters and the token's position. So an interrupted text goes on
+with the same tokens, even if another process computes them.
 
 A GPU computes a position faster than Python launches its operations. So a recorder records a step of one position of
 each sequence, for later ones to replay. A recording reads a module's weights where they lie, and goes when the module
@@ -11,6 +12,7 @@ of an output: the vocabulary at the last stage.
 """
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,8 +22,10 @@ import torch
 from torch import Tensor
 
 from swarm.errors import in_one_line
+from swarm.generation.sampling import Sampling, Scores, Scoring
 from swarm.machine.recording import Recorder, Recording
 from swarm.model.cache import Cache, CachePool, CacheRows, KeyValueCache, PooledRows
+from swarm.model.layers import seeded_generator
 from swarm.model.stage_module import StageModule, autocast_dtype
 
 logger = logging.getLogger(__name__)
@@ -31,6 +35,10 @@ _LEAST_READ = 256
 _SLACK, _SLACK_ROUNDED = 1e-4, 3e-2
 """By what share a recording's first outputs may differ from the plain step's: in float32, and where products are
 rounded to fewer bits. There the order of sums alone makes dozens of layers differ by 1e-2."""
+_ROWS = 32
+"""How many positions are scored together, which takes as much memory again as their logits."""
+NO_SCORING = Scoring(first=sys.maxsize, num_top=0)
+"""Scores no token of any sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +58,8 @@ class NextPositions:
 
 
 class _Step(NamedTuple):
-    """
-    Attributes:
-        inputs: what the recording reads from the same memory each time: rows_B3 (int64), with each sequence's start in
-            the pool, its next position, and the token there; and from stage 1 on hidden_B1R.
-    """
+    """`inputs` says what the recording reads from the same memory each time: rows_B3 (int64), with each sequence's
+    start in the pool, its next position, and the token there; and from stage 1 on hidden_B1R."""
 
     inputs: Sequence[Tensor]
     recording: Recording[Tensor]
@@ -197,3 +202,68 @@ def _difference(outputs_B1V: Tensor, expected_B1V: Tensor) -> float:
     """The largest difference of a sequence's outputs, as a share of what is expected; NaN if it is not finite."""
     norm_B1, difference_B1 = (tensor.norm(dim=-1) for tensor in (expected_B1V, outputs_B1V - expected_B1V))
     return float((difference_B1 / norm_B1.clamp(min=torch.finfo(norm_B1.dtype).tiny)).max())
+
+
+# -- the next token ----------------------------------------------------------------------------------------------------
+
+
+def choose(logits_V: Tensor, sampling: Sampling, position: int) -> int:
+    """The token at a position, from the logits of the position before it.
+
+    This sorts where the logits are, and computes in float64 on the CPU. Of tokens with equal logits, the lower one
+    counts as the likelier.
+    """
+    if sampling.temperature == 0.0:
+        return int(logits_V.argmax())
+    sorted_V, tokens_V = logits_V.detach().sort(descending=True, stable=True)
+    sorted_V = sorted_V.cpu().double()
+    # The largest logit becomes 0. So even at a very low temperature the others become at worst -inf, and never NaN.
+    sorted_V = (sorted_V - sorted_V[0]) / sampling.temperature
+    if sampling.top_k:
+        sorted_V = sorted_V[: sampling.top_k]
+    cumulated_V = sorted_V.softmax(-1).cumsum(-1)
+    # Keep the likeliest tokens until their probabilities reach top_p, but at least one.
+    num_kept = int((cumulated_V < sampling.top_p).sum()) + 1
+    cumulated_V = cumulated_V[:num_kept]
+    generator = seeded_generator(torch.device("cpu"), "sample", sampling.seed, position)
+    drawn = torch.rand((), dtype=torch.float64, generator=generator) * cumulated_V[-1]
+    index = min(int(torch.searchsorted(cumulated_V, drawn, right=True)), len(cumulated_V) - 1)
+    return int(tokens_V[index])
+
+
+class Scorer:
+    def __init__(self, scoring: Scoring) -> None:
+        self._scoring = scoring
+        self._scores = Scores(scoring)
+        self._num_positions = 0
+        self._last_V: Tensor | None = None
+        """What the score of the next token follows from, if that one is wanted."""
+
+    def num_logits(self, count: int) -> int:
+        """How many of the next positions' logits are needed: those of the last ones."""
+        return min(count, max(1, self._num_positions + count - self._scoring.first + 1))
+
+    def add_positions(self, tokens_T: Sequence[int], logits_NV: Tensor) -> None:
+        """Score the tokens of the next positions. `logits_NV` are those of the last `num_logits` of these positions."""
+        before_NV = logits_NV[:-1] if self._last_V is None else torch.cat([self._last_V[None], logits_NV[:-1]])
+        self._score(tokens_T[len(tokens_T) - len(before_NV) :], before_NV)
+        self._num_positions += len(tokens_T)
+        self._last_V = logits_NV[-1].clone() if self._num_positions >= self._scoring.first else None
+
+    def add_chosen(self, token: int) -> None:
+        if self._last_V is not None:
+            self._score([token], self._last_V[None])
+            self._last_V = None
+
+    def take(self) -> Scores:
+        taken, self._scores = self._scores, Scores(self._scoring)
+        return taken
+
+    def _score(self, tokens_N: Sequence[int], logits_NV: Tensor) -> None:
+        for start in range(0, len(tokens_N), _ROWS):
+            logprobs_NV = logits_NV[start : start + _ROWS].log_softmax(-1)
+            own_N1 = torch.tensor(tokens_N[start : start + _ROWS], device=logprobs_NV.device)[:, None]
+            values_NK, top_NK = logprobs_NV.topk(self._scoring.num_top)
+            self._scores.extend(
+                logprobs_NV.gather(1, own_N1)[:, 0].tolist(), top_NK.flatten().tolist(), values_NK.flatten().tolist()
+            )

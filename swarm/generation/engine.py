@@ -16,8 +16,7 @@ from typing import Protocol
 import torch
 
 from swarm.data.path_router import NUM_TOKENS
-from swarm.generation.choice import NO_SCORING, Scorer, choose
-from swarm.generation.decoding import Decoding, NextPositions
+from swarm.generation.decoding import NO_SCORING, Decoding, NextPositions, Scorer, choose
 from swarm.generation.sampling import Sampling, Scores
 from swarm.machine.recording import Recorder
 from swarm.machine.words import counted
@@ -60,10 +59,7 @@ class Room:
     """Room for a few sequences. If there is too little room for one, that one and all later ones wait, in order."""
 
     def __init__(self, num_sequences: int, capacity: int) -> None:
-        """
-        Args:
-            capacity: the most positions, of all sequences together.
-        """
+        """`capacity` is the most positions, of all sequences together."""
         self.capacity = capacity
         self._sequences_left = num_sequences
         self._positions_left = capacity
@@ -178,10 +174,7 @@ class _Sequence:
     def __init__(
         self, prompt: Sequence[int], cache: KeyValueCache, sampling: Sampling, num_left: int, scores: Scores | None
     ) -> None:
-        """
-        Args:
-            num_left: how many tokens are to be chosen.
-        """
+        """`num_left` tokens are to be chosen."""
         self.tokens = list(prompt)
         self.cache = cache
         self._sampling = sampling
@@ -199,7 +192,6 @@ class _Sequence:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether the next token of this sequence is to be computed now."""
         return self._num_left > 0 and len(self._ready) < _MOST_AHEAD and self._error is None
 
     def next_positions(self, most_tokens: int) -> NextPositions:
@@ -220,7 +212,6 @@ class _Sequence:
             self.fail(error)
 
     def deliver(self) -> None:
-        """Pass the computed tokens to the caller."""
         if self._scores is not None:
             new = self._scorer.take()
             self._scores.extend_from(new, len(new))

@@ -1,6 +1,6 @@
 """What is asked of a model's logits: how tokens are chosen, and which scores are told.
 
-generation/choice chooses and scores them; this file needs no torch.
+generation/decoding chooses and scores them; this file needs no torch.
 """
 
 import math
@@ -107,7 +107,6 @@ class Scores:
 
     @property
     def next(self) -> int:
-        """The position of the next token whose score is missing."""
         return self.scoring.first + len(self)
 
     def extend(self, logprobs: Sequence[float], top: Sequence[int], top_logprobs: Sequence[float]) -> None:

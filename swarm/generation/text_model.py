@@ -33,11 +33,8 @@ class TextStream:
     """Turns tokens into text one by one. A character that consists of several tokens comes with the last of them."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, with_special: bool = False) -> None:
-        """
-        Args:
-            prompt: the tokens before the first that is pushed. Their text is not returned.
-            with_special: whether special tokens, such as the end of a turn, are part of the text.
-        """
+        """`prompt` has the tokens before the first that is pushed. Their text is not returned. `with_special` says
+        whether special tokens, such as the end of a turn, are part of the text."""
         self._tokenizer = tokenizer
         self._with_special = with_special
         self._tokens = list(prompt[-_CONTEXT_TOKENS:])
@@ -78,16 +75,9 @@ class Writing:
     """
 
     def __init__(
-        self,
-        tokens: AsyncIterator[int],
-        tokenizer: Tokenizer,
-        *,
-        prompt: Sequence[int] = (),
-        end_tokens: Collection[int] = (),
-        stops: Sequence[str] = (),
-        with_special: bool = False,
-        echoes: bool = False,
-    ) -> None:
+        self, tokens: AsyncIterator[int], tokenizer: Tokenizer, *, prompt: Sequence[int] = (),
+        end_tokens: Collection[int] = (), stops: Sequence[str] = (), with_special: bool = False, echoes: bool = False,
+    ) -> None:  # fmt: skip
         """
         Args:
             tokens: the caller closes this iterator.
@@ -171,42 +161,22 @@ class TextModel:
 
     @asynccontextmanager
     async def continued(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        max_tokens: int,
-        stops: Sequence[str] = (),
-        *,
-        with_special: bool = False,
-        echoes: bool = False,
-        scores: Scores | None = None,
-    ) -> AsyncIterator[Writing]:
-        """Continue a prompt inside the block. At the block's end, what the engine keeps for the text is freed.
-
-        Args:
-            scores: see Engine.generate.
-
-        Raises:
-            ValueError, SwarmError: as Engine.generate does; they come with the first piece.
-        """
+        self, prompt: Sequence[int], sampling: Sampling, max_tokens: int, stops: Sequence[str] = (), *,
+        with_special: bool = False, echoes: bool = False, scores: Scores | None = None,
+    ) -> AsyncIterator[Writing]:  # fmt: skip
+        """Continue a prompt inside the block. At the block's end, what the engine keeps for the text is freed. For
+        `scores` see Engine.generate. Raises ValueError and SwarmError as Engine.generate does; they come with the first
+        piece."""
         async with aclosing(self.engine.generate(prompt, sampling, max_tokens, scores)) as tokens:
             yield Writing(
-                tokens,
-                self.tokenizer,
-                prompt=prompt,
-                end_tokens=self.end_tokens,
-                stops=stops,
-                with_special=with_special,
-                echoes=echoes,
-            )
+                tokens, self.tokenizer, prompt=prompt, end_tokens=self.end_tokens, stops=stops,
+                with_special=with_special, echoes=echoes,
+            )  # fmt: skip
 
     async def conversation(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens of the prompt for the assistant's next answer. Cancellation ends the template's process.
-
-        Raises:
-            ValueError: the model has no chat template, or the template refuses the messages.
-            Overloaded: other conversations come before this one, and take long.
-        """
+        """The tokens of the prompt for the assistant's next answer. Cancellation ends the template's process. Raises
+        ValueError if the model has no chat template, or the template refuses the messages, and Overloaded if other
+        conversations come before this one, and take long."""
         template = self.template
         if template is None:
             raise ValueError("the model has no chat template, so that it takes prompts and no conversations")

@@ -85,13 +85,9 @@ class Target:
 
 
 def export_model(origin: Origin, output: Path, target: Target | None = None) -> list[Path]:
-    """Write the folder, and return its files. Blocks, and has one shard in memory.
-
-    Raises:
-        ValueError: no architecture of transformers computes this model, the output exists, or there is no tokenizer.
-        IntegrityError: the weights cannot be read.
-        OSError: the folder cannot be written.
-    """
+    """Write the folder, and return its files. Blocks, and has one shard in memory. Raises ValueError if no architecture
+    of transformers computes this model, the output exists, or there is no tokenizer, IntegrityError if the weights
+    cannot be read, and OSError if the folder cannot be written."""
     target = target or Target()
     with whole_folder(output) as folder:
         family = family_of(origin.config.model)

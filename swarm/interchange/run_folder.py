@@ -53,13 +53,9 @@ class ImportOptions:
 
 
 def import_model(source: Source, output: Path, options: ImportOptions) -> RunConfig:
-    """Make a run folder, and return its configuration. Blocks, and has one layer of the model in memory.
-
-    Raises:
-        ValueError: the output exists, the configuration is not valid, or there is no such dataset on this machine.
-        IntegrityError: a weight is no finite number.
-        OSError: the folder cannot be written.
-    """
+    """Make a run folder, and return its configuration. Blocks, and has one layer of the model in memory. Raises
+    ValueError if the output exists, the configuration is not valid, or there is no such dataset on this machine,
+    IntegrityError if a weight is no finite number, and OSError if the folder cannot be written."""
     with whole_folder(output) as folder:
         config = configs.with_settings(config_of(source, options, tokenizer=output), options.settings)
         _require_run(config, source)
@@ -110,14 +106,9 @@ def name_of(folder: Path) -> str:
 
 
 def config_of(source: Source, options: ImportOptions, *, tokenizer: Path) -> RunConfig:
-    """The configuration of a run that begins with a model, still without the digest of its weights.
-
-    Args:
-        tokenizer: the folder in which the tokenizer will be, if the source has one.
-
-    Raises:
-        ValueError: the configuration is not valid, or the tokenizer has more tokens than the model.
-    """
+    """The configuration of a run that begins with a model, still without the digest of its weights. `tokenizer` is the
+    folder in which the tokenizer will be, if the source has one. Raises ValueError if the configuration is not valid,
+    or the tokenizer has more tokens than the model."""
     model = dataclasses.replace(source.model, autocast="auto")
     name = options.run or name_of(source.folder)
     data = dataclasses.replace(OPEN_DATA, dataset=options.dataset or OPEN_DATA.dataset, format=options.format)

@@ -71,11 +71,7 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 class Source:
-    """One folder with a model.
-
-    Attributes:
-        dtype: the type of the weights; if there are several, the widest.
-    """
+    """One folder with a model. `dtype` is the type of the weights; if there are several, the widest."""
 
     def __init__(self, folder: Path) -> None:
         """Check all headers. Raises ValueError, one line, for whatever is wrong with the folder."""

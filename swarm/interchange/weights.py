@@ -110,11 +110,8 @@ class Index:
 
 @dataclass(eq=False)
 class Weights:
-    """A model's tensors at one place, each checked against the index when it is read.
-
-    Attributes:
-        index: the index of the whole model, of which this place may lack some tensors.
-    """
+    """A model's tensors at one place, each checked against the index when it is read. `index` is the index of the whole
+    model, of which this place may lack some tensors."""
 
     index: Index
     read: Callable[[set[str]], Iterable[tuple[str, Tensor]]]
@@ -125,11 +122,8 @@ class Weights:
     """Whether this place has a tensor."""
 
     def require(self, digest: str) -> None:
-        """Raise IntegrityError if these are not the weights with which a run begins.
-
-        Args:
-            digest: `model.weights` of the run.
-        """
+        """Raise IntegrityError if these are not the weights with which a run begins. `digest` is `model.weights` of the
+        run."""
         if self.index.digest != digest:
             raise IntegrityError(
                 f"{self.place} has other weights ({self.index.digest[:12]}) than the run begins with "
@@ -137,15 +131,11 @@ class Weights:
             )
 
     def has(self, names: Collection[str]) -> bool:
-        """Whether this place has all these tensors."""
         return all(name in self.index.entries and self.holds(name) for name in names)
 
     def load(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Read some tensors, in the types in which they are stored. Blocks.
-
-        Raises:
-            IntegrityError: a tensor is missing, damaged, or not what the index says.
-        """
+        """Read some tensors, in the types in which they are stored. Blocks. Raises IntegrityError if a tensor is
+        missing, damaged, or not what the index says."""
         if missing := sorted(set(names) - self.index.entries.keys()):
             raise IntegrityError(f"{self.place} does not have the tensor {missing[0]}")
         tensors = dict(self.read(set(names)))

@@ -96,7 +96,6 @@ class SteadyTime:
         self._jumped_at = -math.inf
 
     def now(self) -> float:
-        """Seconds since the epoch."""
         monotonic = self._clock.monotonic()
         offset = self._clock.time() - monotonic
         if abs(offset - self._seen) > JUMP_SECONDS:
@@ -113,11 +112,8 @@ class SteadyTime:
 
 
 def spawn(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
-    """Start a task of the group. This fails for a call that is still ending when the group has ended.
-
-    Raises:
-        NotReady: the group has ended, and `work` will never run.
-    """
+    """Start a task of the group. This fails for a call that is still ending when the group has ended. Raises NotReady
+    if the group has ended, and `work` will never run."""
     try:
         return tasks.create_task(work)
     except RuntimeError:

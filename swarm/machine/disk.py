@@ -49,15 +49,8 @@ def require_new(path: Path) -> None:
 @contextmanager
 def whole_folder(path: Path, *, waits: bool = False) -> Iterator[Path]:
     """Give the block a folder to fill, of which the files then get their place. If the block fails, nothing is left.
-    Blocks.
-
-    Args:
-        waits: whether to wait for another process that is filling the folder.
-
-    Raises:
-        ValueError: anything but an empty folder has this path, or another process is filling it.
-        OSError: the folder cannot be made.
-    """
+    Blocks. `waits` says whether to wait for another process that is filling the folder. Raises ValueError if anything
+    but an empty folder has this path, or another process is filling it, and OSError if the folder cannot be made."""
     require_new(path)
     # An empty folder is filled and not replaced: a disk may be mounted there, or it may be a shell's current folder.
     is_there = path.is_dir()
@@ -112,7 +105,6 @@ def _lock(descriptor: int, path: Path, waits: bool) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file, or a folder with all that is in it, if it is there and can be removed."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

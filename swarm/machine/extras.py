@@ -21,13 +21,8 @@ def require(what: str, needs: str, extra: str, *, modules: Iterable[str]) -> Non
 
 def own_class(field: str, name: str) -> object:
     """Import what `package.module:Class` names. It runs that code, so the caller has to know that our user wants this.
-
-    Args:
-        field: the field of the configuration that names it, for the error.
-
-    Raises:
-        ValueError: one line, if it cannot be imported.
-    """
+    `field` is the field of the configuration that names it, for the error. Raises ValueError, of one line, if it cannot
+    be imported."""
     try:
         return pkgutil.resolve_name(name)
     except Exception as error:

@@ -16,11 +16,8 @@ logger = logging.getLogger(__name__)
 
 
 def parse(text: str | bytes) -> Any:
-    """Parse a JSON text.
-
-    Raises:
-        ValueError: one line says why the text is no JSON, but not where it came from.
-    """
+    """Parse a JSON text. Raises ValueError, of one line, which says why the text is no JSON, but not where it came
+    from."""
     try:
         return json.loads(text)
     except UnicodeDecodeError:
@@ -35,11 +32,8 @@ def parse(text: str | bytes) -> Any:
 
 
 def read_object(path: Path, *, is_optional: bool = False) -> dict[str, Any]:
-    """Read the JSON object in a file. A missing file may count as an empty object.
-
-    Raises:
-        ValueError: the file cannot be read, or holds no JSON object; the message is one line.
-    """
+    """Read the JSON object in a file. A missing file may count as an empty object. Raises ValueError if the file cannot
+    be read, or holds no JSON object; the message is one line."""
     if is_optional and not path.is_file():
         return {}
     try:
@@ -59,11 +53,7 @@ def write_object(path: Path, values: Mapping[str, Any]) -> None:
 
 
 class LineFile:
-    """Appends to one file.
-
-    Attributes:
-        is_complete: whether all lines so far were written.
-    """
+    """Appends to one file. `is_complete` says whether all lines so far were written."""
 
     def __init__(self, path: Path, what: str) -> None:
         """Raises OSError if the file can neither be opened nor made. `what` names the lines in this process's log."""

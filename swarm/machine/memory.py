@@ -1,4 +1,4 @@
-"""Keeps the memory of large tensors, which each round needs again at the same sizes.
+"""The memory of large tensors: kept, since each round needs it again at the same sizes, or in files.
 
 The C library may return freed memory to the system, however it is configured: protobuf makes it return all free memory
 after each 10,000 freed pieces of messages (`upb_trim_allocfunc` in its python/protobuf.c). Then the system has to clear
@@ -6,9 +6,12 @@ every page anew, which took 14 µs a page on a virtual machine. Besides, small o
 round's vectors leave, and the next round's vectors do not fit there.
 """
 
+import mmap
 import os
+import tempfile
 import weakref
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
@@ -60,7 +63,6 @@ class Recycler:
     def copies(
         self, tensors: Mapping[str, torch.Tensor], types: Mapping[str, torch.dtype] = MappingProxyType({})
     ) -> dict[str, torch.Tensor]:
-        """Copies of tensors, in the memory that `like` gives."""
         copies = self.like(tensors, types)
         if copies:
             with torch.no_grad():
@@ -78,3 +80,20 @@ def _aligned(num_elements: int) -> np.ndarray:
     memory = np.empty(num_elements + _ALIGNMENT // 4, np.float32)
     start = -memory.ctypes.data % _ALIGNMENT // 4
     return memory[start : start + num_elements]
+
+
+def in_file(folder: Path, num_elements: int) -> np.ndarray:
+    """An array of so many float32 numbers, of any values, in a file on the folder's disk: it need not be in RAM while
+    nothing reads it. The file has no name, so nothing is left of it however its process ends. Raises OSError, with one
+    line, if there is no room."""
+    num_bytes = max(1, num_elements) * np.float32().nbytes
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            # With all blocks there, no later write finds the disk full, which would end the process by a signal.
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+            else:
+                file.truncate(num_bytes)
+            return np.frombuffer(mmap.mmap(file.fileno(), num_bytes), np.float32, num_elements)
+    except OSError as error:
+        raise OSError(f"{num_bytes} bytes cannot be had in {folder}: {error.strerror}") from None

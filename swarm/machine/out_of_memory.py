@@ -28,7 +28,6 @@ _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the exception says that the device or this machine has no more memory."""
     # OutOfMemoryError is torch's.
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True

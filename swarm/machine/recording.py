@@ -52,14 +52,9 @@ class Recorder(Protocol):
         ...
 
     def record(self, work: Callable[[], _Result], pool: object | None = None) -> Recording[_Result]:
-        """Run `work` once, and record it.
-
-        Args:
-            pool: made by `pool`, kept as long as its recordings; None for memory that no other recording shares.
-
-        Raises:
-            RuntimeError: something in it cannot be recorded. The device's memory may run out, too.
-        """
+        """Run `work` once, and record it. `pool` is made by `pool`, and kept as long as its recordings; None for memory
+        that no other recording shares. Raises RuntimeError if something in it cannot be recorded. The device's memory
+        may run out, too."""
         ...
 
 

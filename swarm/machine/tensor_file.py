@@ -49,14 +49,8 @@ class Stream:
     refused by all who read it."""
 
     def __init__(self, path: Path, shapes: Mapping[str, Size], metadata: Mapping[str, str]) -> None:
-        """
-        Args:
-            shapes: of all tensors. They are of float32, and come in the order of their names.
-            metadata: as long as what the file is going to have.
-
-        Raises:
-            OSError: the file cannot be made.
-        """
+        """`shapes` are those of all tensors, which are of float32 and come in the order of their names. `metadata` is
+        as long as what the file is going to have. Raises OSError if the file cannot be made."""
         self._shapes, self._places, end = dict(sorted(shapes.items())), dict[str, tuple[int, int]](), 0
         for name, shape in self._shapes.items():
             start, end = end, end + float32.itemsize * math.prod(shape)

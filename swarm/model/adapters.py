@@ -24,11 +24,8 @@ def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def adapt(module: nn.Module, config: RunConfig) -> None:
-    """Freeze a stage's parameters, and add the run's adapters to its layers, at their initial values.
-
-    Args:
-        module: a stage of the built-in model.
-    """
+    """Freeze a stage's parameters, and add the run's adapters to its layers, at their initial values. `module` is a
+    stage of the built-in model."""
     for parameter in module.parameters():
         parameter.requires_grad_(False)
     groups = config.lora.groups(config.model)
@@ -54,7 +51,6 @@ def set_initial(name: str, parameter: Tensor, config: RunConfig) -> None:
 
 
 def _add(layer: nn.Module, lora: LoraConfig, group: tuple[str, ...], site: str) -> None:
-    """Give a group of a layer's matrices adapters that have the same A."""
     a_RD: nn.Parameter | None = None
     for name in group:
         projection = cast(Projection, layer.get_submodule(name))
@@ -65,8 +61,6 @@ def _add(layer: nn.Module, lora: LoraConfig, group: tuple[str, ...], site: str) 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterNames:
-    """The names of the two parameters of one matrix's adapter."""
-
     a: str
     b: str
 

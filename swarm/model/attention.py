@@ -105,10 +105,7 @@ class Documents:
     """Rows of several documents, one after the other. Each document sees only itself, and its positions begin at 0."""
 
     def __init__(self, documents_BT: Tensor) -> None:
-        """
-        Args:
-            documents_BT: the document that each token belongs to; in a row the numbers never fall.
-        """
+        """`documents_BT` is the document that each token belongs to; in a row the numbers never fall."""
         self._mask_B1TT = (documents_BT[:, :, None] == documents_BT[:, None, :]).tril().unsqueeze(1)
         places_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
         begins_BT = documents_BT.diff(dim=1, prepend=documents_BT[:, :1]) != 0
@@ -151,10 +148,7 @@ class CausalSelfAttention(nn.Module):
     def __init__(
         self, model: ModelConfig, output_width: int, shards: Shards | None = None, *, fused: bool = False
     ) -> None:
-        """
-        Args:
-            shards: the shards that the heads of `model` are divided among.
-        """
+        """`shards` are the shards that the heads of `model` are divided among."""
         super().__init__()
         head_width = model.width_of_heads
         self.head_width = head_width
@@ -168,18 +162,11 @@ class CausalSelfAttention(nn.Module):
         )
 
     def forward(
-        self,
-        hidden_BTD: Tensor,
-        cos_TJ: Tensor | None,
-        sin_TJ: Tensor | None,
-        attend: Attend = attention,
+        self, hidden_BTD: Tensor, cos_TJ: Tensor | None, sin_TJ: Tensor | None, attend: Attend = attention,
         key: DropoutKey | None = None,
-    ) -> Tensor:
-        """
-        Args:
-            attend: computes attention from queries, keys and values; with a cache, earlier positions take part.
-            key: names the microbatch, for the dropout of adapters.
-        """
+    ) -> Tensor:  # fmt: skip
+        """`attend` computes attention from queries, keys and values; with a cache, earlier positions take part. `key`
+        names the microbatch, for the dropout of adapters."""
         q_BHTK = self.q_norm(rearrange(self.q(hidden_BTD, key), "b t (h k) -> b h t k", k=self.head_width))
         k_BGTK = self.k_norm(rearrange(self.k(hidden_BTD, key), "b t (g k) -> b g t k", k=self.head_width))
         v_BGTK = rearrange(self.v(hidden_BTD, key), "b t (g k) -> b g t k", k=self.head_width)

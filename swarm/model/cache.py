@@ -41,18 +41,11 @@ class Cache(Protocol):
 
 
 class CachePool:
-    """The memory of caches.
-
-    Attributes:
-        num_positions: how many positions there is memory for.
-    """
+    """The memory of caches. `num_positions` is for how many positions there is memory."""
 
     def __init__(self, most_positions: int, renew: Callable[[], None] = lambda: None) -> None:
-        """
-        Args:
-            most_positions: the most that all texts together will need. There is memory for fewer at first.
-            renew: called when there is too little, before tensors with more replace all that there are.
-        """
+        """`most_positions` is the most that all texts together will need. There is memory for fewer at first. `renew`
+        is called when there is too little, before tensors with more replace all that there are."""
         self.num_positions = 0
         self._most_positions, self._renew = most_positions, renew
         self._placed: WeakSet[KeyValueCache] = WeakSet()
@@ -116,10 +109,7 @@ class KeyValueCache:
     """
 
     def __init__(self, capacity: int, pool: CachePool | None = None) -> None:
-        """
-        Args:
-            pool: it places the cache before the first position is computed; None for memory of its own.
-        """
+        """`pool` places the cache before the first position is computed; None for memory of its own."""
         self.capacity = capacity
         self.num_positions, self.start = 0, -1
         self._pool = pool or CachePool(capacity)
@@ -173,10 +163,7 @@ class PooledRows:
     any."""
 
     def __init__(self, pool: CachePool, starts_B: Tensor, positions_B: Tensor, num_read: int) -> None:
-        """
-        Args:
-            num_read: how many positions are read of each text: more than any of these positions.
-        """
+        """`num_read` says how many positions are read of each text: more than any of these positions."""
         self._pool = pool
         self._positions_B1 = positions_B[:, None]
         self._places_B = starts_B + positions_B

@@ -1,6 +1,6 @@
 """Whether a run's layers are compiled (torch.compile) on this machine. StageModule.compile_layers does it.
 
-Results stay the same up to rounding. Compiled code is kept in torch's own folder, which peers/shared/cache.py chooses.
+Results stay the same up to rounding. Compiled code is kept in torch's own folder (peers/shared/process.py).
 """
 
 import logging

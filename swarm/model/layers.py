@@ -133,15 +133,9 @@ class TransformerLayer(nn.Module):
         self.encoder = nn.Linear(model.d_model, model.bottleneck_dim, bias=False) if encodes else None
 
     def forward(
-        self,
-        hidden_BTR: Tensor,
-        fixed_BTC: Tensor | None,
-        cos_TJ: Tensor | None,
-        sin_TJ: Tensor | None,
-        key: DropoutKey | None,
-        reach: Cache | Documents | None = None,
-        sublayers: Sequence[Sublayer] = SUBLAYERS,
-    ) -> Tensor:
+        self, hidden_BTR: Tensor, fixed_BTC: Tensor | None, cos_TJ: Tensor | None, sin_TJ: Tensor | None,
+        key: DropoutKey | None, reach: Cache | Documents | None = None, sublayers: Sequence[Sublayer] = SUBLAYERS,
+    ) -> Tensor:  # fmt: skip
         """
         Args:
             fixed_BTC: the columns that are not trained, if there is a bottleneck.
@@ -239,12 +233,9 @@ class Head(nn.Module):
         self.output = None if model.tied_embeddings else nn.Linear(model.d_model, model.vocab_size, bias=False)
 
     def forward(
-        self,
-        hidden_BTD: Tensor,
-        embedding_VD: Tensor | None,
-        targets_BT: Tensor | None = None,
+        self, hidden_BTD: Tensor, embedding_VD: Tensor | None, targets_BT: Tensor | None = None,
         gradient_scale: float = 1.0,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Return logits_BTV, or with targets the sum of their losses, whose gradients are scaled."""
         weight_VD = embedding_VD if self.output is None else self.output.weight
         assert weight_VD is not None, "a tied head needs the embedding's matrix"

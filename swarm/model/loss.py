@@ -84,15 +84,9 @@ def loss_bytes(model: ModelConfig, num_positions: int, *, fused: bool = False) -
 class _SummedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_ND: Tensor,
-        weight_VD: Tensor,
-        targets_N: Tensor,
-        dtype: torch.dtype,
-        differentiates: bool,
-        fused: bool,
-        gradient_scale: float,
-    ) -> Tensor:
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, dtype: torch.dtype, differentiates: bool,
+        fused: bool, gradient_scale: float,
+    ) -> Tensor:  # fmt: skip
         wide = torch.promote_types(dtype, torch.float32)
         wants_hidden, wants_weight = (differentiates and wanted for wanted in ctx.needs_input_grad[:2])
         hidden_gradient_ND = torch.empty_like(hidden_ND, dtype=wide) if wants_hidden else None
@@ -138,14 +132,9 @@ class _SummedLoss(torch.autograd.Function):
 
 
 def _in_large_chunks(
-    hidden_ND: Tensor,
-    weight_VD: Tensor,
-    targets_N: Tensor,
-    dtype: torch.dtype,
-    gradient_scale: float,
-    hidden_gradient_ND: Tensor | None,
-    weight_gradient_VD: Tensor | None,
-) -> Tensor:
+    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, dtype: torch.dtype, gradient_scale: float,
+    hidden_gradient_ND: Tensor | None, weight_gradient_VD: Tensor | None,
+) -> Tensor:  # fmt: skip
     """The summed loss. Writes the gradients, where there is a tensor for them."""
     num_positions, d_model = hidden_ND.shape
     length = chunk_length(num_positions, d_model, len(weight_VD), fused=True)

@@ -34,10 +34,7 @@ class Dropout(nn.Module):
     """
 
     def __init__(self, probability: float, site: str) -> None:
-        """
-        Args:
-            site: where it is in the model.
-        """
+        """`site` says where it is in the model."""
         super().__init__()
         self.probability, self.site = probability, site
 

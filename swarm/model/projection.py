@@ -25,11 +25,8 @@ class Adapter(nn.Module):
     """Two thin matrices, named A and B as in the paper."""
 
     def __init__(self, lora: LoraConfig, a_RD: nn.Parameter, num_outputs: int, site: str) -> None:
-        """
-        Args:
-            a_RD: the matrix A, which several adapters may have in common.
-            site: names the dropout before A, which those adapters have in common too.
-        """
+        """`a_RD` is the matrix A, which several adapters may have in common. `site` names the dropout before A, which
+        those adapters have in common too."""
         super().__init__()
         self._scale, self._dropout = lora.scale, Dropout(lora.dropout, site)
         self.a = a_RD
@@ -46,8 +43,6 @@ class Adapter(nn.Module):
 
 
 class Projection(nn.Linear):
-    """A matrix that reads the residual stream. It may have a bias and an adapter."""
-
     def __init__(self, num_inputs: int, num_outputs: int, *, bias: bool) -> None:
         super().__init__(num_inputs, num_outputs, bias=bias)
         self.adapter: Adapter | None = None
@@ -64,18 +59,13 @@ class Projection(nn.Linear):
         self.adapter = adapter
 
     def forward(self, hidden_BTD: Tensor, key: DropoutKey | None = None) -> Tensor:
-        """Map hidden_BTD to output_BTE, or streams_NBTD to all shards' outputs side by side.
-
-        Args:
-            key: names the microbatch, for the adapter's dropout.
-        """
+        """Map hidden_BTD to output_BTE, or streams_NBTD to all shards' outputs side by side. `key` names the
+        microbatch, for the adapter's dropout."""
         output_BTE = _side_by_side(hidden_BTD, self.weight, self.bias)
         return output_BTE if self.adapter is None else output_BTE + self.adapter(hidden_BTD, key)
 
 
 class WritingProjection(Projection):
-    """A matrix that writes to the residual stream."""
-
     def __init__(self, num_inputs: int, num_outputs: int, *, bias: bool, shards: Shards | None) -> None:
         super().__init__(num_inputs, num_outputs, bias=bias)
         self._shards = shards

@@ -43,7 +43,6 @@ stream are cut by outputs, and those that write to it by inputs."""
 
 
 def sum_here(parts_N: Tensor) -> Tensor:
-    """The sum over shards that are all in this process."""
     return parts_N.sum(dim=0)
 
 

@@ -58,11 +58,8 @@ class StageModule(nn.Module):
     def __init__(
         self, config: RunConfig, stage: int, layer_range: range, shards: Shards | None = None, *, fused: bool = False
     ) -> None:
-        """
-        Args:
-            shards: given if the layers have a block type and other processes hold some of the shards. This module then
-                has only this process's parts of the matrices, those of shards.part_of.
-        """
+        """`shards` are given if the layers have a block type and other processes hold some of the shards. This module
+        then has only this process's parts of the matrices, those of shards.part_of."""
         super().__init__()
         has_places = bool(config.model.bottleneck_layers) or not config.model.learns_bottlenecks
         assert has_places, "the peer that begins a run says where bottlenecks are"
@@ -102,17 +99,10 @@ class StageModule(nn.Module):
             layer.compile()
 
     def forward(
-        self,
-        inputs: Tensor,
-        *,
-        dropout_key: DropoutKey | None = None,
-        tokens_BT: Tensor | None = None,
-        documents_BT: Tensor | None = None,
-        cache: Cache | None = None,
-        num_logits: int = 1,
-        targets_BT: Tensor | None = None,
-        gradient_scale: float = 1.0,
-    ) -> Tensor:
+        self, inputs: Tensor, *, dropout_key: DropoutKey | None = None, tokens_BT: Tensor | None = None,
+        documents_BT: Tensor | None = None, cache: Cache | None = None, num_logits: int = 1,
+        targets_BT: Tensor | None = None, gradient_scale: float = 1.0,
+    ) -> Tensor:  # fmt: skip
         """Run the stage.
 
         With gradient checkpointing the backward reads the parameters once more, so these must not change until then.
@@ -267,14 +257,9 @@ def with_weights(module: StageModule, parameters: Mapping[str, Tensor]) -> Stage
 
 
 def stage_loss(
-    module: nn.Module,
-    parameters: Mapping[str, Tensor],
-    inputs: Tensor,
-    targets_BT: Tensor,
-    *,
-    gradient_scale: float = 1.0,
-    **options: object,
-) -> Tensor:
+    module: nn.Module, parameters: Mapping[str, Tensor], inputs: Tensor, targets_BT: Tensor, *,
+    gradient_scale: float = 1.0, **options: object,
+) -> Tensor:  # fmt: skip
     """The last stage's loss with these parameters: the sum over targets in nats, a scalar.
 
     A custom class gives logits, so those of all positions are in memory at once.

@@ -35,7 +35,6 @@ _BOTTLENECK = {"learned": (".encoder.weight", ".decoder.weight"), "anchored": ("
 
 
 def layer_ranges(config: RunConfig) -> list[range]:
-    """The layers of each stage, in order."""
     return list(itertools.starmap(range, itertools.pairwise((0, *config.stage_ends, config.model.num_layers))))
 
 
@@ -61,13 +60,9 @@ def shared_parameters(config: RunConfig) -> list[SharedParameter]:
 
 
 def build_stage(
-    config: RunConfig,
-    stage: int,
-    *,
-    device: torch.device | str,
-    weights: Mapping[str, Tensor] | None = None,
+    config: RunConfig, stage: int, *, device: torch.device | str, weights: Mapping[str, Tensor] | None = None,
     fused: bool | None = None,
-) -> nn.Module:
+) -> nn.Module:  # fmt: skip
     """Make a stage's module with its initial weights, which are the same bits at every peer and under any cut.
 
     With adapters (`lora`) the weights are frozen: matrices are held in the type that they are given in, or in bfloat16
@@ -219,11 +214,8 @@ class Transformer(StageModule):
 
 
 def build_transformer(config: RunConfig, *, device: torch.device | str) -> Transformer:
-    """Make the built-in model with the initial weights that the stages of a swarm start from.
-
-    Raises:
-        ValueError: the run has a `model.custom_class`; to compare with that, build it as a single stage.
-    """
+    """Make the built-in model with the initial weights that the stages of a swarm start from. Raises ValueError if the
+    run has a `model.custom_class`; to compare with that, build it as a single stage."""
     if config.model.custom_class:
         raise ValueError(
             "there is no built-in reference for model.custom_class: use stages.num_stages = 1 and build_stage"

@@ -131,8 +131,6 @@ class LeaseServicer(LeaseServiceServicer):
 
 @dataclass(eq=False)
 class LeaseClient:
-    """Asks the stages' leaders for leases, for one trainer."""
-
     config: RunConfig
     trainer_id: str
     peers: Callable[[Block], Sequence[PeerRecord]]

@@ -18,8 +18,7 @@ from swarm.hop.answers import Obstacle, OnWaiting
 from swarm.machine.clock import Clock, wait
 from swarm.machine.words import counted
 from swarm.pipeline.lease_service import MAX_NAMED, LeaseClient
-from swarm.pipeline.trainer_paths import TrainerPaths
-from swarm.pipeline.windows import Windows
+from swarm.pipeline.trainer_paths import TrainerPaths, Windows
 from swarm.rpc.v1 import lease_pb2 as pb
 from swarm.training.samples import Microbatch
 from swarm.types import LEASE_SECONDS, TRAINER_ACK_SECONDS, Block
@@ -38,8 +37,6 @@ LOST_GAP_SECONDS = 0.05
 
 @dataclass
 class Work:
-    """A microbatch that was granted."""
-
     microbatch: Microbatch
     granted_by: Block
     answered: bool = False
@@ -48,8 +45,6 @@ class Work:
 
 
 class LeasedWork:
-    """The microbatches that one trainer holds."""
-
     def __init__(
         self, *, config: RunConfig, paths: TrainerPaths, leases: LeaseClient, clock: Clock, max_in_flight: int,
         on_waiting: OnWaiting,

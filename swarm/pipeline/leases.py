@@ -41,8 +41,6 @@ granting, or a second peer may take over too. An id may be left out, but must no
 
 @dataclass(frozen=True, kw_only=True)
 class RoundView:
-    """A leader's view of its stage's round."""
-
     round: int
     committed: Set[int]
     """Microbatches that members which report to this leader have committed."""

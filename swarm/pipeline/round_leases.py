@@ -28,8 +28,6 @@ class Wish:
 
 @dataclass
 class Lease:
-    """A microbatch in a trainer's hands."""
-
     trainer: Trainer
     granted_at: float
     is_replay: bool
@@ -89,7 +87,6 @@ class RoundLeases:
         self._times[microbatch, trainer.bearer] += 1
 
     def was_given(self, trainer: Trainer, microbatch: int) -> bool:
-        """Whether it was the last to get the microbatch."""
         granted = self._granted.get(microbatch)
         return granted is not None and granted.trainer == trainer
 

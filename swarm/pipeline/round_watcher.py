@@ -54,8 +54,6 @@ class StepReport:
 
 
 class RoundWatcher:
-    """Asks some peers of each block at which round it is, others at each poll."""
-
     def __init__(
         self, *, run_id: str, blocks: Callable[[], Collection[Block]], synchronous: bool,
         peers: Callable[[Block], Sequence[PeerRecord]], channels: ChannelPool,

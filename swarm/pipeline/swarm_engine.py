@@ -79,8 +79,6 @@ def _add(scores: Scores, heard: Token) -> None:
 
 
 class _Session:
-    """One session, which ends early when its round's weights are gone."""
-
     def __init__(self, continuation: Continuation, tokens: Sequence[int], max_tokens: int) -> None:
         self._continuation = continuation
         self._tokens = tuple(tokens)

@@ -119,8 +119,6 @@ class PathListener(HopListener):
 
 
 class TrainLoop:
-    """Runs microbatches and follows the swarm's steps."""
-
     def __init__(
         self, *, config: RunConfig, paths: TrainerPaths, data: Microbatches, hops: Mapping[Block, Hop],
         work: LeasedWork, watcher: RoundWatcher, clock: Clock, on_waiting: OnWaiting, events: Events | None = None,

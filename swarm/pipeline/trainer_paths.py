@@ -1,4 +1,4 @@
-"""The paths that a trainer feeds, and which of them stand still.
+"""The paths that a trainer feeds: which of them stand still, and how many microbatches of each it keeps in flight.
 
 With DiLoCo a path stands still while a block on it has no peers, or a peer has said so a moment ago. It gets no
 microbatches then, so that it keeps no room from other paths, and nobody waits for its rounds. In the synchronous
@@ -7,7 +7,9 @@ still.
 """
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from swarm.config import RunConfig
 from swarm.machine.clock import Clock
@@ -18,6 +20,12 @@ logger = logging.getLogger(__name__)
 
 LEFT_ALONE_SECONDS = 5.0
 """How long a path gets nothing after a peer has given a microbatch back because the path stands still."""
+_LEAST_GROWTH = 1.0
+"""The growth in the round trip after a Busy. It doubles with each round trip without a Busy, as another trainer may
+have left."""
+_DECREASE = 0.93
+"""The factor by which a Busy shrinks the window. It is near 1: Busy from one of many peers says that this peer has
+enough, not that all have."""
 
 
 class TrainerPaths:
@@ -50,7 +58,6 @@ class TrainerPaths:
         """The paths of which the log says that they stand still."""
 
     def through(self, block: Block) -> tuple[int, ...]:
-        """The paths that lead through a block."""
         return tuple(path for path in self._config.paths_through(block) if path in self.paths)
 
     def entry_of(self, microbatch: int) -> Block:
@@ -97,7 +104,6 @@ class TrainerPaths:
         return None if block is None else f"stage {block} has no peers"
 
     def say_changes(self) -> None:
-        """Log which paths have begun to stand still, and which go on."""
         still: dict[str, list[int]] = {}
         for path in self.paths:
             if (reason := self._why_still(path)) is not None and path not in self._said:
@@ -110,3 +116,60 @@ class TrainerPaths:
             logger.info("%s %s on", numbered("path", going), "goes" if len(going) == 1 else "go")
         self._said.difference_update(going)
         self._said.update(*still.values())
+
+
+class Window:
+    """How many microbatches a trainer keeps in flight: as many as the swarm takes, so that a trainer needs to know
+    neither the swarm's size nor the links. Like a TCP window it doubles in a round trip until a peer is busy; then it
+    shrinks, and growth begins anew."""
+
+    def __init__(self, *, start: int, largest: int) -> None:
+        self._size = float(min(start, largest))
+        self._largest = largest
+        self._growth = self._size
+        """By how many microbatches the window grows in a round trip."""
+        self._num_older = 0
+        """How many of the microbatches under way were in flight already when the window last shrank."""
+
+    @property
+    def size(self) -> int:
+        return max(1, int(self._size))
+
+    def finished(self, *, num_busy: int, in_flight: int) -> None:
+        """Adapt the window to a microbatch that came back; `num_busy` is how often peers answered Busy, and `in_flight`
+        how many are under way, this one included."""
+        is_older = self._num_older > 0
+        self._num_older = max(0, self._num_older - 1)
+        if num_busy:
+            self._growth = _LEAST_GROWTH
+            # Microbatches that were refused together shrink the window once, not once each.
+            if not is_older:
+                self._size = max(1.0, self._size * _DECREASE)
+                self._num_older = in_flight - 1
+        elif in_flight >= self.size:
+            # Only a full window has shown that it is not too large.
+            share = 1.0 / self._size
+            self._size = min(float(self._largest), self._size + self._growth * share)
+            self._growth = min(self._size, self._growth * 2**share)
+
+
+class Windows:
+    """A window for each path, so that a path which is busy or stands still takes no room from the others."""
+
+    def __init__(self, paths: Sequence[int], *, num_stages: int, max_in_flight: int) -> None:
+        largest = max(1, max_in_flight // len(paths))
+        self._windows = {path: Window(start=2 * num_stages, largest=largest) for path in paths}
+
+    def size(self, path: int) -> int:
+        return self._windows[path].size
+
+    def finished(self, path: int, *, num_busy: int, in_flight: int) -> None:
+        """Adapt a path's window; see Window.finished. `in_flight` are those of the path."""
+        self._windows[path].finished(num_busy=num_busy, in_flight=in_flight)
+
+    def wish(self, paths: Iterable[int], held: Counter[int], *, ahead: float = 0.0) -> list[int]:
+        """Those of the paths of which more microbatches are wanted than are held, each as often as more are, in turns:
+        what fills the window, and a share `ahead` of it besides."""
+        room = {path: self.size(path) + math.ceil(ahead * self.size(path)) - held[path] for path in paths}
+        most = max(room.values(), default=0)
+        return [path for number in range(most) for path in room if number < room[path]]

@@ -46,8 +46,6 @@ class _Ban:
 
 
 class Trainers:
-    """A leader's record of its trainers."""
-
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._heard_at: dict[Trainer, float] = {}
@@ -60,7 +58,6 @@ class Trainers:
         self._heard_at[trainer] = self._clock.monotonic()
 
     def note_wish(self, trainer: Trainer, paths: Iterable[int]) -> None:
-        """Note of which paths a trainer wants work, which may be none."""
         now, wanted = self._clock.monotonic(), frozenset(paths)
         self._wishes = {other: wish for other, wish in self._wishes.items() if now - wish[0] <= KNOWN_SECONDS}
         if wanted:
@@ -76,7 +73,6 @@ class Trainers:
         return trainer in self._wishes and path in self._wishes[trainer][1]
 
     def rivals(self, trainer: Trainer, path: int) -> set[str]:
-        """The other bearers that have a trainer which wants work of a path."""
         return {other.bearer for other in self._wishes if self.wants(other, path)} - {trainer.bearer}
 
     def num_parts(self, trainer: Trainer) -> int:

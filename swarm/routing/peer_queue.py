@@ -108,7 +108,6 @@ class PeerQueue:
         self._bans.forget(now, but=self._members.keys())
 
     def _remove(self, peer_id: PeerId) -> None:
-        """Forget a member, but not its ban."""
         self._members.pop(peer_id).ticket = -1
 
     def _announced(self, record: PeerRecord, now: float) -> None:
@@ -239,7 +238,6 @@ class PeerQueue:
             self._set_aside(self._members[peer_id], now)
 
     def links(self) -> dict[PeerId, Link]:
-        """What was measured of the line to each member; there is none to the own peer."""
         return {peer_id: member.link for peer_id, member in self._members.items() if peer_id != self._own}
 
     def left_alone(self, now: float) -> list[LeftAlone]:

@@ -31,8 +31,6 @@ class Heard(NamedTuple):
 
 
 class Poll:
-    """One process's questions to the peers of its run."""
-
     def __init__(self, run_id: str, channels: ChannelPool, *, seconds: float = ANSWER_SECONDS) -> None:
         """Without a `run_id` answers of peers of any run are taken. An answer may take `seconds`, beyond the wait that
         is asked for."""

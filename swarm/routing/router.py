@@ -2,7 +2,7 @@
 
 import random
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from swarm.machine.clock import Clock
@@ -76,7 +76,6 @@ class Router:
         return self._queues[block].record(peer_id)
 
     def num_peers(self, block: Block) -> int:
-        """How many peers serve a block, banned and busy ones too."""
         return len(self._queues[block])
 
     def gone(self, block: Block) -> Gone | None:
@@ -96,7 +95,7 @@ class Router:
         return [PeerId(record.peer_id) for record in self.records(block) if record.peer_id not in left_out]
 
     def banned(self, block: Block) -> set[PeerId]:
-        return self._queues[block].banned(self._clock.monotonic()) | self._distrusted_now()
+        return self._queues[block].banned(self._clock.monotonic()) | self._distrusted_now().keys()
 
     def links(self, block: Block) -> dict[PeerId, Link]:
         return self._queues[block].links()
@@ -105,8 +104,8 @@ class Router:
         """The serving peers of a block that are banned, busy or distrusted, and why. O(peers)."""
         distrusted = {
             peer: LeftAlone(record, reason, until, is_busy=False, is_silent=False)
-            for peer, (until, reason) in self._distrusted.items()
-            if (record := self.record(block, peer)) is not None and until > self._clock.monotonic()
+            for peer, (until, reason) in self._distrusted_now().items()
+            if (record := self.record(block, peer)) is not None
         }
         others = self._queues[block].left_alone(self._clock.monotonic())
         return [*distrusted.values(), *(each for each in others if each.record.peer_id not in distrusted)]
@@ -143,9 +142,11 @@ class Router:
         """Give a peer no work at any block for DISTRUST_SECONDS, whatever it answers, because it computes wrongly."""
         self._distrusted[peer_id] = self._clock.monotonic() + DISTRUST_SECONDS, reason
 
-    def _distrusted_now(self) -> set[PeerId]:
+    def _distrusted_now(self) -> Mapping[PeerId, tuple[float, str]]:
+        """Those whose time is not over; forgets the others."""
         now = self._clock.monotonic()
-        return {peer_id for peer_id, (until, _) in self._distrusted.items() if until > now}
+        self._distrusted = {peer: kept for peer, kept in self._distrusted.items() if kept[0] > now}
+        return self._distrusted
 
     def unreachable(self, block: Block) -> list[PeerRecord]:
         return self._queues[block].unreachable(self._clock.monotonic())

@@ -156,13 +156,9 @@ class Callers:
     """Counts what each caller uses of this peer now: calls, and kept bytes."""
 
     def __init__(
-        self,
-        clock: Clock | None = None,
-        *,
-        max_calls: int = MAX_CALLS,
-        max_bytes: int = MAX_KEPT_BYTES,
+        self, clock: Clock | None = None, *, max_calls: int = MAX_CALLS, max_bytes: int = MAX_KEPT_BYTES,
         max_training_bytes: int = MAX_KEPT_BYTES,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`max_bytes` is the most bytes kept for the calls of one caller, those for its microbatches left out.
         `max_training_bytes` is the most bytes kept for the microbatches of one caller."""
         self.num_begun = 0
@@ -222,7 +218,6 @@ class Callers:
 
 
 def caller_of(context: Any) -> Caller:
-    """The caller of the call whose ServicerContext this is."""
     with suppress(IntegrityError):
         if shown := chain_of(context):
             return Caller(certificates.peer_id_of(shown))

@@ -74,9 +74,6 @@ class Dispatch(grpc.GenericRpcHandler):
     def remove(self, block: Block) -> None:
         del self._blocks[block]
 
-    def _find(self, details: grpc.HandlerCallDetails) -> dict[Block, Any]:
-        return {block: one for block, own in self._blocks.items() if (one := own.find(details)) is not None}
-
     def service(self, details: grpc.HandlerCallDetails) -> Any:
         """The handler of a call, which gRPC asks for when the call comes in; None if no block has such a call."""
         usual = next((one for own in self._blocks.values() if (one := own.find(details)) is not None), None)
@@ -96,7 +93,7 @@ class Dispatch(grpc.GenericRpcHandler):
             block = self.first if address is None else Block(address.stage, address.variant)
             # Looked up only now: gRPC keeps what it was given for a call after the call has ended, and the memory of a
             # block that is given up is to be free.
-            found = self._find(details)
+            found = {block: one for block, own in self._blocks.items() if (one := own.find(details)) is not None}
             try:
                 if not found:
                     raise NotReady("this peer has left")

@@ -52,7 +52,6 @@ class Entry:
 
     @property
     def host(self) -> str:
-        """The host of the endpoint, a name or an IP address without brackets."""
         return host_and_port(self.endpoint)[0]
 
     @property

@@ -36,8 +36,6 @@ _MOST_DIGITS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Invite:
-    """An invite to one run."""
-
     run: str
     """The last 16 hexadecimal digits of its id, which are a digest of its configuration."""
     is_locked: bool

@@ -24,8 +24,6 @@ MOST_MESSAGES = 8
 
 
 class _Status(NamedTuple):
-    """How a call ended."""
-
     code: grpc.StatusCode
     details: str = ""
     metadata: tuple[tuple[str, str], ...] = ()
@@ -178,7 +176,6 @@ class LocalCall:
 
 
 def is_local(end: Any) -> bool:
-    """Whether this is an end of a call within this process."""
     return isinstance(end, LocalCall | LocalContext)
 
 

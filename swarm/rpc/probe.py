@@ -107,8 +107,6 @@ class ProbeServicer(ProbeServiceServicer):
 
 @dataclass(frozen=True, kw_only=True)
 class Distance:
-    """How far away one peer is."""
-
     round_trip_seconds: float
     """The shortest of several."""
     clock_offset_seconds: float

@@ -101,8 +101,6 @@ class Arriving:
 
 
 class Segments:
-    """The segments that are missing."""
-
     def __init__(self, numbers: Iterable[int]) -> None:
         self._queue = deque(numbers)
         self.num_missing = len(self._queue)
@@ -137,14 +135,9 @@ class Segments:
             self._changed.set()
 
     async def fetch_from(
-        self,
-        source: str,
-        fetch: Callable[[int], Awaitable[None]],
-        clock: Clock,
-        arriving: Arriving | None = None,
-        *,
+        self, source: str, fetch: Callable[[int], Awaitable[None]], clock: Clock, arriving: Arriving | None = None, *,
         gives_way: Callable[[], bool] = lambda: False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Fetch from one source, which is named for people, until all segments are here. `fetch` fetches and keeps one
         segment; `gives_way` tells whether a source that serves others first is to be left.
 

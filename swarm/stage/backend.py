@@ -30,8 +30,8 @@ from swarm.stage.graphs import Graph, GraphBudget
 from swarm.stage.staging import Download, Staging
 from swarm.stage.weights import StageWeights
 from swarm.training import samples
-from swarm.training.loss_scale import LossScale
 from swarm.training.samples import NOTHING
+from swarm.training.scaling import LossScale
 
 logger = logging.getLogger(__name__)
 

@@ -55,11 +55,8 @@ class Boundary:
         return torch.frombuffer(simple_codec(self.encoding).encode(tensor_BTR.reshape(-1)), dtype=torch.uint8)
 
     def decode(self, wire: torch.Tensor, num_samples: int, length: int, staging: Staging) -> torch.Tensor:
-        """The inverse of `encode`: float32 (B, T, R) on the device.
-
-        Raises:
-            MalformedMessage: `wire` is not a valid encoding.
-        """
+        """The inverse of `encode`: float32 (B, T, R) on the device. Raises MalformedMessage if `wire` is not a valid
+        encoding."""
         shape = (num_samples, length, self.width)
         if self.encoding == _FP16.name:
             return staging.upload(wire[1:]).float().mul_(_FP16.scale(wire)).view(shape)

@@ -15,7 +15,7 @@ from swarm.rpc.dispatch import FIRST_SECONDS
 from swarm.rpc.failures import abort
 from swarm.rpc.serving import MESSAGE_SECONDS, receive
 from swarm.rpc.wire import NewBytes, Piece, TensorReader, TensorSpec, new_bytes, parsed
-from swarm.stage.slots import LARGEST_NUM_SLOTS
+from swarm.stage.admission import LARGEST_NUM_SLOTS
 
 logger = logging.getLogger(__name__)
 

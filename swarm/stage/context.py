@@ -28,11 +28,8 @@ _LOOK_SECONDS = 0.25
 
 
 class PresentRound:
-    """The round at which the peer is. It never moves the peer: averaging does.
-
-    Attributes:
-        is_behind: whether this peer's group is at a later round, whose state is on its way.
-    """
+    """The round at which the peer is. It never moves the peer: averaging does. `is_behind` says whether this peer's
+    group is at a later round, whose state is on its way."""
 
     def __init__(self, weights: StageWeights) -> None:
         self._weights = weights
@@ -55,14 +52,9 @@ class PresentRound:
                 await self._new.wait()
 
     async def wait_for(self, number: int, seconds: float, still_waiting: Callable[[], Awaitable[None]] | None) -> None:
-        """Wait for a round, unless it would take long.
-
-        Args:
-            still_waiting: called at once, and again and again during the wait. An error that it raises ends the wait.
-
-        Raises:
-            NotReady: this peer is behind its group, or `seconds` have passed.
-        """
+        """Wait for a round, unless it would take long. `still_waiting` is called at once, and again and again during
+        the wait. An error that it raises ends the wait. Raises NotReady if this peer is behind its group, or `seconds`
+        have passed."""
         now = asyncio.get_running_loop().time
         deadline = now() + seconds
         while self.number < number:

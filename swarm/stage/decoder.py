@@ -18,8 +18,7 @@ from itertools import groupby
 import torch
 
 from swarm.config import RunConfig
-from swarm.generation.choice import Scorer, choose
-from swarm.generation.decoding import Decoding, NextPositions
+from swarm.generation.decoding import Decoding, NextPositions, Scorer, choose
 from swarm.generation.sampling import BYTES_OF_SCORE
 from swarm.hop.session import Order, Piece, Token
 from swarm.model.cache import KeyValueCache, cache_bytes
@@ -34,8 +33,6 @@ from swarm.stage.runtime import Priority, Runtime
 
 @dataclass(eq=False)
 class Computed:
-    """The positions of a session that this stage has computed."""
-
     order: Order
     held: HeldRound
     cache: KeyValueCache
@@ -67,7 +64,6 @@ class Decoder:
         self._waiting: deque[_Step] = deque()
 
     def cache(self, order: Order) -> KeyValueCache:
-        """Make the cache for a session. Any thread may."""
         return self._decoding.cache(order.num_positions)
 
     async def compute(self, computed: Computed, pieces: Sequence[Piece], *, sample: bool) -> Piece | Token | None:

@@ -49,13 +49,9 @@ class Evaluation:
     # -- a round's weights ---------------------------------------------------------------------------------------------
 
     async def hold(self, context: Context, request: pb.HoldRequest) -> None:
-        """Hold a round, here and at the next stages, until this is cancelled.
-
-        Raises:
-            RoundMismatch, Overloaded: the round cannot be held here.
-            NotReady: the round has not begun here, or was held for as long as it may be.
-            SwarmError: what the next stages raise.
-        """
+        """Hold a round, here and at the next stages, until this is cancelled. Raises RoundMismatch or Overloaded if the
+        round cannot be held here, NotReady if it has not begun here, or was held for as long as it may be, and what the
+        next stages raise."""
         check_address(request.address, run_id=self._config.run_id, block=self._stage.block)
         hop = self._stage.context.hop_on(request.address.path)
         if not self._stage.admission.is_open:
@@ -101,13 +97,9 @@ class Evaluation:
         return pb.Evaluated(loss=float(loss), num_targets=samples.amount(tensors).targets)
 
     async def _at_next(
-        self,
-        hop: Hop,
-        context: Context,
-        opening: pb.EvaluateOpen,
-        tensors: Mapping[str, torch.Tensor],
+        self, hop: Hop, context: Context, opening: pb.EvaluateOpen, tensors: Mapping[str, torch.Tensor],
         hidden: torch.Tensor,
-    ) -> float:
+    ) -> float:  # fmt: skip
         awaited, inputs = _Awaited(hop.block.stage), {**samples.of(tensors), HIDDEN: hidden}
         downstream = asyncio.ensure_future(hop.evaluate(inputs, opening.later, awaited, path=opening.address.path))
         loss: float = await _with_progress(context, downstream, awaited, pb.EvaluateReply)

@@ -45,7 +45,6 @@ class StageFunction:
 
     @property
     def is_last(self) -> bool:
-        """Whether the stage computes the loss."""
         return self.stage == self.config.stages.num_stages - 1
 
     @property
@@ -54,7 +53,6 @@ class StageFunction:
         return 0 if self._captured is None else self._captured.num_places
 
     def has_room(self) -> bool:
-        """Whether the graph of one more microbatch would be kept. May be asked from another thread."""
         if (captured := self._captured) is None:
             return self.budget.has_room()
         return self.is_last or captured.has_room()
@@ -125,19 +123,14 @@ class StageFunction:
     def graph(
         self, microbatch: int, version: Version, wire_inputs: WireInputs, scale: float = 1.0, *, records: bool = True
     ) -> Graph:
-        """Compute a forward whose backward follows at once.
-
-        Args:
-            scale: at the last stage, all gradients become those of the loss times this.
-            records: whether recordings may compute it.
-        """
+        """Compute a forward whose backward follows at once. At the last stage all gradients become those of the loss
+        times `scale`. `records` says whether recordings may compute it."""
         captured, arguments = self._recordings(wire_inputs), self._arguments(wire_inputs)
         if captured is not None and records:
             return captured.forward(version, arguments, keeps=False)
         return self._live(version, arguments, microbatch, scale)
 
     def evaluate(self, parameters: Weights, wire_inputs: WireInputs) -> torch.Tensor:
-        """Compute the outputs without dropout, with the given weights."""
         with torch.no_grad():
             return self._call(parameters, self._arguments(wire_inputs))
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swarm.errors import MalformedMessage, NotReady
-from swarm.generation.choice import NO_SCORING, Scorer
+from swarm.generation.decoding import NO_SCORING, Scorer
 from swarm.hop.continuation import Continuation
 from swarm.hop.session import PIECE_TOKENS, Order, Piece, Token, pack_token, unpack_order, unpack_pieces
 from swarm.rpc.callers import RETRY_SECONDS, Caller, Quota, caller_of
@@ -58,14 +58,8 @@ class Session:
 
     async def run(self, *, standby: bool) -> None:
         """Compute until the last token has passed through, or the caller ends the session. Cancellation frees
-        everything at once.
-
-        Args:
-            standby: whether another peer computes the session for now. This one begins when positions come to it.
-
-        Raises:
-            SwarmError: of the caller, or of later stages.
-        """
+        everything at once. `standby` says whether another peer computes the session for now. This one begins when
+        positions come to it. Raises the SwarmErrors of the caller, or of later stages."""
         first: Positions | None = None
         if standby:
             await self._say_opened()
@@ -153,8 +147,6 @@ class Session:
 
 @dataclass(frozen=True, kw_only=True)
 class SessionLimits:
-    """The most that sessions may use of a peer. One caller gets at most half of each limit, or one session."""
-
     max_sessions: int = 64
     """Sessions at once, including those for which the peer only stands by; with 0 it takes none."""
     max_bytes: int = 1 << 30

@@ -76,15 +76,12 @@ class GraphBudget:
 
     @property
     def taken_bytes(self) -> int:
-        """What all of these blocks take of the limit."""
         return sum(one.num_kept * one.graph_bytes + one.recorded_bytes for one in self._sharing)
 
     def has_room(self) -> bool:
-        """Whether one more graph fits."""
         return self.taken_bytes + self.graph_bytes <= self.limit_bytes
 
     def keep(self, *, recomputed: bool = False) -> None:
-        """Count one more graph that is kept, even beyond the limit."""
         self.num_kept += 1
         self.num_recomputed += recomputed
 
@@ -117,12 +114,8 @@ class GraphBudget:
 
 
 class Graph:
-    """A forward that was computed, and that can be followed by one backward. This one is autograd's.
-
-    Args:
-        inputs: a leaf, or not differentiable.
-        outputs: the hidden state, or the last stage's loss.
-    """
+    """A forward that was computed, and that can be followed by one backward. This one is autograd's. `inputs` is a
+    leaf, or not differentiable. `outputs` is the hidden state, or the last stage's loss."""
 
     is_recorded = False
     """Whether a recording computes it."""

@@ -111,12 +111,8 @@ class HeldRounds:
 
     @contextmanager
     def held(self, number: int, caller: Caller, *, linger_seconds: float = LINGER_SECONDS) -> Iterator[HeldRound]:
-        """Hold a round's weights for a caller while the block runs, and for a while after it.
-
-        Raises:
-            RoundMismatch: the weights are not here.
-            Overloaded: too many other rounds are held, in all or for this caller.
-        """
+        """Hold a round's weights for a caller while the block runs, and for a while after it. Raises RoundMismatch if
+        the weights are not here, and Overloaded if too many other rounds are held, in all or for this caller."""
         found = self.find(number)
         if sum(caller in other.users for other in self._held.values() if other is not found) >= self.max_each:
             raise Overloaded(f"this caller uses {self.max_each} other rounds already", retry_after_seconds=1.0)

@@ -89,7 +89,6 @@ class Ledger(Generic[_Computation]):
         ]
 
     def prune(self, before_round: int) -> None:
-        """Forget what committed in rounds before `before_round`."""
         self._entries = {
             microbatch: entry
             for microbatch, entry in self._entries.items()

@@ -35,11 +35,8 @@ class StageMember:
     def __init__(
         self, stage: Stage, *, num_alive: Callable[[], int], on_commit: Callable[[], None] = lambda: None
     ) -> None:
-        """
-        Args:
-            on_commit: called whenever a round was committed. It may begin to copy the state, because the next commit is
-                far away.
-        """
+        """`on_commit` is called whenever a round was committed. It may begin to copy the state, because the next commit
+        is far away."""
         self._stage = stage
         self._num_alive = num_alive
         self._on_commit = on_commit
@@ -81,7 +78,6 @@ class StageMember:
         )
 
     def activity(self) -> Activity:
-        """The activity of the compute thread, for which closing and committing wait."""
         return Activity(
             quiet_seconds=self._runtime.quiet_seconds,
             longest_seconds=self._runtime.longest_seconds,
@@ -199,7 +195,6 @@ class StageMember:
         return self._digest
 
     def _read(self, work: Callable[[], _Result]) -> asyncio.Future[_Result]:
-        """Let another thread read the state while training goes on."""
         reading = asyncio.get_running_loop().run_in_executor(None, work)
         self._readings.add(reading)
         reading.add_done_callback(self._readings.discard)
@@ -245,13 +240,9 @@ class StageMember:
                 self._digest = self._read(lambda: digest_of(state, reader))
             digest = self._digest
         return Snapshot(
-            round=current.number,
-            run_samples=current.run_samples,
-            lineage=current.lineage,
-            tensors=await asyncio.shield(copying),
-            digest=await asyncio.shield(digest),
-            tally=current.tally,
-        )
+            round=current.number, run_samples=current.run_samples, lineage=current.lineage,
+            tensors=await asyncio.shield(copying), digest=await asyncio.shield(digest), tally=current.tally,
+        )  # fmt: skip
 
     async def install(
         self, snapshot: Snapshot, *, carry: bool = False, source: str = "download", parent: str | None = None,

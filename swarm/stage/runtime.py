@@ -71,12 +71,8 @@ class TaskQueue:
         return len(self._heap)
 
     def push(self, work: Callable[[], Any], *, priority: Priority, age: int) -> Task:
-        """Add a task; `drop` takes it out, until it starts.
-
-        Raises:
-            Overloaded: the queue is full. Only new work is refused: there is little control work, and a
-                backward ends something that was taken on.
-        """
+        """Add a task; `drop` takes it out, until it starts. Raises Overloaded if the queue is full. Only new work is
+        refused: there is little control work, and a backward ends something that was taken on."""
         if len(self._heap) >= self._capacity and priority is Priority.FORWARD:
             raise Overloaded(f"{len(self._heap)} tasks wait already", retry_after_seconds=1.0)
         task = Task(priority=priority, age=age, number=next(self._numbers), work=work, future=Future())
@@ -112,21 +108,13 @@ class TaskQueue:
 
 
 class Runtime:
-    """Runs tasks in order of priority on a thread of its own.
-
-    Args:
-        stopwatch: begins to measure a task, on the device that does the work.
-        now: seconds on a monotonic clock.
-    """
+    """Runs tasks in order of priority on a thread of its own. `stopwatch` begins to measure a task, on the device that
+    does the work. `now` gives seconds on a monotonic clock."""
 
     def __init__(
-        self,
-        *,
-        queue_capacity: int,
-        name: str = "compute",
-        stopwatch: Callable[[], Stopwatch] = Stopwatch,
+        self, *, queue_capacity: int, name: str = "compute", stopwatch: Callable[[], Stopwatch] = Stopwatch,
         now: Callable[[], float] = time.monotonic,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._stopwatch = stopwatch
         self._now = now
         self._queue = TaskQueue(queue_capacity)
@@ -169,7 +157,6 @@ class Runtime:
 
     @property
     def queue_length(self) -> int:
-        """Tasks waiting or running."""
         with self._condition:
             return len(self._queue) + self._running
 

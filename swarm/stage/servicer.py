@@ -51,19 +51,12 @@ for a stage without peers."""
 
 class StageServicer(StageServiceServicer):
     def __init__(
-        self,
-        stage: Stage,
-        *,
-        describe: Callable[[], pb.DescribeReply],
-        callers: Callers | None = None,
+        self, stage: Stage, *, describe: Callable[[], pb.DescribeReply], callers: Callers | None = None,
         rival_of: Callable[[pb.Incarnation], Awaitable[pb.Incarnation | None]] | None = None,
         spot_check: SpotCheck | None = None,
-    ) -> None:
-        """
-        Args:
-            rival_of: finds another process that serves under the identity of the peer that asks; None if there is none.
-            callers: counts what is kept for each caller; shared with the guard.
-        """
+    ) -> None:  # fmt: skip
+        """`rival_of` finds another process that serves under the identity of the peer that asks; None if there is none.
+        `callers` counts what is kept for each caller; shared with the guard."""
         self._config = stage.context.config
         self._stage = stage
         self._evaluation = Evaluation(stage)

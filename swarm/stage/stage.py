@@ -59,7 +59,6 @@ class Stage:
 
     @property
     def number(self) -> int:
-        """The block's place in the pipeline."""
         return self.context.stage
 
     @property
@@ -94,13 +93,9 @@ class Stage:
         return None if known is None else known.order.wire_inputs
 
     async def begin(
-        self,
-        microbatch: Microbatch,
-        tensors: Mapping[str, torch.Tensor],
-        hints: Mapping[Block, PeerId],
-        subscriber: object,
-        still_waiting: Callable[[], Awaitable[None]] | None = None,
-    ) -> Computation:
+        self, microbatch: Microbatch, tensors: Mapping[str, torch.Tensor], hints: Mapping[Block, PeerId],
+        subscriber: object, still_waiting: Callable[[], Awaitable[None]] | None = None,
+    ) -> Computation:  # fmt: skip
         """Begin the computation that answers a microbatch, or join a known one. `subscriber` gets the answer.
 
         Args:
@@ -147,15 +142,9 @@ class Stage:
             # The caller's hints count more, because it may know of a later replay.
             hints = microbatch.known_by({**start.earlier.result().route, **hints})
         order = Order(
-            microbatch=microbatch,
-            wire_inputs=tensors,
-            accumulate=accumulate,
-            answers_gradient=answers_gradient,
-            age=context.runtime.age_of(microbatch.index),
-            hints=hints,
-            adopts=start.adopts,
-            earlier=start.earlier,
-        )
+            microbatch=microbatch, wire_inputs=tensors, accumulate=accumulate, answers_gradient=answers_gradient,
+            age=context.runtime.age_of(microbatch.index), hints=hints, adopts=start.adopts, earlier=start.earlier,
+        )  # fmt: skip
         computation = Computation(
             order,
             backend=context.backend,
@@ -190,7 +179,6 @@ class Stage:
             await self.endings.discard_all(leaving)
 
     def round_began(self) -> None:
-        """Note that the weights are at a new round."""
         self.setting.round_began()
         self.present_round.began()
         self.endings.changed()

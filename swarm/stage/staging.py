@@ -70,7 +70,6 @@ class HostReader:
         yield tensor.detach().cpu().contiguous().reshape(-1)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor in memory of its own, on the CPU."""
         copy = torch.empty(tensor.shape, dtype=tensor.dtype)
         rest = copy.view(-1)
         for piece in self.pieces(tensor):
@@ -117,7 +116,6 @@ class Staging:
         return HostReader()
 
     def stopwatch(self) -> Stopwatch:
-        """Begin to measure a task of the compute thread."""
         return Stopwatch()
 
 
@@ -233,7 +231,6 @@ class CudaStaging(Staging):
 
 
 def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """Make an event that occurs when all work that is in the queue now is done."""
     # A thread that waits for a blocking event sleeps; to wait for another kind of event takes a core.
     event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]  # torch's
     event.record(stream)

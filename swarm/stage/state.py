@@ -27,20 +27,15 @@ def named(anchor: Mapping[str, torch.Tensor], remembered: Mapping[str, torch.Ten
 
 
 def parts(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Divide a state into its anchor and an optimizer's state."""
     anchor = {name.removeprefix("anchor/"): t for name, t in tensors.items() if name.startswith("anchor/")}
     remembered = {name.removeprefix("outer/"): t for name, t in tensors.items() if name.startswith("outer/")}
     return anchor, remembered
 
 
 def check(
-    tensors: Mapping[str, torch.Tensor],
-    digest: str,
-    *,
-    masters: Mapping[str, torch.Tensor],
-    optimizer: optim.Optimizer,
-    round_number: int,
-) -> None:
+    tensors: Mapping[str, torch.Tensor], digest: str, *, masters: Mapping[str, torch.Tensor],
+    optimizer: optim.Optimizer, round_number: int,
+) -> None:  # fmt: skip
     """Raise IntegrityError unless `tensors` are a whole and possible state of a stage, with that digest.
 
     The names, shapes and types must be those of the stage's parameters and of its optimizer's state. All numbers must

@@ -62,17 +62,9 @@ class StageWeights(ABC):
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        module: nn.Module,
-        timeline: Timeline,
-        *,
-        batch_samples: int | None,
-        anchor_device: torch.device,
-        lineage: str,
-        share: Fraction,
-        outer_memory: Recycler | None = None,
-    ) -> None:
+        self, config: RunConfig, module: nn.Module, timeline: Timeline, *, batch_samples: int | None,
+        anchor_device: torch.device, lineage: str, share: Fraction, outer_memory: Recycler | None = None,
+    ) -> None:  # fmt: skip
         """Anchors are kept on `anchor_device`; for `batch_samples` see Buckets, for `outer_memory` OuterSgd, and for
         `share` weights_of."""
         self.timeline = timeline
@@ -102,11 +94,7 @@ class StageWeights(ABC):
 
     @abstractmethod
     def version_for(self, round_number: int) -> Version:
-        """The weights with which a microbatch of a round is computed.
-
-        Raises:
-            NotReady: they are not kept.
-        """
+        """The weights with which a microbatch of a round is computed. Raises NotReady if they are not kept."""
 
     def anchor(self, round_number: int) -> Tensors | None:
         """The weights that began a round; None unless it is this round or the one before.
@@ -157,7 +145,6 @@ class StageWeights(ABC):
         """The learning rate for the run's sample count, as far as this peer knows the count within a round."""
 
     def _rate_after(self, block_samples: int) -> float:
-        """The learning rate once so many samples have passed through the block."""
         return optim.learning_rate(self._config.gradient_step, int(block_samples / self._share))
 
     @property

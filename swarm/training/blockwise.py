@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from swarm.training.pieces import treat_rows
+from swarm.training.elementwise import Work, treat_rows
 
 BLOCK = 256
 """Numbers of one block. The paper has 2,048; bitsandbytes has 256 by now, which costs 1.6 % more memory."""
@@ -24,12 +24,8 @@ _DECADES = 7
 
 
 class Table:
-    """The values of the codes, in order, and how numbers find their nearest one.
-
-    Args:
-        signed: whether there are negative values. Without them, a number above 0 never becomes 0: it is a second moment
-            then, whose root divides.
-    """
+    """The values of the codes, in order, and how numbers find their nearest one. `signed` says whether there are
+    negative values. Without them, a number above 0 never becomes 0: it is a second moment then, whose root divides."""
 
     def __init__(self, *, signed: bool) -> None:
         self.signed = signed
@@ -130,3 +126,14 @@ def rows_of(flat: torch.Tensor) -> list[torch.Tensor]:
     """A vector's whole blocks as rows, and then the last one, if it is not whole; those that there are."""
     whole = flat.numel() // BLOCK * BLOCK
     return [rows for rows in (flat[:whole].view(-1, BLOCK), flat[whole:].view(1, -1)) if rows.numel()]
+
+
+def step_packed(
+    xp: Any, scratch: Any, weights: Any, gradient: Any,
+    first: Any, first_scales: Any, second: Any, second_scales: Any, *, step: Work,
+) -> None:  # fmt: skip
+    """Take an optimizer's step with moments that are held as codes and scales: a Work on rows of a matrix."""
+    moments = SIGNED.decode(first, first_scales), UNSIGNED.decode(second, second_scales)
+    step(xp, scratch, weights, gradient, *moments)
+    SIGNED.encode(moments[0], first, first_scales)
+    UNSIGNED.encode(moments[1], second, second_scales)

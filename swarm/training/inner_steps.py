@@ -35,12 +35,8 @@ class InnerSteps:
     largest_staleness: int = 0
 
     def add(self, samples: int, versions: Mapping[int, int], *, newest: int) -> None:
-        """Count a step.
-
-        Args:
-            versions: how many microbatches were computed with each version, by its number.
-            newest: the version on top of which the step is taken.
-        """
+        """Count a step. `versions` says how many microbatches were computed with each version, by its number. `newest`
+        is the version on top of which the step is taken."""
         self.count += 1
         self.samples += samples
         for number, count in versions.items():

@@ -18,9 +18,8 @@ import torch
 
 from swarm.config import OptimizerConfig, OuterConfig
 from swarm.machine.memory import Recycler
-from swarm.training import elementwise
-from swarm.training.blockwise import SIGNED, UNSIGNED, Packed, rows_of
-from swarm.training.pieces import Work, treat, treat_rows
+from swarm.training.blockwise import SIGNED, UNSIGNED, Packed, rows_of, step_packed
+from swarm.training.elementwise import Work, adamw, nesterov, sgd, treat, treat_rows
 
 Parameters = Mapping[str, torch.Tensor]
 
@@ -71,7 +70,6 @@ class Optimizer(ABC):
         """The part of the state that is held in 8 bits."""
 
     def take_over(self, other: "Optimizer") -> None:
-        """Go on with what another optimizer of the same kind, with other settings, remembers."""
         self.state, self.packed = other.state, other.packed
 
     @abstractmethod
@@ -110,10 +108,8 @@ class AdamW(Optimizer):
     """AdamW (arXiv 1711.05101). Only matrices decay."""
 
     def __init__(self, config: OptimizerConfig, *, fused: bool = False) -> None:
-        """
-        Args:
-            fused: whether to take torch's own fused steps: two launches on a GPU, but other bits on each machine.
-        """
+        """`fused` says whether to take torch's own fused steps: two launches on a GPU, but other bits on each
+        machine."""
         super().__init__()
         self._config = config
         self._fused = fused
@@ -146,7 +142,7 @@ class AdamW(Optimizer):
     def _work(self, rate: float, num_steps: int, *, decays: bool) -> Work:
         config = self._config
         return partial(
-            elementwise.adamw,
+            adamw,
             betas=(config.beta1, config.beta2),
             epsilon=config.epsilon,
             decay=1.0 - rate * config.weight_decay if decays else 1.0,
@@ -203,7 +199,7 @@ class AdamW(Optimizer):
             rows_of(parameter.detach().view(-1)), rows_of(gradient.reshape(-1)), moments["exp_avg"].rows(),
             moments["exp_avg_sq"].rows(), strict=True,
         ):  # fmt: skip
-            treat_rows(partial(elementwise.packed, step=step), [weights, gradients, *first, *second])
+            treat_rows(partial(step_packed, step=step), [weights, gradients, *first, *second])
 
     def _state_of(self, name: str, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         # A step counter is on the CPU, where reading it waits for nothing; fused steps read it on the device.
@@ -244,16 +240,14 @@ class OuterSgd(Optimizer):
     def update(self, parameters: Parameters, gradients: Mapping[str, torch.Tensor], rate: float) -> None:
         if self._momentum == 0.0:
             # Without momentum there is no state.
-            _treat(
-                partial(elementwise.sgd, rate=rate), [[value, gradients[name]] for name, value in parameters.items()]
-            )
+            _treat(partial(sgd, rate=rate), [[value, gradients[name]] for name, value in parameters.items()])
             return
         group = []
         for name, parameter in parameters.items():
             if name not in self.state:
                 self.put(name, parameter, "momentum_buffer", torch.zeros_like(parameter))
             group.append([parameter, gradients[name], self.state[name]["momentum_buffer"]])
-        _treat(partial(elementwise.nesterov, momentum=self._momentum, rate=rate), group)
+        _treat(partial(nesterov, momentum=self._momentum, rate=rate), group)
 
 
 @torch.no_grad()
@@ -275,7 +269,6 @@ def _power(base: float, exponent: int) -> float:
 
 
 def _cosine(angle: float) -> float:
-    """Compute the cosine of an angle up to a quarter turn, by its series."""
     total = term = 1.0
     for number in range(1, COSINE_TERMS):
         term *= -angle * angle / ((2 * number - 1) * (2 * number))
@@ -314,7 +307,6 @@ def state_views(optimizer: Optimizer, parameters: Parameters) -> Views:
 
 
 def state_tensors(optimizer: Optimizer, parameters: Parameters) -> dict[str, torch.Tensor]:
-    """All of `state_views` at once."""
     return dict(state_views(optimizer, parameters))
 
 

@@ -212,9 +212,6 @@ class RoundMember(Protocol):
 
     async def install(self, snapshot: Snapshot, *, carry: bool = False) -> None:
         """Take over a snapshot's state, and drop all later work. Raises IntegrityError if the snapshot does not fit.
-
-        Args:
-            carry: whether this member took no part in the rounds in between. With DiLoCo it then keeps what it has
-                learnt, on top of the new state, for the next round.
-        """
+        `carry` says whether this member took no part in the rounds in between. With DiLoCo it then keeps what it has
+        learnt, on top of the new state, for the next round."""
         ...

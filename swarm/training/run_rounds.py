@@ -60,15 +60,9 @@ def _middles(ordered: list[int]) -> tuple[int, int]:
 
 
 def next_lineage(
-    previous: str,
-    round_number: int,
-    digest: str,
-    members: Sequence[str],
-    *,
-    total_squared_norm: float,
-    partners: Sequence[str],
-    amended: str = "",
-) -> str:
+    previous: str, round_number: int, digest: str, members: Sequence[str], *, total_squared_norm: float,
+    partners: Sequence[str], amended: str = "",
+) -> str:  # fmt: skip
     """The chain's next link, 64 hexadecimal digits: a hash over all that the state after the round depends on.
 
     Args:

@@ -107,11 +107,8 @@ def has_target(samples: Samples) -> torch.Tensor | None:
 
 
 def targets(samples: Samples, no_target: int) -> torch.Tensor:
-    """The token that each column has to predict: int64 [B, T], on the device of the samples.
-
-    Args:
-        no_target: the number for columns that have nothing to predict.
-    """
+    """The token that each column has to predict: int64 [B, T], on the device of the samples. `no_target` is the number
+    for columns that have nothing to predict."""
     targets_BT, has_target_BT = samples[TOKENS][:, 1:].long(), has_target(samples)
     return targets_BT if has_target_BT is None else targets_BT.masked_fill(~has_target_BT, no_target)
 

@@ -13,6 +13,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple, Self
 
 from swarm.credentials import certificates
@@ -117,13 +118,8 @@ class Tally:
         return json.dumps(words + [complaints] * bool(complaints)).encode()
 
     def _holds(self, signature: Signature, run_id: str, block: Block) -> bool:
-        try:
-            key = certificates.key_at(signature.point)
-            statement = self._statement(run_id, block, signature.digest, signature.complaints)
-            certificates.verify(key, statement, signature.signature)
-        except (ValueError, IntegrityError):
-            return False
-        return True
+        statement = self._statement(run_id, block, signature.digest, signature.complaints)
+        return _is_signed(statement, signature.point, signature.signature)
 
     def settled(self, signatures: Iterable[Signature], run_id: str, block: Block) -> "Tally":
         """The tally with its members' signatures. If at least half of them have signed one and the same other tally, or
@@ -136,7 +132,6 @@ class Tally:
         return dataclasses.replace(self, signatures={p: each for p, each in by_id.items() if each.digest == own})
 
     def signers(self, run_id: str, block: Block) -> set[str]:
-        """The members whose signatures hold."""
         own = self.digest
         return {
             peer_id
@@ -210,6 +205,16 @@ class Tally:
 
 
 EMPTY = Tally()
+
+
+@lru_cache(maxsize=256)
+def _is_signed(statement: bytes, point: bytes, signature: bytes) -> bool:
+    """Remembered, because a commit asks twice about members with complaints: for the tally, and for whom they name."""
+    try:
+        certificates.verify(certificates.key_at(point), statement, signature)
+    except (ValueError, IntegrityError):
+        return False
+    return True
 
 
 def by_peer(tallies: Mapping[Block, Tally]) -> dict[str, dict[Block, Given]]:

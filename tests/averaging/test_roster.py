@@ -10,7 +10,7 @@ from swarm.averaging.agreement.messages import Standing
 from swarm.averaging.agreement.reports import MOST_FAILURES
 from swarm.averaging.agreement.rules import Timing
 from swarm.averaging.roster import Roster
-from swarm.averaging.wire.contacts import MOST_UNLISTED
+from swarm.averaging.wire.context import MOST_UNLISTED
 from swarm.averaging.wire.transport import contact_of
 from swarm.errors import MalformedMessage
 from swarm.rpc.v1 import averaging_pb2 as pb

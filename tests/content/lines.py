@@ -4,8 +4,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable
 
-from swarm.content.fetcher import Kind, Line
-from swarm.content.servicer import Shelf
+from swarm.content.service import Kind, Line, Shelf
 from swarm.errors import IntegrityError, NotReady, SwarmError
 from swarm.types import PeerRecord, PeerState
 

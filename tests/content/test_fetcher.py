@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from swarm.content.fetcher import Fetcher, Kind, Piece
+from swarm.content.service import Fetcher, Kind, Piece
 from swarm.errors import Overloaded, PeerUnavailable
 from swarm.machine.clock import Clock, SystemClock
 from swarm.rpc.transfers import PATIENCE_SECONDS

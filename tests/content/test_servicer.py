@@ -9,20 +9,29 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
-from swarm.content.fetcher import Fetcher, Kind, Line, Piece
-from swarm.content.servicer import MOST_CALLS_OF_ONE, ContentServicer, Shelf, Shelves, nothing
+from swarm.content.service import (
+    MOST_CALLS_OF_ONE,
+    PIECE_BYTES,
+    ContentServicer,
+    Fetcher,
+    Kind,
+    Line,
+    Piece,
+    Shelf,
+    Shelves,
+    nothing,
+)
 from swarm.errors import IntegrityError, MalformedMessage, NotReady, Overloaded, PeerUnavailable, SwarmError, WrongRun
 from swarm.machine.clock import SystemClock
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.transfers import Turns
 from swarm.rpc.v1.content_pb2_grpc import add_ContentServiceServicer_to_server
-from swarm.rpc.wire import CHUNK_BYTES
 from swarm.types import PeerRecord
 from tests.averaging.doubles import until
 from tests.content.lines import digest_of, record, shelf_of
 
-LARGE = bytes(range(256)) * ((2 * CHUNK_BYTES + 512) // 256)
+LARGE = bytes(range(256)) * ((2 * PIECE_BYTES + 512) // 256)
 
 
 @asynccontextmanager

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from swarm.config import RunConfig
-from swarm.content.fetcher import Fetcher, Kind
-from swarm.content.servicer import nothing
+from swarm.content.service import Fetcher, Kind, nothing
 from swarm.content.weights import WeightsCache
 from swarm.errors import Fatal, PeerUnavailable
 from swarm.interchange import weights

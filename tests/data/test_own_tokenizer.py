@@ -10,7 +10,7 @@ import pytest
 
 from peers.generate import program as generate
 from peers.model import program as model
-from peers.shared import faults
+from peers.shared import stopping
 from peers.shared.tokenizer import have_tokenizer
 from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_model import own_config
@@ -166,7 +166,7 @@ def test_checkpoints_make_nobody_import_it_and_are_exported_without_it(
     writes = ["--checkpoint", str(checkpoints), "--prompt", "a bad", "--max-tokens", "5"]
     exports = ["export", "--checkpoint", str(checkpoints), "--output", str(tmp_path / "out")]
     for prog, main, arguments in (("swarm-generate", generate.main, writes), ("swarm-model", model.main, exports)):
-        assert faults.run_program(prog, lambda main=main, arguments=arguments: main(arguments)) == 2  # type: ignore[misc]
+        assert stopping.run_program(prog, lambda main=main, arguments=arguments: main(arguments)) == 2  # type: ignore[misc]
         assert f"if you trust that code, add --tokenizer {name}" in capsys.readouterr().err
     assert not imported.exists()
     assert generate.main([*writes, "--tokenizer", name]) == 0

@@ -10,7 +10,7 @@ import torch
 from sklearn.cluster import KMeans
 
 from swarm.config import DataConfig
-from swarm.data.path_shards import arranged, balanced, classified, clustered, sequences
+from swarm.data.path_router import arranged, balanced, classified, clustered, sequences
 from swarm.data.sources import Source
 
 

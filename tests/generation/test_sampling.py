@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from swarm.generation.choice import choose
+from swarm.generation.decoding import choose
 from swarm.generation.sampling import Sampling
 
 LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0])

@@ -21,8 +21,8 @@ from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
 from swarm.rpc.wire import TensorSpec
 from swarm.stage import call as stage_call
 from swarm.stage import evaluation
+from swarm.stage.admission import LARGEST_NUM_SLOTS
 from swarm.stage.boundary import HIDDEN, TOKENS
-from swarm.stage.slots import LARGEST_NUM_SLOTS
 from tests.intruders.host import Host, running
 from tests.support import locked
 from tests.support.chain import eventually

@@ -218,7 +218,7 @@ def test_a_reader_that_goes_away_ends_a_program_without_a_word(tmp_path: Path) -
     """The same holds for a program that prints from a task, so that its error is in an ExceptionGroup."""
     script = """
 import asyncio, sys
-from peers.shared import faults
+from peers.shared import stopping
 from peers.status.live_table import Screen
 
 async def watch():
@@ -231,12 +231,12 @@ async def main():
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(watch())
 
-sys.exit(faults.run_program("swarm-x", lambda: asyncio.run(main())))
+sys.exit(stopping.run_program("swarm-x", lambda: asyncio.run(main())))
 """
     assert _ends_unread(script, "a look")
 
 
 def test_what_nobody_reads_any_more_is_no_fault_at_the_end_either() -> None:
-    script = "import sys; from peers.shared import faults; sys.stdin.read()\n"
-    script += "sys.exit(faults.run_program('swarm-x', lambda: print('a line') or 0))"
+    script = "import sys; from peers.shared import stopping; sys.stdin.read()\n"
+    script += "sys.exit(stopping.run_program('swarm-x', lambda: print('a line') or 0))"
     assert _ends_unread(script, "")

@@ -13,7 +13,7 @@ import torch
 from swarm.config import LoraConfig, ModelConfig, RunConfig, WireConfig
 from swarm.errors import Overloaded, PeerUnavailable, SwarmError
 from swarm.generation import decoding
-from swarm.generation.choice import choose
+from swarm.generation.decoding import choose
 from swarm.generation.engine import collect
 from swarm.generation.sampling import Sampling, Scores, Scoring
 from swarm.hop import continuation, session

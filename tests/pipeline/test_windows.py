@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from swarm.pipeline.windows import Window, Windows
+from swarm.pipeline.trainer_paths import Window, Windows
 
 
 def test_a_full_window_nearly_doubles_in_a_round_trip_until_somebody_is_busy() -> None:

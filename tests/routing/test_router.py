@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from swarm.routing.router import Router
+from swarm.routing.router import DISTRUST_SECONDS, Router
 from swarm.routing.throughput import Observation
 from swarm.types import Block, PeerId, PeerRecord, PeerState
 from tests.routing.records import id_of, record_of
@@ -270,3 +270,16 @@ def test_of_a_stage_without_peers_it_is_known_which_was_the_last_one_and_what_be
     gone = router.gone(Block(1))
     assert gone is not None
     assert gone.in_words(clock.monotonic()).startswith("its last one, gpu-1, left ")
+
+
+def test_a_distrusted_peer_gets_no_work_until_its_time_is_over() -> None:
+    router, clock = _router(record_of(1, samples_per_second=20.0), record_of(2, samples_per_second=20.0))
+    until = clock.monotonic() + DISTRUST_SECONDS
+    router.distrust(id_of(1), "it computes wrongly")
+    assert set(_path(router, 20)) == {2}
+    assert router.others(Block(0), id_of(2)) == []
+    (alone,) = router.left_alone(Block(0))
+    assert (alone.record.peer_id, alone.reason, alone.until) == (id_of(1), "it computes wrongly", until)
+    clock.advance(DISTRUST_SECONDS)
+    assert router.left_alone(Block(0)) == []
+    assert set(_path(router, 20)) == {1, 2}

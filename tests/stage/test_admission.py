@@ -15,11 +15,10 @@ from swarm.errors import NotReady, Overloaded
 from swarm.machine.clock import SystemClock
 from swarm.routing.throughput import Observation
 from swarm.stage import servicer
-from swarm.stage.admission import TRIES, Shortage
+from swarm.stage.admission import FEW, TRIES, Shortage
 from swarm.stage.boundary import TOKENS
 from swarm.stage.graphs import GraphBudget
 from swarm.stage.runtime import Runtime
-from swarm.stage.slots import FEW
 from swarm.training.samples import Microbatch
 from swarm.types import Block
 from tests.support.chain import (

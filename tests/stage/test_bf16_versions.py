@@ -13,8 +13,8 @@ from swarm.model.masks import DropoutKey
 from swarm.model.stages import build_transformer
 from swarm.stage.weights import Round
 from swarm.training import optim
-from swarm.training.clipping import clip, squared_norm_of
 from swarm.training.optimizers import gradient_optimizer
+from swarm.training.scaling import clip, squared_norm_of
 from tests.stage.backends import (
     CONFIG,
     DILOCO,

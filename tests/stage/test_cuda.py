@@ -23,8 +23,8 @@ from swarm.model.stages import build_transformer
 from swarm.pipeline.swarm_engine import SwarmEngine
 from swarm.stage.staging import PIECE_ELEMENTS, CudaStaging
 from swarm.stage.state import digest_of
-from swarm.training.clipping import squared_norm_of
 from swarm.training.samples import TOKENS
+from swarm.training.scaling import squared_norm_of
 from tests.support import reproducible
 from tests.support.chain import DILOCO, LORA, SYNCHRONOUS, Chain, assert_close, reference, running_chain, tokens
 from tests.support.commits import end_round

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from swarm.errors import Overloaded
-from swarm.pipeline.windows import Window
-from swarm.stage.slots import FEW, PATIENCE_SECONDS, PILE, SHORTEST_RETRY_SECONDS, SlotCount, Slots
+from swarm.pipeline.trainer_paths import Window
+from swarm.stage.admission import FEW, PATIENCE_SECONDS, PILE, SHORTEST_RETRY_SECONDS, SlotCount, Slots
 from tests.support.manual_clock import ManualClock
 
 

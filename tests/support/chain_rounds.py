@@ -6,8 +6,8 @@ from functools import partial
 import torch
 
 from swarm.stage.buckets import GradientBucket
-from swarm.training.clipping import squared_norm_of
 from swarm.training.samples import Amount
+from swarm.training.scaling import squared_norm_of
 from tests.support.chain import Chain, Peer
 from tests.support.commits import end_round
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from swarm.stage.weights import StageWeights
-from swarm.training.clipping import squared_norm_of
 from swarm.training.round_member import RoundResult
+from swarm.training.scaling import squared_norm_of
 
 
 def result_of(

@@ -15,8 +15,8 @@ import os
 import sys
 from pathlib import Path
 
-from peers.shared.faults import run_program
 from peers.shared.process import die_with_parent, prepare_environment
+from peers.shared.stopping import run_program
 
 
 def main(folder: Path, cases: list[list[tuple[int, int, int, list[str]]]]) -> int:

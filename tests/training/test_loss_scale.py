@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from swarm.training.loss_scale import GROWS_AFTER, MEAN_SCALE, MOST_DOUBLINGS, LossScale
+from swarm.training.scaling import GROWS_AFTER, MEAN_SCALE, MOST_DOUBLINGS, LossScale
 
 
 def test_overflows_halve_the_factor_and_successes_in_a_row_double_it() -> None:

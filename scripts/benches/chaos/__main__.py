@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from peers.local.supervisor import Supervisor
-from peers.shared import faults, process
+from peers.shared import process, stopping
 from scripts.benches.chaos import figures
 from scripts.benches.chaos.cast import Cast
 from scripts.benches.chaos.faults import KINDS, fault
@@ -201,4 +201,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     process.prepare_environment()
-    sys.exit(faults.run_program("scripts/chaos", main))
+    sys.exit(stopping.run_program("scripts/chaos", main))

@@ -19,7 +19,7 @@ from torch import nn
 
 from peers.local.supervisor import Child, Supervisor
 from peers.shared import process
-from peers.shared.environment import cache_folder
+from peers.shared.process import cache_folder
 from scripts.benches.shared.throttle import Lines, Throttle
 from swarm import config as configs
 from swarm.config import RunConfig

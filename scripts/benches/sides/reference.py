@@ -16,9 +16,9 @@ from swarm.model.loss import NO_TARGET
 from swarm.model.masks import DropoutKey
 from swarm.model.stages import Transformer, build_stage, build_transformer
 from swarm.training import optim, samples
-from swarm.training.clipping import clip, squared_norm_of
 from swarm.training.optimizers import gradient_optimizer
 from swarm.training.samples import TOKENS, Samples
+from swarm.training.scaling import clip, squared_norm_of
 from swarm.types import Block
 
 

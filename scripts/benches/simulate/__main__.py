@@ -6,7 +6,7 @@ A study is a module of studies/, with a class `Options` and a function `run(opti
 import sys
 from importlib import import_module
 
-from peers.shared import faults, process
+from peers.shared import process, stopping
 from scripts.benches.menu import run_named
 
 PROG = "scripts/simulate"
@@ -25,4 +25,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     process.prepare_environment()
-    sys.exit(faults.run_program(PROG, main))
+    sys.exit(stopping.run_program(PROG, main))

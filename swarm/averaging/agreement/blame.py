@@ -128,19 +128,11 @@ class Blame:
             raise self.failure("too few members for a quorum", unreached)
 
     def failed_exchange(
-        self,
-        replies: Mapping[PeerId, Any],
-        members: Collection[PeerId],
-        round_number: int,
-        ballot: Ballot,
-        *,
+        self, replies: Mapping[PeerId, Any], members: Collection[PeerId], round_number: int, ballot: Ballot, *,
         took_long: bool,
-    ) -> AttemptFailed:
+    ) -> AttemptFailed:  # fmt: skip
         """Like `failure`, but for an exchange, in which members also blame others from which they got nothing.
-
-        Args:
-            took_long: whether it took so long that an owner may have waited for another member in vain.
-        """
+        `took_long` says whether it took so long that an owner may have waited for another member in vain."""
         # Keyed by the member that noticed the failure, because other members only pass its error on.
         accusations, baseless = self._accusations(replies, members, round_number)
         is_explained = bool(accusations) or any(isinstance(reply, PeerUnavailable) for reply in replies.values())

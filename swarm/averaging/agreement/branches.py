@@ -43,15 +43,10 @@ class _Doubt:
 
 
 class Branches:
-    """One peer's view of where the holders of its stage stand."""
-
     def __init__(
         self, own: Standing, config: RunConfig, clock: Clock, timing: Timing, other_blocks: Callable[[], RunRounds]
     ) -> None:
-        """
-        Args:
-            other_blocks: gives the rounds at which the other blocks are, by what their peers announce.
-        """
+        """`other_blocks` gives the rounds at which the other blocks are, by what their peers announce."""
         self._is_synchronous = config.rounds.synchronous
         self._other_blocks = other_blocks
         self._clock = clock
@@ -128,7 +123,6 @@ class Branches:
         return {peer for peer, voice in self._voices.items() if _has_passed(voice, standing)}
 
     def is_at_pace(self, round_number: int) -> bool:
-        """Whether the run can have reached a round by now, at the pace that this peer has seen."""
         return self._pace.allows_round(round_number)
 
     def choose(self, *, is_sound: bool, announced: Mapping[PeerId, Standing]) -> Standing | None:
@@ -200,7 +194,6 @@ class Branches:
 
     @property
     def _has_stragglers(self) -> bool:
-        """Whether some holder is behind this peer on the same branch, and so about to catch up."""
         places = (voice.standing for voice in self._voices.values())
         return any(place.round > 0 and self.is_known(place) and place != self._own for place in places)
 
@@ -255,7 +248,6 @@ class Branches:
 
 
 def _has_passed(voice: Voice, standing: Standing) -> bool:
-    """Whether a holder says that it stands at `standing` or has passed it."""
     num_since = voice.standing.round - standing.round
     return voice.standing == standing or (
         0 < num_since <= len(voice.past) and voice.past[-num_since] == standing.lineage
@@ -269,11 +261,8 @@ def voice_of(message: pb.ReportReply | pb.SnapshotHeader) -> Voice:
 
 def most_held(offers: Mapping[bytes, Voice], num_holders: Mapping[bytes, int]) -> list[bytes]:
     """Rank offers and return their names, best first. First come the offers that more than half of the holders stand
-    behind, the farthest of them first. Then come the others, by the number of holders behind them.
-
-    Args:
-        num_holders: how many holders make each offer.
-    """
+    behind, the farthest of them first. Then come the others, by the number of holders behind them. `num_holders` says
+    how many holders make each offer."""
     num_all = sum(num_holders.values())
 
     def rank(name: bytes) -> tuple[bool, int, Standing, int]:

@@ -52,11 +52,8 @@ class Group:
         self.install(round_number)
 
     def install(self, round_number: int, *, last_digest: str = "") -> None:
-        """Begin a round in which nothing is promised.
-
-        Args:
-            last_digest: the digest of the result that was applied before it; empty after a download.
-        """
+        """Begin a round in which nothing is promised. `last_digest` is the digest of the result that was applied before
+        it; empty after a download."""
         self.round = round_number
         self.last_digest = last_digest
         self.promised: Ballot | None = None

@@ -70,12 +70,10 @@ class Pace:
 
     @property
     def is_losing(self) -> bool:
-        """Whether the group commits rounds faster than the peer replays them."""
         return self.seconds >= LEAST_SECONDS and self.num_committed > self.num_replayed > 0
 
     @property
     def stands_still(self) -> bool:
-        """Whether the peer comes no closer to its group."""
         return self.seconds >= LEAST_SECONDS and self.num_committed >= self.num_replayed > 0
 
     @property
@@ -98,7 +96,6 @@ class RunPace:
         """The samples and seconds of each round."""
 
     def committed(self, after: Standing) -> None:
-        """Note that this peer committed a round with others."""
         num_samples, seconds = after.run_samples - self._own.run_samples, max(1e-3, self._elapsed())
         self._rounds.append((num_samples, seconds))
         self.moved(after)
@@ -116,7 +113,6 @@ class RunPace:
         return theirs.run_samples - self._own.run_samples <= num_samples and self.allows_round(theirs.round)
 
     def allows_round(self, number: int) -> bool:
-        """Whether the run can have reached a round by now; True as long as no pace was measured."""
         if not self._is_measured:
             return True
         fastest = max(1.0 / seconds for _, seconds in self._rounds)
@@ -155,11 +151,8 @@ class Tenure:
         self, standing: Standing, leader_id: PeerId, promised: Ballot | None, *, num_bytes: int, now: float
     ) -> str:
         """Note that the round is whole. Returns why its leader is to be passed over; empty if there is no reason.
-
-        Args:
-            promised: the last attempt that this member promised.
-            num_bytes: the size of this member's contribution.
-        """
+        `promised` is the last attempt that this member promised. `num_bytes` is the size of this member's
+        contribution."""
         if self._of != (standing, leader_id):
             self._of, self._whole_since, self._attempts = (standing, leader_id), None, set()
         if self._whole_since is None:
@@ -178,10 +171,7 @@ class Tenure:
 @dataclass(frozen=True, kw_only=True)
 class Slowness:
     """Why a peer stays out: how long its exchange would take, and how long the group's rounds take without it.
-
-    Attributes:
-        num_intervals: how many times the group was seen to begin a new round.
-    """
+    `num_intervals` says how many times the group was seen to begin a new round."""
 
     exchange_seconds: float
     round_seconds: float
@@ -202,7 +192,6 @@ class Slowness:
 
     @property
     def in_words(self) -> str:
-        """Why the peer stays out, for the log."""
         line = f"{self.bytes_per_second / 1e6:.3g} MB/s, so an exchange would take {self.exchange_seconds:.1f} s"
         if not self.is_certain:
             return (
@@ -222,10 +211,7 @@ class Entry:
     """A peer's measurements of its own line and of the group's rounds, while it catches up."""
 
     def __init__(self, config: RunConfig, peers: Callable[[Block], Sequence[PeerRecord]], member: RoundMember) -> None:
-        """
-        Args:
-            peers: gives the directory's last known view of a block.
-        """
+        """`peers` gives the directory's last known view of a block."""
         self._config = config
         self._peers = peers
         self._member = member

@@ -24,8 +24,6 @@ apart as there are fragments."""
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """A decided result: it will certainly be committed."""
-
     round: int
     prepared: pb.Prepared
     squared_norm: float
@@ -51,10 +49,7 @@ class Place:
     """
 
     def __init__(self, standing: Standing, branches: Branches, timeline: Timeline, *, num_fragments: int) -> None:
-        """
-        Args:
-            num_fragments: see AveragingConfig.
-        """
+        """For `num_fragments` see AveragingConfig."""
         self.branches = branches
         self.timeline = timeline
         self.group = Group(standing.round)
@@ -83,12 +78,8 @@ class Place:
         self.branches.replayed(after)
 
     def installed(self, standing: Standing, outcomes: Iterable[pb.Outcome], past: Sequence[str]) -> None:
-        """Note that this peer has installed a state that others hold.
-
-        Args:
-            outcomes: how the last rounds before that state were committed.
-            past: the lineages of the last rounds before that state, oldest first.
-        """
+        """Note that this peer has installed a state that others hold. `outcomes` say how the last rounds before that
+        state were committed, and `past` has their lineages, oldest first."""
         self.outcomes.clear()
         self.is_sound = True
         self._move(standing, outcomes)

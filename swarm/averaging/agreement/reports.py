@@ -25,8 +25,6 @@ PROBE_SHARE = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The newest report of a member."""
-
     progress: Progress
     prepared: Ballot | None
     heard_at: float
@@ -38,8 +36,6 @@ class Report:
 
 @dataclass(eq=False)
 class RoundReports:
-    """The reports about the present round; begun anew with each round."""
-
     microbatches_of: Callable[[int], Container[int]] | None
     """Gives the microbatches of a synchronous round; None with DiLoCo."""
     current: dict[PeerId, Report] = field(default_factory=dict, init=False)
@@ -64,7 +60,6 @@ class RoundReports:
         self.last[peer_id] = report
 
     def count(self, committed: Set[int]) -> None:
-        """Note that some peer has committed these microbatches; the peer may be gone since."""
         _add(self._counted, committed)
 
     def lose(self, peer_id: PeerId) -> None:
@@ -115,8 +110,6 @@ class _Exclusion:
 
 
 class Suspicions:
-    """The other peers on which one peer does not rely, and why."""
-
     def __init__(self, clock: Clock, timing: Timing) -> None:
         self._clock = clock
         self._timing = timing
@@ -169,7 +162,6 @@ class Suspicions:
         self._num_failures[peer_id] += 1
 
     def has_failed_for_good(self, peer_id: PeerId) -> bool:
-        """Whether so many attempts have failed because of a peer that the others no longer wait for it."""
         return self._num_failures[peer_id] >= MOST_FAILURES
 
     def begin_round(self, members: Collection[str]) -> None:
@@ -218,11 +210,8 @@ class PassedOver:
         self._last = PeerId(outcome.prepared.ballot.leader_id)
 
     def judge(self, alive: Collection[PeerId]) -> set[PeerId]:
-        """Return the peers that are passed over from now on, and were not before.
-
-        Args:
-            alive: the peers at this peer's place in the run.
-        """
+        """Return the peers that are passed over from now on, and were not before. `alive` are the peers at this peer's
+        place in the run."""
         before = set(self.peers)
         for leader_id in self._seen.union(*self._told.values()) - before:
             others = set(alive) - {leader_id, self._own_id}

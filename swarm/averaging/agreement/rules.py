@@ -3,7 +3,7 @@ earlier result has to be finished first, who drops what two members count, what 
 given, and how long anything is waited for.
 
 Another rule for who leads goes into `leader_of`, and must be the same at all peers of a run. The roster says who the
-candidates are, and succession which peers are passed over.
+candidates are, and leadership which peers are passed over.
 """
 
 import math
@@ -106,15 +106,9 @@ def leader_of(peer_ids: Iterable[_Id]) -> _Id:
 
 
 def is_complete(
-    config: RunConfig,
-    block: Block,
-    round_number: int,
-    committed: Collection[int],
-    num_samples: int,
-    *,
-    absent_samples: int = 0,
-    is_late: Callable[[], bool] = lambda: False,
-) -> bool:
+    config: RunConfig, block: Block, round_number: int, committed: Collection[int], num_samples: int, *,
+    absent_samples: int = 0, is_late: Callable[[], bool] = lambda: False,
+) -> bool:  # fmt: skip
     """Whether a group holds everything that a round needs.
 
     Synchronous: all its microbatches. DiLoCo: its number of samples. But a stage that lost samples with a peer ends its
@@ -204,12 +198,8 @@ def given_fault(
     config: RunConfig, block: Block,
 ) -> str:  # fmt: skip
     """What is wrong about what a leader says that a round's members have given, in words that follow "the leader says
-    that"; empty if nothing is.
-
-    Args:
-        seen: what this member gave, and what those of its group gave while this one was there.
-        num_samples, num_elements: of the result.
-    """
+    that"; empty if nothing is. `seen` is what this member gave, and what those of its group gave while this one was
+    there. `num_samples` and `num_elements` are the result's."""
     # No member sends more than the vector to each other member of its exchanges, and gets in no more than these.
     most_bytes = 2 * len(given) * 4 * num_elements
     for peer, gave in given.items():

@@ -108,7 +108,6 @@ class Counts:
 
 
 def most_samples(config: RunConfig, block: Block) -> int:
-    """The most samples of one member that count towards a round of the block."""
     return config.round_samples_of(block) * counted_rounds(config)
 
 
@@ -118,7 +117,6 @@ def counted_rounds(config: RunConfig) -> int:
 
 
 def most_rounds(config: RunConfig) -> int:
-    """The most rounds whose samples a contribution may hold."""
     return 1 if config.rounds.synchronous else max(LATE_ROUNDS, config.averaging.num_fragments)
 
 
@@ -144,11 +142,8 @@ class Share:
 @dataclass(frozen=True)
 class Shares:
     """The shares of all members, in the same order at every member. Contributions are summed in this order, and the
-    parts follow one another in this order.
-
-    Attributes:
-        amended: the digest of the newest amendment that is in force in the round; empty if there is none.
-    """
+    parts follow one another in this order. `amended` is the digest of the newest amendment that is in force in the
+    round; empty if there is none."""
 
     members: tuple[Share, ...]
     amended: str = ""
@@ -202,13 +197,9 @@ class Shares:
 
 
 def divide(
-    begun: Mapping[str, pb.BeginReply],
-    *,
-    num_elements: int,
-    tile: int,
-    clip_to_median: float,
+    begun: Mapping[str, pb.BeginReply], *, num_elements: int, tile: int, clip_to_median: float,
     only_owner: str | None = None,
-) -> Shares:
+) -> Shares:  # fmt: skip
     """Weigh the members and cut the vector into their parts.
 
     Args:
@@ -230,14 +221,9 @@ def divide(
 def shares_of(
     shares: Sequence[pb.Share], config: RunConfig, block: Block, num_members: int = 1, amended: str = ""
 ) -> Shares:
-    """The shares that a leader names. `config` is the one under that amendment.
-
-    Args:
-        num_members: how many members' contributions may be in one share.
-
-    Raises:
-        MalformedMessage: a member is named twice, or its counts are impossible.
-    """
+    """The shares that a leader names. `config` is the one under that amendment. `num_members` says how many members'
+    contributions may be in one share. Raises MalformedMessage if a member is named twice, or its counts are
+    impossible."""
     counts = [Counts.of(share, share.norm) for share in shares]
     for share, each in zip(shares, counts, strict=True):
         if fault := each.fault(config, block, num_members):

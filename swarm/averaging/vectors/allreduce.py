@@ -29,7 +29,7 @@ from swarm.compression.feedback import Residual
 from swarm.errors import MalformedMessage, SwarmError
 from swarm.honesty.comparison import Deviation
 from swarm.machine.memory import Recycler
-from swarm.training.clipping import squared_norm_of_vector
+from swarm.training.scaling import squared_norm_of_vector
 from swarm.training.tally import Given
 
 OWNER_PATIENCE = 0.8
@@ -67,16 +67,10 @@ class AllReduceTransport(Protocol):
     """How a member reaches another one."""
 
     async def exchange(self, peer_id: str, part: Buffer, reply_bytes: int, *, waits: bool = True) -> Payload:
-        """Send a part (or nothing) and wait for the answer, which is `reply_bytes` long.
-
-        Args:
-            waits: whether the peer itself has to wait for other members before it can answer. If False, a long silence
-                counts as a failure.
-
-        Raises:
-            MemberFailed: the peer says that another member failed.
-            SwarmError: the peer itself failed, or refused.
-        """
+        """Send a part (or nothing) and wait for the answer, which is `reply_bytes` long. `waits` says whether the peer
+        itself has to wait for other members before it can answer; if not, a long silence counts as a failure. Raises
+        MemberFailed if the peer says that another member failed, and SwarmError if the peer itself failed, or
+        refused."""
         ...
 
 
@@ -286,11 +280,8 @@ def _upload_rate(payloads: dict[str, Payload], sent_bytes: dict[str, int]) -> fl
 
 
 async def gather(vector_D: torch.Tensor, hand_out: HandOut, terms: Terms) -> Average:
-    """Get every member's contribution and sum them here. Raises and is cancelled like `butterfly`.
-
-    Args:
-        hand_out: gives this member's contribution to the others.
-    """
+    """Get every member's contribution and sum them here. Raises and is cancelled like `butterfly`. `hand_out` gives
+    this member's contribution to the others."""
     own_id, shares, codec, num_elements = terms.own_id, terms.shares, terms.codec, vector_D.numel()
     own = terms.own
     payloads: dict[str, Payload] = {}

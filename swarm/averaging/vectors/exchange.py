@@ -24,8 +24,8 @@ from swarm.events import Events, OutOfLine
 from swarm.honesty.comparison import Comparison, Deviation, Memory, layers_of
 from swarm.honesty.suspects import Suspects
 from swarm.machine.memory import Recycler
-from swarm.training.clipping import squared_norm_of_vector
 from swarm.training.round_member import Contribution
+from swarm.training.scaling import squared_norm_of_vector
 from swarm.training.tally import Given
 
 SMOOTHING = 0.3

@@ -19,7 +19,7 @@ from swarm.compression.buffers import slices
 from swarm.compression.codec import Buffer, Codec
 from swarm.errors import MalformedMessage
 from swarm.honesty.comparison import Deviation
-from swarm.training.clipping import squared_norm_of_vector
+from swarm.training.scaling import squared_norm_of_vector
 
 CACHED_ELEMENTS = 1 << 17
 """How many elements are summed at a time, so that the sum stays in the processor's cache."""
@@ -33,8 +33,6 @@ Compare = Callable[[Mapping[str, torch.Tensor]], Sequence[Deviation]]
 
 
 class _Answer:
-    """The answer for which the other members wait."""
-
     def __init__(self) -> None:
         self._result: asyncio.Future[Payload | MemberFailed] = asyncio.get_running_loop().create_future()
 
@@ -80,21 +78,11 @@ class Reduction(_Answer):
     """
 
     def __init__(
-        self,
-        shares: Shares,
-        own_id: str,
-        *,
-        codec: Codec,
-        result_codec: Codec,
-        owed: Callable[[], torch.Tensor | None] = lambda: None,
-        compare: Compare = lambda parts: (),
-    ) -> None:
-        """
-        Args:
-            codec: of the contributions.
-            result_codec: of the sum.
-            owed: gives the debt of earlier sums, to be added to this one; called on the thread that sums.
-        """
+        self, shares: Shares, own_id: str, *, codec: Codec, result_codec: Codec,
+        owed: Callable[[], torch.Tensor | None] = lambda: None, compare: Compare = lambda parts: (),
+    ) -> None:  # fmt: skip
+        """`codec` is that of the contributions, and `result_codec` that of the sum. `owed` gives the debt of earlier
+        sums, to be added to this one; it is called on the thread that sums."""
         super().__init__()
         part = shares.parts[[share.peer_id for share in shares.members].index(own_id)]
         self.num_elements = part.stop - part.start
@@ -189,14 +177,9 @@ Side = Reduction | HandOut
 
 
 def decode_bounded(codec: Codec, encoded: Buffer, num_elements: int, norm: float | None = None) -> torch.Tensor:
-    """Decode another member's part or contribution, within bounds.
-
-    Args:
-        norm: the squared norm that its sender claims, if any.
-
-    Raises:
-        MalformedMessage: the bytes do not decode, or hold numbers beyond LARGEST_CONTRIBUTION, or have another norm.
-    """
+    """Decode another member's part or contribution, within bounds. `norm` is the squared norm that its sender claims,
+    if any. Raises MalformedMessage if the bytes do not decode, or hold numbers beyond LARGEST_CONTRIBUTION, or have
+    another norm."""
     decoded_N = codec.decode(encoded, num_elements)
     if num_elements and not all(abs(float(extreme)) <= LARGEST_CONTRIBUTION for extreme in torch.aminmax(decoded_N)):
         raise MalformedMessage(f"numbers beyond {LARGEST_CONTRIBUTION:.0e}")

@@ -40,30 +40,20 @@ class Committed:
 
 
 async def pack(committed: Committed, sha256: bytes, donor_round: Callable[[], int]) -> pb.ResultHeader:
-    """Make the header that announces a result on the wire, once the state's digest is known.
-
-    Args:
-        sha256: the digest of the tensors' bytes, which follow the header.
-        donor_round: gives this peer's round; called once the state's digest is known.
-    """
+    """Make the header that announces a result on the wire, once the state's digest is known. `sha256` is the digest of
+    the tensors' bytes, which follow the header. `donor_round` gives this peer's round; called once the state's digest
+    is known."""
     state_digest = await asyncio.shield(committed.state_digest)
     return pb.ResultHeader(
-        outcome=committed.outcome,
-        standing=messages.pack_standing(committed.after),
-        state_digest=state_digest,
-        tensors=describe(committed.result.tensors),
-        sha256=sha256,
-        donor_round=donor_round(),
+        outcome=committed.outcome, standing=messages.pack_standing(committed.after), state_digest=state_digest,
+        tensors=describe(committed.result.tensors), sha256=sha256, donor_round=donor_round(),
         amendments=committed.amendments,
-    )
+    )  # fmt: skip
 
 
 def _unpack(before: Standing, header: pb.ResultHeader, tensors: Mapping[str, torch.Tensor]) -> Committed:
-    """Read the wire form. The cost of the round stays zero, because this peer took no part in it.
-
-    Raises:
-        MalformedMessage: the result does not follow from `before`, or was clipped by an impossible norm.
-    """
+    """Read the wire form. The cost of the round stays zero, because this peer took no part in it. Raises
+    MalformedMessage if the result does not follow from `before`, or was clipped by an impossible norm."""
     outcome, prepared = header.outcome, header.outcome.prepared
     after, members = messages.unpack_standing(header.standing), tuple(prepared.member_ids)
     lineage = messages.lineage_after(before.lineage, outcome)
@@ -72,19 +62,11 @@ def _unpack(before: Standing, header: pb.ResultHeader, tensors: Mapping[str, tor
         raise MalformedMessage(f"a result of round {outcome.round} does not follow from round {before.round} here")
     require_norms(outcome, prepared.squared_norm)
     result = RoundResult(
-        round=before.round,
-        tensors=tensors,
-        num_samples=prepared.num_samples,
-        squared_norm=prepared.squared_norm,
-        total_squared_norm=outcome.total_squared_norm,
-        members=members,
-        lineage=lineage,
-        attempts=prepared.ballot.attempt,
-        digest=prepared.digest,
-        partners=messages.digests_of(outcome.partners),
-        amended=prepared.amended,
-        given=messages.unpack_given(prepared),
-    )
+        round=before.round, tensors=tensors, num_samples=prepared.num_samples, squared_norm=prepared.squared_norm,
+        total_squared_norm=outcome.total_squared_norm, members=members, lineage=lineage,
+        attempts=prepared.ballot.attempt, digest=prepared.digest, partners=messages.digests_of(outcome.partners),
+        amended=prepared.amended, given=messages.unpack_given(prepared),
+    )  # fmt: skip
     return Committed(
         before=before, after=after, result=result, outcome=outcome, state_digest=known(header.state_digest),
         amendments=tuple(header.amendments),
@@ -132,8 +114,6 @@ def require_applicable(result: RoundResult, contribution: Tensors) -> None:
 
 
 class IncomingResult:
-    """A result that is being downloaded, piece by piece."""
-
     def __init__(self, before: Standing, header: pb.ResultHeader, max_bytes: int) -> None:
         """Raises MalformedMessage for a header that makes no sense."""
         self.header = header

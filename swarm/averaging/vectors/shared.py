@@ -25,7 +25,7 @@ from swarm.config import AveragingConfig
 from swarm.errors import IntegrityError, MalformedMessage, NotReady, PeerUnavailable, SwarmError
 from swarm.model.stages import shared_parameters
 from swarm.rpc.v1 import averaging_pb2 as pb
-from swarm.training.clipping import squared_norm_of_vector
+from swarm.training.scaling import squared_norm_of_vector
 from swarm.types import Block
 
 logger = logging.getLogger(__name__)
@@ -92,15 +92,9 @@ class TiedParameters:
     async def sum(
         self, round_number: int, holders: Iterable[pb.Partner], config: AveragingConfig
     ) -> dict[str, torch.Tensor]:
-        """Add up the averages of the stages that hold the parameters. Returns the sum of each parameter.
-
-        Args:
-            holders: a peer of each stage that holds them, this one included.
-            config: that of the round.
-
-        Raises:
-            PeerUnavailable: no peer gives some stage's average.
-        """
+        """Add up the averages of the stages that hold the parameters. Returns the sum of each parameter. `holders` are
+        a peer of each stage that holds them, this one included. `config` is that of the round. Raises PeerUnavailable
+        if no peer gives some stage's average."""
         by_block = {_block_of(holder): holder for holder in holders}
         if sorted(by_block) != self._holders:
             raise MalformedMessage(

@@ -70,12 +70,8 @@ def describe(tensors: Mapping[str, torch.Tensor]) -> list[TensorHeader]:
 
 
 def allocate(headers: Iterable[TensorHeader], max_bytes: int) -> dict[str, torch.Tensor]:
-    """Allocate memory for the tensors that a peer describes.
-
-    Raises:
-        MalformedMessage: unknown types, names that come twice, sizes that contradict themselves, or more than
-            `max_bytes` in all. Nothing was allocated then.
-    """
+    """Allocate memory for the tensors that a peer describes. Raises MalformedMessage for unknown types, names that come
+    twice, sizes that contradict themselves, or more than `max_bytes` in all. Nothing was allocated then."""
     described = list(headers)
     if any(header.encoding not in DTYPES for header in described):
         raise MalformedMessage("tensors of an unknown type are announced")
@@ -103,16 +99,9 @@ def _tally_of(header: pb.SnapshotHeader) -> Tally:
 
 
 class PartialSnapshot:
-    """A snapshot of which some segments may still be missing."""
-
     def __init__(self, header: pb.SnapshotHeader, snapshot_id: bytes, max_bytes: int, *, only: str = "") -> None:
-        """
-        Args:
-            only: fetch only the segments of tensors with this prefix in their names.
-
-        Raises:
-            MalformedMessage: the header makes no sense.
-        """
+        """With `only`, only the segments of tensors with this prefix in their names are fetched. Raises
+        MalformedMessage if the header makes no sense."""
         num_bytes = sum(tensor.num_bytes for tensor in header.tensors)
         if not header.segment_bytes or len(header.segment_digests) != -(-num_bytes // header.segment_bytes):
             raise MalformedMessage(f"{num_bytes} bytes do not come in {len(header.segment_digests)} segments")

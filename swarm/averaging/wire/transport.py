@@ -104,20 +104,11 @@ class Transport:
         return reply
 
     async def exchange(
-        self,
-        peer: PeerRecord,
-        opening: pb.ExchangeOpen,
-        part: Buffer,
-        *,
-        reply_bytes: int,
-        timeout_seconds: float,
+        self, peer: PeerRecord, opening: pb.ExchangeOpen, part: Buffer, *, reply_bytes: int, timeout_seconds: float,
         silence_seconds: float | None = None,
-    ) -> Payload:
+    ) -> Payload:  # fmt: skip
         """Send a part to its owner and return the owner's average. Raises MemberFailed if the owner blames a member.
-
-        Args:
-            silence_seconds: longest wait for the next piece; None if only `timeout_seconds` limits it.
-        """
+        `silence_seconds` is the longest wait for the next piece; None if only `timeout_seconds` limits it."""
         upload_seconds = 0.0
 
         async def requests() -> AsyncIterator[pb.ExchangeRequest]:
@@ -201,32 +192,19 @@ class Transport:
 
 @dataclass(frozen=True, kw_only=True)
 class Broadcast:
-    """How a leader reaches its members.
-
-    Attributes:
-        is_silent: tells whether a peer has been silent for so long that it must be frozen or gone. A peer that is
-            merely busy goes on reporting.
-    """
+    """How a leader reaches its members. `is_silent` tells whether a peer has been silent for so long that it must be
+    frozen or gone. A peer that is merely busy goes on reporting."""
 
     call: Caller
     is_silent: Callable[[PeerId], bool]
     timing: Timing
 
     async def __call__(
-        self,
-        members: Members,
-        method: Method[Request, Reply],
-        requests: Mapping[PeerId, Request],
-        timeout_seconds: float,
-        *,
-        until: Callable[[Reply | SwarmError], bool] = lambda reply: True,
-    ) -> dict[PeerId, Reply | SwarmError]:
-        """Call all members at once. Returns the answers and errors that came in time.
-
-        Args:
-            until: tells whether an answer is acceptable. After one that is not, the other members get only a moment
-                more.
-        """
+        self, members: Members, method: Method[Request, Reply], requests: Mapping[PeerId, Request],
+        timeout_seconds: float, *, until: Callable[[Reply | SwarmError], bool] = lambda reply: True,
+    ) -> dict[PeerId, Reply | SwarmError]:  # fmt: skip
+        """Call all members at once. Returns the answers and errors that came in time. `until` tells whether an answer
+        is acceptable. After one that is not, the other members get only a moment more."""
 
         async def one(peer: PeerId) -> Reply | SwarmError:
             try:
@@ -271,11 +249,8 @@ def contact_of(peer: PeerRecord) -> pb.Contact:
 
 
 def record_of(contact: pb.Contact, block: Block) -> PeerRecord:
-    """The record by which the channel pool reaches a contact.
-
-    Raises:
-        MalformedMessage: the contact has no address, or the certificate of another peer.
-    """
+    """The record by which the channel pool reaches a contact. Raises MalformedMessage if the contact has no address, or
+    the certificate of another peer."""
     try:
         if contact.certificate_pem and peer_id_of(contact.certificate_pem) != contact.peer_id:
             raise MalformedMessage(f"the certificate is not that of {contact.peer_id[:40]!r}")
@@ -298,8 +273,6 @@ def record_of(contact: pb.Contact, block: Block) -> PeerRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class OtherMembers:
-    """The members with which one exchange is made."""
-
     transport: Transport
     clock: Clock
     timing: Timing

@@ -42,11 +42,8 @@ _ROUTES = "/health, /v1/models, /v1/completions, /v1/chat/completions and /v1/re
 
 class Api:
     def __init__(self, model: TextModel, *, default_tokens: int, clock: Clock, numbers: random.Random) -> None:
-        """
-        Args:
-            default_tokens: the most tokens of an answer, unless the client gives a number.
-            numbers: gives random numbers, for ids of answers, and for seeds if clients give none.
-        """
+        """`default_tokens` are the most tokens of an answer, unless the client gives a number. `numbers` gives random
+        numbers, for ids of answers, and for seeds if clients give none."""
         self._model = model
         self._default_tokens = default_tokens
         self._clock = clock
@@ -91,7 +88,6 @@ class Api:
         return await self._written(wanted, [prompt])
 
     async def _prompt(self, prompt: str | list[int]) -> list[int]:
-        """The tokens of a prompt. Raises Refusal."""
         if isinstance(prompt, str):
             try:
                 return await asyncio.to_thread(self._model.encode, prompt)
@@ -159,13 +155,9 @@ class Api:
         return await asyncio.to_thread(text.scored, self._model.tokenizer, first, last)
 
     async def _events(
-        self,
-        answer: Answer | ResponseAnswer,
-        num_prompt_tokens: int,
-        texts: list[Text],
-        first: list[Piece | None],
+        self, answer: Answer | ResponseAnswer, num_prompt_tokens: int, texts: list[Text], first: list[Piece | None],
         pieces: Pieces,
-    ) -> AsyncIterator[bytes]:
+    ) -> AsyncIterator[bytes]:  # fmt: skip
         for chunk in answer.opening(len(texts)):
             yield event(chunk)
         while True:

@@ -133,7 +133,6 @@ async def _answer(app: ASGIApp, scope: Scope, body: bytes, receive: Receive, sen
 
 
 def refusal_of(error: Exception) -> Refusal:
-    """The refusal that a client gets for an error that arose while its answer was made."""
     if isinstance(error, Refusal):
         return error
     if isinstance(error, Overloaded):

@@ -106,11 +106,8 @@ class Request(_Strict):
         return None
 
     def sampling(self, *, seed: int = 0) -> Sampling:
-        """How tokens are chosen. The seed is for a client that gives none.
-
-        Raises:
-            Refusal: for the first parameter that cannot be.
-        """
+        """How tokens are chosen. The seed is for a client that gives none. Raises Refusal for the first parameter that
+        cannot be."""
         given: dict[str, Any] = {"seed": seed}
         for name, value in (self.model_extra or {}).items():
             if name not in _SAMPLING or value is None:
@@ -168,7 +165,6 @@ class CompletionRequest(_ChoicesRequest):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, each as its text or its tokens. Raises Refusal."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         tokens = [part for part in self.prompt if isinstance(part, int)]

@@ -47,8 +47,6 @@ class ResponseRequest(Request):
 
 
 class ResponseAnswer:
-    """One response, whole or as the events of a stream, in their order."""
-
     tail = b""
     """What follows the last event."""
 

@@ -109,7 +109,6 @@ class Pieces:
 async def written(
     model: TextModel, texts: Sequence[Text], *, stops: Sequence[str], with_special: bool
 ) -> AsyncIterator[Pieces]:
-    """Write texts inside the block."""
     pieces = Pieces()
     # A task group around the block would cancel the block when a text fails. Instead the task is always ended below.
     writing = asyncio.create_task(pieces.write(model, texts, stops=stops, with_special=with_special))

@@ -51,11 +51,8 @@ class Keys:
         self._unread = {name for name in values if not _HARMLESS.fullmatch(name)}
 
     def get(self, name: str, kind: type, default: Any = None) -> Any:
-        """The value of a key. If it is missing or null, `default`, unless that is None.
-
-        Raises:
-            ValueError: the value is missing and there is no default, or it is of another type.
-        """
+        """The value of a key. If it is missing or null, `default`, unless that is None. Raises ValueError if the value
+        is missing and there is no default, or it is of another type."""
         self._unread.discard(name)
         value = self._values.get(name)
         value = default if value is None else value
@@ -70,11 +67,8 @@ class Keys:
         return value
 
     def size(self, name: str, default: int | None = None) -> int:
-        """The value of a key that counts something, or is a width. `default` is as in get, and may be below 1.
-
-        Raises:
-            ValueError: as get does, or the value is below 1.
-        """
+        """The value of a key that counts something, or is a width. `default` is as in get, and may be below 1. Raises
+        ValueError as get does, or if the value is below 1."""
         value: int = self.get(name, int, default)
         if self._values.get(name) is not None and value < 1:
             raise ValueError(f"{name} is {value}, and should be at least 1")
@@ -101,11 +95,8 @@ class Keys:
         return Keys(value)
 
     def finish(self) -> list[str]:
-        """The keys that were not read and are ignored, because they have no value: false, null, or empty.
-
-        Raises:
-            ValueError: a key with a value was not read. The error names it.
-        """
+        """The keys that were not read and are ignored, because they have no value: false, null, or empty. Raises
+        ValueError if a key with a value was not read. The error names it."""
         for name in sorted(self._unread):
             value = self._values[name]
             if value is not None and value is not False and value not in ("", [], {}):
@@ -166,11 +157,8 @@ class Family:
         return dataclasses.replace(model, **biases)
 
     def tensors(self, model: ModelConfig, ours: Mapping[str, Any]) -> Iterator[TensorRule]:
-        """The rules for the tensors that a model has, layer by layer.
-
-        Args:
-            ours: all tensors of the model, by our names; rules for others are left out.
-        """
+        """The rules for the tensors that a model has, layer by layer. `ours` are all tensors of the model, by our
+        names; rules for others are left out."""
         for rule in self.rules:
             is_layered = "{layer}" in rule.theirs
             for one in (rule.of_layer(layer) for layer in range(model.num_layers)) if is_layered else (rule,):

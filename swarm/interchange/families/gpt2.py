@@ -36,13 +36,9 @@ def _read(keys: Keys) -> dict[str, Any]:
     for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop", "summary_first_dropout"):
         keys.get(name, float, 0.0)
     for name in (
-        "summary_activation",
-        "summary_proj_to_labels",
-        "summary_type",
-        "summary_use_proj",
-        "n_ctx",
+        "summary_activation", "summary_proj_to_labels", "summary_type", "summary_use_proj", "n_ctx",
         "task_specific_params",
-    ):
+    ):  # fmt: skip
         keys.get(name, object, "")
     d_model = keys.size("n_embd")
     return {

@@ -24,12 +24,9 @@ _NONE = -1
 
 
 def read_config(path: Path) -> tuple[Family, ModelConfig]:
-    """The family and our configuration of a model, from its config.json. Logs which keys are ignored.
-
-    Raises:
-        ValueError: one line. The file is missing or no JSON, the architecture is not supported, or a key is not known
-            or has a value that is not supported.
-    """
+    """The family and our configuration of a model, from its config.json. Logs which keys are ignored. Raises
+    ValueError, of one line, if the file is missing or no JSON, the architecture is not supported, or a key is not known
+    or has a value that is not supported."""
     values = json_file.read_object(path)
     if values.get("quantization_config"):
         raise ValueError(f"{path}: a quantized model cannot be trained; take the one that it was made from")

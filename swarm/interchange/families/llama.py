@@ -88,11 +88,7 @@ def _read_rope(keys: Keys) -> dict[str, Any]:
 
 
 def _read_rope_section(rope: Keys, theta: float) -> dict[str, Any]:
-    """Read one section about rotary positions.
-
-    Args:
-        theta: the rope_theta to take if the section has none.
-    """
+    """Read one section about rotary positions. `theta` is the rope_theta to take if the section has none."""
     theta = rope.get("rope_theta", float, theta)
     rope.expect("partial_rotary_factor", 1.0)
     kind = rope.get("rope_type", str, rope.get("type", str, "default"))
@@ -213,23 +209,14 @@ def _write_qwen3(model: ModelConfig) -> dict[str, Any]:
 
 
 def _family(
-    architecture: str,
-    model_type: str,
-    read: Callable[[Keys], dict[str, Any]],
-    write: Callable[[ModelConfig], dict[str, Any]],
-    special_tokens: Mapping[str, int] = MappingProxyType({}),
+    architecture: str, model_type: str, read: Callable[[Keys], dict[str, Any]],
+    write: Callable[[ModelConfig], dict[str, Any]], special_tokens: Mapping[str, int] = MappingProxyType({}),
     rules: tuple[TensorRule, ...] = _RULES,
-) -> Family:
+) -> Family:  # fmt: skip
     return Family(
-        architecture=architecture,
-        model_type=model_type,
-        read=read,
-        write=write,
-        rules=rules,
-        no_tensors=(".rotary_emb.inv_freq",),
-        prefix="model.",
-        special_tokens=special_tokens,
-    )
+        architecture=architecture, model_type=model_type, read=read, write=write, rules=rules,
+        no_tensors=(".rotary_emb.inv_freq",), prefix="model.", special_tokens=special_tokens,
+    )  # fmt: skip
 
 
 LLAMA = _family("LlamaForCausalLM", "llama", _read_llama, _write_llama, _LLAMA_TOKENS)

@@ -79,7 +79,6 @@ class TcpLine:
             self._stream[1].close()
 
     async def close(self) -> None:
-        """Close the line; nothing happens if it is closed already."""
         self._stream[1].close()
 
 

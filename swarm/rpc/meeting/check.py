@@ -53,8 +53,6 @@ async def check(channel: grpc.aio.Channel, request: pb.CheckRequest, *, seconds:
 
 @dataclass(frozen=True)
 class _Target:
-    """An endpoint to dial."""
-
     endpoint: str
     port: int
     addresses: tuple[str, ...]
@@ -66,7 +64,6 @@ class _Target:
 
     @property
     def is_strange(self) -> bool:
-        """Whether the dialled address may belong to another machine than the caller's."""
         return bool(self.addresses) and not self.is_observed
 
 
@@ -204,6 +201,5 @@ def _has_way(address: str) -> bool:
 
 
 def peer_address(context: Any) -> tuple[str, int]:
-    """The address and port from which the call with this ServicerContext comes."""
     host, port = host_and_port(peer_of(context).partition(":")[2])
     return str(plain_ip_of(host) or host), port

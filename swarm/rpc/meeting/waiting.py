@@ -100,7 +100,6 @@ class Waiting:
         return list(wanted.values())[: NUM_POINTS - len(self._trying)]
 
     async def _stay(self, point: Entry, tasks: asyncio.TaskGroup) -> None:
-        """Wait at one meeting point for as long as that is possible."""
         # Set at the beginning, so that after a long wait the next attempt comes at once: this machine may have been
         # away, and not the meeting point.
         self._avoided_until[point] = self.clock.monotonic() + AGAIN_SECONDS

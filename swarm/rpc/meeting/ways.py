@@ -22,7 +22,7 @@ from swarm.types import PeerId, PeerRecord
 logger = logging.getLogger(__name__)
 
 DIRECT_SECONDS = 1.0
-"""Longest wait for a connection to an endpoint; gRPC waits three seconds for all together (rpc/options)."""
+"""Longest wait for a connection to an endpoint; gRPC waits three seconds for all together (rpc/tls)."""
 TUNNEL_SECONDS = 2.5
 """Longest wait for a connection through a meeting point, which is connected to first, and then calls the peer."""
 DIRECT_AGAIN_SECONDS, TUNNEL_AGAIN_SECONDS = 60.0, 5.0

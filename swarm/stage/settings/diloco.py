@@ -84,14 +84,11 @@ class Turns:
 
     def look(self) -> None:
         """Give as many turns as there is room for. To be called after every step, and when gradients were taken out."""
-        while self._waiting and self._has_room():
+        while self._waiting and self._num_running() + self._num_unstepped() < self._most:
             _, number, turn = heapq.heappop(self._waiting)
             if not turn.done():
                 self._began_at[number] = self._clock.monotonic()
                 turn.set_result(None)
-
-    def _has_room(self) -> bool:
-        return self._num_running() + self._num_unstepped() < self._most
 
     def _num_running(self) -> int:
         usual = self._usual_seconds.value
@@ -202,5 +199,4 @@ class DilocoSetting(Setting):
         self._ledger.prune(self._round.number - 1)
 
     def squared_norm(self, result: RoundResult) -> float:
-        """The squared norm of this stage's average alone."""
         return result.squared_norm

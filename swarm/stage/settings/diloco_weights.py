@@ -19,18 +19,17 @@ from torch import nn
 
 from swarm.config import RunConfig, Timeline
 from swarm.events import Events, Step
-from swarm.machine import mapped
-from swarm.machine.memory import Recycler
+from swarm.machine.memory import Recycler, in_file
 from swarm.model.adapters import trained_parameters
 from swarm.model.functions import fuses
 from swarm.stage.buckets import GradientBucket, Tensors, Version
 from swarm.stage.weights import Round, StageWeights
 from swarm.training import optim
-from swarm.training.clipping import clip, squared_norm_of
 from swarm.training.inner_steps import InnerSteps
 from swarm.training.optimizers import gradient_optimizer
 from swarm.training.round_member import Contribution, RoundResult
 from swarm.training.samples import NOTHING, Amount
+from swarm.training.scaling import clip, squared_norm_of
 
 KEPT_CLOSINGS = 3
 """Closings of a round that are known. Each holds the weights from which it was taken."""
@@ -52,19 +51,11 @@ class DilocoWeights(StageWeights):
     """An inner step whenever a batch is full, and an outer step from the anchor."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        module: nn.Module,
-        timeline: Timeline,
-        *,
-        lineage: str,
-        share: Fraction,
-        events: Events | None = None,
-        fused: bool | None = None,
-        anchors: Path | None = None,
-    ) -> None:
+        self, config: RunConfig, module: nn.Module, timeline: Timeline, *, lineage: str, share: Fraction,
+        events: Events | None = None, fused: bool | None = None, anchors: Path | None = None,
+    ) -> None:  # fmt: skip
         """See weights_of."""
-        self._on_disk = None if anchors is None else Recycler(partial(mapped.floats, anchors))
+        self._on_disk = None if anchors is None else Recycler(partial(in_file, anchors))
         """Memory for anchors and outer momentum, unless that is RAM."""
         self._events = events or Events()
         trained = trained_parameters(module)
@@ -81,18 +72,11 @@ class DilocoWeights(StageWeights):
         self._failure: Exception | None = None
         """The failure of an inner step."""
         super().__init__(
-            config,
-            module,
-            timeline,
-            batch_samples=config.rounds.inner_batch_samples,
-            anchor_device=torch.device("cpu"),
-            lineage=lineage,
-            share=share,
-            outer_memory=self._on_disk,
-        )
+            config, module, timeline, batch_samples=config.rounds.inner_batch_samples,
+            anchor_device=torch.device("cpu"), lineage=lineage, share=share, outer_memory=self._on_disk,
+        )  # fmt: skip
 
     def _forget(self) -> None:
-        """Forget what inner steps have learnt."""
         self._unaveraged = [NOTHING] * len(self._fragments)
         """By fragment, the amount that inner steps have used since the fragment was last averaged."""
 
@@ -170,13 +154,9 @@ class DilocoWeights(StageWeights):
         self._closings.pop(number - KEPT_CLOSINGS, None)
         amount = self._unaveraged[fragment]
         return Contribution(
-            tensors=tensors,
-            num_samples=amount.samples,
-            num_targets=amount.targets,
-            round_samples=self.round.stepped.samples,
-            fragment=fragment,
-            closing=number,
-        )
+            tensors=tensors, num_samples=amount.samples, num_targets=amount.targets,
+            round_samples=self.round.stepped.samples, fragment=fragment, closing=number,
+        )  # fmt: skip
 
     def _end_round(self, result: RoundResult, rate: float) -> tuple[Amount, Tensors]:
         """Step from the anchor.
@@ -198,7 +178,6 @@ class DilocoWeights(StageWeights):
 
     @property
     def _fragment(self) -> int:
-        """The fragment that this round averages."""
         return self.round.number % len(self._fragments)
 
     def _carried(self, result: RoundResult) -> tuple[Tensors, Amount]:
@@ -276,11 +255,7 @@ class DilocoWeights(StageWeights):
 
 def dealt(names: Iterable[str], num_fragments: int) -> list[list[str]]:
     """Divide parameter names by layer group (embedding, each layer, head) among the fragments, so that a fragment's
-    layers are far apart.
-
-    Raises:
-        ValueError: there are fewer layer groups than fragments.
-    """
+    layers are far apart. Raises ValueError if there are fewer layer groups than fragments."""
     groups: dict[str, list[str]] = {}
     for name in names:
         parts = name.split(".")

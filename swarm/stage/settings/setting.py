@@ -96,10 +96,7 @@ class Setting(ABC):
     @abstractmethod
     def repeated(self, microbatch: Microbatch, entry: Entry[Computation]) -> Computation | Start:
         """Decide about a repeated microbatch, which counts here and is in the ledger: join a computation, or start.
-
-        Raises:
-            StaleMicrobatch: nothing is left to do for the microbatch.
-        """
+        Raises StaleMicrobatch if nothing is left to do for the microbatch."""
 
     # -- how microbatches end ----------------------------------------------------------------------------------------
 

@@ -24,9 +24,9 @@ from swarm.stage.ledger import Entry, EntryState
 from swarm.stage.settings.setting import Setting, Start
 from swarm.stage.weights import Round, StageWeights
 from swarm.training import optim
-from swarm.training.clipping import clipped
 from swarm.training.round_member import Contribution, RoundResult
 from swarm.training.samples import NOTHING, Amount, Microbatch
+from swarm.training.scaling import clipped
 
 REPLAY_GAP_SECONDS = 1.0
 """A replay of a microbatch that counts at a peer is offered to this peer again after so long. In the meantime the peer
@@ -48,11 +48,8 @@ class SynchronousWeights(StageWeights):
         )
 
     def version_for(self, round_number: int) -> Version:
-        """The weights of the microbatch's round.
-
-        Raises:
-            NotReady: its round is neither this one nor the one before.
-        """
+        """The weights of the microbatch's round. Raises NotReady if its round is neither this one nor the one
+        before."""
         if round_number == self.round.number:
             return self.version
         anchor = self.anchor(round_number)
@@ -239,7 +236,6 @@ class SynchronousSetting(Setting):
         return not self._weights.round.closed
 
     def repeated(self, microbatch: Microbatch, entry: Entry[Computation]) -> Computation | Start:
-        """Join a known microbatch, unless it was a replay, which other stages have not accumulated."""
         known = entry.computation
         if entry.state is EntryState.COMMITTED or known is None:
             return Start(microbatch=self._already_counted(microbatch), accumulate=False, earlier=known)

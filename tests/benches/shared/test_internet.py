@@ -16,7 +16,7 @@ import sys, time
 from dataclasses import dataclass
 from types import ModuleType
 
-from peers.shared import faults
+from peers.shared import stopping
 from scripts.benches.menu import run_named
 from scripts.benches.shared.common import OutputOptions
 from scripts.benches.shared.internet import Internet
@@ -32,7 +32,7 @@ def run(options):
 bench = ModuleType("bench")
 bench.Options, bench.run = OutputOptions, run
 sys.argv = ["bench", "waits"]
-sys.exit(faults.run_program("bench", lambda: run_named("bench", "benches", {"waits": ""}, lambda name: bench)))
+sys.exit(stopping.run_program("bench", lambda: run_named("bench", "benches", {"waits": ""}, lambda name: bench)))
 """
 
 

@@ -17,7 +17,7 @@ from websockets.asyncio.client import connect
 from peers.commands import command_line
 from peers.dashboard import program
 from peers.dashboard.program import DashboardOptions
-from peers.shared import faults
+from peers.shared import stopping
 from swarm import config as configs
 from swarm.credentials.identity import generate
 from swarm.rpc.invite import Invite
@@ -46,7 +46,7 @@ def test_a_port_that_is_taken_is_one_line(capsys: pytest.CaptureFixture[str]) ->
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         arguments = ["--peer", f"{'ab' * 20}@127.0.0.1:1", "--port", port]
-        assert faults.run_program(program.PROG, lambda: program.main(arguments)) == 2
+        assert stopping.run_program(program.PROG, lambda: program.main(arguments)) == 2
     assert capsys.readouterr().err == (
         f"swarm-dashboard: error: --port 127.0.0.1:{port}: Address already in use; choose another address or port\n"
     )

@@ -10,7 +10,7 @@ import pytest
 from peers.doctor import fit
 from peers.doctor import program as doctor
 from peers.doctor.options import DoctorOptions
-from peers.shared import faults, needs
+from peers.shared import needs, stopping
 from swarm import config as configs
 from swarm.config import RunConfig
 
@@ -158,5 +158,5 @@ def test_a_plan_may_have_bottlenecks(kind: str, capsys: pytest.CaptureFixture[st
 )
 def test_bad_plans_are_one_line(arguments: list[str], fault: str, capsys: pytest.CaptureFixture[str]) -> None:
     with contextlib.suppress(SystemExit):  # for what the command line alone shows
-        assert faults.run_program("swarm-doctor", lambda: doctor.main(arguments)) == 2
+        assert stopping.run_program("swarm-doctor", lambda: doctor.main(arguments)) == 2
     assert fault in capsys.readouterr().err

@@ -9,7 +9,7 @@ import torch
 from peers.generate import program
 from peers.generate.options import PROG
 from peers.model import program as model
-from peers.shared import faults
+from peers.shared import stopping
 from peers.shared.process import EXIT_USAGE
 from swarm.data.path_router import PathRouter, hashed
 from tests.checkpoint.states import CONFIG, with_paths, write_cut
@@ -91,5 +91,5 @@ def test_a_path_that_is_not_there_is_one_line(checkpoints: Path, capsys: pytest.
 
 
 def _refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert faults.run_program(PROG, lambda: program.main(["--prompt", "a", *arguments])) == EXIT_USAGE
+    assert stopping.run_program(PROG, lambda: program.main(["--prompt", "a", *arguments])) == EXIT_USAGE
     return capsys.readouterr().err

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from peers.generate import program
 from peers.generate.options import PROG
 from peers.model import program as model
-from peers.shared import faults
+from peers.shared import stopping
 from peers.shared.devices import computing_in
 from peers.shared.process import EXIT_USAGE
 from swarm.checkpoint import file
@@ -35,7 +35,7 @@ def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def _refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The line that the program ends with."""
-    assert faults.run_program(PROG, lambda: program.main(arguments)) == EXIT_USAGE
+    assert stopping.run_program(PROG, lambda: program.main(arguments)) == EXIT_USAGE
     *_, last = capsys.readouterr().err.splitlines()
     return last
 

@@ -10,13 +10,13 @@ import pytest
 from peers.generate import program
 from peers.generate.options import PROG, GenerateOptions
 from peers.generate.server import Server
-from peers.shared import faults
+from peers.shared import stopping
 from tests.support.scripted_model import RUN, ScriptedEngine, scripted_model
 
 
 def _end(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The line with which the program ends before it loads anything."""
-    assert faults.run_program(PROG, lambda: program.main(["--model", "nowhere", *arguments])) == 2
+    assert stopping.run_program(PROG, lambda: program.main(["--model", "nowhere", *arguments])) == 2
     return capsys.readouterr().err
 
 

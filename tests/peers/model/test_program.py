@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from peers.generate import program as generate
 from peers.model import program as model
-from peers.shared import faults
+from peers.shared import stopping
 from swarm import config as configs
 from swarm.checkpoint import file
 from swarm.checkpoint.file import Header
@@ -116,7 +116,7 @@ def test_a_model_that_cannot_be_imported_is_one_line_and_nothing_is_written(
     harm(tmp_path / "in")
     capsys.readouterr()
     arguments = ["import", str(tmp_path / "in"), "--output", str(tmp_path / "run")]
-    assert faults.run_program("swarm-model", lambda: model.main(arguments)) == 2
+    assert stopping.run_program("swarm-model", lambda: model.main(arguments)) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("LlamaForCausalLM")]
     assert len(errors) == 1
     assert errors[0].startswith("swarm-model: error: ")

@@ -13,7 +13,7 @@ import torch
 from peers.model import program as model
 from peers.model import route
 from peers.model.options import PROG, RouteModelOptions
-from peers.shared import faults
+from peers.shared import stopping
 from peers.shared.process import EXIT_USAGE
 from swarm import config as configs
 from swarm.data import path_router
@@ -160,6 +160,6 @@ def test_bad_command_lines_are_one_line(
 ) -> None:
     with contextlib.suppress(SystemExit):
         arguments = ["route", "--output", str(tmp_path / "out"), *arguments]
-        assert faults.run_program(PROG, lambda: model.main(arguments)) == EXIT_USAGE
+        assert stopping.run_program(PROG, lambda: model.main(arguments)) == EXIT_USAGE
     assert fault in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

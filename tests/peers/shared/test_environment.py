@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from peers.shared import environment
-from peers.shared.environment import cache_folder
+from peers.shared import process
+from peers.shared.process import cache_folder
 
 
 def test_keys_and_texts_are_kept_where_the_user_says_or_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,7 +28,7 @@ def test_without_a_home_the_user_has_to_say(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(autouse=True)
 def _no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*environment.NAMES, "LD_PRELOAD"):
+    for name in (*process.KEYS, "LD_PRELOAD"):
         # The key is set first, so that it is undone at the end, whatever is set meanwhile.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -46,7 +46,7 @@ def _no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_key_is_read_and_nothing_else(line: str, tmp_path: Path) -> None:
     (tmp_path / ".env").write_text(line + "\nWANDB_API_KEY=0123#4\n")
-    environment.read(tmp_path / ".env")
+    process.read_dotenv(tmp_path / ".env")
     assert os.environ["HF_TOKEN"] == "hf_abc="
     assert os.environ["WANDB_API_KEY"] == "0123#4"
     assert "LD_PRELOAD" not in os.environ
@@ -55,15 +55,15 @@ def test_a_key_is_read_and_nothing_else(line: str, tmp_path: Path) -> None:
 def test_the_environment_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "own")
     (tmp_path / ".env").write_text("HF_TOKEN=other\n")
-    environment.read(tmp_path / ".env")
+    process.read_dotenv(tmp_path / ".env")
     assert os.environ["HF_TOKEN"] == "own"
 
 
 def test_no_file_is_no_fault(tmp_path: Path) -> None:
-    environment.read(tmp_path / ".env")
-    environment.read(tmp_path)
+    process.read_dotenv(tmp_path / ".env")
+    process.read_dotenv(tmp_path)
     os.mkfifo(tmp_path / "pipe")
-    environment.read(tmp_path / "pipe")
+    process.read_dotenv(tmp_path / "pipe")
     assert "HF_TOKEN" not in os.environ
 
 
@@ -71,7 +71,7 @@ def test_no_file_is_no_fault(tmp_path: Path) -> None:
 def test_a_bad_value_is_one_line_that_does_not_tell_it(value: str, tmp_path: Path) -> None:
     (tmp_path / ".env").write_text(f"A=1\nHF_TOKEN={value}\n")
     with pytest.raises(ValueError, match=r"\.env, line 2: HF_TOKEN has no key") as caught:
-        environment.read(tmp_path / ".env")
+        process.read_dotenv(tmp_path / ".env")
     assert "cret" not in str(caught.value)
     assert "HF_TOKEN" not in os.environ
 
@@ -79,4 +79,4 @@ def test_a_bad_value_is_one_line_that_does_not_tell_it(value: str, tmp_path: Pat
 def test_a_file_that_is_no_text_is_one_line(tmp_path: Path) -> None:
     (tmp_path / ".env").write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match="it is not UTF-8 text"):
-        environment.read(tmp_path / ".env")
+        process.read_dotenv(tmp_path / ".env")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from peers.shared import faults, logs, stopping
+from peers.shared import logs, stopping
 from swarm.errors import ConfigMismatch, PeerUnavailable
 
 _MORE_MEMORY = (
@@ -52,22 +52,22 @@ def _raise(error: BaseException) -> int:
 def test_a_fault_is_one_line(
     error: BaseException, exit_code: int, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert faults.run_program("swarm-x", lambda: _raise(error)) == exit_code
+    assert stopping.run_program("swarm-x", lambda: _raise(error)) == exit_code
     assert capsys.readouterr().err == line + "\n"
 
 
 def test_a_result_is_the_exit_code() -> None:
-    assert faults.run_program("swarm-x", lambda: 3) == 3
+    assert stopping.run_program("swarm-x", lambda: 3) == 3
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), ExceptionGroup("", [ValueError("y"), TypeError("z")])])
 def test_a_bug_keeps_its_traceback(error: Exception) -> None:
     """That holds, too, if faults that followed from the bug share its group."""
     with pytest.raises(type(error)):
-        faults.run_program("swarm-x", lambda: _raise(error))
+        stopping.run_program("swarm-x", lambda: _raise(error))
 
 
 def test_debug_shows_where(capsys: pytest.CaptureFixture[str]) -> None:
     logs.setup_logging("peer-1", "debug")
-    faults.run_program("swarm-x", lambda: _raise(ValueError("bad")))
+    stopping.run_program("swarm-x", lambda: _raise(ValueError("bad")))
     assert "Traceback" in capsys.readouterr().err

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from peers.shared.tokenizer import have
-from swarm.content.fetcher import Fetcher, Kind
+from swarm.content.service import Fetcher, Kind
 from swarm.data import tokenizer_files, tokenizers
 from swarm.errors import PeerUnavailable
 from swarm.machine.clock import SystemClock

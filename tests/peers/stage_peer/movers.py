@@ -22,7 +22,7 @@ from peers.stage_peer.server import PeerServer
 from swarm.checkpoint import file
 from swarm.checkpoint.writer import CheckpointWriter
 from swarm.config import RunConfig
-from swarm.content.servicer import Shelves
+from swarm.content.service import Shelves
 from swarm.credentials.identity import generate
 from swarm.events import Event, Events, Leave
 from swarm.hop.answers import HopListener, HopReply

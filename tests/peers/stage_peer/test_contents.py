@@ -11,7 +11,7 @@ import torch
 from peers.shared.network import Membership
 from peers.stage_peer.contents import WAIT_SECONDS, Contents
 from swarm.config import RunConfig
-from swarm.content.fetcher import Fetcher, Kind
+from swarm.content.service import Fetcher, Kind
 from swarm.credentials.identity import generate
 from swarm.errors import PeerUnavailable
 from swarm.interchange.run_folder import ImportOptions, import_model, open_weights

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from peers.shared import faults
+from peers.shared import stopping
 from peers.stage_peer import own_stage
 from swarm.config import RunConfig
 from swarm.errors import Fatal
@@ -72,7 +72,7 @@ async def test_a_stage_that_runs_out_of_memory_while_it_serves_is_one_line(
 
     with pytest.raises(ExceptionGroup) as raised:
         await serve()
-    assert all(isinstance(leaf, expected) and message in str(leaf) for leaf in faults.leaves(raised.value))
+    assert all(isinstance(leaf, expected) and message in str(leaf) for leaf in stopping.leaves(raised.value))
 
 
 async def test_a_peer_that_has_no_memory_for_one_microbatch_leaves_in_good_order_and_says_why(
@@ -95,7 +95,7 @@ async def test_a_peer_that_has_no_memory_for_one_microbatch_leaves_in_good_order
     with pytest.raises(ExceptionGroup) as raised:
         async with asyncio.timeout(20.0):
             await serve()
-    (fault,) = set(faults.leaves(raised.value))
+    (fault,) = set(stopping.leaves(raised.value))
     assert isinstance(fault, Fatal)
     assert str(fault).startswith("stage 0 ran out of memory at 3 microbatches in a row")
     assert Leave() in peer.log.events

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from peers.shared.faults import leaves
+from peers.shared.stopping import leaves
 from peers.stage_peer.own_state import OwnState
 from swarm.audit.audit import audit
 from swarm.averaging.averager import Averager

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from peers.shared import logs
-from peers.shared.faults import run_program
 from peers.shared.sole_writer import require_sole_writer
+from peers.shared.stopping import run_program
 from peers.static import program, run_config
 from peers.static.options import PROG, StaticOptions
 from peers.static.workers import Shape
@@ -33,7 +33,7 @@ from swarm.metrics import read as read_metrics
 from swarm.metrics import read_current
 from swarm.model.stages import parameter_shapes, trained_shapes
 from swarm.stage import state
-from swarm.training import loss_scale
+from swarm.training import scaling
 from swarm.types import Block
 from tests.interchange.small_models import save
 from tests.support.swarm import wait_until
@@ -309,7 +309,7 @@ def test_narrow_types_learn_as_fp32_does(dtype: str, config_file: Path) -> None:
 def test_a_step_that_overflows_float16_is_computed_again(
     config_file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(loss_scale, "MEAN_SCALE", 2.0**24)
+    monkeypatch.setattr(scaling, "MEAN_SCALE", 2.0**24)
     with caplog.at_level("INFO"):
         assert trained(config_file, "--steps", 5, "--dtype", "fp16") == 0
     assert "overflows float16 and is computed again: the loss scale is now 8.38861e+06" in caplog.text

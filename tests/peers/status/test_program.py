@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
-from peers.shared import faults
+from peers.shared import stopping
 from peers.shared.process import EXIT_FAILURE, EXIT_USAGE
 from peers.status import program as status
 from peers.status.program import StatusOptions
@@ -204,9 +204,9 @@ def test_a_missing_trainers_file_is_no_proof(tmp_path: Path, capsys: pytest.Capt
 def test_what_is_no_event_log_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "x.jsonl").write_text("what?\n")
     arguments = ["--audit", str(tmp_path / "x.jsonl")]
-    assert faults.run_program("swarm-status", lambda: status.main(arguments)) == EXIT_USAGE
+    assert stopping.run_program("swarm-status", lambda: status.main(arguments)) == EXIT_USAGE
     assert len(capsys.readouterr().err.splitlines()) == 1
-    assert faults.run_program("swarm-status", lambda: status.main(["--audit", str(tmp_path / "none")])) == 1
+    assert stopping.run_program("swarm-status", lambda: status.main(["--audit", str(tmp_path / "none")])) == 1
     assert "none: No such file or directory" in capsys.readouterr().err
 
 

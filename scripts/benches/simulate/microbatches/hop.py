@@ -12,7 +12,7 @@ from scripts.benches.simulate.microbatches.choosers import Answer
 from scripts.benches.simulate.microbatches.pipeline import SimulatedPeer, SimulatedPipeline, View
 from swarm.errors import Overloaded
 from swarm.hop.retries import PAUSE_SECONDS, SHORTEST_WAIT_SECONDS, HopLimits, most_sent_on
-from swarm.pipeline.windows import Window
+from swarm.pipeline.trainer_paths import Window
 from swarm.types import PeerId
 
 NOTICE_SECONDS = 1.0  # The time from a peer's death until the senders of its microbatches know of it

@@ -10,8 +10,8 @@ from scripts.benches.simulate.microbatches.choosers import Chooser
 from scripts.benches.simulate.microbatches.directory import Directory
 from scripts.benches.simulate.timeline import Timeline
 from swarm.routing.throughput import MovingAverage
+from swarm.stage.admission import SlotCount, Slots
 from swarm.stage.runtime import Priority, TaskQueue
-from swarm.stage.slots import SlotCount, Slots
 from swarm.types import PeerId, PeerRecord, PeerState
 
 QUEUE_CAPACITY = 1024

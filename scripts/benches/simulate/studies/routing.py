@@ -19,7 +19,7 @@ from scripts.benches.simulate.microbatches.hop import train
 from scripts.benches.simulate.microbatches.pipeline import Machine, SimulatedPipeline, View
 from scripts.benches.simulate.timeline import Timeline
 from swarm.machine.clock import Clock
-from swarm.stage.slots import LARGEST_NUM_SLOTS
+from swarm.stage.admission import LARGEST_NUM_SLOTS
 from swarm.types import PeerId
 
 CHOOSERS: dict[str, Callable[[Clock, random.Random], Chooser]] = {

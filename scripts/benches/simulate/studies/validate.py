@@ -42,7 +42,7 @@ from swarm.rpc import tls
 from swarm.rpc.ask import describe
 from swarm.rpc.tls import CLIENT_OPTIONS, through
 from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.stage.slots import LARGEST_NUM_SLOTS
+from swarm.stage.admission import LARGEST_NUM_SLOTS
 from swarm.types import PeerId
 
 POLL_SECONDS = 0.2

@@ -1,32 +1,110 @@
-"""Fetches content by its digests, from several peers at once.
+"""Content, asked for by its digest: both ends of ContentService.
 
-Every answer is checked. What one peer fails to send, another is asked for, and one that sent wrong bytes no more.
+Training comes first at the server: pieces wait while the peer exchanges, and weights are sent to one peer after the
+other. It checks nothing. The process that asks checks every answer: what one peer fails to send, another is asked for,
+and one that sent wrong bytes no more.
 """
 
 import asyncio
 import hashlib
 import logging
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from swarm.errors import IntegrityError, MalformedMessage, NotReady, PeerUnavailable, SwarmError
+from swarm.errors import IntegrityError, MalformedMessage, NotReady, Overloaded, PeerUnavailable, SwarmError, WrongRun
 from swarm.machine.clock import Clock
 from swarm.machine.words import Repeats, counted
 from swarm.rpc.ask import download
+from swarm.rpc.callers import Quota, bearer_of, caller_of
 from swarm.rpc.channels import ChannelPool
-from swarm.rpc.transfers import MAX_SOURCES, Arriving, Segments
+from swarm.rpc.failures import abort
+from swarm.rpc.transfers import MAX_SOURCES, Arriving, Segments, Turns, yield_to_exchange
 from swarm.rpc.v1 import content_pb2 as pb
-from swarm.rpc.v1.content_pb2_grpc import ContentServiceStub
+from swarm.rpc.v1.content_pb2_grpc import ContentServiceServicer, ContentServiceStub
 from swarm.types import PeerRecord
 
 logger = logging.getLogger(__name__)
 
+Shelf = Callable[[str], bytes | None]
+"""Returns the content with a given SHA-256 digest in hexadecimal; None if it is not here. Blocks. Raises SwarmError,
+ValueError or OSError if it cannot be read."""
+
+MOST_CALLS = 16
+"""The most calls that are served at one time. Each holds a segment of a tensor, or a tokenizer's file, in memory."""
+MOST_CALLS_OF_ONE = 4
+"""The most of these calls that one caller may have."""
+PIECE_BYTES = 1 << 20
+RETRY_SECONDS = 0.5
 SILENCE_SECONDS = 20.0
 """Longest wait for a peer's next piece: four times as long as the peer holds a piece back for an exchange."""
+
+
+def nothing(sha256: str) -> bytes | None:
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shelves:
+    weights: Shelf = nothing
+    tokenizer: Shelf = nothing
+
+
+@dataclass(eq=False)
+class ContentServicer(ContentServiceServicer):
+    run_id: str
+    shelves: Shelves
+    is_exchanging: Callable[[], bool]
+    clock: Clock
+    turns: Turns
+    """Decide which peer may fetch weights now."""
+    _calls: Quota = field(
+        default_factory=lambda: Quota("calls", MOST_CALLS, each=MOST_CALLS_OF_ONE, retry_seconds=RETRY_SECONDS),
+        init=False,
+    )
+
+    async def Weights(self, request: pb.ContentRequest, context: Any) -> AsyncIterator[pb.ContentPiece]:
+        try:
+            async with (
+                self.turns.turn(request.peer_id or caller_of(context), bearer_of(context)),
+                aclosing(self._serve(self.shelves.weights, request, context)) as pieces,
+            ):
+                async for piece in pieces:
+                    yield piece
+        except Overloaded as error:
+            await abort(context, error)
+
+    async def Tokenizer(self, request: pb.ContentRequest, context: Any) -> AsyncIterator[pb.ContentPiece]:
+        async with aclosing(self._serve(self.shelves.tokenizer, request, context)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def _serve(
+        self, shelf: Shelf, request: pb.ContentRequest, context: Any
+    ) -> AsyncGenerator[pb.ContentPiece, None]:
+        try:
+            with self._calls.taken(caller_of(context)):
+                content = memoryview(await self._read(shelf, request))
+                for start in range(0, len(content), PIECE_BYTES):
+                    await yield_to_exchange(self.is_exchanging, self.clock)
+                    yield pb.ContentPiece(data=bytes(content[start : start + PIECE_BYTES]))
+        except SwarmError as error:
+            await abort(context, error)
+
+    async def _read(self, shelf: Shelf, request: pb.ContentRequest) -> bytes:
+        if request.run_id != self.run_id:
+            raise WrongRun(f"run {request.run_id[:80]!r} is not {self.run_id!r}, which this peer serves")
+        try:
+            content = await asyncio.to_thread(shelf, request.sha256.hex())
+        except (SwarmError, ValueError, OSError) as error:
+            logger.warning("not given to another peer: %s", error)
+            raise NotReady("it cannot be read here") from None
+        if content is None:
+            raise NotReady("it is not here")
+        return content
 
 
 class Kind(StrEnum):
@@ -63,8 +141,6 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """One thing to fetch."""
-
     sha256: str
     max_bytes: int
     keep: Callable[[bytes], object]

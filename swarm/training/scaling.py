@@ -1,9 +1,15 @@
-"""Clips gradients: scales them down where their norm is larger than `optimizer.clip_norm`.
+"""How gradients are scaled: down where their norm is larger than `optimizer.clip_norm`, and up in a float16 backward.
+
+Who clips by which norm:
 
 - DiLoCo: each peer clips the mean gradient of an inner batch, by the norm over its own stage.
 - Synchronous: all stages clip by one norm over the whole model. Members of a stage know that of their average, the
   stages' leaders tell it to each other (averaging/barrier), and each commit brings the sum (averaging/round).
 - swarm-static: all workers clip by one norm, to which each adds its share (peers/static/loop).
+
+Losses are multiplied by a power of two before a backward in float16, so that gradients neither vanish nor overflow and
+nothing is rounded. What overflows is computed again with half the factor. (Micikevicius et al., arXiv 1710.03740, skip
+such a step, and so take fewer steps than with other types.)
 """
 
 import math
@@ -15,6 +21,13 @@ from swarm.config import RunConfig
 from swarm.machine.memory import Recycler
 
 Gradients = Mapping[str, torch.Tensor]
+MEAN_SCALE = 2.0**16
+"""The first factor for mean losses; torch.amp.GradScaler has the same one."""
+GROWS_AFTER = 2000
+"""After how many successes in a row the factor is doubled, as in torch.amp.GradScaler."""
+MOST_DOUBLINGS = 8
+"""A stage's factor leaves its first value by so many doublings or halvings at the most. At its lowest, gradients keep
+about as many digits as bfloat16 has, so what a neighbour sends can spoil no gradients but its own."""
 
 
 def needs_norm_of_model(config: RunConfig) -> bool:
@@ -76,3 +89,49 @@ def squared_norm_of_vector(vector: torch.Tensor) -> float:
     end = vector_N.numel() // 4096 * 4096
     norms = torch.linalg.vector_norm(vector_N[:end].view(-1, 4096), dim=1)
     return float(norms.double().square().sum()) + float(torch.linalg.vector_norm(vector_N[end:])) ** 2
+
+
+# -- the factor of losses in float16 -----------------------------------------------------------------------------------
+
+
+class LossScale:
+    def __init__(self, first: float = 1.0, *, least: float = 1.0, largest: float = math.inf) -> None:
+        """`least` and `largest` are the factor's bounds. Where all three are 1, which is for types other than float16,
+        the factor stays 1."""
+        self._least, self._largest = least, largest
+        self.factor = self._last_good = first
+        self._num_good = 0
+
+    @classmethod
+    def of_sums(cls, autocast: str, num_targets: int) -> "LossScale":
+        """A scale for losses that are summed over about this many targets."""
+        if autocast != "fp16":
+            return cls(largest=1.0)
+        first = 2.0 ** math.floor(math.log2(MEAN_SCALE / num_targets))
+        return cls(first, least=first / 2**MOST_DOUBLINGS, largest=first * 2**MOST_DOUBLINGS)
+
+    @classmethod
+    def of_means(cls, autocast: str) -> "LossScale":
+        return cls(MEAN_SCALE) if autocast == "fp16" else cls(largest=1.0)
+
+    @property
+    def is_fixed(self) -> bool:
+        return self._least == self._largest
+
+    def succeeded(self) -> None:
+        self._last_good = self.factor
+        self._num_good += 1
+        if self._num_good % GROWS_AFTER == 0:
+            self.factor = min(2 * self.factor, self._largest)
+
+    def halve(self) -> bool:
+        """Halve the factor, because gradients were not finite. Return False if no factor helps.
+
+        Then the factor is again what it was before, since the gradients were at fault and not the factor.
+        """
+        self._num_good = 0
+        if self.factor <= self._least:
+            self.factor = self._last_good
+            return False
+        self.factor /= 2
+        return True

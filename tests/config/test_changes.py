@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from swarm.checkpoint import changes
-from swarm.config import OuterConfig, RoundsConfig, RunConfig
+from swarm.config import OuterConfig, RoundsConfig, RunConfig, allowed_changes, forbidden_changes
 
 SYNCHRONOUS = RunConfig(rounds=RoundsConfig(setting="synchronous"))
 DILOCO = RunConfig()
@@ -46,7 +45,7 @@ def _set(run: RunConfig, name: str, value: Any) -> RunConfig:
 def test_what_may_change(run: RunConfig, name: str, value: Any, may_change: bool | None) -> None:
     """`None` stands for a change that only DiLoCo allows."""
     before = _set(run, name, value)
-    found, other = (changes.allowed, changes.forbidden)
+    found, other = (allowed_changes, forbidden_changes)
     if may_change is False or (may_change is None and run.rounds.synchronous):
         found, other = other, found
     ((section, _, field),) = [name.rpartition(".")]
@@ -58,28 +57,28 @@ def test_what_may_change(run: RunConfig, name: str, value: Any, may_change: bool
 
 def test_stages_may_not_change_where_shards_meet_at_their_ends() -> None:
     cut = {"stages.num_stages": (2, 3)}
-    for kind, found in (("spd", changes.allowed), ("parallel", changes.forbidden)):
+    for kind, found in (("spd", allowed_changes), ("parallel", forbidden_changes)):
         run = _set(DILOCO, "model", dataclasses.replace(DILOCO.model, block_types=kind, num_shards=2))
         assert found(_set(run, "stages.num_stages", 2), run) == cut
 
 
 def test_the_setting_may_change_to_diloco_alone() -> None:
-    assert changes.forbidden(DILOCO, SYNCHRONOUS) == {"rounds.setting": ("diloco", "synchronous")}
-    assert changes.forbidden(SYNCHRONOUS, DILOCO) == {}
-    assert changes.allowed(SYNCHRONOUS, DILOCO)["rounds.setting"] == ("synchronous", "diloco")
+    assert forbidden_changes(DILOCO, SYNCHRONOUS) == {"rounds.setting": ("diloco", "synchronous")}
+    assert forbidden_changes(SYNCHRONOUS, DILOCO) == {}
+    assert allowed_changes(SYNCHRONOUS, DILOCO)["rounds.setting"] == ("synchronous", "diloco")
     longer = _set(DILOCO, "rounds.round_samples", 512)
-    assert changes.forbidden(SYNCHRONOUS, longer) == {}
+    assert forbidden_changes(SYNCHRONOUS, longer) == {}
 
 
 @pytest.mark.parametrize("name", ["data.dataset", "data.tokenizer"])
 def test_another_path_is_no_change(name: str) -> None:
-    assert changes.allowed(_set(DILOCO, name, "elsewhere"), DILOCO) == {}
-    assert changes.forbidden(_set(DILOCO, name, "elsewhere"), DILOCO) == {}
+    assert allowed_changes(_set(DILOCO, name, "elsewhere"), DILOCO) == {}
+    assert forbidden_changes(_set(DILOCO, name, "elsewhere"), DILOCO) == {}
 
 
 def test_an_outer_step_that_is_left_out_is_what_it_means() -> None:
     """Earlier releases wrote 0.7 and 0.9 where nothing was configured."""
     earlier = _set(DILOCO, "outer", OuterConfig(learning_rate=0.7, momentum=0.9))
-    assert changes.allowed(earlier, DILOCO) == {"outer.momentum": (0.9, DILOCO.outer_step.momentum)}
+    assert allowed_changes(earlier, DILOCO) == {"outer.momentum": (0.9, DILOCO.outer_step.momentum)}
     same = _set(DILOCO, "outer", DILOCO.outer_step)
-    assert changes.allowed(same, DILOCO) == changes.allowed(DILOCO, same) == {}
+    assert allowed_changes(same, DILOCO) == allowed_changes(DILOCO, same) == {}

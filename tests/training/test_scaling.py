@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from swarm.machine.memory import Recycler
-from swarm.training.clipping import clip, clip_factor, clipped, squared_norm_of, squared_norm_of_vector
+from swarm.training.scaling import clip, clip_factor, clipped, squared_norm_of, squared_norm_of_vector
 
 
 def test_the_squared_norm_is_over_everything_and_in_double_precision() -> None:

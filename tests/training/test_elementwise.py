@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from swarm.training import pieces
-from swarm.training.pieces import treat
+from swarm.training import elementwise
+from swarm.training.elementwise import treat
 
 
 @pytest.fixture(params=[1, 3])
 def num_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """Set the number of threads, and make pieces small."""
-    monkeypatch.setattr(pieces, "CACHED_ELEMENTS", 64)
-    monkeypatch.setattr(pieces, "GPU_ELEMENTS", 100)
+    monkeypatch.setattr(elementwise, "CACHED_ELEMENTS", 64)
+    monkeypatch.setattr(elementwise, "GPU_ELEMENTS", 100)
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param
