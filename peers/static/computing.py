@@ -26,6 +26,7 @@ from swarm.compression.feedback import ErrorFeedback, Residual
 from swarm.config import AveragingConfig, RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.model.loss import NO_TARGET
+from swarm.stage.staging import staging_of
 from swarm.training import samples
 from swarm.training.samples import TOKENS, Samples
 
@@ -56,7 +57,7 @@ class Batches:
         self._config = config
         self._data = data
         self._place, self._dp = workers.place("dp"), workers.shape.dp
-        self._device = workers.device
+        self._upload = staging_of(workers.device).upload
         self.size = microbatches_a_worker(config, workers.shape)
 
     def of_step(self, step: int) -> Batch:
@@ -86,7 +87,7 @@ class Batches:
         # The last microbatch of held-out samples may have fewer rows, so it is padded.
         rows = self._config.data.microbatch_size - len(tensors["inputs"])
         filled = {
-            name: F.pad(tensor, (0, 0, 0, rows), value=NO_TARGET if name == "targets_BT" else 0).to(self._device)
+            name: self._upload(F.pad(tensor, (0, 0, 0, rows), value=NO_TARGET if name == "targets_BT" else 0))
             for name, tensor in tensors.items()
         }
         return {**filled, "microbatch_1": torch.tensor([number])}

@@ -7,27 +7,30 @@
     stage        one stage in the middle as a peer computes it, and its layers as a bare CUDA graph
     generate     a single text from a model in this process, and from transformers
 
-Figures are printed as soon as they are there. A part that fails is named, and the others go on.
+Figures are printed as soon as they are there. Several parts are a process each, and each may take so long and no
+longer: what one of them does to the GPU ends with it. A part that fails is named, and the others go on.
 """
 
 import asyncio
-import shutil
+import dataclasses
+import json
 import statistics
-import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import IO, Any, Literal, get_args
 
 import torch
 
 from peers.commands import command_line
+from peers.local.supervisor import Exit, Process, Supervisor, spawned
 from peers.shared import cli
-from peers.shared.devices import computing_in
+from peers.shared.devices import computing_in, num_cores
 from peers.static.options import StaticOptions
 from scripts.benches.shared import paired
 from scripts.benches.shared.common import (
@@ -40,6 +43,7 @@ from scripts.benches.shared.common import (
     workplace,
     write_config,
 )
+from scripts.benches.shared.proc import gpu_busy_shares
 from scripts.benches.shared.swarm import SwarmProcesses
 from scripts.benches.sides import gpu_stage
 from scripts.benches.sides.gpu_stage import BareSide, StageSide
@@ -58,7 +62,11 @@ MOST_TOKENS = 4_000_000  # Of the text, so that preparing it takes seconds
 STEP_MICROBATCHES = 4  # Microbatches of an optimizer step, everywhere
 ROUND_STEPS = 16  # Inner steps of a round
 WARM_UP_STEPS, WARM_UP_MICROBATCHES = 4, 10
-STATIC_SECONDS = 300.0  # How long swarm-static may take at most
+SECONDS = 450.0  # How long all parts may take at most, and below, each of them
+PART_SECONDS: dict[Part, float] = {
+    "plain": 150.0, "static": 120.0, "one_stage": 120.0, "two_stages": 150.0, "stage": 90.0, "generate": 90.0
+}  # fmt: skip
+LOG_LINES = 12  # Last lines of each log that are shown of a swarm that fails
 PROMPT_TOKENS = 32
 REPETITIONS = 3  # Turns of each side of the parts stage and generate
 
@@ -104,40 +112,76 @@ class Options(BenchOptions):
 
 
 def run(options: Options) -> Figures:
-    device = torch.device(options.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if options.device == "cuda" and not torch.cuda.is_available():
         raise Fatal(
             "this bench needs a GPU, and PyTorch finds none: run it on a machine that has one, or try it with "
             "--device cpu and small sizes"
         )
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "none"
-    found: Figures = {"gpu": name, "failed": {}}
-    measures: dict[Part, Callable[[Options, torch.device, Figures], Figures]] = {
-        "plain": _plain, "static": _static, "one_stage": lambda *arguments: _swarm(*arguments, num_stages=1),
-        "two_stages": lambda *arguments: _swarm(*arguments, num_stages=2), "stage": _stage, "generate": _generate,
-    }  # fmt: skip
-    for part in get_args(Part):
-        if options.only and part not in options.only:
-            continue
+    found: Figures = {"gpu": torch.cuda.get_device_name() if options.device == "cuda" else "none", "failed": {}}
+    parts = [part for part in get_args(Part) if part in (options.only or get_args(Part))]
+    is_one, ends_at = len(parts) == 1, time.monotonic() + SECONDS
+    for part in parts:
         began_at = time.monotonic()
+        seconds = min(PART_SECONDS[part], ends_at - began_at)
         try:
-            new = measures[part](options, device, found)
+            new = MEASURES[part](options, torch.device(options.device)) if is_one else apart(part, options, seconds)
         except Exception as error:  # noqa: BLE001 - a GPU is lent for minutes: the other parts are still of use
-            found["failed"][part] = in_one_line(error)
+            new = {"failed": {part: in_one_line(error)}}
             say(f"{part} failed: {in_one_line(error)}")
-            continue
-        finally:
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-        for figure, value in new.items():
-            found[figure] = {**found.get(figure, {}), **value} if isinstance(value, dict) else value
+        compared = compared_with_plain(part, new, found)
+        # A process of its own has said what it found.
+        for figure, value in (new if is_one else compared).items():
             say(f"{figure}: {value:.4g}" if isinstance(value, float) else f"{figure}: {value}")
+        for figure, value in (new | compared).items():
+            found[figure] = {**found.get(figure, {}), **value} if isinstance(value, dict) else value
         say(f"{part} took {time.monotonic() - began_at:.0f} s")
     return found
 
 
 def exit_code(figures: Figures) -> int:
     return int(bool(figures["failed"]))
+
+
+def apart(part: Part, options: Options, seconds: float) -> Figures:
+    """Measure a part in a process of its own. Raises DeadlineExceeded if that takes longer, and PeerUnavailable if it
+    ends without figures."""
+    own = dataclasses.replace(options, only=(part,), json=True)
+    command = [sys.executable, "-m", "scripts.benches", "gpu", *cli.arguments(own)]
+
+    def heard(command: Sequence[str | Path], environment: Mapping[str, str], output: IO[bytes]) -> Process:
+        return spawned(command, environment, output, sys.__stderr__)
+
+    with tempfile.TemporaryDirectory(prefix="bench-gpu-") as name, Supervisor(Path(name), spawn=heard) as children:
+        child = children.start(part, command)
+        end = _end(children, part, seconds)
+        said = child.log.read_text(encoding="utf-8").strip().rpartition("\n")[2]
+    try:
+        figures: Figures = json.loads(said)
+    except ValueError:
+        raise PeerUnavailable(f"the process that measures ended early: {end.reason}") from None
+    return figures
+
+
+def _end(children: Supervisor, what: str, seconds: float) -> Exit:
+    """Wait until the only child has ended. Raises DeadlineExceeded."""
+    deadline = time.monotonic() + seconds
+    while not (ended := children.exits()):
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(f"{what} took more than {max(0.0, seconds):.0f} s")
+        time.sleep(POLL_SECONDS)
+    return ended[0]
+
+
+def compared_with_plain(part: Part, figures: Figures, found: Figures) -> Figures:
+    """The figures of a part over those of the plain loop, which were found before, if both are there."""
+    compared: Figures = {}
+    rate, plain = figures.get(f"{part}_tokens_per_second"), found.get("plain_tokens_per_second")
+    if rate and plain and part in ("static", "one_stage", "two_stages"):
+        compared[f"{part}_ratio_to_plain"] = rate / plain
+    if part == "static" and "static_losses" in figures and "plain_losses" in found:
+        pairs = zip(figures["static_losses"], found["plain_losses"], strict=True)
+        compared["largest_loss_difference"] = max(abs(ours - theirs) for ours, theirs in pairs)
+    return compared
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -155,7 +199,7 @@ def _config(options: Options, num_stages: int, setting: Setting) -> RunConfig:
     )  # fmt: skip
 
 
-def _plain(options: Options, device: torch.device, found: Figures) -> Figures:
+def _plain(options: Options, device: torch.device) -> Figures:
     config, data = with_corpus(_config(options, 1, "synchronous"))
     trained = gpu_stage.train(
         config, data, device, warm_up=WARM_UP_STEPS, steps=options.steps, compiles=options.compiles
@@ -166,79 +210,67 @@ def _plain(options: Options, device: torch.device, found: Figures) -> Figures:
     }  # fmt: skip
 
 
-def _static(options: Options, device: torch.device, found: Figures) -> Figures:
+def _static(options: Options, device: torch.device) -> Figures:
     config, num_steps = _config(options, 1, "synchronous"), WARM_UP_STEPS + options.steps
-    with workplace("gpu") as (folder, children):
+    with workplace("gpu") as (folder, children), _said_if_it_fails(folder):
         write_config(config, folder / "run.toml")
         static = StaticOptions(
             config=folder / "run.toml", steps=num_steps, device=options.device, evaluate_every=0, evaluation_samples=1,
             metrics=folder / "metrics.jsonl", compile="on" if options.compiles else "off",
         )  # fmt: skip
         children.start("static", command_line("static", cli.arguments(static)))
-        deadline = time.monotonic() + STATIC_SECONDS
-        while not (ended := children.exits()):
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded(f"swarm-static took more than {STATIC_SECONDS:.0f} s")
-            time.sleep(POLL_SECONDS)
-        if ended[0].returncode:
-            raise PeerUnavailable(f"swarm-static failed: {ended[0].reason}")
+        end = _end(children, "swarm-static", PART_SECONDS["static"])
+        if end.returncode:
+            raise PeerUnavailable(f"swarm-static failed: {end.reason}")
         rows = [row for row in read_metrics(folder / "metrics.jsonl") if "train/loss" in row]
-    rate = statistics.median(row["train/tokens_per_sec"] for row in rows[WARM_UP_STEPS:])
-    figures = {
-        "static_tokens_per_second": rate, "static_device_bytes": rows[-1]["device/memory_bytes"],
+    return {
+        "static_tokens_per_second": statistics.median(row["train/tokens_per_sec"] for row in rows[WARM_UP_STEPS:]),
+        "static_device_bytes": rows[-1]["device/memory_bytes"],
         "static_losses": [row["train/loss"] for row in rows],
-    }  # fmt: skip
-    if "plain_losses" in found:
-        pairs = zip(figures["static_losses"], found["plain_losses"], strict=True)
-        figures["largest_loss_difference"] = max(abs(ours - theirs) for ours, theirs in pairs)
-    return {**figures, **_ratio("static", rate, found)}
+    }
 
 
-def _swarm(options: Options, device: torch.device, found: Figures, *, num_stages: int) -> Figures:
+def _swarm(options: Options, device: torch.device, *, num_stages: int) -> Figures:
     part = "one_stage" if num_stages == 1 else "two_stages"
     config, _ = with_corpus(_config(options, num_stages, "diloco"))
-    with workplace("gpu") as (folder, children):
-        swarm = SwarmProcesses(config, children, folder / part, device=options.device)
+    with workplace("gpu") as (folder, children), _said_if_it_fails(folder):
+        # Each process has its share of the cores, for the steps at rounds' ends.
+        threads = max(1, num_cores() // (num_stages + 1))
+        swarm = SwarmProcesses(config, children, folder / part, device=options.device, threads=threads)
         swarm.start_peers(range(num_stages))
-        with _busy_shares(device) as busy_shares:
+        with gpu_busy_shares(watches=device.type == "cuda") as busy_shares:
             rate = swarm.tokens_per_second("trainer", options.rounds)
         last = swarm.steps("trainer")[-1]
+        _say_logs(folder, lambda lines: [line for line in lines if "graph" in line or "compiled" in line])
     figures: Figures = {
         f"{part}_tokens_per_second": rate, f"{part}_device_bytes": last["device/memory_bytes"],
         f"{part}_loss": last["train/loss"],
     }  # fmt: skip
     if busy_shares:
         figures["gpu_busy_share" if num_stages == 2 else f"{part}_gpu_busy_share"] = statistics.mean(busy_shares)
-    return {**figures, **_ratio(part, rate, found)}
-
-
-def _ratio(part: str, rate: float, found: Figures) -> Figures:
-    plain = found.get("plain_tokens_per_second")
-    return {} if plain is None else {f"{part}_ratio_to_plain": rate / plain}
+    return figures
 
 
 @contextmanager
-def _busy_shares(device: torch.device) -> Iterator[list[float]]:
-    """The shares of time in which the GPU was busy, as nvidia-smi says every quarter of a second of the block; empty
-    where there is no such program. There once the block has ended."""
-    shares = list[float]()
-    if device.type != "cuda" or shutil.which("nvidia-smi") is None:
-        yield shares
-        return
-    query = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "--id=0", "--loop-ms=250"]
-    watching = subprocess.Popen(query, stdout=subprocess.PIPE, text=True)
+def _said_if_it_fails(folder: Path) -> Iterator[None]:
+    """Says the last lines of each process's log if the block fails: the folder goes with it."""
     try:
-        yield shares
-    finally:
-        watching.terminate()
-        said, _ = watching.communicate(timeout=10.0)
-        shares += [float(line) / 100 for line in said.split() if line.isdecimal()]
+        yield
+    except BaseException:
+        _say_logs(folder, lambda lines: lines[-LOG_LINES:])
+        raise
+
+
+def _say_logs(folder: Path, chosen: Callable[[list[str]], list[str]]) -> None:
+    for log in sorted((folder / "logs").glob("*.log")):
+        for line in chosen(log.read_text(encoding="utf-8", errors="replace").splitlines()):
+            say(f"{log.stem}: {line}")
 
 
 # -- one stage ---------------------------------------------------------------------------------------------------------
 
 
-def _stage(options: Options, device: torch.device, found: Figures) -> Figures:
+def _stage(options: Options, device: torch.device) -> Figures:
     config = run_of(
         "gpu-stage", width=options.stage_width, layers=12, stages=3, length=min(512, options.sequence_length),
         microbatch=8, model={"autocast": "bf16"}, wire={"dtype": "bf16"},
@@ -256,7 +288,7 @@ def _stage(options: Options, device: torch.device, found: Figures) -> Figures:
 # -- text --------------------------------------------------------------------------------------------------------------
 
 
-def _generate(options: Options, device: torch.device, found: Figures) -> Figures:
+def _generate(options: Options, device: torch.device) -> Figures:
     from scripts.benches.shared import theirs  # It takes seconds, and the other parts do without it.
 
     longest = PROMPT_TOKENS + options.tokens
@@ -306,3 +338,9 @@ def _rate(text: Callable[[], list[int]], num_tokens: int) -> float:
     began_at = time.perf_counter()
     text()
     return num_tokens / (time.perf_counter() - began_at)
+
+
+MEASURES: dict[Part, Callable[[Options, torch.device], Figures]] = {
+    "plain": _plain, "static": _static, "one_stage": partial(_swarm, num_stages=1),
+    "two_stages": partial(_swarm, num_stages=2), "stage": _stage, "generate": _generate,
+}  # fmt: skip

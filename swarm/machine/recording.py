@@ -9,6 +9,7 @@ Python, since nothing is computed until the first replay.
 """
 
 import contextlib
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -17,6 +18,9 @@ import torch
 
 _Result = TypeVar("_Result")
 
+_ONE_AT_A_TIME = threading.RLock()
+"""Held while something is recorded, and by each replay: torch before 2.12 refuses replays while another thread records
+on the same GPU, because both use its random generator."""
 WARM_UPS = 3
 """How often something is computed before it is recorded, as torch recommends for CUDA graphs."""
 
@@ -79,7 +83,8 @@ class CudaRecorder(Recorder):
         # torch names no type for pools.
         memory: Any = torch.cuda.graph_pool_handle() if pool is None else pool
         # Leaving this block makes the present stream the current one, which torch forgets where a capture fails.
-        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.current_stream(self._device)):
+        present = torch.cuda.current_stream(self._device)
+        with _ONE_AT_A_TIME, torch.cuda.device(self._device), torch.cuda.stream(present):
             # torch empties the cache itself, so what it had must not count.
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
@@ -92,10 +97,21 @@ class CudaRecorder(Recorder):
                 # torch before 2.12 forgets this, too, and then frees no memory any more that another stream has used.
                 with contextlib.suppress(RuntimeError):
                     torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), memory)
+                # And it refuses all replays, until another capture ends.
+                with (
+                    contextlib.suppress(RuntimeError),
+                    torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream, capture_error_mode="thread_local"),
+                ):
+                    torch.zeros(1, device=self._device)
                 # What `work` raised says more than that its capture cannot be ended.
                 raise error.__context__ or error from None
             num_bytes = max(0, torch.cuda.memory_reserved() - before)
-        return Recording(replay=graph.replay, result=result, num_bytes=num_bytes)
+
+        def replay() -> None:
+            with _ONE_AT_A_TIME:
+                graph.replay()
+
+        return Recording(replay=replay, result=result, num_bytes=num_bytes)
 
 
 def recorder_of(device: torch.device) -> Recorder | None:

@@ -11,7 +11,7 @@ from scripts.benches import gpu
 from scripts.benches.shared.common import run_of, with_corpus
 from scripts.benches.sides import gpu_stage
 from scripts.benches.sides.reference import Reference
-from swarm.errors import Fatal
+from swarm.errors import DeadlineExceeded, Fatal, PeerUnavailable
 
 CPU = torch.device("cpu")
 TINY = gpu.Options(
@@ -47,18 +47,54 @@ def test_a_stage_computes_all_its_microbatches() -> None:
     assert (bucket.num_samples, bucket.num_tentative, side.backend.budget.num_kept) == (4, 0, 0)
 
 
-def test_a_part_that_fails_is_named_and_stops_no_other(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_part_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def fails(*arguments: Any, **options: Any) -> None:
         raise RuntimeError("no room\nat all")
 
     monkeypatch.setattr(gpu_stage, "train", fails)
-    figures = gpu.run(dataclasses.replace(TINY, only=("plain", "stage")))
+    figures = gpu.run(dataclasses.replace(TINY, only=("plain",)))
     assert figures["failed"].keys() == {"plain"}
-    assert figures["stage_ratio_to_graph"] > 0.0
     assert gpu.exit_code(figures) == 1
     assert "plain failed: no room" in capsys.readouterr().err
+
+
+def test_parts_are_compared_and_one_that_fails_stops_no_other(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers: dict[str, gpu.Figures] = {
+        "plain": {"plain_tokens_per_second": 200.0, "plain_losses": [3.0, 2.0], "failed": {}},
+        "static": {"static_tokens_per_second": 150.0, "static_losses": [3.0, 2.5], "failed": {}},
+        "two_stages": {"failed": {"two_stages": "no room"}},
+        "stage": {"stage_ratio_to_graph": 0.9, "failed": {}},
+    }
+
+    def apart(part: gpu.Part, options: gpu.Options, seconds: float) -> gpu.Figures:
+        assert 0.0 < seconds <= gpu.PART_SECONDS[part]
+        if part not in answers:
+            raise PeerUnavailable("ended by SIGSEGV")
+        return answers[part]
+
+    monkeypatch.setattr(gpu, "apart", apart)
+    figures = gpu.run(TINY)
+    assert figures["failed"] == {
+        "one_stage": "ended by SIGSEGV", "two_stages": "no room", "generate": "ended by SIGSEGV"
+    }  # fmt: skip
+    assert (figures["static_ratio_to_plain"], figures["largest_loss_difference"]) == (0.75, 0.5)
+    assert figures["stage_ratio_to_graph"] == 0.9
+    assert "static_ratio_to_plain: 0.75" in capsys.readouterr().err
+
+
+def test_a_part_that_takes_too_long_is_ended() -> None:
+    with pytest.raises(DeadlineExceeded, match="stage took more than 0 s"):
+        gpu.apart("stage", TINY, 0.0)
+
+
+@pytest.mark.slow  # Two processes load torch.
+def test_a_part_is_measured_in_a_process_of_its_own() -> None:
+    figures = gpu.run(dataclasses.replace(TINY, only=("plain", "stage")))
+    assert not figures["failed"]
+    assert len(figures["plain_losses"]) == gpu.WARM_UP_STEPS + TINY.steps
+    assert figures["stage_ratio_to_graph"] > 0.0
 
 
 def test_both_sides_write_the_same_text() -> None:

@@ -3,6 +3,7 @@
 On a GPU these are CUDA graphs; on the CPU the tapes that stand in for them in other tests are held to the same.
 """
 
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
@@ -65,13 +66,33 @@ def test_a_forward_and_its_backward_are_computed_again_from_new_inputs(device: s
 def test_nothing_is_read_while_something_is_recorded(device: str) -> None:
     recorder: Any = _recorder(device)
     tensor = torch.ones(3, device=device)
+    earlier = recorder.record(lambda: tensor + 3)
     with pytest.raises(RuntimeError, match=r"not permitted|captur"):
         recorder.record(lambda: float(tensor.sum()))
     if device == "cuda":
         assert torch.cuda.current_stream() == torch.cuda.default_stream(), "what is computed next is not in the way"
+    earlier.replay()
     recording = recorder.record(lambda: tensor + 1)
     recording.replay()
-    assert recording.result.tolist() == [2.0, 2.0, 2.0]
+    assert (earlier.result.tolist(), recording.result.tolist()) == ([4.0] * 3, [2.0] * 3)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_another_thread_replays_once_nothing_is_recorded_any_more() -> None:
+    """Several models may write text on one GPU, each on a thread of its own."""
+    recorders, tensor = [CudaRecorder(torch.device("cuda")) for _ in range(2)], torch.ones(3, device="cuda")
+    first = recorders[0].record(lambda: tensor + 1)
+    with ThreadPoolExecutor(1) as thread:
+
+        def work() -> tuple[torch.Tensor, Future[None]]:
+            replayed = thread.submit(first.replay)
+            wait([replayed], timeout=0.1)
+            return tensor + 2, replayed
+
+        second = recorders[1].record(work)
+        second.result[1].result()
+    second.replay()
+    assert (first.result.tolist(), second.result[0].tolist()) == ([2.0] * 3, [3.0] * 3)
 
 
 def test_on_a_tape_results_come_with_replays_and_go_with_those_of_its_pool() -> None:

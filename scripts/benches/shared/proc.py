@@ -4,7 +4,10 @@ Unless a docstring says otherwise, the functions raise OSError for a process tha
 """
 
 import os
-from contextlib import suppress
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from scripts.benches.shared.common import say
@@ -82,6 +85,24 @@ def idle_and_all_ticks() -> tuple[float, float]:
     # user, nice, system, idle, iowait, irq, softirq, steal
     ticks = [float(word) for word in (PROC / "stat").read_text().splitlines()[0].split()[1:9]]
     return ticks[3] + ticks[4], sum(ticks)
+
+
+@contextmanager
+def gpu_busy_shares(*, watches: bool = True) -> Iterator[list[float]]:
+    """The shares of time in which the first GPU was busy, as nvidia-smi says every quarter of a second of the block.
+    They are there once the block has ended; none where there is no such program, or without `watches`."""
+    shares = list[float]()
+    if not watches or shutil.which("nvidia-smi") is None:
+        yield shares
+        return
+    query = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "--id=0", "--loop-ms=250"]
+    watching = subprocess.Popen(query, stdout=subprocess.PIPE, text=True)
+    try:
+        yield shares
+    finally:
+        watching.terminate()
+        said, _ = watching.communicate(timeout=10.0)
+        shares += [float(line) / 100 for line in said.split() if line.isdecimal()]
 
 
 def _ticks(pid: int) -> list[int]:

@@ -115,7 +115,8 @@ class SwarmProcesses:
 
     def tokens_per_second(self, trainer: str, steps: int) -> float:
         """Let a trainer train one step to warm up, and then `steps` that are measured. Raises as `train` does."""
-        rows = self.train(trainer, 1 + steps)[1:]
+        # An evaluation of a whole microbatch has the shape for which compiled layers have their code.
+        rows = self.train(trainer, 1 + steps, evaluation_samples=self.config.data.microbatch_size)[1:]
         tokens = len(rows) * self.config.rounds.round_samples * self.config.data.sequence_length
         seconds: float = sum(row["train/step_time"] for row in rows)
         return tokens / seconds

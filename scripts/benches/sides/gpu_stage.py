@@ -155,9 +155,14 @@ class StageSide:
         self.backend.warm_up()
         shape = (config.data.microbatch_size, config.data.sequence_length)
         tensor_BTR = torch.randn(*shape, config.model.hidden_width)
-        self._wire = boundary_of(config).encode(tensor_BTR, Staging()).wait()
-        self._gradient = boundary_of(config).encode(1e-4 * tensor_BTR, Staging()).wait()
-        self._tokens = torch.zeros(shape[0], shape[1] + 1, dtype=torch.int32)
+        self._wire, self._gradient = (
+            self._received(boundary_of(config).encode(size * tensor_BTR, Staging()).wait()) for size in (1.0, 1e-4)
+        )
+        self._tokens = self._received(torch.zeros(shape[0], shape[1] + 1, dtype=torch.int32))
+
+    def _received(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor in the memory into which the network would have written it."""
+        return self._staging.host_bytes(tensor.nbytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
     def tokens_per_second(self, num_microbatches: int) -> float:
         runtime = Runtime(queue_capacity=IN_FLIGHT, stopwatch=self._staging.stopwatch)
