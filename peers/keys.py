@@ -4,12 +4,16 @@
     swarm-keys issue owner.pem --role peer --expires 30d
     swarm-keys show TOKEN
     swarm-keys amend owner.pem INVITE --set optimizer.learning_rate=3e-4 --at-round 120
+    swarm-keys tokens owner.pem INVITE
+    swarm-keys amend owner.pem INVITE --revoke NAME
 
-Whoever has the owner's key file decides who may join, and how the run goes on. Only `amend` needs the network.
+Whoever has the owner's key file decides who may join, and how the run goes on. `tokens` and `amend` need the network.
 """
 
 import asyncio
+import contextlib
 import datetime
+import json
 import logging
 import math
 from collections.abc import Sequence
@@ -26,11 +30,12 @@ from peers.shared.network import Membership
 from peers.shared.option_types import one_of
 from peers.shared.run_options import RunOptions
 from peers.shared.token_option import read_token
-from swarm.config import Amendment, Timeline
-from swarm.credentials.identity import OwnerKey, new_owner
+from swarm.config import Amendment
+from swarm.credentials import certificates
+from swarm.credentials.identity import PREFIX, OwnerKey, new_owner
 from swarm.credentials.rights import Role
 from swarm.dht.directory import Announcement
-from swarm.errors import PeerUnavailable
+from swarm.errors import NotAllowed, PeerUnavailable
 from swarm.machine.clock import Clock, SystemClock, run_loop
 from swarm.machine.words import counted
 from swarm.rpc.v1 import stage_pb2 as pb
@@ -64,7 +69,7 @@ class IssueOptions:
     expires: str = "30d"
     """How long it holds: a number of days (30d), hours (12h) or minutes (45m)."""
     name: str = "token"
-    """What to call it, for `swarm-keys show`."""
+    """What to call it, for `swarm-keys tokens` and `--revoke`: who gets it, say."""
 
     def __post_init__(self) -> None:
         number, unit = self.expires[:-1], self.expires[-1:]
@@ -85,8 +90,18 @@ class ShowOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TokensOptions:
+    """List the tokens with which the processes of a running run have joined."""
+
+    file: tyro.conf.Positional[Path]
+    """The owner's key file."""
+    invite: tyro.conf.Positional[str]
+    """The invite to the run, swarm://..., as every swarm-peer prints it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class AmendOptions:
-    """Change settings of a running run, at all its peers from one round on."""
+    """Change settings of a running run, at all its peers from one round on, or revoke tokens, at once."""
 
     file: tyro.conf.Positional[Path]
     """The owner's key file."""
@@ -100,12 +115,23 @@ class AmendOptions:
             "which can be amended.",
         ),
     ] = ()
+    revoke: Annotated[
+        tyro.conf.UseAppendAction[tuple[str, ...]],
+        tyro.conf.arg(
+            metavar="TOKEN",
+            help="A token that lets nobody in any more: its name or its digits, as `swarm-keys tokens` lists them, or "
+            "the token itself, or @FILE. Whoever has joined with it is shut out within seconds. May be given several "
+            "times.",
+        ),
+    ] = ()
     at_round: int | None = None
     """The first round with these settings; without it the next one that all peers surely hear of in time."""
 
     def __post_init__(self) -> None:
-        if not self.set:
-            raise ValueError("--set says what to amend, such as --set optimizer.learning_rate=3e-4")
+        if not (self.set or self.revoke):
+            raise ValueError(
+                "--set says what to amend, such as --set optimizer.learning_rate=3e-4, or --revoke a token"
+            )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -131,42 +157,119 @@ def show(options: ShowOptions) -> None:
     expires = datetime.datetime.fromtimestamp(token.expires_at, datetime.UTC)
     state = "holds until" if expires > _now() else "expired on"
     print(f"{token.name}: a {token.role}'s token of owner {token.authority.fingerprint}")
+    print(f"  its digits are {token.token_id}")
     print(f"  {state} {expires:%Y-%m-%d %H:%M} UTC")
 
 
 def amend(options: AmendOptions) -> None:
     """Sign an amendment, and have the run's peers hear of it."""
     owner, clock = OwnerKey.load(options.file), SystemClock()
-    token = owner.issue(Role.PEER, name="amendment", now=_now(), lifetime=datetime.timedelta(hours=1))
-    entrance = find_entrance(
-        RunOptions(invite=options.invite.partition("#")[0], token=str(token)), {}, role=Role.PEER, clock=clock
-    )
-    run_loop(_amend(options, owner, entrance, clock))
+    run_loop(_amend(options, owner, _entrance(options.invite, owner, clock), clock))
+
+
+def tokens(options: TokensOptions) -> None:
+    """List the tokens with which a run's processes have joined."""
+    owner, clock = OwnerKey.load(options.file), SystemClock()
+    run_loop(_list_tokens(_entrance(options.invite, owner, clock), clock))
+
+
+def _entrance(invite: str, owner: OwnerKey, clock: Clock) -> Entrance:
+    """Where the run of an invite is entered, with a token that is made for that."""
+    token = owner.issue(Role.PEER, name="owner", now=_now(), lifetime=datetime.timedelta(hours=1))
+    options = RunOptions(invite=invite.partition("#")[0], token=str(token))
+    return find_entrance(options, {}, role=Role.PEER, clock=clock)
+
+
+async def _list_tokens(entrance: Entrance, clock: Clock) -> None:
+    async with reading(entrance, clock) as member:
+        print("\n".join(map(str, await tokens_of(member))) or "no process of the run is listed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenInUse:
+    """A token with which processes have joined a run.
+
+    Attributes:
+        digits: see certificates.token_id.
+        bearers: the names of these processes.
+    """
+
+    name: str
+    role: str
+    digits: str
+    bearers: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.digits}), a {self.role}'s: {', '.join(self.bearers)}"
+
+
+async def tokens_of(member: Membership) -> list[TokenInUse]:
+    """The tokens with which the peers and trainers of a locked run have joined, without those that are revoked. Raises
+    PeerUnavailable."""
+    bearers: dict[tuple[str, str, str], list[str]] = {}
+    for name, chain_pem in await member.directory.members(member.blocks):
+        assert member.identity.authority is not None, "only a locked run's owner looks for tokens"
+        with contextlib.suppress(NotAllowed):
+            one = member.identity.authority.member(chain_pem, member.clock.time())
+            bearers.setdefault((one.token_name, one.role, certificates.token_id(chain_pem)), []).append(name)
+    return [
+        TokenInUse(name=name, role=role, digits=digits, bearers=tuple(sorted(names)))
+        for (name, role, digits), names in sorted(bearers.items())
+    ]
+
+
+def digits_of(text: str, owner: OwnerKey, in_use: Sequence[TokenInUse]) -> str:
+    """The digits of the token that --revoke names. Raises ValueError if it names none, several, or another owner's."""
+    if text.startswith((PREFIX, "@")):
+        token = read_token(text)
+        if token.authority.fingerprint != owner.authority.fingerprint:
+            raise ValueError(f"the token {token.name!r} is of owner {token.authority.fingerprint[:16]}: not this run's")
+        return token.token_id
+    if len(text) == certificates.TOKEN_DIGITS and set(text) <= set("0123456789abcdef"):
+        return text
+    named = [token.digits for token in in_use if token.name == text]
+    if len(named) == 1:
+        return named[0]
+    number = f"{len(named)} tokens in use have" if named else "no token in use has"
+    listed = "; ".join(map(str, in_use)) or "none"
+    raise ValueError(f"{number} the name {text!r}: give the digits of one, or the token itself; in use are {listed}")
+
+
+async def _revocation(member: Membership, owner: OwnerKey, tokens: Sequence[str]) -> str:
+    """The setting that revokes tokens, besides those that are revoked already. This process shuts their bearers out at
+    once: whatever they say of the run must not keep the owner from amending it. Raises what tokens_of and digits_of
+    raise."""
+    in_use = await tokens_of(member)
+    revoked = {*member.timeline.revoked, *(digits_of(text, owner, in_use) for text in tokens)}
+    assert member.identity.authority is not None
+    member.identity.authority.revoke(revoked)
+    return f"revoked={json.dumps(sorted(revoked))}"
 
 
 async def _amend(options: AmendOptions, owner: OwnerKey, entrance: Entrance, clock: Clock) -> None:
     async with reading(entrance, clock) as member:
-        timeline = Timeline(member.config)
+        timeline, settings = member.timeline, list(options.set)
+        if options.revoke:
+            settings.append(await _revocation(member, owner, options.revoke))
         before = await _peers_of(member)
         print(f"{counted(len(before), 'peer')} at round {_newest(before)}: measuring how fast rounds go by")
         await clock.sleep(PACE_SECONDS)
         now = await _peers_of(member)
-        for known in await member.directory.amendments():
-            timeline.hear(known.amendments, known.peer_id)
+        await member.hear_amendments()
         if {reply.amended for reply in now} - {timeline.last}:
             raise PeerUnavailable("an earlier amendment is still on its way to some peers: try again in a minute")
         pace = (_newest(now) - _newest(before)) / PACE_SECONDS
-        least = _newest(now) + SPARE_ROUNDS + math.ceil(pace * HEARD_SECONDS)
+        last = timeline.amendments[-1].round if timeline.amendments else 0
+        least = max(last, _newest(now) + SPARE_ROUNDS + math.ceil(pace * HEARD_SECONDS))
         wanted = least if options.at_round is None else options.at_round
         if wanted < least:
             raise ValueError(
-                f"--at-round {wanted} is too near for all peers to hear of it in time: the run is at round "
-                f"{_newest(now)}, so give {least} or more"
+                f"--at-round {wanted} is too near: the run is at round {_newest(now)}, all peers have to hear of it in "
+                f"time, and it comes after earlier amendments, so give {least} or more"
             )
-        amendment = Amendment.sign(owner, timeline, wanted, options.set)
-        record = AmendmentsRecord(
-            peer_id=member.peer_id, announced_at=clock.time(), amendments=(*timeline.texts, amendment.text)
-        )
+        amendment = Amendment.sign(owner, timeline, wanted, settings)
+        timeline.add((*timeline.texts, amendment.text))
+        record = AmendmentsRecord(peer_id=member.peer_id, announced_at=clock.time(), amendments=timeline.texts)
         announcing = asyncio.create_task(
             Announcement(member.directory, "the amendment", lambda: record, clock, level=logging.WARNING).keep()
         )
@@ -216,5 +319,6 @@ _COMMANDS: dict[str, Command] = {
     "new": (NewOptions, new),
     "issue": (IssueOptions, issue),
     "show": (ShowOptions, show),
+    "tokens": (TokensOptions, tokens),
     "amend": (AmendOptions, amend),
 }

@@ -14,7 +14,7 @@ import pytest
 from peers.dashboard.program import DashboardOptions
 from peers.doctor.options import DoctorOptions
 from peers.generate.options import GenerateOptions
-from peers.keys import AmendOptions, IssueOptions
+from peers.keys import AmendOptions, IssueOptions, TokensOptions
 from peers.local.options import LocalOptions
 from peers.model.options import ExportModelOptions, ImportModelOptions, PushModelOptions, RouteModelOptions
 from peers.shared import cli
@@ -41,6 +41,7 @@ OPTIONS: dict[str, type] = {
     "swarm-doctor": DoctorOptions,
     "swarm-dashboard": DashboardOptions,
     "swarm-keys amend": AmendOptions,
+    "swarm-keys tokens": TokensOptions,
     "swarm-keys issue": IssueOptions,
     "swarm-generate": GenerateOptions,
     "swarm-model import": ImportModelOptions,

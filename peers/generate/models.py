@@ -163,6 +163,7 @@ async def _engines(
         async with asyncio.TaskGroup() as tasks:
             watching = [
                 tasks.create_task(member.directory.watch(blocks, known.update, REFRESH_SECONDS)),
+                tasks.create_task(member.follow_amendments()),
                 *(
                     tasks.create_task(
                         watch_connections(block=block, router=known.router, channels=channels, clock=clock)

@@ -163,7 +163,7 @@ def _invite(text: str) -> str:
 @asynccontextmanager
 async def reading(entrance: Entrance, clock: Clock) -> AsyncIterator[Membership]:
     """Be in a run inside the block, under a new identity. No peer is known yet when the block begins. Raises what
-    Entrance.dht_addresses, dht_node.start and agree_on_config raise."""
+    Entrance.dht_addresses, dht_node.start, agree_on_config and Membership.require_own_token raise."""
     addresses = await entrance.dht_addresses(clock)
     # This blocks the loop for some seconds, but there is nothing else to do yet.
     node = dht_node.start(clock=clock, initial_peers=addresses, client_mode=True)
@@ -172,6 +172,7 @@ async def reading(entrance: Entrance, clock: Clock) -> AsyncIterator[Membership]
         config = await agree_on_config(node, None, addresses, clock, identity.authority, run=entrance.run)
         member = Membership.enter(config, node, identity, clock, insecure=entrance.insecure)
         try:
+            await member.require_own_token()
             yield member
         finally:
             await member.channels.close()

@@ -1,6 +1,7 @@
 """A process in its run: the configuration that it agrees on, the peers that it knows, and what its parts share."""
 
 import asyncio
+import functools
 import heapq
 import logging
 import os
@@ -13,7 +14,7 @@ from itertools import zip_longest
 from typing import Self, TypeVar
 
 from swarm import config as configs
-from swarm.config import RunConfig
+from swarm.config import RunConfig, Timeline
 from swarm.content.service import Fetcher, Kind, Line
 from swarm.credentials.authority import Authority
 from swarm.credentials.identity import Identity
@@ -40,6 +41,8 @@ REFRESH_SECONDS = 2.0
 """Time between two readings of the DHT in the background."""
 LOOK_SECONDS = 0.5
 """Time between two readings of the DHT while this process waits for a peer to appear there."""
+AMENDMENTS_SECONDS = 5.0
+"""How often amendments are looked for in the DHT, and renewed there."""
 RETURN_SECONDS = 12.0
 """A peer that comes back at its old address is found again within this time; see RECONNECT_SECONDS in
 swarm/dht/node.py."""
@@ -202,6 +205,13 @@ class Membership:
     clock: Clock
     waits: Waits = field(default_factory=Waits)
 
+    async def require_own_token(self) -> None:
+        """Look for the run's amendments, and raise NotAllowed if this process's own token is revoked. For programs that
+        join, before they do anything else in the run."""
+        await self.hear_amendments(partly=False)
+        if self.identity.authority is not None:
+            self.identity.authority.member(self.identity.certificate_pem, self.clock.time())
+
     @classmethod
     def enter(cls, config: RunConfig, store: RecordStore, identity: Identity, clock: Clock, *, insecure: bool) -> Self:
         """Enter a run whose records are in `store`. No peer is known yet, and nothing is announced."""
@@ -219,6 +229,27 @@ class Membership:
     @property
     def peer_id(self) -> str:
         return self.identity.peer_id
+
+    @functools.cached_property
+    def timeline(self) -> Timeline:
+        """The amendments that this process knows, its blocks included."""
+        return Timeline(self.config)
+
+    async def hear_amendments(self, *, partly: bool = True) -> None:
+        """Take in the amendments that the DHT has now, if it answers. From then on no bearer of a token that one of
+        them revokes is a member in this process. An open run has no amendments. `partly` is as in Directory.sample."""
+        if self.config.owner:
+            with suppress(PeerUnavailable):
+                for record in await self.directory.amendments(partly=partly):
+                    self.timeline.hear(record.amendments, record.peer_id)
+        if self.identity.authority is not None:
+            self.identity.authority.revoke(self.timeline.revoked)
+
+    async def follow_amendments(self) -> None:
+        """Hear amendments again and again, until cancelled. An open run has none, and this returns at once."""
+        while self.config.owner:
+            await self.hear_amendments()
+            await self.clock.sleep(AMENDMENTS_SECONDS)
 
     def fetcher(self, kind: Kind) -> Fetcher:
         """Make a fetcher of content (what the run's configuration names by digest) from the run's peers."""

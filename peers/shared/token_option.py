@@ -9,14 +9,19 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from peers.shared.cli import spelled_out
+from peers.shared.stopping import before
+from swarm.credentials.authority import Authority
 from swarm.credentials.identity import Identity, Token
 from swarm.credentials.rights import Role
+from swarm.errors import NotAllowed
 from swarm.machine.clock import Clock
 
 logger = logging.getLogger(__name__)
 
 VARIABLE = "SWARM_TOKEN"
 """The environment variable with a token. It is used only if no option and no address has a token."""
+LOOK_SECONDS = 1.0
+"""How often a program looks whether its token still lets it stay."""
 FAREWELL_SECONDS = 90.0
 """A program begins to leave this many seconds before its token expires. After the expiry no peer answers it."""
 
@@ -74,17 +79,25 @@ def admitted(identity: Identity, token: Token | None) -> Identity:
 
 
 async def stop_or_expiry(stop: asyncio.Event, identity: Identity, clock: Clock) -> None:
-    """Wait until `stop` is set. If the token is about to expire before that, log it and set `stop`."""
+    """Wait until `stop` is set. If the token is about to expire before that, or the owner revokes it, log it and set
+    `stop`."""
     if identity.authority is None:
         await stop.wait()
         return
-    expires_at = identity.authority.member(identity.certificate_pem, clock.time()).expires_at
+    while not stop.is_set():
+        if why := _why_it_ends(identity, identity.authority, clock.time()):
+            stop.set()
+            logger.error("%s: leaving; ask the run's owner for a new one", why)
+        await before(stop.wait(), clock.sleep(LOOK_SECONDS))
+
+
+def _why_it_ends(identity: Identity, authority: Authority, now: float) -> str:
+    """Why the token of this process does not let it stay; empty if it does."""
     try:
-        async with asyncio.timeout(expires_at - FAREWELL_SECONDS - clock.time()):
-            await stop.wait()
-    except TimeoutError:
-        stop.set()
-        logger.error("the token expires at %s: leaving; ask the run's owner for a new one", _date(expires_at))
+        expires_at = authority.member(identity.certificate_pem, now).expires_at
+    except NotAllowed as error:
+        return str(error)
+    return f"the token expires at {_date(expires_at)}" if now >= expires_at - FAREWELL_SECONDS else ""
 
 
 def _date(when: float) -> str:

@@ -4,10 +4,9 @@ It knows which blocks the process serves now, so that each of them finds the oth
 """
 
 import asyncio
-import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -15,12 +14,11 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1._async import HealthServicer
 
 from peers.reach.listen import Announced
-from peers.shared.network import Membership
+from peers.shared.network import AMENDMENTS_SECONDS, Membership
 from peers.stage_peer.incarnation import Rivals
 from peers.stage_peer.own_stage import ServerOptions
 from swarm.config import RunConfig
 from swarm.dht.directory import Announcement
-from swarm.errors import PeerUnavailable
 from swarm.machine.clock import Clock
 from swarm.rpc.callers import Callers
 from swarm.rpc.entry import direct
@@ -33,8 +31,6 @@ from swarm.types import AmendmentsRecord, Block, PeerState
 if TYPE_CHECKING:
     from peers.stage_peer.served_block import ServedBlock
 
-AMENDMENTS_SECONDS = 5.0
-"""How often amendments are looked for in the DHT, and renewed there."""
 KEPT_SECONDS = 60.0
 """A lag is remembered for at least this long, and at most twice as long."""
 _GAP_SECONDS = 0.02
@@ -94,7 +90,7 @@ class OwnProcess:
         self.blocks: dict[Block, ServedBlock] = {}
         self.num_moves = options.moves
         self.callers = callers
-        self._config = membership.config
+        self._config, self._membership = membership.config, membership
         self._router = membership.known.router
         self._directory, self._clock, self._peer_id = membership.directory, membership.clock, membership.peer_id
         self.health = Health()
@@ -130,33 +126,20 @@ class OwnProcess:
         return {name: block.describe() for name, block in self.blocks.items()}
 
     async def follow_amendments(self) -> None:
-        """Give the blocks the amendments that are in the DHT, and keep in the DHT what they know, until cancelled. An
+        """Take in the amendments that are in the DHT, and keep in the DHT what this process knows, until cancelled. An
         open run has none."""
         if not self._config.owner:
             return
         announcing = Announcement(
-            self._directory, "the run's amendments", self._amendments, self._clock, occasion=self._texts,
-            every_seconds=AMENDMENTS_SECONDS,
+            self._directory, "the run's amendments", self._amendments, self._clock,
+            occasion=lambda: self._membership.timeline.texts, every_seconds=AMENDMENTS_SECONDS,
         )  # fmt: skip
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(announcing.keep())
-            while True:
-                with contextlib.suppress(PeerUnavailable):
-                    for record in await self._directory.amendments():
-                        self._amend(record.amendments, record.peer_id)
-                self._amend(self._texts(), self._peer_id)
-                await self._clock.sleep(AMENDMENTS_SECONDS)
-
-    def _amend(self, texts: Sequence[str], peer_id: str) -> None:
-        for block in self.blocks.values():
-            block.member.timeline.hear(texts, peer_id)
-
-    def _texts(self) -> tuple[str, ...]:
-        """All amendments that some block knows."""
-        return max((block.member.timeline.texts for block in self.blocks.values()), key=len, default=())
+            await self._membership.follow_amendments()
 
     def _amendments(self) -> AmendmentsRecord | None:
-        texts, now = self._texts(), self._clock.time()
+        texts, now = self._membership.timeline.texts, self._clock.time()
         return AmendmentsRecord(peer_id=self._peer_id, announced_at=now, amendments=texts) if texts else None
 
     def is_exchanging(self) -> bool:

@@ -172,30 +172,31 @@ async def require_room(options: PeerOptions, member: Membership, on: Sequence[to
 
 
 def own_backends(
-    config: RunConfig, blocks: Mapping[Block, ServerOptions], stagings: Mapping[torch.device, Staging],
+    timeline: Timeline, blocks: Mapping[Block, ServerOptions], stagings: Mapping[torch.device, Staging],
     beside: Sequence[GraphBudget] = (),
 ) -> dict[Block, StageBackend]:  # fmt: skip
-    """Make the models of the blocks, and their weights, at their initial values: those in the options, or
-    those drawn from the run's seed. Blocks on one device share its memory for graphs; `beside` are the budgets of those
-    that are there already, where there is one device. Raises Fatal if those of a device do not fit there."""
+    """Make the models of the blocks, and their weights, at their initial values: those in the options, or those drawn
+    from the run's seed. All of them follow this timeline. Blocks on one device share its memory for graphs; `beside`
+    are the budgets of those that are there already, where there is one device. Raises Fatal if those of a device do not
+    fit there."""
     backends: dict[Block, StageBackend] = {}
     for device, staging in stagings.items():
         there = {block: options for block, options in blocks.items() if options.device == device}
-        backends |= _backends_on(config, device, staging, there, beside) if there else {}
+        backends |= _backends_on(timeline, device, staging, there, beside) if there else {}
     return {block: backends[block] for block in blocks}
 
 
 def _backends_on(
-    config: RunConfig, device: torch.device, staging: Staging, blocks: Mapping[Block, ServerOptions],
+    timeline: Timeline, device: torch.device, staging: Staging, blocks: Mapping[Block, ServerOptions],
     beside: Sequence[GraphBudget],
 ) -> dict[Block, StageBackend]:  # fmt: skip
-    options = next(iter(blocks.values()))
+    config, options = timeline.config, next(iter(blocks.values()))
     if options.anchors is not None and config.rounds.synchronous:
         raise Fatal("--anchors is for rounds.setting = 'diloco': a synchronous run has its anchors on the device")
     own = devices.computing_in(config, options.dtype, device)
     devices.warn_of_emulation(own.model, device)
     try:
-        made = {block: _weights(own, block, each, config) for block, each in blocks.items()}
+        made = {block: _weights(own, block, each, timeline) for block, each in blocks.items()}
         # What the first step will allocate is allocated here and freed again. The server's threads need addresses too.
         first_step_bytes = sum(
             needs.first_step_bytes(own, {name: master.shape for name, master in weights.masters.items()})
@@ -232,19 +233,21 @@ def _backends_on(
     }  # fmt: skip
 
 
-def _weights(config: RunConfig, block: Block, options: ServerOptions, run: RunConfig) -> tuple[nn.Module, StageWeights]:
-    """`run` is the configuration that the run's id and lineages follow from, whatever this device computes in."""
+def _weights(
+    config: RunConfig, block: Block, options: ServerOptions, timeline: Timeline
+) -> tuple[nn.Module, StageWeights]:
+    """`timeline` has the configuration that the run's id and lineages follow from, whatever this device computes in."""
     given = options.weights
     tensors = None if given is None else given.load(parameter_shapes(config, block.stage))
     module = build_stage(config, block.stage, device=options.device, weights=tensors)
     del tensors
     if options.compiles and isinstance(module, StageModule):
         module.compile_layers()
-    lineage = genesis(run, block)
+    lineage = genesis(timeline.config, block)
     try:
         return module, weights_of(
             config, module, lineage=lineage, events=options.events, anchors=options.anchors,
-            share=config.share_of(block), timeline=Timeline(run),
+            share=config.share_of(block), timeline=timeline,
         )  # fmt: skip
     except OSError as error:
         raise Fatal(f"--anchors: {error}") from None

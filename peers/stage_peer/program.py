@@ -218,13 +218,16 @@ async def run(start: Start) -> None:
 
 
 async def enter(start: Start) -> Membership:
-    """Enter the run. Raises what agree_on_config, require_allowed_class and require_blocks raise."""
+    """Enter the run. Raises what agree_on_config, require_allowed_class, require_blocks and
+    Membership.require_own_token raise."""
     options, identity, clock = start.options, start.identity, SystemClock()
     run, others = start.entrance.run, start.addresses if options.joins else ()
     config = await agree_on_config(start.node, start.config, others, clock, identity.authority, run=run)
     require_allowed_class(config, start.config, options.allow_class)
     require_blocks(options, config)
-    return Membership.enter(config, start.node, identity, clock, insecure=options.insecure)
+    member = Membership.enter(config, start.node, identity, clock, insecure=options.insecure)
+    await member.require_own_token()
+    return member
 
 
 def reach_of(start: Start, member: Membership) -> Reach:

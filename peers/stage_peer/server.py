@@ -71,7 +71,7 @@ class PeerServer:
         self._serving = dict[Block, asyncio.Task[None]]()
         """The task of each block that is served."""
         blocks = self._checked(blocks)
-        self.blocks = self._made(blocks, own_backends(config, blocks, self._stagings))
+        self.blocks = self._made(blocks, own_backends(membership.timeline, blocks, self._stagings))
         self._has_changed()
 
     def _checked(self, blocks: Mapping[Block, ServerOptions]) -> dict[Block, ServerOptions]:
@@ -212,11 +212,12 @@ class PeerServer:
     async def enter(self, blocks: Mapping[Block, ServerOptions]) -> None:
         """Serve these blocks too. If one of them cannot begin, none of them is served. Raises what own_backends,
         ServedBlock.begin and ServedBlock.serving do."""
-        blocks, config = self._checked(blocks), self._membership.config
+        blocks = self._checked(blocks)
         budgets = [block.stage.context.backend.budget for block in self.blocks.values()]
         try:
             # Making models takes a while, in which the other blocks compute and average.
-            backends = await asyncio.to_thread(own_backends, config, blocks, self._stagings, budgets)
+            timeline = self._membership.timeline
+            backends = await asyncio.to_thread(own_backends, timeline, blocks, self._stagings, budgets)
             self.blocks |= self._made(blocks, backends)
             del backends
             self._has_changed()

@@ -192,6 +192,7 @@ async def carry_out(member: Membership, paths: TrainerPaths, session: Session, n
                 )
             ),
             tasks.create_task(announcement.keep()),
+            tasks.create_task(member.follow_amendments()),
             *(
                 tasks.create_task(
                     watch_connections(block=block, router=known.router, channels=member.channels, clock=clock)

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 MOST_CHARACTERS = 10_000
 """The most characters of all amendments of a run together: they have to fit into one record of the DHT."""
 AMENDABLE = {
+    "": ("revoked",),
     "optimizer": (
         "learning_rate", "schedule", "warmup_samples", "total_samples", "restart_samples", "final_fraction",
         "weight_decay", "clip_norm", "beta1", "beta2", "epsilon", "momentum", "nesterov", "adjust_lr_fn",
@@ -127,6 +128,11 @@ class Timeline:
         return self.amendments[-1].digest if self.amendments else ""
 
     @property
+    def revoked(self) -> tuple[str, ...]:
+        """The tokens that are revoked. This counts at once, and not from the amendment's round on."""
+        return self.under(self.last).revoked
+
+    @property
     def texts(self) -> tuple[str, ...]:
         return tuple(each.text for each in self.amendments)
 
@@ -199,12 +205,14 @@ def amended(config: RunConfig, settings: Sequence[str]) -> RunConfig:
     filled = dataclasses.replace(config, optimizer=config.gradient_step, outer=config.outer_step)
     changed = with_settings(filled, settings)
     for name in [setting.partition("=")[0].strip() for setting in settings] + [*differences(filled, changed)]:
-        section, _, key = name.partition(".")
+        section, _, key = name.rpartition(".")
         if key not in AMENDABLE.get(section, ()):
             raise ValueError(
                 f"{name} cannot be amended while the run goes on: stop all peers, and start them with --resume and "
                 "another configuration, if it may change at all (docs/security.md has what can be amended)"
             )
+    if lost := sorted({*config.revoked} - {*changed.revoked}):
+        raise ValueError(f"a token that is revoked stays so: `revoked` has to name {', '.join(lost)} as well")
     if changed.optimizer.learning_rate <= 0.0 or changed.optimizer.schedule == "auto":
         raise ValueError("an amendment names what it sets: optimizer.learning_rate above 0, and a schedule")
     return changed

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Literal
 
-from swarm.config.checks import MAY_CHANGE, STRICT, is_sha256, may_change, require
+from swarm.config.checks import ADDED, MAY_CHANGE, STRICT, is_sha256, may_change, require
 from swarm.config.data import DataConfig
 from swarm.config.lora import LoraConfig
 from swarm.config.model import ModelConfig
@@ -22,6 +22,7 @@ from swarm.config.optimizer import OptimizerConfig
 from swarm.config.rounds import AveragingConfig, OuterConfig, RoundsConfig
 from swarm.config.sizes import PLENTY, TextSize, sized, sizes_of
 from swarm.config.stages import StagesConfig, WireConfig
+from swarm.credentials.certificates import TOKEN_DIGITS
 from swarm.errors import ConfigMismatch
 from swarm.machine.words import counted
 from swarm.types import Block
@@ -47,6 +48,9 @@ class RunConfig:
     owner: str = field(default="", metadata=MAY_CHANGE)
     """Locked runs: SHA-256 of the owner's public key, in hexadecimal; `swarm-peer --token` sets it. Empty:
     every machine that reaches a peer may join."""
+    revoked: tuple[str, ...] = field(default=(), metadata={**MAY_CHANGE, **ADDED})
+    """Locked runs: the tokens that let nobody in any more, each by the 16 digits that `swarm-keys show` prints. The
+    owner adds some while the run trains, by `swarm-keys amend --revoke`."""
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     stages: StagesConfig = field(
@@ -70,6 +74,10 @@ class RunConfig:
         require(
             not self.owner or is_sha256(self.owner),
             f"owner must be the 64 hexadecimal digits that swarm-keys shows, not {self.owner[:80]!r}",
+        )
+        require(
+            all(len(token) == TOKEN_DIGITS and set(token) <= set("0123456789abcdef") for token in self.revoked),
+            f"revoked names each token by the {TOKEN_DIGITS} digits that `swarm-keys show` prints",
         )
         self.lora.check_model(self.model)
         self._check_layers()

@@ -1,10 +1,11 @@
 """The owner of a locked run, as a root certificate with which members check who else is a member.
 
-Only certificates decide: there is no list of members, and no other machine is asked.
+Only certificates decide, and a list of the tokens that the owner has revoked: no other machine is asked.
 """
 
 import datetime
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from cryptography import x509
@@ -24,6 +25,7 @@ class Member:
     """Seconds since the epoch."""
     expires_at: float
     """When the member's token expires, in seconds since the epoch."""
+    token_name: str
 
 
 @dataclass(frozen=True)
@@ -32,18 +34,30 @@ class Authority:
 
     certificate_pem: str
     """The owner's certificate, the root of every chain."""
+    _revoked: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
     @property
     def fingerprint(self) -> str:
         """The digest of the owner's key, which is the configuration's `owner`."""
         return _fingerprint(self.certificate_pem)
 
+    def revoke(self, tokens: Iterable[str]) -> None:
+        """From now on nobody is a member by these tokens, which are named by `certificates.token_id`. May be called in
+        any thread."""
+        self._revoked.update(tokens)
+
+    def has_revoked(self, chain_pem: str) -> bool:
+        """Whether the token that issued the first certificate of a chain is revoked."""
+        return bool(self._revoked) and certificates.token_id(chain_pem) in self._revoked
+
     def member(self, chain_pem: str, now: float) -> Member:
         """Return the member to which a chain of certificates (its own, then the token's) belongs. `now` is seconds
         since the epoch. Raises NotAllowed if the text is no such chain, or another owner's, or one that is not valid
-        now.
+        now, or whose token is revoked.
         """
         member = _verified(self.certificate_pem, chain_pem)
+        if self.has_revoked(chain_pem):
+            raise NotAllowed(f"the run's owner has revoked the token {member.token_name!r} of {member.peer_id[:8]}")
         # The comparison is written with "not", so that it refuses NaN too.
         if not member.begins_at <= now <= member.expires_at:
             raise NotAllowed(f"the token of {member.peer_id[:8]} has expired, or a clock is wrong")
@@ -91,6 +105,7 @@ def _verified(owner_pem: str, chain_pem: str) -> Member:
             role=certificates.role_of(token),
             begins_at=begins_at.timestamp(),
             expires_at=expires_at.timestamp(),
+            token_name=certificates.common_name(token),
         )
     except (IntegrityError, *certificates.FAULTS) as error:
         raise NotAllowed(f"no certificate of this run: {error}") from None

@@ -36,6 +36,8 @@ FAULTS = (
 """The exceptions that the library cryptography raises for keys and certificates that it cannot read."""
 
 SIGNATURE = ec.ECDSA(hashes.SHA256())
+TOKEN_DIGITS = 16
+"""How many of the first digits of its fingerprint name a token."""
 _LONG = datetime.timedelta(days=3650)
 _EARLIER = datetime.timedelta(days=1)
 """A certificate is valid from this long before it is made, so that machines with slow clocks accept it too."""
@@ -206,6 +208,12 @@ def bearer_of(chain_pem: str) -> str | None:
         return fingerprint(issuers[0]) if issuers else None
     except IntegrityError:
         return None
+
+
+def token_id(chain_pem: str) -> str:
+    """The digits by which a run's configuration names the token that issued the first certificate of a chain; empty if
+    no token did."""
+    return (bearer_of(chain_pem) or "")[:TOKEN_DIGITS]
 
 
 def fingerprint(certificate: x509.Certificate) -> str:

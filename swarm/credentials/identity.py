@@ -97,6 +97,10 @@ class Token:
         return certificates.common_name(self.certificate)
 
     @property
+    def token_id(self) -> str:
+        return certificates.fingerprint(self.certificate)[: certificates.TOKEN_DIGITS]
+
+    @property
     def expires_at(self) -> float:
         """When the token expires, in seconds since the epoch."""
         return self.certificate.not_valid_after_utc.timestamp()

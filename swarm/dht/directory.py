@@ -4,7 +4,7 @@ Every record is signed and checked. The directory never calls the peers that it 
 """
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 from swarm.credentials.identity import Identity
@@ -165,13 +165,23 @@ class Directory:
         self._note_releases(self._trainers.key, found)
         return _compatible(found)
 
+    async def members(self, blocks: Iterable[Block]) -> list[tuple[str, str]]:
+        """The name and the certificates of each peer of these blocks and of each trainer that is listed. The
+        certificates are empty in an open run without TLS. Raises PeerUnavailable."""
+        peers = {record.peer_id: record for block in blocks for record in await self.peers(block)}
+        await self.trainers()
+        found: list[tuple[PeerRecord | TrainerRecord, str]] = [(one, one.certificate_pem) for one in peers.values()]
+        found += self._trainers.signed()
+        return [(record.name or record.peer_id[:8], chain_pem) for record, chain_pem in found]
+
     async def claims(self) -> list[ClaimRecord]:
         """The claims of peers that are about to serve a block, or were a moment ago. Raises PeerUnavailable."""
         return _compatible(await self._claims.read())
 
-    async def amendments(self) -> list[AmendmentsRecord]:
-        """The run's amendments, as each peer that announces some knows them. Raises PeerUnavailable."""
-        return _compatible(await self._amendments.read(partly=True))
+    async def amendments(self, *, partly: bool = True) -> list[AmendmentsRecord]:
+        """The run's amendments, as each peer that announces some knows them; `partly` is as in `sample`. Raises
+        PeerUnavailable."""
+        return _compatible(await self._amendments.read(partly=partly))
 
     async def watch(
         self, blocks: Sequence[Block], on_update: Callable[[Block, Sequence[PeerRecord]], None],

@@ -133,8 +133,9 @@ class KnownRecords(Generic[Record]):
         self._authority = authority
         self._clock = clock
         self._steady_time = SteadyTime(clock)
-        self._known: dict[str, tuple[Record, float]] = {}
-        """The records by subkey, each with the time at which it expires."""
+        self._known: dict[str, tuple[Record, float, str]] = {}
+        """The records by subkey, each with the time at which it expires, and in a locked run its signer's
+        certificates."""
         self._quota = KeyQuota()
         """Bounds the number of records, because a node of the DHT may answer with any number of made-up ones."""
 
@@ -159,17 +160,23 @@ class KnownRecords(Generic[Record]):
             except (IntegrityError, MalformedMessage, NotAllowed) as error:
                 logger.debug("left out: %s", error)
                 continue
-            owner = bearer_of(signed_by(value)) if self._authority is not None else None
+            signer = signed_by(value) if self._authority is not None else ""
+            owner = bearer_of(signer) if signer else None
             if self._quota.take(subkey, owner, len(value), expiration, now):
-                self._known[subkey] = (record, expiration)
+                self._known[subkey] = (record, expiration, signer)
         return self.present()
 
     def present(self) -> list[Record]:
         """What was read and is valid now."""
-        steady_now = self._steady_time.now()
+        return [record for record, _ in self.signed()]
+
+    def signed(self) -> list[tuple[Record, str]]:
+        """As `present`, each with its signer's certificates, which are empty in an open run."""
+        steady_now, authority = self._steady_time.now(), self._authority
         if not self._steady_time.is_in_doubt:
             self._known = {subkey: known for subkey, known in self._known.items() if known[1] > steady_now}
-        return [record for record, _ in self._known.values()]
+        known = [(record, signer) for record, _, signer in self._known.values()]
+        return known if authority is None else [each for each in known if not authority.has_revoked(each[1])]
 
 
 def _require_own(record: PeerRecord | TrainerRecord | ClaimRecord | AmendmentsRecord | RunRecord, subkey: str) -> None:

@@ -107,7 +107,7 @@ class Guard(grpc.aio.ServerInterceptor):
         async def guarded(request: Any, context: Context) -> None:
             async with self._admitted(method, request, context) as caller:
                 if hasattr(request, "__aiter__"):
-                    request = self._own_words(method, request, caller)
+                    request = self._own_words(method, request, caller, chain_of(context))
                 try:
                     async with aclosing(behaviour(request, context)) as replies:
                         is_begun = False
@@ -184,8 +184,12 @@ class Guard(grpc.aio.ServerInterceptor):
         if claimed is not None and claimed != caller:
             raise NotAllowed(f"{caller[:8]} speaks for {claimed[:40]!r}")
 
-    async def _own_words(self, method: str, requests: AsyncIterator[Any], caller: Caller) -> AsyncIterator[Any]:
+    async def _own_words(
+        self, method: str, requests: AsyncIterator[Any], caller: Caller, chain_pem: str
+    ) -> AsyncIterator[Any]:
         async for request in requests:
+            if self.authority is not None and self.authority.has_revoked(chain_pem):
+                raise NotAllowed("the run's owner has revoked the caller's token")
             self._require_own_words(method, request, caller)
             yield request
 

@@ -3,23 +3,28 @@ process that changes at the same step, and an audit of what they did."""
 
 import asyncio
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from peers.shared import network
 from swarm.audit import history
 from swarm.audit.audit import audit
 from swarm.config import Amendment, OptimizerConfig, RunConfig, StagesConfig, Timeline
+from swarm.credentials.identity import generate
+from swarm.dht import keys
+from swarm.dht.records import seal
 from swarm.events import Commit
 from swarm.model.stages import build_transformer
 from swarm.training.optim import learning_rate
-from swarm.types import Block
+from swarm.types import AmendmentsRecord, Block
 from tests.audit.honest import Lines, edit
+from tests.support import locked
 from tests.support.chain import DILOCO, SYNCHRONOUS, eventually, tokens
 from tests.support.locked import OWNER
-from tests.support.whole_swarm import WholeSwarm, whole_swarm
+from tests.support.whole_swarm import CLOCK, WholeSwarm, whole_swarm
 
 STEPS = 6
 SETTINGS = (2, "optimizer.learning_rate=3e-3"), (3, "averaging.codec=fp16")
@@ -62,6 +67,42 @@ def _reference(timeline: Timeline, steps: int) -> tuple[list[float], dict[str, t
         adamw.step()
         adamw.zero_grad()
     return losses, dict(model.named_parameters())
+
+
+def _say(swarm: WholeSwarm, timeline: Timeline) -> Awaitable[bool]:
+    """Announce amendments, as `swarm-keys amend` does."""
+    owner = locked.issue().admit(generate())
+    record = AmendmentsRecord(peer_id=owner.peer_id, announced_at=CLOCK.time(), amendments=timeline.texts)
+    key, until = keys.of_amendments(timeline.config.run_id), CLOCK.time() + 100.0
+    return swarm.store.store(key, owner.peer_id, seal(owner, key, record, until), until)
+
+
+@pytest.mark.slow
+async def test_a_run_goes_on_without_a_peer_whose_token_is_revoked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is shut out at once, though the amendment's round never comes. Another peer is killed, and one joins."""
+    monkeypatch.setattr(network, "AMENDMENTS_SECONDS", 0.1)
+    config, theirs = _locked(SYNCHRONOUS), locked.issue()
+    timeline = Timeline(config)
+    timeline.add([Amendment.sign(OWNER, timeline, 900, [f"revoked=['{theirs.token_id}']"]).text])
+    async with whole_swarm(config, tmp_path / "events", num_peers=(1, 2), token=locked.issue()) as swarm:
+        shut_out, killed = await swarm.start(0, token=theirs), swarm.peers[2]
+        training = asyncio.create_task(swarm.train(STEPS))
+        block = shut_out.servers[Block(0)]
+        await eventually(lambda: block.stage.round >= 2)
+        assert await _say(swarm, timeline)
+        honest = [peer for peer in swarm.peers if peer is not shut_out]
+        await eventually(lambda: all(next(iter(each.servers.values())).member.timeline.texts for each in honest))
+        await killed.kill()
+        joiner = await swarm.start(1)
+        steps = await training
+        last = block.stage.round
+    assert [step.totals.loss for step in steps] == pytest.approx(_reference(Timeline(config), STEPS)[0], abs=1e-4)
+    assert joiner.servers[Block(1)].member.timeline.texts == timeline.texts
+    assert last < STEPS
+    assert shut_out.peer_id not in {peer for event in _commits(swarm) if event.round > last for peer in event.members}
+    assert audit(swarm.logs).proven
 
 
 def _commits(swarm: WholeSwarm) -> Iterator[Commit]:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from swarm.config import Amendment, RunConfig, Timeline, from_dict
+from swarm.config import Amendment, RunConfig, Timeline, from_dict, to_json
 from swarm.errors import IntegrityError
 from tests.support.locked import OWNER, STRANGER
 
@@ -51,6 +51,8 @@ def test_what_was_left_out_stays_as_it_was_filled_in() -> None:
         ("rounds.round_samples=512", "rounds.round_samples cannot be amended"),
         ("averaging.quorum=majority", "averaging.quorum cannot be amended"),
         ("run=other", "run cannot be amended"),
+        ("owner=" + 64 * "0", "owner cannot be amended"),
+        ("revoked=['ada']", "revoked names each token by the 16 digits"),
         ("optimizer.name=muon", "optimizer.name cannot be amended"),
         ("optimizer.learning_rate=0", "names what it sets"),
         ("optimizer.learning_rte=1", "unknown key"),
@@ -116,3 +118,18 @@ def test_amendments_are_bounded() -> None:
     long = "optimizer.learning_rate=3e-4" + " " * 3000
     with pytest.raises(ValueError, match="too many amendments"):
         _signed((1, long), (1, long), (1, long), (1, long))
+
+
+def test_a_token_is_revoked_at_once_and_stays_so() -> None:
+    first, second = "0123456789abcdef", "f" * 16
+    timeline = _signed((900, f"revoked=['{first}']"), config=CONFIG)
+    assert timeline.revoked == (first,)
+    assert timeline.at(899).revoked == ()
+    with pytest.raises(ValueError, match=f"stays so: `revoked` has to name {first} as well"):
+        Amendment.sign(OWNER, timeline, 900, [f"revoked=['{second}']"])
+    text = Amendment.sign(OWNER, timeline, 900, [f"revoked=['{first}', '{second}']"]).text
+    timeline.add([*timeline.texts, text])
+    assert list(timeline.revoked) == [first, second]
+    assert Timeline(CONFIG).revoked == ()
+    assert Timeline(dataclasses.replace(CONFIG, revoked=(first,))).revoked == (first,)
+    assert "revoked" not in to_json(CONFIG), "a run without revoked tokens has the id that it always had"

@@ -61,3 +61,19 @@ def test_nobody_else_is_a_member(chain_pem: str) -> None:
 
 def test_a_trainer_cannot_make_itself_a_peer() -> None:
     assert OWNER.authority.member(locked.promoted().certificate_pem, NOW).role is Role.TRAINER
+
+
+def test_a_revoked_token_makes_no_members_and_others_of_its_name_do() -> None:
+    token, same_name = locked.issue(), locked.issue()
+    ours, theirs = OWNER.authority, token.authority
+    first, second = token.admit(generate()), token.admit(generate())
+    ours.revoke([token.token_id])
+    for one in (first, second):
+        assert ours.has_revoked(one.certificate_pem)
+        with pytest.raises(NotAllowed, match=f"has revoked the token 'test' of {one.peer_id[:8]}"):
+            ours.member(one.certificate_pem, NOW)
+        assert theirs.member(one.certificate_pem, NOW).peer_id == one.peer_id, "who has not heard of it lets them in"
+    other = same_name.admit(generate())
+    assert ours.member(other.certificate_pem, NOW).token_name == "test"
+    assert not ours.has_revoked(locked.OPEN.certificate_pem)
+    assert ours == OWNER.authority

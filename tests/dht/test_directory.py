@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import logging
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from swarm.credentials import identity
+from swarm.credentials.rights import Role
 from swarm.dht.directory import NUM_RENEWALS, RENEW_SECONDS, Announcement, Directory
 from swarm.dht.records import MAX_LIFETIME_SECONDS, seal
 from swarm.errors import IncompatibleVersion, PeerUnavailable
@@ -441,3 +443,28 @@ async def test_a_newcomer_that_half_of_a_block_does_not_understand_refuses_to_jo
         IncompatibleVersion, match=rf"^1 of the 1 peers of stage 1 \(peer-{newer}\) speak protocol {newer},"
     ):
         ours.require_common_protocol()
+
+
+async def test_whose_token_is_revoked_is_listed_no_longer(store: Store) -> None:
+    clock = ManualClock(locked.NOW.timestamp())
+    token, trainers = locked.issue(), locked.issue(Role.TRAINER)
+    own, ours, theirs = locked.PEER, locked.OTHER_PEER, token.admit(identity.generate())
+    reader = dataclasses.replace(own, authority=locked.OWNER.authority)
+    directory = Directory(store, reader, RUN, clock)
+    for peer in (ours, theirs):
+        record = _record(peer).model_copy(update={"announced_at": clock.time(), "name": peer.peer_id[:4]})
+        await Directory(store, peer, RUN, clock).announce(record, 30)
+    trainer = trainers.admit(identity.generate())
+    said = TrainerRecord(peer_id=trainer.peer_id, announced_at=clock.time(), name="trainer", step=0)
+    await Directory(store, trainer, RUN, clock).announce(said, 30)
+    assert set(await directory.members([Block(1)])) == {
+        *((peer.peer_id[:4], peer.certificate_pem) for peer in (ours, theirs)),
+        ("trainer", trainer.certificate_pem),
+    }
+    assert reader.authority is not None
+    reader.authority.revoke([token.token_id, trainers.token_id])
+    assert [record.peer_id for record in await directory.sample(Block(1))] == [ours.peer_id]
+    assert await directory.trainers() == []
+    assert [name for name, _ in await directory.members([Block(1)])] == [ours.peer_id[:4]]
+    await Directory(store, theirs, RUN, clock).announce(_record(theirs), 40)
+    assert [record.peer_id for record in await directory.peers(Block(1))] == [ours.peer_id]

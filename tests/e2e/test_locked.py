@@ -3,11 +3,13 @@ join."""
 
 import json
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from peers.commands import command_line
+from swarm.credentials.rights import Role
 from tests.support import locked
 from tests.support.swarm import RealSwarm, real_swarm, run_all, wait_until, whole_lines
 
@@ -112,3 +114,35 @@ def test_the_owner_amends_the_run_while_it_goes_on(swarm: RealSwarm, tmp_path: P
     assert swarm.wait_for_end(swarm.children.start("later", command_line("trainer", [*line, *options]))) == 0
     rates = [step["train/learning_rate"] for step in swarm.steps("later")]
     assert rates[-1] == pytest.approx(7e-4)
+
+
+@pytest.mark.slow
+def test_whose_token_the_owner_revokes_leaves_and_does_not_come_back(swarm: RealSwarm, tmp_path: Path) -> None:
+    locked.OWNER.save(tmp_path / "owner.pem")
+    bob = locked.OWNER.issue(Role.PEER, name="bob", now=locked.NOW, lifetime=timedelta(days=1))
+    (invite, *_) = _printed(swarm, "join")
+    own = ["--host", "127.0.0.1", "--threads", "1", "--token", str(bob)]
+    ready = tmp_path / "bob.json"
+    line = [invite.replace("#TOKEN", ""), *own, "--identity", str(tmp_path / "bob.pem"), "--ready-file", str(ready)]
+    peer = swarm.children.start("bob", command_line("peer", line))
+    wait_until(ready.exists, 60.0, f"bob's peer to serve; see {peer.log}")
+    asked, at = ["keys", "tokens", str(tmp_path / "owner.pem"), invite], ["keys", "amend", str(tmp_path / "owner.pem")]
+    (listed,) = run_all(asked)
+    assert f"bob ({bob.token_id}), a peer's: " in listed.stdout, listed.stderr
+    unknown, told = run_all([*at, invite, "--revoke", "eve"], [*at, invite, "--revoke", "bob"])
+    assert "no token in use has the name 'eve'" in unknown.stderr
+    assert told.returncode == 0, told.stderr
+    assert "all peers know of it" in told.stdout
+    assert swarm.wait_for_end(peer) == 0
+    (said,) = [one for one in whole_lines(peer.log) if " ERROR " in one or "revoked the token" in one]
+    assert "the run's owner has revoked the token 'bob' of" in said
+    assert "Traceback" not in peer.log.read_text()
+    again = [["peer", invite.replace("#TOKEN", ""), *own, "--identity", str(tmp_path / "again.pem")]]
+    again += [["status", invite.replace("#TOKEN", ""), "--token", str(bob)]]
+    *refused, seen = run_all(*again, asked)
+    for result in refused:
+        assert result.returncode == 1
+        assert len(result.stderr.splitlines()) == 1, result.stderr
+        assert "has revoked the token 'bob'" in result.stderr
+    assert seen.returncode == 0
+    assert "bob" not in seen.stdout

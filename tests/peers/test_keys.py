@@ -1,6 +1,8 @@
 """swarm-keys: what it writes, prints and refuses."""
 
 import contextlib
+import dataclasses
+import datetime
 import itertools
 import re
 import stat
@@ -9,11 +11,16 @@ from pathlib import Path
 import pytest
 
 from peers import keys
+from peers.shared.network import Membership
 from peers.shared.token_option import find_token
-from swarm.credentials.identity import Token
+from swarm.config import load_preset
+from swarm.credentials.identity import Token, generate
 from swarm.credentials.rights import Role
+from swarm.machine.clock import SystemClock
+from swarm.types import PeerRecord, PeerState, TrainerRecord
 from tests.support import locked
 from tests.support.manual_clock import ManualClock
+from tests.support.memory_store import MemoryStore
 
 
 def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -85,3 +92,43 @@ def test_faults_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_help_is_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "swarm-keys issue owner.pem" in _run(capsys, "--help")
+
+
+async def test_the_owner_sees_which_tokens_are_in_use_and_names_those_to_revoke(tmp_path: Path) -> None:
+    clock = SystemClock()
+    store, run = MemoryStore(clock), dataclasses.replace(load_preset("tiny"), owner=locked.OWNER.authority.fingerprint)
+
+    def enter(token: Token) -> Membership:
+        return Membership.enter(run, store, token.admit(generate()), clock, insecure=False)
+
+    def issue(name: str, role: Role = Role.PEER) -> Token:
+        return locked.OWNER.issue(role, name=name, now=locked.NOW, lifetime=datetime.timedelta(days=1))
+
+    ada, bob, other_bob = issue("ada"), issue("bob"), issue("bob", Role.TRAINER)
+    for name, token in (("pc", ada), ("attic", ada), ("laptop", bob)):
+        peer = enter(token)
+        record = PeerRecord(
+            peer_id=peer.peer_id, name=name, announced_at=clock.time(), stage=0, endpoint="192.0.2.1:1",
+            certificate_pem=peer.identity.certificate_pem, state=PeerState.SERVING,
+        )  # fmt: skip
+        await peer.directory.announce(record, 100)
+    trainer = enter(other_bob)
+    await trainer.directory.announce(
+        TrainerRecord(peer_id=trainer.peer_id, name="feeder", announced_at=clock.time(), step=0), 100
+    )
+    in_use = await keys.tokens_of(enter(issue("owner")))
+    assert list(map(str, in_use)) == [
+        f"ada ({ada.token_id}), a peer's: attic, pc",
+        f"bob ({bob.token_id}), a peer's: laptop",
+        f"bob ({other_bob.token_id}), a trainer's: feeder",
+    ]
+    (tmp_path / "token").write_text(str(ada))
+    for text in ("ada", ada.token_id, str(ada), f"@{tmp_path / 'token'}"):
+        assert keys.digits_of(text, locked.OWNER, in_use) == ada.token_id
+    for text, complaint in {
+        "eve": "no token in use has the name 'eve': give the digits of one, or the token itself; in use are ada (",
+        "bob": "2 tokens in use have the name 'bob': give the digits of one",
+        str(locked.issue(by=locked.STRANGER)): "not this run's",
+    }.items():
+        with pytest.raises(ValueError, match=re.escape(complaint)):
+            keys.digits_of(text, locked.OWNER, in_use)

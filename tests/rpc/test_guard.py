@@ -11,10 +11,12 @@ import grpc
 import pytest
 
 from swarm.credentials import certificates
-from swarm.credentials.identity import Identity
+from swarm.credentials.identity import Identity, generate
 from swarm.credentials.rights import CALLS, Who
+from swarm.errors import PeerUnavailable
 from swarm.rpc.channels import ChannelPool
-from swarm.rpc.v1 import stage_pb2
+from swarm.rpc.v1 import averaging_pb2, stage_pb2
+from swarm.rpc.v1.averaging_pb2_grpc import AveragingServiceStub
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
 from tests.rpc.guarded import (
     DENIED,
@@ -156,4 +158,37 @@ async def test_members_call_the_very_peer_of_the_record(start: Any) -> None:
     lured = server.record.model_copy(update={**claimed, "certificate_pem": PEER.certificate_pem})
     stub = StageServiceStub(pool.channel(lured))
     assert await code_of(stub.Describe(stage_pb2.DescribeRequest(), timeout=10)) is UNREACHABLE
+    await pool.close()
+
+
+# -- revoked tokens --------------------------------------------------------------------------------------------------
+
+
+async def test_who_has_a_revoked_token_is_refused_at_once_even_in_the_middle_of_a_call(start: Any) -> None:
+    own, token = locked.PEER_TOKEN.admit(generate()), locked.issue()
+    server, caller = await start(own), token.admit(generate())
+    assert own.authority is not None
+    async with server.called_by(caller) as channel:
+        exchange: Any = AveragingServiceStub(channel).Exchange(timeout=10.0)
+        await exchange.write(averaging_pb2.ExchangeRequest(data=b"x"))
+        calls = calls_of(channel, caller)
+        assert is_served(await code_of(calls["/swarm.rpc.v1.AveragingService/Begin"]()))
+        own.authority.revoke([token.token_id])
+        await exchange.write(averaging_pb2.ExchangeRequest(data=b"x"))
+        assert await code_of(exchange) is not grpc.StatusCode.OK
+    for name, code in (await _answers(server, caller)).items():
+        # A caller that is still writing when its call ends may get an error of gRPC itself.
+        assert code is DENIED or (name.endswith("Exchange") and code is grpc.StatusCode.INTERNAL), name
+    assert all(map(is_served, (await _answers(server, OTHER_PEER)).values()))
+
+
+async def test_peers_with_a_revoked_token_are_not_called(start: Any) -> None:
+    own, token = locked.PEER_TOKEN.admit(generate()), locked.issue()
+    server, pool = await start(token.admit(generate())), ChannelPool(identity=own)
+    stub: Any = StageServiceStub(pool.channel(server.record))
+    assert await code_of(stub.Describe(stage_pb2.DescribeRequest(), timeout=10)) is SERVED
+    assert own.authority is not None
+    own.authority.revoke([token.token_id])
+    with pytest.raises(PeerUnavailable, match="is no peer of this run: the run's owner has revoked the token 'test'"):
+        pool.channel(server.record)
     await pool.close()

@@ -78,7 +78,9 @@ class WholeSwarm:
     resume: ResumeOptions = field(default_factory=ResumeOptions)
     tokens: Callable[[RunConfig, int], torch.Tensor] = tokens
     peers: list[WholePeer] = field(default_factory=list)
-    _store: MemoryStore = field(default_factory=lambda: MemoryStore(CLOCK))
+    token: identities.Token | None = None
+    """With which peers and trainers join; None for a run without TLS."""
+    store: MemoryStore = field(default_factory=lambda: MemoryStore(CLOCK))
     _num_logs: int = 0
 
     @property
@@ -86,11 +88,13 @@ class WholeSwarm:
         """The event logs of all processes that there ever were."""
         return sorted(self.folder.iterdir())
 
-    async def start(self, stage: int, *more: int, path: int | None = None) -> WholePeer:
+    async def start(
+        self, stage: int, *more: int, path: int | None = None, token: identities.Token | None = None
+    ) -> WholePeer:
         """Start a peer of one stage, or of several, and return it when it serves. Of a stage with variants it serves
-        all, or those on a path."""
+        all, or those on a path. It joins with a token of its own, or the swarm's, if that has one."""
         blocks = self.config.blocks if path is None else self.config.blocks_of(path)
-        own = identities.generate()
+        own = self._admitted(token)
         peer = WholePeer(stage=stage, peer_id=own.peer_id, log=self._log(f"peer-{stage}"))
         serving = asyncio.get_running_loop().create_future()
         peer.task = asyncio.create_task(
@@ -107,9 +111,9 @@ class WholeSwarm:
     ) -> None:
         config, blocks = self.config, self.config.blocks
         peer.log.write(start_of(config, peer_id=own.peer_id, name="", stage=peer.stage))
-        member = Membership.enter(config, self._store, own, CLOCK, insecure=True)
+        member = Membership.enter(config, self.store, own, CLOCK, insecure=self.token is None)
         options = ServerOptions(
-            name="", device=torch.device("cpu"), insecure=True, max_in_flight=0, graph_bytes=1 << 30,
+            name="", device=torch.device("cpu"), insecure=self.token is None, max_in_flight=0, graph_bytes=1 << 30,
             resume=self.resume, checkpoints=None, events=peer.log,
         )  # fmt: skip
         async with asyncio.TaskGroup() as tasks:
@@ -124,10 +128,11 @@ class WholeSwarm:
     async def train(self, steps: int, *, first: int = 0, chosen: Collection[int] = ()) -> list[Step]:
         """Let a new trainer of the chosen paths, or of all, train this many steps, and return the steps."""
         config, blocks = self.config, self.config.blocks
-        own, log, done = identities.generate(), self._log("trainer"), list[Step]()
+        own, log, done = self._admitted(), self._log("trainer"), list[Step]()
         log.write(start_of(config, peer_id=own.peer_id, name="", stage=TRAINER_STAGE))
-        router, channels = Router(CLOCK, random.Random(own.peer_id)), ChannelPool(insecure=True)
-        directory, known = Directory(self._store, own, config.run_id, CLOCK), KnownPeers(router)
+        member = Membership.enter(config, self.store, own, CLOCK, insecure=self.token is None)
+        known, directory, channels = member.known, member.directory, member.channels
+        router = known.router
         await known.look(directory, blocks)
         paths = TrainerPaths(config, CLOCK, known.peers, chosen)
         hops = {
@@ -157,6 +162,7 @@ class WholeSwarm:
 
         background = [asyncio.create_task(directory.watch(blocks, known.update, LOOK_SECONDS))]
         background += [asyncio.create_task(hop.checks.run()) for hop in hops.values()]
+        background += [asyncio.create_task(member.follow_amendments())]
         try:
             await loop.run(first, steps, take)
         finally:
@@ -168,13 +174,21 @@ class WholeSwarm:
     @asynccontextmanager
     async def hop(self) -> AsyncIterator[Hop]:
         """The hop of a trainer that evaluates, to the only block of stage 0."""
-        router, channels = Router(CLOCK, random.Random(0)), ChannelPool(insecure=True)
-        directory = Directory(self._store, identities.generate(), self.config.run_id, CLOCK)
+        own = self._admitted()
+        router, channels = Router(CLOCK, random.Random(0)), self._channels(own)
+        directory = Directory(self.store, own, self.config.run_id, CLOCK)
         await KnownPeers(router).look(directory, self.config.blocks)
         yield Hop(
             run_id=self.config.run_id, block=Block(0), reply_specs={}, router=router, channels=channels, clock=CLOCK
         )
         await channels.close()
+
+    def _admitted(self, token: identities.Token | None = None) -> identities.Identity:
+        own, token = identities.generate(), token or self.token
+        return own if token is None else token.admit(own)
+
+    def _channels(self, own: identities.Identity) -> ChannelPool:
+        return ChannelPool(insecure=self.token is None, identity=None if self.token is None else own)
 
     def _log(self, name: str) -> EventLog:
         self.folder.mkdir(exist_ok=True)
@@ -197,10 +211,10 @@ class _Data:
 @asynccontextmanager
 async def whole_swarm(
     config: RunConfig, folder: Path, *, num_peers: tuple[int, ...], resume: ResumeOptions | None = None,
-    tokens: Callable[[RunConfig, int], torch.Tensor] = tokens,
+    tokens: Callable[[RunConfig, int], torch.Tensor] = tokens, token: identities.Token | None = None,
 ) -> AsyncIterator[WholeSwarm]:  # fmt: skip
     """A swarm with these numbers of peers at its stages. All of them end with the block."""
-    swarm = WholeSwarm(config, folder, resume=resume or ResumeOptions(), tokens=tokens)
+    swarm = WholeSwarm(config, folder, resume=resume or ResumeOptions(), tokens=tokens, token=token)
     try:
         for stage, count in enumerate(num_peers):
             for _ in range(count):

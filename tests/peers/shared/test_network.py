@@ -1,5 +1,7 @@
 """How a program finds the others when it starts."""
 
+import asyncio
+import dataclasses
 import random
 from collections.abc import Sequence
 from typing import cast
@@ -7,14 +9,19 @@ from typing import cast
 import pytest
 
 from peers.shared import network
-from peers.shared.network import KnownPeers
+from peers.shared.network import AMENDMENTS_SECONDS, KnownPeers, Membership
+from swarm.config import Amendment, Timeline, load_preset
+from swarm.credentials.identity import Token, generate
 from swarm.dht.directory import Directory
-from swarm.errors import PeerUnavailable
+from swarm.errors import NotAllowed, PeerUnavailable
 from swarm.machine import waits
-from swarm.machine.clock import SystemClock
+from swarm.machine.clock import Clock, SystemClock
 from swarm.routing.router import Router
-from swarm.types import Block, PeerId, PeerRecord, PeerState
+from swarm.types import AmendmentsRecord, Block, PeerId, PeerRecord, PeerState
+from tests.support import locked
+from tests.support.chain import eventually
 from tests.support.manual_clock import ManualClock
+from tests.support.memory_store import MemoryStore
 
 
 class _Directory:
@@ -116,3 +123,52 @@ def test_a_process_hands_microbatches_to_itself_only_where_it_is_to() -> None:
     assert known.others(Block(2)) == []
     known.hop_within(())
     assert chosen() == [None, None]
+
+
+RUN = dataclasses.replace(load_preset("tiny"), owner=locked.OWNER.authority.fingerprint)
+
+
+def _enter(store: MemoryStore, token: Token, clock: Clock) -> Membership:
+    return Membership.enter(RUN, store, token.admit(generate()), clock, insecure=False)
+
+
+async def _tell(store: MemoryStore, clock: Clock, *settings: str) -> None:
+    """Announce an amendment, as a peer that has heard of it does."""
+    teller, amendment = (
+        _enter(store, locked.PEER_TOKEN, clock),
+        Amendment.sign(locked.OWNER, Timeline(RUN), 5, settings),
+    )
+    record = AmendmentsRecord(peer_id=teller.peer_id, announced_at=clock.time(), amendments=(amendment.text,))
+    await teller.directory.announce(record, 100)
+
+
+async def test_a_process_hears_of_amendments_and_shuts_out_whose_token_is_revoked() -> None:
+    clock, token = ManualClock(locked.NOW.timestamp()), locked.issue()
+    store = MemoryStore(clock)
+    member, theirs = _enter(store, locked.PEER_TOKEN, clock), token.admit(generate())
+    assert member.identity.authority is not None
+    following = asyncio.create_task(member.follow_amendments())
+    member.identity.authority.member(theirs.certificate_pem, clock.time())
+    await _tell(store, clock, f"revoked=['{token.token_id}']")
+    await eventually(lambda: bool(member.timeline.amendments), meanwhile=lambda: clock.advance(AMENDMENTS_SECONDS / 2))
+    with pytest.raises(NotAllowed, match="has revoked the token"):
+        member.identity.authority.member(theirs.certificate_pem, clock.time())
+    following.cancel()
+
+
+async def test_whose_token_is_revoked_does_not_enter() -> None:
+    clock, token = ManualClock(locked.NOW.timestamp()), locked.issue()
+    store = MemoryStore(clock)
+    await _enter(store, token, clock).require_own_token()
+    await _tell(store, clock, f"revoked=['{token.token_id}']")
+    await _enter(store, locked.PEER_TOKEN, clock).require_own_token()
+    with pytest.raises(NotAllowed, match=r"^the run's owner has revoked the token 'test' of "):
+        await _enter(store, token, clock).require_own_token()
+
+
+async def test_an_open_run_has_no_amendments() -> None:
+    store = MemoryStore(ManualClock(0.0))
+    member = Membership.enter(load_preset("tiny"), store, generate(), ManualClock(0.0), insecure=False)
+    await member.require_own_token()
+    await member.follow_amendments()
+    assert member.timeline.texts == ()

@@ -18,7 +18,7 @@ from peers.shared import needs
 from peers.shared.network import Membership
 from peers.stage_peer.own_stage import OwnRoom, ServerOptions, deal, own_backends, warm_up
 from peers.stage_peer.resume import ResumeOptions
-from swarm.config import RoundsConfig, RunConfig, StagesConfig, load_preset
+from swarm.config import RoundsConfig, RunConfig, StagesConfig, Timeline, load_preset
 from swarm.credentials.identity import generate
 from swarm.errors import Fatal
 from swarm.events import Events
@@ -47,7 +47,7 @@ def _backend(
         resume=ResumeOptions(), checkpoints=None, events=Events(), **more,
     )  # fmt: skip
     block = Block(stage, variant)
-    return own_backends(config, {block: options}, {options.device: Staging()})[block]
+    return own_backends(Timeline(config), {block: options}, {options.device: Staging()})[block]
 
 
 def test_the_last_stage_alone_needs_room_for_the_loss() -> None:
