@@ -47,7 +47,7 @@ def test_settings_are_written_as_in_toml_and_a_word_needs_no_quotes() -> None:
         ("optimiser.learning_rate=1", "--set: unknown key 'optimiser'; did you mean optimizer?"),
         ("learning_rate=1", "--set: unknown key 'learning_rate'; did you mean optimizer.learning_rate or outer.l"),
         ("model.sequence_length=1", "--set: unknown key 'model.sequence_length'; did you mean data.sequence_length?"),
-        ("a.b.c=1", "--set: unknown key 'a.b'; a configuration has run, owner, model, "),
+        ("a.b.c=1", "--set: unknown key 'a.b'; a configuration has run, owner, revoked, model, "),
         ("optimizer.learning_rate=-1", "--set: optimizer.learning_rate must not be negative, not -1.0"),
         ("optimizer.learning_rate=fast", "--set: optimizer.learning_rate: Input should be a valid number"),
         ("model.num_layers=4.5", "--set: model.num_layers: Input should be a valid integer"),
