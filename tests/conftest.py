@@ -1,12 +1,14 @@
 """Prepares the environment before anything imports grpc, hivemind or torch, as the programs do, and the state for each
 test."""
 
+import contextlib
 import gc
 import logging
 import os
 import sys
 import threading
 from collections.abc import Generator, Iterator
+from importlib import import_module
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -24,15 +26,31 @@ settings.load_profile("any machine")
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Exclude modules and tests from garbage collection. They stay until the end, and examining them again and again
     would take seconds."""
     gc.disable()
     try:
+        _import_own_part(session.config)
         return (yield)
     finally:
         gc.freeze()
         gc.enable()
+
+
+def _import_own_part(config: pytest.Config) -> None:
+    """Of several processes that run tests, let each import another part of the files first. In a fresh clone no file is
+    compiled yet, and otherwise all processes would compile each file at the same moment."""
+    worker = getattr(config, "workerinput", None)
+    if worker is None:
+        return
+    number, count = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
+    places = [config.rootpath / argument.partition("::")[0] for argument in config.args]
+    files = sorted({file for place in places for file in (place.rglob("test_*.py") if place.is_dir() else [place])})
+    for file in files[number::count]:
+        # Whatever is wrong with a file is told when it is collected.
+        with contextlib.suppress(Exception, pytest.skip.Exception):
+            import_module(".".join(file.relative_to(config.rootpath).with_suffix("").parts))
 
 
 @pytest.fixture(autouse=True)

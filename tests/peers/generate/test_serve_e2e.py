@@ -109,7 +109,7 @@ async def test_fifty_clients_are_served_and_those_that_hang_up_are_forgotten(url
 
         async def ask(number: int) -> str:
             answer = await client.completions.create(model=model, prompt=f"word{number}", max_tokens=5, temperature=0)
-            return answer.choices[0].text
+            return str(answer.choices[0].text)
 
         alone = [await ask(number) for number in range(3)]
         results = await asyncio.gather(*(ask(number) for number in range(50)), return_exceptions=True)
