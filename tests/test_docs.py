@@ -33,7 +33,7 @@ from swarm.rpc.v1 import averaging_pb2, content_pb2, directory_pb2, generation_p
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "AGENTS.md", ROOT / "SKILL.md", *sorted((ROOT / "docs").glob("*.md"))]
-OPTIONS: dict[str, type] = {
+_PROGRAMS: dict[str, type] = {
     "swarm-peer": PeerOptions,
     "swarm-trainer": TrainerOptions,
     "swarm-static": StaticOptions,
@@ -53,7 +53,7 @@ OPTIONS: dict[str, type] = {
     "scripts/bench": BenchOptions,
     "scripts/chaos": ChaosOptions,
     "scripts/simulate": OutputOptions,
-} | {f"scripts/bench {name}": bench.module_of(name).Options for name in bench.BENCHES}
+}
 ELSEWHERE = frozenset(
     ("--nproc-per-node", "--nnodes", "--no-python", "--max-restarts", "--rdzv-backend", "--rdzv-endpoint", "--tasks")
 )
@@ -66,8 +66,6 @@ _FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _COMMAND = re.compile(rf"^    ({'|'.join(MAINS)}) (.+)$", re.MULTILINE)
 _OPTION = re.compile(r"(?<!\S)--[a-z][a-z-]*(?=\s|$)")
-
-page_by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
 def _code(text: str) -> Iterator[str]:
@@ -90,6 +88,12 @@ def _anchors(page: Path) -> set[str]:
 
 
 @functools.cache
+def _options() -> dict[str, type]:
+    """The options of each program and bench."""
+    return _PROGRAMS | {f"scripts/bench {name}": bench.module_of(name).Options for name in bench.BENCHES}
+
+
+@functools.cache
 def _flags(options: type) -> set[str]:
     """The options of a program, those of a dataclass among its fields (such as Sampling) included."""
     found = {"--help"}
@@ -102,44 +106,43 @@ def _flags(options: type) -> set[str]:
     return found
 
 
-@page_by_page
-def test_relative_links_resolve(page: Path) -> None:
-    for link in _LINK.findall(_FENCE.sub("", page.read_text())):
-        if "://" in link:
-            continue
-        path, _, fragment = link.partition("#")
-        target = page.parent / path if path else page
-        assert target.exists(), link
-        assert not fragment or fragment in _anchors(target), link
+def test_relative_links_resolve() -> None:
+    for page in PAGES:
+        for link in _LINK.findall(_FENCE.sub("", page.read_text())):
+            if "://" in link:
+                continue
+            path, _, fragment = link.partition("#")
+            target = page.parent / path if path else page
+            assert target.exists(), (page.name, link)
+            assert not fragment or fragment in _anchors(target), (page.name, link)
 
 
-@page_by_page
-def test_paths_in_code_exist(page: Path) -> None:
+def test_paths_in_code_exist() -> None:
     path = re.compile(r"(swarm|peers|scripts|docs|tests|proto)/[\w./-]+")
-    named = {word for span in _code(page.read_text()) for word in span.split() if path.fullmatch(word)}
+    named = {
+        word for page in PAGES for span in _code(page.read_text()) for word in span.split() if path.fullmatch(word)
+    }
     assert not [name for name in sorted(named) if not (ROOT / name).exists()]
 
 
-@page_by_page
-def test_options_exist(page: Path) -> None:
+def test_options_exist() -> None:
     """An option behind a program's name must be one of that program's, and any other option must be some program's."""
-    program = re.compile("|".join(map(re.escape, sorted(OPTIONS, key=len, reverse=True))))
-    every = ELSEWHERE.union(*map(_flags, OPTIONS.values()))
-    for span in _code(page.read_text()):
-        starts = [match.start() for match in program.finditer(span)]
-        pieces = [span[start:end] for start, end in zip([0, *starts], [*starts, len(span)], strict=True)]
-        for piece in pieces:
-            match = program.match(piece)
-            known = _flags(OPTIONS[match[0]]) if match else every
-            assert set(_OPTION.findall(piece)) <= known, span
+    options = _options()
+    program = re.compile("|".join(map(re.escape, sorted(options, key=len, reverse=True))))
+    every = ELSEWHERE.union(*map(_flags, options.values()))
+    for page in PAGES:
+        for span in _code(page.read_text()):
+            starts = [match.start() for match in program.finditer(span)]
+            pieces = [span[start:end] for start, end in zip([0, *starts], [*starts, len(span)], strict=True)]
+            for piece in pieces:
+                match = program.match(piece)
+                known = _flags(options[match[0]]) if match else every
+                assert set(_OPTION.findall(piece)) <= known, (page.name, span)
 
 
-@page_by_page
-def test_commands_on_lines_of_their_own_are_understood(
-    page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The programs themselves parse their options; nothing is run. The page has a command for each bench or study."""
-    parse, shown = cli.parse, SHOWN.get(page.name, {})
+def test_commands_on_lines_of_their_own_are_understood(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The programs themselves parse their options; nothing is run. A page has a command for each bench or study."""
+    parse = cli.parse
 
     def parse_only(options: type, *, prog: str, argv: Sequence[str]) -> NoReturn:
         parse(options, prog=prog, argv=argv)
@@ -147,15 +150,16 @@ def test_commands_on_lines_of_their_own_are_understood(
 
     monkeypatch.setattr(cli, "parse", parse_only)
     monkeypatch.chdir(tmp_path)
-    named = set()
-    for program, line in _COMMAND.findall(page.read_text()):
-        first, *options = line.split()
-        named.add(first)
-        for name in shown if first == "NAME" else [first]:
-            monkeypatch.setattr(sys, "argv", [program, name, *options])
-            with pytest.raises(InterruptedError):
-                MAINS[program]()
-    assert shown.keys() <= named
+    for page in PAGES:
+        named, shown = set(), SHOWN.get(page.name, {})
+        for program, line in _COMMAND.findall(page.read_text()):
+            first, *options = line.split()
+            named.add(first)
+            for name in shown if first == "NAME" else [first]:
+                monkeypatch.setattr(sys, "argv", [program, name, *options])
+                with pytest.raises(InterruptedError):
+                    MAINS[program]()
+        assert shown.keys() <= named, page.name
 
 
 def test_protocol_names_every_call() -> None:

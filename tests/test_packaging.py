@@ -47,6 +47,7 @@ def _run(command: Sequence[str], *, cwd: Path | None = None, seconds: float = 90
     return result.stdout
 
 
+@pytest.mark.slow
 def test_the_wheel_has_every_file_of_the_packages_and_no_other(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}

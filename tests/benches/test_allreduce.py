@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,7 @@ import torch
 from peers.local.supervisor import Supervisor
 from scripts.benches.allreduce import ARMS, MAX_ERROR, Arm, Group, Options, Round, _figures, _round, held
 from scripts.benches.sides.averaging_peer import as_tensors, compare, distance, exact_mean, values
-from scripts.benches.sides.swarm_averager import averaging_config
-from swarm.averaging.agreement.rules import is_complete
 from swarm.errors import IntegrityError
-from swarm.types import Block
 
 NUM_PARAMETERS = 1000
 
@@ -30,16 +26,6 @@ def test_distances_are_shares_of_the_mean_and_name_what_is_held() -> None:
     torn = compare(as_tensors(half_P), means, NUM_PARAMETERS)
     assert held(torn["distances"]) == "neither mean"
     assert torn["digest"] != compared["digest"]
-
-
-@pytest.mark.parametrize("num_peers", [3, 4, 7])
-def test_a_round_waits_for_all_until_the_survivors_have_learnt_more(num_peers: int) -> None:
-    complete = partial(is_complete, averaging_config("fp16", num_peers), Block(0))
-    assert complete(0, (), num_peers * (num_peers - 1))
-    assert not complete(0, (), (num_peers - 1) * (num_peers - 1))
-    # One survivor does not know yet that a member is gone, and still trains for the former number of members.
-    assert not complete(0, (), (num_peers - 2) * num_peers + num_peers - 1)
-    assert complete(0, (), (num_peers - 1) * num_peers)
 
 
 class _Answering(Group):

@@ -1,8 +1,6 @@
 """What chaos computes from event logs, and that its faults end."""
 
 import random
-import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -19,12 +17,10 @@ from grpc_health.v1.health_pb2_grpc import HealthStub, add_HealthServicer_to_ser
 from peers.local.supervisor import Supervisor
 from peers.shared.option_types import Span
 from scripts.benches.chaos import faults, figures
-from scripts.benches.chaos.cast import Cast, Role, Usage
+from scripts.benches.chaos.cast import Cast, Usage
 from scripts.benches.chaos.faults import KINDS, fault
 from scripts.benches.chaos.program import set_clock, wind
-from scripts.benches.shared import proc
 from scripts.benches.shared.throttle import Throttle
-from tests.support.swarm import wait_until
 
 
 def _begin(number: int, lineage: str, attempt: int = 1) -> dict[str, Any]:
@@ -45,12 +41,6 @@ def test_the_rounds_of_abandoned_branches_are_left_out_and_those_before_a_checkp
     assert [(c.lineage, c.at, c.attempts) for c in chain] == [("1", 10.0, 2), ("2", 20.0, 0), ("3", 30.0, 0)]
     gone_back = figures.chain([[_commit(0, "0", "1", 10.0), _commit(3, "again at 3", "4", 40.0)]])
     assert [committed.round for committed in gone_back] == [0, 3]
-
-
-def test_a_round_that_has_not_ended_counts_with_the_time_it_has_taken() -> None:
-    chain = figures.chain([[_commit(0, "0", "1", 10.0), _commit(1, "1", "2", 25.0), _commit(2, "2", "3", 30.0)]])
-    assert figures.durations(chain, (12.0, 31.0)) == [15.0, 5.0, 1.0]
-    assert figures.durations(chain, (26.0, 29.0)) == [5.0]
 
 
 def test_throughput_counts_from_commit_to_commit_and_a_stall_counts() -> None:
@@ -115,12 +105,6 @@ def test_a_fault_of_the_network_ends_and_leaves_no_obstacle(cast: Cast, name: st
         assert cast.throttle.num_obstacles == 0
 
 
-@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.hits == "processes"])
-def test_what_nobody_alive_can_suffer_hits_nobody(cast: Cast, name: str) -> None:
-    with fault(KINDS[name], cast, random.Random(0)) as victims:
-        assert victims == []
-
-
 def _let_live(cast: Cast) -> None:
     for role in cast.peers():
         role.child, role.ready = cast.children.start(role.name, ["sleep", "60"]), True
@@ -150,42 +134,6 @@ def test_what_lives_at_the_scarcest_stage_is_the_capacity_and_a_span_is_a_part_o
         cast.kill9(cast.peers(1)[-1], 1000.0)
         cast.tick()
     assert [share for _, share in cast.capacity] == pytest.approx([1.0, 1 / 1.5, 1 / 1.5])
-
-
-FORKS_IN_A_THREAD = """
-import subprocess, sys, threading, time
-children = []
-child = "import time; open('/proc/self/comm', 'w').write('p2pd'); time.sleep(60)"
-def fork():
-    children.append(subprocess.Popen([sys.executable, "-c", child]))
-    time.sleep(60)
-threading.Thread(target=fork, daemon=True).start()
-while not children:
-    time.sleep(0.01)
-sys.exit(-children[0].wait())
-"""
-
-
-def _children(role: Role) -> list[str]:
-    assert role.child is not None
-    return list(proc.children(role.child.pid).values())
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
-def test_a_p2pd_that_a_thread_forked_is_killed_and_who_has_none_is_not_hit(cast: Cast) -> None:
-    """The DHT's thread forks the real one."""
-    with cast.children as children:
-        for role in cast.peers(0):
-            role.child = children.start(role.name, [sys.executable, "-c", FORKS_IN_A_THREAD])
-            role.ready = True
-        wait_until(lambda: all(_children(role) == ["p2pd"] for role in cast.peers(0)), 30.0, "their children")
-        with fault(KINDS["kill-dht"], cast, random.Random(0)) as (victim,):
-            (end,) = wait_until(children.exits, 30.0, "the end")
-            assert (end.name, end.returncode) == (victim.name, signal.SIGKILL)
-        for role in cast.peers(0):
-            role.child = children.start(role.name, ["sleep", "60"])
-        with fault(KINDS["kill-dht"], cast, random.Random(0)) as victims:
-            assert victims == []
 
 
 async def test_calls_have_their_time_though_the_clock_was_set_back(

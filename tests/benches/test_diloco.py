@@ -38,18 +38,6 @@ def test_differences_are_taken_seed_by_seed_and_absent_arms_left_out() -> None:
     assert found["reached"] == {"churn_cost": True}
 
 
-@pytest.mark.parametrize(("h50", "h200", "reached"), [(2.05, 2.1, True), (2.05, 2.04, False), (2.05, 2.2, False)])
-def test_the_h_curve_rises_and_by_no_more_than_the_report_s(h50: float, h200: float, reached: bool) -> None:
-    found = goals({"h10": [_figures(2.0)], "h50": [_figures(h50)], "h200": [_figures(h200)]})
-    assert found["reached"]["h_curve"] is reached
-
-
-def test_sparse_is_compared_with_int8_in_bytes_as_well() -> None:
-    found = goals({"sparse-h10": [_figures(2.03, 10)], "int8-h10": [_figures(2.0, 310)]})
-    assert found["sparse_bytes_ratio"] == 31.0
-    assert found["reached"] == {"sparse_vs_int8": False, "sparse_bytes_ratio": True}
-
-
 def test_the_bench_keeps_what_it_has_trained_and_asks_before_it_trains(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

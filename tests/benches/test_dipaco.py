@@ -1,23 +1,19 @@
 """The dipaco bench: that its peers are the swarm's own, what it evaluates on, and what its figures mean."""
 
 import dataclasses
-import json
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from scripts.benches import dipaco
 from scripts.benches.dipaco import ARMS, Options, parameters, run_config, summary
 from scripts.benches.shared import texts
 from scripts.benches.shared.common import run_of, with_corpus
-from scripts.benches.sides.dipaco_arm import Alone, HeldOut, PathSwarm, held_out_texts
+from scripts.benches.sides.dipaco_arm import PathSwarm, held_out_texts
 from scripts.benches.sides.plain_training import PlainDiloco
-from swarm.config import OuterConfig, RunConfig
+from swarm.config import RunConfig
 from swarm.data.path_router import PathRouter, hashed
-from swarm.model.stages import build_transformer
 from swarm.types import Block
 
 
@@ -39,17 +35,6 @@ async def test_peers_of_one_path_train_as_plain_diloco_does(text: str, tmp_path:
     assert weights.keys() == plain.weights.keys()
     for name, value in plain.weights.items():
         torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-5)
-
-
-async def test_one_process_alone_takes_the_steps_of_all_peers(text: str, tmp_path: Path) -> None:
-    """With one peer, and an outer step that takes over what it has learnt, these are the same."""
-    config, data = with_corpus(_config(text), tmp_path / "corpora")
-    config = dataclasses.replace(config, outer=OuterConfig(learning_rate=1.0, momentum=0.0))
-    swarm, alone = PathSwarm(config, data, 1), Alone(config, data)
-    await swarm.train_round(0)
-    await alone.train_round(0)
-    for name, value in alone.weights_of_paths[0].items():
-        torch.testing.assert_close(swarm.weights_of_paths[0][name], value, rtol=0, atol=1e-5)
 
 
 async def test_a_block_is_averaged_by_the_peers_of_its_paths_alone(tmp_path: Path) -> None:
@@ -88,20 +73,6 @@ def test_what_chose_a_path_is_not_predicted(text: str) -> None:
     assert torch.equal(torch.cat([each.tokens_NT1 for each in again]), found.tokens_NT1)
     assert [again[0].path, again[2].path] == [3, 2], "the tokens from 32 on choose the path of those from 64 on"
     assert not list(held_out_texts(paths, [("ascii", sequence[: 32 + 15])], router))
-
-
-def test_each_text_is_measured_along_its_own_path(text: str) -> None:
-    config = _config(text)
-    paths = dataclasses.replace(config, stages=dataclasses.replace(config.stages, variants=(2, 1)))
-    sequences = [("a", "a" * 80), ("b", "b" * 80)]
-    held_out = HeldOut(paths, held_out_texts(paths, sequences, None))
-    drawn = build_transformer(paths, device="cpu").state_dict()
-    # Without any weights all bytes are equally likely.
-    even = {name: torch.zeros_like(value) for name, value in drawn.items()}
-    found = held_out.losses([drawn, even])
-    assert found["a"] == held_out.losses([drawn, drawn])["a"]
-    assert found["b"] == pytest.approx(math.log(256))
-    assert found["all"] == pytest.approx((found["a"] + found["b"]) / 2)
 
 
 def test_all_arms_read_as_many_tokens_and_the_total_size_is_that_of_all_blocks() -> None:
@@ -145,16 +116,3 @@ def test_kinds_have_as_much_text_each_and_whole_texts_are_held_out(tmp_path: Pat
         assert not {text[:9] for text in training[kind]} & {text[:9] for text in held_out[kind]}
     with pytest.raises(ValueError, match="too little text of some kind"):
         texts.of_each_kind(300_000, kinds | {"rare": lambda: ["once"]})
-
-
-def test_the_bench_writes_rows_that_swarm_model_route_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
-    found = {"c": ["int i;\n" * 1000]}, {"c": ["int j;\n" * 1000]}
-    monkeypatch.setattr(texts, "of_each_kind", lambda num_characters: found)
-    dipaco.write_texts(tmp_path, 1)
-    assert [json.loads(row)["text"] for row in (tmp_path / dipaco.TEXT).read_text().splitlines()] == found[0]["c"]
-    sequences = json.loads((tmp_path / dipaco.HELD_OUT).read_text())
-    assert {kind for kind, _ in sequences} == {"c"}
-    assert "".join(text for _, text in sequences) == found[1]["c"][0]
-    assert max(len(text) for _, text in sequences) <= dipaco.WINDOW

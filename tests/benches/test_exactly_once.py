@@ -9,10 +9,8 @@ import pytest
 
 from peers.local.supervisor import Child, Supervisor
 from peers.shared.option_types import Span, StagesOrAuto
-from scripts.benches import exactly_once
 from scripts.benches.exactly_once import FAULTS, SPANS, FaultySwarm, Options, Scenario, _config, _held, _plant
 from scripts.benches.shared.swarm import ServingPeer, SwarmProcesses
-from swarm.errors import DeadlineExceeded, PeerUnavailable
 from swarm.types import Block, PeerRecord, PeerState
 from tests.audit.honest import HonestRun
 
@@ -36,12 +34,6 @@ def test_only_what_counts_is_stolen(tmp_path: Path) -> None:
     run.train("peer-0a", 8)
     assert len(_held(tmp_path / "peer-0a.jsonl")) == 4
     assert _held(tmp_path / "trainer.jsonl") == []
-
-
-def test_what_a_process_holds_is_told_apart_by_block(tmp_path: Path) -> None:
-    run = HonestRun(tmp_path, has_span=True)
-    run.round(0)
-    assert Counter(held.block for held in _held(tmp_path / "peer-0a.jsonl")) == {"0": 4, "1": 4}
 
 
 class _Idle(SwarmProcesses):
@@ -100,38 +92,6 @@ def test_a_process_of_several_stages_is_killed_and_another_one_told_the_same(tmp
             assert _told(faulty) == before
         assert killed == {"0-2", "0-1"}
         assert faulty.faults == {"kill": 20}
-
-
-class _OneStep(SwarmProcesses):
-    """A swarm without peers, whose trainer takes its only step at once and ends after 0.5 s."""
-
-    def launch_trainer(self, *arguments: Any, **options: Any) -> Child:
-        return self.children.start("trainer", ["sleep", "0.5"])
-
-    def steps(self, name: str) -> list[dict[str, Any]]:
-        return [{}]
-
-
-@pytest.mark.parametrize(
-    ("joiner", "error", "line"),
-    [
-        ("sleep 0.1; echo no luck; exit 1", PeerUnavailable, "joiner ended early: no luck"),
-        ("sleep 60", DeadlineExceeded, "joiner does not serve 0 s after the last step"),
-    ],
-)
-def test_a_joiner_that_fails_after_the_last_step_fails_the_bench(
-    joiner: str, error: type[Exception], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def join(faulty: FaultySwarm) -> bool:
-        faulty.joining.append((faulty.swarm.children.start("joiner", ["sh", "-c", joiner]), 0))
-        return True
-
-    monkeypatch.setattr(exactly_once, "START_SECONDS", 20.0 if error is PeerUnavailable else 0.1)
-    with Supervisor(tmp_path) as children:
-        faulty = FaultySwarm(_OneStep(_config(Options()), children, tmp_path), random.Random(0))
-        with pytest.raises(error, match=line):
-            faulty.train(2, join)
-        assert faulty.owed == 0
 
 
 def test_a_swarm_in_which_nothing_fails_or_too_little_has_not_been_put_to_test(tmp_path: Path) -> None:

@@ -39,14 +39,6 @@ def test_the_plain_loop_takes_the_steps_of_the_run() -> None:
     assert found.losses[-1] < found.losses[0] - 0.3
 
 
-def test_a_stage_computes_all_its_microbatches() -> None:
-    config = run_of("gpu", width=64, layers=3, stages=3, length=16, microbatch=2, wire={"dtype": "int8"})
-    side = gpu_stage.StageSide(config, CPU, compiles=False)
-    assert side.tokens_per_second(2) > 0.0
-    bucket = side.backend.weights.buckets.open()
-    assert (bucket.num_samples, bucket.num_tentative, side.backend.budget.num_kept) == (4, 0, 0)
-
-
 def test_a_part_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def fails(*arguments: Any, **options: Any) -> None:
         raise RuntimeError("no room\nat all")

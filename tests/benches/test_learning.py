@@ -8,7 +8,7 @@ import torch
 from scripts.benches import learning
 from scripts.benches.learning import Options, num_rounds, run_config, seconds_until, single_config, summary
 from scripts.benches.shared.common import with_corpus
-from scripts.benches.sides.plain_training import PlainDiloco, train
+from scripts.benches.sides.plain_training import PlainDiloco
 from scripts.benches.sides.reference import Reference
 from swarm.config import OuterConfig
 
@@ -53,12 +53,3 @@ def test_plain_diloco_of_one_worker_that_takes_its_mean_is_plain_adamw(text: str
         adamw.step(number)
     for name, value in adamw.weights.items():
         torch.testing.assert_close(diloco.weights[name], value, rtol=0, atol=1e-5)
-
-
-def test_workers_share_a_round_and_their_mean_is_the_next_anchor(text: str) -> None:
-    config, data = with_corpus(run_config(_options(text), "diloco", 0))
-    both = PlainDiloco(config, data, 2)
-    start = {name: value.clone() for name, value in both.weights.items()}
-    points = train(both, config, 1, 1, lambda weights: float(weights["embedding.weight"].norm()))
-    assert [tokens for tokens, _, _ in points] == [config.rounds.round_samples * config.data.sequence_length]
-    assert all(not torch.equal(start[name], value) for name, value in both.weights.items() if value.ndim == 2)

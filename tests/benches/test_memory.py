@@ -5,7 +5,6 @@ import dataclasses
 import gc
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,15 +12,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from peers.shared import needs as sizes
-from scripts.benches import memory
-from scripts.benches.memory import SETTINGS, Options, bytes_per_frozen, expected_bytes, loss_config, run_config
+from scripts.benches.memory import SETTINGS, Options, bytes_per_frozen, expected_bytes, run_config
 from scripts.benches.shared import common
 from scripts.benches.shared.common import run_of, write_config
-from scripts.benches.shared.paired import Ratio
 from scripts.benches.sides import memory_stage
 from swarm.config import RunConfig
 from swarm.model.nf4 import Nf4Matrix
-from swarm.model.stages import build_stage
 from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import GRADIENT, reply_specs
 from tests.support.commits import end_round
@@ -119,41 +115,9 @@ async def test_a_case_runs(setting: str, tmp_path: Path) -> None:
     assert expected_bytes(config, 2, is_kept=False).keys() <= measured.keys()
 
 
-@pytest.mark.slow
-def test_the_loss_of_a_last_stage_is_measured_in_a_process_of_its_own() -> None:
-    """Each of three copies of this vocabulary's logits would take 1.5 times as much as the layers' activations."""
-    config = loss_config(Options(d_model=128, layers=1, vocabulary=4096))
-    assert config.data.tokens_per_microbatch == 4096
-    figures = memory.loss_figures(config)
-    assert figures["activations_bytes"] == sizes.graph_bytes(config, 1)
-    assert figures["peak_ratio"] == figures["peak_bytes"] / figures["expected_peak_bytes"]
-    assert 0.7 < figures["peak_ratio"] < 1.3
-
-
 def test_a_frozen_parameter_takes_what_is_left() -> None:
     config = _config(lora_rank=4)
     state_bytes = sum(sizes.state_bytes(config, 1).values())
     assert bytes_per_frozen(config, {"returning": {"after_round": state_bytes}}) == pytest.approx(2, abs=0.02)
     more_bytes = state_bytes + sizes.num_own_parameters(config, 1)
     assert bytes_per_frozen(config, {"returning": {"after_round": more_bytes}}) == pytest.approx(3, abs=0.02)
-
-
-def test_what_is_compared_is_a_forward_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test uses a clock that counts forwards, in a process that keeps freed memory as a peer does."""
-    num_forwards, prepared = 0, []
-
-    def build(config: RunConfig, stage: int, *, device: str) -> torch.nn.Module:
-        def count(*_: object) -> None:
-            nonlocal num_forwards
-            num_forwards += 1
-
-        module = build_stage(config, stage, device=device)
-        module.register_forward_hook(count)
-        return module
-
-    monkeypatch.setattr(common, "build_stage", build)
-    monkeypatch.setattr(memory, "time", SimpleNamespace(process_time=lambda: float(num_forwards)))
-    # The real function would make this process keep freed memory, and other tests check that memory is freed.
-    monkeypatch.setattr(memory, "compute_like_peers", lambda: prepared.append(num_forwards))
-    assert memory.recompute_ratio(_config()) == Ratio(median=2.0, extremes=(2.0, 2.0))
-    assert prepared == [0]

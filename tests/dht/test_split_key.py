@@ -74,9 +74,9 @@ class Swarm:
 
 @pytest.fixture(scope="module")
 def large() -> Swarm:
-    """A stage of 300 peers that know each other. Tests only read there."""
+    """A stage of 200 peers that know each other. Tests only read there."""
     swarm = Swarm()
-    swarm.join(range(300))
+    swarm.join(range(200))
     asyncio.run(swarm.live(60))
     return swarm
 
@@ -100,7 +100,7 @@ async def test_of_a_large_stage_each_reader_knows_the_same_few_and_all_together_
     swarm, peers = large, set(large.peers)
     assert ids(await swarm.reader("12" * 20).everyone()) == peers
     known = Counter[str]()
-    for number in range(200):
+    for number in range(100):
         sender = swarm.reader(hashlib.sha1(b"sender %d" % number).hexdigest())
         swarm.num_read, sample = 0, ids(await sender.sample(is_own=False))
         assert LEAST_POINTS * 8 <= len(sample) <= LEAST_POINTS * SPLIT
@@ -155,7 +155,7 @@ async def test_a_stage_that_grows_and_shrinks_is_never_out_of_sight() -> None:
 
 async def test_if_those_that_may_lead_die_at_once_others_take_their_place() -> None:
     swarm = Swarm()
-    swarm.join(range(150))
+    swarm.join(range(90))
     await swarm.live(60)
     for peer_id in sorted(swarm.peers)[: KEPT - SPLIT]:
         del swarm.peers[peer_id]

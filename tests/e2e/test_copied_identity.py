@@ -46,6 +46,7 @@ def test_a_copy_is_refused_by_name_and_the_original_goes_on(swarm: RealSwarm, tm
     assert [peer["peer_id"] for peer in view["stages"][1]["peers"]] == [original.ready["peer_id"]]
 
 
+@pytest.mark.slow
 def test_so_is_one_that_enters_by_the_address_that_it_has_itself(swarm: RealSwarm, tmp_path: Path) -> None:
     original = swarm.peers[0]
     copy, _ = _start_copy(swarm, original, tmp_path / "elsewhere")

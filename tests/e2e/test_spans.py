@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from peers.local.supervisor import Supervisor
-from tests.support.swarm import RealSwarm, run, wait_until, whole_lines
+from tests.support.swarm import RealSwarm, wait_until, whole_lines
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(180)]
 THREE_STAGES = {
     "num_stages = 2": "num_stages = 3", "num_layers = 2": "num_layers = 3", "round_samples = 64": "round_samples = 32",
 }  # fmt: skip
@@ -30,7 +30,6 @@ def _assert_one_state_for_each_round(swarm: RealSwarm) -> None:
     assert max(num_members.values()) >= 3
 
 
-@pytest.mark.slow
 def test_mixed_spans_outlive_the_kill_of_one_and_take_it_back(tmp_path: Path, children: Supervisor) -> None:
     swarm = RealSwarm(tmp_path, children, setting="synchronous", changes=THREE_STAGES)
     [everything] = swarm.start_peers(["all"])
@@ -59,7 +58,6 @@ def test_mixed_spans_outlive_the_kill_of_one_and_take_it_back(tmp_path: Path, ch
     swarm.assert_no_tracebacks()
 
 
-@pytest.mark.slow
 def test_one_process_is_a_whole_swarm_and_is_resumed_in_two(tmp_path: Path, children: Supervisor) -> None:
     swarm = RealSwarm(tmp_path, children, setting="synchronous", changes=THREE_STAGES)
     checkpoints = str(tmp_path / "checkpoints")
@@ -75,7 +73,6 @@ def test_one_process_is_a_whole_swarm_and_is_resumed_in_two(tmp_path: Path, chil
     swarm.assert_proven()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_peer_that_chooses_takes_what_nobody_serves_and_takes_over_what_a_dead_one_leaves(
     tmp_path: Path, children: Supervisor
@@ -101,12 +98,3 @@ def test_a_peer_that_chooses_takes_what_nobody_serves_and_takes_over_what_a_dead
     assert [event["block"] for event in own if event["event"] == "join"] == ["1", "2", "0"]
     assert [event for event in own if event["event"] == "leave"] == [], "what it had it kept"
     swarm.assert_no_tracebacks()
-
-
-def test_a_span_that_the_run_does_not_have_is_one_line() -> None:
-    result = run("peer", "--preset", "tiny", "--stage", "1-3")
-    assert result.returncode != 0
-    assert result.stderr.splitlines()[-1].endswith("--stage 1-3 does not exist: this run has the stages 0 to 2")
-    result = run("peer", "--preset", "tiny", "--stage", "3-1")
-    assert result.returncode == 2
-    assert "--stage takes a stage (2), adjacent ones (1-3), a variant of one (2.1), all, or auto, not" in result.stderr

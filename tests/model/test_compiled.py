@@ -26,7 +26,13 @@ from swarm.model.stages import build_stage
         ({}, LoraConfig(), False, 1),
         pytest.param({}, LoraConfig(), True, 1, marks=pytest.mark.slow),
         # A layer may have an encoder, or a decoder.
-        ({"bottleneck_dim": 32, "bottleneck": "learned", "bottleneck_layers": (2,)}, LoraConfig(), False, 3),
+        pytest.param(
+            {"bottleneck_dim": 32, "bottleneck": "learned", "bottleneck_layers": (2,)},
+            LoraConfig(),
+            False,
+            3,
+            marks=pytest.mark.slow,
+        ),
         # A layer's two parts are compiled apart.
         pytest.param({"block_types": "tp", "num_shards": 2}, LoraConfig(), False, 2, marks=pytest.mark.slow),
         # The first layer's inputs need no gradient.

@@ -87,14 +87,14 @@ async def _assert_freed(chain: Chain) -> None:
     [
         (CONFIG, GREEDY),
         (CONFIG, DRAWN),
-        (_long(DILOCO), GREEDY),
+        pytest.param(_long(DILOCO), GREEDY, marks=pytest.mark.slow),
         (_long(SYNCHRONOUS, **LEARNED), GREEDY),
         (_long(SYNCHRONOUS, block_types=("parallel", "tp", "spd"), num_shards=2), GREEDY),
-        (_long(SYNCHRONOUS, bottleneck_dim=8), GREEDY),
+        pytest.param(_long(SYNCHRONOUS, bottleneck_dim=8), GREEDY, marks=pytest.mark.slow),
         (_long(SYNCHRONOUS, bottleneck_dim=8, bottleneck="learned", bottleneck_layers=(1, 2)), GREEDY),
         (_long(SYNCHRONOUS, num_kv_heads=1, qk_norm=True, qkv_bias=True, tied_embeddings=True), GREEDY),
         (_long(SYNCHRONOUS, autocast="bf16"), GREEDY),
-        (dataclasses.replace(CONFIG, lora=LoraConfig(rank=4)), GREEDY),
+        pytest.param(dataclasses.replace(CONFIG, lora=LoraConfig(rank=4)), GREEDY, marks=pytest.mark.slow),
     ],
     ids=["llama", "drawn", "diloco", "gpt2", "shards", "bottleneck", "learned", "qwen", "autocast", "lora"],
 )

@@ -3,28 +3,22 @@
 import asyncio
 import gc
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import pytest
 import torch
 
-from swarm.config import RunConfig
 from swarm.errors import (
     IncompatibleVersion,
     MalformedMessage,
-    NotAllowed,
-    NotReady,
     Overloaded,
     PeerUnavailable,
-    RetriesExhausted,
     RoundMismatch,
     SwarmError,
     WrongRun,
     WrongStage,
 )
-from swarm.hop.retries import HopLimits
 from swarm.rpc.ask import describe
 from swarm.rpc.failures import translate
 from swarm.rpc.tls import CLIENT_OPTIONS, MAX_MESSAGE_BYTES
@@ -34,9 +28,9 @@ from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
 from swarm.rpc.wire import CHUNK_BYTES, TensorReader
 from swarm.stage import call as stage_call
 from swarm.stage.boundary import TOKENS
-from swarm.types import PROTOCOLS, Block
+from swarm.types import PROTOCOLS
 from tests.support.chain import DILOCO, INT8, SYNCHRONOUS, Chain, Peer, eventually, running_chain, tokens
-from tests.support.chunks import chunks
+from tests.support.chunks import chunks, int8_blocks
 
 _TOKENS = tokens(SYNCHRONOUS, 0)
 _HIDDEN = torch.zeros(2, 16, 32)
@@ -130,20 +124,14 @@ async def test_what_makes_no_sense_is_refused(chain: Chain) -> None:
             await _send(chain.peers[1], "Train", requests)
 
 
-def _blocks(scale: float, num_blocks: int = 8, code: int = 1) -> torch.Tensor:
-    """A hidden state in int8, as docs/protocol.md describes it."""
-    scales = torch.full((num_blocks,), scale, dtype=torch.bfloat16).view(torch.uint8)
-    return torch.cat([scales, torch.full((128 * num_blocks,), code, dtype=torch.int8).view(torch.uint8)])
-
-
 @pytest.mark.parametrize(
     ("hidden", "message"),
     [
-        (_blocks(float("nan")), "a scale of int8 is not a number"),
-        (_blocks(-1.0), "a scale of int8 is not a number"),
-        (_blocks(600.0), "numbers beyond 65504"),
-        (_blocks(1.0, code=-128), "holds the code -128"),
-        (_blocks(1.0, num_blocks=9), r"\[1170\], expected 'int8' \[1040\]"),
+        (int8_blocks(float("nan")), "a scale of int8 is not a number"),
+        (int8_blocks(-1.0), "a scale of int8 is not a number"),
+        (int8_blocks(600.0), "numbers beyond 65504"),
+        (int8_blocks(1.0, code=-128), "holds the code -128"),
+        (int8_blocks(1.0, num_blocks=9), r"\[1170\], expected 'int8' \[1040\]"),
         (_HIDDEN, "'fp32' .*expected 'int8'"),
     ],
 )
@@ -310,170 +298,3 @@ async def test_bytes_that_are_no_message_are_refused(method: str, data: bytes) -
                 await call.read()
         assert "that is no message of this call" in str(refusal.value.details())
         chain.assert_idle()
-
-
-# -- what the hop makes of it ------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Garbage:
-    """A message that is none."""
-
-    data: bytes
-
-    def SerializeToString(self) -> bytes:
-        return self.data
-
-
-_ACCEPTED, _DONE = pb.TrainReply(accepted=pb.Accepted()), pb.TrainReply(done=pb.Done())
-
-
-def _answer(gradient: torch.Tensor, done: pb.TrainReply = _DONE) -> list[pb.TrainReply | _Garbage]:
-    return [_ACCEPTED, *(pb.TrainReply(chunks=[chunk]) for chunk in chunks("hidden_gradient", gradient)), done]
-
-
-@pytest.mark.parametrize(
-    ("config", "garbage"),
-    [
-        (SYNCHRONOUS, [_Garbage(b"\xff")]),
-        (SYNCHRONOUS, [_ACCEPTED, _Garbage(b"\x22\x05\x12")]),
-        (SYNCHRONOUS, [_DONE]),
-        (SYNCHRONOUS, [_ACCEPTED]),
-        (SYNCHRONOUS, [_ACCEPTED, pb.TrainReply()]),
-        (SYNCHRONOUS, [_ACCEPTED, _ACCEPTED]),
-        (SYNCHRONOUS, [_ACCEPTED, _DONE]),
-        (SYNCHRONOUS, [_ACCEPTED, pb.TrainReply(chunks=chunks("x", _HIDDEN))]),
-        (SYNCHRONOUS, _answer(_NAN)),
-        (SYNCHRONOUS, _answer(_HIDDEN, pb.TrainReply(done=pb.Done(loss=float("nan"))))),
-        (SYNCHRONOUS, _answer(_HIDDEN, pb.TrainReply(done=pb.Done(loss=1.0, num_targets=31)))),
-        (INT8, _answer(_blocks(float("nan")))),
-    ],
-)
-async def test_a_peer_that_answers_nonsense_is_banned_and_another_one_asked(
-    config: RunConfig, garbage: list[pb.TrainReply | _Garbage], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with running_chain(config, num_peers=(1, 2, 1)) as chain:
-        first, (bad, good) = chain.peers[0], chain.at(1)
-
-        async def talk_nonsense(context: Any, _: object) -> None:
-            for reply in garbage:
-                await context.write(reply)
-            await context.read()
-
-        monkeypatch.setattr(bad.servicer, "_train", talk_nonsense)
-        await chain.train_all(range(2))
-        assert (bad.stage.counters["forwards"], good.stage.counters["forwards"]) == (0, 2)
-        assert first.router.banned(Block(1)) == {bad.peer_id}
-        assert all(bool(value.isfinite().all()) for value in first.weights.buckets.open().sums.values())
-
-
-async def test_a_peer_that_computes_nonsense_is_banned_by_those_before_it() -> None:
-    """The next peer refuses the nonsense, and neither it nor the trainer is at fault."""
-    async with running_chain(SYNCHRONOUS, num_peers=(2, 1, 1)) as chain:
-        bad, good = chain.at(0)
-        with torch.no_grad():
-            for value in bad.weights.version.parameters.values():
-                value.fill_(float("nan"))
-        await chain.train_all(range(4))
-        assert chain.router.banned(Block(0)) == {bad.peer_id}
-        assert bad.router.banned(Block(1)) == good.router.banned(Block(1)) == set()
-        assert sorted(good.stage.ledger.committed(0)) == [0, 1, 2, 3]
-        assert bad.num_idle == (0, 0, 0, 0)
-
-
-async def test_one_peer_s_word_that_what_it_got_is_nonsense_blames_nobody_before_it() -> None:
-    """That peer's own weights may be broken. Another peer of its stage takes the same, and is believed."""
-    async with running_chain(DILOCO, num_peers=(1, 1, 2)) as chain:
-        first, middle, (bad, good) = chain.peers[0], chain.peers[1], chain.at(2)
-        with torch.no_grad():
-            for value in bad.weights.version.parameters.values():
-                value.fill_(float("nan"))
-        await chain.train_all(range(4))
-        assert chain.router.banned(Block(0)) == first.router.banned(Block(1)) == set()
-        assert middle.router.banned(Block(2)) == {bad.peer_id}
-        assert good.weights.buckets.open().num_samples == 8
-
-
-async def test_a_peer_that_has_moved_to_another_stage_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running_chain(SYNCHRONOUS, num_peers=(1, 1, 1)) as chain:
-        first, middle, last = chain.peers
-        choose, chosen = first.router.choose, list[Any]()
-
-        def choosing(*of: Any, **how: Any) -> Any:
-            chosen.append(choose(*of, **how))
-            return chosen[-1]
-
-        monkeypatch.setattr(first.router, "choose", choosing)
-        moved = last.record.model_copy(update={"stage": 1, "announced_at": 1.0})
-        first.router.update(Block(1), [moved, middle.record])
-        await chain.train_all(range(4))
-        chain.assert_accumulated(range(4))
-        assert moved in chosen
-        assert first.router.banned(Block(1)) == set()
-
-
-def _refuse_all(monkeypatch: pytest.MonkeyPatch, peer: Peer, refusal: SwarmError) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise refusal
-
-    monkeypatch.setattr(peer.stage.admission, "admit", refuse)
-
-
-@pytest.mark.parametrize(
-    ("refusal", "is_banned"),
-    [
-        # It was started again in another run, with the same key and port, and its old announcement has not expired.
-        (WrongRun("run 'a' is not served here, but 'b'"), False),
-        # Its clock is wrong, or another release has its port.
-        (NotAllowed("a token has expired, or a clock is wrong"), True),
-        (IncompatibleVersion("6"), True),
-    ],
-)
-async def test_where_one_peer_refuses_another_one_is_asked(
-    refusal: SwarmError, is_banned: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limits = None if is_banned else HopLimits(max_failures=1)
-    async with running_chain(SYNCHRONOUS, num_peers=(1, 2, 1), hop_limits=limits) as chain:
-        first, (bad, good) = chain.peers[0], chain.at(1)
-        _refuse_all(monkeypatch, bad, refusal)
-        await chain.train_all(range(4))
-        assert (bad.stage.counters["forwards"], good.stage.counters["forwards"]) == (0, 4)
-        if is_banned:
-            assert first.router.banned(Block(1)) == {bad.peer_id}
-
-
-async def test_whom_all_refuse_hears_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running_chain(SYNCHRONOUS, hop_limits=HopLimits(max_failures=1, retry_seconds=0.02)) as chain:
-        _refuse_all(monkeypatch, chain.at(1)[0], NotAllowed("a token has expired"))
-        with pytest.raises(RetriesExhausted, match="stage 1: 1 peer failed in a row; the last: a token has expired"):
-            await chain.train(0)
-
-
-async def test_too_many_failures_end_in_one_clear_error() -> None:
-    async with running_chain(SYNCHRONOUS, hop_limits=HopLimits(max_failures=1, retry_seconds=0.02)) as chain:
-        await chain.peers[0].stop()
-        with pytest.raises(RetriesExhausted, match="stage 0: 1 peer failed in a row; the last: "):
-            await chain.train(0)
-
-
-async def test_who_cannot_serve_a_microbatch_now_is_no_failure() -> None:
-    """The peers that can serve it may be busy for long, with a round whose weights only they have."""
-    async with running_chain(SYNCHRONOUS, hop_limits=HopLimits(max_failures=1, retry_seconds=0.02)) as chain:
-        (first, *_) = chain.peers
-        first.stage.admission.close()
-        refuse, num_refused = first.stage.admission.admit, 0
-
-        def admit(*arguments: Any, **options: Any) -> Any:
-            nonlocal num_refused
-            try:
-                return refuse(*arguments, **options)
-            except NotReady:
-                num_refused += 1
-                raise
-
-        first.stage.admission.admit = admit  # type: ignore[method-assign]  # counts
-        training = asyncio.create_task(chain.train_all([0]))
-        await eventually(lambda: num_refused == 2)
-        first.stage.admission.open()
-        await training
-        chain.assert_accumulated([0])

@@ -3,15 +3,13 @@
 import dataclasses
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from peers.local.supervisor import Child, Supervisor
-from scripts.benches.exactly_once import Options
 from scripts.benches.shared import swarm
-from scripts.benches.shared.common import require_distinct, require_known, wait_for_json, write_config, write_json
+from scripts.benches.shared.common import wait_for_json, write_config, write_json
 from scripts.benches.shared.swarm import SwarmProcesses
 from swarm import config as configs
 from swarm.config import DataConfig, RunConfig
@@ -55,25 +53,3 @@ def test_a_trainer_is_waited_for_while_it_takes_steps_and_given_up_if_it_takes_n
         trained.line = "echo waiting for nobody; sleep 60"
         with pytest.raises(DeadlineExceeded, match=r"^stuck took no step for 0 s; the last that it said: waiting"):
             trained.train("stuck", 1)
-
-
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        ({"steps": 0}, "--steps must be at least 1, not 0"),
-        ({"seed": -1}, "--seed must be at least 0, not -1"),
-        ({"scenarios": ()}, "--scenarios needs at least one entry"),
-    ],
-)
-def test_numbers_that_are_too_small_and_empty_lists_are_refused(options: dict[str, Any], line: str) -> None:
-    with pytest.raises(ValueError, match=line):
-        Options(**options)
-
-
-def test_a_list_of_names_has_known_ones_alone_and_none_twice() -> None:
-    require_known(SimpleNamespace(some_names=("a", "b")), "some_names", ("a", "b", "c"))
-    with pytest.raises(ValueError, match=r"^--some-names: 'd' is none of a, b$"):
-        require_known(SimpleNamespace(some_names=("a", "d")), "some_names", ("a", "b"))
-    require_distinct(SimpleNamespace(some_names=("a", "b")), ["some_names"])
-    with pytest.raises(ValueError, match=r"^--some-names must name none twice$"):
-        require_distinct(SimpleNamespace(some_names=("a", "b", "a")), ["some_names"])

@@ -30,10 +30,8 @@ def _config(folder: Path, name: str, **options: Any) -> RunConfig:
     [
         # What a run begins with by itself fits on small GPUs.
         ("HuggingFaceTB/SmolLM2-360M", 11, {}, {"fits"}),
-        ("HuggingFaceTB/SmolLM2-360M", 80, _LARGE, {"fits"}),
         ("HuggingFaceTB/SmolLM2-360M", 16, _LARGE, {"fits", "fits if forwards are computed again"}),
         ("HuggingFaceTB/SmolLM2-360M", 7, _LARGE, {"lacks 3.3 GiB", "lacks 4.2 GiB"}),
-        ("HuggingFaceTB/SmolLM2-360M", 7, _LARGE | {"stages": 16}, {"fits", "fits if forwards are computed again"}),
         ("meta-llama/Llama-3.1-8B-Instruct", 16, {"lora_rank": 16}, {"fits"}),
     ],
 )
@@ -49,7 +47,6 @@ def test_stages_fit_or_lack_memory(
     [
         ("HuggingFaceTB/SmolLM2-360M", 7, 1),
         ("meta-llama/Llama-3.1-8B-Instruct", 23, 2),
-        ("Qwen/Qwen3-8B", 7, 4),
     ],
 )
 def test_settings_that_would_make_it_fit_do(name: str, gib: int, num_together: int, tmp_path: Path) -> None:
@@ -134,7 +131,7 @@ def test_a_plan_is_reported_with_a_measured_step(capsys: pytest.CaptureFixture[s
     assert "a GPU of 24 GiB   23.0 GiB free  stages 0, 1, 2 fit; 0-2 together\n" in text
 
 
-@pytest.mark.parametrize("kind", ["fixed", "learned", "anchored"])
+@pytest.mark.parametrize("kind", ["anchored"])
 def test_a_plan_may_have_bottlenecks(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     settings = ("model.bottleneck_dim=8", f"model.bottleneck={kind}")
     given = [word for setting in settings for word in ("--set", setting)]

@@ -38,19 +38,6 @@ def test_clocks(found: line.Distances, state: State, words: str) -> None:
 @pytest.mark.parametrize(
     ("found", "state", "words"),
     [
-        (_at(0.0), State.FINE, "20 ms to 1 peer"),
-        (_at(0.0, 0.0), State.FINE, "20 to 20 ms to 2 peers"),
-        (_at(0.0, seconds=1.5), State.WRONG, "1500 ms to 1 peer: leases and rounds count in seconds"),
-        ({}, State.NOT_CHECKED, "no peer answers"),
-    ],
-)
-def test_round_trips(found: line.Distances, state: State, words: str) -> None:
-    _is(line.judge_round_trip(found), state, words)
-
-
-@pytest.mark.parametrize(
-    ("found", "state", "words"),
-    [
         (_at(0.0), State.FINE, "1 of 1 that were asked answer"),
         (
             {**_at(0.0), id_of(9): "gpu-9 at 192.0.2.9:1: it is gone"},

@@ -25,14 +25,6 @@ def test_what_is_reached_is_told_with_its_address() -> None:
     assert dht.text == "203.0.113.7:5002 is reached from outside"
 
 
-def test_what_some_do_not_reach_is_told_as_it_is() -> None:
-    grpc, dht = judge(5001, 5002, [_reply(), _reply(["203.0.113.7:5001"])])
-    assert grpc.text.startswith(
-        "203.0.113.7:5001 is reached from outside, by 1 of 2 peers; the others will reach it by way"
-    )
-    assert dht.text.startswith("no answer at 5002")
-
-
 def test_what_is_not_reached_is_told_with_what_happens_then() -> None:
     grpc, dht = judge(5001, 5002, [_reply()])
     assert grpc.text.startswith("1 peer got no answer at 5001: others will reach it by way of further peers. To be")

@@ -1,203 +1,27 @@
-"""Peers that look, claim and move by themselves, all in one process and on virtual time; the moves are stand-ins."""
+"""What peers decide by themselves: which stages they take, and when they go."""
 
 import asyncio
 import dataclasses
-import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from peers.shared.network import Membership
-from peers.stage_peer.rebalancer import Claim, Rebalancer
 from swarm.checkpoint import file
-from swarm.config import AveragingConfig, ModelConfig, RunConfig, StagesConfig
-from swarm.credentials.identity import generate
-from swarm.errors import Fatal, PeerUnavailable
-from swarm.machine.clock import Clock
-from swarm.rebalancing.layout import Span
-from swarm.routing.poll import Poll
-from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.types import Block, ClaimState, PeerId, PeerRecord, PeerState
-from tests.support.memory_store import MemoryStore
-from tests.support.virtual_time import LoopClock, in_virtual_time, run
-
-PERIOD_SECONDS = 60.0
-MOVE_SECONDS = 8.0
-CONFIG = RunConfig(model=ModelConfig(num_layers=3, custom_class="a.b:C"), stages=StagesConfig(num_stages=3))
-VARIANTS = dataclasses.replace(CONFIG, stages=StagesConfig(num_stages=3, variants=(1, 2, 1)))
-
-
-class SlowStore(MemoryStore):
-    """A DHT that is slow, and can be unreachable."""
-
-    def __init__(self, clock: Clock, rng: random.Random) -> None:
-        super().__init__(clock)
-        self._clock, self._rng = clock, rng
-        self.is_gone = False
-
-    async def store(self, key: str, subkey: str, value: bytes, expiration: float) -> bool:
-        await self._answer()
-        return await super().store(key, subkey, value, expiration)
-
-    async def get(self, key: str, *, partly: bool = False) -> dict[str, tuple[bytes, float]]:
-        await self._answer()
-        return await super().get(key)
-
-    async def _answer(self) -> None:
-        await self._clock.sleep(self._rng.uniform(0.0, 0.8))
-        if self.is_gone:
-            raise PeerUnavailable("gone")
-
-
-class Peer:
-    """Announces itself, and does what its rebalancer says."""
-
-    def __init__(
-        self, world: "World", number: int, spans: Sequence[range] | None = None, *, starts_over: bool = False
-    ) -> None:
-        self.world = world
-        identity = generate()
-        self.peer_id = PeerId(identity.peer_id)
-        clock, rng = world.clock, random.Random(number)
-        member = Membership.enter(world.config, world.store, identity, clock, insecure=True)
-        self.directory, self.known = member.directory, member.known
-        self.claim = Claim(member, str(number))
-        self.rebalancer = Rebalancer(
-            member,
-            self.claim,
-            rng,
-            every_seconds=PERIOD_SECONDS,
-            checkpoints=world.checkpoints,
-            spans=spans,
-            starts_over=starts_over,
-        )
-        self.span: Span = ()
-        """What it serves; nothing while it is dead or on its way."""
-        self.state = PeerState.SERVING
-        self.round = world.round
-        self.lineage = "one"
-        self.tasks: list[asyncio.Task[None]] = []
-
-    @property
-    def stage(self) -> int | None:
-        return self.span[0].stage if self.span else None
-
-    @stage.setter
-    def stage(self, stage: int | None) -> None:
-        self.span = () if stage is None else (Block(stage),)
-
-    def start(self, tasks: asyncio.TaskGroup, stage: int | None = None) -> None:
-        """Serve a stage, or the one that the peer chooses."""
-        self.tasks = [tasks.create_task(work) for work in (self._live(stage), self.claim.keep(), self.keep_announced())]
-
-    def kill(self) -> None:
-        """Kill the peer, which stays announced for a while."""
-        self.stage = None
-        for task in self.tasks:
-            task.cancel()
-
-    async def _live(self, stage: int | None) -> None:
-        self.span = (Block(stage),) if stage is not None else await self.rebalancer.choose_span()
-        while True:
-            await self.announce()
-            await self.rebalancer.arrived(self.span)
-            going = await self.rebalancer.next_move(self.span, dict)
-            left = [block for block in self.span if block not in going]
-            if not all([await self.rebalancer.can_spare(block) for block in left]):
-                await self.rebalancer.gave_up(going, before=self.span)
-                continue
-            self.world.moves.append((self.world.clock.monotonic(), self.span[0].stage, going[0].stage))
-            self.span = tuple(block for block in self.span if block in going)
-            for block in left:
-                await self.directory.withdraw(block)
-            await self.world.clock.sleep(MOVE_SECONDS)
-            self.span = going
-
-    async def keep_announced(self) -> None:
-        while True:
-            await self.world.clock.sleep(5.0)
-            await self.announce()
-
-    async def announce(self) -> None:
-        for block in self.span:
-            record = PeerRecord(
-                peer_id=self.peer_id, announced_at=self.world.clock.time(), stage=block.stage, variant=block.variant,
-                endpoint="192.0.2.1:1", state=self.state, samples_per_second=10.0 / len(self.span), movable=True,
-                round=self.round,
-            )  # fmt: skip
-            with suppress(PeerUnavailable):
-                await self.directory.announce(record, 20.0)
-
-
-class World:
-    """All peers, and what happened."""
-
-    def __init__(
-        self, *, seed: int = 0, round_number: int = 0, checkpoints: Path | None = None, config: RunConfig = CONFIG
-    ) -> None:
-        self.config = config
-        self.clock = LoopClock()
-        self.store = SlowStore(self.clock, random.Random(seed))
-        self.round = round_number
-        self.checkpoints = checkpoints
-        self.peers = [Peer(self, 1000 * seed + number) for number in range(12)]
-        self.moves: list[tuple[float, int, int]] = []
-        """When, from which stage, to which stage."""
-        self.least = 99
-
-    def counts(self) -> list[int]:
-        """Living peers by stage."""
-        counter = Counter(peer.stage for peer in self.peers)
-        return [counter[stage] for stage in range(3)]
-
-    async def watch(self) -> None:
-        """Note the smallest number of peers that any stage has at any time."""
-        while True:
-            self.least = min(self.least, *self.counts())
-            await self.clock.sleep(0.1)
-
-
-def _world(monkeypatch: pytest.MonkeyPatch, silent: Callable[[Peer], bool] = lambda _: False, **options: Any) -> World:
-    """A world whose living peers answer, but for silent ones."""
-    world = World(**options)
-
-    async def replies(_: Poll, records: Sequence[PeerRecord]) -> list[pb.DescribeReply]:
-        await world.clock.sleep(0.01)
-        living = {p.peer_id: p for p in world.peers if p.stage is not None and not silent(p)}
-        asked = [living[PeerId(r.peer_id)] for r in records if r.peer_id in living]
-        return [
-            pb.DescribeReply(peer_id=peer.peer_id, state=peer.state, round=peer.round, lineage=peer.lineage)
-            for peer in asked
-        ]
-
-    monkeypatch.setattr(Poll, "replies", replies)
-    return world
-
-
-@asynccontextmanager
-async def _living(world: World, stages: Sequence[int | None]) -> AsyncIterator[None]:
-    """Inside the block peers live that were started at these stages."""
-    async with asyncio.TaskGroup() as tasks:
-        for peer, stage in zip(world.peers, stages, strict=False):
-            peer.start(tasks, stage)
-        await world.clock.sleep(20.0)
-        watching = tasks.create_task(world.watch())
-        yield
-        watching.cancel()
-        for peer in world.peers:
-            peer.kill()
+from swarm.config import AveragingConfig
+from swarm.errors import Fatal
+from swarm.types import Block, ClaimState, PeerState
+from tests.peers.stage_peer.world import CONFIG, PERIOD_SECONDS, VARIANTS, Peer, World, living, make_world
+from tests.support.virtual_time import in_virtual_time, run
 
 
 @pytest.mark.parametrize("seed", range(3))
 @in_virtual_time
 async def test_newcomers_that_start_together_spread(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    world = _world(monkeypatch, seed=seed)
-    async with _living(world, [0, *[None] * 8]):
+    world = make_world(monkeypatch, seed=seed)
+    async with living(world, [0, *[None] * 8]):
         assert world.counts() == [3, 3, 3]
     assert world.moves == []
 
@@ -206,12 +30,12 @@ async def test_newcomers_that_start_together_spread(monkeypatch: pytest.MonkeyPa
 async def test_peers_spread_over_variants_and_one_takes_over_from_the_last_of_a_block(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    world = _world(monkeypatch, config=VARIANTS)
+    world = make_world(monkeypatch, config=VARIANTS)
 
     def served() -> dict[str, int]:
         return dict(sorted(Counter(str(block) for peer in world.peers for block in peer.span).items()))
 
-    async with _living(world, [None] * 6):
+    async with living(world, [None] * 6):
         assert served() == {"0": 2, "1": 1, "1.1": 1, "2": 2}
         [last] = [peer for peer in world.peers if Block(1, 1) in peer.span]
         last.kill()
@@ -230,8 +54,8 @@ async def test_a_peer_that_was_told_its_blocks_claims_all_of_them() -> None:
 
 @in_virtual_time
 async def test_a_path_that_has_not_begun_is_for_newcomers_that_start_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = _world(monkeypatch, config=VARIANTS, round_number=3)
-    async with _living(world, [0, 1, 2]):
+    world = make_world(monkeypatch, config=VARIANTS, round_number=3)
+    async with living(world, [0, 1, 2]):
         assert await world.peers[3].rebalancer.choose_span() in [(Block(stage),) for stage in range(3)]
         assert await Peer(world, 12, starts_over=True).rebalancer.choose_span() == (Block(1, 1),)
 
@@ -242,8 +66,8 @@ async def test_a_peer_that_was_killed_and_is_back_at_once_fills_the_gap_that_it_
     monkeypatch: pytest.MonkeyPatch, stage: int
 ) -> None:
     """Its former record stays for some more seconds, as if a peer still served its stage."""
-    world = _world(monkeypatch)
-    async with _living(world, [0, 1, 2]):
+    world = make_world(monkeypatch)
+    async with living(world, [0, 1, 2]):
         world.peers[stage].kill()
         async with asyncio.TaskGroup() as tasks:
             world.peers[stage].start(tasks)
@@ -257,8 +81,8 @@ async def test_a_peer_that_was_killed_and_is_back_at_once_fills_the_gap_that_it_
 async def test_a_gap_is_filled_by_as_many_as_are_needed_and_then_all_is_quiet(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    world = _world(monkeypatch, seed=seed)
-    async with _living(world, [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]):
+    world = make_world(monkeypatch, seed=seed)
+    async with living(world, [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]):
         killed_at = world.clock.monotonic()
         for peer in [p for p in world.peers if p.stage == 1][:3]:
             peer.kill()
@@ -277,8 +101,8 @@ async def test_a_gap_is_filled_by_as_many_as_are_needed_and_then_all_is_quiet(
 @in_virtual_time
 async def test_nobody_leaves_silent_peers_alone_nor_goes_to_them(monkeypatch: pytest.MonkeyPatch, silent: int) -> None:
     """Silent peers are announced, but dead or cut off from here."""
-    world = _world(monkeypatch, silent=lambda peer: peer.stage == silent)
-    async with _living(world, [0, 0, 0, 0, 1, 2, 2]):
+    world = make_world(monkeypatch, silent=lambda peer: peer.stage == silent)
+    async with living(world, [0, 0, 0, 0, 1, 2, 2]):
         await world.clock.sleep(5 * PERIOD_SECONDS)
         assert world.moves == []
 
@@ -286,9 +110,9 @@ async def test_nobody_leaves_silent_peers_alone_nor_goes_to_them(monkeypatch: py
 @in_virtual_time
 async def test_nobody_leaves_a_mate_alone_that_has_fallen_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other peer of the stage still has to get the state, and only this peer has it."""
-    world = _world(monkeypatch, round_number=7)
+    world = make_world(monkeypatch, round_number=7)
     first, second = world.peers[:2]
-    async with _living(world, [0, 0, 1, 2]):
+    async with living(world, [0, 0, 1, 2]):
         assert await first.rebalancer.can_spare(Block(0), round_number=7)
         second.round = 6
         assert not await first.rebalancer.can_spare(Block(0), round_number=7)
@@ -299,9 +123,9 @@ async def test_nobody_leaves_its_stage_to_a_mate_that_has_learnt_something_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The mate began the stage anew at the same round, when it saw no other peer."""
-    world = _world(monkeypatch, round_number=7)
+    world = make_world(monkeypatch, round_number=7)
     first, second = world.peers[:2]
-    async with _living(world, [0, 0, 1, 2]):
+    async with living(world, [0, 0, 1, 2]):
         assert await first.rebalancer.can_spare(Block(0), round_number=7, lineage="one")
         second.lineage = "another"
         assert not await first.rebalancer.can_spare(Block(0), round_number=7, lineage="one")
@@ -312,10 +136,10 @@ async def test_nobody_leaves_its_stage_to_a_mate_that_has_learnt_something_else(
 @in_virtual_time
 async def test_where_rounds_need_a_majority_nobody_leaves_too_few_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """The remaining peers would wait for ever for a peer that serves another stage."""
-    world = _world(monkeypatch, config=dataclasses.replace(CONFIG, averaging=AveragingConfig(quorum="majority")))
+    world = make_world(monkeypatch, config=dataclasses.replace(CONFIG, averaging=AveragingConfig(quorum="majority")))
     first, second, third, fourth, *_ = world.peers
     three = {peer.peer_id for peer in (first, second, third)}
-    async with _living(world, [0, 0, 0, 1, 1, 2]):
+    async with living(world, [0, 0, 0, 1, 1, 2]):
         assert not await fourth.rebalancer.can_spare(Block(1))
         assert await first.rebalancer.can_spare(Block(0))
         assert await first.rebalancer.can_spare(Block(0), last_members=three)
@@ -333,8 +157,8 @@ def test_what_a_run_has_learnt_is_not_replaced_by_initial_weights(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     async def moves(round_number: int, checkpoints: Path | None = None) -> set[int]:
-        world = _world(monkeypatch, round_number=round_number, checkpoints=checkpoints)
-        async with _living(world, [0, 0, 0, 0, 2, None]):
+        world = make_world(monkeypatch, round_number=round_number, checkpoints=checkpoints)
+        async with living(world, [0, 0, 0, 0, 2, None]):
             await world.clock.sleep(3 * PERIOD_SECONDS)
             return {stage for stage, count in enumerate(world.counts()) if count}
 
@@ -352,8 +176,8 @@ def test_what_a_run_has_learnt_is_not_replaced_by_initial_weights(
 
 @in_virtual_time
 async def test_no_dht_no_moves_and_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = _world(monkeypatch)
-    async with _living(world, [0, 0, 0, 1, 2, 2]):
+    world = make_world(monkeypatch)
+    async with living(world, [0, 0, 0, 1, 2, 2]):
         world.store.is_gone = True
         await world.clock.sleep(3 * PERIOD_SECONDS)
         assert world.moves == []
@@ -366,7 +190,7 @@ async def test_no_dht_no_moves_and_no_harm(monkeypatch: pytest.MonkeyPatch) -> N
 async def test_a_stage_that_could_not_be_entered_is_left_alone_for_longer_each_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    world = _world(monkeypatch)
+    world = make_world(monkeypatch)
     peer = world.peers[0]
 
     async def fail() -> None:
@@ -394,7 +218,7 @@ async def test_a_stage_that_could_not_be_entered_is_left_alone_for_longer_each_t
 @in_virtual_time
 async def test_a_claim_that_cannot_be_settled_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the peer would count at the other stage for ever, and never move."""
-    world = _world(monkeypatch)
+    world = make_world(monkeypatch)
     peer = world.peers[0]
     async with asyncio.TaskGroup() as tasks:
         for other, stage in zip(world.peers[:6], (0, 0, 0, 1, 2, 2), strict=True):

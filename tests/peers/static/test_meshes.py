@@ -76,10 +76,10 @@ class Case:
 CASES = [
     [Case(4, ("--dp", "2", "--tp", "2"))],
     [Case(2, ("--dp", "2")), Case(2, ("--fsdp", "zero3"))],
-    [Case(2, ("--tp", "2")), Case(2, ("--pp", "2"))],
-    [Case(1, ()), Case(2, ("--tp", "2"), BLOCK_TYPES)],
+    [Case(1, ()), Case(2, ("--pp", "2"))],
 ]
 MORE_CASES = [
+    [Case(2, ("--tp", "2")), Case(2, ("--tp", "2"), BLOCK_TYPES)],
     [Case(4, ("--dp", "2", "--pp", "2"))],
     [Case(4, ("--tp", "2", "--fsdp", "zero3"))],
     [Case(4, ("--pp", "2", "--fsdp", "zero3"))],

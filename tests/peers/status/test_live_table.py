@@ -38,13 +38,6 @@ def test_table_shows_peers_trainers_events_and_the_empty_stage() -> None:
     assert "stage 1 has no peer: start one with swarm-peer INVITE --stage 1" in drawn
 
 
-def test_of_a_large_stage_the_peers_that_were_asked_are_shown_and_all_are_counted() -> None:
-    peers = tuple(replace(PEER, name=f"host-{number}") for number in range(5))
-    drawn = _draw(replace(VIEW, stages=(StageRow(stage=0, peers=peers, num_asked=2),)))
-    assert [f"host-{number}" in drawn for number in range(5)] == [True, True, False, False, False]
-    assert "stage 0: 5 peers are announced; 2 of them were asked and are shown" in drawn
-
-
 def test_of_a_stage_whose_peers_do_not_answer_nobody_is_told_to_start_one() -> None:
     silent = replace(PEER, state="unreachable")
     view = replace(VIEW, stages=(StageRow(stage=0, peers=(silent, replace(silent, name="host-2"))),))
@@ -124,11 +117,7 @@ STEPS = {"inner_steps": 15, "samples_per_inner_step": 16.0, "configured_samples_
 @pytest.mark.parametrize(
     ("figures", "heading", "cell", "is_shown"),
     [
-        ({"loop_lag_seconds": 0.19}, "lag", "0.2 s", False),
         ({"loop_lag_seconds": 1.26}, "lag", "1.3 s", True),
-        ({"device": "cpu"}, "device", "cpu", False),
-        ({"device": "cuda:1"}, "device", "cuda:1", True),
-        ({}, "steps", "15 x 16", False),
         (STEPS, "steps", "15 x 16", True),
         (STEPS, "late", "0.7/3", False),
         (STEPS | {"staleness": 0.74, "largest_staleness": 3}, "late", "0.7/3", True),
@@ -159,15 +148,6 @@ def test_names_from_strangers_are_no_markup() -> None:
     )
 
 
-def test_plain_lines_name_trainers_when_there_are_several() -> None:
-    assert list(plain_lines(VIEW).values())[-1] == "step 3: loss 2.500, 1,234 tokens/s"
-    two = replace(VIEW, trainers=(*VIEW.trainers, TrainerRow(name="b", step=4)))
-    assert list(plain_lines(two).values())[-2:] == [
-        "step 3: loss 2.500, 1,234 tokens/s (trainer-1)",
-        "step 4: loss -, 0 tokens/s (b)",
-    ]
-
-
 def test_without_a_terminal_only_news_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with LiveTable(Console()) as table:
         table.show(VIEW)
@@ -195,14 +175,6 @@ def test_several_runs_are_shown_below_each_other_and_their_news_apart(capsys: py
     assert "run other" in console.file.getvalue()
 
 
-def test_a_terminal_gets_the_table() -> None:
-    console = Console(file=io.StringIO(), width=120, force_terminal=True)
-    with LiveTable(console) as table:
-        table.show(VIEW)
-    assert isinstance(console.file, io.StringIO)
-    assert "host-1" in console.file.getvalue()
-
-
 BUSY = PeerRow(
     name="a-rather-long-host-name-of-a-cloud-12345", peer_id="cd", state="moving", moving_to=2,
     samples_per_second=123.4, queue_length=12, round=12345, samples=1024, forwards=123456, backwards=123456,
@@ -210,7 +182,7 @@ BUSY = PeerRow(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 200])
+@pytest.mark.parametrize("width", [40, 80, 200])
 def test_a_narrow_terminal_has_the_most_important_columns_whole_and_says_what_is_left_out(width: int) -> None:
     drawn = _draw_on_terminal(replace(VIEW, stages=(StageRow(stage=0, peers=(PEER, BUSY)),)), width)
     lines = drawn.splitlines()
@@ -226,23 +198,8 @@ def test_a_narrow_terminal_has_the_most_important_columns_whole_and_says_what_is
     }
     assert set(headings) | set(missing) - {""} == everything
     assert (missing == [""]) == (width == 200)
-    if width >= 60:
-        assert "12345" in row
-        assert "round" in headings
     if width >= 80:
         assert {"samples/s", "lag"} <= set(headings)
-
-
-def test_without_a_terminal_a_table_has_all_columns() -> None:
-    """It has all of them, whatever width rich assumes for a pipe."""
-    console = Console(file=io.StringIO(), width=40, color_system=None, soft_wrap=True)
-    console.print(render(replace(VIEW, stages=(StageRow(stage=0, peers=(BUSY,)), StageRow(stage=1)))))
-    assert isinstance(console.file, io.StringIO)
-    drawn = console.file.getvalue()
-    (row,) = [line for line in drawn.splitlines() if BUSY.name in line]
-    assert row.split()[-1] == "s"
-    assert "no room for" not in drawn
-    assert "stage 1 has no peer: " in drawn, "a line of its own, however long, that can be copied"
 
 
 def test_a_stage_that_was_lost_is_not_begun_anew_by_mistake() -> None:

@@ -1,7 +1,6 @@
 """What a trainer reports of its steps."""
 
 import dataclasses
-import io
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
-from peers.trainer.report import EMPTY_SECONDS, GAP_SECONDS, Report
+from peers.trainer.report import GAP_SECONDS, Report
 from swarm.config import RunConfig
 from swarm.data.microbatches import HeldOutLoss
 from swarm.hop.answers import Obstacle
@@ -83,16 +82,6 @@ def test_losses_that_no_sum_can_hold_have_a_mean(loss: float, tmp_path: Path) ->
     assert report.figures.loss == metrics.steps[0].loss == loss
 
 
-def test_a_trainer_that_had_no_microbatch_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    report = _report(tmp_path)
-    report.begin(0)
-    for number, losses in enumerate([(), (0.0,), ()], start=1):
-        report.step(_step(number, 8 * number, losses), None)
-    said = [line.partition(": ")[2].split("  ")[0] for line in caplog.messages]
-    assert said == ["no loss of its own yet", "loss 0.000", "loss 0.000"]
-
-
 def test_why_a_stage_takes_no_work_is_told_once_a_cause_until_the_next_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -118,22 +107,6 @@ def test_why_a_stage_takes_no_work_is_told_once_a_cause_until_the_next_step(
     clock.advance(GAP_SECONDS)
     report.waiting(Block(1), Obstacle(num_peers=0))
     assert caplog.messages.count(expected) == 2
-
-
-def test_peers_before_an_empty_stage_are_not_said_to_be_the_cause(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    clock = ManualClock()
-    report = _report(tmp_path, clock=clock)
-    busy = Obstacle(num_peers=1, num_busy=1, causes="a: work waits here already")
-    line = "waiting: the peer of stage 0 takes no work now (a: work waits here already)"
-    with caplog.at_level("INFO"):
-        report.waiting(Block(1), Obstacle(num_peers=0))
-        report.waiting(Block(0), busy)
-        assert caplog.messages == ["waiting: stage 1 has no peer: start one at 1"]
-        clock.advance(EMPTY_SECONDS)
-        report.waiting(Block(0), busy)
-    assert caplog.messages[1:] == [line], "the stage has not been heard to be empty for long"
 
 
 def test_what_makes_a_stage_learn_badly_is_said_once_and_the_figures_are_kept(
@@ -165,31 +138,3 @@ def test_a_validation_loss_of_an_earlier_step_is_told_with_that_step(
     report.evaluated(found)
     report.goodbye(interrupted=interrupted)
     assert capsys.readouterr().out.startswith(f"{told}, loss 1.000, validation loss 2.500; ")
-
-
-def test_the_validation_loss_at_the_end_is_told_beside_that_before_the_first_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    report = _report(tmp_path)
-    report.begin(1)
-    report.evaluated_before(HeldOutLoss(mean=2.75, by_source={"books": 2.75}))
-    report.step(_step(2, 2), HeldOutLoss(mean=2.5, by_source={"books": 2.5}))
-    report.goodbye(interrupted=False)
-    assert "validation loss 2.500 (2.750 before the first step); " in capsys.readouterr().out
-
-
-def test_the_bar_moves_within_a_step(tmp_path: Path) -> None:
-    """A step may take minutes."""
-    drawn = list[int]()
-    for num_microbatches in (0, 32):
-        console = Console(file=io.StringIO(), force_terminal=True, no_color=True, width=160)
-        report = Report(
-            RunConfig(), steps=1, output=tmp_path, metrics=cast(MetricsLog, Metrics()),
-            console=console, clock=ManualClock(), remedy=str,
-        )  # fmt: skip
-        with report:
-            report.begin(0)
-            report.within(num_microbatches)
-        assert isinstance(console.file, io.StringIO)
-        drawn.append(console.file.getvalue().rpartition("0/1")[2].count("\u2501"))
-    assert drawn[1] > drawn[0]
