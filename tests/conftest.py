@@ -25,6 +25,12 @@ settings.register_profile(
 settings.load_profile("any machine")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # torch says so once where a backward's first operation on a GPU is a product, and then does what it says.
+    said = "ignore:Attempting to run cuBLAS, but there was no current CUDA context:UserWarning"
+    config.addinivalue_line("filterwarnings", said)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Exclude modules and tests from garbage collection. They stay until the end, and examining them again and again

@@ -121,6 +121,10 @@ def test_models_of_all_kinds_are_recorded(device: str, stage: int, config: RunCo
     require_near(story(captured), story(backend_of(config, stage, fused=True, device=device)), tolerance)
 
 
+# The same as in test_backend_compiled.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*script_method. is deprecated:DeprecationWarning")
 @_ON_A_GPU
 @pytest.mark.parametrize("stage", range(3))
 def test_compiled_layers_are_recorded(stage: int) -> None:
