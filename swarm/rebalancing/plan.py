@@ -7,12 +7,13 @@ that they enter one block at a time, since there may be thousands of spans.
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from swarm.rebalancing.layout import Layout, Span, Worker, all_spans
-from swarm.types import Block
+from swarm.types import Block, PeerId
 
 MORE = 1 + 1e-9
 """The factor by which a move must raise the weakest block, beyond rounding. A move that only makes another block the
@@ -26,12 +27,14 @@ class Move:
     Attributes:
         gains: what the peer will add to each block of the span `after`.
         changes: by how much the throughput of the blocks of both spans changes.
+        left: the blocks that are only in the span `before`.
     """
 
     before: Span
     after: Span
     gains: float
     changes: Mapping[Block, float]
+    left: Collection[Block]
 
     @classmethod
     def of(cls, before: Span, after: Span, *, loses: float, gains: float) -> "Move":
@@ -39,11 +42,7 @@ class Move:
         changes = dict.fromkeys(before, -loses)
         for block in after:
             changes[block] = changes.get(block, 0.0) + gains
-        return cls(before=before, after=after, gains=gains, changes=changes)
-
-    @property
-    def left(self) -> set[Block]:
-        return {*self.before} - {*self.after}
+        return cls(before=before, after=after, gains=gains, changes=changes, left={*before}.difference(after))
 
     @property
     def entered(self) -> set[Block]:
@@ -52,11 +51,11 @@ class Move:
     def lowest_left(self, throughput: Mapping[Block, float], speed: float = 1.0) -> float:
         """The throughput, after the move, of the weakest block from which it takes."""
         changes = self.changes.items()
-        return min((throughput[b] + speed * change for b, change in changes if change < 0), default=math.inf)
+        return min([throughput[b] + speed * change for b, change in changes if change < 0], default=math.inf)
 
     def level(self, throughput: Mapping[Block, float], speed: float = 1.0) -> float:
         """The throughput, after the move, of the weakest block that it changes."""
-        return min(throughput[block] + speed * change for block, change in self.changes.items())
+        return min([throughput[block] + speed * change for block, change in self.changes.items()])
 
     def ideal_speed(self, throughput: Mapping[Block, float]) -> float:
         """The speed at which `level` is highest, of a move for a speed of 1. Slower peers bring less, and faster ones
@@ -77,6 +76,9 @@ class _Worth(NamedTuple):
     left: float
 
 
+_NOTHING = (-math.inf, -math.inf)
+
+
 class Plan:
     """A plan of moves, each by the most suitable peer, from the view of the peer `own`.
 
@@ -90,18 +92,22 @@ class Plan:
 
     def __init__(self, layout: Layout, own: Worker, moves: Sequence[Move], near: float) -> None:
         self.throughput = dict(layout.throughput)
+        self._ranked = self._by_rate()
         self.target, self.lost = own.span[0], 0.0
         self.own: Move | None = None
         self.own_target = self.target
         self._own_moves = moves
         self._near = near
         self._layout = layout
+        self._cost = cache(layout.cost)
         self._num_serving = dict(layout.num_serving)
         # The inner lists are shared with the layout, and replaced where the plan changes them.
         self._movable = dict(layout.movable)
         self._movable[own.span] = [one for one in layout.movable[own.span] if one[1] != own.peer_id]
         longest = max((len(span) for span, peers in self._movable.items() if peers), default=0)
         self._spans = dict.fromkeys(all_spans(layout.paths, longest))
+        self._kept = set[Block]()
+        """The blocks that can spare nobody for the target."""
         self._moves = dict[tuple[Span, Block], list[Move]]()
 
     def take_step(self) -> bool:
@@ -112,10 +118,21 @@ class Plan:
 
     def _strengthen(self, target: Block) -> bool:
         self.target = target
-        sources = [span for span, peers in self._movable.items() if peers]
-        moves = (move for span in sources for move in self._moves_of_others(span, target) if self._is_allowed(move))
-        found = map(self._best_of, moves)
-        best = max((one for one in found if one is not None), key=lambda one: one[:-1], default=None)
+        lowest = self.throughput[target]
+        self._kept = {b for b, rate in self.throughput.items() if rate <= lowest or self._num_serving[b] < 2}
+        best: tuple[_Worth, Span, int, Move] | None = None
+        # Most peers cannot make the best move, which is soon seen once a good one is known.
+        sources = [(self._most_from(span, peers), span, peers) for span, peers in self._movable.items() if peers]
+        for most_from, span, candidates in sorted(sources, reverse=True):
+            if most_from <= _NOTHING or (best is not None and most_from < best[0][:2]):
+                break
+            for move in self._moves_of_others(span, target):
+                most = self._most(move, candidates[0][0], candidates[-1][0]) if self._is_allowed(move) else _NOTHING
+                if most <= _NOTHING or (best is not None and most < best[0][:2]):
+                    continue
+                found = self._best_of(move)
+                if found is not None and (best is None or found[:-1] > best[:-1]):
+                    best = found
         own = self._best_own() if self.own is None else None
         if own is not None and (best is None or self._is_near(own[0], best[0])):
             self.own, self.own_target = own[1], target
@@ -140,15 +157,42 @@ class Plan:
 
     def _is_allowed(self, move: Move) -> bool:
         """Whether a move strengthens the weakest block, and leaves only others that can spare a peer."""
-        lowest = self.throughput[self.target]
-        return move.changes.get(self.target, 0.0) > 0 and all(
-            self._num_serving[block] >= 2 and self.throughput[block] > lowest for block in move.left
+        return move.changes.get(self.target, 0.0) > 0 and self._kept.isdisjoint(move.left)
+
+    def _most_from(self, span: Span, candidates: Sequence[tuple[float, PeerId]]) -> tuple[float, float]:
+        """What a move from a span to the target is worth at most, without the last figure; _NOTHING if it is no use."""
+        target, lowest = self.target, self.throughput[self.target]
+        # It leaves what the span has at the target's stage, or else some other block.
+        leaves = [b for b in span if b.stage == target.stage and b != target] or [b for b in span if b != target]
+        spared = max((self.throughput[block] for block in leaves if block not in self._kept), default=0.0)
+        level = min(
+            lowest + candidates[-1][0] / self._layout.work[target],
+            spared - candidates[0][0] / self._cost(span),
         )
+        if level <= lowest * MORE:
+            return _NOTHING
+        # Along several paths a move changes nothing else.
+        return min(level, self._elsewhere({target, *span}) if len(self._layout.paths) > 1 else math.inf), level
+
+    def _most(self, move: Move, slowest: float, fastest: float) -> tuple[float, float]:
+        """What a move by peers of such speeds is worth at most, without the last figure; _NOTHING if it is no use."""
+        rates = self.throughput
+        level = min([rates[block] + (fastest if c > 0 else slowest) * c for block, c in move.changes.items()])
+        if level <= rates[self.target] * MORE:
+            return _NOTHING
+        return min(level, self._elsewhere(move.changes)), level
+
+    def _elsewhere(self, changed: Collection[Block]) -> float:
+        """The throughput of the weakest of the blocks that are not changed."""
+        return next((rate for rate, block in self._ranked if block not in changed), math.inf)
+
+    def _by_rate(self) -> list[tuple[float, Block]]:
+        """The blocks with their throughputs, the weakest first."""
+        return sorted((rate, block) for block, rate in self.throughput.items())
 
     def _worth(self, move: Move, speed: float = 1.0) -> _Worth:
         level = move.level(self.throughput, speed)
-        elsewhere = (rate for block, rate in self.throughput.items() if block not in move.changes)
-        return _Worth(min([level, *elsewhere]), level, move.lowest_left(self.throughput, speed))
+        return _Worth(min(level, self._elsewhere(move.changes)), level, move.lowest_left(self.throughput, speed))
 
     def _best_own(self) -> tuple[_Worth, Move] | None:
         found = [(self._worth(move), -len(move.entered), move) for move in self._own_moves if self._is_allowed(move)]
@@ -173,7 +217,7 @@ class Plan:
                 ranges = (range(first, end) for first in firsts for end in range(target.stage + 1, first + most + 1))
                 ways = [tuple(at_stage[stage] for stage in stages if stage in at_stage) for stages in ranges]
                 going = [way for way in ways if way in self._spans]
-            cost = self._layout.cost
+            cost = self._cost
             self._moves[span, target] = [
                 Move.of(span, after, loses=1 / cost(span), gains=1 / cost(after))
                 for after in dict.fromkeys(going)
@@ -195,6 +239,7 @@ class Plan:
     def _make(self, move: Move, speed: float) -> None:
         for block, change in move.changes.items():
             self.throughput[block] += speed * change
+        self._ranked = self._by_rate()
         for block in move.left:
             self._num_serving[block] -= 1
         for block in move.entered:

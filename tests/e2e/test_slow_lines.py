@@ -142,8 +142,9 @@ def test_a_line_that_a_microbatch_fills_for_seconds_is_not_taken_for_dead(hosted
         internet.limit(host, 1.0)
     first = hosted.serving_peer(hosts[0], "first", ["--config", file, "--stage", 0])
     second = hosted.serving_peer(hosts[1], "second", [invite_of(first), "--stage", 1])
-    own = ["--name", "trainer", "--output", hosted.folder / "trainer", "--evaluate-every", 0, "--steps", 3]
-    trainer = hosted.start(hosts[0], "trainer", "trainer", [invite_of(first), *own])
+    own = ["--name", "trainer", "--output", hosted.folder / "trainer", "--steps", 3]
+    few = ["--evaluate-every", 0, "--evaluation-samples", 4]
+    trainer = hosted.start(hosts[0], "trainer", "trainer", [invite_of(first), *own, *few])
     wait_for(trainer, lambda: any(end.name == trainer.name for end in hosted.children.exits()), seconds=LIMIT_SECONDS)
     rows = read_metrics(hosted.folder / "trainer" / "metrics.jsonl")
     assert sum("train/loss" in row for row in rows) == 3

@@ -70,10 +70,10 @@ SAMPLES_PER_SECOND = 10.0  # The throughput of every peer; only ratios count
 
 
 class OwnRule(NoRule):
-    def __init__(self, swarm: FluidSwarm, rng: random.Random, *, room: int = 1, restores: bool = False) -> None:
-        """Each peer has room for so many adjacent stages, and `restores` those that no peer holds from a checkpoint."""
+    def __init__(self, swarm: FluidSwarm, rng: random.Random, *, room: int = 1) -> None:
+        """Each peer has room for so many adjacent stages. Those that no peer holds it restores from a checkpoint, as
+        under the other rules."""
         super().__init__(swarm, rng)
-        self._restores = restores
         self._timeline = swarm.timeline
         self._paths, self._blocks = swarm.paths, swarm.blocks
         self._costs = dict.fromkeys(self._blocks, 1.0)
@@ -198,7 +198,7 @@ class OwnRule(NoRule):
         if self._layout is None:
             self._layout = layout_of(rows, self._claims.values(), self._costs, self._paths)
         target = judgement.wants(self._layout, (), now)
-        if target is None or not self._can_spare(peer, target) or not self._can_enter(target):
+        if target is None or not self._can_spare(peer, target):
             self._will_look(peer)
             return
         own = self._claim(peer, target, span)
@@ -237,9 +237,6 @@ class OwnRule(NoRule):
         return all(
             any(other != peer and self._stays(other, stage) for other in self._swarm.peers[stage]) for stage in left
         )
-
-    def _can_enter(self, target: Span) -> bool:
-        return self._restores or all(self._swarm.peers[stage] for stage in self._numbers(target))
 
     def _stays(self, peer: int, stage: int) -> bool:
         claim = self._claims.get(peer)

@@ -106,7 +106,7 @@ class _World:
             line={peer: line * capacity for peer, capacity in enumerate(self._capacities)},
             best=lambda capacities: self._best(tuple(sorted(capacities))),
         )  # fmt: skip
-        self._rule = OwnRule(self._swarm, rng, room=room, restores=True)
+        self._rule = OwnRule(self._swarm, rng, room=room)
         for place, peer in enumerate(rng.sample(range(options.num_peers), options.num_peers)):
             self._timeline.at(BETWEEN_SECONDS * place, partial(self._come, peer))
         self._timeline.run(SETTLED_SECONDS)
