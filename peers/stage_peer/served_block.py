@@ -101,7 +101,10 @@ class ServedBlock:
         self.averager = Averager(self._context(turns), self.member)
         servicer = StageServicer(
             self.stage, describe=self.describe, callers=self._process.callers, rival_of=self._process.rivals.of,
-            spot_check=SpotCheck(self.stage, peers=self._peers, channels=self._membership.channels),
+            spot_check=SpotCheck(
+                self.stage, peers=self._peers, channels=self._membership.channels,
+                sign=self._membership.identity.sign_with_point,
+            ),
         )  # fmt: skip
         self.local = LocalBlock(servicer, self._generation, self._options.prefix)
         handlers = block_handlers(

@@ -26,6 +26,7 @@ from swarm.events import Abort
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.wire import CHUNK_BYTES
 from swarm.training.round_member import RoundCost, RoundMember, RoundResult
+from swarm.training.sketches import NOTHING_STATED, Stated
 from swarm.training.tally import Given
 
 logger = logging.getLogger(__name__)
@@ -132,7 +133,9 @@ class Attempt:
                     side.fail(MemberFailed(peer_id, reason, noticed_by=self._own_id))
                     return
 
-    async def serve(self, peer_id: str, shares_digest: str, pieces: AsyncIterator[bytes]) -> Payload:
+    async def serve(
+        self, peer_id: str, shares_digest: str, pieces: AsyncIterator[bytes], stated: Stated = NOTHING_STATED
+    ) -> Payload:
         """Take another member's part and return the sum; or, in a gather, return this member's contribution. Raises
         Refused if the attempt was given up or has other members, or the caller is sending its part already,
         MemberFailed if the exchange failed, so there will be no answer, and MalformedMessage if the caller sent more
@@ -151,7 +154,7 @@ class Attempt:
         try:
             received = await self._receive(peer_id, num_bytes, pieces, opened)
             if isinstance(side, Reduction) and peer_id in side.missing:
-                await side.add(peer_id, received.whole())
+                await side.add(peer_id, received.whole(), stated)
         finally:
             opened.sending.discard(peer_id)
         return await side.result()

@@ -26,6 +26,7 @@ from swarm.averaging.wire.transport import ABORT, AVERAGE, BEGIN, COMMIT, OtherM
 from swarm.events import Begin, Prepare
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import RoundCost, RoundResult, Tensors
+from swarm.training.sketches import NOTHING_STATED, Stated
 
 
 @dataclass(eq=False)
@@ -184,10 +185,15 @@ class Participant:
         return counts.bounded(self.context.config, self.context.own.block, num_members)
 
     def _others(self, request: pb.AverageRequest, shares: Shares, attempt: Attempt) -> OtherMembers:
-        opening = pb.ExchangeOpen(
-            address=self.context.address, peer_id=self.context.own_id, round=request.round, ballot=request.ballot,
-            shares_digest=shares.digest,
-        )  # fmt: skip
+        stated = attempt.exchanges.stated(attempt.closed, shares)
+
+        def opening(owner_id: str) -> pb.ExchangeOpen:
+            microbatches, sketches = stated.get(owner_id, NOTHING_STATED)
+            return pb.ExchangeOpen(
+                address=self.context.address, peer_id=self.context.own_id, round=request.round, ballot=request.ballot,
+                shares_digest=shares.digest, sketched_gaps=messages.pack_indices(microbatches), sketches=sketches,
+            )  # fmt: skip
+
         block = self.context.own.block
         records = {share.contact.peer_id: record_of(share.contact, block) for share in request.shares}
         return OtherMembers(
@@ -257,7 +263,8 @@ class Participant:
         ballot = messages.unpack_ballot(opening.ballot)
         if attempt is None or self.place.group.active is None or attempt.ballot != ballot:
             raise Refused(f"attempt {opening.ballot.attempt} of {opening.ballot.leader_id} is not under way here")
-        return await attempt.serve(opening.peer_id, opening.shares_digest, pieces)
+        stated = Stated(sorted(messages.unpack_indices(opening.sketched_gaps)), opening.sketches)
+        return await attempt.serve(opening.peer_id, opening.shares_digest, pieces, stated)
 
     # -- second phase ------------------------------------------------------------------------------------------------
 

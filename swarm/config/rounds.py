@@ -58,7 +58,8 @@ class RoundsConfig:
 
     check_share: float = field(default=0.02, metadata=ADDED)
     """Synchronous only: the share of microbatches that a second peer of the stage computes again, to find peers that
-    compute wrongly (docs/security.md). Each costs the second peer as much as a microbatch. 0: none."""
+    compute wrongly (docs/security.md). Each costs the second peer as much as a microbatch. 0: none, and what peers
+    contribute is not tied to what they have answered."""
 
     def __post_init__(self) -> None:
         require_usable_numbers("rounds", self)

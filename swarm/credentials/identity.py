@@ -6,6 +6,7 @@ No peer can announce under another's id. In a locked run a Token, which an Owner
 import base64
 import datetime
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Self
 
@@ -43,12 +44,16 @@ class Identity:
 
     def sign(self, message: bytes) -> bytes:
         """The ECDSA-SHA256 signature of a message, in DER."""
-        return certificates.load_key(self.key_pem).sign(message, certificates.SIGNATURE)
+        return self._key.sign(message, certificates.SIGNATURE)
 
     def sign_with_point(self, message: bytes) -> tuple[bytes, bytes]:
         """The public key's point, of which the id is the digest, and the signature."""
-        point = certificates.point_of(certificates.load_key(self.key_pem).public_key())
-        return point, self.sign(message)
+        return certificates.point_of(self._key.public_key()), self.sign(message)
+
+    @cached_property
+    def _key(self) -> ec.EllipticCurvePrivateKey:
+        # Kept, because to read it takes many times as long as to sign.
+        return certificates.load_key(self.key_pem)
 
 
 def generate() -> Identity:

@@ -59,7 +59,8 @@ class Deviation:
     Attributes:
         peer_id: empty if the contributions of too few members differ much, and nobody can say whose is wrong.
         reason: in words that follow "its contribution is out of line: ".
-        is_computed: whether the owner found the member's answer to a microbatch wrong by computing it again.
+        is_computed: whether the owner found by computing that the member's answer to a microbatch is wrong, or its
+            contribution not the sum of its answers' gradients.
         is_clear: whether honest contributions are never so far out of line.
     """
 

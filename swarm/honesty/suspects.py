@@ -102,6 +102,9 @@ class Suspects:
     """What was said in the last rounds, by accused member and round."""
     _alone: dict[tuple[str, str], _Alone] = field(default_factory=dict, init=False)
     """By owner and accused member."""
+    _computed: dict[str, dict[str, tuple[int, str]]] = field(default_factory=dict, init=False)
+    """By accused member and owner, the last round in which the owner said that it had found it by computing, and what.
+    """
     _left_out: dict[str, int] = field(default_factory=dict, init=False)
     """The last round of which each member was left out."""
     _named: dict[str, Named] = field(default_factory=dict, init=False)
@@ -167,8 +170,9 @@ class Suspects:
         for owner, deviations in said.items():
             for each in deviations if owner not in self._false_accusers else ():
                 if each.is_computed:
-                    continue
-                if not each.peer_id:
+                    if each.peer_id in parts:
+                        self._computed.setdefault(each.peer_id, {})[owner] = round_number, each.reason
+                elif not each.peer_id:
                     self._note_undecided(each.reason, round_number, len(parts))
                 elif each.peer_id in parts and each.peer_id != owner and owner in parts:
                     rounds = self._words.setdefault(each.peer_id, {})
@@ -193,22 +197,23 @@ class Suspects:
     def _judge_computed(
         self, peer: str, round_number: int, said: Mapping[str, Sequence[Deviation]]
     ) -> Deviation | None:
-        """Leave a member out, and name it at once, if most others have computed an answer of it again and found it
-        wrong: that does not happen by chance."""
+        """Leave a member out, and name it at once, if most others have found by computing that it answers or
+        contributes wrongly: that does not happen by chance."""
         others = said.keys() - {peer} - self._false_accusers
         reasons = {
-            owner: each.reason
-            for owner in sorted(others) for each in said[owner] if each.is_computed and each.peer_id == peer
-        }  # fmt: skip
+            owner: reason for owner, (_, reason) in sorted(self._computed.get(peer, {}).items()) if owner in others
+        }
         if len(reasons) < FEW_ACCUSERS or 2 * len(reasons) <= len(others):
             return None
-        why = f"{len(reasons)} of {len(others)} others have computed its answers again: {min(reasons.values())}"
+        why = f"{len(reasons)} of {len(others)} others have found it by computing: {min(reasons.values())}"
         self._left_out[peer] = round_number
         by = ", ".join(accuser[:8] for accuser in sorted(reasons)[:MOST_SHOWN])
         self._name(
             peer,
             Named(
-                round_number, f"{peer} lies: its answers are wrong, by the word of {by} in round {round_number}; {why}"
+                round_number,
+                f"{peer} lies: its answers are wrong, or not what it contributes, by the word of {by} in round "
+                f"{round_number}; {why}",
             ),
         )
         return Deviation(peer_id=peer, reason=why, is_computed=True)
@@ -284,6 +289,10 @@ class Suspects:
         for rounds in self._words.values():
             for number in [number for number in rounds if number <= round_number - ROUNDS]:
                 del rounds[number]
+        for owners in self._computed.values():
+            for owner in [owner for owner, (number, _) in owners.items() if number <= round_number - ROUNDS]:
+                del owners[owner]
+        self._computed = {peer: owners for peer, owners in self._computed.items() if owners}
         self._drop_empty()
         # An owner that has nothing more against a member begins anew.
         self._alone = {key: places for key, places in self._alone.items() if key[1] in self._words}

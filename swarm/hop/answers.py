@@ -17,6 +17,7 @@ from swarm.routing.peer_queue import LeftAlone
 from swarm.rpc.ask import Stream
 from swarm.rpc.entry import where
 from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.rpc.wire import parsed
 from swarm.types import LONGEST_REASON, Block, PeerId, PeerRecord
 
 logger = logging.getLogger(__name__)
@@ -200,13 +201,17 @@ class HopReply:
     num_busy: int
     """How often a peer of this hop had no room. Peers that merely left the microbatch to others are not counted."""
     _call: Stream = field(repr=False)
+    on_ack: Callable[["HopReply", pb.Statement | None], None] = field(default=lambda *_: None, repr=False)
+    """Called once the answer counts, with what the peer has signed then."""
 
     async def ack(self) -> None:
         """Tell the peer that its answer counts. If this ack is lost, the peer may not count the microbatch, but it
         never counts it twice."""
         try:
-            await self._call.finish(pb.TrainRequest(ack=pb.Ack()), ACK_SECONDS)
-        except PeerUnavailable as error:
+            last = await self._call.finish(pb.TrainRequest(ack=pb.Ack()), ACK_SECONDS)
+            reply = pb.TrainReply() if last is None else parsed(pb.TrainReply, last)[0]
+            self.on_ack(self, reply.statement if reply.HasField("statement") else None)
+        except (PeerUnavailable, MalformedMessage) as error:
             logger.debug("an ack was lost: %s", error)
         finally:
             self._call.cancel()

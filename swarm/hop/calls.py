@@ -105,9 +105,10 @@ class Calls:
 
     def __init__(
         self, *, run_id: str, block: Block, reply_specs: Mapping[str, TensorSpec], channels: ChannelPool, own: FindOwn,
-        router: Router, clock: Clock, limits: HopLimits, memory: NewBytes,
+        router: Router, clock: Clock, limits: HopLimits, memory: NewBytes, wants_statements: bool = False,
     ) -> None:  # fmt: skip
         """`memory` makes the memory of the tensors that are answered."""
+        self._wants_statements = wants_statements
         self._run_id, self._block = run_id, block
         self._reply_specs = reply_specs
         self._channels, self._own = channels, own
@@ -194,7 +195,7 @@ class Calls:
             accumulate_only_at=microbatch.accumulate_only_at,
             rerouted_backward=retries.route.forward_passed and not is_known, eager=is_eager,
             has_others=retries.has_others, way_seconds=microbatch.way_seconds,
-            small_messages=patience.is_needed,
+            small_messages=patience.is_needed, wants_statement=self._wants_statements,
         )  # fmt: skip
 
     async def _hand_over(

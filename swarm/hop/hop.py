@@ -8,6 +8,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Never, TypeVar
 
 import grpc
@@ -71,6 +72,7 @@ class Hop:
         self._calls = Calls(
             run_id=run_id, block=block, reply_specs=reply_specs,
             channels=channels, own=own, router=router, clock=clock, limits=self._limits, memory=memory,
+            wants_statements=check_share > 0.0,
         )  # fmt: skip
         self.checks = SpotChecks(
             run_id=run_id, block=block, share=check_share, router=router,
@@ -118,7 +120,8 @@ class Hop:
             return await self._calls.train(record, microbatch, tensors, listener, retries)
 
         reply = await self._until_answered(once, microbatch.num_samples, listener, retries)
-        self.checks.consider(microbatch, tensors, reply)
+        if self.checks.share:
+            reply.on_ack = partial(self.checks.acknowledged, microbatch, tensors)
         return reply
 
     async def hold(self, newest_round: int, listener: HopListener | None = None, *, path: int = 0) -> Hold:

@@ -1,10 +1,13 @@
 """Spot checks: a sender of microbatches has a few of its answers computed again by other peers of the block.
 
 In the synchronous setting all peers of a block compute the same of a microbatch, up to rounding. The sender draws
-microbatches by chance after they were answered, so a peer cannot know which of its answers will be checked. The peer
+microbatches by chance once their answers count, so a peer cannot know which of its answers will be checked. The peer
 that checks gets the tensors from the one that is checked, and compares them with what the neighbours on both sides sent
 and got (stage/spot_check). A peer whose answer two others or more find wrong, and fewer find right, gets no more work
 from this sender.
+
+Of every answer the peer signs a sketch of the gradient that it adds to its sum. The sender passes that on to one other
+peer, which compares it with what the peer says when it contributes the sum (training/sketches).
 """
 
 import asyncio
@@ -31,11 +34,18 @@ logger = logging.getLogger(__name__)
 
 CHECK_SECONDS = 120.0
 """Longest wait for one peer's verdict: it first gets the tensors, over a line that may be slow."""
+WITNESS_SECONDS = 5.0
+"""Longest wait until a peer has taken statements. Meanwhile others gather."""
+MOST_SIGNED = 256
+"""The most statements that wait to be passed on. Further ones are let go."""
 MOST_ASKED = 7
 """How many peers are asked about one answer at most."""
 LEAST_WRONG = 2
 """So many peers have to find an answer wrong, or not to get it shown, before a peer is at fault. One may be wrong
 itself."""
+
+LOSS = "loss"
+"""The loss that a peer answers, as a tensor: it is shown and compared like the others."""
 
 _Reply = pb.SpotCheckReply
 
@@ -47,7 +57,7 @@ class _Drawn:
     microbatch: Microbatch
     peer: PeerId
     next_peer: str
-    loss: float
+    statement: pb.Statement | None
     tensors: Tensors
 
 
@@ -72,42 +82,69 @@ class SpotChecks:
         self, *, run_id: str, block: Block, share: float, router: Router, stub: Callable[[PeerRecord], Any],
         rng: random.Random | None = None,
     ) -> None:  # fmt: skip
-        self._run_id, self._block, self._share = run_id, block, share
+        self._run_id, self._block, self.share = run_id, block, share
         self._router = router
         self._stub = stub
         self._rng = rng or random.SystemRandom()
         self._drawn: asyncio.Queue[_Drawn] = asyncio.Queue(maxsize=1)
         """Further ones are let go: a check must not wait until the round is over, or keep many tensors."""
+        self._signed: asyncio.Queue[tuple[PeerId, pb.Statement]] = asyncio.Queue(maxsize=MOST_SIGNED)
         self._standings: defaultdict[PeerId, _Standing] = defaultdict(_Standing)
 
-    def consider(self, microbatch: Microbatch, tensors: Tensors, reply: HopReply) -> None:
-        """Draw whether an answer is checked."""
+    def acknowledged(
+        self, microbatch: Microbatch, tensors: Tensors, reply: HopReply, statement: pb.Statement | None
+    ) -> None:
+        """Draw whether an answer that counts is checked, and let another peer witness what the peer has signed."""
         peer = reply.route[self._block]
-        if not self._share or microbatch.is_replay or self._drawn.full():
+        if statement is not None and not self._signed.full():
+            self._signed.put_nowait((peer, statement))
+        if microbatch.is_replay or self._drawn.full():
             return
-        is_drawn = self._rng.random() < max(self._share, (1 + self._standings[peer].num_right) ** -2)
+        is_drawn = self._rng.random() < max(self.share, (1 + self._standings[peer].num_right) ** -2)
         # The others are looked up only now: that takes as long as there are peers, and few answers are drawn.
         if is_drawn and self._others(peer):
             following = (other for block, other in reply.route.items() if block.stage == self._block.stage + 1)
             self._drawn.put_nowait(
                 _Drawn(
-                    microbatch=microbatch, peer=peer, next_peer=next(following, ""), loss=reply.loss,
-                    tensors={**tensors, **reply.tensors},
+                    microbatch=microbatch, peer=peer, next_peer=next(following, ""), statement=statement,
+                    tensors={**tensors, **reply.tensors, LOSS: loss_tensor(reply.loss)},
                 )
             )  # fmt: skip
 
-    async def run(self) -> Never:
-        """Make the checks that are drawn, until this is cancelled."""
+    async def run(self) -> None:
+        """Make the checks that are drawn, and pass statements on, until this is cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._make_checks())
+            tasks.create_task(self._pass_on())
+
+    async def _make_checks(self) -> Never:
         while True:
             await self._check(await self._drawn.get())
+
+    async def _pass_on(self) -> Never:
+        """Pass each peer's statements on to others, of which the peer does not know which. So it has to contribute to
+        the average what it has signed."""
+        while True:
+            signed = [await self._signed.get()]
+            while not self._signed.empty():  # Those that came while the last ones were passed on.
+                signed.append(self._signed.get_nowait())
+            others = {peer: self._others(peer) for peer in dict(signed)}
+            chosen = defaultdict[PeerId, list[pb.Statement]](list)
+            for peer, statement in signed:
+                if others[peer]:
+                    chosen[self._rng.choice(others[peer])].append(statement)
+            address = address_of(self._run_id, self._block)
+            requests = {other: pb.SpotCheckRequest(address=address, statements=each) for other, each in chosen.items()}
+            await asyncio.gather(*(self._ask(other, each, WITNESS_SECONDS) for other, each in requests.items()))
 
     async def _check(self, drawn: _Drawn) -> None:
         """Ask other peers of the block until one finds the answer right, or most of them find it wrong."""
         microbatch, standing = drawn.microbatch, self._standings[drawn.peer]
         request = pb.SpotCheckRequest(
             address=address_of(self._run_id, self._block), microbatch=microbatch.index, round=microbatch.round,
-            checked_id=drawn.peer, next_id=drawn.next_peer, loss=drawn.loss,
+            checked_id=drawn.peer, next_id=drawn.next_peer,
             digests=await asyncio.to_thread(digests_of, drawn.tensors),
+            statements=[] if drawn.statement is None else [drawn.statement],
         )  # fmt: skip
         wrong, right = dict[PeerId, str](), list[PeerId]()
         others = self._others(drawn.peer)
@@ -146,13 +183,15 @@ class SpotChecks:
             f"{len(right)} others find it right" if right else "no other peer can say who is right",
         )  # fmt: skip
 
-    async def _ask(self, other: PeerId, request: pb.SpotCheckRequest) -> pb.SpotCheckReply:
+    async def _ask(
+        self, other: PeerId, request: pb.SpotCheckRequest, seconds: float = CHECK_SECONDS
+    ) -> pb.SpotCheckReply:
         if (record := self._router.record(self._block, other)) is None:
             return _Reply(reason="it is gone")
         try:
-            return await ask(self._stub(record).SpotCheck, request, seconds=CHECK_SECONDS)
+            return await ask(self._stub(record).SpotCheck, request, seconds=seconds)
         except SwarmError as error:
-            logger.debug("%s could not check microbatch %d: %s", record.name, request.microbatch, error)
+            logger.debug("%s could not be asked about an answer: %s", record.name, error)
             return _Reply(reason=str(error))
 
     def _others(self, peer: PeerId) -> list[PeerId]:
@@ -164,6 +203,10 @@ class SpotChecks:
     def _name(self, peer: PeerId) -> str:
         record = self._router.record(self._block, peer)
         return record.name if record is not None and record.name else peer[:8]
+
+
+def loss_tensor(loss: float) -> torch.Tensor:
+    return torch.tensor([loss], dtype=torch.float32)
 
 
 def digests_of(tensors: Tensors) -> list[pb.TensorDigest]:

@@ -117,13 +117,16 @@ class Stream:
     async def done_writing(self) -> None:
         await self._call.done_writing()
 
-    async def finish(self, message: Any, seconds: float) -> None:
-        """Send the last message, and wait until the peer has ended the call. Raises PeerUnavailable."""
+    async def finish(self, message: Any, seconds: float) -> Any:
+        """Send the last message, and wait until the peer has ended the call. Returns what it has sent before that; None
+        if nothing. Raises PeerUnavailable."""
         try:
             async with asyncio.timeout(seconds):
                 await self._call.write(message)
                 await self._call.done_writing()
+                last = await self._call.read()
                 await self._call.code()
+                return None if last is grpc.aio.EOF else last
         except (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError, TimeoutError) as error:
             raise PeerUnavailable(f"not finished: {error}") from None
 

@@ -12,8 +12,10 @@ Shapes: B samples of a microbatch, T tokens, T1 = T + 1, D numbers a token that 
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -51,6 +53,15 @@ class Forward:
     version: Version
     wire_hidden: Download | None = None
     _graph: Graph | None = None
+
+
+class Again(NamedTuple):
+    """What a microbatch gives when it is computed again: see `forward_loss` and `forward`, and StageWeights.sketch."""
+
+    loss: float
+    hidden: Download | None
+    gradient: Download | None
+    sketch: Download
 
 
 @dataclass
@@ -148,13 +159,30 @@ class StageBackend:
             MalformedMessage: inputs out of range, or a loss or gradient that is not finite.
             NotReady: see StageWeights.version_for.
         """
+        with self._at_once(microbatch, round_number, wire_inputs) as forward:
+            return self._collect(forward, None, accumulate=accumulate, only_at=only_at)
+
+    def compute_again(
+        self, microbatch: int, round_number: int, wire_inputs: WireInputs, wire_gradient: torch.Tensor | None
+    ) -> Again:
+        """Compute what another peer says it has computed, and add it to no sum. `wire_gradient` is that of the output,
+        as the other peer got it; None at the last stage. Raises what `forward_loss` and `backward` do."""
+        with self._at_once(microbatch, round_number, wire_inputs) as forward:
+            assert forward._graph is not None
+            hidden = None if self.is_last else self._boundary.encode(forward._graph.outputs, self.staging)
+            loss, gradient, gradients, scale = self._differentiate(forward, wire_gradient, of_weights=True)
+            return Again(loss, hidden, gradient, self._sketch_of(gradients, scale))
+
+    @contextmanager
+    def _at_once(self, microbatch: int, round_number: int, wire_inputs: WireInputs) -> Iterator[Forward]:
+        """A forward whose backward follows in the block; afterwards it is released."""
         self.function.check(wire_inputs)
         forward = Forward(microbatch, wire_inputs, self.weights.version_for(round_number))
         forward.version.taken()
         try:
             self._compute(forward)
             self.budget.keep()
-            return self._collect(forward, None, accumulate=accumulate, only_at=only_at)
+            yield forward
         finally:
             self.release(forward)
 
@@ -241,9 +269,30 @@ class StageBackend:
         self, forward: Forward, wire_gradient: torch.Tensor | None, *, accumulate: bool, only_at: int | None
     ) -> tuple[float, Download | None, Accumulated | None]:
         """Compute the gradients, and use them. Also returns the last stage's mean loss; at others it is 0."""
+        mean_loss, answer, gradients, scale = self._differentiate(forward, wire_gradient, of_weights=accumulate)
+        if not accumulate:
+            return mean_loss, answer, None
+        assert forward._graph is not None
+        amount = samples.amount(forward.wire_inputs)
+        source = Source(
+            microbatch=forward.microbatch, amount=amount, wire_inputs=forward.wire_inputs, wire_gradient=wire_gradient,
+            version=forward.version, scale=scale, is_recorded=forward._graph.is_recorded,
+        )  # fmt: skip
+        sketch = self._sketch_of(gradients, scale)
+        bucket = self.weights.accumulate(gradients, source)
+        self.events.write(
+            Accumulate(microbatch=source.microbatch, samples=amount.samples, bucket=bucket.number, only_at=only_at)
+        )
+        return mean_loss, answer, Accumulated(source=source, bucket=bucket, sketch=sketch)
+
+    def _differentiate(
+        self, forward: Forward, wire_gradient: torch.Tensor | None, *, of_weights: bool
+    ) -> tuple[float, Download | None, list[torch.Tensor], float]:
+        """The last stage's mean loss (0 at others), the encoded gradient of the inputs (None at stage 0), and the
+        gradients of the parameters, if wanted, times a power of two, with this factor. They are finite."""
         gradients, scale, answer = list[torch.Tensor](), 1.0, None
-        if self.stage or accumulate:
-            gradients, scale = self._gradients(forward, wire_gradient, of_weights=accumulate)
+        if self.stage or of_weights:
+            gradients, scale = self._gradients(forward, wire_gradient, of_weights=of_weights)
         if self.stage:
             input_gradient, *gradients = gradients
             answer = self._boundary.encode(input_gradient if scale == 1.0 else input_gradient / scale, self.staging)
@@ -251,22 +300,16 @@ class StageBackend:
         assert graph is not None
         # Waits for the device, because a gradient that is not finite could not be taken out of the sum again.
         loss, are_all_finite = _read(graph.outputs if self.is_last else None, gradients if self._scale.is_fixed else [])
-        amount = samples.amount(forward.wire_inputs)
-        mean_loss = loss / max(1, amount.targets)
+        mean_loss = loss / max(1, samples.amount(forward.wire_inputs).targets)
         require_in_range("loss", mean_loss)
         if not are_all_finite:
             raise MalformedMessage("the gradient of the weights is not finite")
-        if not accumulate:
-            return float(mean_loss), answer, None
-        source = Source(
-            microbatch=forward.microbatch, amount=amount, wire_inputs=forward.wire_inputs, wire_gradient=wire_gradient,
-            version=forward.version, scale=scale, is_recorded=graph.is_recorded,
-        )  # fmt: skip
-        bucket = self.weights.accumulate(gradients, source)
-        self.events.write(
-            Accumulate(microbatch=source.microbatch, samples=amount.samples, bucket=bucket.number, only_at=only_at)
-        )
-        return float(mean_loss), answer, Accumulated(source=source, bucket=bucket)
+        return float(mean_loss), answer, gradients, scale
+
+    def _sketch_of(self, gradients: Sequence[torch.Tensor], scale: float) -> Download:
+        """The sketch of a gradient, on its way to the CPU as answers are; empty if the round is not sketched."""
+        sketch, named = self.weights.sketch, dict(zip(self.weights.masters, gradients, strict=True))
+        return Download(torch.empty(0)) if sketch is None else self.staging.download(sketch.of(named) / scale)
 
     def _gradients(
         self, forward: Forward, wire_gradient: torch.Tensor | None, *, of_weights: bool

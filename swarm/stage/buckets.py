@@ -12,6 +12,7 @@ from weakref import WeakSet
 import torch
 
 from swarm.machine.memory import Recycler
+from swarm.stage.staging import Download
 from swarm.training.samples import NOTHING, Amount
 
 Tensors = dict[str, torch.Tensor]
@@ -209,6 +210,8 @@ class Accumulated:
 
     source: Source
     bucket: GradientBucket
+    sketch: Download
+    """Of the gradient (training/sketches), on its way to the CPU; empty if it is not sketched."""
     settled: bool = False
 
 

@@ -18,6 +18,7 @@ import torch
 from swarm.errors import MalformedMessage, NotReady, PeerUnavailable
 from swarm.hop.answers import HopListener, HopReply, Obstacle
 from swarm.hop.hop import Hop
+from swarm.hop.spot_checks import LOSS, loss_tensor
 from swarm.machine.clock import spawn, wait
 from swarm.stage.backend import Forward, StageBackend
 from swarm.stage.boundary import GRADIENT, HIDDEN
@@ -196,9 +197,14 @@ class Computation(HopListener):
         """All that this stage received, sent on, got back and answered; None if that is not in the sum, or not kept."""
         if self._result is None or self._accumulated is None:
             return None
-        gradient = self._accumulated.source.wire_gradient
-        made = {OUTPUT: self._wire_hidden, OUTPUT_GRADIENT: gradient, GRADIENT: self._result.gradient}
-        return {**self.order.wire_inputs, **{name: tensor for name, tensor in made.items() if tensor is not None}}
+        made = {OUTPUT: self._wire_hidden, GRADIENT: self._result.gradient, **self.order.wire_inputs}
+        made |= {OUTPUT_GRADIENT: self._accumulated.source.wire_gradient, LOSS: loss_tensor(self._result.loss)}
+        return {name: tensor for name, tensor in made.items() if tensor is not None}
+
+    @property
+    def sketch(self) -> torch.Tensor:
+        """Of its gradient in the sum (training/sketches); empty if that is not there, or not sketched. Once `done`."""
+        return torch.empty(0) if self._accumulated is None else self._accumulated.sketch.wait()
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
@@ -246,9 +252,11 @@ class Computation(HopListener):
     async def _run(self) -> None:
         try:
             async with self._turn:
-                self._result = self._earlier_answer() or await (
-                    self._run_last() if self._backend.is_last else self._run_through()
-                )
+                run = self._run_last if self._backend.is_last else self._run_through
+                result = self._earlier_answer() or await run()
+                if self._accumulated is not None:
+                    await self._accumulated.sketch.arrived()
+                self._result = result
         except Exception as error:  # noqa: BLE001 - kept for the caller; one microbatch must not end the peer
             self._error = error
             self._backend.weights.require_sound()
@@ -267,12 +275,9 @@ class Computation(HopListener):
     async def _run_last(self) -> Result:
         def work() -> tuple[float, Download | None]:
             loss, gradient, self._accumulated = self._backend.forward_loss(
-                self.microbatch.index,
-                self.microbatch.round,
-                self.order.wire_inputs,
-                accumulate=self.order.accumulate,
-                only_at=self.microbatch.accumulate_only_at,
-            )
+                self.microbatch.index, self.microbatch.round, self.order.wire_inputs,
+                accumulate=self.order.accumulate, only_at=self.microbatch.accumulate_only_at,
+            )  # fmt: skip
             return loss, gradient
 
         (loss, download), seconds = await self._compute(work, Priority.FORWARD)
@@ -284,11 +289,9 @@ class Computation(HopListener):
     async def _run_through(self) -> Result:
         def forward() -> Download:
             forward = self._backend.forward(
-                self.microbatch.index,
-                self.microbatch.round,
-                self.order.wire_inputs,
+                self.microbatch.index, self.microbatch.round, self.order.wire_inputs,
                 has_backward=self.order.has_backward,
-            )
+            )  # fmt: skip
             if self.order.has_backward:
                 self._forward = forward
             assert forward.wire_hidden is not None
@@ -328,12 +331,9 @@ class Computation(HopListener):
             gradient = None if answer is None else await answer.arrived()
             self._on_accumulated()
         return Result(
-            loss=reply.loss,
-            gradient=gradient,
-            route=reply.route,
-            num_reroutes=reply.num_reroutes,
+            loss=reply.loss, gradient=gradient, route=reply.route, num_reroutes=reply.num_reroutes,
             busy_seconds=forward_seconds + backward_seconds,
-        )
+        )  # fmt: skip
 
     async def _compute(self, work: Callable[[], _Result], priority: Priority) -> tuple[_Result, float]:
         """Run `work` on the compute thread in its turn, once some call wants it. Returns its result and the seconds.

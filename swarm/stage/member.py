@@ -23,6 +23,7 @@ from swarm.stage.state import digest_of
 from swarm.stage.weights import Round
 from swarm.training.inner_steps import InnerSteps
 from swarm.training.round_member import Activity, Contribution, Progress, RoundResult, Snapshot, known
+from swarm.training.sketches import Sketched
 
 _Result = TypeVar("_Result")
 
@@ -99,14 +100,23 @@ class StageMember:
             return self._closed[1]
         await self._stage.seal(dropped)
         committed = self._stage.setting.committed()
-        contribution = await self._runtime.control(lambda: self._close(committed))
+        sketched = self._sketched(committed)
+        contribution = await self._runtime.control(lambda: self._close(committed, sketched))
         self._closed = (dropped, contribution)
         return contribution
 
-    def _close(self, committed: frozenset[int]) -> Contribution:
+    def _sketched(self, committed: Collection[int]) -> Sketched | None:
+        """What ties the contribution to what this peer has answered, and lets it check others'."""
+        if (sketch := self._weights.sketch) is None:
+            return None
+        found = {index: self._stage.ledger.find(index) for index in committed}
+        own = {index: entry.computation.sketch for index, entry in found.items() if entry and entry.computation}
+        return Sketched(sketch=sketch, own=own, signed=self._stage.context.records.witnessed.of(sketch))
+
+    def _close(self, committed: frozenset[int], sketched: Sketched | None) -> Contribution:
         """Close the round, on the compute thread. So the event log has the closing right after the round's last
         microbatch."""
-        closing = dataclasses.replace(self._weights.close(), committed=committed)
+        closing = dataclasses.replace(self._weights.close(), committed=committed, sketched=sketched)
         self._events.write(
             Close(
                 round=self._stage.round,

@@ -116,10 +116,18 @@ class StageServicer(StageServiceServicer):
             with self._stage.answers.unacknowledged():
                 if await self._read_ack(incoming, opening):
                     self._check_owner(context, computation)
-                    self._stage.endings.acknowledge(computation)
+                    await self._acknowledge(context, computation, opening.wants_statement)
         finally:
             # Does nothing after an ack, or when another call has taken over.
             self._stage.endings.abandon(computation, context)
+
+    async def _acknowledge(self, context: Context, computation: Computation, wants_statement: bool) -> None:
+        if not self._spot_check.may_count(computation):
+            raise StaleMicrobatch("it had other inputs before, so it counts at another peer")
+        self._stage.endings.acknowledge(computation)
+        # Within one process nobody would check it.
+        if wants_statement and not is_local(context) and (signed := self._spot_check.state(computation)) is not None:
+            await send(context, pb.TrainReply(statement=signed))
 
     async def _read_ack(self, incoming: Incoming, opening: pb.Open) -> bool:
         """Whether the answer was acknowledged. If not, the caller is gone. Raises DeadlineExceeded."""

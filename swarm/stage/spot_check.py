@@ -11,12 +11,13 @@ hop/spot_checks decides what is checked, and what comes of it.
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 import torch
 
 from swarm.errors import MalformedMessage, Overloaded, PeerUnavailable, RoundMismatch, SwarmError
 from swarm.events import Checked
-from swarm.hop.spot_checks import digests_of
+from swarm.hop.spot_checks import LOSS, MOST_SIGNED, digests_of
 from swarm.rpc.ask import Stream, address_of
 from swarm.rpc.callers import Quota, caller_of
 from swarm.rpc.channels import ChannelPool
@@ -25,9 +26,12 @@ from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.wire import TensorReader, TensorSpec, frames, parsed, stage_stub
 from swarm.stage.boundary import GRADIENT, HIDDEN, boundary_of, reply_specs, request_specs
 from swarm.stage.call import Context
-from swarm.stage.computation import OUTPUT, OUTPUT_GRADIENT
+from swarm.stage.computation import OUTPUT, OUTPUT_GRADIENT, Computation
+from swarm.stage.ledger import EntryState
 from swarm.stage.runtime import Priority
 from swarm.stage.stage import Stage
+from swarm.training.sketches import SIGNED_TOLERANCE, Sketch, Statement, share_of_difference
+from swarm.training.tally import Sign
 from swarm.types import Block, PeerRecord
 
 logger = logging.getLogger(__name__)
@@ -52,21 +56,53 @@ class SpotCheck:
     """
     Args:
         peers: the peers of a block, of this one or of the next.
+        sign: signs with the key of this peer; None: nothing is signed.
     """
 
     def __init__(
         self, stage: Stage, *, peers: Callable[[Block], Sequence[PeerRecord]] = lambda _: (),
-        channels: ChannelPool | None = None,
+        channels: ChannelPool | None = None, sign: Sign | None = None,
     ) -> None:  # fmt: skip
         self._stage = stage
         self._config = stage.context.config
         self._backend = stage.context.backend
         self._peers = peers
         self._channels = channels
+        self._sign = sign
         self._checks = Quota("checks", MOST_CHECKS)
         self._showings = Quota("showings", MOST_SHOWN)
 
     # -- the peer that is checked, and its neighbour -------------------------------------------------------------------
+
+    def may_count(self, computation: Computation) -> bool:
+        """Whether a microbatch may count here that this peer has signed before in this round. If a sender lied then,
+        its gradient is another one now, and others would take this peer for the liar."""
+        signed_N, sketch_N = self._own.get(computation.microbatch.index), computation.sketch
+        return signed_N is None or not sketch_N.numel() or share_of_difference(signed_N, sketch_N) <= SIGNED_TOLERANCE
+
+    def state(self, computation: Computation) -> pb.Statement | None:
+        """Sign that a microbatch counts here, with its sketch; None if it does not, or nothing is sketched."""
+        index, sketch_N, present = computation.microbatch.index, computation.sketch, self._stage.round
+        entry = self._stage.ledger.find(index)
+        counts = entry is not None and (entry.state, entry.round) == (EntryState.COMMITTED, present)
+        if self._sign is None or not sketch_N.numel() or not counts:
+            return None
+        self._own.setdefault(index, sketch_N)
+        return pb.Statement(**Statement.signed(self._sign, self._place, index, present, sketch_N)._asdict())
+
+    @property
+    def _own(self) -> dict[int, torch.Tensor]:
+        """What this peer has signed in this round."""
+        return self._signed.setdefault("", {})
+
+    @property
+    def _signed(self) -> dict[str, dict[int, torch.Tensor]]:
+        return self._stage.context.records.witnessed.of(self._backend.weights.sketch)
+
+    @property
+    def _place(self) -> tuple[str, str, str]:
+        """What a statement of this round is about, beside the microbatch."""
+        return self._config.run_id, str(self._stage.block), self._backend.weights.round.lineage
 
     async def show(self, context: Context, request: pb.ShowRequest) -> None:
         """Answer a peer that checks this one, or the one before it. Raises RoundMismatch if the microbatch is not kept
@@ -92,6 +128,9 @@ class SpotCheck:
         check_address(request.address, run_id=self._config.run_id, block=self._stage.block)
         if not self._config.rounds.synchronous:
             raise MalformedMessage("with DiLoCo every peer has other weights, so nothing can be computed again")
+        if not request.checked_id:
+            await self._witness(request)
+            return _Reply()
         with self._checks.taken(caller_of(context)):
             try:
                 tensors = await self._get_shown(request)
@@ -112,6 +151,27 @@ class SpotCheck:
         )  # fmt: skip
         return reply
 
+    async def _witness(self, request: pb.SpotCheckRequest) -> None:
+        """Remember what other peers of the block have signed."""
+        present, place, signed = self._stage.round, self._place, self._signed
+        statements = [Statement.read(each) for each in request.statements[:MOST_SIGNED]]
+        signers = await asyncio.to_thread(lambda: [each.signer(place) for each in statements])
+        members = {record.peer_id for record in self._peers(self._stage.block)}
+        for signer, each in zip(signers, statements, strict=True):
+            is_of_round = each.round == present == each.microbatch // self._config.microbatches_per_round
+            if signer in members and is_of_round:
+                with suppress(ValueError):  # The first one stays.
+                    signed.setdefault(signer, {}).setdefault(each.microbatch, each.sketch_N)
+
+    def _signed_sketch(self, request: pb.SpotCheckRequest, place: Sequence[str]) -> torch.Tensor | None:
+        """The sketch of the microbatch that the checked peer has signed."""
+        for each in map(Statement.read, request.statements[:1]):
+            about = (each.microbatch, each.round, each.signer(place))
+            if about == (request.microbatch, request.round, request.checked_id):
+                with suppress(ValueError):
+                    return each.sketch_N
+        return None
+
     def _note_disproved(self, request: pb.SpotCheckRequest, reason: str) -> None:
         logger.warning("%s computes wrongly: of microbatch %d, %s", request.checked_id, request.microbatch, reason)
         disproved = self._stage.context.records.disproved
@@ -125,7 +185,9 @@ class SpotCheck:
         """
         size, following = self._config.data, self._backend.stage + 1
         specs = request_specs(self._config, self._backend.stage)
-        outer = {**specs, **reply_specs(self._config, self._backend.stage)}
+        # What the sender says of the loss accuses nobody: the peer has to show the same, and that is compared.
+        loss = TensorSpec(shape=(1,), encoding="fp32")
+        outer = {**specs, **reply_specs(self._config, self._backend.stage), LOSS: loss}
         spec = boundary_of(self._config).spec(size.microbatch_size, size.sequence_length)
         inner = {} if self._backend.is_last else {OUTPUT: spec, OUTPUT_GRADIENT: spec}
         try:
@@ -176,38 +238,34 @@ class SpotCheck:
     async def _difference(self, request: pb.SpotCheckRequest, tensors: Mapping[str, torch.Tensor]) -> str:
         """What is wrong with the tensors that the peer sent, in words; empty if they follow from those that it got."""
         inputs = {name: tensors[name] for name in request_specs(self._config, self._backend.stage)}
+        sketch, place = self._backend.weights.sketch, self._place
+        signed_N = await asyncio.to_thread(self._signed_sketch, request, place)
         reason, _ = await self._stage.context.runtime.run(
-            lambda: self._compare(request, inputs, tensors),
+            lambda: self._compare(request, inputs, tensors, sketch, signed_N),
             priority=Priority.FORWARD, age=self._stage.context.runtime.next_age(),
         )  # fmt: skip
         return reason
 
     def _compare(
-        self, request: pb.SpotCheckRequest, inputs: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
-    ) -> str:
-        backend, computed = self._backend, dict[str, torch.Tensor]()
-        if backend.is_last:
-            loss, answer, _ = backend.forward_loss(request.microbatch, request.round, inputs, accumulate=False)
-            if abs(loss - request.loss) > TOLERANCE * max(abs(loss), abs(request.loss)):
-                return f"its loss is {request.loss:.4g}, and should be {loss:.4g}"
-        else:
-            forward = backend.forward(request.microbatch, request.round, inputs, has_backward=backend.stage > 0)
-            assert forward.wire_hidden is not None
-            computed[OUTPUT], answer = forward.wire_hidden.wait(), None
-            if backend.stage:
-                answer, _ = backend.backward(forward, tensors[OUTPUT_GRADIENT], accumulate=False)
-        if answer is not None:
-            computed[GRADIENT] = answer.wait()
-        for name, own in computed.items():
-            share = self._share_of_difference(inputs, own, tensors[name])
-            if not share <= TOLERANCE:
-                return f"its {name} differs by {share:.0%} from what follows from its inputs"
+        self, request: pb.SpotCheckRequest, inputs: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor],
+        sketch: Sketch | None, signed_N: torch.Tensor | None,
+    ) -> str:  # fmt: skip
+        backend, decode = self._backend, self._backend.function.decode
+        again = backend.compute_again(request.microbatch, request.round, inputs, tensors.get(OUTPUT_GRADIENT))
+        told = float(tensors[LOSS])
+        if backend.is_last and not abs(again.loss - told) <= TOLERANCE * max(abs(again.loss), abs(told)):
+            return f"its loss is {told:.4g}, and should be {again.loss:.4g}"
+        for name, made in ((OUTPUT, again.hidden), (GRADIENT, again.gradient)):
+            if made is not None:
+                share = share_of_difference(decode(made.wait(), inputs), decode(tensors[name], inputs))
+                if not share <= TOLERANCE:
+                    return f"its {name} differs by {share:.0%} from what follows from its inputs"
+        # Another round may have begun here, whose signs are others.
+        if signed_N is not None and sketch is not None and backend.weights.sketch is sketch:
+            share = share_of_difference(again.sketch.wait(), signed_N)
+            if not share <= SIGNED_TOLERANCE:
+                return f"the gradient that it has signed differs by {share:.0%} from what follows from its inputs"
         return ""
-
-    def _share_of_difference(self, inputs: Mapping[str, torch.Tensor], one: torch.Tensor, other: torch.Tensor) -> float:
-        one_BTR, other_BTR = (self._backend.function.decode(wire, inputs) for wire in (one, other))
-        longest = max(float(one_BTR.norm()), float(other_BTR.norm()))
-        return float((one_BTR - other_BTR).norm()) / longest if longest else 0.0
 
 
 def _by_name(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, bytes]:

@@ -23,6 +23,7 @@ from swarm.training.inner_steps import InnerSteps
 from swarm.training.optimizers import round_optimizer
 from swarm.training.round_member import Contribution, RoundResult
 from swarm.training.samples import NOTHING, Amount
+from swarm.training.sketches import Sketch
 from swarm.training.tally import EMPTY, Tally
 
 KEPT_ANCHORS = 2
@@ -60,6 +61,9 @@ class StageWeights(ABC):
         timeline: the configuration of each round, with the amendments that this peer knows.
         inner_steps: the inner steps of this round; none in the synchronous setting.
     """
+
+    sketch: Sketch | None = None
+    """How gradients of the present round are sketched; None if they are not. For the compute thread."""
 
     def __init__(
         self, config: RunConfig, module: nn.Module, timeline: Timeline, *, batch_samples: int | None,

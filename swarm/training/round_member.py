@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from swarm.training.sketches import Sketched
 from swarm.training.tally import EMPTY, Given, Tally
 
 Tensors = Mapping[str, torch.Tensor]
@@ -66,6 +67,7 @@ class Contribution:
         committed: the microbatches in it, without the dropped ones. Empty with DiLoCo.
         fragment: the fragment of the member's parameters that is averaged.
         closing: which of the round's contributions it is. A round that was reopened may have several.
+        sketched: what ties it to the answers of this member; None if it is not sketched.
     """
 
     tensors: Tensors
@@ -75,6 +77,7 @@ class Contribution:
     committed: frozenset[int] = frozenset()
     fragment: int = 0
     closing: int = 0
+    sketched: Sketched | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

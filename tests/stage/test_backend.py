@@ -5,7 +5,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -261,3 +261,25 @@ new = {name.partition(".")[0] for name in sys.modules.keys() - before} - {"einop
 assert not new, new
 """
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
+
+
+@pytest.mark.parametrize(
+    "model",
+    [{}, {"autocast": "fp16"}, {"autocast": "bf16"}, {"versions": "bf16"}],
+    ids=["fp32", "fp16", "bf16", "bf16 versions"],
+)
+def test_sketches_are_of_what_joins_the_sum_and_come_out_alike_again(model: dict[str, Any]) -> None:
+    config = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, **model))
+    backend = backend_of(config, 2)
+    sums_N = torch.zeros(())
+    for number in range(3):
+        _, _, accumulated = backend.forward_loss(number, 0, inputs_of(number), accumulate=True)
+        assert accumulated is not None
+        sums_N = sums_N + accumulated.sketch.wait()
+        assert backend.weights.sketch is not None
+        assert torch.allclose(backend.weights.sketch.of(backend.weights.buckets.open().sums), sums_N, atol=1e-3)
+        again_N = backend.compute_again(number, 0, inputs_of(number), None).sketch.wait()
+        assert torch.allclose(again_N, accumulated.sketch.wait(), atol=1e-3)
+    assert float(sums_N.norm()) > 1.0
+    assert backend.weights.num_unstepped_samples == 6, "what is computed again joins no sum"
+    assert backend.budget.num_kept == 0

@@ -88,6 +88,12 @@ async def test_what_counts_counts_once(config: RunConfig, seed: int) -> None:
             expected = reference(config, sorted(microbatches))[1]
             zeros = {name: torch.zeros_like(value) for name, value in bucket.sums.items()}
             assert_close(bucket.sums, {name: expected.get(name, zeros[name]) for name in zeros}, 1e-4)
+            if peer.weights.sketch is not None:
+                entries = [peer.stage.ledger.find(index) for index in microbatches]
+                sketches = [entry.computation.sketch for entry in entries if entry and entry.computation]
+                assert len(sketches) == len(microbatches)
+                sum_N = torch.stack(sketches).sum(0) if sketches else torch.zeros(())
+                assert torch.allclose(peer.weights.sketch.of(bucket.sums), sum_N, atol=1e-3)
         by_stage = [counted[0] | counted[1], counted[2] | counted[3], counted[4] | counted[5]]
         assert by_stage[2] <= by_stage[1] <= by_stage[0], "an ack comes from upstream"
         assert [len(left & right) for left, right in zip(counted[::2], counted[1::2], strict=True)] == [0, 0, 0]

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from swarm.config import RoundsConfig, RunConfig, WireConfig
+from swarm.credentials.identity import generate
 from swarm.errors import MalformedMessage, RoundMismatch
-from swarm.hop.spot_checks import digests_of
+from swarm.hop.spot_checks import LOSS, digests_of, loss_tensor
 from swarm.rpc.ask import address_of, ask
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.wire import stage_stub
@@ -19,6 +20,7 @@ from swarm.stage.boundary import GRADIENT, HIDDEN
 from swarm.stage.computation import OUTPUT, OUTPUT_GRADIENT
 from swarm.stage.spot_check import SpotCheck
 from swarm.stage.staging import Download
+from swarm.training.sketches import Statement
 from swarm.types import Block
 from tests.support.chain import (
     DILOCO,
@@ -80,16 +82,22 @@ async def _train_until(chain: Chain, done: Callable[[], bool], *, most_rounds: i
 
 
 def _request(chain: Chain, checked: Peer, microbatch: int, **others: torch.Tensor) -> pb.SpotCheckRequest:
-    """A request to check a peer of the middle stage, as the peer before it makes it; some tensors may be others."""
-    sender = chain.at(0)[0].stage.ledger.find(microbatch)
-    assert sender is not None
-    assert sender.computation is not None
-    sent = sender.computation.exchanged()
-    assert sent is not None
-    tensors = {**samples_of(chain.config, microbatch), HIDDEN: sent[OUTPUT], GRADIENT: sent[OUTPUT_GRADIENT], **others}
+    """A request to check a peer, as its sender makes it; some tensors may be others."""
+    stage, made = checked.backend.stage, samples_of(chain.config, microbatch)
+    before, own = (
+        next((entry.computation for peer in peers if (entry := peer.stage.ledger.find(microbatch))), None)
+        for peers in (chain.at(stage - 1), [checked])
+    )
+    assert own is not None
+    made |= {LOSS: loss_tensor(own.result().loss)}
+    if before is not None:
+        sent = before.exchanged()
+        assert sent is not None
+        made |= {HIDDEN: sent[OUTPUT], GRADIENT: sent[OUTPUT_GRADIENT]}
     return pb.SpotCheckRequest(
-        address=address_of(chain.config.run_id, Block(1)), microbatch=microbatch, round=0,
-        checked_id=checked.peer_id, next_id=chain.at(2)[0].peer_id, digests=digests_of(tensors),
+        address=address_of(chain.config.run_id, Block(stage)), microbatch=microbatch, round=0,
+        checked_id=checked.peer_id, next_id=next((peer.peer_id for peer in chain.at(stage + 1)), ""),
+        digests=digests_of({**made, **others}),
     )  # fmt: skip
 
 
@@ -167,6 +175,54 @@ async def test_a_wrong_loss_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(liar.backend, "forward_loss", lying)
         await _train_until(chain, lambda: _is_distrusted(chain, liar))
+
+
+async def test_a_sender_that_says_another_loss_accuses_nobody() -> None:
+    async with running_chain(SYNCHRONOUS, num_peers=(1, 1, 2), spans=False) as chain:
+        await chain.ack(await chain.train(0))
+        checked, checker = chain.at(2) if chain.at(2)[0].stage.ledger.find(0) else reversed(chain.at(2))
+        assert (await _ask(chain, checker, _request(chain, checked, 0))).verdict == _Reply.VERDICT_AGREES
+        other = await _ask(chain, checker, _request(chain, checked, 0, loss=loss_tensor(100.0)))
+        assert (other.verdict, other.reason) == (
+            _Reply.VERDICT_NOT_SHOWN,
+            "it shows another loss than it exchanged",
+        )
+        assert _disproved(chain, 2) == [[], []]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+async def test_the_sketch_that_a_peer_has_signed_is_compared(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_peers = [1, 1, 1]
+    num_peers[stage] = 2
+    async with running_chain(SYNCHRONOUS, num_peers=num_peers, spans=False) as chain:
+        await chain.ack(await chain.train(0))
+        checked, checker = chain.at(stage) if chain.at(stage)[0].stage.ledger.find(0) else reversed(chain.at(stage))
+        entry = checked.stage.ledger.find(0)
+        assert entry is not None
+        assert entry.computation is not None
+        sketch_N, key = entry.computation.sketch, generate()
+        place = chain.config.run_id, str(Block(stage)), ""
+
+        async def verdict(sketch_N: torch.Tensor, signer: str, microbatch: int = 0) -> pb.SpotCheckReply:
+            signed = Statement.signed(key.sign_with_point, place, microbatch, 0, sketch_N)
+            request = _request(chain, checked, 0)
+            request.statements.append(pb.Statement(**signed._asdict()))
+            with monkeypatch.context() as patch:
+                # The peers of a chain have no keys.
+                patch.setattr(Statement, "signer", lambda self, place: signer)
+                return await _ask(chain, checker, request)
+
+        assert (await verdict(sketch_N, checked.peer_id)).verdict == _Reply.VERDICT_AGREES
+        wrong = await verdict(1.2 * sketch_N, checked.peer_id)
+        assert (wrong.verdict, wrong.reason) == (
+            _Reply.VERDICT_DIFFERS,
+            "the gradient that it has signed differs by 17% from what follows from its inputs",
+        )
+        assert (await verdict(sketch_N[1:], checked.peer_id)).verdict == _Reply.VERDICT_DIFFERS
+        # What somebody else has signed, or what is about another microbatch, accuses nobody.
+        assert (await verdict(-sketch_N, checker.peer_id)).verdict == _Reply.VERDICT_AGREES
+        assert (await verdict(-sketch_N, "")).verdict == _Reply.VERDICT_AGREES
+        assert (await verdict(-sketch_N, checked.peer_id, 1)).verdict == _Reply.VERDICT_AGREES
 
 
 async def test_of_two_peers_nobody_can_say_who_is_wrong(

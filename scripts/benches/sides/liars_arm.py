@@ -126,7 +126,7 @@ class Costs:
     @contextmanager
     def counted(self, defences: str) -> Iterator[None]:
         """Count inside the block. Without comparing among the defences nothing is compared."""
-        compare, compute = Comparison.deviations, StageBackend.forward_loss
+        compare, compute_again = Comparison.deviations, StageBackend.compute_again
 
         def comparing(comparison: Comparison, parts: Mapping[str, torch.Tensor]) -> Any:
             began = time.thread_time()
@@ -134,15 +134,15 @@ class Costs:
             self.comparing += time.thread_time() - began
             return found
 
-        def checking(backend: StageBackend, *arguments: Any, accumulate: bool, **options: Any) -> Any:
+        def checking(backend: StageBackend, *arguments: Any) -> Any:
             began = time.thread_time()
-            found = compute(backend, *arguments, accumulate=accumulate, **options)
-            self.checking += 0.0 if accumulate else time.thread_time() - began
+            found = compute_again(backend, *arguments)
+            self.checking += time.thread_time() - began
             return found
 
         with (
             mock.patch.object(Comparison, "deviations", comparing),
-            mock.patch.object(StageBackend, "forward_loss", checking),
+            mock.patch.object(StageBackend, "compute_again", checking),
         ):
             yield
 

@@ -308,7 +308,7 @@ async def gather(vector_D: torch.Tensor, hand_out: HandOut, terms: Terms) -> Ave
         payloads[peer_id] = payload
 
     def add_up() -> tuple[torch.Tensor, Residual, float, Sequence[Deviation]]:
-        deviations = hand_out.compare(decoded)
+        deviations = hand_out.compare(decoded, {})
         sum_D = torch.zeros(num_elements)
         for share in shares.senders:
             # Multiplied and added in two operations, because a fused one gives other bits on some processors.

@@ -6,7 +6,7 @@ Shapes: D elements of the vector.
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,10 +26,14 @@ from swarm.honesty.suspects import Suspects
 from swarm.machine.memory import Recycler
 from swarm.training.round_member import Contribution
 from swarm.training.scaling import squared_norm_of_vector
+from swarm.training.sketches import NOTHING_STATED, Sketched, Stated
 from swarm.training.tally import Given
 
 SMOOTHING = 0.3
 """Weight of the newest measurement of this member's line."""
+SKETCH_TOLERANCES = {"fp32": 0.02, "fp16": 0.05, "bf16": 0.05, "int8": 0.1}
+"""By how much a contribution may differ from the sum of its gradients, as a share of its norm, by the codec. The other
+codecs drop so much that nothing can be compared."""
 LEAST_WEIGHT = 0.01
 """A share of the mean weight. A contribution whose weight is below it carries no debt to sums (see feedback): the debt
 is divided by the weight, and would then be nearly all that is sent, or out of range."""
@@ -190,7 +194,7 @@ class Exchanges:
     def _compare(self, closed: Closed, shares: Shares) -> Compare:
         if closed is not self._last:
             # Not this member's own contribution, but its group's. Nobody could be blamed for that.
-            return lambda parts: ()
+            return lambda parts, stated: ()
         memory = self._memories.setdefault(closed.contribution.fragment, Memory(np.random.default_rng()))
         memory.begin(shares.num_elements)
         comparison = Comparison(
@@ -200,10 +204,35 @@ class Exchanges:
             memory=memory,
         )
         if self._gathers(shares):  # Then each member compares all, and no words travel.
-            return comparison.deviations
+            return lambda parts, stated: comparison.deviations(parts)
         found = self._disproved().items()
         told = tuple(Deviation(peer_id=peer, reason=reason, is_computed=True) for peer, reason in found)
-        return lambda parts: (*comparison.deviations(parts), *told)
+        sketched, part, tolerance = self._sketched(closed), comparison.part, SKETCH_TOLERANCES.get(self.codec.name, 0.0)
+
+        def fault(peer: str, part_P: torch.Tensor, stated: Stated) -> str:
+            num_targets = shares.of(peer).counts.num_targets
+            return "" if sketched is None else sketched.fault(peer, part_P, part, stated, num_targets, tolerance)
+
+        def compare(parts: Mapping[str, torch.Tensor], stated: Mapping[str, Stated]) -> Sequence[Deviation]:
+            others = {peer: part_P for peer, part_P in parts.items() if peer != self._own_id}
+            faults = {peer: fault(peer, part_P, stated.get(peer, NOTHING_STATED)) for peer, part_P in others.items()}
+            computed = (Deviation(peer_id=peer, reason=why, is_computed=True) for peer, why in faults.items() if why)
+            return (*comparison.deviations(parts), *told, *computed)
+
+        return compare
+
+    def _sketched(self, closed: Closed) -> Sketched | None:
+        """What ties a contribution to answers; None if that is not known, or the codec drops too much."""
+        known = closed.contribution.sketched if closed is self._last else None
+        return known if self.codec.name in SKETCH_TOLERANCES else None
+
+    def stated(self, closed: Closed, shares: Shares) -> Mapping[str, Stated]:
+        """What this member states of its contribution, to the owner of each part."""
+        sketched = self._sketched(closed)
+        if sketched is None or not sketched.own:
+            return {}
+        owners = zip(shares.members, shares.parts, strict=True)
+        return {share.peer_id: sketched.stated(part) for share, part in owners}
 
     async def run(
         self, closed: Closed, shares: Shares, side: Side, transport: AllReduceTransport, timeout_seconds: float

@@ -20,6 +20,7 @@ from swarm.compression.codec import Buffer, Codec
 from swarm.errors import MalformedMessage
 from swarm.honesty.comparison import Deviation
 from swarm.training.scaling import squared_norm_of_vector
+from swarm.training.sketches import NOTHING_STATED, Stated
 
 CACHED_ELEMENTS = 1 << 17
 """How many elements are summed at a time, so that the sum stays in the processor's cache."""
@@ -28,8 +29,9 @@ LARGEST_CONTRIBUTION = 1e15
 overflows."""
 
 
-Compare = Callable[[Mapping[str, torch.Tensor]], Sequence[Deviation]]
-"""Compares the members' contributions to a part, by their ids, and returns those that are out of line."""
+Compare = Callable[[Mapping[str, torch.Tensor], Mapping[str, Stated]], Sequence[Deviation]]
+"""Compares the members' contributions to a part, by their ids, with each other and with what they state of them, and
+returns those that are out of line."""
 
 
 class _Answer:
@@ -54,7 +56,7 @@ class HandOut(_Answer):
     missing: Sequence[str] = ()
     """Always empty, because no member sends anything."""
 
-    def __init__(self, shares: Shares, compare: Compare = lambda parts: ()) -> None:
+    def __init__(self, shares: Shares, compare: Compare = lambda parts, stated: ()) -> None:
         super().__init__()
         self.compare = compare
         self._shares = shares
@@ -79,7 +81,7 @@ class Reduction(_Answer):
 
     def __init__(
         self, shares: Shares, own_id: str, *, codec: Codec, result_codec: Codec,
-        owed: Callable[[], torch.Tensor | None] = lambda: None, compare: Compare = lambda parts: (),
+        owed: Callable[[], torch.Tensor | None] = lambda: None, compare: Compare = lambda parts, stated: (),
     ) -> None:  # fmt: skip
         """`codec` is that of the contributions, and `result_codec` that of the sum. `owed` gives the debt of earlier
         sums, to be added to this one; it is called on the thread that sums."""
@@ -97,6 +99,7 @@ class Reduction(_Answer):
         self._owed = owed
         self._compare = compare
         self._parts: dict[str, torch.Tensor] = {}
+        self._stated: dict[str, Stated] = {}
         self._arrived: set[str] = set()
 
     @property
@@ -107,8 +110,8 @@ class Reduction(_Answer):
         """Bytes that a member has to send. Raises MalformedMessage for a peer that is no member."""
         return self._codec.num_bytes(self.num_elements) if self._shares.of(peer_id).contributes else 0
 
-    async def add(self, peer_id: str, encoded: Buffer) -> None:
-        """Take a member's part; the last one starts the sum.
+    async def add(self, peer_id: str, encoded: Buffer, stated: Stated = NOTHING_STATED) -> None:
+        """Take a member's part, and what it states of it; the last one starts the sum.
 
         A part that is malformed or out of range ends the exchange for all members, and names its sender.
 
@@ -121,6 +124,7 @@ class Reduction(_Answer):
             self.fail(MemberFailed(peer_id, f"its contribution is refused: {error}", noticed_by=self._own_id))
             return
         self._require_missing(peer_id)  # Again: the same part may have come twice at once.
+        self._stated[peer_id] = stated
         self.add_decoded(peer_id, part_P)
 
     def _require_missing(self, peer_id: str) -> None:
@@ -137,7 +141,7 @@ class Reduction(_Answer):
             work.add_done_callback(self._finish)
 
     def _reduce(self) -> Payload:
-        deviations = self._compare(self._parts)
+        deviations = self._compare(self._parts, self._stated)
         weighted = [(self._parts.pop(share.peer_id), share.weight) for share in self._shares.senders]
         sum_P = self._sum(weighted)
         encoded = self._result_codec.encode(sum_P)

@@ -277,7 +277,7 @@ class OtherMembers:
     clock: Clock
     timing: Timing
     records: Mapping[str, PeerRecord]
-    opening: pb.ExchangeOpen
+    opening: Callable[[str], pb.ExchangeOpen]
     timeout_seconds: float
     silence_seconds: float
     """How long a member may send nothing, if it need not wait for other members."""
@@ -301,7 +301,7 @@ class OtherMembers:
                 try:
                     return await self.transport.exchange(
                         peer,
-                        self.opening,
+                        self.opening(peer_id),
                         part,
                         reply_bytes=reply_bytes,
                         timeout_seconds=self.timeout_seconds,

@@ -63,6 +63,7 @@ class TrainReply(_message.Message):
     PROGRESS_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
+    STATEMENT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted(self) -> Global___Accepted: ...
     @_builtins.property
@@ -75,6 +76,10 @@ class TrainReply(_message.Message):
     def done(self) -> Global___Done:
         """Comes with the last of the chunks."""
 
+    @_builtins.property
+    def statement(self) -> Global___Statement:
+        """Comes last, after the Ack, if the caller wants it and the peer makes statements."""
+
     def __init__(
         self,
         *,
@@ -83,14 +88,51 @@ class TrainReply(_message.Message):
         progress: Global___Progress | None = ...,
         chunks: _abc.Iterable[_tensor_pb2.TensorChunk] | None = ...,
         done: Global___Done | None = ...,
+        statement: Global___Statement | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "busy", b"busy", "done", b"done", "progress", b"progress"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "busy", b"busy", "done", b"done", "progress", b"progress", "statement", b"statement"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "busy", b"busy", "chunks", b"chunks", "done", b"done", "progress", b"progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "busy", b"busy", "chunks", b"chunks", "done", b"done", "progress", b"progress", "statement", b"statement"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TrainReply: _TypeAlias = TrainReply  # noqa: Y015
+
+@_typing.final
+class Statement(_message.Message):
+    """The signed word of a peer that a microbatch counts at it (swarm/training/sketches.py)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MICROBATCH_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    SKETCH_FIELD_NUMBER: _builtins.int
+    POINT_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
+    microbatch: _builtins.int
+    round: _builtins.int
+    sketch: _builtins.bytes
+    """The sketch of the gradient of its weights, float32."""
+    point: _builtins.bytes
+    """The signer's public key, as a compressed point, of which its id is the digest."""
+    signature: _builtins.bytes
+    """ECDSA-SHA256, in DER."""
+    def __init__(
+        self,
+        *,
+        microbatch: _builtins.int = ...,
+        round: _builtins.int = ...,
+        sketch: _builtins.bytes = ...,
+        point: _builtins.bytes = ...,
+        signature: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["microbatch", b"microbatch", "point", b"point", "round", b"round", "signature", b"signature", "sketch", b"sketch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Statement: _TypeAlias = Statement  # noqa: Y015
 
 @_typing.final
 class Address(_message.Message):
@@ -176,6 +218,7 @@ class Open(_message.Message):
     HAS_OTHERS_FIELD_NUMBER: _builtins.int
     WAY_SECONDS_FIELD_NUMBER: _builtins.int
     SMALL_MESSAGES_FIELD_NUMBER: _builtins.int
+    WANTS_STATEMENT_FIELD_NUMBER: _builtins.int
     microbatch: _builtins.int
     """Index of the microbatch in the run's deterministic data order."""
     round: _builtins.int
@@ -197,6 +240,8 @@ class Open(_message.Message):
     """
     small_messages: _builtins.bool
     """The line may be slow. So a message of the answer is to hold 64 KiB of chunks at most: each is a sign of life."""
+    wants_statement: _builtins.bool
+    """The caller waits for the peer's statement after its Ack."""
     @_builtins.property
     def address(self) -> Global___Address: ...
     @_builtins.property
@@ -219,10 +264,11 @@ class Open(_message.Message):
         has_others: _builtins.bool = ...,
         way_seconds: _builtins.float = ...,
         small_messages: _builtins.bool = ...,
+        wants_statement: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_accumulate_only_at", b"_accumulate_only_at", "accumulate_only_at", b"accumulate_only_at", "address", b"address"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accumulate_only_at", b"_accumulate_only_at", "accumulate_only_at", b"accumulate_only_at", "address", b"address", "eager", b"eager", "has_others", b"has_others", "hints", b"hints", "microbatch", b"microbatch", "num_samples", b"num_samples", "rerouted_backward", b"rerouted_backward", "round", b"round", "small_messages", b"small_messages", "way_seconds", b"way_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accumulate_only_at", b"_accumulate_only_at", "accumulate_only_at", b"accumulate_only_at", "address", b"address", "eager", b"eager", "has_others", b"has_others", "hints", b"hints", "microbatch", b"microbatch", "num_samples", b"num_samples", "rerouted_backward", b"rerouted_backward", "round", b"round", "small_messages", b"small_messages", "wants_statement", b"wants_statement", "way_seconds", b"way_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__accumulate_only_at: _TypeAlias = _typing.Literal["accumulate_only_at"]  # noqa: Y015
     _WhichOneofArgType__accumulate_only_at: _TypeAlias = _typing.Literal["_accumulate_only_at", b"_accumulate_only_at"]  # noqa: Y015
@@ -634,19 +680,23 @@ class SpotCheckRequest(_message.Message):
     CHECKED_ID_FIELD_NUMBER: _builtins.int
     NEXT_ID_FIELD_NUMBER: _builtins.int
     DIGESTS_FIELD_NUMBER: _builtins.int
-    LOSS_FIELD_NUMBER: _builtins.int
+    STATEMENTS_FIELD_NUMBER: _builtins.int
     microbatch: _builtins.int
     round: _builtins.int
     checked_id: _builtins.str
     """The peer that answered, and the peer of the next stage that it says it used; empty at the last stage."""
     next_id: _builtins.str
-    loss: _builtins.float
-    """The loss that the peer answered, of which only the last stage knows whether it is right."""
     @_builtins.property
     def address(self) -> Global___Address: ...
     @_builtins.property
     def digests(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorDigest]:
-        """Of all tensors that the caller sent it and got from it."""
+        """Of all tensors that the caller sent it and got from it. One is the loss, as a float32."""
+
+    @_builtins.property
+    def statements(self) -> _containers.RepeatedCompositeFieldContainer[Global___Statement]:
+        """What the peer that answered has signed. Without `checked_id` nothing is to be computed, and these are to be
+        remembered until the round is over.
+        """
 
     def __init__(
         self,
@@ -657,11 +707,11 @@ class SpotCheckRequest(_message.Message):
         checked_id: _builtins.str = ...,
         next_id: _builtins.str = ...,
         digests: _abc.Iterable[Global___TensorDigest] | None = ...,
-        loss: _builtins.float = ...,
+        statements: _abc.Iterable[Global___Statement] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "checked_id", b"checked_id", "digests", b"digests", "loss", b"loss", "microbatch", b"microbatch", "next_id", b"next_id", "round", b"round"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "checked_id", b"checked_id", "digests", b"digests", "microbatch", b"microbatch", "next_id", b"next_id", "round", b"round", "statements", b"statements"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -27,6 +27,7 @@ from swarm.training import optim
 from swarm.training.round_member import Contribution, RoundResult
 from swarm.training.samples import NOTHING, Amount, Microbatch
 from swarm.training.scaling import clipped
+from swarm.training.sketches import MOST_SKETCHED, Sketch
 
 REPLAY_GAP_SECONDS = 1.0
 """A replay of a microbatch that counts at a peer is offered to this peer again after so long. In the meantime the peer
@@ -126,6 +127,9 @@ class SynchronousWeights(StageWeights):
     def _begin(self, new_round: Round, anchor: Tensors) -> None:
         self._earlier = None
         super()._begin(new_round, anchor)
+        rounds = self._config.rounds
+        if rounds.share_checked and self._config.microbatches_per_round <= MOST_SKETCHED:
+            self.sketch = Sketch(self.masters, f"{new_round.lineage} {new_round.number}")
 
     def _stepped(self) -> optim.Parameters:
         return self.masters
