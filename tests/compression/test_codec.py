@@ -54,7 +54,7 @@ def test_zeros_stay_zeros(codec: Codec) -> None:
 
 
 @pytest.mark.parametrize("label", [label for label in CODECS if label != "fp16"])
-@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e12, 1e28])
+@pytest.mark.parametrize("scale", [1e-30, 1e28])
 def test_the_error_does_not_depend_on_the_scale(label: str, scale: float) -> None:
     """fp16 is left out, because its range is narrow."""
     codec = CODECS[label]

@@ -59,8 +59,8 @@ def test_the_largest_of_each_tile_are_kept(values: Values, indices: Indices, num
     assert relative_error(decoded_N[kept], vector_N[kept]) <= bounds[values]
 
 
-@pytest.mark.parametrize("top_k", [4, 12, 64, 100, 256, 1024, 4096])
-@pytest.mark.parametrize("distinct", [1, 2, 50, 3000, 10**6])
+@pytest.mark.parametrize("top_k", [4, 100, 4096])
+@pytest.mark.parametrize("distinct", [1, 2, 3000])
 def test_of_equal_magnitudes_the_first_are_kept(top_k: int, distinct: int) -> None:
     """The bytes follow from the numbers, however many are equal and whatever sorts them."""
     generator = torch.Generator().manual_seed(top_k)

@@ -58,9 +58,10 @@ def _logprobs(tokens: Sequence[int], every: int) -> torch.Tensor:
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("every", [0, 32, 50])
-@pytest.mark.parametrize("count", [0, 60])
-@pytest.mark.parametrize("first", [1, 40, len(PROMPT)])
+@pytest.mark.parametrize(
+    ("every", "count", "first"),
+    [(0, 60, 1), (32, 0, 40), (32, 60, len(PROMPT)), (50, 60, 40), (50, 0, 1), (0, 0, len(PROMPT))],
+)
 async def test_each_token_and_score_is_that_of_its_piece_s_path(every: int, count: int, first: int) -> None:
     scores, written = Scores(Scoring(first=first, num_top=NUM_TOP)), list[int]()
     async with (

@@ -239,6 +239,7 @@ def test_with_gradient_checkpointing_a_graph_is_the_layers_inputs() -> None:
     backend.release(forward)
 
 
+@pytest.mark.slow
 def test_neither_a_backward_nor_a_step_nor_a_roll_back_imports_anything_large() -> None:
     """Otherwise a new peer's compute thread would block at its first backward: sympy takes longer to import than
     torch."""

@@ -29,7 +29,7 @@ def _add_product(xp: Any, scratch: Any, sums: Any, values: Any) -> None:
 
 
 @pytest.mark.parametrize("together", [False, True])
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (7,), (64,), (65,), (1000,), (3, 500), (500, 3), (5, 4, 30), (0, 3)])
+@pytest.mark.parametrize("shape", [(), (0,), (64,), (65,), (3, 500), (5, 4, 30)])
 def test_every_element_has_its_turn_once(shape: tuple[int, ...], num_threads: int, together: bool) -> None:
     sums, values = torch.rand(shape), torch.rand(shape)
     expected, before = sums + 3.0 * values, values.clone()
