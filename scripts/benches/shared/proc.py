@@ -101,7 +101,11 @@ def gpu_busy_shares(*, watches: bool = True) -> Iterator[list[float]]:
         yield shares
     finally:
         watching.terminate()
-        said, _ = watching.communicate(timeout=10.0)
+        try:
+            said, _ = watching.communicate(timeout=10.0)
+        except subprocess.TimeoutExpired:
+            watching.kill()
+            said, _ = watching.communicate()
         shares += [float(line) / 100 for line in said.split() if line.isdecimal()]
 
 
