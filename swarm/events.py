@@ -157,6 +157,8 @@ class Begin(Event):
     lineage: str
     attempt: int
     leader: str
+    most_samples: int = 0
+    """How many of its samples can count, where an amendment is in force; 0: as many as `Start` says."""
 
 
 @dataclass(frozen=True, kw_only=True)

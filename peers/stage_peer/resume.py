@@ -293,7 +293,7 @@ def _start_over(
         "nobody holds stage %s any more, and there is no checkpoint: it starts again from its initial weights at "
         "round %d", block, others.latest,
     )  # fmt: skip
-    return _late(config, None, genesis(config, block), others)
+    return _late(config, block, None, genesis(config, block), others)
 
 
 def require_weights(config: RunConfig, block: Block, options: ResumeOptions) -> None:
@@ -311,15 +311,18 @@ def _enter_late(config: RunConfig, block: Block, restored: Restored, others: Oth
         "anything, is lost",
         block, others.latest, restored.round,
     )  # fmt: skip
-    return _late(config, restored, restored.lineage, others)
+    return _late(config, block, restored, restored.lineage, others)
 
 
-def _late(config: RunConfig, restored: Restored | None, lineage: str, others: Others) -> Beginning:
+def _late(config: RunConfig, block: Block, restored: Restored | None, lineage: str, others: Others) -> Beginning:
     """A beginning at the others' round with an older state. Peers that begin so with the same state get the same
     lineage."""
-    num_rounds = others.latest - (restored.round if restored else 0)
+    # Rounds may have had another size when the checkpoint was written, and amendments may have changed it since.
+    num_samples = others.samples - (restored.run_samples if restored else 0)
+    num_rounds = max(
+        others.latest - (restored.round if restored else 0), -(-num_samples // config.round_samples_of(block))
+    )
     highest = restored.highest_microbatch if restored else -1
-    # Rounds may have been longer or shorter when the checkpoint was written.
     longest = max(c.microbatches_per_round for c in (config, restored.config if restored else config))
     return Beginning(
         restored=restored, round=others.latest, run_samples=others.samples,

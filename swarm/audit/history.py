@@ -191,6 +191,8 @@ class _Life:
         """The digest of the result that the process prepared last in the present round, and the closing that is in it.
         A newer closing may follow before that result is committed."""
         self._begun: tuple[int, str] | None = None
+        self._most_samples = 0
+        """How many of its samples can count in the attempt that it has begun."""
         self._attempts: dict[int, Closing | None] = {}
         """The attempts that it has begun in the present round, and the closing with which it did."""
 
@@ -256,6 +258,7 @@ class _Life:
     def _promise(self, event: Begin, line: Line) -> None:
         self._check_standing(event.round, event.lineage, "took part in an attempt")
         self._begun = event.attempt, event.leader
+        self._most_samples = event.most_samples or self._start.most_samples_of(self._block)
         self._attempts[event.attempt] = self._closing
         self._rounds.begun(self._block, event.lineage, self._begun)
         if self._closing is not None and self._closing.round == event.round:
@@ -278,7 +281,7 @@ class _Life:
             peer=self._start.peer,
             ballot=(event.attempt, event.leader),
             closing=closing,
-            most_samples=self._start.most_samples_of(self._block),
+            most_samples=self._most_samples,
             file=self._name,
             boot=self._start.boot,
             monotonic=line.monotonic,

@@ -194,8 +194,8 @@ class Advance:
             contribution = await self.member.close(self.place.standing.round, drop=())
             try:
                 self.place.timeline.add(committed.amendments)
-                self.place.timeline.under(committed.result.amended)
-                results.require_counts(committed.result, self.context.config, self.context.own.block)
+                config = self.place.timeline.under(committed.result.amended)
+                results.require_counts(committed.result, config, self.context.own.block)
                 await asyncio.to_thread(results.require_applicable, committed.result, contribution.tensors)
             except IntegrityError as wrong:
                 self.place.group.step_back()

@@ -105,7 +105,7 @@ class Averager:
         """`member` is the stage, as averaging sees it."""
         self.context = context
         self.place = place = place_of(context, messages.standing_of(member.progress()))
-        self.roster = roster = Roster(context, place.branches.is_elsewhere)
+        self.roster = roster = Roster(context, place.timeline, place.branches.is_elsewhere)
         self.donor = donor = Donor(place, member, context.clock, context.turns)
         self.shared = shared = TiedParameters(context)
         self.own_round = own_round = OwnRound(context, place, member)

@@ -215,7 +215,8 @@ class Succession:
         here = {peer: progress for peer, progress in told.items() if progress.round == number}
         committed = frozenset[int]().union(*(progress.committed for progress in here.values()))
         num_samples = sum(progress.num_samples for progress in here.values())
-        is_whole = is_complete(self.context.config, self.context.own.block, number, committed, num_samples)
+        config = self.place.timeline.at(number)
+        is_whole = is_complete(config, self.context.own.block, number, committed, num_samples)
         return is_whole and self.watch.has_quorum(here.keys())
 
     async def _pass_over(self, peer_id: PeerId) -> None:

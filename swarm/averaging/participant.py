@@ -15,7 +15,7 @@ from swarm.averaging.agreement.group import Ballot, Refused
 from swarm.averaging.agreement.messages import MemberFailed
 from swarm.averaging.agreement.place import Place
 from swarm.averaging.agreement.rules import given_fault
-from swarm.averaging.agreement.shares import Counts, Shares, prepared_of, shares_of
+from swarm.averaging.agreement.shares import Counts, Shares, most_samples, prepared_of, shares_of
 from swarm.averaging.own_round import Attempt, OwnRound, Result
 from swarm.averaging.roster import Roster
 from swarm.averaging.vectors.allreduce import Average, digest_of_whole
@@ -80,10 +80,13 @@ class Participant:
             if not self.own_round.begin(ballot, closing):
                 return pb.BeginReply(refusal=self._refusal(Refused(f"attempt {ballot.attempt} was given up")))
             standing, result = self.place.standing, self.own_round.result
-            counts = self._counts(closed)
+            counts = self._counts(closed, closing.amended)
             self.context.events.write(
-                Begin(round=standing.round, lineage=standing.lineage, attempt=ballot.attempt, leader=ballot.leader_id)
-            )
+                Begin(
+                    round=standing.round, lineage=standing.lineage, attempt=ballot.attempt, leader=ballot.leader_id,
+                    most_samples=self._most_samples(closing.amended),
+                )
+            )  # fmt: skip
             return pb.BeginReply(
                 num_samples=counts.num_samples,
                 num_targets=counts.num_targets,
@@ -152,15 +155,16 @@ class Participant:
         return pb.AverageReply(prepared=prepared)
 
     def _join(self, request: pb.AverageRequest, attempt: Attempt, shares: Shares, num_members: int) -> None:
-        config = self.context.config
+        config = self.place.timeline.under(attempt.amended)
         own = shares.of(self.context.own_id).counts
-        expected = own if request.HasField("handed_down") else self._counts(attempt.closed, num_members)
+        hands_down = request.HasField("handed_down")
+        expected = own if hands_down else self._counts(attempt.closed, attempt.amended, num_members)
         if (own, shares.num_elements) != (expected, attempt.closed.vector_D.numel()):
             raise Refused("the shares do not name this member's contribution")
         wanted = config.round_samples_of(self.context.own.block)
         if config.rounds.synchronous and shares.round_samples != wanted:
             raise Refused(f"the members have {shares.round_samples} samples, and a round has {wanted}")
-        if request.HasField("handed_down") and len(shares.senders) != 1:
+        if hands_down and len(shares.senders) != 1:
             raise Refused("a result is handed down by one member")
         self._require_true(request, shares, attempt)
         if not _hands_down(request, shares, self.context.own_id):
@@ -176,13 +180,18 @@ class Participant:
             return
         given = messages.unpack_given(result or request)
         num_samples = result.num_samples if result else shares.round_samples
-        own_id, config, block = self.context.own_id, self.context.config, self.context.own.block
+        own_id, block = self.context.own_id, self.context.own.block
+        config = self.place.timeline.under(attempt.amended)
         if fault := given_fault(given, attempt.given, own_id, num_samples, shares.num_elements, config, block):
             raise Refused(f"the leader says that {fault}")
 
-    def _counts(self, closed: Closed, num_members: int = 1) -> Counts:
+    def _counts(self, closed: Closed, amended: str, num_members: int = 1) -> Counts:
         counts = Counts.of(closed.contribution, closed.norm)
-        return counts.bounded(self.context.config, self.context.own.block, num_members)
+        return counts.bounded(self.place.timeline.under(amended), self.context.own.block, num_members)
+
+    def _most_samples(self, amended: str) -> int:
+        """How many of a member's samples can count, for the log; 0 while that is what the run began with."""
+        return most_samples(self.place.timeline.under(amended), self.context.own.block) if amended else 0
 
     def _others(self, request: pb.AverageRequest, shares: Shares, attempt: Attempt) -> OtherMembers:
         stated = attempt.exchanges.stated(attempt.closed, shares)

@@ -17,6 +17,7 @@ from swarm.averaging.agreement.rules import leader_of
 from swarm.averaging.agreement.shares import most_samples
 from swarm.averaging.wire.context import Contacts, Context
 from swarm.averaging.wire.transport import record_of
+from swarm.config import Timeline
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import Progress
 from swarm.types import PeerId, PeerRecord
@@ -35,12 +36,14 @@ class Roster:
         passed_over: the peers that do not lead any more.
     """
 
-    def __init__(self, context: Context, is_elsewhere: Callable[[PeerId], bool] = lambda peer_id: False) -> None:
+    def __init__(
+        self, context: Context, timeline: Timeline, is_elsewhere: Callable[[PeerId], bool] = lambda peer_id: False
+    ) -> None:
         """`is_elsewhere` tells whether a peer is known to be on another branch that this peer does not follow."""
         config, block = context.config, context.own.block
         self.contacts = Contacts(context)
         self.reports = RoundReports(partial(config.microbatches_of, block=block) if config.rounds.synchronous else None)
-        self._round_samples, self._most_samples = config.round_samples_of(block), most_samples(config, block)
+        self._timeline = timeline
         self.suspicions = Suspicions(context.clock, context.timing)
         self.passed_over = PassedOver(context.own_id)
         self._own_id = context.own_id
@@ -98,7 +101,7 @@ class Roster:
             round=standing.round,
             lineage=standing.lineage,
             run_samples=standing.run_samples,
-            num_samples=min(told.num_samples, self._most_samples),
+            num_samples=min(told.num_samples, most_samples(self._timeline.at(standing.round), self._block)),
             committed=self.reports.named(standing.round, told.committed_gaps),
             highest_microbatch=highest_microbatch,
         )
@@ -224,8 +227,9 @@ class Roster:
         together, because they may have some. No peer counts for more than a round, so that none can hold up a round
         that others have whole.
         """
+        round_samples = self._timeline.at(own.round).round_samples_of(self._block)
         told = sum(
-            min(last.progress.num_samples, self._round_samples)
+            min(last.progress.num_samples, round_samples)
             for peer, last in self.reports.last.items()
             if peer not in present
             and last.standing == own == self._standings.get(peer, own)

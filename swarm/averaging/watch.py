@@ -110,7 +110,7 @@ class RoundWatch:
         microbatches that these peers have committed in the round, and `num_samples` is how many samples they have in
         it."""
         return is_complete(
-            self.context.config, self.context.own.block, round_number, committed, num_samples,
+            self.place.timeline.at(round_number), self.context.own.block, round_number, committed, num_samples,
             absent_samples=self._absent_samples(present), is_late=partial(self._is_late, round_number),
         )  # fmt: skip
 

@@ -30,12 +30,13 @@ AMENDABLE = {
         "weight_decay", "clip_norm", "beta1", "beta2", "epsilon", "momentum", "nesterov", "adjust_lr_fn",
     ),
     "outer": ("learning_rate", "momentum"),
+    "rounds": ("round_samples",),
     "averaging": (
         "codec", "top_k", "values", "indices", "feedback_decay", "gather_members", "clip_to_median", "overlap_steps",
     ),
 }  # fmt: skip
 """The fields that can be amended, by section: those that a peer reads anew in each round, and that change neither what
-it holds nor which microbatches a round has."""
+it holds nor which microbatches a round has. With DiLoCo a round has those that come until it is full."""
 _FORM = "swarm amendment 1"
 _DIGEST_DIGITS = 32
 
@@ -211,6 +212,12 @@ def amended(config: RunConfig, settings: Sequence[str]) -> RunConfig:
                 f"{name} cannot be amended while the run goes on: stop all peers, and start them with --resume and "
                 "another configuration, if it may change at all (docs/security.md has what can be amended)"
             )
+    if filled.rounds != changed.rounds and (config.rounds.synchronous or config.data.part_rows):
+        why = "rounds.setting = 'synchronous'" if config.rounds.synchronous else "data.part_rows"
+        raise ValueError(
+            f"rounds.round_samples cannot be amended with {why}, where it says which microbatches each round has: stop "
+            "all peers, and start them with --resume and another configuration"
+        )
     if lost := sorted({*config.revoked} - {*changed.revoked}):
         raise ValueError(f"a token that is revoked stays so: `revoked` has to name {', '.join(lost)} as well")
     if changed.optimizer.learning_rate <= 0.0 or changed.optimizer.schedule == "auto":

@@ -182,3 +182,27 @@ async def test_a_peer_that_was_away_has_them_with_the_state(is_far: bool) -> Non
     assert digest
     assert newcomer.stage.results[-1].amended == digest
     assert peer_id(3) in members[0].results[-1].members
+
+
+@pytest.mark.parametrize("times", [2, 0.5], ids=["longer", "shorter"])
+@in_virtual_time
+async def test_with_diloco_rounds_are_of_the_size_that_is_in_force(times: float) -> None:
+    config = _locked(make_config("diloco"))
+    size = int(times * config.rounds.round_samples)
+    num = size // config.data.microbatch_size
+    async with network_of(config, 1, 2, 3) as network:
+        members = stages(network, 1, 2, 3)
+        # The leader does not know, and takes the round for whole too early, or not at all.
+        _tell(network, 3, _signed(config, 1, f"rounds.round_samples={size}"))
+        _learn(members, 0)
+        await until(partial(all_past, members, 0))
+        for offset in range(num):
+            if offset == num - 1:
+                await asyncio.sleep(30.0)
+                assert {stage.round for stage in members} == {1}, "a microbatch of the round is missing"
+            members[offset % 3].learn(NUM_MICROBATCHES + offset)
+        await until(partial(all_past, members, 1), seconds=60.0)
+        assert_equal_and_once(members, rounds=2)
+    assert [[result.num_samples for result in stage.results] for stage in members] == [
+        [config.rounds.round_samples, size]
+    ] * 3

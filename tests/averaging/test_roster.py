@@ -32,7 +32,7 @@ class Group:
         self.listed = [record(2)]
         config = make_config(setting, microbatches=round_microbatches)
         context = make_context(record(own), lambda stage: self.listed, config=config, timing=TIMING, clock=self.clock)
-        self.roster = Roster(context)
+        self.roster = Roster(context, context.timeline)
         self.report(3, 4)
 
     def report(self, *committed: int, by: PeerRecord | None = None, **other: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -48,7 +49,8 @@ def test_what_was_left_out_stays_as_it_was_filled_in() -> None:
     ("setting", "complaint"),
     [
         ("model.d_model=64", "model.d_model cannot be amended"),
-        ("rounds.round_samples=512", "rounds.round_samples cannot be amended"),
+        ("rounds.setting=synchronous", "rounds.setting cannot be amended"),
+        ("rounds.round_samples=100", "must be a multiple of data.microbatch_size"),
         ("averaging.quorum=majority", "averaging.quorum cannot be amended"),
         ("run=other", "run cannot be amended"),
         ("owner=" + 64 * "0", "owner cannot be amended"),
@@ -133,3 +135,28 @@ def test_a_token_is_revoked_at_once_and_stays_so() -> None:
     assert Timeline(CONFIG).revoked == ()
     assert Timeline(dataclasses.replace(CONFIG, revoked=(first,))).revoked == (first,)
     assert "revoked" not in to_json(CONFIG), "a run without revoked tokens has the id that it always had"
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"rounds": {"setting": "synchronous"}},
+        {"data": {"dataset": "hf:x", "part_rows": 10}, "rounds": {"setting": "diloco"}},
+    ],
+    ids=["synchronous", "parts"],
+)
+def test_rounds_that_say_which_microbatches_they_have_keep_their_size(section: dict[str, Any]) -> None:
+    config = from_dict({"owner": OWNER.authority.fingerprint, **section}, source="test").begun()
+    with pytest.raises(ValueError, match="round_samples cannot be amended with") as refused:
+        Amendment.sign(OWNER, Timeline(config), 5, ["rounds.round_samples=512"])
+    assert "\n" not in str(refused.value)
+
+
+def test_warmup_stays_as_it_was_when_rounds_become_longer() -> None:
+    config = from_dict(
+        {"owner": OWNER.authority.fingerprint, "rounds": {"setting": "diloco"}, "model": {"weights": "0" * 64}},
+        source="test",
+    )
+    after = _signed((1, f"rounds.round_samples={2 * config.rounds.round_samples}"), config=config).at(1)
+    assert after.rounds.round_samples == 2 * config.rounds.round_samples
+    assert after.gradient_step == config.gradient_step

@@ -272,6 +272,15 @@ def test_a_diloco_stage_enters_late_with_the_newest_that_there_is(
         _choose(DILOCO, Others(rounds={FIRST: 0}, latest=0), folder)
 
 
+def test_ids_that_longer_rounds_have_used_are_left_out(tmp_path: Path) -> None:
+    """Amendments may have made rounds longer since the checkpoint was written."""
+    folder = _write(tmp_path, DILOCO, 40)
+    longer = 5 * DILOCO.rounds.round_samples
+    beginning = _choose(DILOCO, Others(rounds={FIRST: 43, LAST: 43}, latest=43, samples=3200 + 3 * longer), folder)
+    assert beginning is not None
+    assert beginning.highest_microbatch >= 400 + 3 * longer // DILOCO.data.microbatch_size
+
+
 def test_stages_that_share_a_block_stay_together_with_diloco_too(tmp_path: Path) -> None:
     first = _write(tmp_path, TIED, 40, stage=0)
     with pytest.raises(Fatal, match="stand at round 43, and stage 0"):
