@@ -48,6 +48,8 @@ PACE_SECONDS = 5.0
 SPARE_ROUNDS = 3
 HEARD_SECONDS = 60.0
 """All peers hear of an amendment within this time, if the DHT works: they look every five seconds."""
+TRAINERS_PROTOCOL = 13
+"""Trainers that speak this protocol follow amendments."""
 _UNITS = {"d": "days", "h": "hours", "m": "minutes"}
 
 
@@ -251,6 +253,7 @@ async def _amend(options: AmendOptions, owner: OwnerKey, entrance: Entrance, clo
         timeline, settings = member.timeline, list(options.set)
         if options.revoke:
             settings.append(await _revocation(member, owner, options.revoke))
+        await require_trainers(member, settings)
         before = await _peers_of(member)
         print(f"{counted(len(before), 'peer')} at round {_newest(before)}: measuring how fast rounds go by")
         await clock.sleep(PACE_SECONDS)
@@ -302,6 +305,14 @@ async def _peers_of(member: Membership) -> list[pb.DescribeReply]:
     if old := [reply.name or reply.peer_id[:8] for reply in replies if not reply.HasField("amended")]:
         raise PeerUnavailable(f"{', '.join(old)} run a release that knows no amendments")
     return replies
+
+
+async def require_trainers(member: Membership, settings: Sequence[str]) -> None:
+    """Raise PeerUnavailable if a trainer's release knows no amendments, and the settings are for trainers."""
+    trainers = await member.directory.trainers()
+    old = [each.name or each.peer_id[:8] for each in trainers if each.protocol_version < TRAINERS_PROTOCOL]
+    if old and any(setting.startswith("data.") for setting in settings):
+        raise PeerUnavailable(f"{', '.join(old)} run a release whose trainers know no amendments")
 
 
 def _newest(replies: Sequence[pb.DescribeReply]) -> int:

@@ -171,7 +171,7 @@ def make_session(
     )  # fmt: skip
     loop = TrainLoop(
         config=config, paths=paths, data=data, hops=hops, work=work, watcher=watcher, clock=clock,
-        on_waiting=report.waiting, events=events,
+        on_waiting=report.waiting, events=events, timeline=member.timeline,
     )  # fmt: skip
     return Session(options, config, paths, data, hops, watcher, loop, report, rerouting)
 

@@ -30,13 +30,14 @@ AMENDABLE = {
         "weight_decay", "clip_norm", "beta1", "beta2", "epsilon", "momentum", "nesterov", "adjust_lr_fn",
     ),
     "outer": ("learning_rate", "momentum"),
+    "data": ("weights",),
     "rounds": ("round_samples",),
     "averaging": (
         "codec", "top_k", "values", "indices", "feedback_decay", "gather_members", "clip_to_median", "overlap_steps",
     ),
 }  # fmt: skip
-"""The fields that can be amended, by section: those that a peer reads anew in each round, and that change neither what
-it holds nor which microbatches a round has. With DiLoCo a round has those that come until it is full."""
+"""The fields that can be amended, by section: those that a peer or a trainer reads anew in each round, and that change
+neither what it holds nor which microbatches a round has. With DiLoCo a round has those that come until it is full."""
 _FORM = "swarm amendment 1"
 _DIGEST_DIGITS = 32
 
@@ -212,14 +213,20 @@ def amended(config: RunConfig, settings: Sequence[str]) -> RunConfig:
                 f"{name} cannot be amended while the run goes on: stop all peers, and start them with --resume and "
                 "another configuration, if it may change at all (docs/security.md has what can be amended)"
             )
-    if filled.rounds != changed.rounds and (config.rounds.synchronous or config.data.part_rows):
-        why = "rounds.setting = 'synchronous'" if config.rounds.synchronous else "data.part_rows"
-        raise ValueError(
-            f"rounds.round_samples cannot be amended with {why}, where it says which microbatches each round has: stop "
-            "all peers, and start them with --resume and another configuration"
-        )
+    for name in differences(filled, changed):
+        if name == "rounds.round_samples" and config.rounds.synchronous:
+            raise ValueError(_kept_because(name, "rounds.setting = 'synchronous'", "which microbatches each round has"))
+        if name in ("rounds.round_samples", "data.weights") and config.data.part_rows:
+            raise ValueError(_kept_because(name, "data.part_rows", "which part each round reads"))
     if lost := sorted({*config.revoked} - {*changed.revoked}):
         raise ValueError(f"a token that is revoked stays so: `revoked` has to name {', '.join(lost)} as well")
     if changed.optimizer.learning_rate <= 0.0 or changed.optimizer.schedule == "auto":
         raise ValueError("an amendment names what it sets: optimizer.learning_rate above 0, and a schedule")
     return changed
+
+
+def _kept_because(name: str, setting: str, what: str) -> str:
+    return (
+        f"{name} cannot be amended with {setting}, because it says {what}: stop all peers, and start them with "
+        "--resume and another configuration, if it may change at all"
+    )

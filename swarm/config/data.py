@@ -5,7 +5,15 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal, assert_never
 
-from swarm.config.checks import NO_CHANGE, STRICT, is_sha256, require, require_not_negative, require_usable_numbers
+from swarm.config.checks import (
+    NO_CHANGE,
+    STRICT,
+    is_sha256,
+    may_change,
+    require,
+    require_not_negative,
+    require_usable_numbers,
+)
 
 Format = Literal["text", "chat", "completion"]
 HUGGING_FACE, CLASS = "hf:", "class:"
@@ -37,7 +45,7 @@ class DataConfig:
     with the same one take its microbatches in turn. Left out, all paths do so with `dataset`."""
     validation: str = field(default="", metadata=NO_CHANGE)
     """A text of its own for evaluations, named as in `dataset`, of which then nothing is held out. For one dataset."""
-    weights: tuple[float, ...] = ()
+    weights: tuple[float, ...] = field(default=(), metadata=may_change(lambda run: not run.data.part_rows))
     """Of several datasets: how much each is trained on. With `[3, 1]` three samples of the first come for one of the
     second, and a dataset that ends begins again. Left out, each sample of all of them comes once in an epoch."""
     hf_config: str = ""

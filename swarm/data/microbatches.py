@@ -5,7 +5,8 @@ A microbatch is a pure function of the configuration and its index i, so any tra
 The training part of a text is cut into windows of `sequence_length` tokens. Each also has the first token of the next
 window, as its last target. Conversations and completions are sequences already (data/documents). An epoch visits every
 sequence once, in an order of its own. With `data.weights` an epoch has the number of sequences of each dataset that the
-weights say, and the next epoch goes on where this one ended in each dataset.
+weights say, and the next epoch goes on where this one ended in each dataset. Where an amendment changes the weights,
+microbatches from its round on are those of a run that has always had the new ones.
 
 With `data.part_rows` epoch k has the samples of part k of each dataset (data/parts), as many as part 0 has: of a part
 with more the rest is left out, and one with fewer begins again at its own start.
@@ -14,6 +15,7 @@ With `data.paths` all this holds for each dataset by itself. Of P paths microbat
 and is of that path's dataset; paths with the same dataset take its microbatches in turn.
 """
 
+import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -56,6 +58,8 @@ class HeldOut:
 class Microbatches:
     def __init__(self, corpus: Corpus, config: DataConfig, paths: Collection[int] = ()) -> None:
         """`paths` are those that this process runs, if the corpus has only their datasets."""
+        self._made_of = corpus, config, paths
+        self._weighted: dict[tuple[float, ...], Microbatches] = {config.weights: self}
         self._microbatch_size = config.microbatch_size
         names = dict(zip(config.datasets, config.source_names, strict=True))
         here = config.datasets_of(paths)
@@ -77,6 +81,13 @@ class Microbatches:
         """The token ids of microbatch `index` [microbatch_size, sequence_length + 1]."""
         tokens: npt.NDArray[np.int32] = self.samples(index)[TOKENS].numpy()
         return tokens
+
+    def weighted(self, weights: tuple[float, ...]) -> "Microbatches":
+        """The microbatches of the same texts with other `data.weights`."""
+        if weights not in self._weighted:
+            corpus, config, paths = self._made_of
+            self._weighted[weights] = Microbatches(corpus, dataclasses.replace(config, weights=weights), paths)
+        return self._weighted[weights]
 
     def preparing(self, index: int) -> list[Future[Prepared]]:
         """The parts that microbatch `index` needs and that are not prepared yet. Has them, and those that come next,

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from swarm.config import RunConfig
+from swarm.config import RunConfig, Timeline
 from swarm.data.microbatches import Microbatches
 from swarm.errors import Fatal, PathStandsStill, RetriesExhausted, StaleMicrobatch
 from swarm.events import Ack, Events
@@ -122,9 +122,11 @@ class TrainLoop:
     def __init__(
         self, *, config: RunConfig, paths: TrainerPaths, data: Microbatches, hops: Mapping[Block, Hop],
         work: LeasedWork, watcher: RoundWatcher, clock: Clock, on_waiting: OnWaiting, events: Events | None = None,
+        timeline: Timeline | None = None,
     ) -> None:  # fmt: skip
-        """`hops` lead to the blocks at which the paths begin."""
+        """`hops` lead to the blocks at which the paths begin. `timeline` has the amendments, if there can be any."""
         self._config = config
+        self._timeline = timeline or Timeline(config)
         self._data = data
         self._paths = paths
         self._hops = hops
@@ -203,7 +205,7 @@ class TrainLoop:
     async def _dispatch(self, tasks: asyncio.TaskGroup) -> None:
         while True:
             while (work := self._work.next()) is not None:
-                if parts := self._data.preparing(self._data_number(work.microbatch)):
+                if parts := self._data_of(work.microbatch).preparing(self._data_number(work.microbatch)):
                     # Others run what this trainer has no text for yet, as it may take long.
                     self._work.release(work)
                     with self._work.paused():
@@ -219,7 +221,7 @@ class TrainLoop:
     async def _train(self, work: Work) -> None:
         microbatch = work.microbatch
         try:
-            batch = self._data.samples(self._data_number(microbatch))
+            batch = self._data_of(microbatch).samples(self._data_number(microbatch))
             hints = microbatch.known_by(self._routes.get(microbatch.index, {}))
             entry, path = self._paths.entry_of(microbatch.index), self._config.path_of(microbatch.index)
             reply = await self._hops[entry].train(microbatch, batch, self.listener(path), hints)
@@ -243,6 +245,11 @@ class TrainLoop:
             self._work.release(work)
         except Fatal as error:
             self._failed(work, error)
+
+    def _data_of(self, microbatch: Microbatch) -> Microbatches:
+        """The data that the microbatch's round trains on."""
+        weights = self._timeline.at(microbatch.round).data.weights
+        return self._data if weights == self._config.data.weights else self._data.weighted(weights)
 
     def _data_number(self, microbatch: Microbatch) -> int:
         """Which of the data's microbatches this one is: in the synchronous setting that of its index.

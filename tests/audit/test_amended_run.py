@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Awaitable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from swarm.audit import history
 from swarm.audit.audit import audit
 from swarm.config import Amendment, OptimizerConfig, RunConfig, StagesConfig, Timeline
 from swarm.credentials.identity import generate
+from swarm.data.microbatches import Microbatches
 from swarm.dht import keys
 from swarm.dht.records import seal
 from swarm.events import Commit
@@ -22,12 +24,13 @@ from swarm.training.optim import learning_rate
 from swarm.types import AmendmentsRecord, Block
 from tests.audit.honest import Lines, edit
 from tests.support import locked
-from tests.support.chain import DILOCO, SYNCHRONOUS, eventually, tokens
+from tests.support.chain import DILOCO, SYNCHRONOUS, eventually
 from tests.support.locked import OWNER
+from tests.support.text_corpus import text_corpus
 from tests.support.whole_swarm import CLOCK, WholeSwarm, whole_swarm
 
 STEPS = 6
-SETTINGS = (2, "optimizer.learning_rate=3e-3"), (3, "averaging.codec=fp16")
+SETTINGS = (2, "optimizer.learning_rate=3e-3"), (3, "averaging.codec=fp16"), (4, "data.weights=[1, 5]")
 """The round from which each amendment is in force."""
 LONGER = 4, "rounds.round_samples=32"
 """Another one, with DiLoCo."""
@@ -38,8 +41,16 @@ def _locked(config: RunConfig) -> RunConfig:
         name="adamw", learning_rate=0.01, warmup_samples=0, weight_decay=0.0, clip_norm=0.5, schedule="constant"
     )
     return dataclasses.replace(
-        config, stages=StagesConfig(num_stages=2), optimizer=optimizer, owner=OWNER.authority.fingerprint
-    )
+        config, stages=StagesConfig(num_stages=2), optimizer=optimizer, owner=OWNER.authority.fingerprint,
+        data=dataclasses.replace(config.data, dataset=("a", "b")),
+    )  # fmt: skip
+
+
+def _data(config: RunConfig) -> Microbatches:
+    """Two texts without a token in common."""
+    rng, length = np.random.default_rng(0), 300 * config.data.sequence_length + 1
+    texts = [(rng.integers(first, first + 32, size=length, dtype=np.uint16), length - 33) for first in (0, 32)]
+    return Microbatches(text_corpus(*texts, vocab_size=64), config.data)
 
 
 def _amended(config: RunConfig) -> Timeline:
@@ -59,7 +70,8 @@ def _reference(timeline: Timeline, steps: int) -> tuple[list[float], dict[str, t
     )  # fmt: skip
     losses = []
     for step in range(steps):
-        batch = torch.cat([tokens(config, index).long() for index in range(step * size, (step + 1) * size)])
+        data = _data(timeline.at(step))
+        batch = torch.cat([torch.from_numpy(data.tokens(i)).long() for i in range(step * size, (step + 1) * size)])
         loss = model.summed_loss({"tokens": batch.int()}) / batch[:, 1:].numel()
         loss.backward()  # type: ignore[no-untyped-call]  # torch's
         losses.append(float(loss.detach()))
@@ -90,7 +102,7 @@ async def test_a_run_goes_on_without_a_peer_whose_token_is_revoked(
     timeline.add([Amendment.sign(OWNER, timeline, 900, [f"revoked=['{theirs.token_id}']"]).text])
     async with whole_swarm(config, tmp_path / "events", num_peers=(1, 2), token=locked.issue()) as swarm:
         shut_out, killed = await swarm.start(0, token=theirs), swarm.peers[2]
-        training = asyncio.create_task(swarm.train(STEPS))
+        training = asyncio.create_task(swarm.train(STEPS, data=_data(config)))
         block = shut_out.servers[Block(0)]
         await eventually(lambda: block.stage.round >= 2)
         assert await _say(swarm, timeline)
@@ -122,7 +134,7 @@ async def test_a_run_that_is_amended_trains_as_one_process_that_changes_at_the_s
     timeline = _amended(config)
     async with whole_swarm(config, tmp_path / "events", num_peers=(2, 2)) as swarm:
         victim, changing = swarm.peers[1], SETTINGS[0][0]
-        training = asyncio.create_task(swarm.train(STEPS))
+        training = asyncio.create_task(swarm.train(STEPS, data=_data(config), amendments=timeline.texts))
         # One peer hears of the amendments, with DiLoCo one of each stage, and the others have them from it.
         for peer in swarm.peers[2:3] if config.rounds.synchronous else swarm.peers[::2]:
             peer.servers[Block(peer.stage)].member.timeline.add(timeline.texts)

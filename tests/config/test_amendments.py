@@ -50,6 +50,9 @@ def test_what_was_left_out_stays_as_it_was_filled_in() -> None:
     [
         ("model.d_model=64", "model.d_model cannot be amended"),
         ("rounds.setting=synchronous", "rounds.setting cannot be amended"),
+        ("data.dataset=other", "data.dataset cannot be amended"),
+        ("data.weights=[1, 2]", "data.weights has 2 numbers, and data.dataset names 1"),
+        ("wire.dtype=int8", "wire.dtype cannot be amended"),
         ("rounds.round_samples=100", "must be a multiple of data.microbatch_size"),
         ("averaging.quorum=majority", "averaging.quorum cannot be amended"),
         ("run=other", "run cannot be amended"),
@@ -137,18 +140,23 @@ def test_a_token_is_revoked_at_once_and_stays_so() -> None:
     assert "revoked" not in to_json(CONFIG), "a run without revoked tokens has the id that it always had"
 
 
+_SYNCHRONOUS: dict[str, Any] = {"rounds": {"setting": "synchronous"}}
+_PARTS: dict[str, Any] = {"data": {"dataset": ["hf:x", "hf:y"], "part_rows": 10}}
+
+
 @pytest.mark.parametrize(
-    "section",
+    ("section", "setting"),
     [
-        {"rounds": {"setting": "synchronous"}},
-        {"data": {"dataset": "hf:x", "part_rows": 10}, "rounds": {"setting": "diloco"}},
+        (_SYNCHRONOUS, "rounds.round_samples=512"),
+        (_PARTS, "rounds.round_samples=512"),
+        (_PARTS, "data.weights=[1, 2]"),
     ],
-    ids=["synchronous", "parts"],
 )
-def test_rounds_that_say_which_microbatches_they_have_keep_their_size(section: dict[str, Any]) -> None:
+def test_what_says_which_microbatches_a_round_has_stays(section: dict[str, Any], setting: str) -> None:
     config = from_dict({"owner": OWNER.authority.fingerprint, **section}, source="test").begun()
-    with pytest.raises(ValueError, match="round_samples cannot be amended with") as refused:
-        Amendment.sign(OWNER, Timeline(config), 5, ["rounds.round_samples=512"])
+    name = setting.partition("=")[0]
+    with pytest.raises(ValueError, match=f"^{name} cannot be amended with .*, because it says which") as refused:
+        Amendment.sign(OWNER, Timeline(config), 5, [setting])
     assert "\n" not in str(refused.value)
 
 

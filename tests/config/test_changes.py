@@ -24,6 +24,7 @@ def _set(run: RunConfig, name: str, value: Any) -> RunConfig:
     [
         ("run", "other", False),
         ("owner", "ab" * 32, True),
+        ("revoked", ("ab" * 8,), True),
         ("model.d_model", 128, False),
         ("model.rope_theta", 5e5, False),
         ("model.dropout", 0.1, True),
@@ -32,6 +33,7 @@ def _set(run: RunConfig, name: str, value: Any) -> RunConfig:
         ("model.eos_token_ids", (2,), True),
         ("stages.num_stages", 2, True),
         ("data.seed", 1, False),
+        ("data.weights", (2.0,), True),
         ("data.microbatch_size", 4, False),
         ("data.digest", "ab" * 32, False),
         ("rounds.round_samples", 512, None),

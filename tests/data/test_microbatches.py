@@ -148,6 +148,19 @@ def test_weights_say_how_much_of_each_dataset_is_seen() -> None:
         assert set(counts) == {times}
 
 
+def test_amended_weights_make_the_microbatches_of_a_run_that_always_had_them() -> None:
+    before, always = _mixture(10, 190), _mixture(10, 190, weights=(3, 1))
+    after = before.weighted((3, 1))
+    assert before.weighted((3, 1)) is after
+    assert after.weighted(()) is not after
+    assert before.weighted(()) is before
+    for index in (0, 5, 70, 1000):
+        assert np.array_equal(after.tokens(index), always.tokens(index))
+    first, second = (each.held_out_by_source(20) for each in (before, after))
+    for one, other in zip(first, second, strict=True):
+        assert all(np.array_equal(a[TOKENS], b[TOKENS]) for a, b in zip(one.batches, other.batches, strict=True))
+
+
 def test_what_is_held_out_is_told_apart_by_dataset() -> None:
     microbatches = _mixture(200, 20)
     one, other = microbatches.held_out_by_source(16)

@@ -16,6 +16,7 @@ from peers.shared.token_option import find_token
 from swarm.config import load_preset
 from swarm.credentials.identity import Token, generate
 from swarm.credentials.rights import Role
+from swarm.errors import PeerUnavailable
 from swarm.machine.clock import SystemClock
 from swarm.types import PeerRecord, PeerState, TrainerRecord
 from tests.support import locked
@@ -132,3 +133,18 @@ async def test_the_owner_sees_which_tokens_are_in_use_and_names_those_to_revoke(
     }.items():
         with pytest.raises(ValueError, match=re.escape(complaint)):
             keys.digits_of(text, locked.OWNER, in_use)
+
+
+@pytest.mark.parametrize("protocol", [12, 13])
+async def test_what_trainers_apply_is_amended_only_where_all_of_them_can(protocol: int) -> None:
+    clock = SystemClock()
+    run = dataclasses.replace(load_preset("tiny"), owner=locked.OWNER.authority.fingerprint)
+    member = Membership.enter(run, MemoryStore(clock), locked.PEER, clock, insecure=False)
+    record = TrainerRecord(
+        peer_id=member.peer_id, name="old", announced_at=clock.time(), protocol_version=protocol, oldest_protocol=12
+    )
+    await member.directory.announce(record, 100)
+    await keys.require_trainers(member, ["optimizer.learning_rate=1"])
+    refused = pytest.raises(PeerUnavailable, match=r"^old run a release whose trainers know no amendments$")
+    with refused if protocol == 12 else contextlib.nullcontext():
+        await keys.require_trainers(member, ["data.weights=[1, 2]"])

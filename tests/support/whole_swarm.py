@@ -125,14 +125,19 @@ class WholeSwarm:
                 serving.set_result(None)
                 await asyncio.Event().wait()
 
-    async def train(self, steps: int, *, first: int = 0, chosen: Collection[int] = ()) -> list[Step]:
-        """Let a new trainer of the chosen paths, or of all, train this many steps, and return the steps."""
+    async def train(
+        self, steps: int, *, first: int = 0, chosen: Collection[int] = (), data: Microbatches | None = None,
+        amendments: Sequence[str] = (),
+    ) -> list[Step]:  # fmt: skip
+        """Let a new trainer of the chosen paths, or of all, train this many steps, and return the steps. It reads
+        `tokens` or other data, and knows these amendments."""
         config, blocks = self.config, self.config.blocks
         own, log, done = self._admitted(), self._log("trainer"), list[Step]()
         log.write(start_of(config, peer_id=own.peer_id, name="", stage=TRAINER_STAGE))
         member = Membership.enter(config, self.store, own, CLOCK, insecure=self.token is None)
         known, directory, channels = member.known, member.directory, member.channels
         router = known.router
+        member.timeline.add(amendments)
         await known.look(directory, blocks)
         paths = TrainerPaths(config, CLOCK, known.peers, chosen)
         hops = {
@@ -151,10 +156,10 @@ class WholeSwarm:
             config=config, paths=paths, leases=leases, clock=CLOCK, max_in_flight=16,
             on_waiting=lambda block, obstacle: None,
         )  # fmt: skip
-        data = cast(Microbatches, _Data(config, self.tokens))
+        data = data or cast(Microbatches, _Data(config, self.tokens))
         loop = TrainLoop(
             config=config, paths=paths, data=data, hops=hops, work=work, watcher=watcher, clock=CLOCK,
-            on_waiting=lambda block, obstacle: None, events=log,
+            on_waiting=lambda block, obstacle: None, events=log, timeline=member.timeline,
         )  # fmt: skip
 
         async def take(step: Step) -> None:
