@@ -25,6 +25,7 @@ BENCHES = {
     "blocks": "held-out loss of nanoGPT's Shakespeare model with each block type, or with bottlenecks (slow)",
     "thin-lines": "time to a loss over 20 Mbit/s with int8, a fixed and a learned bottleneck (slow; needs root)",
     "closing": "what the end of a round holds up, of a stage of 100 million parameters",
+    "launches": "operators that a microbatch and an inner step launch on a GPU, counted on a CPU",
     "memory": "bytes of a stage peer, against arithmetic; the cost of computing forwards again",
     "hop": "activations there and gradients back, 8 MiB and 16 KiB, against hivemind.moe",
     "allreduce": "an averaging round of four processes, against hivemind's averager",

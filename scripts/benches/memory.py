@@ -6,6 +6,7 @@ peak of a round's averaging, and after it with nothing in flight. Every case is 
 library keeps freed memory), and with freed memory given back at once (`returning`), which shows what is really held.
 """
 
+import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from scripts.benches.shared.common import (
     run_of,
     say,
 )
+from scripts.benches.sides import memory_losses
 from scripts.benches.sides.memory_stage import LAST_STAGE, MEMBERS, STAGE, WAVES, random_inputs
 from swarm.config import RunConfig
 from swarm.model.loss import loss_bytes
@@ -55,6 +57,12 @@ class Options(OutputOptions):
     """How the optimizer's moments are held."""
     versions: Literal["fp32", "bf16"] = "fp32"
     """The type of the copies that microbatches compute with."""
+    losses: int = 0
+    """Train a small model with each option on this many tokens instead, and compare held-out losses."""
+    seeds: int = 3
+    """With --losses: seeds of data and initial weights: 0, 1, ..."""
+    dataset: str = "stdlib"
+    """With --losses: the text to train on."""
     base: Literal["as-is", "nf4"] = "as-is"
     """With --lora-rank: how the frozen weights are held."""
     vocabulary: int = 0
@@ -70,6 +78,8 @@ class Options(OutputOptions):
 def run(options: Options) -> dict[str, Any]:
     if options.vocabulary:
         return loss_figures(loss_config(options))
+    if options.losses:
+        return held_out_losses(options)
     cases: dict[str, dict[str, Any]] = {}
     for setting in SETTINGS:
         config = run_config(setting, options)
@@ -134,6 +144,17 @@ def loss_figures(config: RunConfig) -> dict[str, Any]:
         "peak_bytes": measured["peak"], "expected_peak_bytes": expected, "peak_ratio": measured["peak"] / expected,
         "activations_bytes": activations, "head_gradient_bytes": gradient,
     }  # fmt: skip
+
+
+def held_out_losses(options: Options) -> dict[str, Any]:
+    """The losses of each arm, one for each seed, and the mean of its rises above those of the default."""
+    compute_like_peers()
+    runs = [memory_losses.losses(seed, options.losses, options.dataset) for seed in range(options.seeds)]
+    rises = [memory_losses.rises(found) for found in runs]
+    return {
+        "losses": {name: [found[name] for found in runs] for name in runs[0]},
+        "rises": {name: statistics.mean(found[name] for found in rises) for name in rises[0]},
+    }
 
 
 def device_bytes_per_parameter(config: RunConfig, measured: Mapping[str, Figures]) -> dict[str, float]:

@@ -11,7 +11,9 @@ from scripts.benches.menu import run_named
 
 PROG = "scripts/simulate"
 STUDIES = {
+    "averaging": "how a stage's rounds end while its members die: in one group, as now, and in groups",
     "rebalancing": "400 peers that come and go: what each rule keeps of the best throughput",
+    "routing": "throughput and tail latency of ways to choose a peer, under failures",
     "spans": "peers of capacities 1 : 4 : 16 that choose their stages: what is used, and how soon after a change",
 }
 
