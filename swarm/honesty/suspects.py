@@ -3,7 +3,7 @@ named as a liar.
 
 Each owner tells every member which contributions it found out of line in its part, together with the part's sum. One
 round proves little: the gradient of odd text is as far from the others as a lie (docs/security.md has figures). Only
-what no honest contribution is, by the word of nearly all owners, is left out at once, and nobody is named for it. Else
+what no honest contribution is, by the word of most other owners, is left out at once, and nobody is named for it. Else
 a member is left out once it was out of line in most of the last rounds, at one place of the vector or by the word of
 many owners, and if most owners have said so by then. They need not all find it in the same round, because a lie may be
 in one layer only: as long as somebody is in doubt, parts change hands from round to round, so that other owners see
@@ -24,9 +24,6 @@ logger = logging.getLogger(__name__)
 
 ROUNDS = 5
 """What owners say counts in this many rounds."""
-CLEAR_SHARE = 2 / 3
-"""A member is left out at once if more than this share of the owners of other parts, and more than a few, find its
-contribution clearly out of line."""
 LEFT_OUT_AFTER, NAMED_AFTER = 3, 4
 """In so many of these rounds a member must be out of line to be left out of the present one, and to be named."""
 MANY_WORDS, MOST_OF_A_ROUND = 10, 3
@@ -226,10 +223,9 @@ class Suspects:
         accusers = {owner for owner, _ in said if owner in owners}
         num_rounds, is_always = max(_agreement(part.start, rounds.values()) for _, (part, _) in said)
         words = rounds[round_number]
-        num_clear = len(words.clear_to & words.by_owner.keys() & owners)
-        is_clear = num_clear > FEW_ACCUSERS and num_clear > CLEAR_SHARE * len(owners)
-        is_agreed = num_rounds >= LEFT_OUT_AFTER and len(accusers) > FEW_ACCUSERS and 2 * len(accusers) > len(owners)
-        if not is_clear and not is_agreed:
+        if num_rounds < LEFT_OUT_AFTER:
+            accusers = words.clear_to & words.by_owner.keys() & owners
+        if len(accusers) <= FEW_ACCUSERS or 2 * len(accusers) <= len(owners):
             return None
         _, reason = next(iter(words.by_owner.values()))
         why = f"{len(accusers)} of {len(owners)} owners of other parts say so, in {num_rounds} of the last rounds"

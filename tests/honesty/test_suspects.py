@@ -46,8 +46,8 @@ def test_once_is_no_proof_most_of_the_last_rounds_are() -> None:
     assert suspects.lines == []
 
 
-@pytest.mark.parametrize(("sure", "expected"), [("abcd", "f"), ("abc", ""), ("abcdf", "f")])
-def test_what_is_clear_to_nearly_all_is_left_out_at_once_and_nobody_is_named_for_it(sure: str, expected: str) -> None:
+@pytest.mark.parametrize(("sure", "expected"), [("abc", "f"), ("ab", ""), ("abf", "")])
+def test_what_is_clear_to_most_is_left_out_at_once_and_nobody_is_named_for_it(sure: str, expected: str) -> None:
     suspects = Suspects()
     words = {
         owner: [Deviation(peer_id="f", reason="it is odd", is_clear=owner in sure)] if owner != "f" else []
