@@ -2,15 +2,14 @@
 
 The owner of a part compares what it is about to sum. In the whole part, and in each layer in it, a contribution's norm
 is held against the median of all, and its direction against the mean direction of a majority that agrees best. A
-contribution that the same member has given before is found too, and one that is like the average of an earlier round.
-What is usual is measured anew each time by medians and by the median distance from them, which a minority of liars
-cannot move far. Never decides anything about a member: see suspects.
+contribution that the same member has given before is found too. What is usual is measured anew each time by medians and
+by the median distance from them, which a minority of liars cannot move far. Never decides anything about a member: see
+suspects.
 
 Shapes: M members, P elements of the part, C elements at a time.
 """
 
 import re
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -40,11 +39,6 @@ NUM_REMEMBERED = 1 << 14
 """The elements of each member's last contribution that are remembered."""
 LEAST_REMEMBERED = 64
 """Fewer of them in the part are too few."""
-LATE_MARGIN = 0.1
-"""Contributions are compared with an earlier round's average only if their cosine with it is usually smaller by this
-much than that with the others' of their own round."""
-NUM_AVERAGES = 2
-"""The earlier rounds' averages that are remembered."""
 MOST_REMEMBERED = 256
 """The members of which something is remembered: those that contributed last."""
 _CHUNK = 1 << 16
@@ -107,8 +101,8 @@ class Comparison:
                 for index, reason, is_clear in _out_of_line(np.asarray(each), amounts, size):
                     deviation = Deviation(peer_id=peers[index], reason=reason + where, is_clear=is_clear and not name)
                     found.setdefault(peers[index], deviation)
-        for peer, reason in self.memory.out_of_time({peer: parts[peer] for peer in peers}, self.part).items():
-            found.setdefault(peer, Deviation(peer_id=peer, reason=reason))
+        for peer in self.memory.repeated({peer: parts[peer] for peer in peers}, self.part):
+            found.setdefault(peer, Deviation(peer_id=peer, reason="it is the one that it gave before"))
         return tuple(each for _, each in sorted(found.items()))
 
     def _undecided(self, parts: Sequence[torch.Tensor]) -> tuple[Deviation, ...]:
@@ -217,8 +211,8 @@ def _deviation(values: np.ndarray) -> float:
 
 @dataclass(eq=False)
 class Memory:
-    """What one member remembers of the contributions in committed rounds, and of their averages: a few elements of
-    each, at places that only it knows."""
+    """What one member remembers of the contributions in committed rounds: a few elements of each, at places that only
+    it knows."""
 
     generator: np.random.Generator
     _places: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64), init=False)
@@ -227,32 +221,15 @@ class Memory:
     """By member: the places that were seen, as a slice of `_places`, and the elements there."""
     _new: dict[str, tuple[slice, np.ndarray]] = field(default_factory=dict, init=False)
     """The same of an exchange that is not committed yet."""
-    _averages: deque[np.ndarray] = field(default_factory=lambda: deque(maxlen=NUM_AVERAGES), init=False)
-    """The elements of the last committed rounds' averages at all places."""
-    _average: np.ndarray | None = field(default=None, init=False)
-    """The same of the exchange that is not committed yet."""
 
     def begin(self, length: int) -> None:
         """Begin with an exchange of vectors of this length. Another length than before makes all forgotten."""
-        self._new, self._average = {}, None
+        self._new = {}
         if length != self._length:
             self._length, self._kept = length, {}
-            self._averages.clear()
             self._places = np.unique(self.generator.integers(0, length, NUM_REMEMBERED))
 
-    def averaged(self, average_D: torch.Tensor) -> None:
-        """Note the average that the exchange made, of shape (D,): the whole vector."""
-        self._average = average_D[torch.from_numpy(self._places)].numpy()
-
-    def out_of_time(self, parts: Mapping[str, torch.Tensor], part: slice) -> dict[str, str]:
-        """The members whose contributions to this part seem to be of an earlier round, and why."""
-        repeated, late = self._repeated(parts, part), self._late(part)
-        return {
-            **dict.fromkeys(late, "it is more like an earlier round's average than like this round's"),
-            **dict.fromkeys(repeated, "it is the one that it gave before"),
-        }
-
-    def _repeated(self, parts: Mapping[str, torch.Tensor], part: slice) -> list[str]:
+    def repeated(self, parts: Mapping[str, torch.Tensor], part: slice) -> list[str]:
         """The members that give again what they gave in an earlier round."""
         start, stop = (int(edge) for edge in np.searchsorted(self._places, [part.start, part.stop]))
         at = torch.from_numpy(self._places[start:stop] - part.start)
@@ -273,34 +250,11 @@ class Memory:
             return []
         return [peer for peer, cosine in cosines.items() if cosine > REPEATED_COSINE]
 
-    def _late(self, part: slice) -> list[str]:
-        """The members whose contributions are more like an earlier round's average than like the others' now."""
-        peers = [peer for peer, (_, elements) in self._new.items() if np.linalg.norm(elements) > 0.0]
-        start, stop = (int(edge) for edge in np.searchsorted(self._places, [part.start, part.stop]))
-        if len(peers) < LEAST_MEMBERS or stop - start < LEAST_REMEMBERED:
-            return []
-        found = set[str]()
-        directions_ME = np.stack([_direction(self._new[peer][1]) for peer in peers])
-        now_M = [float(own @ _direction(directions_ME.sum(axis=0) - own)) for own in directions_ME]
-        for average in self._averages:
-            nearer_M = directions_ME @ _direction(average[start:stop]) - now_M
-            usual = float(np.median(nearer_M))
-            deviation = max(_deviation(nearer_M), (stop - start) ** -0.5)
-            if usual < -LATE_MARGIN:
-                found |= {peers[index] for index in np.flatnonzero(nearer_M > max(0.0, usual + DEVIATIONS * deviation))}
-        return sorted(found)
-
     def committed(self) -> None:
-        """Keep what the exchange gave, and its average. What is not committed may be given again."""
-        if self._average is not None:
-            self._averages.append(self._average)
+        """Keep what the exchange gave. One that is not committed may be given again."""
         for peer, elements in self._new.items():
             self._kept.pop(peer, None)
             self._kept[peer] = elements
         while len(self._kept) > MOST_REMEMBERED:
             del self._kept[next(iter(self._kept))]
-        self._new, self._average = {}, None
-
-
-def _direction(vector: np.ndarray) -> np.ndarray:
-    return vector / max(float(np.linalg.norm(vector)), 1e-30)
+        self._new = {}

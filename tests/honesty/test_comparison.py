@@ -145,22 +145,6 @@ def test_odd_numbers_and_those_of_one_layer_are_not_clear() -> None:
     assert {each.peer_id: each.is_clear for each in comparison.deviations(parts)} == {"1": False, "2": False}
 
 
-def test_a_contribution_that_was_made_for_the_round_before_and_never_given_is_found() -> None:
-    remembered = memory()
-    both = torch.randn(SIZE, generator=torch.Generator().manual_seed(9))
-    before, now = ({peer: value + both for peer, value in contributions(9, seed=seed).items()} for seed in range(2))
-    never_given, *_ = before.pop("8"), now.pop("8")
-    assert compared(before, remembered=remembered) == {}
-    remembered.averaged(torch.stack([*before.values()]).mean(dim=0))
-    remembered.committed()
-    remembered.begin(SIZE)
-    assert compared(now, remembered=remembered) == {}
-    remembered.begin(SIZE)
-    assert compared({**now, "5": never_given}, remembered=remembered) == {
-        "5": "it is more like an earlier round's average than like this round's"
-    }
-
-
 def test_a_contribution_that_was_not_committed_may_be_given_again() -> None:
     remembered = memory()
     parts = contributions(8)

@@ -175,9 +175,6 @@ class MixedRounds:
         average, total = torch.zeros_like(self.anchor), sum(weights.values())
         for name, weight in weights.items():
             average += vectors[name] * (weight / total)
-        for name in weights:
-            self._memories[name].averaged(average)
-            self._memories[name].committed()
         self._step(number, average)
         for line in self.suspects.lines:
             name, is_naming, _ = line.partition(" lies: ")
@@ -226,6 +223,8 @@ class MixedRounds:
                 break
             self.left_out |= {(number, name) for name in out}
             amounts = {name: each for name, each in amounts.items() if name not in out}
+        for name in amounts:
+            self._memories[name].committed()
         return amounts
 
     def _step(self, number: int, average: torch.Tensor) -> None:

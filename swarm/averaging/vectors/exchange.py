@@ -259,8 +259,6 @@ class Exchanges:
             average = await gather(vector_D, side, terms)
         else:
             average = await butterfly(vector_D, side, terms, self._memory)
-        if closed is self._last and closed.contribution.fragment in self._memories:
-            self._memories[closed.contribution.fragment].averaged(average.vector_D)
         if (rate := average.upload_bytes_per_second) > 0:
             self.bytes_per_second += (SMOOTHING if self.bytes_per_second else 1.0) * (rate - self.bytes_per_second)
         if elsewhere:
