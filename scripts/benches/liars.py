@@ -45,7 +45,7 @@ class Options(BenchOptions):
     comparing is all."""
     check_share: float = CHECK_SHARE
     """The share of answers that are computed again."""
-    honest_rounds: int = 300
+    honest_rounds: int = 60
     """Rounds in which nobody lies and every third one kills a peer, and as many in which peers have two kinds of
     processors as well. Nobody may be named in them."""
     codec: str = "fp32"
