@@ -224,7 +224,9 @@ class SpotCheck:
             tensors=bool(specs),
         )  # fmt: skip
         reader, digests = TensorReader(specs), dict[str, bytes]()
-        async with Stream(stage_stub(self._channels.channel(record)).Show(wanted)) as stream:
+        # Its megabytes would hold up the pings of other calls.
+        channel = self._channels.channel(record, bulk=bool(specs))
+        async with Stream(stage_stub(channel).Show(wanted)) as stream:
             while not digests or not reader.complete:
                 message, pieces = parsed(pb.ShowReply, await stream.read(SILENCE_SECONDS))
                 digests = digests or {each.name: each.digest for each in message.digests}

@@ -1,5 +1,6 @@
 """A call measures the link to its peer: how long the tensors took, and nothing else."""
 
+import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -160,3 +161,20 @@ async def _through_a_proxy(
         async with Proxy(host, int(port)) as proxy:
             first.router.update(Block(1), [far.record.model_copy(update={"endpoint": proxy.address})])
             yield chain, proxy, failures
+
+
+async def test_a_frozen_peer_is_noticed_by_pings_once_its_line_has_shown_that_it_is_fast(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(channels, "CLIENT_OPTIONS", client_options(50, 500))
+    async with _through_a_proxy(monkeypatch) as (chain, proxy, failures):
+        first, far = chain.peers[:2]
+        await chain.train_all([0])
+        await eventually(lambda: not first.channels.patience(first.router.records(Block(1))[0], HIDDEN_BYTES).is_needed)
+        async with far.held():
+            training = asyncio.create_task(chain.train(1))
+            await eventually(lambda: far.stage.ledger.find(1) is not None)
+            proxy.stall()
+            await eventually(lambda: failures != [])
+            proxy.resume()
+        await chain.ack(await training)
