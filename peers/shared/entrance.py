@@ -13,6 +13,7 @@ from peers.shared.cli import spelled_out
 from peers.shared.network import KnownPeers, Membership, agree_on_config
 from peers.shared.run_options import EntranceOptions
 from peers.shared.token_option import admitted, find_token
+from swarm.config import Timeline
 from swarm.credentials.identity import Identity, Token, generate
 from swarm.credentials.rights import Role
 from swarm.dht import keys
@@ -108,8 +109,9 @@ class Entrance:
             directory = Directory(store, own, config.run_id, clock)
             known = KnownPeers(Router(clock, random.Random(own.peer_id)))
             member = Membership(
-                config=config, identity=own, directory=directory, known=known, channels=channels, clock=clock
-            )
+                config=config, timeline=Timeline(config), identity=own, directory=directory, known=known,
+                channels=channels, clock=clock,
+            )  # fmt: skip
             yield member, store
 
     @property

@@ -1,7 +1,6 @@
 """A process in its run: the configuration that it agrees on, the peers that it knows, and what its parts share."""
 
 import asyncio
-import functools
 import heapq
 import logging
 import os
@@ -195,9 +194,11 @@ def default_name() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Membership:
-    """The run, this process's identity in it, the peers that it knows, and its channels to them."""
+    """The run, the amendments that this process and its blocks know, this process's identity in the run, the peers that
+    it knows, and its channels to them."""
 
     config: RunConfig
+    timeline: Timeline
     identity: Identity
     directory: Directory
     known: KnownPeers
@@ -217,6 +218,7 @@ class Membership:
         """Enter a run whose records are in `store`. No peer is known yet, and nothing is announced."""
         return cls(
             config=config,
+            timeline=Timeline(config),
             identity=identity,
             directory=Directory(store, identity, config.run_id, clock),
             known=KnownPeers(
@@ -229,11 +231,6 @@ class Membership:
     @property
     def peer_id(self) -> str:
         return self.identity.peer_id
-
-    @functools.cached_property
-    def timeline(self) -> Timeline:
-        """The amendments that this process knows, its blocks included."""
-        return Timeline(self.config)
 
     async def hear_amendments(self, *, partly: bool = True) -> None:
         """Take in the amendments that the DHT has now, if it answers. From then on no bearer of a token that one of

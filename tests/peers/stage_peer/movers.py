@@ -168,6 +168,8 @@ class LocalPeer:
         options = await self._options(span[0], moves=moves, moved=comes_from_another)
         self.whole = server = PeerServer(self._membership, dict.fromkeys(span, options), tasks)
         self.server = server.blocks[span[0]]
+        # What is known of amendments outlives a move.
+        assert self.server.member.timeline is self._membership.timeline
         self.tasks = tasks
         self.made.append(weakref.ref(self.server))
         return server

@@ -12,7 +12,7 @@ import pytest
 from peers.shared.network import KnownPeers, Membership
 from peers.stage_peer import others as others_module
 from peers.stage_peer.others import Others, find_others
-from swarm.config import ModelConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.config import ModelConfig, RoundsConfig, RunConfig, StagesConfig, Timeline
 from swarm.credentials.identity import generate
 from swarm.dht.directory import Directory
 from swarm.errors import Fatal, PeerUnavailable
@@ -109,8 +109,8 @@ async def _find(
             known.update(Block(number), await directory.sample(Block(number)))
         directory.num_looks = 0
         membership = Membership(
-            config=config, identity=generate(), directory=cast(Directory, directory), known=known, channels=channels,
-            clock=SystemClock(),
+            config=config, timeline=Timeline(config), identity=generate(), directory=cast(Directory, directory),
+            known=known, channels=channels, clock=SystemClock(),
         )  # fmt: skip
         found = await find_others(
             membership, Block(stage), patient=patient, gives_up=gives_up, needs_holder=needs_holder
