@@ -5,7 +5,6 @@ is checked only once for all of them.
 """
 
 import asyncio
-import bisect
 import contextlib
 import functools
 import hashlib
@@ -23,15 +22,15 @@ from peers.shared.network import REFRESH_SECONDS, KnownPeers
 from peers.stage_peer.program import published
 from scripts.benches.shared import proc
 from scripts.benches.shared.common import say
+from scripts.benches.simulate.microbatches.directory import ListedKey, Listing
 from scripts.benches.simulate.timeline import Timeline
 from swarm.config import RunConfig, StagesConfig
 from swarm.credentials import identity
 from swarm.dht import keys
 from swarm.dht import node as dht_node
 from swarm.dht.directory import NUM_RENEWALS, RENEW_SECONDS, Announcement, Directory, stretch
-from swarm.dht.keys import MOST_BITS, bits_of
 from swarm.dht.node import DhtNode
-from swarm.dht.split_key import GO_DOWN, KEPT, NUM_HEIRS, SPLIT, SplitKey
+from swarm.dht.split_key import NUM_HEIRS, SPLIT, SplitKey
 from swarm.errors import IntegrityError
 from swarm.machine.clock import SystemClock
 from swarm.routing.router import Router
@@ -197,42 +196,12 @@ class Records:
     first: float
 
 
-class Listing:
-    """The peers of a stage as they are listed under its keys once all have announced themselves."""
-
-    def __init__(self, records: Sequence[PeerRecord]) -> None:
-        self._records = sorted(records, key=lambda record: record.peer_id)
-        self._bits = [bits_of(record.peer_id) for record in self._records]
-
-    def under(self, bits: str) -> list[PeerRecord]:
-        first = bisect.bisect_left(self._bits, bits)
-        last = bisect.bisect_right(self._bits, bits + "1" * (MOST_BITS - len(bits)))
-        is_split = last - first > GO_DOWN and len(bits) < MOST_BITS
-        return self._records[first : min(last, first + KEPT) if is_split else last]
-
-
-class ListedKey:
-    """Takes the place of KnownRecords: nothing has to be fetched or checked."""
-
-    def __init__(self, listing: Listing, key: str) -> None:
-        self.bits = key.partition("/")[2]
-        self.num_read = 0
-        self._listing = listing
-
-    async def read(self, *, partly: bool = False) -> list[PeerRecord]:
-        found = self.present()
-        self.num_read += len(found)
-        return found
-
-    def present(self) -> list[PeerRecord]:
-        return self._listing.under(self.bits)
-
-
 @functools.cache
 def records_per_second(size: int) -> Records:
     """Count what a member of a stage of this size does in COUNTED_SECONDS, once all have announced themselves."""
     timeline, ids = Timeline(), [hashlib.sha1(b"%d" % number).hexdigest() for number in range(size)]
-    listing = Listing([_listed(peer_id) for peer_id in ids])
+    listing = Listing()
+    listing.update([_listed(peer_id) for peer_id in ids])
     num_all, num_first, members = 0, 0, sorted(ids)[min(NUM_HEIRS, size - 1) :: 1 + size // NUM_COUNTED]
 
     async def live(member: str) -> None:
