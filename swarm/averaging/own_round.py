@@ -23,8 +23,8 @@ from swarm.averaging.wire.transport import Payload
 from swarm.compression.buffers import Received
 from swarm.compression.feedback import Residual
 from swarm.events import Abort
+from swarm.rpc.bounds import CHUNK_BYTES
 from swarm.rpc.v1 import averaging_pb2 as pb
-from swarm.rpc.wire import CHUNK_BYTES
 from swarm.training.round_member import RoundCost, RoundMember, RoundResult
 from swarm.training.sketches import NOTHING_STATED, Stated
 from swarm.training.tally import Given

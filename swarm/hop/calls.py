@@ -16,12 +16,11 @@ from swarm.machine.clock import Clock
 from swarm.routing.router import Router
 from swarm.routing.throughput import Line, Observation
 from swarm.rpc.ask import Stream, address_of
-from swarm.rpc.bounds import require_bounds
+from swarm.rpc.bounds import CHUNK_BYTES, require_bounds
 from swarm.rpc.channels import ChannelPool, Patience
 from swarm.rpc.local import LocalBlock
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.wire import (
-    CHUNK_BYTES,
     NewBytes,
     Piece,
     TensorReader,

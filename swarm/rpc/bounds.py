@@ -16,6 +16,11 @@ LONGEST_LIST = 1 << 18
 LONGEST_MESSAGE_LIST = 1 << 14
 """The most entries of a list of messages. Each takes microseconds to look at, and the event loop waits meanwhile."""
 
+CHUNK_BYTES = 1 << 20
+"""Most bytes of a tensor in one chunk. A message is sent once it has this many, so it has less than twice as many."""
+SMALL_CHUNK_BYTES = 64 << 10
+"""The same where the line may be slow, so that each message is a sign of life."""
+
 _INTEGERS = (FieldDescriptor.CPPTYPE_INT64, FieldDescriptor.CPPTYPE_UINT64)
 """The types of integers whose values can be beyond LARGEST_COUNT."""
 _FLOATS = (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT)

@@ -19,11 +19,11 @@ from swarm.errors import NotAllowed, PeerUnavailable
 from swarm.machine.clock import Clock, SystemClock
 from swarm.rpc import tls
 from swarm.rpc.ask import SLOWEST_BYTES_PER_SECOND
+from swarm.rpc.bounds import CHUNK_BYTES, SMALL_CHUNK_BYTES
 from swarm.rpc.meeting.carrying import Line
 from swarm.rpc.meeting.dialler import Dialler, Points
 from swarm.rpc.meeting.ways import Road, Ways
 from swarm.rpc.tls import BULK_OPTIONS, CLIENT_OPTIONS
-from swarm.rpc.wire import CHUNK_BYTES, SMALL_CHUNK_BYTES
 from swarm.types import TUNNEL, PeerRecord
 
 _Key = tuple[str, str, bool]

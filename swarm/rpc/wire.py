@@ -17,15 +17,10 @@ from google.protobuf.message import DecodeError, Message
 
 from swarm.compression.quantize import Int8, ScaledHalf
 from swarm.errors import MalformedMessage
-from swarm.rpc.bounds import require_bounds
+from swarm.rpc.bounds import CHUNK_BYTES, require_bounds
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceServicer, StageServiceStub
 from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
-
-CHUNK_BYTES = 1 << 20
-"""Most bytes of a tensor in one chunk. A message is sent once it has this many, so it has less than twice as many."""
-SMALL_CHUNK_BYTES = 64 << 10
-"""The same where the line may be slow, so that each message is a sign of life."""
 
 LARGEST_ACTIVATION = 65504.0
 """Largest magnitude of an activation or its gradient: float16's largest number, whatever the element type. Beyond it,

@@ -15,12 +15,13 @@ from google.protobuf.message import Message
 from swarm.errors import DeadlineExceeded, MalformedMessage, NotReady, Overloaded, StaleMicrobatch, WrongStage
 from swarm.hop.answers import pack_obstacle, pack_route, unpack_route
 from swarm.machine.out_of_memory import is_out_of_memory, what_was_asked
+from swarm.rpc.bounds import CHUNK_BYTES, SMALL_CHUNK_BYTES
 from swarm.rpc.callers import Callers, caller_of
 from swarm.rpc.local import is_local
 from swarm.rpc.serving import check_address, require_block, send
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceServicer
-from swarm.rpc.wire import CHUNK_BYTES, SMALL_CHUNK_BYTES, Frame, frames
+from swarm.rpc.wire import Frame, frames
 from swarm.stage.boundary import GRADIENT, request_specs
 from swarm.stage.call import Context, Incoming, refuse
 from swarm.stage.computation import Computation

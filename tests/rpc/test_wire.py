@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from swarm.errors import MalformedMessage
+from swarm.rpc.bounds import CHUNK_BYTES
 from swarm.rpc.v1.stage_pb2 import (
     Ack,
     Done,
@@ -20,7 +21,6 @@ from swarm.rpc.v1.stage_pb2 import (
 )
 from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
 from swarm.rpc.wire import (
-    CHUNK_BYTES,
     ENCODINGS,
     MOST_FIELDS,
     Piece,

@@ -4,9 +4,10 @@ from typing import Any
 
 import torch
 
+from swarm.rpc.bounds import CHUNK_BYTES
 from swarm.rpc.callers import Caller, Callers
 from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.rpc.wire import CHUNK_BYTES, TensorSpec, frames, serialized
+from swarm.rpc.wire import TensorSpec, frames, serialized
 from swarm.stage.call import Incoming
 from tests.support.memory import resident_bytes
 

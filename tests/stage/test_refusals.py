@@ -20,12 +20,13 @@ from swarm.errors import (
     WrongStage,
 )
 from swarm.rpc.ask import describe
+from swarm.rpc.bounds import CHUNK_BYTES
 from swarm.rpc.failures import translate
 from swarm.rpc.tls import CLIENT_OPTIONS, MAX_MESSAGE_BYTES
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
 from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
-from swarm.rpc.wire import CHUNK_BYTES, TensorReader
+from swarm.rpc.wire import TensorReader
 from swarm.stage import call as stage_call
 from swarm.stage.boundary import TOKENS
 from swarm.types import PROTOCOLS

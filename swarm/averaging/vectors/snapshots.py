@@ -11,10 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 
 from swarm.errors import IntegrityError, MalformedMessage
+from swarm.rpc.bounds import CHUNK_BYTES
 from swarm.rpc.transfers import Segments
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.tensor_pb2 import TensorHeader
-from swarm.rpc.wire import CHUNK_BYTES, DTYPES
+from swarm.rpc.wire import DTYPES
 from swarm.training.round_member import Snapshot
 from swarm.training.tally import EMPTY, Tally
 from swarm.types import PeerRecord

@@ -20,11 +20,11 @@ from swarm.errors import DeadlineExceeded, IntegrityError, MalformedMessage, Pee
 from swarm.honesty.comparison import Deviation
 from swarm.machine.clock import Clock
 from swarm.rpc.ask import ask, download
+from swarm.rpc.bounds import CHUNK_BYTES
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.failures import translate
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.averaging_pb2_grpc import AveragingServiceStub
-from swarm.rpc.wire import CHUNK_BYTES
 from swarm.types import PROTOCOLS, Block, PeerId, PeerRecord, PeerState
 
 Members = Mapping[PeerId, PeerRecord]
