@@ -120,6 +120,7 @@ async def test_who_contributes_another_microbatchs_gradients_is_named(tmp_path: 
         await _name_liar(swarm, let_lie)
 
 
+@pytest.mark.slow
 async def test_who_states_sketches_to_fit_has_signed_others(tmp_path: Path) -> None:
     async with whole_swarm(_config(64), tmp_path / "events", num_peers=(1, 1, 4)) as swarm:
         await _name_liar(swarm, lambda liar: _contribute(liar, LIES["flipped"], states_to_fit=torch.neg))
