@@ -227,7 +227,7 @@ def digits_of(text: str, owner: OwnerKey, in_use: Sequence[TokenInUse]) -> str:
         if token.authority.fingerprint != owner.authority.fingerprint:
             raise ValueError(f"the token {token.name!r} is of owner {token.authority.fingerprint[:16]}: not this run's")
         return token.token_id
-    if len(text) == certificates.TOKEN_DIGITS and set(text) <= set("0123456789abcdef"):
+    if certificates.is_token_id(text):
         return text
     named = [token.digits for token in in_use if token.name == text]
     if len(named) == 1:

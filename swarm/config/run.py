@@ -22,7 +22,7 @@ from swarm.config.optimizer import OptimizerConfig
 from swarm.config.rounds import AveragingConfig, OuterConfig, RoundsConfig
 from swarm.config.sizes import PLENTY, TextSize, sized, sizes_of
 from swarm.config.stages import StagesConfig, WireConfig
-from swarm.credentials.certificates import TOKEN_DIGITS
+from swarm.credentials.certificates import TOKEN_DIGITS, is_token_id
 from swarm.errors import ConfigMismatch
 from swarm.machine.words import counted
 from swarm.types import Block
@@ -76,7 +76,7 @@ class RunConfig:
             f"owner must be the 64 hexadecimal digits that swarm-keys shows, not {self.owner[:80]!r}",
         )
         require(
-            all(len(token) == TOKEN_DIGITS and set(token) <= set("0123456789abcdef") for token in self.revoked),
+            all(is_token_id(token) for token in self.revoked),
             f"revoked names each token by the {TOKEN_DIGITS} digits that `swarm-keys show` prints",
         )
         self.lora.check_model(self.model)

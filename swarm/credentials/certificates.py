@@ -216,6 +216,10 @@ def token_id(chain_pem: str) -> str:
     return (bearer_of(chain_pem) or "")[:TOKEN_DIGITS]
 
 
+def is_token_id(text: str) -> bool:
+    return len(text) == TOKEN_DIGITS and set(text) <= set("0123456789abcdef")
+
+
 def fingerprint(certificate: x509.Certificate) -> str:
     """SHA-256 of the certificate's public key, in hexadecimal. Raises IntegrityError as `public_key` does."""
     return fingerprint_of(public_key(certificate))
