@@ -1,16 +1,12 @@
 """The diloco bench: that all arms see the same tokens, what its figures mean, and that its swarm is the swarm's own."""
 
 import asyncio
-import dataclasses
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from scripts.benches import diloco
-from scripts.benches.diloco import Options, goals
+from scripts.benches.diloco import goals
 from scripts.benches.shared.common import with_corpus
 from scripts.benches.sides.diloco_arm import ARMS, Arm, DrivenSwarm, num_rounds, run_config, total_samples
 from scripts.benches.sides.reference import Reference
@@ -36,19 +32,6 @@ def test_differences_are_taken_seed_by_seed_and_absent_arms_left_out() -> None:
     assert found["churn_cost"] == pytest.approx((0.01 + 0.005) / 2)
     assert found["spread"]["churn_cost"] == pytest.approx(0.005 / 2**0.5)
     assert found["reached"] == {"churn_cost": True}
-
-
-def test_the_bench_keeps_what_it_has_trained_and_asks_before_it_trains(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = f"import json; print(json.dumps({_figures(2.0) | {'seconds': 1.0}!r}))"
-    monkeypatch.setattr(diloco, "_command", lambda arm, seed, options: [sys.executable, "-c", program])
-    options = Options(arms=("int8",), seeds=1, rounds_at_200=1, dataset=text, keep=tmp_path / "kept")
-    assert diloco.run(options)["arms"]["int8"]["val_loss"] == 2.0
-    monkeypatch.setattr(diloco, "_command", lambda arm, seed, options: ["false"])
-    assert diloco.run(options)["arms"]["int8"]["val_loss"] == 2.0
-    with pytest.raises(ValueError, match="and not of 2 of"):
-        diloco.run(dataclasses.replace(options, rounds_at_200=2))
 
 
 async def _train(arm: Arm, config: RunConfig, data: Microbatches, rounds: int, *replaced: int) -> DrivenSwarm:

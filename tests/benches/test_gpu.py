@@ -2,7 +2,6 @@
 where there is no GPU."""
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from scripts.benches import gpu
 from scripts.benches.shared.common import run_of, with_corpus
 from scripts.benches.sides import gpu_stage
 from scripts.benches.sides.reference import Reference
-from swarm.errors import DeadlineExceeded, Fatal, PeerUnavailable
+from swarm.errors import Fatal, PeerUnavailable
 
 CPU = torch.device("cpu")
 TINY = gpu.Options(
@@ -39,17 +38,6 @@ def test_the_plain_loop_takes_the_steps_of_the_run() -> None:
     assert found.losses[-1] < found.losses[0] - 0.3
 
 
-def test_a_part_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def fails(*arguments: Any, **options: Any) -> None:
-        raise RuntimeError("no room\nat all")
-
-    monkeypatch.setattr(gpu_stage, "train", fails)
-    figures = gpu.run(dataclasses.replace(TINY, only=("plain",)))
-    assert figures["failed"].keys() == {"plain"}
-    assert gpu.exit_code(figures) == 1
-    assert "plain failed: no room" in capsys.readouterr().err
-
-
 def test_parts_are_compared_and_one_that_fails_stops_no_other(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -74,19 +62,6 @@ def test_parts_are_compared_and_one_that_fails_stops_no_other(
     assert (figures["static_ratio_to_plain"], figures["largest_loss_difference"]) == (0.75, 0.5)
     assert figures["stage_ratio_to_graph"] == 0.9
     assert "static_ratio_to_plain: 0.75" in capsys.readouterr().err
-
-
-def test_a_part_that_takes_too_long_is_ended() -> None:
-    with pytest.raises(DeadlineExceeded, match="stage took more than 0 s"):
-        gpu.apart("stage", TINY, 0.0)
-
-
-@pytest.mark.slow  # Two processes load torch.
-def test_a_part_is_measured_in_a_process_of_its_own() -> None:
-    figures = gpu.run(dataclasses.replace(TINY, only=("plain", "stage")))
-    assert not figures["failed"]
-    assert len(figures["plain_losses"]) == gpu.WARM_UP_STEPS + TINY.steps
-    assert figures["stage_ratio_to_graph"] > 0.0
 
 
 def test_both_sides_write_the_same_text() -> None:

@@ -16,7 +16,6 @@ from types import ModuleType
 import pytest
 
 from peers import commands
-from peers.model import options
 
 
 def test_every_script_has_its_entry_point() -> None:
@@ -99,22 +98,6 @@ def test_modules_in_the_current_folder_are_not_imported(tmp_path: Path) -> None:
         commands.command_line("keys", ["--help"]), cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
     )
     assert program.returncode == 0, program.stderr
-
-
-def test_the_help_of_a_command_of_swarm_model_and_its_faults_are_printed_before_it_is_loaded(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for argv, code, said in (
-        (["export", "--help"], 0, "Write what a run has learnt into a folder that Hugging Face's transformers"),
-        (["--help"], 0, "swarm-model import|export|route|show|push --help"),
-        (["expor", "--help"], 2, "give one of import, export, route, show, push, not 'expor' (see swarm-model --help)"),
-        ([], 2, "give one of import, export, route, show, push (see swarm-model --help)"),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            options.explain(argv)
-        assert ended.value.code == code
-        printed = capsys.readouterr()
-        assert said in printed.out + printed.err
 
 
 def test_help_and_what_is_wrong_with_a_line_are_all_that_is_printed_and_need_no_large_library() -> None:

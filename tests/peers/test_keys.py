@@ -62,12 +62,6 @@ def test_a_token_joins_where_its_role_covers_the_needed_one(role: Role, needed: 
         find_token(token, (), {}, role=needed, insecure=False, clock=clock)
 
 
-def test_an_expired_token_is_shown_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "token"
-    file.write_text(str(locked.expired()))
-    assert "expired on" in _run(capsys, "show", f"@{file}")
-
-
 @pytest.mark.parametrize("expires", ["", "d", "0d", "-1d", "1", "1w", "1.5h", "99999999d", "²d"])
 def test_lifetimes_are_numbers_and_units(tmp_path: Path, capsys: pytest.CaptureFixture[str], expires: str) -> None:
     with pytest.raises(SystemExit):
@@ -89,10 +83,6 @@ def test_faults_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     (tmp_path / "there").write_text("")
     with pytest.raises(FileExistsError):
         keys.main(["new", str(tmp_path / "there")])
-
-
-def test_help_is_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "swarm-keys issue owner.pem" in _run(capsys, "--help")
 
 
 async def test_the_owner_sees_which_tokens_are_in_use_and_names_those_to_revoke(tmp_path: Path) -> None:

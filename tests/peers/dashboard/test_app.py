@@ -228,27 +228,3 @@ async def test_a_viewer_that_is_slow_gets_everything_again() -> None:
     hub.publish({"a": 4})
     hub.publish({"a": 5})
     assert (await _next(viewer))["whole"] == {"a": 5}
-
-
-async def test_fifty_viewers_share_one_text() -> None:
-    asked = 0
-
-    def history() -> dict[str, Any]:
-        nonlocal asked
-        asked += 1
-        return {}
-
-    hub = Hub(history)
-    hub.publish({"a": 1})
-    viewers = [hub.follow() for _ in range(50)]
-    wholes = [await anext(viewer) for viewer in viewers]
-    assert asked == 1
-    assert all(text is wholes[0] for text in wholes)
-    hub.publish({"a": 2})
-    changes = [await anext(viewer) for viewer in viewers]
-    assert all(text is changes[0] for text in changes)
-
-
-def test_what_json_does_not_know_is_a_bug() -> None:
-    with pytest.raises(ValueError, match="JSON"):
-        Hub(dict).publish({"a": float("nan")})

@@ -17,7 +17,6 @@ from peers.shared.web import Listener
 from peers.status.contributions import Tallies
 from peers.status.peer_row import PeerRow
 from peers.status.view import Joining, SwarmView
-from scripts.benches.shared.ports import free_ports
 from swarm import config as configs
 from swarm.machine.clock import SystemClock
 from tests.support.browser import chromium, page_at
@@ -192,21 +191,6 @@ async def test_a_locked_page_asks_for_its_token() -> None:
         async with page_at(browser, f"{url}/#s3cret") as page:
             await page.wait_for_selector("#peers tbody tr")
             assert "s3cret" not in page.url
-
-
-@pytest.mark.slow
-async def test_it_comes_back_when_the_dashboard_does() -> None:
-    (port,) = free_ports(1)
-    async with chromium() as browser, _dashboard(port=port) as (url, shown):
-        await shown.show(_swarm())
-        async with page_at(browser, url, expected="WebSocket connection") as page:
-            await page.wait_for_selector("#peers tbody tr")
-            await shown.stop()
-            await page.wait_for_selector("text=Not connected")
-            async with _dashboard(port=port) as (_, again):
-                await again.show(_swarm(9))
-                await page.wait_for_function("() => document.querySelector('#now').textContent.includes('round 9')")
-                assert await page.inner_text("#state") == "Training"
 
 
 @pytest.mark.slow

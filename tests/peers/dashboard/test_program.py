@@ -52,15 +52,6 @@ def test_a_port_that_is_taken_is_one_line(capsys: pytest.CaptureFixture[str]) ->
     )
 
 
-@pytest.mark.parametrize(
-    ("host", "reason"), [("192.0.2.1", "Cannot assign requested address"), ("no.such.host.invalid", ".+")]
-)
-def test_a_host_that_is_not_this_machines_is_named_by_its_option(host: str, reason: str) -> None:
-    options = DashboardOptions(invites=(INVITE,), host=host, port=0)
-    with pytest.raises(ValueError, match=rf"^--host {host}: {reason}; choose another address$"):
-        program.take_address(options, is_locked=False)
-
-
 def test_a_locked_run_is_not_shown_to_everybody(capsys: pytest.CaptureFixture[str]) -> None:
     options = DashboardOptions(invites=(INVITE,), host="0.0.0.0", port=0)
     with pytest.raises(ValueError, match="would show a locked run to everybody: add --view-token"):

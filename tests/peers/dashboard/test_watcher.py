@@ -68,14 +68,6 @@ async def test_the_page_has_what_status_has_of_everybody() -> None:
     assert (shown["figures_now"]["loss"], shown["figures_now"]["peers"]) == (2.5, 1)
 
 
-async def test_while_nobody_serves_there_is_nobody_to_come_to() -> None:
-    place = _Place(view([]))
-    place.joining = Joining()
-    watcher = _watcher(place)
-    await watcher.look()
-    assert watcher.state["join"] == {}
-
-
 async def test_a_look_that_fails_is_told_and_what_was_seen_stays() -> None:
     watcher = _watcher(_Place(view([peer("ann")]), PeerUnavailable("nobody answers"), view([peer("ann")])))
     faults, texts = [], []

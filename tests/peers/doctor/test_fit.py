@@ -82,39 +82,6 @@ def test_a_plan_says_which_stages_one_peer_may_serve_together(
     assert json.loads(capsys.readouterr().out)["devices"][0]["together"] is None
 
 
-def _fine_tuned(folder: Path, size: str, lora_rank: int, setting: str) -> RunConfig:
-    settings = f"rounds.setting={setting} averaging.codec=fp32 wire.dtype=bf16 data.microbatch_size=1"
-    settings += " data.sequence_length=2048 model.autocast=off"
-    stages = {"8B": 8, "70B": 20}[size]
-    return _config(
-        folder, f"meta-llama/Llama-3.1-{size}-Instruct", stages=stages, lora_rank=lora_rank, set=tuple(settings.split())
-    )
-
-
-def test_the_page_on_fine_tuning_has_the_figures_of_the_arithmetic(tmp_path: Path) -> None:
-    rows: dict[str, list[str]] = {}
-    for rank in (0, 16):
-        figures: dict[str, list[str]] = {}
-        for size in ("8B", "70B"):
-            config, diloco = (_fine_tuned(tmp_path, size, rank, setting) for setting in ("synchronous", "diloco"))
-            held = [sum(needs.state_bytes(one, 1).values()) / GIB for one in (config, diloco)]
-            averaging = needs.averaging_bytes(config, 1, num_members=2) / GIB
-            sent = 2 * needs.wire_bytes(config, 1)["output"] / 1e6
-            averaged = needs.exchanged_bytes(config, 1, num_members=2) / 1e6
-            for name, figure in {
-                "GiB that a peer holds, synchronous; DiLoCo": f"{held[0]:.1f}; {held[1]:.1f}",
-                "GiB besides, while a round is averaged": f"{averaging:.1f}",
-                "GiB of a sample's graph, in float32": f"{needs.graph_bytes(config, 1) / GIB:.1f}",
-                "MB that a peer sends for a sample; for a round's average": f"{sent:.1f}; {averaged:.0f}",
-            }.items():
-                figures.setdefault(name, []).append(figure)
-        for name, (small, large) in figures.items():
-            rows.setdefault(name, []).append(f"{small} ({large})")
-    page = (Path(doctor.__file__).parents[2] / "docs" / "operations.md").read_text()
-    for name, (all_weights, lora) in rows.items():
-        assert f"\n| {name} | {all_weights} | {'the same' if lora == all_weights else lora} |\n" in page
-
-
 def test_a_plan_is_reported_with_a_measured_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main(["--preset", "tiny", "--device", "cpu", "--peers", "2", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
@@ -129,17 +96,6 @@ def test_a_plan_is_reported_with_a_measured_step(capsys: pytest.CaptureFixture[s
     text = capsys.readouterr().out
     assert "A step has 64 microbatches of 8 x 64 tokens." in text
     assert "a GPU of 24 GiB   23.0 GiB free  stages 0, 1, 2 fit; 0-2 together\n" in text
-
-
-@pytest.mark.parametrize("kind", ["anchored"])
-def test_a_plan_may_have_bottlenecks(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = ("model.bottleneck_dim=8", f"model.bottleneck={kind}")
-    given = [word for setting in settings for word in ("--set", setting)]
-    assert doctor.main(["--preset", "tiny", "--device", "cpu", "--peers", "2", "--json", *given]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    hidden = 32 * configs.load_preset("tiny").data.tokens_per_microbatch * 8 * 4
-    assert plan["stages"][1]["sent"] == 2 * hidden + plan["stages"][1]["weights"] // 2
-    assert plan["step_seconds"] > 0
 
 
 @pytest.mark.parametrize(

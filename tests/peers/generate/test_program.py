@@ -1,7 +1,6 @@
 """swarm-generate: what it writes and refuses."""
 
 import dataclasses
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -70,18 +69,6 @@ def test_a_name_is_looked_for_on_the_hub(
     assert "/no/such: there is no such folder" in _refused(capsys, "--model", "/no/such", *options)
 
 
-@pytest.mark.parametrize(
-    ("folder", "name"),
-    [("my model", "my-model"), ("models--me--mine/snapshots/0a1b", "me-mine")],
-)
-def test_a_text_is_said_to_be_of_the_model_s_name(
-    folder: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save("gpt2", tmp_path / folder)
-    assert program.main(["--model", str(tmp_path / folder), "--prompt", "a", "--max-tokens", "1"]) == 0
-    assert f"1 token by {name}." in capsys.readouterr().err
-
-
 WORDS = [f"word{number}" for number in range(250)]
 
 
@@ -97,13 +84,6 @@ def test_the_likeliest_words_are_those_of_transformers(tmp_path: Path, capsys: p
     options = ("--prompt", "word0 word1 word2", "--temperature", "0", "--max-tokens", "6")
     said = _run(capsys, "--model", str(tmp_path), *options)
     assert said.split() == [WORDS[token - 1] for token in expected[0].tolist() if 0 < token <= len(WORDS)]
-
-
-def test_in_the_end_it_says_how_fast_which_weights_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save("gpt2", tmp_path)
-    assert program.main(["--model", str(tmp_path), "--prompt", "def f", "--max-tokens", "5"]) == 0
-    *_, last = capsys.readouterr().err.splitlines()
-    assert re.fullmatch(r"swarm-generate: \d tokens? by \S+@0, \d+\.\d a second", last)
 
 
 @pytest.mark.parametrize(("asked", "cut"), [(40, False), (60, True)])
@@ -149,11 +129,6 @@ def test_matrices_may_have_sixteen_bits(
         torch.testing.assert_close(narrow(tokens), expected, rtol=0, atol=0.02 * float(expected.abs().max()))
     options = ("--prompt", "a", "--max-tokens", "5", "--device", "cpu", "--model", str(tmp_path))
     assert _run(capsys, *options, "--dtype", dtype).split()
-
-
-def test_a_device_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    refused = _refused(capsys, "--model", str(tmp_path), "--prompt", "a", "--device", "cuda:99")
-    assert "--device cuda:99 cannot be used" in refused
 
 
 def test_checkpoints_write_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,7 +75,3 @@ async def test_a_page_that_the_option_names_may_ask_and_no_other() -> None:
 
 def test_all_pages_need_a_token(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--serve-token" in _end(capsys, "--serve", "127.0.0.1:0", "--serve-origin", "*")
-
-
-def test_a_server_can_be_told_of_its_address_by_name() -> None:
-    Server(GenerateOptions(model="m", serve="localhost:0"), {}).close()

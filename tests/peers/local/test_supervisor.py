@@ -107,12 +107,6 @@ def test_a_child_killed_from_outside_names_the_signal(tmp_path: Path) -> None:
         assert _next_exits(supervisor)[0].reason == "ended by SIGKILL"
 
 
-def test_environment_is_added(tmp_path: Path) -> None:
-    with Supervisor(tmp_path) as supervisor:
-        child = supervisor.start("env", ["sh", "-c", "echo $COLOUR $PATH"], environment={"COLOUR": "red"})
-        assert _first_line(child.log) == f"red {os.environ['PATH']}"
-
-
 def test_logs_are_for_the_user_alone(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:

@@ -20,7 +20,7 @@ from peers.shared import stopping
 from swarm import config as configs
 from swarm.checkpoint import file
 from swarm.checkpoint.file import Header
-from swarm.config import LoraConfig, ModelConfig, StagesConfig
+from swarm.config import LoraConfig, StagesConfig
 from swarm.errors import IntegrityError
 from swarm.interchange import run_folder
 from swarm.interchange.adapter import WEIGHTS
@@ -414,11 +414,6 @@ def test_a_push_without_a_token_says_how_to_get_one(
         model.main(["push", str(tmp_path), "me/mine"])
 
 
-def test_a_folder_that_is_not_there_is_no_name_on_the_hub(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="there is no such folder"):
-        model.main(["import", str(tmp_path / "missing"), "--output", str(tmp_path / "run")])
-
-
 SIZES = {"gpt2-124m": 124.4, "gpt2-355m": 354.8, "llama-124m": 123.5}
 SIZES |= {"shakespeare": 10.8, "shakespeare-cpu": 0.8, "tinystories": 15.2}
 
@@ -427,11 +422,3 @@ SIZES |= {"shakespeare": 10.8, "shakespeare-cpu": 0.8, "tinystories": 15.2}
 def test_presets_have_as_many_parameters_as_they_are_called(preset: str, millions: float) -> None:
     shapes = parameter_shapes(configs.load_preset(preset).model)
     assert sum(torch.Size(shape).numel() for shape in shapes.values()) / 1e6 == pytest.approx(millions, abs=0.1)
-
-
-def test_a_model_without_a_counterpart_is_shown_all_the_same(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    narrow = ModelConfig(num_layers=4, d_model=16, num_heads=2, vocab_size=32, bottleneck_dim=8)
-    write_cut(tmp_path, cut(2, dataclasses.replace(CONFIG, model=narrow)), num_rounds=1)
-    assert "none of transformers'" in _run(capsys, "show", str(tmp_path))

@@ -47,20 +47,6 @@ def _options(*words: str) -> PeerOptions:
     return cli.parse(PeerOptions, prog="swarm-peer", argv=["--preset", "tiny", *words])
 
 
-def test_each_has_an_option_of_its_own() -> None:
-    words = ["--announce", "203.0.113.7", "--announce", "2001:db8::1", "--announce-dht", "peer.example.org:41002"]
-    options = _options(*words)
-    assert options.outside == (Outside("203.0.113.7"), Outside("2001:db8::1"))
-    assert options.outside_dht == (Outside("peer.example.org", 41002),)
-    assert cli.arguments(options) == ["--preset", "tiny", *words]
-
-
-def test_an_invite_comes_without_an_option() -> None:
-    options = cli.parse(PeerOptions, prog="swarm-peer", argv=["--threads", "1", "swarm://1x"])
-    assert cli.arguments(options) == ["swarm://1x", "--threads", "1"]
-    assert options.span == "auto"
-
-
 def test_without_a_port_it_counts_for_the_dht_as_well() -> None:
     assert _options("--announce", "203.0.113.7").outside_dht == (Outside("203.0.113.7"),)
     assert _options("--announce-dht", "203.0.113.7:41002").outside == ()

@@ -93,10 +93,6 @@ def test_a_swarm_s_processes_are_spread_by_free_memory(
     assert spread(here, num_processes + 1)[:num_processes] == spread(here, num_processes)
 
 
-def test_without_gpus_all_are_on_the_cpu() -> None:
-    assert spread([CPU], 3) == [CPU] * 3
-
-
 @pytest.mark.parametrize(
     ("device", "needed_gib", "num_processes", "gib"),
     [
@@ -180,12 +176,6 @@ def test_a_swarm_on_one_machine_names_what_is_here(monkeypatch: pytest.MonkeyPat
     assert [device.name for device in devices.named("cpu")] == ["cpu"]
     with pytest.raises(ValueError, match="--device cuda:2 cannot be used: this machine has cuda:0, cuda:1, cpu"):
         devices.named("cuda:2")
-
-
-def test_auto_is_the_best_that_is_here() -> None:
-    kinds = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    assert device_of("auto", random.Random(0)).type == next(kind for kind, is_here in kinds.items() if is_here)
-    assert device_of("cpu", random.Random(0)) == torch.device("cpu")
 
 
 @pytest.mark.parametrize(

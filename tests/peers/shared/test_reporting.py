@@ -78,13 +78,6 @@ def test_a_training_that_goes_on_in_its_folder_goes_on_in_its_run(
     assert fake.arguments["id"] == ("abc123" if goes_on else None)
 
 
-def test_online_run_has_nothing_to_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = _FakeWandb(_FakeRun(tmp_path))
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    assert _start(tmp_path, online=True).finish(timeout_seconds=10) is None
-    assert fake.arguments["mode"] == "online"
-
-
 @pytest.mark.parametrize("failure", [RuntimeError("no network"), SystemExit(1)])
 def test_an_error_is_logged_once(
     failure: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -96,14 +89,6 @@ def test_an_error_is_logged_once(
             run.log({"train/loss": 1.0}, step=step)
         assert run.finish(timeout_seconds=10) is None
     assert len(caplog.records) == 1
-
-
-def test_a_missing_package_is_an_error_like_any_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    assert _start(tmp_path).finish(timeout_seconds=10) is None
-    assert "training goes on" in caplog.text
 
 
 def test_a_hanging_wandb_stalls_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,12 +144,6 @@ def test_a_missing_extra_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
     with pytest.raises(ValueError, match=r"--tensorboard needs an extra; .*pip install .*'\.\[tensorboard\]'"):
         TensorBoard(tmp_path)
-
-
-def test_a_folder_that_is_a_file_is_told_before_the_training(tmp_path: Path) -> None:
-    (tmp_path / "board").write_text("no folder")
-    with pytest.raises(OSError, match="File exists"):
-        TensorBoard(tmp_path / "board")
 
 
 def test_an_error_of_tensorboard_ends_the_reporting_and_nothing_else(

@@ -96,7 +96,3 @@ async def test_a_page_that_fails_is_said_and_ends_nothing(
     page.begin()
     await asyncio.wait_for(page.run(), 10.0)
     assert caplog.messages == ["the dashboard has ended with exit code 1; the peer goes on without"]
-
-
-async def test_without_a_port_there_is_no_page() -> None:
-    await asyncio.wait_for(OwnDashboard(_options(dashboard_port=None), "ab" * 20, 1, None).run(), 1.0)

@@ -32,7 +32,6 @@ from swarm.types import Block
 from tests.support.chain import PATIENCE_SECONDS, SYNCHRONOUS
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
-from tests.support.tape import TapeRecorder
 from tests.support.whole_swarm import whole_swarm
 
 _ENDLESS = 1 << 40
@@ -200,11 +199,6 @@ async def _warmed_up(
 async def test_a_gpu_is_warmed_up_and_a_cpu_need_not_be(caplog: pytest.LogCaptureFixture) -> None:
     assert await _warmed_up(caplog) == []
     assert await _warmed_up(caplog, device="cuda") == ["warmed up the layers of stage 1 in 0 s"]
-
-
-async def test_what_is_recorded_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    (line,) = await _warmed_up(caplog, device="cuda", recorder=TapeRecorder())
-    assert re.fullmatch(r"warmed up the layers of stage 1 in 0 s; their CUDA graphs take .* MiB", line)
 
 
 async def test_layers_that_no_code_can_be_made_for_run_uncompiled(

@@ -7,7 +7,6 @@ import pytest
 
 from peers.shared import logs
 from peers.stage_peer import program as stage_peer
-from peers.stage_peer.news import require_ready_file
 from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_model import own_config, require_allowed_class
 from peers.stage_peer.own_state import open_checkpoints
@@ -29,12 +28,6 @@ from tests.support.swarm import write_text
 def test_wrong_options(options: dict[str, object], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         PeerOptions(preset="tiny", **options)  # type: ignore[arg-type]  # any of them
-
-
-def test_how_often_a_peer_looks_is_for_those_that_may_move() -> None:
-    assert PeerOptions(preset="tiny").rebalance_every is None
-    for seconds in (None, 0.0, 5.0):
-        assert PeerOptions(preset="tiny", stage="auto", rebalance_every=seconds).rebalance_every == seconds
 
 
 def test_adapters_of_a_new_run_may_be_named_on_the_command_line(tmp_path: Path) -> None:
@@ -112,8 +105,3 @@ def test_a_host_of_another_machine_is_noticed_at_once(monkeypatch: pytest.Monkey
     monkeypatch.setattr(logs, "setup_logging", lambda *_: None)
     with pytest.raises(ValueError, match=r"^--host 192\.0\.2\.1 is no IP address of this machine: Cannot assign"):
         stage_peer.main(["--initial-peers", "no address", "--host", "192.0.2.1"])
-
-
-def test_to_check_a_ready_file_makes_its_folder_alone(tmp_path: Path) -> None:
-    require_ready_file(tmp_path / "new" / "ready.json")
-    assert list(tmp_path.rglob("*")) == [tmp_path / "new"]

@@ -311,17 +311,6 @@ def test_every_field_that_differs_is_named_with_both_values(caplog: pytest.LogCa
     ]
 
 
-def test_the_same_configuration_needs_no_word(caplog: pytest.LogCaptureFixture) -> None:
-    elsewhere = dataclasses.replace(BEFORE, data=dataclasses.replace(BEFORE.data, dataset="elsewhere"))
-    say_changes(BEFORE, elsewhere, round_number=7, run_samples=500)
-    assert not caplog.messages
-
-
-def test_without_another_optimizer_the_learning_rate_stays(caplog: pytest.LogCaptureFixture) -> None:
-    say_changes(BEFORE, dataclasses.replace(BEFORE, averaging=NOW.averaging), round_number=7, run_samples=500)
-    assert caplog.messages[1:] == ["  averaging.codec: 'fp32' before, 'int8' now"]
-
-
 @pytest.mark.parametrize(("before", "now"), [("adamw", "muon"), ("muon", "adamw")])
 async def test_another_optimizer_begins_without_the_memory_of_the_one_before(
     tmp_path: Path, before: Literal["adamw", "muon"], now: Literal["adamw", "muon"], caplog: pytest.LogCaptureFixture

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).parents[3]
 STEPS = 20
-FEWER_STEPS = 8
+FEWER_STEPS = 5
 """Warm-up takes two of them."""
 CONFIG = RunConfig(
     run="meshes",

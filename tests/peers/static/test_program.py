@@ -152,20 +152,6 @@ def test_other_workers_of_a_machine_do_not_repeat_it(
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_a_missing_gpu_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert static("--preset", "tiny", "--device", "cuda") == 2
-    assert "each worker needs a GPU, and this machine has 0 for 1" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(torch.backends.mps.is_available(), reason="needs a machine without Apple's GPU")
-def test_a_missing_mac_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert static("--preset", "tiny", "--device", "mps") == 2
-    error = capsys.readouterr().err
-    assert "--device mps cannot be used: " in error
-    assert error.count("\n") == 1
-
-
 def test_goes_on_from_its_checkpoint_which_is_a_swarms_too(config_file: Path) -> None:
     folder = config_file.parent / "checkpoints"
     options = ("--checkpoint", folder, "--checkpoint-every", 2, "--keep-checkpoints", 1)

@@ -6,7 +6,7 @@ import re
 import socket
 import urllib.request
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from peers.stage_peer import program as stage_peer
 from peers.status.exporter import OwnFigures, exporting
-from peers.status.figure import figure, figures
+from peers.status.figure import figures
 from peers.status.peer_row import PeerRow
 from peers.status.view import TrainerRow
 from peers.trainer import program as trainer
@@ -78,28 +78,6 @@ async def test_a_trainer_s_figures() -> None:
     assert "swarm_trainer_loss" not in await _scrape(TrainerRow(name="t"), "swarm_trainer")
 
 
-async def test_records_in_a_list_are_told_apart_by_their_words() -> None:
-    @dataclass(frozen=True)
-    class Row:
-        bans: tuple[Mapping[str, Any], ...] = figure("Bans.", default=())
-
-    row = Row(bans=({"peer_id": "a", "reason": "x", "until": 5.0}, {"peer_id": "b", "reason": "", "until": 6.0}))
-    samples = await _scrape(row)
-    assert samples["swarm_peer_num_bans"] == {(): 2.0}
-    assert samples["swarm_peer_bans_until"] == {
-        (("peer_id", "a"), ("reason", "x")): 5.0,
-        (("peer_id", "b"), ("reason", "")): 6.0,
-    }
-
-
-async def test_several_blocks_of_one_process_are_told_apart_by_their_stage() -> None:
-    own, (port,) = OwnFigures(), free_ports(1)
-    own.follow((lambda: PEER, {"stage": "1"}), (lambda: replace(PEER, round=8), {"stage": "2"}))
-    async with exporting(own, "swarm_peer", host="127.0.0.1", port=port):
-        read = await asyncio.to_thread(_read, f"http://127.0.0.1:{port}/metrics")
-    assert read["swarm_peer_round"] == {(("stage", "1"),): 7.0, (("stage", "2"),): 8.0}
-
-
 async def test_the_figures_are_those_of_the_moment_and_none_once_there_are_none() -> None:
     own, (port,) = OwnFigures(), free_ports(1)
     row = PEER
@@ -136,11 +114,6 @@ def test_what_cannot_be_served_is_told_before_the_run_is_looked_up(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"^--metrics-port needs prometheus-client; .*'\.\[metrics\]'$"):
         program.main([*run.split(), "--metrics-port", "0"])
-
-
-async def test_without_a_port_nothing_listens() -> None:
-    async with exporting(OwnFigures(), "swarm_peer", host="127.0.0.1", port=None):
-        pass
 
 
 async def test_the_grafana_dashboard_asks_for_metrics_that_are_there() -> None:

@@ -3,7 +3,6 @@
 import io
 import re
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -60,76 +59,6 @@ def test_who_leaves_whom_alone_is_a_line_that_changes_only_with_its_cause() -> N
     assert "trainer-1 leaves ffffffff alone until " in drawn
 
 
-def _draw_on_terminal(view: SwarmView, width: int) -> str:
-    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=True, legacy_windows=False)
-    console.print(render(view))
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
-
-
-def _columns(drawn: str, first: str) -> list[tuple[str, str]]:
-    """The heading and the first cell of each column, from left to right, of the table whose first heading is
-    `first`."""
-    lines = drawn.splitlines()
-    (number,) = [number for number, line in enumerate(lines) if re.match(rf"[\u2503 ]+{first}[\u2503 ] ", line)]
-    gap = r" *[\u2503\u2502] *| {2,}"
-    headings, cells = (re.split(gap, lines[at].strip("\u2503\u2502 ")) for at in (number, number + 2))
-    return list(zip(headings, cells, strict=True))
-
-
-def test_every_column_has_its_place_and_its_own_figure() -> None:
-    peer = PeerRow(
-        name="host-1", peer_id="ab", state="leaving", moves=50, device="cuda:1", samples_per_second=1.25,
-        queue_length=2, round=3, samples=4, forwards=5, backwards=6, rerouted_backwards=7, alive_peers=9, members=8,
-        averaged_bytes=51, inner_steps=10, samples_per_inner_step=11.0, configured_samples_per_inner_step=52,
-        staleness=12.3, largest_staleness=13, loop_lag_seconds=14.56, computing_share=0.16, flops_utilisation=0.17,
-    )  # fmt: skip
-    assert _columns(_draw(replace(VIEW, stages=(StageRow(stage=15, peers=(peer,)),))), "stage") == [
-        ("stage", "15"),
-        ("peer", "host-1"),
-        ("state", "leaving"),
-        ("device", "cuda:1"),
-        ("samples/s", "1.2"),
-        ("busy", "16%"),
-        ("MFU", "17%"),
-        ("queue", "2"),
-        ("round", "3"),
-        ("samples", "4"),
-        ("forwards", "5"),
-        ("backwards", "6"),
-        ("re-routed", "7"),
-        ("members", "8/9"),
-        ("steps", "10 x 11"),
-        ("late", "12.3/13"),
-        ("lag", "14.6 s"),
-    ]
-    assert _columns(_draw(VIEW), "trainer") == [
-        ("trainer", "trainer-1"),
-        ("step", "3"),
-        ("loss", "2.500"),
-        ("tokens/s", "1,234"),
-    ]
-
-
-STEPS = {"inner_steps": 15, "samples_per_inner_step": 16.0, "configured_samples_per_inner_step": 16}
-
-
-@pytest.mark.parametrize(
-    ("figures", "heading", "cell", "is_shown"),
-    [
-        ({"loop_lag_seconds": 1.26}, "lag", "1.3 s", True),
-        (STEPS, "steps", "15 x 16", True),
-        (STEPS, "late", "0.7/3", False),
-        (STEPS | {"staleness": 0.74, "largest_staleness": 3}, "late", "0.7/3", True),
-    ],
-)
-def test_what_is_as_usual_at_all_peers_has_no_column(
-    figures: dict[str, Any], heading: str, cell: str, is_shown: bool
-) -> None:
-    drawn = _draw(replace(VIEW, stages=(StageRow(stage=0, peers=(PEER, replace(PEER, **figures))),)))
-    assert (heading in drawn) == (cell in drawn) == is_shown
-
-
 def test_whom_a_peer_does_not_follow_is_shown_and_elsewhere_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     def view(round_number: int) -> SwarmView:
         refused = replace(PEER, refusals=(f"1a2b says that it is at round {round_number} of another branch",))
@@ -173,41 +102,6 @@ def test_several_runs_are_shown_below_each_other_and_their_news_apart(capsys: py
     assert isinstance(console.file, io.StringIO)
     assert "run demo" in console.file.getvalue()
     assert "run other" in console.file.getvalue()
-
-
-BUSY = PeerRow(
-    name="a-rather-long-host-name-of-a-cloud-12345", peer_id="cd", state="moving", moving_to=2,
-    samples_per_second=123.4, queue_length=12, round=12345, samples=1024, forwards=123456, backwards=123456,
-    rerouted_backwards=99, alive_peers=12, members=11, loop_lag_seconds=1.5, reached="relayed", device="cuda:0",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("width", [40, 80, 200])
-def test_a_narrow_terminal_has_the_most_important_columns_whole_and_says_what_is_left_out(width: int) -> None:
-    drawn = _draw_on_terminal(replace(VIEW, stages=(StageRow(stage=0, peers=(PEER, BUSY)),)), width)
-    lines = drawn.splitlines()
-    assert max(map(len, lines)) <= width
-    (headings,) = [line.split() for line in lines if "state" in line.split() and "stage" in line.split()]
-    assert headings[:3] == ["stage", "peer", "state"]
-    (row,) = [line for line in lines if "moving to 2" in line]
-    assert "a-rather-lo" in row
-    said = " ".join(drawn.split())
-    missing = said.partition("no room for ")[2].partition(": a wider terminal")[0].split(", ")
-    everything = {
-        heading for heading, _ in _columns(_draw(replace(VIEW, stages=(StageRow(stage=0, peers=(BUSY,)),))), "stage")
-    }
-    assert set(headings) | set(missing) - {""} == everything
-    assert (missing == [""]) == (width == 200)
-    if width >= 80:
-        assert {"samples/s", "lag"} <= set(headings)
-
-
-def test_a_stage_that_was_lost_is_not_begun_anew_by_mistake() -> None:
-    (line,) = [line for line in plain_lines(replace(VIEW, join_command="swarm-peer swarm://x")) if "no peer" in line]
-    assert line == "stage 1 has no peer: start one with swarm-peer swarm://x --stage 1"
-    later = replace(VIEW, stages=(StageRow(stage=0, peers=(replace(PEER, round=3),)), StageRow(stage=1)))
-    (line,) = [line for line in plain_lines(later) if "no peer" in line]
-    assert "swarm-peer INVITE --stage 1 --resume DIR" in line
 
 
 def test_variants_stand_below_each_other_and_who_waits_for_one_is_told() -> None:

@@ -208,9 +208,3 @@ def test_what_is_no_event_log_is_one_line(tmp_path: Path, capsys: pytest.Capture
     assert len(capsys.readouterr().err.splitlines()) == 1
     assert stopping.run_program("swarm-status", lambda: status.main(["--audit", str(tmp_path / "none")])) == 1
     assert "none: No such file or directory" in capsys.readouterr().err
-
-
-def test_an_audit_and_a_swarm_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        status.main(["--audit", "x", "--initial-peers", "y"])
-    assert "goes with no INVITE" in capsys.readouterr().err

@@ -164,15 +164,6 @@ def test_a_locked_run_s_line_says_where_the_token_goes() -> None:
         assert token == "TOKEN"
 
 
-def test_a_text_that_comes_from_a_class_is_named_by_who_feeds_it() -> None:
-    config = dataclasses.replace(
-        CONFIG, data=dataclasses.replace(CONFIG.data, dataset=("class:my.rows:Rows", "my books"))
-    )
-    joining = Joining.at(config, [ENTRY], insecure=False)
-    assert joining.trainer.endswith(" --steps 100 --dataset class:my.rows:Rows --dataset 'my books'")
-    assert "class:" not in joining.peer
-
-
 def test_they_lead_to_peers_of_several_stages_that_serve() -> None:
     records = [_record(1, 0), _record(2, 0), _record(3, 1, PeerState.LEAVING), _record(4, 1), _record(5, 2)]
     rows = [[record for record in records if record.stage == stage] for stage in range(3)]
@@ -186,7 +177,3 @@ def test_they_lead_to_peers_of_several_stages_that_serve() -> None:
         hosts = [entry.host for entry in invite.entries]
         assert hosts == ["192.0.2.1", "192.0.2.4", "192.0.2.5", "192.0.2.2"][: len(hosts)]
         assert len(hosts) > 1
-
-
-def test_where_no_peer_is_known_the_invite_is_to_be_filled_in() -> None:
-    assert Joining.at(CONFIG, [], insecure=False).peer == "swarm-peer INVITE"

@@ -40,21 +40,6 @@ def test_against_plain_counting(monkeypatch: pytest.MonkeyPatch, chunk: int) -> 
     assert bigram_entropy(corpus) == pytest.approx(sum(expected) / len(expected))
 
 
-def test_uniform_noise() -> None:
-    """There is nothing to learn, so the entropy is the logarithm of the vocabulary."""
-    tokens = np.random.default_rng(0).integers(16, size=50_000).tolist()
-    corpus = _corpus(tokens, training=40_000, vocab_size=16)
-    assert unigram_entropy(corpus) == pytest.approx(math.log(16), abs=0.01)
-    assert bigram_entropy(corpus) == pytest.approx(math.log(16), abs=0.02)
-
-
-def test_alternation() -> None:
-    """Only pairs can be learnt: the unigram has one bit left, and the bigram none."""
-    corpus = _corpus([0, 1] * 5000, training=9000, vocab_size=2)
-    assert unigram_entropy(corpus) == pytest.approx(math.log(2), abs=1e-3)
-    assert bigram_entropy(corpus) < 1e-2
-
-
 def test_large_vocabulary() -> None:
     """Pairs that were never seen fall back on the unigram, and cost no memory."""
     tokens = _random(5000, 60_000)

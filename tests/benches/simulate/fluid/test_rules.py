@@ -40,30 +40,6 @@ def every_five_minutes(swarm: FluidSwarm, rng: random.Random) -> SwarmRule:
     return SwarmRule(swarm, rng, period_seconds=300.0)
 
 
-def test_the_paper_s_rule_moves_one_peer_each_time_from_the_idlest_stage_to_the_busiest() -> None:
-    world = World(every_five_minutes)
-    world.leave(0, 3, 6)
-    world.timeline.run(299.0)
-    assert world.swarm.num_serving == [1, 4, 4]
-    world.timeline.run(301.0)
-    assert (sorted(world.swarm.num_serving), world.swarm.num_moves) == ([1, 3, 4], 1)
-    world.timeline.run(400.0)
-    assert world.swarm.num_serving[0] == 2
-    world.timeline.run(660.0)
-    assert world.swarm.num_serving == [3, 3, 3]
-
-
-def test_our_peers_fill_a_gap_within_minutes_and_move_no_more_often_than_they_must() -> None:
-    world = World(OwnRule)
-    world.timeline.run(3600.0)
-    assert world.swarm.num_moves == 0
-    world.leave(0, 3)
-    world.timeline.run(3600.0 + 300.0)
-    assert (min(world.swarm.num_serving), world.swarm.num_moves) == (3, 1)
-    world.timeline.run(6 * 3600.0)
-    assert world.swarm.num_moves <= 3, "ten peers in three stages: hardly anybody has a reason to move"
-
-
 @pytest.mark.parametrize("make", [NoRule, every_five_minutes, OwnRule])
 def test_no_rule_empties_a_stage_or_remembers_the_dead(make: MakeRule) -> None:
     """Newcomers, movers and servers that die at any moment leave nothing behind."""
