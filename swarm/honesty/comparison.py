@@ -32,6 +32,8 @@ LEAST_COSINE = 0.15
 CLEAR_FACTOR, CLEAR_SHARE = 4.0, -0.5
 """No honest contribution is so far out of line: longer than what is in line by this factor, or with less than this
 share of the usual cosine."""
+SUM_DEVIATIONS = 4.0
+"""An owner's sum is in line if what a member's own contribution has in it is within so many standard deviations."""
 REPEATED_COSINE, NEW_COSINE = 0.98, 0.9
 """A contribution repeats an earlier one if its cosine with that is above the first value, and that of most other
 members with their earlier ones is below the second one."""
@@ -42,6 +44,7 @@ LEAST_REMEMBERED = 64
 MOST_REMEMBERED = 256
 """The members of which something is remembered: those that contributed last."""
 _CHUNK = 1 << 16
+_PIECES = 16
 _TO_DEVIATION = 1.4826
 """The standard deviation of a normal distribution, as a multiple of the median distance from its median."""
 
@@ -55,7 +58,8 @@ class Deviation:
         reason: in words that follow "its contribution is out of line: ".
         is_computed: whether the owner found by computing that the member's answer to a microbatch is wrong, or its
             contribution not the sum of its answers' gradients.
-        is_clear: whether honest contributions are never so far out of line.
+        is_clear: whether honest contributions are never so far out of line; of what was computed, whether an honest
+            member never looks so.
     """
 
     peer_id: str
@@ -125,6 +129,27 @@ class Comparison:
             start, stop = max(place.start, self.part.start), min(place.stop, self.part.stop)
             if start < stop:
                 yield name, slice(start - self.part.start, stop - self.part.start)
+
+
+def odd_sums(
+    own_D: torch.Tensor, sum_D: torch.Tensor, parts: Mapping[str, slice], weight: float
+) -> list[Deviation]:  # fmt: skip
+    """The owners whose sums over their parts seem to be without a member's contribution, as that member sees them.
+
+    Its own share of a sum is in the product of the two. What the others gave adds to that, or is as noise, and how much
+    follows from pieces of the part. Where others are so many that their noise hides the share, nothing is odd.
+    """
+    found = []
+    for owner, part in parts.items():
+        own_P = own_D[part]
+        pieces = zip(own_P.chunk(_PIECES), sum_D[part].chunk(_PIECES), strict=True)
+        products = [float(own_E @ sum_E) for own_E, sum_E in pieces]
+        noise = len(products) ** 0.5 * float(np.std(products))
+        least = weight * float(own_P @ own_P) / 2
+        if len(own_P) >= LEAST_ELEMENTS and sum(products) + SUM_DEVIATIONS * noise < least:
+            reason = "the sum that it made of its part is not that of the contributions"
+            found.append(Deviation(peer_id=owner, reason=reason))
+    return found
 
 
 def layers_of(places: Iterable[tuple[str, slice]]) -> list[tuple[str, slice]]:

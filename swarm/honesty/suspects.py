@@ -3,7 +3,8 @@ named as a liar.
 
 Each owner tells every member which contributions it found out of line in its part, together with the part's sum. One
 round proves little: the gradient of odd text is as far from the others as a lie (docs/security.md has figures). Only
-what no honest contribution is, by the word of most other owners, is left out at once, and nobody is named for it. Else
+what no honest contribution is, by the word of most other owners, is left out at once, and nobody is named for it. What
+most have found by computing is left out at once as well, and its member named. Else
 a member is left out once it was out of line in most of the last rounds, at one place of the vector or by the word of
 many owners, and if most owners have said so by then. They need not all find it in the same round, because a lie may be
 in one layer only: as long as somebody is in doubt, parts change hands from round to round, so that other owners see
@@ -99,9 +100,8 @@ class Suspects:
     """What was said in the last rounds, by accused member and round."""
     _alone: dict[tuple[str, str], _Alone] = field(default_factory=dict, init=False)
     """By owner and accused member."""
-    _computed: dict[str, dict[str, tuple[int, str]]] = field(default_factory=dict, init=False)
-    """By accused member and owner, the last round in which the owner said that it had found it by computing, and what.
-    """
+    _computed: dict[str, dict[str, dict[int, Deviation]]] = field(default_factory=dict, init=False)
+    """By accused member, owner and round, what the owner said that it had found by computing."""
     _left_out: dict[str, int] = field(default_factory=dict, init=False)
     """The last round of which each member was left out."""
     _named: dict[str, Named] = field(default_factory=dict, init=False)
@@ -150,7 +150,7 @@ class Suspects:
         """The members in the order in which they own parts: that of their ids, and while somebody is in doubt another
         one in each round."""
         ordered = sorted(peer_ids)
-        shift = round_number % len(ordered) if self._words else 0
+        shift = round_number % len(ordered) if self._words or self._computed else 0
         return ordered[shift:] + ordered[:shift]
 
     def judge(
@@ -163,12 +163,14 @@ class Suspects:
             said: by owner, also of those that say nothing of anybody.
             parts: the part of the vector of which each member of the exchange speaks, in the order of the parts.
         """
-        self._forget(round_number)
+        self._forget(round_number, len(parts))
         for owner, deviations in said.items():
             for each in deviations if owner not in self._false_accusers else ():
                 if each.is_computed:
                     if each.peer_id in parts:
-                        self._computed.setdefault(each.peer_id, {})[owner] = round_number, each.reason
+                        rounds_of = self._computed.setdefault(each.peer_id, {}).setdefault(owner, {})
+                        if round_number not in rounds_of or each.is_clear:
+                            rounds_of[round_number] = each
                 elif not each.peer_id:
                     self._note_undecided(each.reason, round_number, len(parts))
                 elif each.peer_id in parts and each.peer_id != owner and owner in parts:
@@ -195,16 +197,23 @@ class Suspects:
         self, peer: str, round_number: int, said: Mapping[str, Sequence[Deviation]]
     ) -> Deviation | None:
         """Leave a member out, and name it at once, if most others have found by computing that it answers or
-        contributes wrongly: that does not happen by chance."""
+        contributes wrongly: that does not happen by chance. A peer that starts again may contradict itself in one
+        round. So who has only contradicted itself is named once most have found it even without that round."""
         others = said.keys() - {peer} - self._false_accusers
-        reasons = {
-            owner: reason for owner, (_, reason) in sorted(self._computed.get(peer, {}).items()) if owner in others
-        }
-        if len(reasons) < FEW_ACCUSERS or 2 * len(reasons) <= len(others):
+        found = {owner: rounds for owner, rounds in sorted(self._computed.get(peer, {}).items()) if owner in others}
+        if len(found) < FEW_ACCUSERS or 2 * len(found) <= len(others):
             return None
-        why = f"{len(reasons)} of {len(others)} others have found it by computing: {min(reasons.values())}"
+        reason = min(each.reason for rounds in found.values() for each in rounds.values())
+        why = f"{len(found)} of {len(others)} others have found it by computing: {reason}"
         self._left_out[peer] = round_number
-        by = ", ".join(accuser[:8] for accuser in sorted(reasons)[:MOST_SHOWN])
+        num_sure = min(
+            sum(any(each.is_clear or number != odd for number, each in rounds.items()) for rounds in found.values())
+            for odd in {number for rounds in found.values() for number in rounds}
+        )  # fmt: skip
+        if 2 * num_sure <= len(others):
+            logger.warning("the contribution of %s to round %d is left out: %s", peer, round_number, why)
+            return Deviation(peer_id=peer, reason=why, is_computed=True)
+        by = ", ".join(accuser[:8] for accuser in sorted(found)[:MOST_SHOWN])
         self._name(
             peer,
             Named(
@@ -281,14 +290,20 @@ class Suspects:
             named = named._replace(accuses_falsely=True)
         self._named[peer] = named
 
-    def _forget(self, round_number: int) -> None:
+    def _forget(self, round_number: int, num_members: int) -> None:
         for rounds in self._words.values():
             for number in [number for number in rounds if number <= round_number - ROUNDS]:
                 del rounds[number]
-        for owners in self._computed.values():
-            for owner in [owner for owner, (number, _) in owners.items() if number <= round_number - ROUNDS]:
-                del owners[owner]
-        self._computed = {peer: owners for peer, owners in self._computed.items() if owners}
+        # What is wrong at one place each owner finds in its turn, as parts change hands.
+        oldest = round_number - max(ROUNDS, num_members)
+        self._computed = {
+            peer: kept
+            for peer, owners in self._computed.items()
+            if (kept := {
+                owner: now for owner, rounds in owners.items()
+                if (now := {number: each for number, each in rounds.items() if number > oldest})
+            })
+        }  # fmt: skip
         self._drop_empty()
         # An owner that has nothing more against a member begins anew.
         self._alone = {key: places for key, places in self._alone.items() if key[1] in self._words}

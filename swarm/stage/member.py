@@ -110,8 +110,14 @@ class StageMember:
         if (sketch := self._weights.sketch) is None:
             return None
         found = {index: self._stage.ledger.find(index) for index in committed}
+        signed = self._stage.context.records.witnessed.of(sketch)
         own = {index: entry.computation.sketch for index, entry in found.items() if entry and entry.computation}
-        return Sketched(sketch=sketch, own=own, signed=self._stage.context.records.witnessed.of(sketch))
+        own |= {index: each for index, each in signed.get("", {}).items() if index in own}
+        config = self._stage.context.config
+        return Sketched(
+            sketch=sketch, own=own, signed=signed, samples_each=config.data.microbatch_size,
+            microbatches=config.microbatches_of(self._stage.round, self._stage.block),
+        )  # fmt: skip
 
     def _close(self, committed: frozenset[int], sketched: Sketched | None) -> Contribution:
         """Close the round, on the compute thread. So the event log has the closing right after the round's last

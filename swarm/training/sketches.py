@@ -16,7 +16,7 @@ Shapes: N buckets, R rows of all parameters, C columns of the widest, K microbat
 import json
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Self
@@ -27,11 +27,15 @@ from blake3 import blake3
 
 from swarm.credentials import certificates
 from swarm.errors import IntegrityError
+from swarm.training.samples import Amount
 from swarm.training.tally import Sign
 
 NUM_BUCKETS = 128
 MOST_SKETCHED = 4096
 """A round of more microbatches is not sketched: what members state would be too much for one message."""
+RESTATED_TOLERANCE = 0.02
+"""The largest difference of two sketches of one microbatch, as a share of the larger norm, by one peer. Whatever is
+allowed here a liar may use for each of its microbatches, always in the same direction."""
 SIGNED_TOLERANCE = 0.1
 """The largest difference of two sketches of one microbatch, as a share of the larger norm, that kinds of hardware make.
 """
@@ -220,11 +224,15 @@ class Sketched:
     Attributes:
         own: of its own microbatches.
         signed: what others have signed, by their ids.
+        microbatches: those of the round.
+        samples_each: the samples of each of them.
     """
 
     sketch: Sketch
     own: Sketches
     signed: Mapping[str, Sketches]
+    microbatches: Collection[int]
+    samples_each: int
 
     def stated(self, part: slice) -> Stated:
         """What is stated to the owner of a part."""
@@ -234,13 +242,25 @@ class Sketched:
     def _own_KN(self) -> torch.Tensor:
         return torch.stack([self.own[microbatch] for microbatch in sorted(self.own)])
 
+    def contradiction(self, peer_id: str, part: slice, stated: Stated) -> str:
+        """What a member states otherwise than it has signed, in words; empty if nothing is known. So it looks as well
+        if a peer starts again in the middle of a round, and then gets other inputs than before, once."""
+        buckets, signed = self.sketch.buckets(part), self.signed.get(peer_id, {})
+        for microbatch, stated_N in zip(stated.microbatches, self._read(stated, buckets), strict=False):
+            if microbatch in signed:
+                share = share_of_difference(stated_N, signed[microbatch][buckets])
+                if not share <= RESTATED_TOLERANCE:
+                    return f"its gradient of microbatch {microbatch} is another one than it has signed"
+        return ""
+
     def fault(
-        self, peer_id: str, part_P: torch.Tensor, part: slice, stated: Stated, num_targets: int, tolerance: float
+        self, peer_id: str, part_P: torch.Tensor, part: slice, stated: Stated, amount: Amount, tolerance: float
     ) -> str:
         """What is wrong with a member's contribution to a part, in words; empty if nothing is known to be.
 
         Args:
             part_P: the mean over its targets.
+            amount: what it counts.
             tolerance: the largest error that the codec makes, as a share of the norm.
         """
         buckets, signed = self.sketch.buckets(part), self.signed.get(peer_id, {})
@@ -251,16 +271,19 @@ class Sketched:
             return "it does not say of which of its answers its contribution is the sum"
         if len(stated.sketches) != 4 * num_buckets * len(stated.microbatches):
             return "it states sketches of another size"
-        stated_KN = _unpacked(stated.sketches).view(-1, num_buckets)
-        for microbatch, stated_N in zip(stated.microbatches, stated_KN, strict=True):
-            if microbatch in signed:
-                share = share_of_difference(stated_N, signed[microbatch][buckets])
-                if not share <= SIGNED_TOLERANCE:
-                    return f"its gradient of microbatch {microbatch} is another one than it has signed"
+        num_of_round = len({*stated.microbatches}.intersection(self.microbatches))
+        if not num_of_round * self.samples_each == len(stated.microbatches) * self.samples_each == amount.samples:
+            return "it states the gradients of other microbatches than it counts"
         made_N, norm = self.sketch.of_part(part_P, part)
-        sum_N, num_targets = stated_KN.double().sum(0), max(1, num_targets)
+        sum_N, num_targets = self._read(stated, buckets).double().sum(0), max(1, amount.targets)
         difference, longest = float((made_N * num_targets - sum_N).norm()), max(norm * num_targets, float(sum_N.norm()))
         lost = LEAST_ELEMENT * num_targets * self.sketch.num_elements(buckets) ** 0.5
         if not (difference <= tolerance * longest + lost and math.isfinite(difference)):
             return f"its contribution differs by {difference / longest:.0%} from the sum of its answers' gradients"
         return ""
+
+    def _read(self, stated: Stated, buckets: slice) -> torch.Tensor:
+        """The sketches that are stated, (K, N); none if they have another size."""
+        num_buckets = buckets.stop - buckets.start
+        is_whole = len(stated.sketches) == 4 * num_buckets * len(stated.microbatches)
+        return _unpacked(stated.sketches if is_whole else b"").view(-1, max(1, num_buckets))

@@ -5,12 +5,15 @@ import hashlib
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
 from swarm.averaging.wire.transport import Payload
+from swarm.compression.buffers import Buffer
+from swarm.compression.codec import Codec
 from swarm.events import OutOfLine
 from swarm.honesty.comparison import Deviation
 from swarm.honesty.suspects import LEFT_OUT_AFTER, NAMED_AFTER
@@ -230,6 +233,40 @@ async def test_an_owner_that_accuses_falsely_gets_nobody_left_out_and_is_named(n
         assert all(len(result.members) == 6 for result in stage(network, 0).results)
         accusers = [peer_id(number) for number in range(1, 1 + num_accusers)]
         assert [line.split()[0] for line in lines(network, 0)] == accusers
+
+
+class LyingCodec:
+    """Encodes something else than it is given."""
+
+    def __init__(self, codec: Codec, lie: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._codec, self._lie = codec, lie
+
+    def encode(self, vector_N: torch.Tensor) -> Buffer:
+        return self._codec.encode(self._lie(vector_N))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._codec, name)
+
+
+SUMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "flipped": torch.neg,
+    "zeros": torch.zeros_like,
+    "others": lambda true: true.roll(1000),
+}
+
+
+@pytest.mark.parametrize("sums", SUMS)
+@in_virtual_time
+async def test_an_owner_that_makes_up_the_sum_of_its_part_is_named(sums: str) -> None:
+    async with group("synchronous", 6) as network:
+        stage(network, LIAR).lie = lambda tensors: tensors  # What it contributes is true.
+        exchanges = network.peers[peer_id(LIAR)].averager.own_round.exchanges
+        exchanges.result_codec = cast("Codec", LyingCodec(exchanges.result_codec, SUMS[sums]))
+        for _ in range(NAMED_AFTER + 1):
+            await commit(network)
+        assert [line.split()[0] for line in lines(network, 0)] == [peer_id(LIAR)]
+        assert "the sum that it made of its part" in lines(network, 0)[0]
+        assert len(stage(network, 0).results[-1].members) == 5
 
 
 def _accuse(network: Network, accuser: int, accused: str) -> None:

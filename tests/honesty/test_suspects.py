@@ -235,13 +235,13 @@ def test_those_that_differ_among_few_are_in_nobody_s_complaints() -> None:
     assert suspects.complaints("a") == Complaints()
 
 
-def computed(suspects: Suspects, accusers: str, *, members: str = "abcdef") -> list[str]:
+def computed(
+    suspects: Suspects, accusers: str, number: int = 1, *, members: str = "abcdef", is_clear: bool = True
+) -> list[str]:
     """Let members say that they have computed an answer of "f" again and found it wrong."""
-    words = {
-        member: [Deviation(peer_id="f", reason="it differs", is_computed=True)] * 2 if member in accusers else []
-        for member in members
-    }
-    return [each.peer_id for each in suspects.judge(1, words, parts_of([*members]))]
+    found = Deviation(peer_id="f", reason="it differs", is_computed=True, is_clear=is_clear)
+    words = {member: [found] * 2 if member in accusers else [] for member in members}
+    return [each.peer_id for each in suspects.judge(number, words, parts_of(suspects.in_order([*members], number)))]
 
 
 def test_what_most_others_have_computed_again_is_no_chance() -> None:
@@ -262,3 +262,24 @@ def test_few_who_say_so_may_be_wrong_themselves(members: str, accusers: str) -> 
 
 def test_among_three_both_others_have_to_say_so() -> None:
     assert computed(Suspects(), "ab", members="abf") == ["f"]
+
+
+@pytest.mark.parametrize("num_members", [6, 20])
+def test_what_is_wrong_at_one_place_each_owner_finds_in_its_turn(num_members: int) -> None:
+    suspects, members = Suspects(), "abcdefghijklmnopqrst"[:num_members]
+    for number in range(num_members):
+        if suspects.is_named("f"):
+            break
+        computed(suspects, suspects.in_order([*members], number)[0], number, members=members)
+    assert suspects.is_named("f")
+
+
+def test_who_contradicts_itself_in_one_round_is_left_out_and_not_named() -> None:
+    suspects = Suspects()
+    assert computed(suspects, "abc", 1, is_clear=False) == ["f"]
+    assert suspects.lines == []
+    # One that says so once more is not enough.
+    assert computed(suspects, "a", 2, is_clear=False) == ["f"]
+    assert suspects.lines == []
+    assert computed(suspects, "abd", 3, is_clear=False) == ["f"]
+    assert suspects.is_named("f")

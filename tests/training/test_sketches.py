@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from swarm.credentials import identity
+from swarm.training.samples import Amount
 from swarm.training.sketches import NUM_BUCKETS, Sketch, Sketched, Stated, Statement, Witnessed
 
 SHAPES = {"head.weight": (300, 48), "layers.0.a": (64, 96), "layers.0.b": (96,), "norm": (48,), "conv": (8, 3, 5)}
@@ -106,14 +107,20 @@ def test_what_was_signed_in_another_round_is_forgotten() -> None:
 
 # -- what is contributed -----------------------------------------------------------------------------------------------
 
-MICROBATCHES, TARGETS = [4, 5, 9], 32
+MICROBATCHES, SAMPLES, TARGETS = [4, 5, 9], 2, 32
 PART = slice(3000, 15000)
 GRADIENTS = {index: gradient(index) for index in MICROBATCHES}
 OWN = {index: SKETCH.of(each) for index, each in GRADIENTS.items()}
 
 
 def sketched(signed: Mapping[int, torch.Tensor] | None = None) -> Sketched:
-    return Sketched(sketch=SKETCH, own=OWN, signed={"ann": signed or {}})
+    return stating(OWN, signed or {})
+
+
+def stating(own: Mapping[int, torch.Tensor], signed: Mapping[int, torch.Tensor] | None = None) -> Sketched:
+    return Sketched(
+        sketch=SKETCH, own=own, signed={"ann": signed or {}}, microbatches=range(4, 12), samples_each=SAMPLES
+    )  # fmt: skip
 
 
 def contribution(change: Callable[[torch.Tensor], torch.Tensor] = lambda mean: mean) -> torch.Tensor:
@@ -124,19 +131,20 @@ def contribution(change: Callable[[torch.Tensor], torch.Tensor] = lambda mean: m
 
 
 def fault(owner: Sketched, part_P: torch.Tensor, stated: Stated, tolerance: float = 0.02) -> str:
-    return owner.fault("ann", part_P, PART, stated, TARGETS, tolerance)
+    amount = Amount(SAMPLES * len(MICROBATCHES), TARGETS)
+    return owner.fault("ann", part_P, PART, stated, amount, tolerance) or owner.contradiction("ann", PART, stated)
 
 
 def test_a_contribution_that_is_the_sum_of_its_answers_has_no_fault() -> None:
     told = sketched().stated(PART)
     assert fault(sketched(), contribution(), told) == ""
     assert fault(sketched(OWN), contribution(), told) == ""
-    assert fault(sketched({4: 1.02 * OWN[4], 7: OWN[5]}), contribution(), told) == "", (
+    assert fault(sketched({4: 1.01 * OWN[4], 7: OWN[5]}), contribution(), told) == "", (
         "rounding, and one that was dropped"
     )
     assert fault(sketched(), contribution(lambda mean: mean.bfloat16().float()), told, 0.05) == ""
     # A tiny gradient may be lost in float16.
-    tiny = Sketched(sketch=SKETCH, own={index: 1e-7 * each for index, each in OWN.items()}, signed={})
+    tiny = stating({index: 1e-7 * each for index, each in OWN.items()})
     assert fault(tiny, torch.zeros(PART.stop - PART.start), tiny.stated(PART)) == ""
 
 
@@ -152,7 +160,7 @@ def test_a_contribution_that_is_something_else_is_found(change: Callable[[torch.
 
 
 def test_sketches_that_are_stated_to_fit_are_others_than_were_signed() -> None:
-    forged = Sketched(sketch=SKETCH, own={index: -each for index, each in OWN.items()}, signed={}).stated(PART)
+    forged = stating({index: -each for index, each in OWN.items()}).stated(PART)
     assert fault(sketched(), contribution(torch.neg), forged) == ""
     why = "its gradient of microbatch 5 is another one than it has signed"
     assert fault(sketched({5: OWN[5]}), contribution(torch.neg), forged) == why
@@ -164,7 +172,15 @@ def test_nothing_is_asked_of_those_that_sign_nothing() -> None:
     why = "it does not say of which of its answers its contribution is the sum"
     assert fault(sketched(OWN), contribution(), Stated()) == why
     nowhere = slice(100, 101)
-    assert sketched(OWN).fault("ann", torch.zeros(1), nowhere, Stated(), TARGETS, 0.02) == ""
+    assert sketched(OWN).fault("ann", torch.zeros(1), nowhere, Stated(), Amount(), 0.02) == ""
+
+
+@pytest.mark.parametrize("microbatches", [[4], [4, 5], [4, 5, 12], [4, 5, 5], [3, 4, 5, 9]])
+def test_other_microbatches_than_are_counted_are_a_fault(microbatches: list[int]) -> None:
+    """Of these a liar could state whatever makes the sum right."""
+    (_, sketches), num_bytes = sketched().stated(PART), len(sketched().stated(PART).sketches) // len(MICROBATCHES)
+    told = Stated(microbatches, (sketches + sketches)[: num_bytes * len(microbatches)])
+    assert fault(sketched(), contribution(), told) == "it states the gradients of other microbatches than it counts"
 
 
 @pytest.mark.parametrize("data", [b"", b"abc", b"\0" * 4])

@@ -6,8 +6,9 @@ Shapes: D elements of the vector.
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -21,10 +22,11 @@ from swarm.compression.codec import contribution_codec, result_codec
 from swarm.compression.feedback import ErrorFeedback, Owed, Residual
 from swarm.config import AveragingConfig
 from swarm.events import Events, OutOfLine
-from swarm.honesty.comparison import Comparison, Deviation, Memory, layers_of
+from swarm.honesty.comparison import Comparison, Deviation, Memory, layers_of, odd_sums
 from swarm.honesty.suspects import Suspects
 from swarm.machine.memory import Recycler
 from swarm.training.round_member import Contribution
+from swarm.training.samples import Amount
 from swarm.training.scaling import squared_norm_of_vector
 from swarm.training.sketches import NOTHING_STATED, Sketched, Stated
 from swarm.training.tally import Given
@@ -119,6 +121,8 @@ class Exchanges:
         self._disproved = disproved
         self._memories: dict[int, Memory] = {}
         """What this member remembers of others' contributions to each fragment."""
+        self._odd_sums: Sequence[Deviation] = ()
+        """What this member says of the sums that others made the last time."""
         self._last: Closed | None = None
         self._memory = Recycler()
 
@@ -206,20 +210,32 @@ class Exchanges:
         if self._gathers(shares):  # Then each member compares all, and no words travel.
             return lambda parts, stated: comparison.deviations(parts)
         found = self._disproved().items()
-        told = tuple(Deviation(peer_id=peer, reason=reason, is_computed=True) for peer, reason in found)
+        told = tuple(Deviation(peer_id=peer, reason=why, is_computed=True, is_clear=True) for peer, why in found)
         sketched, part, tolerance = self._sketched(closed), comparison.part, SKETCH_TOLERANCES.get(self.codec.name, 0.0)
 
-        def fault(peer: str, part_P: torch.Tensor, stated: Stated) -> str:
-            num_targets = shares.of(peer).counts.num_targets
-            return "" if sketched is None else sketched.fault(peer, part_P, part, stated, num_targets, tolerance)
+        def faults(peer: str, part_P: torch.Tensor, stated: Stated) -> Iterator[Deviation]:
+            if sketched is not None and peer != self._own_id:
+                counts = shares.of(peer).counts
+                amount = Amount(counts.num_samples, counts.num_targets)
+                if why := sketched.fault(peer, part_P, part, stated, amount, tolerance):
+                    yield Deviation(peer_id=peer, reason=why, is_computed=True, is_clear=True)
+                elif why := sketched.contradiction(peer, part, stated):
+                    yield Deviation(peer_id=peer, reason=why, is_computed=True)
 
         def compare(parts: Mapping[str, torch.Tensor], stated: Mapping[str, Stated]) -> Sequence[Deviation]:
-            others = {peer: part_P for peer, part_P in parts.items() if peer != self._own_id}
-            faults = {peer: fault(peer, part_P, stated.get(peer, NOTHING_STATED)) for peer, part_P in others.items()}
-            computed = (Deviation(peer_id=peer, reason=why, is_computed=True) for peer, why in faults.items() if why)
-            return (*comparison.deviations(parts), *told, *computed)
+            each = (faults(peer, part_P, stated.get(peer, NOTHING_STATED)) for peer, part_P in parts.items())
+            return (*self._odd_sums, *comparison.deviations(parts), *told, *chain.from_iterable(each))
 
         return compare
+
+    def _compare_sums(self, closed: Closed, shares: Shares, average: Average) -> Sequence[Deviation]:
+        """The owners whose last sums seem to be without what this member gave. It says so in the next exchanges."""
+        own, parts = shares.of(self._own_id), {s.peer_id: p for s, p in zip(shares.members, shares.parts, strict=True)}
+        before = [each for each in self._odd_sums if each.peer_id not in parts]
+        if closed is not self._last or self.codec.name not in SKETCH_TOLERANCES or not own.contributes:
+            return before
+        found = odd_sums(closed.vector_D, average.vector_D, parts, own.weight)
+        return [*before, *(each for each in found if each.peer_id != self._own_id)]
 
     def _sketched(self, closed: Closed) -> Sketched | None:
         """What ties a contribution to answers; None if that is not known, or the codec drops too much."""
@@ -259,6 +275,7 @@ class Exchanges:
             average = await gather(vector_D, side, terms)
         else:
             average = await butterfly(vector_D, side, terms, self._memory)
+            self._odd_sums = await asyncio.to_thread(self._compare_sums, closed, shares, average)
         if (rate := average.upload_bytes_per_second) > 0:
             self.bytes_per_second += (SMOOTHING if self.bytes_per_second else 1.0) * (rate - self.bytes_per_second)
         if elsewhere:
