@@ -40,9 +40,16 @@ MOST_SIGNED = 256
 """The most statements that wait to be passed on. Further ones are let go."""
 MOST_ASKED = 7
 """How many peers are asked about one answer at most."""
+SIGNING_PROTOCOL = 13
+"""Peers that speak it sign their answers."""
 LEAST_WRONG = 2
 """So many peers have to find an answer wrong, or not to get it shown, before a peer is at fault. One may be wrong
 itself."""
+FORGOTTEN_AFTER = 16
+"""That something was not shown is forgotten after so many right answers at most: who lies now and then would hide that
+alone."""
+MOST_UNSIGNED, UNSIGNED_SHARE = 8, 0.125
+"""A peer may leave so many answers unsigned while others sign theirs, and beside them this share of what it signs."""
 
 LOSS = "loss"
 """The loss that a peer answers, as a tensor: it is shown and compared like the others."""
@@ -63,10 +70,20 @@ class _Drawn:
 
 @dataclass(eq=False)
 class _Standing:
-    """What is known of one peer's answers: how many were found right, and the peers that were not shown one since."""
+    """What is known of one peer's answers.
+
+    Attributes:
+        num_right: how many were found right.
+        not_shown_to: the peers that were not shown one lately.
+        num_since: how many came since one was not shown.
+        num_unsigned: how many it left unsigned while others signed theirs.
+    """
 
     num_right: int = 0
     not_shown_to: set[PeerId] = field(default_factory=set)
+    num_since: int = 0
+    num_signed: int = 0
+    num_unsigned: int = 0
 
 
 class SpotChecks:
@@ -90,12 +107,17 @@ class SpotChecks:
         """Further ones are let go: a check must not wait until the round is over, or keep many tensors."""
         self._signed: asyncio.Queue[tuple[PeerId, pb.Statement]] = asyncio.Queue(maxsize=MOST_SIGNED)
         self._standings: defaultdict[PeerId, _Standing] = defaultdict(_Standing)
+        self._last_signer: PeerId | None = None
+        """The peer of the last answer, if that was signed."""
 
     def acknowledged(
         self, microbatch: Microbatch, tensors: Tensors, reply: HopReply, statement: pb.Statement | None
     ) -> None:
         """Draw whether an answer that counts is checked, and let another peer witness what the peer has signed."""
         peer = reply.route[self._block]
+        self._standings[peer].num_since += 1
+        if not microbatch.is_replay:
+            self._note_signed(peer, microbatch, is_signed=statement is not None)
         if statement is not None and not self._signed.full():
             self._signed.put_nowait((peer, statement))
         if microbatch.is_replay or self._drawn.full():
@@ -110,6 +132,20 @@ class SpotChecks:
                     tensors={**tensors, **reply.tensors, LOSS: loss_tensor(reply.loss)},
                 )
             )  # fmt: skip
+
+    def _note_signed(self, peer: PeerId, microbatch: Microbatch, *, is_signed: bool) -> None:
+        """Leave a peer alone that leaves its answers unsigned, while others sign theirs: of these it could contribute
+        whatever it likes."""
+        standing, others_sign = self._standings[peer], self._last_signer not in (None, peer)
+        self._last_signer = peer if is_signed else None
+        standing.num_signed += is_signed
+        if is_signed or not others_sign or not self._others(peer):
+            return
+        record = self._router.record(self._block, peer)
+        standing.num_unsigned += record is not None and record.protocol_version >= SIGNING_PROTOCOL
+        if standing.num_unsigned > MOST_UNSIGNED + UNSIGNED_SHARE * standing.num_signed:
+            self._distrust(peer, microbatch, f"it has left {standing.num_unsigned} answers unsigned")
+            standing.num_unsigned = 0
 
     async def run(self) -> None:
         """Make the checks that are drawn, and pass statements on, until this is cancelled."""
@@ -156,24 +192,29 @@ class SpotChecks:
                 right.append(other)
                 if not wrong:
                     standing.num_right += 1
-                    standing.not_shown_to.clear()
+                    if standing.num_right % FORGOTTEN_AFTER == 0:
+                        standing.not_shown_to.clear()
                     return
             elif reply.verdict == _Reply.VERDICT_NOT_SHOWN and not wrong:
+                # One that has died shows nothing either, and answers nothing more.
+                is_alive, standing.num_since = standing.num_since > 0, 0
                 standing.not_shown_to.add(other)
-                if len(standing.not_shown_to) >= LEAST_WRONG:
-                    self._distrust(drawn, f"it does not show others what it computed: {printable(reply.reason)}")
+                if len(standing.not_shown_to) >= LEAST_WRONG and is_alive:
+                    reason = f"it does not show others what it computed: {printable(reply.reason)}"
+                    self._distrust(drawn.peer, microbatch, reason)
                 return
         if len(wrong) >= LEAST_WRONG and len(wrong) > len(right):
-            self._distrust(drawn, f"it computes wrongly, say {len(wrong)} others: {next(iter(wrong.values()))}")
+            reason = f"it computes wrongly, say {len(wrong)} others: {next(iter(wrong.values()))}"
+            self._distrust(drawn.peer, microbatch, reason)
         elif wrong:
             self._note_doubt(drawn, wrong, right)
 
-    def _distrust(self, drawn: _Drawn, reason: str) -> None:
+    def _distrust(self, peer: PeerId, microbatch: Microbatch, reason: str) -> None:
         logger.warning(
             "%s gets no more microbatches of stage %s from this process; of microbatch %d, %s",
-            self._name(drawn.peer), self._block, drawn.microbatch.index, reason,
+            self._name(peer), self._block, microbatch.index, reason,
         )  # fmt: skip
-        self._router.distrust(drawn.peer, reason[:LONGEST_REASON])
+        self._router.distrust(peer, reason[:LONGEST_REASON])
 
     def _note_doubt(self, drawn: _Drawn, wrong: Mapping[PeerId, str], right: list[PeerId]) -> None:
         accuser, reason = next(iter(wrong.items()))

@@ -15,7 +15,7 @@ from contextlib import suppress
 
 import torch
 
-from swarm.errors import MalformedMessage, Overloaded, PeerUnavailable, RoundMismatch, SwarmError
+from swarm.errors import MalformedMessage, NotReady, Overloaded, PeerUnavailable, RoundMismatch, SwarmError
 from swarm.events import Checked
 from swarm.hop.spot_checks import LOSS, MOST_SIGNED, digests_of
 from swarm.rpc.ask import Stream, address_of
@@ -30,7 +30,7 @@ from swarm.stage.computation import OUTPUT, OUTPUT_GRADIENT, Computation
 from swarm.stage.ledger import EntryState
 from swarm.stage.runtime import Priority
 from swarm.stage.stage import Stage
-from swarm.training.sketches import SIGNED_TOLERANCE, Sketch, Statement, share_of_difference
+from swarm.training.sketches import RESTATED_TOLERANCE, SIGNED_TOLERANCE, Sketch, Statement, share_of_difference
 from swarm.training.tally import Sign
 from swarm.types import Block, PeerRecord
 
@@ -78,7 +78,7 @@ class SpotCheck:
         """Whether a microbatch may count here that this peer has signed before in this round. If a sender lied then,
         its gradient is another one now, and others would take this peer for the liar."""
         signed_N, sketch_N = self._own.get(computation.microbatch.index), computation.sketch
-        return signed_N is None or not sketch_N.numel() or share_of_difference(signed_N, sketch_N) <= SIGNED_TOLERANCE
+        return signed_N is None or not sketch_N.numel() or share_of_difference(signed_N, sketch_N) <= RESTATED_TOLERANCE
 
     def state(self, computation: Computation) -> pb.Statement | None:
         """Sign that a microbatch counts here, with its sketch; None if it does not, or nothing is sketched."""
@@ -192,7 +192,8 @@ class SpotCheck:
         inner = {} if self._backend.is_last else {OUTPUT: spec, OUTPUT_GRADIENT: spec}
         try:
             tensors, _ = await self._ask(request, self._stage.block, request.checked_id, {**outer, **inner})
-        except (RoundMismatch, MalformedMessage, Overloaded) as error:
+        except (RoundMismatch, MalformedMessage, Overloaded, PeerUnavailable) as error:
+            # Whether it has just died the sender sees: then it answers nothing more.
             if isinstance(error, RoundMismatch) and self._stage.round > request.round:
                 raise
             raise _NotShown(f"it shows nothing: {error}") from None
@@ -218,7 +219,7 @@ class SpotCheck:
         """The tensors that a peer shows, and the digests of all that it has; without `specs` only the latter."""
         record = next((each for each in self._peers(block) if each.peer_id == peer_id), None)
         if record is None or self._channels is None:
-            raise PeerUnavailable(f"this peer does not know {peer_id} of stage {block}")
+            raise NotReady(f"this peer does not know {peer_id} of stage {block}")
         wanted = pb.ShowRequest(
             address=address_of(self._config.run_id, block), microbatch=request.microbatch, round=request.round,
             tensors=bool(specs),

@@ -1,14 +1,26 @@
-"""A member whose answers others have computed again is left out of rounds and named, in a whole swarm."""
+"""A member whose answers others have computed again is left out of rounds and named, in a whole swarm; and one that
+leaves its answers unsigned gets no more work."""
 
 import dataclasses
+import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
 
 from swarm.audit.audit import audit
 from swarm.audit.history import read
 from swarm.events import Checked, OutOfLine, Start
+from swarm.hop.answers import HopReply
+from swarm.hop.spot_checks import SIGNING_PROTOCOL, SpotChecks
+from swarm.machine.clock import SystemClock
+from swarm.routing.router import Router
+from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.staging import Download
+from swarm.training.samples import Microbatch
+from swarm.types import Block, PeerId, PeerRecord, PeerState
 from tests.support.chain import SYNCHRONOUS
 from tests.support.whole_swarm import WholePeer, whole_swarm
 
@@ -57,3 +69,45 @@ async def test_a_liar_is_left_out_and_named_at_once(tmp_path: Path) -> None:
     report = audit(swarm.logs)
     assert report.findings.violations == []
     assert report.lost_share == 0.0
+
+
+# -- answers that are left unsigned ------------------------------------------------------------------------------------
+
+BLOCK, HONEST, OTHER = Block(1), PeerId("a" * 40), PeerId("b" * 40)
+
+
+@pytest.mark.parametrize(
+    ("honest_signs", "unsigned_every", "protocol", "is_found"),
+    [
+        (True, 1, SIGNING_PROTOCOL, True),
+        (True, 2, SIGNING_PROTOCOL, True),
+        (True, 20, SIGNING_PROTOCOL, False),
+        (True, 1, SIGNING_PROTOCOL - 1, False),
+        (False, 1, SIGNING_PROTOCOL, False),
+    ],
+    ids=["never signs", "signs half", "an ack was lost", "of the last release", "nobody signs"],
+)
+def test_who_leaves_answers_unsigned_while_others_sign_theirs_gets_no_more_work(
+    *, honest_signs: bool, unsigned_every: int, protocol: int, is_found: bool
+) -> None:
+    router = Router(SystemClock(), random.Random(0))
+    router.update(
+        BLOCK,
+        [
+            PeerRecord(
+                peer_id=peer, stage=1, announced_at=0.0, state=PeerState.SERVING, endpoint="127.0.0.1:1",
+                protocol_version=protocol, oldest_protocol=protocol,
+            )
+            for peer in (HONEST, OTHER)
+        ],
+    )  # fmt: skip
+    rng = cast("random.Random", SimpleNamespace(random=lambda: 1.0))  # Nothing is drawn.
+    checks = SpotChecks(run_id="", block=BLOCK, share=0.1, router=router, stub=lambda record: None, rng=rng)
+    for index in range(400):
+        is_other = index % 2 == 1
+        is_signed = index // 2 % unsigned_every > 0 if is_other else honest_signs
+        peer, call = OTHER if is_other else HONEST, cast("Any", None)
+        reply = HopReply(loss=1.0, tensors={}, route={BLOCK: peer}, num_reroutes=0, num_busy=0, _call=call)
+        microbatch = Microbatch(index=index, round=0, num_samples=1)
+        checks.acknowledged(microbatch, {}, reply, pb.Statement() if is_signed else None)
+    assert router.banned(BLOCK) == ({OTHER} if is_found else set())

@@ -11,7 +11,7 @@ import torch
 
 from swarm.config import RoundsConfig, RunConfig, WireConfig
 from swarm.credentials.identity import generate
-from swarm.errors import MalformedMessage, RoundMismatch
+from swarm.errors import MalformedMessage, PeerUnavailable, RoundMismatch, SwarmError
 from swarm.hop.spot_checks import LOSS, digests_of, loss_tensor
 from swarm.rpc.ask import address_of, ask
 from swarm.rpc.v1 import stage_pb2 as pb
@@ -247,12 +247,13 @@ async def test_a_false_accuser_is_outvoted(monkeypatch: pytest.MonkeyPatch, capl
         assert not any(_is_distrusted(chain, peer) for peer in chain.peers)
 
 
-async def test_a_peer_that_shows_nothing_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [RoundMismatch("nothing is kept"), PeerUnavailable("it is silent")], ids=repr)
+async def test_a_peer_that_shows_nothing_is_left_alone(error: SwarmError, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_chain(SYNCHRONOUS, num_peers=(1, 1, 3), spans=False, check_share=1.0) as chain:
         hiding = chain.at(2)[0]
 
         async def hide(context: object, request: pb.ShowRequest) -> None:
-            raise RoundMismatch("nothing is kept")
+            raise error
 
         monkeypatch.setattr(hiding.spot_check, "show", hide)
         await _train_until(chain, lambda: _is_distrusted(chain, hiding))
