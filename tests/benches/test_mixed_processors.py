@@ -15,6 +15,7 @@ def test_honest_members_compute_nearly_the_same_and_nobody_is_left_out(setting: 
     with other_kind(setting, "stdlib", "fp32", 0) as other:
         found = train(config, data, other, (6, 1), 4)
         assert (found["rounds"], found["falsely_named"], found["left_out"]) == (4, 0, 0)
+        assert found["num_checked"] == (23 if setting == "synchronous" else 0), "one of each member that lives"
         # Where this processor has no other instructions either, both round alike.
         assert 0.0 <= found["rounding"] < 1e-3, PLAINEST
         other.stop()

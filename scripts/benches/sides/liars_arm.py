@@ -10,8 +10,8 @@ import logging
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,13 @@ from peers.shared import logs, process
 from peers.stage_peer.served_block import ServedBlock
 from scripts.benches.shared.common import run_of, with_corpus
 from scripts.benches.sides import mixed_processors
+from scripts.benches.sides.liars_costs import Costs
 from scripts.benches.sides.lies import CONTRIBUTIONS, WAYS, LyingBackend, LyingMember, Vectors
 from scripts.benches.sides.reference import HeldOut
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.errors import DeadlineExceeded, IntegrityError
-from swarm.honesty.comparison import Comparison
-from swarm.stage.backend import StageBackend
+from swarm.honesty.comparison import Comparison, Deviation
 from tests.support.whole_swarm import WholePeer, WholeSwarm, whole_swarm
 
 NUM_PEERS, LIARS = 8, (2, 5)
@@ -106,7 +106,7 @@ class Findings(logging.Handler):
     def by_kind(self) -> Mapping[str, int]:
         """How many words there were of each kind, in rounds that a member was left out of, and when it was named."""
         kinds = {"its norm": "norm", "its cosine": "direction", "gave before": "repeated",
-                 "its answers are wrong": "computed"}  # fmt: skip
+                 "its answers are wrong": "computed", "answers' gradients": "sketched"}  # fmt: skip
         counts = Counter(kind for line in self.lines for text, kind in kinds.items() if text in line)
         return {**counts, "in_one_layer": sum(" in layers." in line for line in self.lines)}
 
@@ -116,35 +116,8 @@ class Findings(logging.Handler):
         return len({line.split(" is out")[0] for line in self.lines if " is out of line: " in line})
 
 
-@dataclass(eq=False)
-class Costs:
-    """The processor's seconds that comparing took, and computing others' answers again."""
-
-    comparing: float = 0.0
-    checking: float = 0.0
-
-    @contextmanager
-    def counted(self, defences: str) -> Iterator[None]:
-        """Count inside the block. Without comparing among the defences nothing is compared."""
-        compare, compute_again = Comparison.deviations, StageBackend.compute_again
-
-        def comparing(comparison: Comparison, parts: Mapping[str, torch.Tensor]) -> Any:
-            began = time.thread_time()
-            found = compare(comparison, parts) if defences != "checks" else ()
-            self.comparing += time.thread_time() - began
-            return found
-
-        def checking(backend: StageBackend, *arguments: Any) -> Any:
-            began = time.thread_time()
-            found = compute_again(backend, *arguments)
-            self.checking += time.thread_time() - began
-            return found
-
-        with (
-            mock.patch.object(Comparison, "deviations", comparing),
-            mock.patch.object(StageBackend, "compute_again", checking),
-        ):
-            yield
+def nothing_compared(*_: Any) -> Sequence[Deviation]:
+    return ()
 
 
 # -- rounds ------------------------------------------------------------------------------------------------------------
@@ -233,7 +206,10 @@ async def train(arm: Arm, config: RunConfig, data: Microbatches, num_rounds: int
     def tokens(_: RunConfig, index: int) -> torch.Tensor:
         return torch.from_numpy(data.tokens(index))
 
-    with costs.counted(arm.defences):
+    with ExitStack() as stack:
+        if arm.defences == "checks":
+            stack.enter_context(mock.patch.object(Comparison, "deviations", nothing_compared))
+        stack.enter_context(costs.counted())
         async with whole_swarm(config, folder, num_peers=(1, arm.num_peers), tokens=tokens) as swarm:
             rounds = LiarsRounds(arm, swarm)
             liars = {rounds.members[number].peer_id for number in arm.tellers}
@@ -252,8 +228,9 @@ async def train(arm: Arm, config: RunConfig, data: Microbatches, num_rounds: int
         "left_alone": left_alone, "falsely_left_alone": len(findings.left_alone) - left_alone,
         "left_out": findings.num_left_out, "found_by": findings.by_kind,
         "false_lines": [line for peer, (_, line) in rounds.named.items() if peer not in liars],
-        "held_out_loss": loss, "rounds": num_rounds, "overhead": (costs.comparing + costs.checking) / cpu,
-        "seconds": seconds, "cpu_seconds": cpu,
+        "held_out_loss": loss, "rounds": num_rounds, "overhead": sum(costs.seconds.values()) / cpu,
+        "costs": {kind: each / cpu for kind, each in costs.seconds.items()},
+        "num_checked": costs.num_calls["compute_again"], "seconds": seconds, "cpu_seconds": cpu,
     }  # fmt: skip
 
 

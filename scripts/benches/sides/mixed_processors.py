@@ -2,7 +2,9 @@
 
 Half of the members compute in a child process whose torch is told to use the plainest instructions (the environment
 variable ATEN_CPU_CAPABILITY), and so rounds otherwise. Contributions are compared by the owners of parts, and judged,
-by the swarm's own code; nothing is encoded or sent. Every third round one member is killed, and replaced.
+by the swarm's own code; nothing is encoded or sent. In synchronous rounds one microbatch of each member is computed on
+both kinds, and the two gradients and their sketches are compared as a check does that. Every third round one member is
+killed, and replaced.
 """
 
 import json
@@ -28,7 +30,9 @@ from swarm.data.microbatches import Microbatches
 from swarm.errors import PeerUnavailable
 from swarm.honesty.comparison import Comparison, Memory, layers_of
 from swarm.honesty.suspects import Suspects
+from swarm.stage.spot_check import TOLERANCE
 from swarm.training.samples import amount
+from swarm.training.sketches import SIGNED_TOLERANCE, Sketch, share_of_difference
 
 PLAINEST = "default"
 REPLACED_EVERY = 3
@@ -45,10 +49,11 @@ class Trainers:
         self._references: dict[str, Reference] = {}
 
     def contributions(self, anchor: torch.Tensor, work: Work, number: int) -> dict[str, torch.Tensor]:
-        self._references = {name: each for name, each in self._references.items() if name in work}
+        self._references = {name: each for name, each in self._references.items() if name in {"", *work}}
         return {name: self._contribution(name, anchor, indices, number) for name, indices in work.items()}
 
     def _contribution(self, name: str, anchor: torch.Tensor, indices: Sequence[int], number: int) -> torch.Tensor:
+        name = "" if self._config.rounds.synchronous else name
         reference = self._references.get(name) or Reference(self._config, self._data)
         self._references[name] = reference
         reference.load(tensors_of(anchor, reference.weights))
@@ -143,6 +148,9 @@ class MixedRounds:
     Attributes:
         num_words: how often an owner found a member out of line, and how often it could have.
         left_out: the members that were left out of a round.
+        disproved: the microbatches whose gradient, or its sketch, a check would have found wrong.
+        num_checked: the microbatches that were computed on both kinds of processors.
+        most_rounding: the largest difference between the two gradients of one of them, as a share of their norm.
     """
 
     config: RunConfig
@@ -154,6 +162,9 @@ class MixedRounds:
     named: set[str] = field(default_factory=set)
     left_out: set[tuple[int, str]] = field(default_factory=set)
     num_words: list[int] = field(default_factory=lambda: [0, 0])
+    disproved: set[int] = field(default_factory=set)
+    num_checked: int = 0
+    most_rounding: float = 0.0
 
     def __post_init__(self) -> None:
         self._like = Reference(self.config, self.data).weights
@@ -197,9 +208,24 @@ class MixedRounds:
             self._work[self._members[owner]].append(first + nth)
         there = {name: work for name, work in self._work.items() if int(name.split()[0]) % 2}
         here = {name: work for name, work in self._work.items() if name not in there}
-        self.other.ask(self.anchor, there, number)
-        found = self._trainers.contributions(self.anchor, here, number) | self.other.answer(self.anchor, there)
+        checks = {f"check of {work[0]}": work[:1] for work in self._work.values() if self.config.rounds.synchronous}
+        self.other.ask(self.anchor, {**there, **checks}, number)
+        found = self._trainers.contributions(self.anchor, {**here, **checks}, number)
+        others = self.other.answer(self.anchor, {**there, **checks})
+        for name, work in checks.items():
+            self._compare(work[0], found[name], others[name], number)
+        found |= others
         return {name: found[name] for name in self._work}
+
+    def _compare(self, microbatch: int, here: torch.Tensor, there: torch.Tensor, number: int) -> None:
+        """Compare the gradients of one microbatch from the two kinds of processors, and what would have been signed."""
+        sketch = Sketch(self._like, str(number))
+        one, other = (sketch.of(tensors_of(each, self._like)) for each in (here, there))
+        rounding = share_of_difference(here, there)
+        self.num_checked += 1
+        self.most_rounding = max(self.most_rounding, rounding)
+        if rounding > TOLERANCE or share_of_difference(one, other) > SIGNED_TOLERANCE:
+            self.disproved.add(microbatch)
 
     def _judged(self, number: int, vectors: Mapping[str, torch.Tensor]) -> dict[str, int]:
         """The members whose contributions are taken, with their targets."""
@@ -248,8 +274,9 @@ def train(
     for number in range(num_rounds):
         rounds.run(number)
     return {
-        "caught": 0.0, "falsely_named": len(rounds.named), "left_out": len(rounds.left_out), "rounds": num_rounds,
-        "words": rounds.num_words[0] / rounds.num_words[1], "rounding": differing,
+        "caught": 0.0, "falsely_named": len(rounds.named) + len(rounds.disproved), "left_out": len(rounds.left_out),
+        "rounds": num_rounds, "words": rounds.num_words[0] / rounds.num_words[1], "num_checked": rounds.num_checked,
+        "rounding": max(differing, rounds.most_rounding),
         "seconds": time.perf_counter() - began,
     }  # fmt: skip
 
