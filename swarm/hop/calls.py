@@ -34,8 +34,6 @@ from swarm.training import samples
 from swarm.training.samples import Microbatch
 from swarm.types import Block, PeerId, PeerRecord
 
-OpenStub = Callable[[PeerRecord], Any]
-"""Gives a service's stub for a peer. It counts as Any: generated types expect all requests when a call begins."""
 FindOwn = Callable[[PeerRecord], LocalBlock | None]
 """Finds the block that a record announces, if this very process serves it: it is called without gRPC."""
 

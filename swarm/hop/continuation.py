@@ -100,12 +100,12 @@ class Continuation:
 
     def __init__(
         self, order: Order, *, block: Block, calls: SessionCalls, router: Router, clock: Clock, limits: HopLimits,
-        rounds: tuple[int, ...] = (), newest_round: int | None = None,
+        rounds: tuple[int, ...] = (), newest_round: int | None = None, piece_bytes: int = 0,
     ) -> None:  # fmt: skip
-        """Its rounds and `newest_round` are those of SessionCalls.open, for the next stage."""
+        """Its rounds, `newest_round` and `piece_bytes` are those of SessionCalls.open, for the next stage."""
         self.rounds = rounds
         self.begun = asyncio.Event()
-        self._newest_round = newest_round
+        self._newest_round, self._piece_bytes = newest_round, piece_bytes
         self._order = order
         self._block = block
         self._calls = calls
@@ -180,6 +180,7 @@ class Continuation:
                 if self._call is not None:
                     since = self._clock.monotonic()
                 self._drop()
+                self._calls.failed(record, error)
                 retries.note(record, error)
                 why = error
 
@@ -198,8 +199,9 @@ class Continuation:
 
     async def _open(self, record: PeerRecord, *, standby: bool) -> SessionCall:
         return await self._calls.open(
-            record, self._order, rounds=self.rounds, newest_round=self._newest_round, standby=standby
-        )
+            record, self._order, rounds=self.rounds, newest_round=self._newest_round, standby=standby,
+            piece_bytes=self._piece_bytes,
+        )  # fmt: skip
 
     def _take(self, call: SessionCall) -> SessionCall:
         self._call = call

@@ -29,7 +29,6 @@ from swarm.machine.words import Repeats
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.rpc.v1.generation_pb2_grpc import GenerationServiceStub
 from swarm.rpc.wire import NewBytes, TensorSpec, new_bytes, stage_stub
 from swarm.training.samples import Microbatch
 from swarm.types import Block, PeerId, PeerRecord
@@ -78,10 +77,7 @@ class Hop:
             run_id=run_id, block=block, share=check_share, router=router,
             stub=lambda record: stage_stub(channels.channel(record)),
         )  # fmt: skip
-        self._session_calls = SessionCalls(
-            run_id=run_id, block=block, limits=self._limits,
-            stub=lambda record: own(record) or GenerationServiceStub(channels.channel(record)),
-        )  # fmt: skip
+        self._session_calls = SessionCalls(run_id=run_id, block=block, channels=channels, own=own, limits=self._limits)
 
     @property
     def is_held_up(self) -> bool:
@@ -159,12 +155,12 @@ class Hop:
         )
 
     def continuation(
-        self, order: Order, *, rounds: tuple[int, ...] = (), newest_round: int | None = None
+        self, order: Order, *, rounds: tuple[int, ...] = (), newest_round: int | None = None, piece_bytes: int = 0
     ) -> Continuation:
         """The continuation of a session at this stage and all after it; see SessionCalls.open."""
         return Continuation(
             order, block=self.block, calls=self._session_calls, router=self._router, clock=self._clock,
-            limits=self._limits, rounds=rounds, newest_round=newest_round,
+            limits=self._limits, rounds=rounds, newest_round=newest_round, piece_bytes=piece_bytes,
         )  # fmt: skip
 
     def _retries(self, hints: Mapping[Block, PeerId] | None = None) -> Retries:

@@ -22,7 +22,7 @@ from swarm.rpc.v1 import generation_pb2 as pb
 from swarm.rpc.v1 import stage_pb2
 from swarm.rpc.v1.generation_pb2_grpc import GenerationServiceServicer
 from swarm.stage.boundary import Boundary, boundary_of
-from swarm.stage.call import Context, refuse
+from swarm.stage.call import SLOWEST_BYTES_PER_SECOND, Context, refuse
 from swarm.stage.decoder import Computed, Decoder, session_bytes
 from swarm.stage.held_rounds import ROUND_SECONDS
 from swarm.stage.stage import Stage
@@ -112,7 +112,10 @@ class Session:
         return await (self._own.get() if self._prompt_is_whole else self._from_caller())
 
     async def _from_caller(self) -> Positions | None:
-        while (message := await _read(self.context, MESSAGE_SECONDS)) is not None:
+        # A piece of a prompt may fill a slow line for longer than that.
+        piece_bytes = 0 if self.is_first else self.boundary.spec(1, PIECE_TOKENS).num_bytes
+        seconds = MESSAGE_SECONDS + piece_bytes / SLOWEST_BYTES_PER_SECOND
+        while (message := await _read(self.context, seconds)) is not None:
             if message.pieces:
                 pieces = unpack_pieces(message.pieces)
                 self._check(pieces)
@@ -203,7 +206,10 @@ class GenerationServicer(GenerationServiceServicer):
             held = stack.enter_context(self._stage.held_rounds.held(await self._round(opening, name), name))
             later = None
             if hop is not None:
-                later = hop.continuation(order, rounds=tuple(opening.rounds[1:]), newest_round=held.number)
+                later = hop.continuation(
+                    order, rounds=tuple(opening.rounds[1:]), newest_round=held.number,
+                    piece_bytes=self._boundary.spec(1, min(PIECE_TOKENS, order.num_positions)).num_bytes,
+                )  # fmt: skip
             computed = Computed(order, held, self._decoder.cache(order), Scorer(order.scoring or NO_SCORING))
             session = Session(
                 context, computed, self._decoder, boundary=self._boundary, is_first=stage == 0, continuation=later,

@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 from google.protobuf.message import Message
 
+from swarm.generation.engine import collect
+from swarm.generation.sampling import Sampling
+from swarm.hop.session import PIECE_TOKENS
+from swarm.pipeline.swarm_engine import SwarmEngine
 from swarm.routing.throughput import Line, Observation
 from swarm.rpc import channels
 from swarm.rpc.callers import Caller, Callers
@@ -144,15 +148,27 @@ async def test_a_line_is_slow_where_the_answer_comes_slowly(monkeypatch: pytest.
         assert failures == []
 
 
+async def test_a_line_that_a_prompt_fills_is_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "CLIENT_OPTIONS", client_options(50, 200))
+    async with _through_a_proxy(monkeypatch, width=128) as (chain, proxy, failures):
+        proxy.links[Direction.TO_SERVER].bytes_per_second = 300_000
+        engine = SwarmEngine(chain.trainer, chain.config)
+        assert len(await collect(engine, [1] * PIECE_TOKENS, Sampling(temperature=0.0), 2)) == 2
+        assert failures == []
+
+
 HIDDEN_BYTES = 2 * 512 * 32 * 4
 
 
 @asynccontextmanager
 async def _through_a_proxy(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, *, width: int = 32
 ) -> AsyncIterator[tuple[Chain, Proxy, list[dict[str, object]]]]:
     """A chain with a proxy before its stage 1, and what its stage 0 tells the router of failures there."""
-    config = dataclasses.replace(DILOCO, data=dataclasses.replace(DILOCO.data, sequence_length=512))
+    config = dataclasses.replace(
+        DILOCO, data=dataclasses.replace(DILOCO.data, sequence_length=512),
+        model=dataclasses.replace(DILOCO.model, d_model=width),
+    )  # fmt: skip
     failures: list[dict[str, object]] = []
     async with running_chain(config) as chain:
         first, far = chain.peers[:2]
