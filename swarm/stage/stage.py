@@ -209,7 +209,7 @@ def weights_of(
     """Make a stage's weights: the module's own, at round 0.
 
     Args:
-        fused: whether inner steps are taken in few launches, for a GPU; None: as functions.fuses says.
+        fused: whether steps are taken in few launches, for a GPU; None: as functions.fuses says.
         anchors: the folder on whose disk DiLoCo's anchors and outer momentum are; None: they are in RAM.
         share: how many of the run's samples pass through the block. The learning rate follows the run's samples.
         timeline: the run's, whose configuration may differ from this one in how the stage computes; None: a new one.
@@ -220,7 +220,7 @@ def weights_of(
     """
     timeline = timeline or Timeline(config)
     if config.rounds.synchronous:
-        return SynchronousWeights(config, module, timeline, lineage=lineage, share=share)
+        return SynchronousWeights(config, module, timeline, lineage=lineage, share=share, fused=fused)
     return DilocoWeights(
         config, module, timeline, lineage=lineage, events=events, fused=fused, anchors=anchors, share=share
     )

@@ -15,6 +15,7 @@ from torch import nn
 from swarm.config import RunConfig, Timeline
 from swarm.machine.memory import Recycler
 from swarm.model.adapters import trained_parameters
+from swarm.model.functions import fuses
 from swarm.stage import state
 from swarm.stage.buckets import Buckets, GradientBucket, Source, Tensors, Version, Versions, moved
 from swarm.stage.staging import staging_of
@@ -67,10 +68,11 @@ class StageWeights(ABC):
 
     def __init__(
         self, config: RunConfig, module: nn.Module, timeline: Timeline, *, batch_samples: int | None,
-        anchor_device: torch.device, lineage: str, share: Fraction, outer_memory: Recycler | None = None,
+        anchor_device: torch.device, lineage: str, share: Fraction, fused: bool | None = None,
+        outer_memory: Recycler | None = None,
     ) -> None:  # fmt: skip
         """Anchors are kept on `anchor_device`; for `batch_samples` see Buckets, for `outer_memory` OuterSgd, and for
-        `share` weights_of."""
+        `share` and `fused` weights_of."""
         self.timeline = timeline
         self._config = timeline.config
         """The configuration of the present round."""
@@ -80,7 +82,8 @@ class StageWeights(ABC):
         self.masters = trained_parameters(module)
         self._staging = staging_of(next(iter(self.masters.values())).device)
         """The staging for tensors that go to the device, or come from it, at a round's end."""
-        self._ends_rounds = round_optimizer(config, outer_memory)
+        self._fused = fuses(next(iter(self.masters.values())).device) if fused is None else fused
+        self._ends_rounds = round_optimizer(config, outer_memory, fused=self._fused)
         self.buckets = Buckets(lambda: self._memory.like(self.masters), batch_samples)
         self._versions = Versions(self.masters, self._memory, rounds=config.model.versions == "bf16")
         self._anchor_device = anchor_device
@@ -205,7 +208,7 @@ class StageWeights(ABC):
         if config is self._config:
             return False
         self._config, before = config, self._ends_rounds
-        self._ends_rounds = round_optimizer(config, self._outer_memory)
+        self._ends_rounds = round_optimizer(config, self._outer_memory, fused=self._fused)
         self._ends_rounds.take_over(before)
         return True
 

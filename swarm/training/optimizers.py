@@ -8,13 +8,14 @@ name in config/optimizer.py and a case in `gradient_optimizer` and in `steps_who
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, assert_never
 
 import torch
 
 from swarm.config import OptimizerConfig, RunConfig
 from swarm.machine.memory import Recycler
+from swarm.training.elementwise import GPU_ELEMENTS
 from swarm.training.optim import AdamW, Optimizer, OuterSgd, Parameters
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -56,11 +57,10 @@ class Muon(AdamW):
         Args:
             same_bits: whether other members take the same steps and must get the same bits. See `orthogonal`.
             cut: how this process's parts of the matrices become whole ones, and back; None where it has whole matrices.
-            fused: whether matrices of one shape are computed side by side, and nothing is read back from the device.
+            fused: whether to step in few launches, for a GPU: matrices of one shape are computed side by side.
         """
-        assert not (fused and same_bits), "fused steps have other bits on each machine"
-        super().__init__(config, fused=fused)
-        self._same_bits = same_bits
+        super().__init__(config, fused=fused and not same_bits)
+        self._same_bits, self._side_by_side = same_bits, fused
         self._cut = cut
 
     def state_shapes(self, name: str, shape: torch.Size) -> dict[str, torch.Size]:
@@ -86,8 +86,9 @@ class Muon(AdamW):
             if self._cut is not None:
                 directions = [self._cut.whole(*named) for named in zip(names, directions, strict=True)]
             factor = rate * self._adjustment(directions[0].shape)
-            if self._fused:
-                steps = list(orthogonal_batch(torch.stack(list(directions))).mul_(factor))
+            if self._side_by_side:
+                compute = exactly_orthogonal if self._same_bits else orthogonal_batch
+                steps = list(compute(torch.stack(list(directions))).mul_(factor))
             else:
                 steps = [orthogonal(matrix, same_bits=self._same_bits).mul_(factor) for matrix in directions]
             if self._cut is not None:
@@ -98,14 +99,15 @@ class Muon(AdamW):
 
     def _batches(self, hidden: Parameters) -> list[list[str]]:
         """The names of the matrices that are stepped side by side: one, or as many of a shape as there is room for."""
-        if not self._fused:
+        if not self._side_by_side:
             return [[name] for name in hidden]
         alike: dict[torch.Size, list[str]] = {}
         for name, matrix in hidden.items():
             alike.setdefault(matrix.shape, []).append(name)
         batches = []
         for shape, names in alike.items():
-            size = max(1, BATCH_ELEMENTS // shape.numel())
+            most_elements = GPU_ELEMENTS if self._same_bits else BATCH_ELEMENTS
+            size = max(1, most_elements // shape.numel())
             batches += [names[start : start + size] for start in range(0, len(names), size)]
         return batches
 
@@ -140,32 +142,49 @@ def orthogonal(matrix: torch.Tensor, *, same_bits: bool) -> torch.Tensor:
     the Frobenius norm.
 
     Args:
-        same_bits: whether to compute in float64 from matrices of so few bits that no product is ever rounded. Then
-            neither the order in which a processor adds nor a fused operation makes a difference, and all machines get
-            the same bits. Otherwise a GPU computes in bfloat16, as torch.optim.Muon does, and a CPU in the matrix's
-            own type.
+        same_bits: whether to compute as `exactly_orthogonal` does. Otherwise a GPU computes in bfloat16, as
+            torch.optim.Muon does, and a CPU in the matrix's own type.
     """
+    if same_bits:
+        return exactly_orthogonal(matrix)
     wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-    product, norm = (exact_product, _exact_norm) if same_bits else (torch.matmul, _norm)
+    values = wide.to(_computing_type(matrix))
+    values = values / max(float(values.norm()), EPSILON)
+    values = _iterated(values, torch.matmul)
+    return (values.T if wide is not matrix else values).to(matrix.dtype)
+
+
+def exactly_orthogonal(matrices: torch.Tensor) -> torch.Tensor:
+    """`orthogonal`, with the same bits on every machine, for one matrix or for several of one shape [N, rows, columns].
+
+    It computes in float64 from matrices of so few bits that no product is ever rounded. So neither the order in which a
+    processor adds, nor a fused operation, nor how many matrices there are makes a difference. The device is waited for
+    once.
+    """
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
     # Apple's GPUs have no float64.
-    device = "cpu" if same_bits and matrix.device.type == "mps" else matrix.device
-    values = wide.to(device, _computing_type(matrix, same_bits=same_bits))
-    values = values / max(norm(values), EPSILON)
+    device = "cpu" if matrices.device.type == "mps" else matrices.device
+    values = (matrices.mT if is_tall else matrices).to(device, torch.float64)
+    # The norms are a tensor, because a GPU divides by a number of Python by a product with its rounded inverse.
+    values = _iterated(values / _exact_norms(values).clamp(min=EPSILON), exact_product)
+    return (values.mT if is_tall else values).to(matrices.device, matrices.dtype)
+
+
+def _iterated(values: torch.Tensor, product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
     a, b, c = COEFFICIENTS
     for _ in range(NUM_ITERATIONS):
-        gram = product(values, values.T)
+        gram = product(values, values.mT)
         # Products and sums are separate operations here, because torch.addmm may round once where these round twice.
         polynomial = product(gram, gram).mul_(c).add_(gram.mul_(b))
         values = product(polynomial, values).add_(values.mul_(a))
-    result = values.T if wide is not matrix else values
-    return result.to(matrix.device, matrix.dtype)
+    return values
 
 
 def orthogonal_batch(matrices: torch.Tensor) -> torch.Tensor:
     """`orthogonal` for each of several matrices [N, rows, columns] at once, without a wait for the device."""
     is_tall = matrices.shape[1] > matrices.shape[2]
     wide = matrices.mT if is_tall else matrices
-    values = wide.to(_computing_type(matrices, same_bits=False))
+    values = wide.to(_computing_type(matrices))
     norms = torch.linalg.matrix_norm(values.to(matrices.dtype), keepdim=True).clamp(min=EPSILON)
     values = values / norms.to(values.dtype)
     a, b, c = COEFFICIENTS
@@ -176,38 +195,36 @@ def orthogonal_batch(matrices: torch.Tensor) -> torch.Tensor:
     return (values.mT if is_tall else values).to(matrices.dtype)
 
 
-def _computing_type(matrix: torch.Tensor, *, same_bits: bool) -> torch.dtype:
-    if same_bits:
-        return torch.float64
+def _computing_type(matrix: torch.Tensor) -> torch.dtype:
     return matrix.dtype if matrix.device.type == "cpu" else torch.bfloat16
 
 
-def _norm(matrix: torch.Tensor) -> float:
-    return float(matrix.norm())
-
-
-def _exact_norm(matrix: torch.Tensor) -> float:
-    """The Frobenius norm of a float64 matrix, with the same bits on every machine."""
-    values, unit = _integers(matrix, matrix.shape[1])
-    return unit * math.sqrt(math.fsum((values * values).sum(dim=1).tolist()))
+def _exact_norms(matrices: torch.Tensor) -> torch.Tensor:
+    """The Frobenius norms of float64 matrices [..., 1, 1], with the same bits on every machine."""
+    values, units = _integers(matrices, matrices.shape[-1])
+    rows = (values * values).sum(dim=-1)
+    sums = map(math.fsum, rows.reshape(-1, rows.shape[-1]).tolist())
+    roots = torch.tensor(list(map(math.sqrt, sums)), dtype=torch.float64)
+    return roots.to(matrices.device).view(units.shape) * units
 
 
 def exact_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """The product of two float64 matrices, which are first rounded to so few bits that every sum of products is exact.
+    """The product of float64 matrices, which are first rounded to so few bits that every sum of products is exact.
 
     For sums of 4,097 to 8,192 products, 20 bits of a matrix's largest element are kept, and for 300 products 22 bits.
     """
-    num_terms = left.shape[1]
-    (lefts, left_unit), (rights, right_unit) = _integers(left, num_terms), _integers(right, num_terms)
-    return torch.matmul(lefts, rights).mul_(left_unit * right_unit)
+    num_terms = left.shape[-1]
+    (lefts, left_units), (rights, right_units) = _integers(left, num_terms), _integers(right, num_terms)
+    return torch.matmul(lefts, rights).mul_(left_units * right_units)
 
 
-def _integers(matrix: torch.Tensor, num_terms: int) -> tuple[torch.Tensor, float]:
-    """A matrix as integers and their unit, such that sums of `num_terms` products of two of them are exact."""
+def _integers(matrices: torch.Tensor, num_terms: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Matrices as integers and their units [..., 1, 1], such that sums of `num_terms` products of two are exact."""
     bits = (EXACT_BITS - (num_terms - 1).bit_length()) // 2
-    _, exponent = math.frexp(float(matrix.abs().max()))
-    unit = math.ldexp(1.0, exponent - bits)
-    return torch.div(matrix, unit).round_(), unit
+    _, exponents = torch.frexp(matrices.abs().amax(dim=(-2, -1), keepdim=True))
+    # Powers of two as IEEE 754 writes them, because a device may round those that it computes.
+    units = ((exponents.long() + (1023 - bits)) << 52).view(torch.float64)
+    return torch.div(matrices, units).round_(), units
 
 
 def gradient_optimizer(config: RunConfig, *, same_bits: bool, cut: Cut | None = None, fused: bool = False) -> Optimizer:
@@ -216,14 +233,12 @@ def gradient_optimizer(config: RunConfig, *, same_bits: bool, cut: Cut | None = 
     Args:
         same_bits: whether other members take the same steps and must get the same bits.
         cut: how parameters are cut over several processes; None where each process has them whole.
-        fused: whether to step in few launches, for a GPU. Such steps have other bits on each machine, so it counts only
-            where `same_bits` is False.
+        fused: whether to step in few launches, for a GPU. With `same_bits` they have the bits of other steps.
     """
-    fused = fused and not same_bits
     step = config.gradient_step
     match step.name:
         case "adamw":
-            return AdamW(step, fused=fused)
+            return AdamW(step, fused=fused and not same_bits)
         case "muon":
             return Muon(step, same_bits=same_bits, cut=cut, fused=fused)
         case "auto":
@@ -245,9 +260,9 @@ def steps_whole_matrices(config: RunConfig) -> bool:
             assert_never(other)
 
 
-def round_optimizer(config: RunConfig, outer_memory: Recycler | None = None) -> Optimizer:
+def round_optimizer(config: RunConfig, outer_memory: Recycler | None = None, *, fused: bool = False) -> Optimizer:
     """The optimizer of the step at a round's end, which all members take. Its state is part of the stage's state. For
-    `outer_memory` see OuterSgd."""
+    `outer_memory` see OuterSgd, and for `fused` gradient_optimizer."""
     if config.rounds.synchronous:
-        return gradient_optimizer(config, same_bits=True)
+        return gradient_optimizer(config, same_bits=True, fused=fused)
     return OuterSgd(config.outer_step, outer_memory)

@@ -14,7 +14,14 @@ from swarm.config import LoraConfig, ModelConfig, OptimizerConfig, RunConfig, St
 from swarm.model.adapters import trained_parameters
 from swarm.model.stages import build_stage
 from swarm.training import optim
-from swarm.training.optimizers import Muon, exact_product, gradient_optimizer, is_hidden_matrix, orthogonal
+from swarm.training.optimizers import (
+    Muon,
+    exact_product,
+    exactly_orthogonal,
+    gradient_optimizer,
+    is_hidden_matrix,
+    orthogonal,
+)
 
 CONFIG = OptimizerConfig(name="muon", momentum=0.9, weight_decay=0.3, beta1=0.8, beta2=0.9, epsilon=1e-6)
 SHAPES = {
@@ -39,7 +46,8 @@ def _in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize(
-    ("same_bits", "fused", "tolerance"), [(False, False, 1e-12), (True, False, 1e-5), (False, True, 1e-6)]
+    ("same_bits", "fused", "tolerance"),
+    [(False, False, 1e-12), (True, False, 1e-5), (False, True, 1e-6), (True, True, 1e-5)],
 )
 def test_steps_are_those_of_torchs_own_optimizers_in_float64(
     adjust_lr_fn: Literal["original", "match_rms_adamw"], nesterov: bool, same_bits: bool, fused: bool,
@@ -98,6 +106,15 @@ def test_singular_values_become_about_one(shape: tuple[int, int], same_bits: boo
 @pytest.mark.parametrize("same_bits", [True, False])
 def test_nothing_is_learnt_from_no_gradient(same_bits: bool) -> None:
     assert not orthogonal(torch.zeros(3, 4), same_bits=same_bits).any()
+
+
+@pytest.mark.parametrize("shape", [(3, 24, 40), (3, 40, 24)])
+def test_matrices_that_are_computed_together_have_the_bits_of_each_alone(shape: tuple[int, ...]) -> None:
+    matrices = (
+        torch.randn(shape, generator=torch.Generator().manual_seed(3)) * torch.tensor([1e-9, 0.0, 1e4])[:, None, None]
+    )
+    expected = [orthogonal(matrix, same_bits=True) for matrix in matrices]
+    assert torch.equal(exactly_orthogonal(matrices), torch.stack(expected))
 
 
 def test_no_sum_of_products_is_rounded() -> None:

@@ -59,8 +59,8 @@ class DilocoWeights(StageWeights):
         """Memory for anchors and outer momentum, unless that is RAM."""
         self._events = events or Events()
         trained = trained_parameters(module)
-        self._fused = fuses(next(iter(trained.values())).device) if fused is None else fused
-        self._inner = gradient_optimizer(config, same_bits=False, fused=self._fused)
+        fused = fuses(next(iter(trained.values())).device) if fused is None else fused
+        self._inner = gradient_optimizer(config, same_bits=False, fused=fused)
         self._fragments = dealt(trained, config.averaging.num_fragments)
         """The names of each fragment's parameters."""
         self._forget()
@@ -73,7 +73,8 @@ class DilocoWeights(StageWeights):
         """The failure of an inner step."""
         super().__init__(
             config, module, timeline, batch_samples=config.rounds.inner_batch_samples,
-            anchor_device=torch.device("cpu"), lineage=lineage, share=share, outer_memory=self._on_disk,
+            anchor_device=torch.device("cpu"), lineage=lineage, share=share, fused=fused,
+            outer_memory=self._on_disk,
         )  # fmt: skip
 
     def _forget(self) -> None:

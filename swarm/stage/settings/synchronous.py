@@ -38,15 +38,18 @@ class SynchronousWeights(StageWeights):
     """One sum of gradients, and one step a round. Owned by the compute thread."""
 
     def __init__(
-        self, config: RunConfig, module: nn.Module, timeline: Timeline, *, lineage: str, share: Fraction
-    ) -> None:
+        self, config: RunConfig, module: nn.Module, timeline: Timeline, *, lineage: str, share: Fraction,
+        fused: bool | None = None,
+    ) -> None:  # fmt: skip
+        """See weights_of."""
         self._earlier: Version | None
         """The weights of the last round, once a microbatch was computed with them."""
         # Microbatches of the round before are computed with its anchor.
         device = next(module.parameters()).device
         super().__init__(
-            config, module, timeline, batch_samples=None, anchor_device=device, lineage=lineage, share=share
-        )
+            config, module, timeline, batch_samples=None, anchor_device=device, lineage=lineage, share=share,
+            fused=fused,
+        )  # fmt: skip
 
     def version_for(self, round_number: int) -> Version:
         """The weights of the microbatch's round. Raises NotReady if its round is neither this one nor the one
