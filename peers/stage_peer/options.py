@@ -130,7 +130,8 @@ class PeerOptions:
     max_sessions: Annotated[int, takes.whole(0, 1 << 16)] = 64
     """Texts that are written with this peer's help at one time; 0 for none."""
     session_memory_mib: takes.Mebibytes = 1024
-    """Memory for the keys and values of these texts. Besides, up to three earlier rounds' weights are held for them."""
+    """Memory for the keys and values of these texts, and on a GPU as much again for recorded steps. Besides, up to
+    three earlier rounds' weights are held for them."""
     relay_mbit: Annotated[int, takes.whole(0, 10**6)] = 200
     """Megabits per second that this peer carries at most for peers that others do not reach; 0 carries nothing."""
     insecure: bool = False

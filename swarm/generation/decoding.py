@@ -23,6 +23,7 @@ from torch import Tensor
 
 from swarm.errors import in_one_line
 from swarm.generation.sampling import Sampling, Scores, Scoring
+from swarm.machine.out_of_memory import in_words
 from swarm.machine.recording import Recorder, Recording
 from swarm.model.cache import Cache, CachePool, CacheRows, KeyValueCache, PooledRows
 from swarm.model.layers import seeded_generator
@@ -69,15 +70,18 @@ class Decoding:
     """Computes sequences side by side, because reading the weights is what takes the time."""
 
     def __init__(
-        self, upload: Callable[[Tensor], Tensor], recorder: Recorder | None = None, *, most_positions: int = 0
-    ) -> None:
+        self, upload: Callable[[Tensor], Tensor], recorder: Recorder | None = None, *, most_positions: int = 0,
+        most_recorded_bytes: int = sys.maxsize,
+    ) -> None:  # fmt: skip
         """
         Args:
             upload: brings a tensor to the device.
             recorder: records steps; None where all are computed plainly.
             most_positions: the most that all sequences together will have, for a recorder.
+            most_recorded_bytes: the most memory that recordings may take.
         """
         self._upload, self._recorder = upload, recorder
+        self._most_recorded_bytes = most_recorded_bytes
         self._steps: WeakKeyDictionary[StageModule, dict[tuple[int, int], _Step | None]] = WeakKeyDictionary()
         """By module, number of sequences, and number of positions that are read; None if there can be no recording."""
         self._pool = None if recorder is None else CachePool(most_positions, renew=self._steps.clear)
@@ -168,6 +172,11 @@ class Decoding:
                 self._memory = self._recorder.pool()
             self._recorder.warm_up(work)
             recording = self._recorder.record(work, self._memory)
+            made = (step for steps in self._steps.values() for step in steps.values() if step is not None)
+            num_bytes = recording.num_bytes + sum(step.recording.num_bytes for step in made)
+            if num_bytes > self._most_recorded_bytes:
+                most = in_words(self._most_recorded_bytes)
+                raise RuntimeError(f"recordings would take {in_words(num_bytes)}, and may take {most}")
             recording.replay()
             share = _difference(recording.result[: len(expected_B1V)], expected_B1V)
             is_exact = autocast_dtype(module.model) is None and torch.get_float32_matmul_precision() == "highest"

@@ -51,7 +51,8 @@ class _Step:
 
 class Decoder:
     def __init__(self, backend: StageBackend, runtime: Runtime, *, most_bytes: int) -> None:
-        """All sessions together will take `most_bytes` at most, as session_bytes counts them."""
+        """All sessions together will take `most_bytes` at most, as session_bytes counts them, and recordings as much
+        again."""
         self._config = backend.config
         self._module = backend.module
         self._is_first, self._is_last = backend.stage == 0, backend.is_last
@@ -60,7 +61,9 @@ class Decoder:
         self._device = next(iter(backend.weights.masters.values())).device
         self._runtime = runtime
         most_positions = most_bytes // _position_bytes(backend.config, backend.stage)
-        self._decoding = Decoding(backend.staging.upload, backend.recorder, most_positions=most_positions)
+        self._decoding = Decoding(
+            backend.staging.upload, backend.recorder, most_positions=most_positions, most_recorded_bytes=most_bytes
+        )
         self._waiting: deque[_Step] = deque()
 
     def cache(self, order: Order) -> KeyValueCache:

@@ -104,6 +104,19 @@ def test_a_recording_that_fails_or_computes_something_else_is_left_out(
     assert all("steps of 1 texts with up to 256 tokens cannot be recorded" in line for line in lines)
 
 
+@torch.inference_mode()
+def test_recordings_take_no_more_memory_than_they_may(caplog: pytest.LogCaptureFixture) -> None:
+    module, recorder = make_module(make_config()), TapeRecorder()
+    decoding = Decoding(lambda tensor: tensor, recorder, most_positions=100, most_recorded_bytes=1 << 10)
+    cache = decoding.cache(20)
+    for token in TOKENS[0][:3]:
+        output(decoding.compute(lambda: module, [NextPositions(cache=cache, tokens=[token])])[0])
+    (line,) = [record.message for record in caplog.records]
+    assert "recordings would take" in line
+    assert "and may take 1.0 KiB" in line
+    assert recorder.num_replays == 0
+
+
 def test_each_module_has_recordings_of_its_own_which_go_with_it() -> None:
     """As with the rounds of a swarm that texts hold."""
     config, recorder = make_config(), TapeRecorder()
