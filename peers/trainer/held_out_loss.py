@@ -8,6 +8,7 @@ Shape suffixes: B samples, T tokens, T1 = T + 1.
 """
 
 import asyncio
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -60,14 +61,15 @@ class _Term:
 
 async def held_out_loss(
     alongs: Sequence[Along], data: Microbatches, *, round_number: int, num_samples: int,
-    rerouting: Rerouting | None = None,
+    rerouting: Rerouting | None = None, evaluated: Callable[[int, int], None] = lambda done, of_all: None,
 ) -> HeldOutLoss:  # fmt: skip
     """Compute losses over about `num_samples` held-out samples, equally many of each dataset.
 
     Each dataset of `data.paths` is evaluated along its own paths, and left out if none of these is given; any other
     along all paths, batch by batch in turn. With `rerouting` a window whose chosen path is not given has the path of
     the window before it. Peers hold the round's weights meanwhile, so that the evaluation may take longer than a round.
-    Raises Fatal if no chain of peers can hold that round, or not any more.
+    `evaluated` hears how many parts of the work are done, and how many there are. Raises Fatal if no chain of peers can
+    hold that round, or not any more.
     """
     by_path = {along.path: along for along in alongs}
     sources, batches = list[HeldOut](), list[tuple[int, dict[str, Tensor]]]()
@@ -82,7 +84,7 @@ async def held_out_loss(
     waiting: dict[int, list[_Term]] = {}
     for path, term in terms:
         waiting.setdefault(path, []).append(term)
-    losses, room = [0.0] * len(batches), asyncio.Semaphore(CONCURRENCY)
+    losses, room, done = [0.0] * len(batches), asyncio.Semaphore(CONCURRENCY), itertools.count(1)
 
     async def work(along: Along, own: Iterator[_Term]) -> None:
         async with room:
@@ -90,6 +92,7 @@ async def held_out_loss(
                 for term in own:
                     loss = await along.hop.evaluate(term.samples, hold.held, along.listener, path=along.path)
                     losses[term.batch] += term.weight * loss
+                    evaluated(next(done), len(terms))
 
     try:
         async with asyncio.TaskGroup() as group:

@@ -173,7 +173,7 @@ def make_session(
         config=config, paths=paths, data=data, hops=hops, work=work, watcher=watcher, clock=clock,
         on_waiting=report.waiting, events=events, timeline=member.timeline,
     )  # fmt: skip
-    return Session(options, config, paths, data, hops, watcher, loop, report, rerouting)
+    return Session(options, config, paths, data, hops, watcher, loop, report, rerouting, member.waits)
 
 
 async def carry_out(member: Membership, paths: TrainerPaths, session: Session, name: str) -> int:
@@ -192,6 +192,7 @@ async def carry_out(member: Membership, paths: TrainerPaths, session: Session, n
                 )
             ),
             tasks.create_task(announcement.keep()),
+            tasks.create_task(member.waits.run(clock)),
             tasks.create_task(member.follow_amendments()),
             *(
                 tasks.create_task(

@@ -7,7 +7,7 @@ sample.
 import asyncio
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from peers.trainer.held_out_loss import Along, Rerouting, held_out_loss
 from peers.trainer.options import TrainerOptions
@@ -19,6 +19,7 @@ from swarm.errors import Fatal, SwarmError
 from swarm.generation.engine import collect
 from swarm.generation.sampling import Sampling
 from swarm.hop.hop import Hop
+from swarm.machine.waits import Waits
 from swarm.machine.words import printable
 from swarm.pipeline.round_watcher import RoundWatcher
 from swarm.pipeline.swarm_engine import SwarmEngine
@@ -46,7 +47,10 @@ class Session:
     loop: TrainLoop
     report: Report
     rerouting: Rerouting | None = None
+    waits: Waits = field(default_factory=Waits)
     sample: str = ""
+    _evaluated: tuple[int, int] = (0, 0)
+    """How many parts of an evaluation are done, and how many there are; both are 0 at its beginning."""
 
     async def train(self) -> None:
         first = await self._present_round()
@@ -103,12 +107,14 @@ class Session:
         The trainer feeds nothing meanwhile. If the swarm moves on before its peers hold the round, it tries again.
         """
         cause: Fatal | None = None
-        with self.loop.paused():
+        with self.loop.paused(), self.waits.on(self._evaluation_in_words):
             for _ in range(ATTEMPTS):
+                self._evaluated = 0, 0
                 await self.watcher.poll()
                 work = held_out_loss(
                     self._alongs(), self.data, round_number=self.watcher.latest_round,
                     num_samples=self.options.evaluation_samples, rerouting=self.rerouting,
+                    evaluated=self._has_evaluated,
                 )  # fmt: skip
                 try:
                     # The evaluation runs in a task of its own, because in older Pythons a failed task group leaves the
@@ -119,6 +125,18 @@ class Session:
                     cause = error
         logger.warning("no evaluation, after %d attempts: %s", ATTEMPTS, cause)
         return None
+
+    def _has_evaluated(self, num_done: int, num_all: int) -> None:
+        self._evaluated = num_done, num_all
+
+    def _evaluation_in_words(self, seconds: float) -> str:
+        num_done, num_all = self._evaluated
+        left = (
+            f": {num_done} of {num_all} parts are done, {seconds * (num_all / num_done - 1):.0f} s left"
+            if num_done
+            else ""
+        )
+        return f"the loss on held-out text{left}"
 
     def _alongs(self) -> list[Along]:
         live = [path for path in self.paths.paths if self.paths.is_live(path)]
@@ -138,7 +156,8 @@ class Session:
             texts = self.data.held_out_by_source(1)
             own = next(text for text in texts if not text.paths or along.path in text.paths)
             prompt = own.batches[0][TOKENS][0, :-1].tolist()[-_half(engine) :]
-            tokens = await _continued(engine, prompt, sampling, self.options.sample_tokens)
+            with self.waits.on("a sample of text"):
+                tokens = await _continued(engine, prompt, sampling, self.options.sample_tokens)
         except (ValueError, SwarmError) as error:
             logger.warning("no sample of text: %s", error)
             return ""

@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import pytest
@@ -90,6 +90,7 @@ class Held:
 async def evaluation(
     scorer: Scorer, *sizes: Sequence[int], shares: Sequence[float] = (1.0,), paths: Sequence[int] = (0,),
     own: Sequence[tuple[int, ...]] = (), rerouting: Rerouting | None = None,
+    evaluated: Callable[[int, int], None] = lambda done, of_all: None,
 ) -> HeldOutLoss:  # fmt: skip
     """Evaluate along some paths; `own` are those of each dataset."""
     texts = Texts(*sizes, shares=shares)
@@ -97,14 +98,18 @@ async def evaluation(
         texts.sources[number] = dataclasses.replace(texts.sources[number], paths=each)
     alongs = [Along(path, cast(Hop, scorer), LISTENER) for path in paths]
     data = cast(Microbatches, texts)
-    return await held_out_loss(alongs, data, round_number=ROUND, num_samples=sum(map(sum, sizes)), rerouting=rerouting)
+    return await held_out_loss(
+        alongs, data, round_number=ROUND, num_samples=sum(map(sum, sizes)), rerouting=rerouting, evaluated=evaluated
+    )
 
 
 @in_virtual_time
 async def test_the_loss_is_the_mean_over_targets_and_not_over_batches() -> None:
-    found = await evaluation(Scorer(1.0, 2.0, 4.0), (2, 2, 1), shares=[7.5])
+    heard: list[tuple[int, int]] = []
+    found = await evaluation(Scorer(1.0, 2.0, 4.0), (2, 2, 1), shares=[7.5], evaluated=lambda *done: heard.append(done))
     assert found == HeldOutLoss(mean=2.0, by_source={"text 0": 2.0})
     assert not found.of_several
+    assert heard == [(1, 3), (2, 3), (3, 3)]
 
 
 @in_virtual_time

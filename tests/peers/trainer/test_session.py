@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -16,7 +17,7 @@ from peers.trainer.options import TrainerOptions
 from peers.trainer.report import Report
 from peers.trainer.session import Session
 from swarm.data.corpora import Corpus
-from swarm.data.microbatches import HeldOut, Microbatches
+from swarm.data.microbatches import HeldOut, HeldOutLoss, Microbatches
 from swarm.data.tokenizers import ByteTokenizer
 from swarm.errors import Fatal
 from swarm.generation.engine import collect
@@ -195,6 +196,26 @@ async def test_who_only_evaluates_and_cannot_fails(tmp_path: Path, monkeypatch: 
     session.report.goodbye(interrupted=True)
     assert session.report.files(cast(Corpus, None), interrupted=True) == {}
     assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+async def test_an_evaluation_that_takes_long_says_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def held_out_loss(*_: object, evaluated: Callable[[int, int], None], **__: object) -> HeldOutLoss:
+        session.waits.look(10.0)
+        evaluated(3, 12)
+        session.waits.look(16.0)
+        return HeldOutLoss(mean=1.0, by_source={})
+
+    monkeypatch.setattr(sessions, "held_out_loss", held_out_loss)
+    caplog.set_level(logging.INFO)
+    async with running_chain(SYNCHRONOUS) as chain:
+        with MetricsLog(tmp_path / "metrics.jsonl") as metrics:
+            session = _session(chain, metrics, tmp_path)
+            await session.evaluate()
+    expected = "waiting for the loss on held-out text: 3 of 12 parts are done, 18 s left, 6 s so far"
+    assert caplog.messages[-1] == expected
+    assert not session.waits.present
 
 
 def _text_of(sample: str) -> str:
