@@ -137,11 +137,20 @@ class StepMetrics:
     """The most device memory that any stage peer has used."""
     inner_steps: Mapping[Block, InnerSteps] = field(default_factory=dict)
     """DiLoCo only: the inner steps of one peer of each block."""
+    time_shares: Mapping[Block, Mapping[str, float]] = field(default_factory=dict)
+    """By block: what its peers did with the last minute."""
 
     def named(self) -> dict[str, Value]:
         """The figures under their names in the JSONL file, in Weights & Biases and in TensorBoard."""
         figures = {known.metadata["name"]: getattr(self, known.name) for known in fields(self) if known.metadata}
-        return {**figures, **_by_source(self.validation_losses), **self._inner()}
+        return {**figures, **_by_source(self.validation_losses), **self._inner(), **self._times()}
+
+    def _times(self) -> dict[str, Value]:
+        return {
+            f"time/stage_{block}/{name}": share
+            for block, shares in self.time_shares.items()
+            for name, share in shares.items()
+        }
 
     def _inner(self) -> dict[str, Value]:
         named: dict[str, Value] = {}

@@ -81,6 +81,11 @@ def test_every_dataset_has_a_held_out_loss(tmp_path: Path) -> None:
     assert other == {"step": 2, "val/loss": 2.75, **expected}
 
 
+def test_shares_of_time_have_names_by_block() -> None:
+    named = replace(METRICS, time_shares={Block(1, 2): {"computing_share": 0.5}}).named()
+    assert named["time/stage_1.2/computing_share"] == 0.5
+
+
 def test_inner_steps_have_names_by_block(tmp_path: Path) -> None:
     steps = InnerSteps(configured_samples=16)
     steps.add(16, {3: 1, 4: 1}, newest=4)

@@ -141,6 +141,7 @@ class Report(contextlib.AbstractContextManager["Report"]):
                 validation_losses={} if validation is None else validation.of_several,
                 device_memory_bytes=report.device_bytes if report else None,
                 inner_steps=report.inner_steps if report else {},
+                time_shares=report.time_shares if report else {},
             )
         )
         self._warn(report.inner_steps if report else {})

@@ -7,6 +7,7 @@ committed a round when most of those that answer say so. A round that all follow
 import asyncio
 import dataclasses
 import math
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,6 +52,8 @@ class StepReport:
     """The most that a peer reported; 0 without an accelerator."""
     inner_steps: Mapping[Block, InnerSteps]
     """DiLoCo: how the inner steps went at the peer that was asked, by block."""
+    time_shares: Mapping[Block, Mapping[str, float]]
+    """By block: what the peers that answered did with the last minute, as a mean, under the names of docs/status.md."""
 
 
 class RoundWatcher:
@@ -73,6 +76,7 @@ class RoundWatcher:
         self._obstacles: dict[Block, Obstacle] = {}
         """By block: why none of its peers answered."""
         self._device_bytes = 0
+        self._time_shares: dict[Block, dict[str, float]] = {}
         self._aborted: dict[str, int] = {}
 
     @property
@@ -109,6 +113,7 @@ class RoundWatcher:
             self._rounds[block] = max(self._rounds.get(block, 0), present)
             self._device_bytes = max(self._device_bytes, reply.device_bytes)
             self._aborted[reply.peer_id] = sum(reply.averaging.aborted.values())
+            self._time_shares[block] = _time_shares(rows[block])
             reports = self._reports[block]
             reports.update({report.round: report for report in reply.rounds if report.round < present})
             for round_number in sorted(reports)[:-_KEPT_REPORTS]:
@@ -149,6 +154,7 @@ class RoundWatcher:
             inner_steps={}
             if self._synchronous
             else {block: InnerSteps.read(entry.inner_steps) for block, entry in of_blocks.items()},
+            time_shares={block: self._time_shares[block] for block in followed},
         )
 
     def _run_samples(self, step: int) -> int:
@@ -176,3 +182,14 @@ class RoundWatcher:
             Obstacle.of(failed, 0.0), num_peers=len(serving), num_busy=len(serving) - len(failed)
         )
         return []
+
+
+def _time_shares(replies: Sequence[pb.DescribeReply]) -> dict[str, float]:
+    said = [reply.time_shares for reply in replies]
+    return {
+        "computing_share": statistics.fmean(shares.computing for shares in said),
+        "input_wait_share": statistics.fmean(shares.waiting_for_input for shares in said),
+        "room_wait_share": statistics.fmean(shares.waiting_for_room for shares in said),
+        "averaging_share": statistics.fmean(shares.averaging for shares in said),
+        "flops_utilisation": statistics.fmean(shares.utilisation for shares in said),
+    }

@@ -64,6 +64,9 @@ async def test_a_step_has_the_figures_of_all_stages(synchronous: bool) -> None:
             reply = pb.DescribeReply(
                 run_id=chain.config.run_id, peer_id=chain.peers[stage].peer_id, stage=stage, round=2,
                 device_bytes=(10, 30, 20)[stage],
+                time_shares=pb.TimeShares(
+                    computing=0.5, waiting_for_input=0.25, waiting_for_room=0.125, averaging=0.0625, utilisation=stage
+                ),
                 averaging=pb.AveragingCounters(aborted={"slow": stage, "gone": 10 * stage}),
                 rounds=[
                     pb.RoundReport(round=0, num_members=100),
@@ -85,6 +88,13 @@ async def test_a_step_has_the_figures_of_all_stages(synchronous: bool) -> None:
         inner_steps={}
         if synchronous
         else {Block(stage): InnerSteps(count=stage, configured_samples=16) for stage in range(3)},
+        time_shares={
+            Block(stage): {
+                "computing_share": 0.5, "input_wait_share": 0.25, "room_wait_share": 0.125, "averaging_share": 0.0625,
+                "flops_utilisation": stage,
+            }
+            for stage in range(3)
+        },
     )  # fmt: skip
     assert watcher.report(2) is None
 
