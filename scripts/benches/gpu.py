@@ -275,14 +275,16 @@ def _stage(options: Options, device: torch.device) -> Figures:
         "gpu-stage", width=options.stage_width, layers=12, stages=3, length=min(512, options.sequence_length),
         microbatch=8, model={"autocast": "bf16"}, wire={"dtype": "bf16"},
     )  # fmt: skip
-    side = StageSide(config, device, compiles=options.compiles, recorder=recorder_of(device))
-    rate_of: dict[str, Callable[[int], float]] = {
-        "swarm": side.tokens_per_second, "graph": BareSide(config, device).tokens_per_second,
-    }  # fmt: skip
-    for rate in rate_of.values():
-        rate(min(WARM_UP_MICROBATCHES, options.microbatches))
+    warm_up, memory = min(WARM_UP_MICROBATCHES, options.microbatches), Figures()
+    with gpu_stage.noting_memory("stage", device, memory):
+        side = StageSide(config, device, compiles=options.compiles, recorder=recorder_of(device))
+        side.tokens_per_second(warm_up)
+    with gpu_stage.noting_memory("graph", device, memory):
+        bare = BareSide(config, device)
+        bare.tokens_per_second(warm_up)
+    rate_of = {"swarm": side.tokens_per_second, "graph": bare.tokens_per_second}
     figures = _compared("stage", "graph", rate_of, options.microbatches)
-    return {**figures, "stage_num_recorded": side.backend.function.num_recorded}
+    return {**figures, **memory, "stage_num_recorded": side.backend.function.num_recorded}
 
 
 # -- text --------------------------------------------------------------------------------------------------------------
@@ -295,25 +297,27 @@ def _generate(options: Options, device: torch.device) -> Figures:
     vocabulary = options.vocab_size
     model = theirs.llama(width=options.d_model, layers=options.layers, vocabulary=vocabulary, longest=longest)
     model = model.eval().to(torch.bfloat16)
-    with tempfile.TemporaryDirectory(prefix="bench-gpu-") as name:
-        model.save_pretrained(name)
-        origin = from_model_folder(Path(name))
-        ours = transformer(origin, computing_in(origin.config, "bf16", device), device)
     generator = torch.Generator().manual_seed(1)
     prompt = torch.randint(vocabulary, (PROMPT_TOKENS,), generator=generator).tolist()
-    engine = LocalEngine(ours, Room(1, longest), longest=longest, recorder=recorder_of(device))
-    # One engine for all turns, as a server has it: its first text makes the recordings.
-    with asyncio.Runner() as runner:
-        computing = runner.get_loop().create_task(engine.run())
-        texts = {
-            "swarm": lambda: runner.run(collect(engine, prompt, Sampling(temperature=0.0), options.tokens)),
-            "transformers": theirs.writer(model.to(device), prompt, options.tokens, device),
-        }
-        is_same = texts["swarm"]() == texts["transformers"]()
+    memory, greedy = Figures(), Sampling(temperature=0.0)
+    with asyncio.Runner() as runner, tempfile.TemporaryDirectory(prefix="bench-gpu-") as name:
+        model.save_pretrained(name)
+        origin = from_model_folder(Path(name))
+        with gpu_stage.noting_memory("generate", device, memory):
+            ours = transformer(origin, computing_in(origin.config, "bf16", device), device)
+            # One engine for all turns, as a server has it: its first text makes the recordings.
+            engine = LocalEngine(ours, Room(1, longest), longest=longest, recorder=recorder_of(device))
+            computing = runner.get_loop().create_task(engine.run())
+            texts: dict[str, Callable[[], list[int]]] = {}
+            texts["swarm"] = lambda: runner.run(collect(engine, prompt, greedy, options.tokens))
+            own_text = texts["swarm"]()
+        with gpu_stage.noting_memory("transformers", device, memory):
+            texts["transformers"] = theirs.writer(model.to(device), prompt, options.tokens, device)
+            is_same = own_text == texts["transformers"]()
         rate_of = {name: partial(_rate, text) for name, text in texts.items()}
         figures = _compared("generate", "transformers", rate_of, options.tokens)
         computing.cancel()
-    return {**figures, "same_tokens": is_same}
+    return {**figures, **memory, "same_tokens": is_same}
 
 
 # -- in turns ----------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from swarm.stage.staging import Staging
 
 _Result = TypeVar("_Result")
 
-VOCABULARY, SAMPLES, LENGTH = 50_304, 8, 1024
+SAMPLES = 8
 
 WITHOUT_LAUNCH = ("aten.empty", "aten.new_empty", "aten._unsafe_view", "aten.promote_types", "aten._local_scalar_dense")
 """Operators that launch nothing, besides those that only return a view."""
@@ -37,6 +37,10 @@ class Options(OutputOptions):
     """Width of the model; a multiple of 64."""
     layers: int = 12
     """Layers of the model, which is one stage."""
+    vocab_size: int = 50_304
+    """Its vocabulary."""
+    sequence_length: int = 1024
+    """Tokens of each of a microbatch's eight samples."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,7 +62,7 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
 def run(options: Options) -> dict[str, Any]:
     library = _fused_norms_of_a_gpu()
-    tokens = torch.randint(VOCABULARY, (SAMPLES, LENGTH + 1))
+    tokens = torch.randint(options.vocab_size, (SAMPLES, options.sequence_length + 1))
     inputs = {TOKENS: tokens.int()}
     counts = dict[str, int]()
     for optimizer in ("adamw", "muon"):
@@ -119,9 +123,10 @@ class _Once(Recorder):
 
 def _backend(options: Options, optimizer: Literal["adamw", "muon"], recorder: Recorder | None = None) -> StageBackend:
     config = run_of(
-        "launches", width=options.d_model, layers=options.layers, setting="diloco", length=LENGTH, microbatch=SAMPLES,
-        round_samples=10 * SAMPLES, rounds={"inner_batch_samples": SAMPLES}, optimizer={"name": optimizer},
-        model={"vocab_size": VOCABULARY, "autocast": "bf16"},
+        "launches", width=options.d_model, layers=options.layers, setting="diloco",
+        length=options.sequence_length, microbatch=SAMPLES, round_samples=10 * SAMPLES,
+        rounds={"inner_batch_samples": SAMPLES}, optimizer={"name": optimizer},
+        model={"vocab_size": options.vocab_size, "autocast": "bf16"},
     )  # fmt: skip
     module = build_stage(config, 0, device="cpu", fused=True)
     weights, budget = weights_of(config, module, lineage="", fused=True), GraphBudget(limit_bytes=1 << 40)

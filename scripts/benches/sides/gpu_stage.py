@@ -2,13 +2,16 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from peers.shared.devices import most_device_bytes
 from scripts.benches.sides.reference import torch_adamw
 from swarm.config import ModelConfig, RunConfig
 from swarm.data.microbatches import Microbatches
@@ -248,3 +251,14 @@ def synchronise(device: torch.device) -> None:
     """Wait for all work of a GPU; on a CPU nothing waits."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+@contextmanager
+def noting_memory(side: str, device: torch.device, found: dict[str, Any]) -> Iterator[None]:
+    """Note as SIDE_device_bytes the most memory that a side takes of a GPU while the block makes it and has it work."""
+    before = 0
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+    yield
+    found[f"{side}_device_bytes"] = most_device_bytes(device) - before

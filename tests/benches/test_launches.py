@@ -1,0 +1,10 @@
+"""What a GPU's thread launches, which follows from the layers and hardly from any size."""
+
+from scripts.benches import launches
+
+
+def test_a_microbatch_and_an_inner_step_of_a_dozen_layers_are_few_launches() -> None:
+    counts = launches.run(launches.Options(d_model=64, vocab_size=256, sequence_length=16))
+    assert counts["launches_per_microbatch"] <= 1_100
+    assert counts["launches_per_inner_step"] <= 20
+    assert counts["launches_captured"] <= 25
