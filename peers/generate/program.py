@@ -13,6 +13,7 @@ process: from checkpoints of all stages, a run folder, or a model of Hugging Fac
 import dataclasses
 import os
 from collections.abc import Sequence
+from random import SystemRandom
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +22,7 @@ from peers.generate import terminal
 from peers.generate.models import open_local_model, open_swarm
 from peers.generate.options import PROG, GenerateOptions
 from peers.shared import cli, logs, stopping
+from peers.shared.devices import device_of
 from peers.shared.lan import with_invite
 from peers.shared.run_options import joins
 from swarm.interchange.source import located
@@ -36,6 +38,9 @@ def main(argv: Sequence[str]) -> int:
     logs.setup_logging(PROG, "warning")
     if options.threads:
         torch.set_num_threads(options.threads)
+    if options.device != "auto":
+        # A model may have to be downloaded for hours before it comes to its device.
+        device_of(options.device, SystemRandom())
     # If something keeps the server from starting, the user learns it before anything is loaded.
     server = _server(options) if options.serve is not None else None
     with stopping.interruptible():

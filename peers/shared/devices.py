@@ -198,6 +198,9 @@ def device_of(name: str, rng: random.Random) -> "torch.device":
     # PyTorch would list the devices of all machines there are.
     if not _NAME.fullmatch(name):
         raise ValueError(f"--device {name} cannot be used: it takes cpu, cuda, cuda:N, mps or auto")
+    is_there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not is_there.get(name.partition(":")[0], True):
+        raise ValueError(f"--device {name} cannot be used: PyTorch finds no such GPU here")
     try:
         if name in ("auto", "cuda") and torch.cuda.is_available():
             name = choose(found(), rng).name if torch.cuda.device_count() > 1 else "cuda:0"

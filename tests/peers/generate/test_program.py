@@ -131,6 +131,12 @@ def test_matrices_may_have_sixteen_bits(
     assert _run(capsys, *options, "--dtype", dtype).split()
 
 
+def test_a_device_that_is_not_there_is_told_before_a_model_is_downloaded(capsys: pytest.CaptureFixture[str]) -> None:
+    refused = _refused(capsys, "--model", "no-such-model", "--prompt", "a", "--device", "cuda:99")
+    assert "--device cuda:99 cannot be used" in refused
+    assert "hub" not in refused
+
+
 def test_checkpoints_write_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, vocab_size=256))
     write_cut(tmp_path, cut(2, config), num_rounds=1)

@@ -53,7 +53,7 @@ def _step(
     inner_steps: Mapping[Block, InnerSteps] | None = None,
 ) -> Step:
     figures: dict[str, Any] = {name: 0 for name in StepReport.__dataclass_fields__}
-    known = {"run_samples": run_samples, "cost": RoundCost(), "inner_steps": inner_steps or {}}
+    known = {"run_samples": run_samples, "cost": RoundCost(), "inner_steps": inner_steps or {}, "time_shares": {}}
     report = StepReport(**{**figures, **known})
     return Step(number=number, seconds=2.0, totals=StepTotals(losses=[(loss, 1) for loss in losses]), report=report)
 
