@@ -67,7 +67,6 @@ class DoctorOptions:
     insecure: bool = False
     """Look at a run whose peers were started with --insecure."""
     log_level: logs.LogLevel = "warning"
-    """debug, info, warning or error."""
 
     def __post_init__(self) -> None:
         sources = [self.invite, self.preset or self.model, self.config]

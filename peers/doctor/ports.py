@@ -4,30 +4,28 @@ Other peers dial both ports back. Meanwhile both answer as a peer's would: on on
 certificate, on the other a listener that sends only the first line of a DHT node's protocol.
 """
 
-import asyncio
-from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Sequence
+import random
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from peers.doctor.finding import Finding, fine, not_checked, wrong
+from peers.reach.inquiry import Inquiry, Verdict
 from peers.reach.listen import Outside, loopback_advice
 from peers.reach.own_port import answering, answering_as_node, reserved
 from swarm.credentials.identity import Identity
 from swarm.dht import addresses
-from swarm.errors import SwarmError
+from swarm.machine.clock import Clock
 from swarm.machine.words import counted
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.endpoint import LOOPBACK, endpoint_of
 from swarm.rpc.entry import direct
-from swarm.rpc.meeting.check import ANSWER_SECONDS, MAX_ENDPOINTS, check
+from swarm.rpc.meeting.check import MAX_ENDPOINTS
 from swarm.rpc.serving import Front
 from swarm.rpc.v1 import meeting_pb2 as pb
 from swarm.types import PeerRecord
 
 GRPC, DHT = "gRPC port", "DHT port"
-NUM_ASKED = 2
-"""How many peers are asked to dial back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +68,7 @@ def unasked(ports: Ports) -> list[Finding]:
 
 
 async def from_outside(
-    ports: Ports, peers: Sequence[PeerRecord], channels: ChannelPool, own: Identity
+    ports: Ports, peers: Sequence[PeerRecord], channels: ChannelPool, own: Identity, clock: Clock
 ) -> list[Finding]:
     """Ask peers to dial both ports back, and return the findings. After a cancellation nothing listens any more."""
     if ports.taken or not peers:
@@ -82,22 +80,13 @@ async def from_outside(
         dht_endpoints=_named(ports.outside_dht, dht_port),
         run_id=channels.points.run_id,
     )
-    fault = "no peer that is reached directly is there to dial it back"
-
-    async def ask(peer: PeerRecord) -> pb.CheckReply:
-        nonlocal fault
-        try:
-            return await check(channels.channel(peer), request, seconds=ANSWER_SECONDS)
-        except SwarmError as error:
-            fault = str(error)
-            return pb.CheckReply()
-
+    inquiry = Inquiry(channels, clock, random.Random(own.peer_id))
     async with _answering(ports, port, dht_port, own, insecure=channels.is_insecure):
-        asked = [peer for peer in peers if direct(peer.endpoints)][:NUM_ASKED]
-        replies = [reply for reply in await asyncio.gather(*map(ask, asked)) if reply.observed_host]
-    if not replies:
-        return [not_checked(what, fault) for what in (GRPC, DHT)]
-    return judge(port, dht_port, replies, host=ports.host)
+        verdict = await inquiry.verdict([peer for peer in peers if direct(peer.endpoints)], request)
+    if verdict is None:
+        why = inquiry.hindrance or "no peer that is reached directly dials it back"
+        return [not_checked(what, why) for what in (GRPC, DHT)]
+    return judge(port, dht_port, verdict, host=ports.host)
 
 
 @asynccontextmanager
@@ -116,30 +105,21 @@ async def _answering(ports: Ports, port: int, dht_port: int, own: Identity, *, i
             yield
 
 
-def judge(port: int, dht_port: int, replies: Sequence[pb.CheckReply], *, host: str = "") -> list[Finding]:
-    """The findings about how others will reach this machine. `replies` has at least one reply, of what a peer that
-    dialled back reached. `host` is what --host says."""
-    asked = counted(len(replies), "peer")
-    end, count = _most_reached(reply.endpoints for reply in replies)
-    dht_end, _ = _most_reached(reply.dht_endpoints for reply in replies)
+def judge(port: int, dht_port: int, verdict: Verdict, *, host: str = "") -> list[Finding]:
+    """The findings about how others will reach this machine, by what peers reached that dialled back. `host` is what
+    --host says."""
+    asked = counted(verdict.num_asked, "peer")
+    end, dht_end = (next(iter(ends), "") for ends in (verdict.endpoints, verdict.dht_endpoints))
     detour = "will reach it by way of further peers. " + (
         loopback_advice(host).capitalize()
         or "To be reached directly: --port and --dht-port fix both, and a firewall or router has to let them in"
     )
     of_grpc = f"{asked} got no answer at {port}: others {detour}"
-    if count:
-        of_grpc = f"{end} is reached from outside, by {asked}"
-    if 0 < count < len(replies):
-        of_grpc = f"{end} is reached from outside, by {count} of {asked}; the others {detour}"
+    if verdict.num_reached:
+        few = f"{verdict.num_reached} of {asked}; the others {detour}" if verdict.is_hidden else asked
+        of_grpc = f"{end or port} is reached from outside, by {few}"
     of_dht = f"no answer at {dht_port}: this machine will ask the DHT, and not be asked"
     return [fine(GRPC, of_grpc), fine(DHT, f"{dht_end} is reached from outside" if dht_end else of_dht)]
-
-
-def _most_reached(told: Iterable[Sequence[str]]) -> tuple[str, int]:
-    """The endpoint that most peers reached, and the number of these peers; an empty text and 0 if no peer reached
-    any."""
-    counts = Counter(end for ends in told for end in set(ends))
-    return max(counts.items(), key=lambda item: item[1], default=("", 0))
 
 
 def _named(outside: Sequence[Outside], port: int) -> list[str]:

@@ -69,7 +69,7 @@ async def in_passing(plan: DoctorOptions, run: Membership, device: Device | None
 
 async def _on_line(plan: DoctorOptions, run: Membership, dht_addresses: Sequence[str]) -> list[Finding]:
     # Both run at the same time: peers dial this machine's ports while the lines to them are checked.
-    asking = from_outside(plan.ports, run.known.everyone(), run.channels, run.identity)
+    asking = from_outside(plan.ports, run.known.everyone(), run.channels, run.identity, run.clock)
     ports, nodes, on_line = await asyncio.gather(asking, line.nodes(dht_addresses), _to_peers(run))
     return [*ports, line.judge_dht(nodes), *on_line]
 

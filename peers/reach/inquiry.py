@@ -11,9 +11,10 @@ from typing import Self
 
 import grpc
 
-from peers.shared.network import Membership
 from swarm.dht.addresses import is_host
 from swarm.errors import DeadlineExceeded, Overloaded, SwarmError
+from swarm.machine.clock import Clock
+from swarm.rpc.channels import ChannelPool
 from swarm.rpc.endpoint import endpoint_of
 from swarm.rpc.entry import Entry, direct, versions
 from swarm.rpc.meeting.check import ANSWER_SECONDS, DIAL_SECONDS, GAP_SECONDS, check
@@ -96,12 +97,12 @@ def _reached(
 
 
 class Inquiry:
-    def __init__(self, membership: Membership, rng: random.Random, *, insecure: bool) -> None:
+    def __init__(self, channels: ChannelPool, clock: Clock, rng: random.Random) -> None:
         self.hindrance = ""
         """Why the last inquiry came to nothing although other peers answered something; otherwise empty."""
-        self._membership = membership
+        self._channels = channels
+        self._clock = clock
         self._rng = rng
-        self._insecure = insecure
 
     async def verdict(self, others: Sequence[PeerRecord] | Sequence[Entry], request: pb.CheckRequest) -> Verdict | None:
         """Sum up what some of the other peers reached; None if none of them has dialled back. `others` are the other
@@ -134,7 +135,7 @@ class Inquiry:
 
     async def _ask(self, asked: PeerRecord | Entry, request: pb.CheckRequest) -> pb.CheckReply | None:
         """The reply of one peer; None if the peer is silent or busy, or if only short messages reach it."""
-        channels = self._membership.channels
+        channels = self._channels
         if isinstance(asked, PeerRecord):
             # Each call gets the channel from the pool again, because the pool may have replaced it by a better one.
             return await self._answer(lambda: channels.channel(asked), direct(asked.endpoints)[0], request)
@@ -154,14 +155,14 @@ class Inquiry:
     ) -> pb.CheckReply | None:
         try:
             with contextlib.suppress(Overloaded):
-                if not await passes_long(channel(), "" if self._insecure else end):
+                if not await passes_long(channel(), "" if self._channels.is_insecure else end):
                     self.hindrance = SHORT_ALONE
                     return None
             for _ in range(NUM_TRIES):
                 with contextlib.suppress(Overloaded):
                     return await check(channel(), request, seconds=ANSWER_SECONDS)
                 # The asked peer has just dialled back another peer behind the same router.
-                await self._membership.clock.sleep(GAP_SECONDS * (1.0 + self._rng.random()))
+                await self._clock.sleep(GAP_SECONDS * (1.0 + self._rng.random()))
             self.hindrance = self.hindrance or BUSY
         except DeadlineExceeded:
             self.hindrance = self.hindrance or BUSY

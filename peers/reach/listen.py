@@ -11,7 +11,7 @@ from typing import Protocol, Self
 
 import psutil
 
-from swarm.dht.addresses import is_host
+from swarm.dht.addresses import is_host, is_node, place
 from swarm.rpc.endpoint import LOOPBACK, endpoint_of, host_and_port, ip_of, own_host
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,6 @@ _ELSEWHERE = {4: "203.0.113.1", 6: "2001:db8::1"}
 _BRIDGE = re.compile(r"(docker|br-|veth|virbr|cni|podman|nerdctl|flannel|cali|kube|lxc|lxd|incus|vmnet|vboxnet)")
 _DOCKER = "172.17.0.1"
 """The address of Docker's own bridge, whatever the bridge's name is."""
-_HOST = re.compile(r"/(?:ip4|ip6|dns[46]?)/([^/]+)/tcp/(\d+)")
 
 
 @dataclass(frozen=True)
@@ -234,8 +233,8 @@ def own_candidates(host: str, initial_peers: Sequence[str]) -> Candidates:
         versions = [ipaddress.ip_address(host).version] if host else [4, 6]
     except ValueError:
         return Candidates((), (), is_decided=True)
-    found = [match for match in map(_HOST.match, initial_peers) if match is not None]
-    towards = [own_address(peer[1], int(peer[2]), version) for peer in found for version in versions]
+    peers = [place(address) for address in initial_peers if is_node(address)]
+    towards = [own_address(*peer, version) for peer in peers for version in versions]
     by_default = [own_address(_ELSEWHERE[version], 9, version) for version in versions]
     return candidates(
         host, _interfaces(), towards_peers=[address for address in towards if address is not None],

@@ -1,6 +1,6 @@
 """What answers at this machine's two ports while no server of the process, and no node of the DHT, listens there.
 
-Others dial a peer back before its server begins, between two servers, and while its node of the DHT is a client.
+Others dial a peer back before its server begins, and while its node of the DHT is a client.
 """
 
 import asyncio

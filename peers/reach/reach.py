@@ -78,7 +78,7 @@ class Reach:
         self._found: Verdict | None = None
         """None while it is not known which endpoints others reach."""
         self._announced: tuple[str, ...] = ("",)
-        self._inquiry = Inquiry(membership, random.Random(membership.peer_id), insecure=insecure)
+        self._inquiry = Inquiry(membership.channels, membership.clock, random.Random(membership.peer_id))
         self._waiting = Waiting(
             membership.identity,
             Points(membership.identity, insecure=insecure, run_id=membership.config.run_id),

@@ -7,21 +7,24 @@ import pytest
 
 from peers.doctor.finding import State
 from peers.doctor.ports import Ports, from_outside, judge, unasked
+from peers.reach.inquiry import Verdict
 from scripts.benches.shared.ports import free_ports
 from swarm.credentials.identity import generate
+from swarm.machine.clock import SystemClock
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import meeting_pb2 as pb
 from swarm.types import PeerRecord, PeerState
 from tests.support.meeting import meeting_point
 
 
-def _reply(endpoints: Sequence[str] = (), dht_endpoints: Sequence[str] = ()) -> pb.CheckReply:
-    return pb.CheckReply(observed_host="203.0.113.7", endpoints=endpoints, dht_endpoints=dht_endpoints)
+def _verdict(num_asked: int, endpoints: Sequence[str] = (), dht_endpoints: Sequence[str] = ()) -> Verdict:
+    reply = pb.CheckReply(observed_host="203.0.113.7", endpoints=endpoints, dht_endpoints=dht_endpoints)
+    return Verdict.of(pb.CheckRequest(endpoints=[":5001"], dht_endpoints=[":5002"]), [reply] * num_asked)
 
 
 @pytest.mark.parametrize("host", ["::1", "127.0.0.1"])
 def test_no_firewall_is_to_be_opened_for_a_host_that_only_this_machine_reaches(host: str) -> None:
-    grpc, _ = judge(5001, 5002, [_reply()], host=host)
+    grpc, _ = judge(5001, 5002, _verdict(1), host=host)
     assert "firewall" not in grpc.text
     assert grpc.text.endswith(
         f"Only this machine can reach --host {host}: leave --host out, and others reach all of its addresses"
@@ -58,7 +61,7 @@ async def test_one_port_for_both_is_dialled_back_as_two() -> None:
             certificate_pem=other.certificate_pem, state=PeerState.SERVING,
         )  # fmt: skip
         try:
-            found = await from_outside(ports, [record], channels, own)
+            found = await from_outside(ports, [record], channels, own, SystemClock())
         finally:
             await channels.close()
     assert [finding.text.split(",")[0] for finding in found] == [f"127.0.0.1:{port} is reached from outside"] * 2

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from peers.doctor import line, ports
+from peers.doctor import line
 from peers.doctor import program as doctor
 from peers.doctor.finding import Finding, State
 from peers.doctor.options import DoctorOptions
 from peers.doctor.program import in_passing
+from peers.reach import inquiry
 from peers.reach.own_port import answering_as_node
 from peers.shared.devices import Device
 from peers.shared.entrance import find_entrance
@@ -41,7 +42,7 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set waits so long that findings do not depend on how busy the machine is."""
     monkeypatch.setattr(line, "DISTANCE_SECONDS", 60.0)
     monkeypatch.setattr(line, "RATE_SECONDS", 60.0)
-    monkeypatch.setattr(ports, "ANSWER_SECONDS", 60.0)
+    monkeypatch.setattr(inquiry, "ANSWER_SECONDS", 60.0)
     monkeypatch.setattr(check, "DIAL_SECONDS", 30.0)
 
 

@@ -233,17 +233,19 @@ def test_where_nothing_decides_the_candidates_are_listed(
 
 # -- this machine ------------------------------------------------------------------------------------------------------
 
+NODE_ID = 46 * "Q"
+
 
 def test_the_way_to_this_machine_is_its_loopback() -> None:
     assert own_address("127.0.0.1", 9, 4) == "127.0.0.1"
     assert own_address("127.0.0.1", 9, 6) is None
-    assert "127.0.0.1" in own_candidates("0.0.0.0", ["/ip4/127.0.0.1/tcp/9/p2p/Qm"]).loopback
+    assert "127.0.0.1" in own_candidates("0.0.0.0", [f"/ip4/127.0.0.1/tcp/9/p2p/{NODE_ID}"]).loopback
 
 
 def test_what_is_no_address_is_left_to_the_dht_node() -> None:
     """The DHT node refuses it in one line."""
     assert own_candidates("myhost", []).hosts == ()
-    node = "/ip4/127.0.0.1/tcp/1/p2p/x"
+    node = f"/ip4/127.0.0.1/tcp/1/p2p/{NODE_ID}"
     assert own_candidates("127.0.0.1", ["x", node]) == own_candidates("127.0.0.1", [node])
 
 
@@ -296,7 +298,7 @@ def _hosts(network: str, *addresses: str) -> list[str]:
 def test_in_a_network_of_its_own_the_kernel_s_routes_decide(
     initial_peers: Sequence[str], route: str, first: str
 ) -> None:
-    hosts = _hosts(f"{NETWORK}\n{route}", *(f"/ip4/{peer}/tcp/4001/p2p/Qm" for peer in initial_peers))
+    hosts = _hosts(f"{NETWORK}\n{route}", *(f"/ip4/{peer}/tcp/4001/p2p/{NODE_ID}" for peer in initial_peers))
     assert hosts[0] == first
     assert sorted(hosts) == ["10.9.0.7", "198.18.0.2"]
 
