@@ -16,9 +16,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from peers.shared.network import Membership, agree_on_config
-from swarm.credentials.identity import Identity, verify
-from swarm.dht.node import DhtNode
+from peers.shared.network import Membership
+from swarm.credentials.identity import verify
 from swarm.errors import Fatal, IntegrityError, PeerUnavailable
 from swarm.machine.clock import Clock
 from swarm.rpc.entry import where
@@ -179,20 +178,3 @@ class Rivals:
 
 def _signed_bytes(said: pb.Incarnation, nonce: str) -> bytes:
     return json.dumps(["swarm incarnation", said.peer_id, said.nonce, said.started_at, said.endpoint, nonce]).encode()
-
-
-async def require_alone_at(
-    node: DhtNode, addresses: Sequence[str], identity: Identity, *, insecure: bool, clock: Clock
-) -> None:
-    """Raise Fatal if a rival answers of a peer that cannot enter the DHT, because the addresses that the user gave are
-    the peer's own.
-
-    `node` has entered the DHT at these addresses under another id. Raises what agree_on_config raises.
-    """
-    config = await agree_on_config(node, None, addresses, clock, identity.authority)
-    member = Membership.enter(config, node, identity, clock, insecure=insecure)
-    try:
-        await member.known.look_first(member.directory, member.blocks, clock)
-        await Rivals(member, own=begin(clock)).require_alone()
-    finally:
-        await member.channels.close()

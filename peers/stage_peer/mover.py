@@ -1,13 +1,11 @@
-"""Runs a stage peer's servers, one after another: of its first blocks, then of those to which it moves.
+"""Runs a stage peer's server: with its first blocks, and then with those to which it moves.
 
-A peer that moves waits for the end of a round, drains, withdraws, and begins at the new blocks like any joiner, with
-the same identity and DHT node. Blocks that it keeps are served on meanwhile, by the same server. A peer that cannot
-begin at the new blocks goes back. It never serves a block without the block's state, and never moves away from a block
-that no other peer serves.
+A peer that moves waits for the end of a round, drains, withdraws, and begins at the new blocks like any joiner. Blocks
+that it keeps are served on meanwhile. A peer that cannot begin at the new blocks goes back. It never serves a block
+without the block's state, and never moves away from a block that no other peer serves.
 """
 
 import asyncio
-import gc
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +13,7 @@ from dataclasses import dataclass
 from peers.reach.listen import Announced, Listening
 from peers.shared import stopping
 from peers.shared.network import LOOK_SECONDS
-from peers.shared.room import named, written
+from peers.shared.room import named
 from peers.shared.stopping import leaves
 from peers.stage_peer.own_stage import ServerOptions
 from peers.stage_peer.rebalancer import Rebalancer
@@ -60,20 +58,19 @@ class Move:
         return Move(before=self.after, after=self.before, since=self.since)
 
 
-ServerFactory = Callable[[Span, int, bool, asyncio.TaskGroup], Awaitable[PeerServer]]
-"""Makes the server of blocks, once their initial weights are here. Its arguments are the blocks, the number of moves
-until now, whether the peer comes from other blocks, and the task group of the server."""
-OptionsFactory = Callable[[Sequence[Block]], Awaitable[Mapping[Block, ServerOptions]]]
-"""Makes the options of blocks that a peer begins to serve beside others, once their initial weights are here."""
+OptionsFactory = Callable[[Sequence[Block], bool], Awaitable[Mapping[Block, ServerOptions]]]
+"""Makes the options of blocks that a peer begins to serve, once their initial weights are here. The second argument
+says whether the peer comes from other blocks."""
 
 
 class Mover:
     def __init__(
-        self, *, make_server: ServerFactory, make_options: OptionsFactory, rebalancer: Rebalancer, listen: Listening,
-        clock: Clock, event_log: Events, stop: asyncio.Event, on_serving: Callable[[Span, Announced], None],
+        self, *, make_server: Callable[[asyncio.TaskGroup], PeerServer], make_options: OptionsFactory,
+        rebalancer: Rebalancer, listen: Listening, clock: Clock, event_log: Events, stop: asyncio.Event,
+        on_serving: Callable[[Span, Announced], None],
     ) -> None:  # fmt: skip
-        """`on_serving` is called whenever the peer serves its blocks, and `stop` is set when it is to leave the
-        run."""
+        """`make_server` makes the server of the whole process, whose tasks are in the group. `on_serving` is called
+        whenever the peer serves its blocks, and `stop` is set when it is to leave the run."""
         self._make_server = make_server
         self._make_options = make_options
         self._rebalancer = rebalancer
@@ -82,34 +79,36 @@ class Mover:
         self._event_log = event_log
         self._stop = stop
         self._on_serving = on_serving
-        self._num_moves = 0
+        self._span: Span = ()
+        """The blocks that it serves."""
 
     async def run(self, span: Span) -> None:
         """Serve these blocks, and then those to which the peer moves, until `stop` is set, which also ends the attempt
-        to enter a block. Raises in a group what the first server raised, or any server once it served."""
-        move: Move | None = None
-        retry_seconds = RETRY_SECONDS
-        while True:
-            if move is not None:
-                # The old model is freed before the new one is made.
-                gc.collect()
-            next_move, failure = await self._serve(span, move)
-            if failure is None:
-                if next_move is None:
-                    return
-                self._write_leave(next_move.left)
-                span, move, retry_seconds = next_move.after, next_move, RETRY_SECONDS
-                continue
-            if self._stop.is_set():
-                logger.info("leaving: stage %s was not entered yet", written(span))
-                await self._rebalancer.gave_up(span)
-                return
-            assert move is not None, "only one that moves may fail and go on"
-            other = move.before if span == move.after else move.after
-            if not await self._turns(span, other, failure, retry_seconds):
-                return
-            self._write_leave(span)
-            span, retry_seconds = other, min(2 * retry_seconds, MAX_RETRY_SECONDS)
+        to enter a block. Raises in a group what the server raised."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                server = self._make_server(tasks)
+                async with server.serving(self._listen):
+                    if await self._begin(server, span, moved=False):
+                        self._span = span
+                        await self._arrived(span)
+                        self._on_serving(span, server.announced)
+                        await self._stay(server)
+                    else:
+                        await self._gives_up(span)
+        except* (RuntimeError, MemoryError) as errors:
+            error = next(leaves(errors))
+            if not is_out_of_memory(error):
+                raise
+            raise Fatal(
+                f"{named(self._span or span)} ran out of memory (no room for {what_was_asked(error)}): take a smaller "
+                f"--graph-memory-mib or --max-in-flight, {SMALLER}, more stages, or another --device"
+            ) from None
+
+    async def _gives_up(self, span: Span, *, before: Span = ()) -> None:
+        """Give up the claim to blocks that were not entered before the peer was told to leave."""
+        logger.info("leaving: %s was not entered yet", named(span))
+        await self._rebalancer.gave_up(span, before=before)
 
     async def _turns(self, span: Span, other: Span, failure: str, retry_seconds: float) -> bool:
         """Claim other blocks, because the peer could not begin at these, and wait a little. Returns whether the peer
@@ -126,49 +125,21 @@ class Mover:
         for block in blocks:
             self._event_log.write(events.Leave(), block)
 
-    async def _serve(self, span: Span, move: Move | None) -> tuple[Move | None, str | None]:
-        """Serve blocks until the peer leaves them. Return the next move, and why the blocks were not entered if they
-        were not."""
-        serving, next_move, failure = False, None, None
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                has_moved = move is not None and span == move.after
-                async with asyncio.timeout(None) as entering:
-                    stopping = tasks.create_task(self._end_at_stop(entering))
-                    server = await self._make_server(span, self._num_moves + has_moved, move is not None, tasks)
-                    stopping.cancel()
-                    stopping = tasks.create_task(self._end_at_stop(entering, server))
-                    async with server.serving(self._listen) as announced:
-                        stopping.cancel()
-                        serving = not entering.expired()
-                        if serving:
-                            entering.reschedule(None)
-                        self._num_moves += has_moved
-                        await self._arrived(span, move)
-                        self._on_serving(span, announced)
-                        next_move = await self._stay(server, span, announced)
-        except* (SwarmError, OSError, ValueError) as faults:
-            if serving or (move is None and not self._stop.is_set()):
-                raise
-            # Only the text is kept: the fault's traceback would keep the server and its model in memory.
-            failure = str(next(leaves(faults)))
-        except* (RuntimeError, MemoryError) as errors:
-            error = next(leaves(errors))
-            if not is_out_of_memory(error):
-                raise
-            raise Fatal(
-                f"{named(span)} ran out of memory (no room for {what_was_asked(error)}): take a smaller "
-                f"--graph-memory-mib or --max-in-flight, {SMALLER}, more stages, or another --device"
-            ) from None
-        return next_move, failure
+    async def _begin(self, server: PeerServer, blocks: Sequence[Block], *, moved: bool) -> bool:
+        """Begin at blocks. Returns whether they are served: not if the peer is told to leave the run before. Raises
+        what PeerServer.enter does."""
 
-    async def _end_at_stop(self, entering: asyncio.Timeout, server: PeerServer | None = None) -> None:
-        await self._stop.wait()
-        if server is not None:
-            await server.leave_early()
-        entering.reschedule(0.0)
+        async def begin() -> bool:
+            await server.enter(await self._make_options(blocks, moved))
+            return True
 
-    async def _arrived(self, span: Span, move: Move | None) -> None:
+        async def end() -> None:
+            await self._stop.wait()
+            await server.leave_early(blocks)
+
+        return await stopping.before(end(), begin()) or False
+
+    async def _arrived(self, span: Span, move: Move | None = None) -> None:
         if move is None or span != move.after:
             await self._rebalancer.arrived(span)
             if move is not None:
@@ -178,13 +149,13 @@ class Mover:
         await self._rebalancer.arrived(span, move_seconds=seconds)
         logger.info("moved from %s to %s in %.1f s", named(move.before), named(span), seconds)
 
-    async def _stay(self, server: PeerServer, span: Span, announced: Announced) -> Move | None:
-        """Stay at the blocks, and at those to which this server moves, until the peer has left them. Return the move to
-        blocks for which there has to be another server; None if the peer leaves the run. Raises Fatal if it has left
-        because it cannot go on."""
+    async def _stay(self, server: PeerServer) -> None:
+        """Stay at the blocks, and at those to which the peer moves, until it has left the run. Raises Fatal if it has
+        left because it cannot go on."""
         while True:
             target = await stopping.before(
-                stopping.before(self._stop.wait(), server.gives_up()), self._rebalancer.next_move(span, server.rates)
+                stopping.before(self._stop.wait(), server.gives_up()),
+                self._rebalancer.next_move(self._span, server.rates),
             )
             if target is None:
                 if (fault := server.fault) is not None:
@@ -199,20 +170,19 @@ class Mover:
                 logger.info("leaving: finishing what is in flight")
                 await server.drain(LAST_DRAIN_SECONDS)
                 await server.leave()
-                for block in server.blocks:
-                    self._event_log.write(events.Leave(), block)
+                self._write_leave(server.blocks)
                 if (fault := server.fault) is not None:
                     raise fault
-                return None
-            move = await self._leave_for(server, target, span)
-            if move is not None and len(move.left) == len(span):
-                return move
-            if move is not None:
-                span = await self._change(server, move)
-                self._on_serving(span, announced)
+                return
+            if (move := await self._leave_for(server, target)) is not None:
+                self._span = await self._change(server, move)
+                if not self._span:
+                    return
+                self._on_serving(self._span, server.announced)
 
-    async def _leave_for(self, server: PeerServer, target: Span, span: Span) -> Move | None:
+    async def _leave_for(self, server: PeerServer, target: Span) -> Move | None:
         """Leave those of the blocks that are not in the target. None if the peer stays at all of them."""
+        span = self._span
         move = Move(before=span, after=target, since=self._clock.monotonic())
         logger.info("moving from %s to %s%s", named(span), named(target), " after this round" if move.left else "")
         if not move.left:
@@ -241,27 +211,26 @@ class Mover:
         await server.remove(move.left)
         self._write_leave(move.left)
         way, retry_seconds = move, RETRY_SECONDS
-        failure = await stopping.before(self._stop.wait(), self._enter(server, way.entered))
+        failure = await self._enter(server, way.entered)
         while failure and await self._turns(way.after, way.before, failure, retry_seconds):
             self._write_leave(way.entered)
             way, retry_seconds = way.back(), min(2 * retry_seconds, MAX_RETRY_SECONDS)
-            failure = await stopping.before(self._stop.wait(), self._enter(server, way.entered))
+            failure = await self._enter(server, way.entered)
         if failure is None or failure:
-            logger.info("leaving: %s was not entered yet", named(way.after))
-            await self._rebalancer.gave_up(way.after, before=way.before)
+            self._write_leave(way.entered)
+            await self._gives_up(way.after, before=way.before)
             return tuple(block for block in move.before if block in move.after)
         if way.after == move.after:
-            self._num_moves += 1
             await server.has_moved()
         await self._arrived(way.after, move)
         return way.after
 
-    async def _enter(self, server: PeerServer, blocks: Sequence[Block]) -> str:
-        """Begin at new blocks. Returns why the peer could not begin there, or nothing."""
-        failure = ""
+    async def _enter(self, server: PeerServer, blocks: Sequence[Block]) -> str | None:
+        """Begin at new blocks. Returns why the peer could not begin there, or nothing; None if it is told to leave."""
+        failure: str | None = ""
         try:
-            if blocks:
-                await server.enter(await self._make_options(blocks))
+            if blocks and not await self._begin(server, blocks, moved=True):
+                failure = None
         except* (SwarmError, OSError, ValueError) as faults:
             failure = str(next(leaves(faults))) or "no reason is known"
         return failure

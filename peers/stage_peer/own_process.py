@@ -88,7 +88,7 @@ class OwnProcess:
 
     def __init__(self, membership: Membership, options: ServerOptions, callers: Callers) -> None:
         self.blocks: dict[Block, ServedBlock] = {}
-        self.num_moves = options.moves
+        self.num_moves = 0
         self.callers = callers
         self._config, self._membership = membership.config, membership
         self._router = membership.known.router

@@ -82,7 +82,6 @@ class ServerOptions:
     prefix: str = ""
     """What lines of the log about this block begin with: the stage, where the process serves several."""
     movable: bool = False
-    moves: int = 0
     own_figures: OwnFigures = field(default_factory=OwnFigures)
     incarnation: Incarnation = field(default_factory=Incarnation)
 

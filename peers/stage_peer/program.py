@@ -59,10 +59,9 @@ from swarm.config import RunConfig
 from swarm.credentials.identity import Identity
 from swarm.credentials.rights import Role
 from swarm.dht import node as dht_node
-from swarm.dht.addresses import OwnAddress
 from swarm.dht.directory import Announcement, Directory
 from swarm.dht.node import DhtNode
-from swarm.errors import Fatal, PeerUnavailable
+from swarm.errors import Fatal
 from swarm.events import Events
 from swarm.machine.clock import Clock, SystemClock, run_loop
 from swarm.machine.recording import recorder_of
@@ -122,7 +121,7 @@ def main(argv: Sequence[str]) -> int:
     member = admitted(identity.identity, token)
     own_hosts = own_outside(options.host, addresses, is_named=bool(options.outside and options.outside_dht))
     outside_dht = tuple(dict.fromkeys([*options.outside_dht, *own_hosts]))
-    node = enter_dht(options, addresses, outside_dht, member, identity.libp2p_path)
+    node = enter_dht(options, addresses, outside_dht, identity.libp2p_path)
     # Where one port is shared, this one of the loopback is kept for the gRPC servers as long as the process runs.
     inner = reserved(LOOPBACK) if options.shares_port else None
     try:
@@ -152,28 +151,14 @@ def warn_of_empty_run(options: PeerOptions, *, returns: bool) -> None:
 
 
 def enter_dht(
-    options: PeerOptions, initial_peers: Sequence[str], outside: Sequence[Outside], member: Identity, libp2p_path: Path
+    options: PeerOptions, initial_peers: Sequence[str], outside: Sequence[Outside], libp2p_path: Path
 ) -> DhtNode:
-    """Start this peer's node. Raises what dht_node.start raises, and Fatal if another process has this identity."""
-    clock = SystemClock()
+    """Start this peer's node. Raises what dht_node.start raises."""
     host, port = (LOOPBACK, 0) if options.shares_port else (options.host, options.dht_port)
-    try:
-        return dht_node.start(
-            clock=clock, initial_peers=initial_peers, host=host, port=port,
-            announce=[(one.host, one.port or options.dht_port) for one in outside], identity_path=libp2p_path,
-        )  # fmt: skip
-    except OwnAddress:
-        # Either this peer had the address in an earlier start, or its key files were copied from the process that has
-        # it now.
-        with contextlib.suppress(PeerUnavailable):
-            node = dht_node.start(clock=clock, initial_peers=initial_peers, client_mode=True)
-            try:
-                run_loop(
-                    incarnations.require_alone_at(node, initial_peers, member, insecure=options.insecure, clock=clock)
-                )
-            finally:
-                node.shutdown()
-        raise
+    return dht_node.start(
+        clock=SystemClock(), initial_peers=initial_peers, host=host, port=port,
+        announce=[(one.host, one.port or options.dht_port) for one in outside], identity_path=libp2p_path,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,8 +225,9 @@ def reach_of(start: Start, member: Membership) -> Reach:
 
 
 async def options_for(
-    start: Start, member: Membership, device: torch.device, own_figures: OwnFigures, incarnation: Incarnation
-) -> ServerOptions:
+    start: Start, member: Membership, device: torch.device, contents: Contents, own_figures: OwnFigures,
+    incarnation: Incarnation,
+) -> ServerOptions:  # fmt: skip
     """The options of all stages on a device, as far as they do not depend on the stage. Compiling may be tried."""
     options = start.options
     compiles = await asyncio.to_thread(compiled.compiles, options.compile, member.config, device)
@@ -254,11 +240,12 @@ async def options_for(
         peak_flops=peak_flops(options.peak_tflops, member.config, options.dtype, device),
         meeting=MeetingLimits.of(options.relay_mbit), movable=options.rebalance_seconds > 0,
         resume=start.resume_options(moved=False, has_weights=False), own_figures=own_figures, incarnation=incarnation,
+        shelves=contents.shelves,
     )  # fmt: skip
 
 
 async def options_of(
-    start: Start, contents: Contents, blocks: Mapping[Block, ServerOptions], *, moves: int = 0, moved: bool
+    start: Start, contents: Contents, blocks: Mapping[Block, ServerOptions], *, moved: bool
 ) -> dict[Block, ServerOptions]:
     """The options of blocks, made of those of their devices, once their initial weights are here."""
     resumes = start.options.resume is not None and bool(file.names(start.options.resume))
@@ -267,7 +254,7 @@ async def options_of(
         weights = await contents.initial_weights(block, resumes=resumes)
         prefix = f"stage {block}: " if len(blocks) > 1 or options.movable else ""
         own[block] = dataclasses.replace(
-            options, prefix=prefix, moves=moves, weights=weights, shelves=contents.shelves,
+            options, prefix=prefix, weights=weights,
             resume=start.resume_options(moved=moved, has_weights=weights is not None),
         )  # fmt: skip
     return own
@@ -290,13 +277,12 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         arrival.serves(blocks, announced)
         page.begin()
 
-    async def make_server(blocks: Span, moves: int, moved: bool, tasks: asyncio.TaskGroup) -> PeerServer:
-        devices = [everywhere[number] for number in dealt(member.config, blocks, len(everywhere))]
-        each = dict(zip(blocks, devices, strict=True))
-        return PeerServer(member, await options_of(start, contents, each, moves=moves, moved=moved), tasks)
+    def make_server(tasks: asyncio.TaskGroup) -> PeerServer:
+        return PeerServer(member, everywhere, tasks)
 
-    async def more_options(blocks: Sequence[Block]) -> dict[Block, ServerOptions]:
-        return await options_of(start, contents, dict.fromkeys(blocks, everywhere[0]), moved=True)
+    async def make_options(blocks: Sequence[Block], moved: bool) -> dict[Block, ServerOptions]:
+        on = (everywhere[number] for number in dealt(member.config, blocks, len(everywhere)))
+        return await options_of(start, contents, dict(zip(blocks, on, strict=True)), moved=moved)
 
     async with asyncio.TaskGroup() as tasks:
         # This task starts before anything that waits, because joiners may already look for the run.
@@ -310,7 +296,9 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
             checkpoints=options.resume, spans=room.spans, starts_over=options.start_over,
         )  # fmt: skip
         await say_what_is_wrong(options, member, start.devices)
-        everywhere = [await options_for(start, member, one, own_figures, incarnation) for one in start.devices]
+        everywhere = [
+            await options_for(start, member, one, contents, own_figures, incarnation) for one in start.devices
+        ]
         # Rivals are looked for before anything is announced: an announcement would replace the records of another
         # process with this identity.
         await rivals.require_alone()
@@ -326,7 +314,7 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         serving = [stop_or_expiry(stop, identity, clock), rivals.watch(), contents.keep_tokenizer(), page.run()]
         background += map(tasks.create_task, serving if announcer is None else [*serving, announcer.run()])
         mover = Mover(
-            make_server=make_server, make_options=more_options, rebalancer=rebalancer, clock=clock,
+            make_server=make_server, make_options=make_options, rebalancer=rebalancer, clock=clock,
             event_log=start.events, stop=stop, on_serving=serves, listen=reach,
         )  # fmt: skip
         await mover.run(span)

@@ -1,14 +1,14 @@
 """The server of a stage peer: its port, its compute threads, its devices, and the blocks that it serves on them.
 
-One process has one of it at a time. The blocks begin one after another, each as served_block.py says. While the peer
-moves, a server may give up some blocks and begin others; those that stay notice nothing.
+One process has one of it. The blocks begin one after another, each as served_block.py says. As the peer moves, the
+server gives up some blocks, perhaps all, and begins others; those that stay notice nothing.
 """
 
 import asyncio
 import dataclasses
 import gc
 import logging
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -48,10 +48,12 @@ FAREWELL_SECONDS of shared/token_option.py and below the stop_grace_period of co
 
 
 class PeerServer:
-    def __init__(self, membership: Membership, blocks: Mapping[Block, ServerOptions], tasks: asyncio.TaskGroup) -> None:
+    def __init__(
+        self, membership: Membership, everywhere: Sequence[ServerOptions], tasks: asyncio.TaskGroup
+    ) -> None:  # fmt: skip
+        """`everywhere` are the options of each device, as far as they do not depend on the block."""
         config, clock = membership.config, membership.clock
-        self._options = options = next(iter(blocks.values()))
-        # The channels are closed with this server, because at another stage the peer has other neighbours.
+        self._options = options = everywhere[0]
         channels = ChannelPool(
             insecure=options.insecure, identity=membership.identity, clock=clock, points=membership.channels.points
         )
@@ -60,7 +62,7 @@ class PeerServer:
         self._limits = StageLimits(max_in_flight=least, largest_in_flight=options.max_in_flight or LARGEST_NUM_SLOTS)
         self.callers = Callers(clock)
         self._process = OwnProcess(membership, options, self.callers)
-        self._stagings = {device: staging_of(device) for device in dict.fromkeys(own.device for own in blocks.values())}
+        self._stagings = {own.device: staging_of(own.device) for own in everywhere}
         self._runtimes = {
             device: Runtime(queue_capacity=1024, stopwatch=staging.stopwatch)
             for device, staging in self._stagings.items()
@@ -70,18 +72,11 @@ class PeerServer:
         self._turns: Turns
         self._serving = dict[Block, asyncio.Task[None]]()
         """The task of each block that is served."""
-        blocks = self._checked(blocks)
-        self.blocks = self._made(blocks, own_backends(membership.timeline, blocks, self._stagings))
-        self._has_changed()
+        self.blocks = dict[Block, ServedBlock]()
 
-    def _checked(self, blocks: Mapping[Block, ServerOptions]) -> dict[Block, ServerOptions]:
-        """The options with the events of each block. Raises what require_weights does."""
-        config = self._membership.config
-        if config.lora.is_on:
-            # The state that is downloaded from peers of the stage does not include frozen base weights.
-            for block, own in blocks.items():
-                require_weights(config, block, own.resume)
-        return {block: dataclasses.replace(own, events=own.events.of(block)) for block, own in blocks.items()}
+    @property
+    def announced(self) -> Announced:
+        return self._process.announced
 
     def _made(
         self, blocks: Mapping[Block, ServerOptions], backends: Mapping[Block, StageBackend]
@@ -108,23 +103,14 @@ class PeerServer:
         )
 
     @asynccontextmanager
-    async def serving(self, listen: Listening) -> AsyncIterator[Announced]:
-        """Get the blocks' states, one after another, and serve the blocks inside. Yields the addresses that others are
-        told.
-
-        If a later block cannot be served, the peer first leaves those that it serves already; see leave_early.
-
-        Raises ValueError if the port is in use, what OwnState.begin does, and in a group NotReady if a block's state
-        could not be downloaded from the peers that hold it.
-        """
+    async def serving(self, listen: Listening) -> AsyncIterator[None]:
+        """Have this peer's port inside, and serve the blocks that are entered. Raises ValueError if it is in use."""
         for runtime in self._runtimes.values():
             runtime.start()
         try:
-            await next(iter(self.blocks.values())).begin()
             async with self._server(listen) as (self._dispatch, self._turns):
                 try:
-                    await self._serve_all()
-                    yield self._process.announced
+                    yield
                 finally:
                     await self._end([*self._serving])
         finally:
@@ -134,19 +120,6 @@ class PeerServer:
             await self._membership.channels.close()
             for runtime in self._runtimes.values():
                 runtime.stop(timeout_seconds=2.0)
-
-    async def _serve_all(self) -> None:
-        """Serve the first block, which has begun, and then begin at each other one and serve it."""
-        first, *others = self.blocks.values()
-        await self._serve(first)
-        try:
-            for block in others:
-                await block.begin()
-                await self._serve(block)
-        except (SwarmError, OSError, ValueError, ExceptionGroup):
-            await self.leave_early()
-            raise
-        self._has_changed()
 
     async def _serve(self, block: ServedBlock) -> None:
         """Serve a block, which has begun, by a task of its own. Returns once it is served. Raises what
@@ -196,6 +169,7 @@ class PeerServer:
             server.add_generic_rpc_handlers((dispatch,))
             add_services_of(process, self._membership, self._options, turns, server)
             background = [tasks.create_task(work) for work in (process.loop_lag.run(), process.follow_amendments())]
+            await process.tell_health()
             try:
                 await start_server(server)
                 yield dispatch, turns
@@ -207,16 +181,21 @@ class PeerServer:
                     block.stage.end()
                 await server.stop(grace=1.0)
 
-    # -- moves of which some blocks take no part ---------------------------------------------------------------------
+    # -- moves -----------------------------------------------------------------------------------------------------
 
     async def enter(self, blocks: Mapping[Block, ServerOptions]) -> None:
-        """Serve these blocks too. If one of them cannot begin, none of them is served. Raises what own_backends,
-        ServedBlock.begin and ServedBlock.serving do."""
-        blocks = self._checked(blocks)
+        """Get the states of these blocks, one after another, and serve them too. If one of them cannot be served, the
+        peer first leaves those that it serves already, and then serves none of them. Raises what require_weights,
+        own_backends, OwnState.begin and ServedBlock.serving do."""
+        timeline = self._membership.timeline
+        if timeline.config.lora.is_on:
+            # The state that is downloaded from peers of the stage does not include frozen base weights.
+            for block, own in blocks.items():
+                require_weights(timeline.config, block, own.resume)
+        blocks = {block: dataclasses.replace(own, events=own.events.of(block)) for block, own in blocks.items()}
         budgets = [block.stage.context.backend.budget for block in self.blocks.values()]
         try:
             # Making models takes a while, in which the other blocks compute and average.
-            timeline = self._membership.timeline
             backends = await asyncio.to_thread(own_backends, timeline, blocks, self._stagings, budgets)
             self.blocks |= self._made(blocks, backends)
             del backends
@@ -224,7 +203,9 @@ class PeerServer:
             for block in blocks:
                 await self.blocks[block].begin()
                 await self._serve(self.blocks[block])
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, SwarmError | OSError | ValueError | ExceptionGroup):
+                await self.leave_early(blocks)
             await self.remove(blocks)
             raise
         self._has_changed()
@@ -269,9 +250,9 @@ class PeerServer:
         faults = (block.stage.admission.fault for block in self.blocks.values())
         return next((fault for fault in faults if fault is not None), None)
 
-    def will_leave(self) -> None:
-        for name in self._serving:
-            self.blocks[name].presence.will_leave()
+    def will_leave(self, *, of: Collection[Block] | None = None) -> None:
+        for block in self._some(of):
+            block.presence.will_leave()
 
     async def end_of_round(self, seconds: float, *, quiet_seconds: float, of: Collection[Block] | None = None) -> None:
         """Serve until the round has ended of each block that is served, or of these; see ServedBlock.end_of_round. A
@@ -302,16 +283,17 @@ class PeerServer:
         """The blocks that are served, or these of them."""
         return [self.blocks[name] for name in self._serving if of is None or name in of]
 
-    async def leave_early(self) -> None:
-        """Leave the blocks that are served while others are not yet: after their round, in LAST_ROUND_SECONDS and
-        LAST_DRAIN_SECONDS at most."""
-        if not self._serving:
+    async def leave_early(self, of: Collection[Block]) -> None:
+        """Leave those of these blocks that are served, while others are not yet: after their round, in
+        LAST_ROUND_SECONDS and LAST_DRAIN_SECONDS at most."""
+        served = [block.stage.block for block in self._some(of)]
+        if not served:
             return
-        names = ", ".join(map(str, self._serving))
+        names = ", ".join(map(str, served))
         logger.info("leaving stage %s after this round, in %.0f s at most", names, LAST_ROUND_SECONDS)
-        self.will_leave()
-        await self.end_of_round(LAST_ROUND_SECONDS, quiet_seconds=LAST_QUIET_SECONDS)
-        await self.drain(LAST_DRAIN_SECONDS)
-        await self.leave()
-        for block in self._serving:
-            self._options.events.write(Leave(), block)
+        self.will_leave(of=served)
+        await self.end_of_round(LAST_ROUND_SECONDS, quiet_seconds=LAST_QUIET_SECONDS, of=served)
+        await self.drain(LAST_DRAIN_SECONDS, of=served)
+        await self.leave(of=served)
+        for name in served:
+            self._options.events.write(Leave(), name)

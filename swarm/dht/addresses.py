@@ -29,18 +29,13 @@ class Unjoinable(PeerUnavailable):
     """No node can be joined at the given addresses, and trying again would not help."""
 
 
-class OwnAddress(Unjoinable):
-    """All addresses that were given for joining the DHT are this node's own."""
-
-
 def cannot_join(tried: Sequence[Node], faults: Sequence[str]) -> PeerUnavailable:
     """The error to raise if none of these nodes can be joined, by libp2p's or hivemind's fault for each."""
     explained = [text for fault in faults for needle, text in _EXPLANATIONS.items() if needle in fault]
     where = f"cannot join the DHT at {', '.join(address for node in tried for address in node)}"
     if len(explained) < len(faults):
         return PeerUnavailable(f"{where}: check the address, that a swarm-peer runs there, and that its port is open")
-    kind = OwnAddress if all("dial to self" in fault for fault in faults) else Unjoinable
-    return kind(f"{where}: {explained[0]}")
+    return Unjoinable(f"{where}: {explained[0]}")
 
 
 def is_node(address: str) -> bool:

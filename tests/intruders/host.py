@@ -118,11 +118,12 @@ async def running(
         channels=channels, clock=clock,
     )  # fmt: skip
     async with cancelled_tasks() as tasks:
-        server = PeerServer(member, {Block(STAGE): options}, tasks)
-        async with server.serving(HERE) as announced:
+        server = PeerServer(member, [options], tasks)
+        async with server.serving(HERE):
+            await server.enter({Block(STAGE): options})
             block = server.blocks[Block(STAGE)]
             record = block.presence.record()
-            assert record.endpoints == announced.endpoints
+            assert record.endpoints == server.announced.endpoints
             router.update(Block(STAGE), [record])
             host = Host(config, record, block, server.callers, hop)
             yield host

@@ -1,8 +1,8 @@
 """Stage peers in one process, with real servers and weights and a DHT in memory. They move when a test says so."""
 
 import asyncio
+import dataclasses
 import random
-import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -99,18 +99,21 @@ class LocalPeer:
         self.stop = asyncio.Event()
         self.served: asyncio.Queue[int] = asyncio.Queue()
         """Gets the number of every stage once the peer serves it."""
-        self.server: ServedBlock | None = None
         self.whole: PeerServer | None = None
-        """The server of all blocks that it serves, of which `server` was the first one when it was made."""
+        """The server of all blocks that it serves."""
         self.tasks: asyncio.TaskGroup | None = None
-        """The tasks of `server`."""
-        self.made: list[weakref.ref[ServedBlock]] = []
+        """The tasks of `whole`."""
+
+    @property
+    def server(self) -> ServedBlock | None:
+        """The first of the blocks that it has."""
+        return next(iter(self.whole.blocks.values()), None) if self.whole is not None else None
 
     @asynccontextmanager
     async def running(self, stage: int, *more: int | Block) -> AsyncIterator["LocalPeer"]:
         """Serve inside the block, at first this stage, or several."""
         mover = Mover(
-            make_server=self.make_server, make_options=self.more_options, rebalancer=self.rebalancer,
+            make_server=self.make_server, make_options=self.make_options, rebalancer=self.rebalancer,
             clock=self.clock, event_log=self.log, stop=self.stop, listen=HERE,
             on_serving=lambda span, _: self.served.put_nowait(span[0].stage),
         )  # fmt: skip
@@ -148,31 +151,27 @@ class LocalPeer:
         snapshot = await self.server.member.snapshot()
         return snapshot.round, dict(snapshot.tensors)
 
-    async def more_options(self, blocks: Sequence[Block]) -> dict[Block, ServerOptions]:
-        return {block: await self._options(block, moves=0, moved=True) for block in blocks}
+    async def make_options(self, blocks: Sequence[Block], moved: bool) -> dict[Block, ServerOptions]:
+        return {block: await self._options(block, moved=moved) for block in blocks}
 
-    async def _options(self, block: Block, *, moves: int, moved: bool) -> ServerOptions:
-        weights, shelves = None, Shelves()
+    async def _options(self, block: Block, *, moved: bool) -> ServerOptions:
+        weights, options = None, self._server_options(moved=moved)
         if self._contents is not None:
             weights = await self._contents.initial_weights(block, resumes=bool(file.names(self._resume)))
-            shelves = self._contents.shelves
+        resume = dataclasses.replace(options.resume, has_weights=weights is not None)
+        return dataclasses.replace(options, weights=weights, resume=resume)
+
+    def _server_options(self, *, moved: bool) -> ServerOptions:
         return ServerOptions(
             name="local", device=torch.device("cpu"), insecure=True, max_in_flight=4, graph_bytes=1 << 20,
-            resume=ResumeOptions(folder=self._resume, joins=moved, moves=moved, has_weights=weights is not None),
-            checkpoints=self.writer, events=self.log, movable=True, moves=moves, weights=weights, shelves=shelves,
+            resume=ResumeOptions(folder=self._resume, joins=moved, moves=moved), checkpoints=self.writer,
+            events=self.log, movable=True, shelves=Shelves() if self._contents is None else self._contents.shelves,
         )  # fmt: skip
 
-    async def make_server(
-        self, span: Span, moves: int, comes_from_another: bool, tasks: asyncio.TaskGroup
-    ) -> PeerServer:
-        options = await self._options(span[0], moves=moves, moved=comes_from_another)
-        self.whole = server = PeerServer(self._membership, dict.fromkeys(span, options), tasks)
-        self.server = server.blocks[span[0]]
-        # What is known of amendments outlives a move.
-        assert self.server.member.timeline is self._membership.timeline
+    def make_server(self, tasks: asyncio.TaskGroup) -> PeerServer:
+        self.whole = PeerServer(self._membership, [self._server_options(moved=False)], tasks)
         self.tasks = tasks
-        self.made.append(weakref.ref(self.server))
-        return server
+        return self.whole
 
 
 def _block(one: int | Block) -> Block:

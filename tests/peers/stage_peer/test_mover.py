@@ -2,14 +2,17 @@
 
 import asyncio
 import gc
+import weakref
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from peers.stage_peer import mover
+from peers.stage_peer import mover, server
+from peers.stage_peer.served_block import ServedBlock
 from swarm.averaging.averager import Averager
 from swarm.checkpoint import file
 from swarm.config import RunConfig
@@ -126,20 +129,31 @@ async def test_to_and_fro(config: RunConfig, store: MemoryStore, trained: Path) 
 
 
 async def test_it_goes_back_if_nobody_gives_it_the_state(
-    config: RunConfig, store: MemoryStore, trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    config: RunConfig, store: MemoryStore, trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    made = list[weakref.ref[ServedBlock]]()
+
+    def noted(*parts: Any) -> ServedBlock:
+        block = ServedBlock(*parts)
+        if parts[0].directory is peer.directory:
+            made.append(weakref.ref(block))
+        return block
+
     nothing = tmp_path / "nothing"
     nothing.mkdir()
+    peer = LocalPeer(config, store, resume=nothing)
+    monkeypatch.setattr(server, "ServedBlock", noted)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(LocalPeer(config, store, resume=trained).running(0))
-        peer = await stack.enter_async_context(LocalPeer(config, store, resume=nothing).running(0))
+        await stack.enter_async_context(peer.running(0))
         async with LocalPeer(config, store, resume=trained).running(1):
             pass
         # The only holder of stage 1 is gone.
         peer.rebalancer.orders.put_nowait(1)
         assert await peer.next_served() == 0
         gc.collect()
-        assert [made() is None for made in peer.made] == [True, True, False], "nothing keeps the stage that failed"
+        assert [block() is None for block in made] == [True, True, False], "nothing keeps the stage that failed"
         number, _ = await peer.state()
         assert number == ROUND
         record = await peer.record(0)

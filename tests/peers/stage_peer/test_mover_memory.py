@@ -17,6 +17,7 @@ from swarm.stage.admission import TRIES
 from swarm.training.samples import Microbatch
 from swarm.types import Block, PeerState
 from tests.peers.stage_peer.movers import ROUND, LocalPeer
+from tests.support.here import HERE
 from tests.support.memory_store import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -112,6 +113,8 @@ async def test_what_is_not_about_memory_is_not_said_to_be(
 
     monkeypatch.setattr(own_stage, "build_stage", broken)
     peer = LocalPeer(config, store, resume=trained)
-    async with asyncio.TaskGroup() as tasks:
+    blocks = (Block(0),)
+    async with asyncio.TaskGroup() as tasks, peer.make_server(tasks).serving(HERE):
+        assert peer.whole is not None
         with pytest.raises(RuntimeError, match=r"^mat1 and mat2 shapes cannot be multiplied$"):
-            await peer.make_server((Block(0),), 0, False, tasks)
+            await peer.whole.enter(await peer.make_options(blocks, False))
