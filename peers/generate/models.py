@@ -29,7 +29,7 @@ from swarm.data.own_tokenizer import trusted
 from swarm.data.tokenizers import Tokenizer
 from swarm.generation.engine import Engine, LocalEngine, Room, RoutedEngine
 from swarm.generation.text_model import TextModel, read_text_model
-from swarm.hop.hop import Hop, watch_connections
+from swarm.hop.hop import Hop
 from swarm.interchange import origin
 from swarm.interchange.export import Origin
 from swarm.machine.clock import SystemClock
@@ -164,12 +164,7 @@ async def _engines(
             watching = [
                 tasks.create_task(member.directory.watch(blocks, known.update, REFRESH_SECONDS)),
                 tasks.create_task(member.follow_amendments()),
-                *(
-                    tasks.create_task(
-                        watch_connections(block=block, router=known.router, channels=channels, clock=clock)
-                    )
-                    for block in hops
-                ),
+                *(tasks.create_task(hop.run()) for hop in hops.values()),
             ]
             yield engines
             for task in watching:

@@ -21,7 +21,7 @@ from swarm.averaging.servicer import Handlers
 from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import Transport
 from swarm.events import Join
-from swarm.hop.hop import Hop, watch_connections
+from swarm.hop.hop import Hop
 from swarm.hop.retries import HopLimits
 from swarm.machine.words import about
 from swarm.rpc.dispatch import Dispatch
@@ -124,7 +124,8 @@ class ServedBlock:
                 self.stage.admission.open()
                 await self.presence.serves()
                 self._options.events.write(Join())
-                works = (*self.presence.works(self._news), self._watch_connections(), self._watch_leadership())
+                hops = (hop.run() for hop in self.stage.context.hops.values())
+                works = (*self.presence.works(self._news), *hops, self._watch_leadership())
                 with about(self._options.prefix):
                     background = [tasks.create_task(work) for work in works]
                 with waits.on(self._waits_for_round), waits.on(self._waits_for_stage):
@@ -169,16 +170,6 @@ class ServedBlock:
     def _beside(self, block: Block) -> Handlers | None:
         beside = self._process.blocks.get(block)
         return None if beside is None else beside.averager.handlers
-
-    async def _watch_connections(self) -> None:
-        member = self._membership
-        async with asyncio.TaskGroup() as tasks:
-            for block, hop in self.stage.context.hops.items():
-                tasks.create_task(hop.checks.run())
-                watching = watch_connections(
-                    block=block, router=member.known.router, channels=member.channels, clock=member.clock
-                )
-                tasks.create_task(watching)
 
     async def _watch_leadership(self) -> None:
         """Tell the directory whether this peer leads the block's rounds: then it has to know all of the block's

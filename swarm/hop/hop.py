@@ -57,10 +57,11 @@ class Hop:
         Args:
             memory: makes the memory of the tensors that the stage answers.
             own: finds the block that a record announces, if this very process serves it: it is called without gRPC.
-            check_share: the share of answers that other peers check, while `checks.run` runs.
+            check_share: the share of answers that other peers check, while `run` runs.
         """
         self.block = block
         self._router = router
+        self._channels = channels
         self._clock = clock
         self._limits = limits or HopLimits()
         self._events = events or Events()
@@ -78,6 +79,13 @@ class Hop:
             stub=lambda record: stage_stub(channels.channel(record)),
         )  # fmt: skip
         self._session_calls = SessionCalls(run_id=run_id, block=block, channels=channels, own=own, limits=self._limits)
+
+    async def run(self) -> None:
+        """Have answers checked, and watch the connections to the peers, until this is cancelled."""
+        watching = watch_connections(block=self.block, router=self._router, channels=self._channels, clock=self._clock)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.checks.run())
+            tasks.create_task(watching)
 
     @property
     def is_held_up(self) -> bool:
