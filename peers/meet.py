@@ -70,7 +70,6 @@ class MeetOptions:
     """File with this program's key, made if missing; by default in ~/.cache/swarm. With the same file and address,
     invites stay valid."""
     log_level: logs.LogLevel = "info"
-    """debug, info, warning or error."""
 
     def __post_init__(self) -> None:
         for outside in self.outside:

@@ -57,7 +57,6 @@ class DashboardOptions(ViewOptions):
     embed: bool = False
     """End when stdin ends: for a program that starts this one, such as swarm-peer --dashboard-port."""
     log_level: logs.LogLevel = "warning"
-    """debug, info, warning or error."""
 
     def __post_init__(self) -> None:
         self.require_one_way("swarm-dashboard")

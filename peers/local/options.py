@@ -4,17 +4,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
 from peers.shared import option_types as takes
-from peers.shared.run_options import SettingsOption
+from peers.shared.run_options import ReportingOptions, SettingsOption, TextOptions
 
 PRESET = "tiny"
 """The preset if neither --preset nor --config is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalOptions:
+class LocalOptions(TextOptions, ReportingOptions):
     """Launch a swarm on this machine and train."""
 
     preset: str | None = None
@@ -36,16 +34,6 @@ class LocalOptions:
     """Adjacent stages that each peer serves, instead of one: fewer processes, which take less memory and CPU time."""
     steps: takes.Positive = 60
     """Steps to train; a step is one round of the whole swarm."""
-    dataset: tyro.conf.UseAppendAction[tuple[takes.FolderOrName, ...]] = ()
-    """Text, instead of the configuration's: stdlib, a file, a folder, a glob, hf:NAME, or dummy. It may be given
-    several times."""
-    validation: takes.FolderOrName | None = None
-    """Text for evaluations, named as in --dataset, of which then nothing is held out."""
-    tokenizer: takes.FolderOrName | None = None
-    """Tokenizer, instead of the configuration's: bytes, a folder with a tokenizer.json, the path of one, the name of a
-    model on the hub, or class:MODULE:CLASS."""
-    max_tokens: takes.Tokens | None = None
-    """Tokens of each dataset, at most; left out, it is what the configuration says, and usually all."""
     set: SettingsOption = ()
     output: takes.Folder = Path("swarm-output")
     """Folder for metrics.jsonl, summary.json, loss.png and the processes' logs."""
@@ -64,12 +52,6 @@ class LocalOptions:
     device: str = "cpu"
     """cpu, cuda:1, ... or mps, for all peers; cuda and auto spread them over the GPUs by free memory. Each peer's
     autograd graphs get a part of that memory."""
-    wandb: takes.WandbProject | None = None
-    """Report to this Weights & Biases project, into local files."""
-    wandb_online: bool = False
-    """Report to the Weights & Biases service as it happens."""
-    tensorboard: takes.Folder | None = None
-    """Write figures for TensorBoard into this folder. Needs the extra tensorboard."""
     token: str | None = None
     """A peer's token, or @FILE: the run is locked. It may also be in SWARM_TOKEN."""
     insecure: bool = False
@@ -86,7 +68,7 @@ class LocalOptions:
     def __post_init__(self) -> None:
         if self.config is not None and (self.preset or self.model) is not None:
             raise ValueError("--config, --preset and --model exclude each other")
-        takes.require_reporters(self)
+        super().__post_init__()
         if self.checkpoint_every is not None and self.checkpoint is None:
             raise ValueError("--checkpoint-every needs --checkpoint DIR")
         for name in ("kill_at", "join_at"):

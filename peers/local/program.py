@@ -1,7 +1,6 @@
 """swarm-local: a whole swarm on one machine, in processes that are as real as anywhere."""
 
 import asyncio
-import dataclasses
 import os
 import sys
 import tempfile
@@ -16,10 +15,9 @@ from peers.shared import cli, devices, stopping
 from peers.shared.logs import setup_logging
 from peers.shared.process import cache_folder
 from peers.shared.reporting import require_reporters
-from peers.shared.run_options import naming_options, with_named_text
+from peers.shared.run_options import named_config, naming_options
 from peers.shared.sole_writer import require_sole_writer
 from peers.shared.token_option import VARIABLE, admitted, find_token
-from swarm import config as configs
 from swarm.config import RunConfig
 from swarm.credentials.identity import generate
 from swarm.credentials.rights import Role
@@ -63,19 +61,13 @@ def main(argv: Sequence[str]) -> int:
 def run_config(options: LocalOptions) -> RunConfig:
     """The configuration with which the first peer begins the run, as far as this program needs it: its name, its
     stages, and classes that it names."""
+    of_model = None
     if options.model is not None:
         # This import takes seconds, and only a --model needs it.
         from peers.shared.named_model import open_model
 
-        config = open_model(options.model).config(cache_folder(), num_stages=options.stages or 0)
-    else:
-        config = configs.load(options.config) if options.config else configs.load_preset(options.preset or PRESET)
-    config = with_named_text(config, options)
-    config = configs.with_settings(config, options.set)
-    if options.stages is None:
-        return config
-    stages = dataclasses.replace(config.stages, num_stages=options.stages, layers_per_stage=())
-    return dataclasses.replace(config, stages=stages)
+        of_model = open_model(options.model).config(cache_folder(), num_stages=options.stages or 0)
+    return named_config(options, of_model, preset=options.preset or PRESET)
 
 
 async def run(swarm: LocalSwarm) -> int:

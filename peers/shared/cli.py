@@ -7,14 +7,13 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import inspect
 import io
 import re
-import shutil
 import sys
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TextIO, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import tyro
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
@@ -33,19 +32,15 @@ _RULE = re.compile(r"[-\u2500]{4,}")
 _NAME = re.compile(r"^\W {5}(\S+)", re.MULTILINE)
 """Finds each argument that tyro's box says is missing: the name of the option, or the name of the value if it is
 positional."""
-_MOST_COLUMNS = 120
-"""The width of what --help says, in wider terminals."""
-_BOX = re.compile(r"^(?:\x1b\[[0-9;]*m)*[ +\u256d]", re.MULTILINE)
-"""Finds the first line of a box, or of what stands for one where only ASCII can be printed."""
 _CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.HelptextFromCommentsOff, tyro.conf.DisallowNone)
 
 
 def parse(options: type[Options], *, prog: str, argv: Sequence[str]) -> Options:
     """Read `argv` into the dataclass. If an option is repeated, the last value is taken. Raises SystemExit with code 0
     after --help, and with code 2 after one line on stderr, also for a ValueError of `__post_init__`."""
-    told, complaint = _Told(sys.stdout), io.StringIO()
+    complaint = io.StringIO()
     try:
-        with contextlib.redirect_stdout(told), contextlib.redirect_stderr(complaint):
+        with contextlib.redirect_stderr(complaint):
             read = tyro.cli(options, prog=prog, args=argv, config=_CONFIG, registry=_registry())
         return with_preset(read)
     except (option_types.Wrong, ValueError) as error:
@@ -54,8 +49,6 @@ def parse(options: type[Options], *, prog: str, argv: Sequence[str]) -> Options:
     except SystemExit as stop:
         if stop.code == EXIT_USAGE:
             _complain(prog, _one_line(complaint.getvalue(), options))
-        else:
-            print(_fitted_above_the_boxes(told.getvalue()), end="")
         raise
 
 
@@ -63,8 +56,7 @@ def run(prog: str, about: str | None, commands: Mapping[str, Command], argv: Seq
     """Run the command that the first word names, and return the exit code. --help says `about` of the program."""
     name, *arguments = argv or [""]
     if name in ("-h", "--help"):
-        how = f"{prog} {'|'.join(commands)} --help explains the options."
-        print(_fitted(f"{about or ''}\n{how}"))
+        print(f"{about or ''}\n{prog} {'|'.join(commands)} --help explains the options.")
         return 0
     if name not in commands:
         said = f", not {name!r}" if argv else ""
@@ -107,7 +99,10 @@ def _registry() -> ConstructorRegistry:
                 raise option_types.Wrong(str(error)) from error
 
         limits = {field.name: dict(field.metadata) for field in dataclasses.fields(info.type) if field.metadata}
-        fields = tuple(_explained_briefly(field, limits.get(field.name)) for field in spec.fields)
+        # A program's own options come first, and then those that it shares with others.
+        own = inspect.get_annotations(info.type)
+        ordered = sorted(spec.fields, key=lambda field: field.name not in own)
+        fields = tuple(_explained_briefly(field, limits.get(field.name)) for field in ordered)
         return dataclasses.replace(spec, instantiate=instantiate, fields=fields)
 
     return registry
@@ -195,42 +190,3 @@ def _names(options: type[object]) -> Iterator[str]:
     for name, annotation in get_type_hints(options).items():
         is_section = dataclasses.is_dataclass(annotation)
         yield from _names(annotation) if is_section else [f"--{name.replace('_', '-')}"]
-
-
-class _Told(io.StringIO):
-    """Takes what is printed for another stream, and looks like that one."""
-
-    def __init__(self, stream: TextIO) -> None:
-        super().__init__()
-        self._stream = stream
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]  # of a StringIO it is None
-        return self._stream.encoding
-
-    def isatty(self) -> bool:
-        return self._stream.isatty()
-
-
-def _fitted_above_the_boxes(text: str) -> str:
-    """What --help says, of which tyro makes only the boxes as wide as the terminal."""
-    found = _BOX.search(text)
-    return text if found is None else f"{_fitted(text[: found.start()])}\n{text[found.start() :]}"
-
-
-def _fitted(text: str) -> str:
-    """The text with no line wider than the terminal. Paragraphs are filled; indented lines stay lines of their own."""
-    width, lines = min(shutil.get_terminal_size().columns, _MOST_COLUMNS), list[str]()
-    for line in text.splitlines():
-        if line[:1].strip() and lines and lines[-1][:1].strip():
-            lines[-1] += f" {line}"
-        else:
-            lines.append(line)
-    return "\n".join(_filled(line, width) for line in lines)
-
-
-def _filled(line: str, width: int) -> str:
-    indent = " " * (len(line) - len(line.lstrip()))
-    return textwrap.fill(
-        line, width, subsequent_indent=f"{indent}    " if indent else "", break_long_words=False, break_on_hyphens=False
-    )

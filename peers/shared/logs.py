@@ -7,13 +7,15 @@ import logging
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import tyro
 
 from peers.shared.stopping import describe
 from swarm.machine.out_of_memory import is_out_of_memory, what_was_asked
 from swarm.machine.words import ABOUT, printable
 
-LogLevel = Literal["debug", "info", "warning", "error"]
+LogLevel = Annotated[Literal["debug", "info", "warning", "error"], tyro.conf.arg(help="debug, info, warning or error.")]
 
 
 def setup_logging(name: str, level: LogLevel) -> None:

@@ -292,11 +292,6 @@ def require_own_host(option: str, host: str) -> None:
         raise ValueError(f"{option} {host} is no IP address of this machine: {error}") from None
 
 
-def require_reporters(options: Any) -> None:
-    if options.wandb_online and options.wandb is None:
-        raise ValueError("--wandb-online needs --wandb PROJECT")
-
-
 def require_distinct_ports(options: object, names: Iterable[str]) -> None:
     """Raise ValueError, which names both options, for a port that two of them name. None and 0 (any) are accepted."""
     taken = dict[int, str]()

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from peers.shared.run_options import ReportingOptions
 from swarm.config import RunConfig
 from swarm.machine import extras
 from swarm.metrics import Figures, Reporter
@@ -94,17 +95,6 @@ def require_installed() -> None:
 
 
 _CLOSE_SECONDS = 30.0
-
-
-class ReportingOptions(Protocol):
-    """The options that say where a program that trains reports its figures."""
-
-    @property
-    def wandb(self) -> str | None: ...
-    @property
-    def wandb_online(self) -> bool: ...
-    @property
-    def tensorboard(self) -> Path | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, TypeVar
 
 import tyro
 
+from peers.shared import option_types as takes
 from swarm.errors import CorpusMismatch
 
 if TYPE_CHECKING:
@@ -63,11 +64,9 @@ class EntranceOptions(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """The options with which a program enters one run; those of programs extend these."""
+class WayOptions:
+    """The options that say how runs are found, and with which token they are entered."""
 
-    invite: InviteOption = None
-    """The invite to the run, swarm://..., as every swarm-peer prints it."""
     lan: bool = False
     """Instead of an INVITE: the run that a peer announces in this network with --lan. Needs the extra lan."""
     initial_peers: tuple[str, ...] = ()
@@ -76,7 +75,47 @@ class RunOptions:
     """Token of a locked run, or @FILE; it may also come with the invite (INVITE#TOKEN), with an address
     (ADDRESS#TOKEN), or in SWARM_TOKEN."""
     insecure: bool = False
-    """Join a run whose peers were started with --insecure."""
+    """For runs whose peers were started with --insecure."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(WayOptions):
+    """The options with which a program enters one run; those of programs extend these."""
+
+    invite: InviteOption = None
+    """The invite to the run, swarm://..., as every swarm-peer prints it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    """The options that name the text and the tokenizer of a new run."""
+
+    dataset: tyro.conf.UseAppendAction[tuple[takes.FolderOrName, ...]] = ()
+    """Text of a new run, instead of the configuration's: stdlib, a file, a folder, a glob, hf:NAME, or dummy. Given
+    several times, each dataset has a held-out loss of its own."""
+    validation: takes.FolderOrName | None = None
+    """Text for evaluations, named as in --dataset, of which then nothing is held out."""
+    tokenizer: takes.FolderOrName | None = None
+    """Tokenizer of a new run, instead of the configuration's: bytes, a folder with a tokenizer.json, the path of one,
+    the name of a model on the hub, or class:MODULE:CLASS."""
+    max_tokens: takes.Tokens | None = None
+    """Tokens of each dataset of a new run, at most; left out, it is what the configuration says, and usually all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportingOptions:
+    """The options that say where a program that trains reports its figures."""
+
+    wandb: takes.WandbProject | None = None
+    """Report to this Weights & Biases project, into local files."""
+    wandb_online: bool = False
+    """Report to the Weights & Biases service as it happens."""
+    tensorboard: takes.Folder | None = None
+    """Write figures for TensorBoard into this folder. Needs the extra tensorboard."""
+
+    def __post_init__(self) -> None:
+        if self.wandb_online and self.wandb is None:
+            raise ValueError("--wandb-online needs --wandb PROJECT")
 
 
 def joins(options: EntranceOptions) -> bool:
@@ -109,11 +148,21 @@ def with_preset(options: Options) -> Options:
     return begun
 
 
-def with_named_text(config: "RunConfig", options: object) -> "RunConfig":
-    """The configuration with the text and the tokenizer that the options for these name, where they are given."""
+def named_config(options: Any, of_model: "RunConfig | None" = None, *, preset: str | None) -> "RunConfig":
+    """The configuration of a new run: that of --config, of the model that --model names, or of a preset, with the text,
+    the settings and the number of stages that other options name. Raises ValueError, and OSError."""
+    from swarm import config as configs
+
+    config = configs.load(options.config) if options.config else of_model or configs.load_preset(preset or "")
     named = {name: getattr(options, name) for name in ("dataset", "validation", "tokenizer", "max_tokens")}
     given: dict[str, Any] = {name: value for name, value in named.items() if value not in (None, ())}
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, **given))
+    # --set data.format=chat is checked against the dataset, so that comes first.
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, **given))
+    config = configs.with_settings(config, options.set)
+    if (num_stages := getattr(options, "stages", None)) is None:
+        return config
+    stages = dataclasses.replace(config.stages, num_stages=num_stages, layers_per_stage=())
+    return dataclasses.replace(config, stages=stages)
 
 
 def begun(config: "RunConfig", num_steps: int | None, cache: Path) -> "RunConfig":

@@ -11,14 +11,14 @@ import tyro
 from peers.reach.listen import Outside
 from peers.shared import logs
 from peers.shared import option_types as takes
-from peers.shared.run_options import InviteOption, SettingsOption, joins
+from peers.shared.run_options import InviteOption, SettingsOption, TextOptions, joins
 from swarm.rpc.endpoint import ip_of
 
 DEFAULT_REBALANCE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeerOptions:
+class PeerOptions(TextOptions):
     """Serve one stage of a run, or adjacent ones."""
 
     invite: InviteOption = None
@@ -56,16 +56,6 @@ class PeerOptions:
     preset: str | None = None
     """Configuration of a new run that comes with swarm: tiny, small, shakespeare, gpt2-124m, smollm2, llama-1b-lora and
     others (docs/models.md). For one that begins with a model, --model may name your own copy."""
-    dataset: tyro.conf.UseAppendAction[tuple[takes.FolderOrName, ...]] = ()
-    """Text of a new run, instead of the configuration's: stdlib, a file, a folder, a glob, hf:NAME, or dummy. Given
-    several times, each dataset has a held-out loss of its own."""
-    validation: takes.FolderOrName | None = None
-    """Text for evaluations, named as in --dataset, of which then nothing is held out."""
-    tokenizer: takes.FolderOrName | None = None
-    """Tokenizer of a new run, instead of the configuration's: bytes, a folder with a tokenizer.json, the path of one,
-    the name of a model on the hub, or class:MODULE:CLASS."""
-    max_tokens: takes.Tokens | None = None
-    """Tokens of each dataset of a new run, at most; left out, it is what the configuration says, and usually all."""
     stages: takes.Stages | None = None
     """Number of stages of a new run, instead of the configuration's."""
     steps: takes.Positive | None = None
@@ -166,7 +156,6 @@ class PeerOptions:
     ready_file: takes.File | None = None
     """Write a JSON object with this peer's addresses here once it serves."""
     log_level: logs.LogLevel = "info"
-    """debug, info, warning or error."""
 
     def __post_init__(self) -> None:
         if self.rebalance_every is not None and self.span != "auto":

@@ -8,10 +8,9 @@ from typing import assert_never
 
 from peers.shared.named_model import OwnModel
 from peers.shared.process import kept_tokenizer
-from peers.shared.run_options import begun, with_named_text
+from peers.shared.run_options import begun, named_config
 from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.resume import with_sizes_of
-from swarm import config as configs
 from swarm.config import RunConfig
 from swarm.credentials.identity import Token
 from swarm.data import corpora, tokenizer_files, tokenizers
@@ -43,16 +42,8 @@ def own_config(
     """The configuration that the options name, with its text's digest and its owner; None if they name none."""
     if not options.names_a_run:
         return None
-    if model is not None:
-        config = model.config(cache, num_stages=options.stages or 0)
-    else:
-        config = configs.load(options.config) if options.config else configs.load_preset(options.preset or "")
-    # --set data.format=chat is checked against the dataset, so that comes first.
-    config = with_named_text(config, options)
-    config = configs.with_settings(config, options.set)
-    if options.stages is not None:
-        stages = dataclasses.replace(config.stages, num_stages=options.stages, layers_per_stage=())
-        config = dataclasses.replace(config, stages=stages)
+    of_model = None if model is None else model.config(cache, num_stages=options.stages or 0)
+    config = named_config(options, of_model, preset=options.preset)
     if options.lora_options:
         config = dataclasses.replace(config, lora=dataclasses.replace(config.lora, **options.lora_options))
         if not config.lora.is_on and options.lora_options.keys() != {"rank"}:

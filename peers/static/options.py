@@ -6,18 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
-
 from peers.shared import cli, logs
 from peers.shared import option_types as takes
-from peers.shared.run_options import SettingsOption
+from peers.shared.run_options import ReportingOptions, SettingsOption, TextOptions
 from swarm.config.rounds import CompressedCodec
 
 PROG = "swarm-static"
 
 
 @dataclass(frozen=True, kw_only=True)
-class StaticOptions:
+class StaticOptions(TextOptions, ReportingOptions):
     """Train a run's model on a fixed set of workers, without a swarm: alone, or as torchrun's script.
 
     The three sizes, dp * tp * pp, make up the workers that torchrun starts.
@@ -30,16 +28,6 @@ class StaticOptions:
     model: takes.FolderOrName | None = None
     """Begin with this model: a folder made by swarm-model import, a model's folder of Hugging Face, or its name on the
     hub. The run's configuration is then the folder's, or that of --config, where model.weights is its digest."""
-    dataset: tyro.conf.UseAppendAction[tuple[takes.FolderOrName, ...]] = ()
-    """Text, instead of the configuration's: stdlib, a file, a folder, a glob, or hf:NAME. Given several times, each
-    dataset has a held-out loss of its own."""
-    validation: takes.FolderOrName | None = None
-    """Text for evaluations, named as in --dataset, of which then nothing is held out."""
-    tokenizer: takes.FolderOrName | None = None
-    """Tokenizer, instead of the configuration's: bytes, a folder with a tokenizer.json, the path of one, the name of a
-    model on the hub, or class:MODULE:CLASS."""
-    max_tokens: takes.Tokens | None = None
-    """Tokens of each dataset, at most; left out, it is what the configuration says, and usually all."""
     set: SettingsOption = ()
     steps: takes.Count | None = None
     """The step at which to end, counted from the run's beginning; 100 if left out."""
@@ -81,14 +69,7 @@ class StaticOptions:
     """Steps between two evaluations on held-out text; 0 leaves only the one at the end."""
     evaluation_samples: takes.Positive = 256
     """Held-out samples in an evaluation; of several datasets as many of each."""
-    wandb: takes.WandbProject | None = None
-    """Report to this Weights & Biases project, into local files."""
-    wandb_online: bool = False
-    """Report to the Weights & Biases service as it happens."""
-    tensorboard: takes.Folder | None = None
-    """Write figures for TensorBoard into this folder. Needs the extra tensorboard."""
     log_level: logs.LogLevel = "info"
-    """debug, info, warning or error."""
 
     def __post_init__(self) -> None:
         sources = self.config, self.preset, self.model
@@ -98,7 +79,7 @@ class StaticOptions:
             raise ValueError("--steps and --epochs exclude each other")
         if self.compress is not None and (self.fsdp is not None or self.tp > 1 or self.pp > 1):
             raise ValueError("--compress is for --dp alone, without --fsdp, --tp and --pp")
-        takes.require_reporters(self)
+        super().__post_init__()
 
 
 def explain(argv: Sequence[str]) -> None:

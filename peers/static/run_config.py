@@ -6,13 +6,12 @@ import logging
 import torch
 
 from peers.shared.devices import computing_in
-from peers.shared.named_model import OwnModel, open_model
+from peers.shared.named_model import open_model
 from peers.shared.process import cache_folder
-from peers.shared.run_options import begun, with_named_text
+from peers.shared.run_options import begun, named_config
 from peers.stage_peer.resume import with_sizes_of
 from peers.static.options import StaticOptions
 from peers.static.workers import Shape
-from swarm import config as configs
 from swarm.config import ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.interchange.weights import Weights
 from swarm.model.compiled import require_compilable
@@ -32,7 +31,8 @@ def trained(options: StaticOptions, shape: Shape, device: torch.device) -> tuple
         PeerUnavailable: the model cannot be downloaded.
     """
     model = None if options.model is None else open_model(options.model)
-    config = _named(options, model)
+    of_model = None if model is None or options.config else model.config(cache_folder(), num_stages=options.pp)
+    config = named_config(options, of_model, preset=options.preset)
     for folder in filter(None, (options.checkpoint, options.resume)):
         config = with_sizes_of(folder, config)
     # A swarm that draws its weights knows no last step, and takes the same steps as this run.
@@ -62,17 +62,6 @@ def trained(options: StaticOptions, shape: Shape, device: torch.device) -> tuple
     weights = model.all_weights(cache_folder())
     weights.require(config.model.weights)
     return config, weights
-
-
-def _named(options: StaticOptions, model: OwnModel | None) -> RunConfig:
-    if options.config is not None:
-        config = configs.load(options.config)
-    elif model is not None:
-        config = model.config(cache_folder(), num_stages=options.pp)
-    else:
-        config = configs.load_preset(options.preset or "")
-    config = with_named_text(config, options)
-    return configs.with_settings(config, options.set)
 
 
 def _fitted(config: RunConfig, options: StaticOptions, shape: Shape) -> RunConfig:

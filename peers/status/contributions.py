@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
+from safetensors import SafetensorError, safe_open
 
 from swarm import config as configs
 from swarm.errors import IntegrityError
@@ -21,9 +22,6 @@ from swarm.machine.words import counted
 from swarm.training.complaints import Complaints, Named
 from swarm.training.tally import Tally, by_peer, total
 from swarm.types import Block
-
-_LENGTH_BYTES = 8
-_MOST_HEADER_BYTES = 100 << 20
 
 
 @dataclass
@@ -145,16 +143,13 @@ def of_checkpoints(paths: Sequence[Path]) -> Tallies:
     return found
 
 
-def _metadata(path: Path) -> Mapping[str, Any]:
+def _metadata(path: Path) -> Mapping[str, str]:
     """The metadata of a safetensors file, read without torch."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        text = file.read(size) if size <= _MOST_HEADER_BYTES else b""
     try:
-        metadata = json.loads(text)["__metadata__"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        with safe_open(path, framework="numpy") as file:
+            return file.metadata() or {}
+    except SafetensorError:
         raise ValueError(f"{path} is no checkpoint") from None
-    return dict(metadata)
 
 
 def of_logs(run_id: str, tallies: Mapping[Block, Tally]) -> Tallies:

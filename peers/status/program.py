@@ -32,6 +32,7 @@ from peers.shared import cli, lan, logs, stopping
 from peers.shared import option_types as takes
 from peers.shared.entrance import Entrance, find_entrance
 from peers.shared.process import EXIT_FAILURE
+from peers.shared.run_options import WayOptions
 from peers.status.contributions import Tallies, of_checkpoints, of_logs
 from peers.status.live_table import LiveTable, Screen, render
 from peers.status.lookout import Way, lookouts_on, views, ways_to
@@ -53,24 +54,15 @@ PROG = "swarm-status"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ViewOptions:
+class ViewOptions(WayOptions):
     invites: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="[INVITE ...]")]] = ()
     """The invite to the run, swarm://..., as every swarm-peer prints it: the first of its peers that answers is asked.
     Several invites show several runs side by side."""
-    lan: bool = False
-    """Instead of an INVITE: the run that a peer announces in this network with --lan. Needs the extra lan."""
     peer: tuple[str, ...] = ()
     """Peers to ask instead (PEER_ID@HOST:PORT, as a swarm-peer has it in its log)."""
-    initial_peers: tuple[str, ...] = ()
-    """Enter the DHT instead, at these addresses of the swarm's peers: slower, but relies on no single peer's answer."""
     runs: bool = False
     """Show all runs that are found: with --lan those of this network; otherwise all that are announced in the same DHT
     as the given run. The DHT is entered for that."""
-    token: str | None = None
-    """Token of a locked run, or @FILE; it may also come with the invite (INVITE#TOKEN), with an address
-    (ADDRESS#TOKEN), or in SWARM_TOKEN."""
-    insecure: bool = False
-    """Look at a run whose peers were started with --insecure."""
 
     @property
     def invite(self) -> str | None:
@@ -166,7 +158,6 @@ class StatusOptions(ViewOptions):
     interval: takes.Seconds = 2.0
     """Seconds between two looks with --watch."""
     log_level: logs.LogLevel = "warning"
-    """debug, info, warning or error."""
 
     def __post_init__(self) -> None:
         if self.audit and (self.num_ways or self.runs or self.watch):

@@ -11,14 +11,14 @@ import tyro
 
 from peers.shared import logs
 from peers.shared import option_types as takes
-from peers.shared.run_options import RunOptions, joins
+from peers.shared.run_options import ReportingOptions, RunOptions, joins
 
 MOST_IN_FLIGHT = 256
 """The most microbatches that a trainer has in flight, unless the user chooses another number."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerOptions(RunOptions):
+class TrainerOptions(RunOptions, ReportingOptions):
     """Train: feed text into a running swarm. A step is one round of the whole swarm."""
 
     steps: takes.Positive = 100
@@ -52,12 +52,6 @@ class TrainerOptions(RunOptions):
     max_in_flight: Annotated[int, takes.whole(1, 1 << 16)] = MOST_IN_FLIGHT
     """Largest number of microbatches under way at once, but one of each path at least; the trainer finds how many are
     worth while."""
-    wandb: takes.WandbProject | None = None
-    """Report to this Weights & Biases project, into local files."""
-    wandb_online: bool = False
-    """Report to the Weights & Biases service as it happens."""
-    tensorboard: takes.Folder | None = None
-    """Write figures for TensorBoard into this folder. Needs the extra tensorboard."""
     metrics_port: takes.Port | None = None
     """Answer at this port, at /metrics, with this process's figures for Prometheus; 0 takes a free one. Needs the extra
     metrics."""
@@ -68,7 +62,6 @@ class TrainerOptions(RunOptions):
     name: takes.Name = ""
     """What others see; by default host name and process id."""
     log_level: logs.LogLevel = "info"
-    """debug, info, warning or error."""
 
     def __post_init__(self) -> None:
         if joins(self) and self.lan:
@@ -77,4 +70,4 @@ class TrainerOptions(RunOptions):
             raise ValueError("which run? type swarm-trainer INVITE, with the invite that every swarm-peer prints")
         if (self.router is None) != (self.reroute_every is None):
             raise ValueError("--router DIR and --reroute-every N go together: give both, or neither")
-        takes.require_reporters(self)
+        super().__post_init__()

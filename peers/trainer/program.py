@@ -39,7 +39,7 @@ from swarm.data import corpora, tokenizers
 from swarm.data.microbatches import Microbatches
 from swarm.dht.directory import Announcement
 from swarm.events import Events, Leave
-from swarm.hop.hop import Hop, watch_connections
+from swarm.hop.hop import Hop
 from swarm.hop.retries import HopLimits
 from swarm.machine.clock import Loop, SystemClock
 from swarm.machine.words import counted
@@ -194,13 +194,7 @@ async def carry_out(member: Membership, paths: TrainerPaths, session: Session, n
             tasks.create_task(announcement.keep()),
             tasks.create_task(member.waits.run(clock)),
             tasks.create_task(member.follow_amendments()),
-            *(
-                tasks.create_task(
-                    watch_connections(block=block, router=known.router, channels=member.channels, clock=clock)
-                )
-                for block in paths.entries
-            ),
-            *(tasks.create_task(hop.checks.run()) for hop in session.hops.values()),
+            *(tasks.create_task(hop.run()) for hop in session.hops.values()),
         ]
         work = session.only_evaluate() if session.options.evaluate_only else session.train()
         await stopping.before(stop_or_expiry(stop, member.identity, clock), work)
