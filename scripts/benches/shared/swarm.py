@@ -143,7 +143,10 @@ class SwarmProcesses:
             self.children.kill9(peer.child)
         self.peers.clear()
 
-    def launch_peer(self, stage: int | StagesOrAuto, *, environment: Mapping[str, str] | None = None) -> Child:
+    def launch_peer(
+        self, stage: int | StagesOrAuto, *, environment: Mapping[str, str] | None = None, **more: Any
+    ) -> Child:
+        """Start a peer, with `more` of PeerOptions."""
         name = f"{self.folder.name}-stage-{stage}-peer-{self._num_started}"
         self._num_started += 1
         addresses = tuple(peer.dht_address for peer in self.peers[:8])
@@ -153,7 +156,7 @@ class SwarmProcesses:
             identity=self.folder / f"{name}.pem", ready_file=self.ready_file(name), events=self._event_log(name),
             initial_peers=addresses, allow_class=(self.config.model.custom_class or None) if addresses else None,
             config=None if addresses or self.model else self.folder / "run.toml",
-            model=None if self.model is None else str(self.model),
+            model=None if self.model is None else str(self.model), **more,
         )  # fmt: skip
         return self.children.start(name, self.program("peer", cli.arguments(options)), environment=environment)
 

@@ -1,35 +1,64 @@
-"""Stages for benches: they take a fixed time for a sample without using the CPU, as if a GPU computed, or do no work.
+"""Stages for benches: they take a fixed time for a sample, mostly without using the CPU, as if a GPU computed, or do no
+work.
 
-Peers load them by name in `model.custom_class`. Shape suffixes: B samples, T positions, D model width, F feed-forward
-width.
+Peers load them by name in `model.custom_class`. `main` runs a program whose built-in model is paced. Shape suffixes:
+B samples, T positions, D model width, F feed-forward width.
 """
 
 import os
+import sys
+import threading
 import time
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from peers import commands
 from swarm.config import RunConfig
+from swarm.model import stages
 from swarm.model.masks import DropoutKey
 from swarm.model.stage_module import StageModule
+from swarm.rebalancing.judgement import costs_of
+from swarm.types import Block
 
 SECONDS_PER_SAMPLE = 0.033
 """The time for forward and backward together, unless PACE says otherwise. Backward takes twice as long as forward."""
 PACE = "SWARM_BENCH_SECONDS_PER_SAMPLE"  # The environment variable that changes the time
 
 
+class _Thread(threading.local):
+    """The time that a thread still has to pause: what its samples are to take, without the CPU's time that it has used
+    itself."""
+
+    def __init__(self) -> None:
+        self._owed_seconds, self._used_seconds = 0.0, time.thread_time()
+
+    def take(self, seconds: float) -> None:
+        """Let samples take so long. A thread that computes for longer than that is not ahead for ever."""
+        used_seconds = time.thread_time()
+        self._owed_seconds += seconds - (used_seconds - self._used_seconds)
+        self._owed_seconds = max(self._owed_seconds, -seconds)
+        self._used_seconds = used_seconds
+        if self._owed_seconds > 0.0:
+            began_at = time.monotonic()
+            time.sleep(self._owed_seconds)
+            self._owed_seconds -= time.monotonic() - began_at
+
+
+_THREAD = _Thread()
+
+
 class _Pause(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, outputs: Tensor, num_samples: int) -> Tensor:
+    def forward(ctx: Any, outputs: Tensor, num_samples: float) -> Tensor:
         ctx.seconds = num_samples * float(os.environ.get(PACE, SECONDS_PER_SAMPLE)) / 3
-        time.sleep(ctx.seconds)
+        _THREAD.take(ctx.seconds)
         return outputs.view_as(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        time.sleep(2 * ctx.seconds)
+        _THREAD.take(2 * ctx.seconds)
         return gradients[0], None
 
 
@@ -58,13 +87,18 @@ class Paced(nn.Module):
 
 
 class PacedTransformer(StageModule):
-    """A stage of the transformer with the usual parameters and results, which come after a pause."""
+    """A stage of the transformer with the usual parameters and results, which come after a pause. Where a stage has
+    more to compute than others, its pauses are longer too."""
+
+    def __init__(self, config: RunConfig, stage: int, layer_range: range, *shards: Any, **options: Any) -> None:
+        super().__init__(config, stage, layer_range, *shards, **options)
+        self._cost = costs_of(config)[Block(stage)]
 
     def forward(self, inputs: Tensor, **options: Any) -> Tensor:
-        return _pause(super().forward(inputs, **options), len(inputs))
+        return _pause(super().forward(inputs, **options), self._cost * len(inputs))
 
 
-def _pause(outputs: Tensor, num_samples: int) -> Tensor:
+def _pause(outputs: Tensor, num_samples: float) -> Tensor:
     paused: Tensor = _Pause.apply(outputs, num_samples)  # type: ignore[no-untyped-call]  # torch's
     return paused
 
@@ -83,3 +117,11 @@ class Identity(nn.Module):
 
     def forward(self, inputs: Tensor, *, dropout_key: DropoutKey | None) -> Tensor:
         return inputs[..., :VOCABULARY] if self.is_last else inputs
+
+
+def main(program: str, *arguments: str) -> None:
+    """Run one of the project's programs, where the built-in model is paced. How much memory a model of a class of its
+    own needs only that class knows, so a peer that chooses its stages would choose one alone."""
+    stages.StageModule = PacedTransformer  # type: ignore[attr-defined]
+    sys.argv = [f"swarm-{program}", *arguments]
+    getattr(commands, program)()

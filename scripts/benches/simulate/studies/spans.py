@@ -8,7 +8,7 @@ import itertools
 import math
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -17,7 +17,7 @@ from scripts.benches.shared.common import OutputOptions
 from scripts.benches.simulate.fluid.own_rule import LOOK_SECONDS, OwnRule
 from scripts.benches.simulate.fluid.swarm import FluidSwarm
 from scripts.benches.simulate.timeline import Timeline
-from swarm.rebalancing.layout import all_spans
+from swarm.rebalancing.layout import Span, all_spans
 from swarm.types import Block
 
 CAPACITIES = (1.0, 4.0, 16.0)
@@ -100,7 +100,7 @@ class _World:
         self._timeline = Timeline()
         self._capacities = [CAPACITIES[number % 3] for number in range(options.num_peers)]
         self._line = line
-        self._best = partial(_best, options.num_stages, room, line)
+        self._best = partial(best_throughput, (1.0,) * options.num_stages, room, line=line)
         self._swarm = FluidSwarm(
             self._timeline, options.num_stages, DOWNLOAD_SECONDS, capacity=dict(enumerate(self._capacities)),
             line={peer: line * capacity for peer, capacity in enumerate(self._capacities)},
@@ -146,13 +146,25 @@ class _World:
 
 
 @cache
-def _best(num_stages: int, room: int, line: float, capacities: Sequence[float]) -> float:
-    """The throughput of the best of all layouts of peers with these capacities."""
-    spans, best = all_spans([tuple(map(Block, range(num_stages)))], room), 0.0
-    for chosen in itertools.product(spans, repeat=len(capacities)):
-        throughput = [0.0] * num_stages
-        for capacity, span in zip(capacities, chosen, strict=True):
-            for block in span:
-                throughput[block.stage] += capacity * min(1 / len(span), math.inf if len(span) == num_stages else line)
-        best = max(best, min(throughput))
-    return best
+def best_throughput(costs: Sequence[float], room: int, capacities: Sequence[float], *, line: float = math.inf) -> float:
+    """The throughput of the best of all layouts of peers with these capacities; see `throughput`."""
+    each = layouts(len(costs), room, len(capacities))
+    return max(throughput(costs, capacities, chosen, line=line) for chosen in each)
+
+
+def layouts(num_stages: int, room: int, num_peers: int) -> Iterable[tuple[Span, ...]]:
+    """All ways in which peers that have room for so many stages can choose their spans."""
+    return itertools.product(all_spans([tuple(map(Block, range(num_stages)))], room), repeat=num_peers)
+
+
+def throughput(
+    costs: Sequence[float], capacities: Iterable[float], layout: Iterable[Span], *, line: float = math.inf
+) -> float:
+    """That of the weakest stage, in samples per second. `costs` are the stages' relative costs, and a capacity is what
+    a peer manages at a stage of cost 1. Its line carries `line` times that."""
+    rates = [0.0] * len(costs)
+    for capacity, span in zip(capacities, layout, strict=True):
+        computed = 1 / sum(costs[block.stage] for block in span)
+        for block in span:
+            rates[block.stage] += capacity * min(computed, math.inf if len(span) == len(costs) else line)
+    return min(rates)
