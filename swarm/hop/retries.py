@@ -61,7 +61,8 @@ EMPTY_SECONDS = 5.0
 failed. Microbatches that come later wait no more, until one of the peers has answered."""
 AS_FAST = 2.0
 """A peer that takes at most this many times as long as another one finishes a microbatch no later than that one would
-finish a second one."""
+finish a second one. Of few peers only such count as others: a much slower one would take the microbatch although the
+fast peer, which was chosen, is done with it sooner."""
 
 
 class Candidates:
@@ -207,14 +208,16 @@ class Retries:
     def _most_sent_on(self, peer_id: PeerId) -> int:
         num_peers = self._router.num_peers(self._block)
         num_microbatches = self._limits.round_microbatches
-        if num_microbatches is None or num_microbatches > FEW_EACH * num_peers or num_peers >= PEERS_TO_SEND_ON:
+        is_short = num_microbatches is not None and num_microbatches <= FEW_EACH * num_peers
+        if num_peers >= MOST_SENT_ON * PEERS_TO_SEND_ON or not (is_short or most_sent_on(num_peers)):
             return most_sent_on(num_peers)
         own = self._router.expected_seconds(self._block, peer_id, 1) or 0.0
         others = [
             self._router.expected_seconds(self._block, other, 1) or 0.0
             for other in self._router.others(self._block, peer_id)
         ]
-        return sum(seconds <= AS_FAST * own for seconds in others)
+        num_as_fast = sum(seconds <= AS_FAST * own for seconds in others)
+        return num_as_fast if is_short and num_peers < PEERS_TO_SEND_ON else most_sent_on(1 + num_as_fast)
 
     def accepted(self) -> None:
         self.is_refused = False

@@ -184,15 +184,16 @@ def test_of_few_peers_it_is_sent_on_where_a_round_has_few_for_each(
     assert retries.num_sent_on == times
 
 
+@pytest.mark.parametrize(("num_peers", "round_microbatches"), [(2, 2), (4, None)])
 @pytest.mark.parametrize(("seconds", "has_others"), [(1.9, True), (2.1, False)])
 def test_it_is_not_sent_on_to_a_peer_that_takes_longer_than_this_one_would_for_two(
-    seconds: float, has_others: bool
+    num_peers: int, round_microbatches: int | None, seconds: float, has_others: bool
 ) -> None:
-    world = World(2)
-    for record, busy_seconds in zip(world.records, (1.0, seconds), strict=True):
+    world = World(num_peers)
+    for record, busy_seconds in zip(world.records, (*[1.0] * (num_peers - 1), seconds), strict=True):
         observation = Observation(num_samples=1, busy_seconds=busy_seconds, link_seconds=0.0, queue_length=0)
         world.router.succeeded(Block(0), PeerId(record.peer_id), observation)
-    retries = world.another(HopLimits(round_microbatches=2))
+    retries = world.another(HopLimits(round_microbatches=round_microbatches))
     retries.offered(PeerId(world.records[0].peer_id))
     assert retries.has_others == has_others
 
