@@ -73,12 +73,12 @@ def survive(cases: Iterable[Case]) -> list[Trial]:
 @pytest.mark.parametrize("kind", list(Kind))
 def test_two_members_and_faults(kind: Kind) -> None:
     # The stride has no common divisor with the numbers of peers, moments and variants.
-    survive(in_turn(2, kind, stride=13))
+    survive(in_turn(2, kind, stride=29))
 
 
 @pytest.mark.parametrize("kind", list(Kind))
 def test_three_members_and_faults(kind: Kind) -> None:
-    survive(in_turn(3, kind, stride=53))
+    survive(in_turn(3, kind, stride=101))
 
 
 @pytest.mark.slow
@@ -141,7 +141,7 @@ TWO_STAGES = [Scenario(2, "synchronous", quorum, num_stages=2) for quorum in ("a
 
 @pytest.mark.parametrize("kind", list(Kind))
 def test_two_stages_and_faults(kind: Kind) -> None:
-    faults = faults_of(TWO_STAGES[0], kind)[::127]
+    faults = faults_of(TWO_STAGES[0], kind)[::251]
     survive((scenario, (fault,)) for scenario, fault in zip(itertools.cycle(TWO_STAGES), faults, strict=False))
 
 

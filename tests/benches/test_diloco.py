@@ -63,6 +63,7 @@ async def test_the_synchronous_swarm_is_the_single_process(text: str) -> None:
     assert swarm.bytes_averaged == pytest.approx(3 * arm.num_workers * 2 * num_bytes, rel=1e-3)
 
 
+@pytest.mark.slow
 async def test_a_fresh_worker_takes_a_killed_one_s_place_and_the_round_still_has_its_samples(text: str) -> None:
     arm = Arm(inner_steps=4, num_workers=4)
     config, data = with_corpus(run_config(arm, seed=1, rounds_at_200=1, dataset=text))

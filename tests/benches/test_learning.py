@@ -43,6 +43,7 @@ def test_figures_are_means_over_the_seeds_and_ratios_to_plain_training_of_the_sa
     assert summary(never, plain)["seconds_to_loss"] is None
 
 
+@pytest.mark.slow
 def test_plain_diloco_of_one_worker_that_takes_its_mean_is_plain_adamw(text: str) -> None:
     """With an outer rate of one and no momentum, the outer step results in the worker's own weights."""
     mean = OuterConfig(learning_rate=1.0, momentum=0.0)

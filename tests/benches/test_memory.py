@@ -106,7 +106,8 @@ def test_a_stage_holds_what_is_computed_and_no_copy_more(setting: str, options: 
     assert 0 <= held_bytes - sum(sizes.state_bytes(config, 1).values()) < 1000
 
 
-@pytest.mark.parametrize("setting", ["synchronous", pytest.param("diloco", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["synchronous", "diloco"])
 async def test_a_case_runs(setting: str, tmp_path: Path) -> None:
     """Both members are in this process, so the test can check which figures there are, but not their size."""
     config = run_config(setting, Options(d_model=128, layers=1, in_flight=2))

@@ -89,7 +89,9 @@ async def _assert_freed(chain: Chain) -> None:
         (CONFIG, DRAWN),
         pytest.param(_long(DILOCO), GREEDY, marks=pytest.mark.slow),
         (_long(SYNCHRONOUS, **LEARNED), GREEDY),
-        (_long(SYNCHRONOUS, block_types=("parallel", "tp", "spd"), num_shards=2), GREEDY),
+        pytest.param(
+            _long(SYNCHRONOUS, block_types=("parallel", "tp", "spd"), num_shards=2), GREEDY, marks=pytest.mark.slow
+        ),
         pytest.param(_long(SYNCHRONOUS, bottleneck_dim=8), GREEDY, marks=pytest.mark.slow),
         (_long(SYNCHRONOUS, bottleneck_dim=8, bottleneck="learned", bottleneck_layers=(1, 2)), GREEDY),
         (_long(SYNCHRONOUS, num_kv_heads=1, qk_norm=True, qkv_bias=True, tied_embeddings=True), GREEDY),
@@ -107,7 +109,9 @@ async def test_tokens_are_those_of_one_process(config: RunConfig, sampling: Samp
     assert sampling is GREEDY or len(set(expected)) > 3
 
 
-@pytest.mark.parametrize("config", [CONFIG, _long(DILOCO)], ids=["synchronous", "diloco"])
+@pytest.mark.parametrize(
+    "config", [CONFIG, pytest.param(_long(DILOCO), marks=pytest.mark.slow)], ids=["synchronous", "diloco"]
+)
 async def test_recorded_steps_write_the_same_tokens_in_each_round(config: RunConfig) -> None:
     prompts, recorders = [PROMPT, [1, 2]], [TapeRecorder() for _ in range(3)]
     unused = iter(recorders)

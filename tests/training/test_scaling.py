@@ -1,4 +1,4 @@
-"""Clipping: the norm, the factor, and what is scaled."""
+"""Clipping: the norm, the factor, and what is scaled; and the factor of losses in float16."""
 
 import math
 
@@ -6,7 +6,17 @@ import pytest
 import torch
 
 from swarm.machine.memory import Recycler
-from swarm.training.scaling import clip, clip_factor, clipped, squared_norm_of, squared_norm_of_vector
+from swarm.training.scaling import (
+    GROWS_AFTER,
+    MEAN_SCALE,
+    MOST_DOUBLINGS,
+    LossScale,
+    clip,
+    clip_factor,
+    clipped,
+    squared_norm_of,
+    squared_norm_of_vector,
+)
 
 
 def test_the_squared_norm_is_over_everything_and_in_double_precision() -> None:
@@ -41,3 +51,47 @@ def test_clipped_gradients_have_the_largest_norm_at_most(max_norm: float) -> Non
     expected = min(max_norm, math.sqrt(squared_norm))
     for result in (elsewhere, in_place):
         assert math.sqrt(squared_norm_of(result.values())) == pytest.approx(expected)
+
+
+# -- the factor of losses in float16 -----------------------------------------------------------------------------------
+
+
+def test_overflows_halve_the_factor_and_successes_in_a_row_double_it() -> None:
+    scale = LossScale.of_means("fp16")
+    assert scale.halve()
+    assert scale.factor == MEAN_SCALE / 2
+    for _ in range(GROWS_AFTER - 1):
+        scale.succeeded()
+    assert scale.factor == MEAN_SCALE / 2
+    scale.succeeded()
+    assert scale.factor == MEAN_SCALE
+
+
+@pytest.mark.parametrize("scale", [LossScale.of_means("bf16"), LossScale.of_sums("off", 100)])
+def test_other_types_have_no_factor(scale: LossScale) -> None:
+    for _ in range(2 * GROWS_AFTER):
+        scale.succeeded()
+    assert scale.factor == 1.0
+    assert scale.is_fixed
+    assert not scale.halve()
+    assert scale.factor == 1.0
+
+
+def test_the_factor_of_a_sum_is_a_power_of_two_within_bounds() -> None:
+    scale = LossScale.of_sums("fp16", 100)
+    first = scale.factor
+    assert first == 2.0 ** math.floor(math.log2(MEAN_SCALE / 100))
+    for _ in range((MOST_DOUBLINGS + 2) * GROWS_AFTER):
+        scale.succeeded()
+    assert scale.factor == first * 2**MOST_DOUBLINGS
+
+
+def test_what_no_factor_mends_leaves_the_factor_as_it_was() -> None:
+    """Else a neighbour's single gradient would lower the factor for all that come after it."""
+    scale = LossScale.of_sums("fp16", 100)
+    scale.succeeded()
+    before, num_tries = scale.factor, 1
+    while scale.halve():
+        num_tries += 1
+    assert scale.factor == before
+    assert num_tries == MOST_DOUBLINGS + 1

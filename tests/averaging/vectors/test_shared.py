@@ -236,7 +236,9 @@ async def test_an_average_beyond_all_bounds_is_not_believed_and_another_holder_a
         assert all(float(stage.shared.abs().max()) < 10 for stage in stages)
 
 
-@pytest.mark.parametrize("honest_id", [4, None], ids=["beside an honest one", "alone"])
+@pytest.mark.parametrize(
+    "honest_id", [4, pytest.param(None, marks=pytest.mark.slow)], ids=["beside an honest one", "alone"]
+)
 @in_virtual_time
 async def test_who_answers_for_the_other_stage_gives_all_members_the_same_average_or_none(
     honest_id: int | None,

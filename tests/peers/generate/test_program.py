@@ -112,8 +112,9 @@ def test_a_text_ends_before_a_stop_and_with_the_model_s_end_token(
     assert _run(capsys, *options).split() == whole[: whole.index(whole[3])]
 
 
-@pytest.mark.parametrize(("dtype", "held"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-@pytest.mark.parametrize("name", ["llama-3", "gpt2"])
+@pytest.mark.parametrize(
+    ("name", "dtype", "held"), [("llama-3", "bf16", torch.bfloat16), ("gpt2", "fp16", torch.float16)]
+)
 def test_matrices_may_have_sixteen_bits(
     name: str, dtype: Literal["bf16", "fp16"], held: torch.dtype, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -188,21 +189,13 @@ def test_a_run_on_bytes_ends_its_texts_where_the_model_does(tmp_path: Path, caps
             ["swarm://x", "--model", "m", "--prompt", "a"],
             "--checkpoint DIR and --model DIR_OR_NAME, not both INVITE and --model DIR_OR_NAME",
         ),
-        (
-            ["swarm://x", "--model", "m", "--checkpoint", "c", "--prompt", "a"],
-            ", not INVITE, --checkpoint DIR, --model DIR_OR_NAME",
-        ),
         (["--model", "m"], "give one of --prompt TEXT, --chat and --serve HOST:PORT"),
         (["--model", "m", "--chat", "--prompt", "a"], "give one of --prompt TEXT, --chat and --serve HOST:PORT"),
-        (["--model", "m", "--chat", "--serve", "1"], "give one of --prompt TEXT, --chat and --serve HOST:PORT"),
         (["--model", "m", "--prompt", "a", "--system", "b"], "--system needs --chat"),
         (["--model", "m", "--prompt", "a", "--serve-token", "b"], "--serve-token needs --serve HOST:PORT"),
-        (["--model", "m", "--serve", "host"], "--serve takes HOST:PORT or PORT, not 'host'"),
-        (["--model", "m", "--serve", ":80"], "--serve takes HOST:PORT or PORT, not ':80'"),
         (["--model", "m", "--serve", "host:99999"], "--serve takes HOST:PORT or PORT, not 'host:99999'"),
         (["--prompt", "", "--model", "m"], "--prompt must not be empty"),
         (["swarm://x", "--prompt", "a", "--dtype", "bf16"], "--device and --dtype need --checkpoint DIR or --model"),
-        (["swarm://x", "--prompt", "a", "--device", "cpu"], "--device and --dtype need --checkpoint DIR or --model"),
         (["--prompt", "a", "--model", "m", "--base", "m"], "--base needs --checkpoint DIR"),
         (["--prompt", "a", "--model", "m", "--round", "1"], "--round needs --checkpoint DIR"),
     ],

@@ -59,12 +59,9 @@ def test_a_setting_may_be_about_the_text_that_is_named_beside_it() -> None:
     ("argv", "events"),
     [
         ("", "--kill-at 20 --join-at 30"),
-        ("--steps 20", ""),
         ("--steps=25", "--kill-at 20"),
-        ("--steps 10 --steps 31", "--kill-at 20 --join-at 30"),
         ("--peers-per-stage 1", "--join-at 30"),
         ("--steps many", ""),
-        ("--steps 100 --preset small --kill-at 40", "--kill-at 20 --join-at 30"),
     ],
 )
 def test_the_demo_adds_what_fits(argv: str, events: str, tmp_path: Path) -> None:

@@ -102,6 +102,7 @@ def test_a_hanging_wandb_stalls_nobody(tmp_path: Path, monkeypatch: pytest.Monke
     gate.set()
 
 
+@pytest.mark.slow
 def test_the_real_package_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its interface is the one that the stand-ins have."""
     monkeypatch.setenv("WANDB_MODE", "offline")

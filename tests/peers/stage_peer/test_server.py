@@ -42,7 +42,8 @@ async def test_spans_of_any_shape_take_the_same_steps(tmp_path: Path) -> None:
     assert losses["mixed"] == pytest.approx(losses["apart"], rel=1e-4)
 
 
-@pytest.mark.parametrize("config", [SYNCHRONOUS, pytest.param(DILOCO, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO])
 async def test_a_process_is_announced_and_described_at_each_of_its_blocks(config: RunConfig, tmp_path: Path) -> None:
     async with whole_swarm(config, tmp_path / "events", num_peers=()) as swarm:
         await _train(swarm, (0, 1), (1,), (2,))

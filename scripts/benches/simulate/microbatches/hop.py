@@ -7,12 +7,10 @@ microbatch whose peer failed is computed again further downstream as well, and n
 from collections.abc import Callable
 from functools import partial
 
-from peers.trainer.options import MOST_IN_FLIGHT
 from scripts.benches.simulate.microbatches.choosers import Answer
 from scripts.benches.simulate.microbatches.pipeline import SimulatedPeer, SimulatedPipeline, View
 from swarm.errors import Overloaded
 from swarm.hop.retries import PAUSE_SECONDS, SHORTEST_WAIT_SECONDS, HopLimits, most_sent_on
-from swarm.pipeline.trainer_paths import Window
 from swarm.types import PeerId
 
 NOTICE_SECONDS = 1.0  # The time from a peer's death until the senders of its microbatches know of it
@@ -184,25 +182,3 @@ class _Call:
             call_seconds=self._timeline.monotonic() - self._sent_at - self._downstream_seconds,
         )  # fmt: skip
         self._hop.answered(self._peer.peer_id, answer, num_credits)
-
-
-class SimulatedTrainer:
-    """Keeps as many microbatches in flight as its window says, the real one."""
-
-    def __init__(self, pipeline: SimulatedPipeline, view: View, *, max_in_flight: int = MOST_IN_FLIGHT) -> None:
-        self.num_done = 0
-        self._pipeline = pipeline
-        self._view = view
-        self._window = Window(start=2 * pipeline.num_stages, largest=max_in_flight)
-        self._num_in_flight = 0
-
-    def fill(self) -> None:
-        while self._num_in_flight < self._window.size:
-            self._num_in_flight += 1
-            train(self._pipeline, self._view, self._came_back)
-
-    def _came_back(self, num_busy: int) -> None:
-        self.num_done += 1
-        self._window.finished(num_busy=num_busy, in_flight=self._num_in_flight)
-        self._num_in_flight -= 1
-        self.fill()
