@@ -19,7 +19,7 @@ from peers.shared.network import Membership
 from peers.shared.process import cache_folder
 from peers.shared.tokenizer import have_tokenizer
 from swarm.averaging.agreement.rules import Timing
-from swarm.averaging.state_transfer import Downloads, StateTransfer, Wanted
+from swarm.averaging.state_transfer import StateTransfer, Wanted
 from swarm.averaging.vectors.snapshots import PartialSnapshot
 from swarm.averaging.wire.transport import Transport
 from swarm.checkpoint import file
@@ -67,13 +67,10 @@ class StageReader:
         shapes = trained_shapes(config, block.stage)
         self._shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self._max_bytes = SIZE_FACTOR * sum(4 * shape.numel() for shape in shapes.values())
-        downloads = Downloads(
-            transport,
-            address=address_of(config.run_id, block),
-            own_id=member.peer_id,
-            silence_seconds=Timing().silence_seconds,
+        address, seconds = address_of(config.run_id, block), Timing().silence_seconds
+        self._transfer = StateTransfer(
+            transport, address, member.peer_id, member.waits, SystemClock(), silence_seconds=seconds
         )
-        self._transfer = StateTransfer(downloads, member.waits, SystemClock())
         self._pinned: PartialSnapshot | None = None
 
     async def rounds(self) -> list[int]:

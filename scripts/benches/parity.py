@@ -30,7 +30,7 @@ from scripts.benches.shared.common import (
 )
 from scripts.benches.shared.swarm import SwarmProcesses, mixed_spans
 from scripts.benches.sides.reference import Reference, model_of_paths, parameter_name
-from swarm.averaging.state_transfer import Downloads, StateTransfer
+from swarm.averaging.state_transfer import StateTransfer
 from swarm.averaging.wire.transport import Transport
 from swarm.config import LoraConfig, RunConfig, StagesConfig
 from swarm.credentials import identity
@@ -227,10 +227,10 @@ async def _download_weights(
     address = pb.Address(
         run_id=config.run_id, protocol_version=PROTOCOLS.newest, stage=record.stage, variant=record.variant
     )
-    downloads = Downloads(
-        Transport(channels), address=address, own_id=identity.generate().peer_id, silence_seconds=ANSWER_SECONDS
+    own_id = identity.generate().peer_id
+    transfer = StateTransfer(
+        Transport(channels), address, own_id, Waits(), SystemClock(), silence_seconds=ANSWER_SECONDS
     )
-    transfer = StateTransfer(downloads, Waits(), SystemClock())
     while True:
         try:
             fetched = await transfer.snapshot(

@@ -30,7 +30,7 @@ from swarm.averaging.reporter import Reporter
 from swarm.averaging.roster import Roster
 from swarm.averaging.round import Round
 from swarm.averaging.servicer import Handlers, ReportAnswers
-from swarm.averaging.state_transfer import Downloads, StateTransfer
+from swarm.averaging.state_transfer import StateTransfer
 from swarm.averaging.survey import Survey
 from swarm.averaging.vectors.shared import TiedParameters
 from swarm.averaging.watch import GroupView, RoundWatch
@@ -116,15 +116,12 @@ class Averager:
         participant = Participant(context, place, own_round, advance, shared, roster)
         call = Calls(context, roster, participant)
         survey = Survey(context, place, member, roster, advance, call)
-        downloads = Downloads(
-            context.transport,
-            address=context.address,
-            own_id=context.own_id,
+        transfer = StateTransfer(
+            context.transport, context.address, context.own_id, context.waits, context.clock,
             silence_seconds=context.timing.silence_seconds,
-        )
-        transfer = StateTransfer(downloads, context.waits, context.clock)
+        )  # fmt: skip
         entry = Entry(context.config, context.peers, member)
-        replay = Replay(context, place, advance, transfer=transfer, downloads=downloads, entry=entry)
+        replay = Replay(context, place, advance, transfer, entry)
         self.catch_up = CatchUp(
             context, place, advance=advance, transfer=transfer, survey=survey, entry=entry, replay=replay
         )

@@ -15,7 +15,7 @@ from hashlib import sha256
 from swarm.averaging.advance import Advance
 from swarm.averaging.agreement.pace import Entry, Pace
 from swarm.averaging.agreement.place import Place
-from swarm.averaging.state_transfer import Downloads, Fetched, StateTransfer, name_of
+from swarm.averaging.state_transfer import Fetched, StateTransfer, name_of
 from swarm.averaging.wire.context import Context
 from swarm.errors import IntegrityError, MalformedMessage, Overloaded, SwarmError
 from swarm.machine.words import counted
@@ -36,7 +36,6 @@ class Replay:
     place: Place
     advance: Advance
     transfer: StateTransfer
-    downloads: Downloads
     entry: Entry
     _sources: list[PeerRecord] = field(default_factory=list, init=False)
     """The peers that sent the last snapshot and have not failed since: they keep the results."""
@@ -126,7 +125,7 @@ class Replay:
 
     async def _from_one(self, source: PeerRecord, has_others: Callable[[], bool], gives: Callable[[], None]) -> bool:
         limit = self._snapshot_bytes
-        async with aclosing(self.downloads.results(source, self.place.standing, max_bytes=limit)) as results:
+        async with aclosing(self.transfer.results(source, self.place.standing, max_bytes=limit)) as results:
             async for committed, group_round in results:
                 gives()
                 await self.advance.replay(committed)

@@ -35,58 +35,6 @@ OFFER_BYTES_PER_SECOND = 2e8
 """This peer does not wait for a donor that copies and digests its state more slowly than this."""
 
 
-class Downloads:
-    def __init__(self, transport: Transport, *, address: Address, own_id: str, silence_seconds: float) -> None:
-        """`silence_seconds` is the longest wait for a donor's next piece."""
-        self._transport = transport
-        self._sender = pb.DownloadRequest(address=address, peer_id=own_id)
-        self._silence_seconds = silence_seconds
-        self.stage = address.stage
-
-    def replies(
-        self, donor: PeerRecord, request: pb.DownloadRequest, *, more_seconds: float = 0.0
-    ) -> AsyncIterator[pb.DownloadReply]:
-        """Send a request with the address and this peer's id added, and yield the donor's answers. `more_seconds` says
-        how much longer than usual the donor may be silent."""
-        request.MergeFrom(self._sender)
-        return self._transport.download(donor, request, silence_seconds=self._silence_seconds + more_seconds)
-
-    async def results(
-        self, donor: PeerRecord, standing: Standing, *, max_bytes: int
-    ) -> AsyncGenerator[tuple[Committed, int], None]:
-        """Yield the rounds committed after `standing`, in order, up to where the donor stands.
-
-        Each comes with the donor's round at the time of sending.
-
-        Args:
-            max_bytes: a larger result is refused.
-
-        Raises:
-            Overloaded: the donor serves others first. Results that came before that are valid.
-            NotReady: the donor does not keep these results.
-            PeerUnavailable, DeadlineExceeded: the donor is gone, or was silent for too long.
-            MalformedMessage, IntegrityError: the donor's answer is wrong.
-        """
-        wanted = pb.ResultsRequest(standing=messages.pack_standing(standing))
-        incoming: IncomingResult | None = None
-        async for reply in self.replies(donor, pb.DownloadRequest(results=wanted)):
-            match reply.WhichOneof("message"):
-                case "result" if incoming is None:
-                    require_bounds(reply.result, finite=True)
-                    incoming = IncomingResult(standing, reply.result, max_bytes)
-                case "data" if incoming is not None:
-                    incoming.feed(reply.data)
-                case _:
-                    raise MalformedMessage("the pieces of a result come in the wrong order")
-            if incoming.is_whole:
-                if await asyncio.to_thread(incoming.sha256) != incoming.header.sha256:
-                    raise IntegrityError(f"the result of round {standing.round} does not match its digest")
-                yield incoming.committed, incoming.header.donor_round
-                standing, incoming = incoming.committed.after, None
-        if incoming is not None:
-            raise PeerUnavailable(f"the result of round {standing.round} ended early")
-
-
 def name_of(donor: PeerRecord) -> str:
     return donor.name or donor.peer_id[:8]
 
@@ -139,10 +87,14 @@ class Wanted:
 class StateTransfer:
     """One peer's downloads: what has come so far, and which peers sent wrong bytes."""
 
-    downloads: Downloads
+    transport: Transport
+    address: Address
+    own_id: str
     waits: Waits
     """Shows how far a download is."""
     clock: Clock
+    silence_seconds: float
+    """The longest wait for a donor's next piece."""
     _partial: PartialSnapshot | None = field(default=None, init=False)
     _distrusted: set[str] = field(default_factory=set, init=False)
     num_bytes: int = field(default=0, init=False)
@@ -159,6 +111,51 @@ class StateTransfer:
     def forget(self) -> None:
         """Let go of a half-fetched snapshot, which is of no use any more."""
         self._partial = None
+
+    # -- results -------------------------------------------------------------------------------------------------------
+
+    async def results(
+        self, donor: PeerRecord, standing: Standing, *, max_bytes: int
+    ) -> AsyncGenerator[tuple[Committed, int], None]:
+        """Yield the rounds committed after `standing`, in order, up to where the donor stands.
+
+        Each comes with the donor's round at the time of sending.
+
+        Args:
+            max_bytes: a larger result is refused.
+
+        Raises:
+            Overloaded: the donor serves others first. Results that came before that are valid.
+            NotReady: the donor does not keep these results.
+            PeerUnavailable, DeadlineExceeded: the donor is gone, or was silent for too long.
+            MalformedMessage, IntegrityError: the donor's answer is wrong.
+        """
+        wanted = pb.ResultsRequest(standing=messages.pack_standing(standing))
+        incoming: IncomingResult | None = None
+        async for reply in self._replies(donor, pb.DownloadRequest(results=wanted)):
+            match reply.WhichOneof("message"):
+                case "result" if incoming is None:
+                    require_bounds(reply.result, finite=True)
+                    incoming = IncomingResult(standing, reply.result, max_bytes)
+                case "data" if incoming is not None:
+                    incoming.feed(reply.data)
+                case _:
+                    raise MalformedMessage("the pieces of a result come in the wrong order")
+            if incoming.is_whole:
+                if await asyncio.to_thread(incoming.sha256) != incoming.header.sha256:
+                    raise IntegrityError(f"the result of round {standing.round} does not match its digest")
+                yield incoming.committed, incoming.header.donor_round
+                standing, incoming = incoming.committed.after, None
+        if incoming is not None:
+            raise PeerUnavailable(f"the result of round {standing.round} ended early")
+
+    def _replies(
+        self, donor: PeerRecord, request: pb.DownloadRequest, *, more_seconds: float = 0.0
+    ) -> AsyncIterator[pb.DownloadReply]:
+        """Send a request with the address and this peer's id added, and yield the donor's answers. `more_seconds` says
+        how much longer than usual the donor may be silent."""
+        request.MergeFrom(pb.DownloadRequest(address=self.address, peer_id=self.own_id))
+        return self.transport.download(donor, request, silence_seconds=self.silence_seconds + more_seconds)
 
     # -- snapshots -----------------------------------------------------------------------------------------------------
 
@@ -186,7 +183,7 @@ class StateTransfer:
     async def fetch(self, partial: PartialSnapshot, has_others: Callable[[], bool] = lambda: False) -> Fetched:
         """Fetch what `begin` has chosen; see `snapshot`."""
         self._refusals.clear()
-        arriving = Arriving(f"the state of stage {self.downloads.stage}", partial.num_missing_bytes)
+        arriving = Arriving(f"the state of stage {self.address.stage}", partial.num_missing_bytes)
         with self.waits.on(arriving.in_words):
             async with asyncio.TaskGroup() as workers:
                 for donor in partial.sources:
@@ -223,7 +220,7 @@ class StateTransfer:
             for start in range(0, len(group), MAX_SOURCES):
                 asked = group[start : start + MAX_SOURCES]
                 names = ", ".join(map(name_of, asked))
-                with self.waits.on(f"an offer of the state of stage {self.downloads.stage} by {names}"):
+                with self.waits.on(f"an offer of the state of stage {self.address.stage} by {names}"):
                     offers = await self._offers(asked, wanted)
                 if (partial := self._choose(offers, wanted)) is not None:
                     return partial
@@ -260,7 +257,7 @@ class StateTransfer:
         begun = self._partial.snapshot_id if self._partial else b""
         offer = pb.OfferRequest(begun=begun, round=wanted.round_number, tally=True)
         copy_seconds = wanted.max_bytes / OFFER_BYTES_PER_SECOND
-        async for reply in self.downloads.replies(donor, pb.DownloadRequest(offer=offer), more_seconds=copy_seconds):
+        async for reply in self._replies(donor, pb.DownloadRequest(offer=offer), more_seconds=copy_seconds):
             if reply.WhichOneof("message") != "header":
                 raise MalformedMessage("an offer is a header")
             require_bounds(reply.header, finite=True)
@@ -320,7 +317,7 @@ class StateTransfer:
         start, stop = partial.span(index)
         at, timed_from, began_at = start, start, time()
         wanted = pb.SegmentRequest(snapshot=partial.snapshot_id, index=index)
-        async for reply in self.downloads.replies(donor, pb.DownloadRequest(segment=wanted)):
+        async for reply in self._replies(donor, pb.DownloadRequest(segment=wanted)):
             if not 0 < len(reply.data) <= stop - at:
                 raise MalformedMessage(f"segment {index} does not come in {stop - start} bytes")
             partial.content.write(at, reply.data)

@@ -13,11 +13,12 @@ from swarm.averaging.agreement.group import Ballot
 from swarm.averaging.agreement.messages import Standing, lineage_after
 from swarm.averaging.averager import place_of
 from swarm.averaging.donor import Donor, snapshot_id
-from swarm.averaging.state_transfer import Downloads
+from swarm.averaging.state_transfer import StateTransfer
 from swarm.averaging.vectors.results import Committed
 from swarm.config import from_dict
 from swarm.errors import DeadlineExceeded, PeerUnavailable
 from swarm.machine.clock import Clock
+from swarm.machine.waits import Waits
 from swarm.rpc.transfers import Turns
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
@@ -178,11 +179,15 @@ def queueing_line(num_holders: int) -> tuple[Line, Turns]:
     return line, turns
 
 
-def downloads_over(line: Line, own_number: int = 99, *, silence_seconds: float = 0.05, stage: int = 0) -> Downloads:
+def transfer_over(
+    line: Line, own_number: int = 99, *, silence_seconds: float = 0.05, waits: Waits | None = None, stage: int = 0
+) -> StateTransfer:
     """A peer's downloads over that line."""
-    return Downloads(
+    return StateTransfer(
         line,  # type: ignore[arg-type]  # It knows downloads only.
-        address=Address(stage=stage),
-        own_id=peer_id(own_number),
+        Address(stage=stage),
+        peer_id(own_number),
+        waits or Waits(),
+        LoopClock(),
         silence_seconds=silence_seconds,
     )

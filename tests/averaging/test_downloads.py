@@ -12,7 +12,7 @@ from swarm.rpc.transfers import HOLD_SECONDS
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerRecord
 from tests.averaging.doubles import record
-from tests.averaging.holder import NUM_BYTES, Line, downloads_over, holder, line_to, queueing_line
+from tests.averaging.holder import NUM_BYTES, Line, holder, line_to, queueing_line, transfer_over
 from tests.support.virtual_time import in_virtual_time
 
 pytestmark = pytest.mark.usefixtures("small_segments")
@@ -25,7 +25,7 @@ async def test_later_rounds_are_given_to_one_after_the_other_whoever_fetches_a_s
     await donor.offer()
     begun = donor.standing
     expected = [donor.commit().after for _ in range(3)]
-    first, early, late = (downloads_over(line, n).results(record(1), begun, max_bytes=NUM_BYTES) for n in (90, 91, 91))
+    first, early, late = (transfer_over(line, n).results(record(1), begun, max_bytes=NUM_BYTES) for n in (90, 91, 91))
     async with turns.turn("another"):
         assert (await anext(first))[0].after == expected[0]
         with pytest.raises(Overloaded, match="1 other downloads first"):
@@ -36,7 +36,7 @@ async def test_later_rounds_are_given_to_one_after_the_other_whoever_fetches_a_s
 
 
 async def replayed(line: Line, donor: PeerRecord, standing: Standing, *, max_bytes: int = NUM_BYTES) -> list[Standing]:
-    stream = downloads_over(line).results(donor, standing, max_bytes=max_bytes)
+    stream = transfer_over(line).results(donor, standing, max_bytes=max_bytes)
     return [committed.after async for committed, _ in stream]
 
 
@@ -47,7 +47,7 @@ async def test_results_are_rebuilt_as_they_were() -> None:
     await donor.offer()
     begun = donor.standing
     expected = [donor.commit(0.25 * number) for number in range(3)]
-    results = [committed async for committed, _ in downloads_over(line).results(record(1), begun, max_bytes=NUM_BYTES)]
+    results = [committed async for committed, _ in transfer_over(line).results(record(1), begun, max_bytes=NUM_BYTES)]
     assert [r.after for r in results] == [e.after for e in expected]
     for ours, theirs in zip(results, expected, strict=True):
         assert torch.equal(ours.result.tensors["state"], theirs.result.tensors["state"])

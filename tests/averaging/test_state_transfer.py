@@ -12,17 +12,10 @@ from swarm.machine.waits import Waits
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.tensor_pb2 import TensorHeader
 from tests.averaging.doubles import peer_id, record
-from tests.averaging.holder import NUM_BYTES, SIZE, Line, downloads_over, holder, line_to, queueing_line
-from tests.support.virtual_time import LoopClock, in_virtual_time
+from tests.averaging.holder import NUM_BYTES, SIZE, holder, line_to, queueing_line, transfer_over
+from tests.support.virtual_time import in_virtual_time
 
 pytestmark = pytest.mark.usefixtures("small_segments")
-
-
-def transfer_over(
-    line: Line, own_number: int = 99, *, silence_seconds: float = 0.05, waits: Waits | None = None, stage: int = 0
-) -> StateTransfer:
-    downloads = downloads_over(line, own_number, silence_seconds=silence_seconds, stage=stage)
-    return StateTransfer(downloads, waits or Waits(), LoopClock())
 
 
 async def fetch(transfer: StateTransfer, *numbers: int, max_bytes: int = 4 * NUM_BYTES) -> Fetched:
