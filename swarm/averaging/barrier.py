@@ -85,9 +85,7 @@ class Barrier:
                     if asking:
                         await self._train_on(round_number)
         if later:
-            failed = AttemptFailed(f"stage {min(later)} has decided the round under later amendments")
-            failed.void = True
-            raise failed
+            raise AttemptFailed(f"stage {min(later)} has decided the round under later amendments", void=True)
         ready = {block: reply for block, reply in replies.items() if reply is not None}
         return ready if len(ready) == len(replies) else None
 

@@ -80,7 +80,8 @@ class Round:
                     logger.info("finishing attempt %d of %s", prepared.ballot.attempt, prepared.ballot.leader_id)
                     holders = [peer for peer, reply in begun.items() if reply.prepared.digest == prepared.digest]
                     if self._num_commits[standing.round, prepared.digest] >= MOST_COMMITS:
-                        raise self.blame.uncommitted(holders)
+                        logger.warning("left out, because they do not commit what they hold: %s", ", ".join(holders))
+                        raise AttemptFailed("a result is not committed by its holders", excluded=holders)
                 await self._finish(standing.round, prepared, {peer: members[peer] for peer in holders})
             except AttemptFailed as failed:
                 reachable = {peer: record for peer, record in members.items() if peer not in failed.unreachable}
@@ -172,7 +173,9 @@ class Round:
                 # A member may have answered at once that it is still closing: ask again only after the time that it was
                 # given.
                 await self.context.clock.sleep(max(0.0, asked_at + wait_seconds - self.context.clock.monotonic()))
-                self._tell_of(waiting)
+                if self.context.clock.monotonic() - self._told_at >= TELL_SECONDS:
+                    self._told_at = self.context.clock.monotonic()
+                    logger.info("waits for members that close their contributions: %s", ", ".join(sorted(waiting)))
         return answers
 
     def _too_late(self, peer: PeerId, closing: pb.Closing, seconds: float, timeout_seconds: float) -> SwarmError | None:
@@ -184,11 +187,6 @@ class Round:
         if closing.quiet_seconds > timeout_seconds + 3 * closing.expected_seconds:
             return DeadlineExceeded(f"it has been closing for {seconds:.0f} s, and makes no progress")
         return None
-
-    def _tell_of(self, waiting: Collection[PeerId]) -> None:
-        if self.context.clock.monotonic() - self._told_at >= TELL_SECONDS:
-            self._told_at = self.context.clock.monotonic()
-            logger.info("waits for members that close their contributions: %s", ", ".join(sorted(waiting)))
 
     async def _tell_abort(self, members: Members, round_number: int, ballot: Ballot, failed: AttemptFailed) -> None:
         request = pb.AbortRequest(

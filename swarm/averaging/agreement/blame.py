@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from swarm.averaging.agreement import messages
@@ -30,15 +30,15 @@ MOST_STRIKES = 4
 class AttemptFailed(Exception):
     """Nothing was decided; the attempt is aborted. Does not leave this package."""
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, *, excluded: Iterable[PeerId] = (), void: bool = False) -> None:
+        """`excluded` are members that are alive, but make attempts fail. `void` says whether it is certain that no
+        result of an earlier attempt was or will be decided."""
         super().__init__(reason)
         self.unreachable: set[PeerId] = set()
-        self.excluded: set[PeerId] = set()
-        """Members that are alive, but make attempts fail."""
+        self.excluded = set(excluded)
         self.refused: set[PeerId] = set()
         self.promised_attempt = 0
-        self.void = False
-        """Whether it is certain that no result of an earlier attempt was or will be decided."""
+        self.void = void
 
 
 class Blame:
@@ -195,23 +195,14 @@ class Blame:
     def different_results(self, digests: Mapping[PeerId, str]) -> AttemptFailed:
         """Make the error of an exchange whose members came to different results. It leaves out those that differ from
         most of the others."""
-        failed = AttemptFailed("members came to different results")
         result, count = Counter(digests.values()).most_common(1)[0]
-        if 2 * count > len(digests):
-            failed.excluded = {peer for peer, digest in digests.items() if digest != result}
-            logger.warning("left out, because their result is not that of most: %s", ", ".join(sorted(failed.excluded)))
+        others = {peer for peer, digest in digests.items() if digest != result} if 2 * count > len(digests) else set()
+        if others:
+            logger.warning("left out, because their result is not that of most: %s", ", ".join(sorted(others)))
         else:
             members = ", ".join(sorted(digests))
             logger.warning("%s came to different results, and nobody can say which of them is wrong", members)
-        return failed
-
-    def uncommitted(self, holders: Collection[PeerId]) -> AttemptFailed:
-        """Make the error of an attempt that would commit a result which its holders never commit. It leaves them
-        out."""
-        failed = AttemptFailed("a result is not committed by its holders")
-        failed.excluded = set(holders)
-        logger.warning("left out, because they do not commit what they hold: %s", ", ".join(sorted(holders)))
-        return failed
+        return AttemptFailed("members came to different results", excluded=others)
 
     def goes_through_one(self, round_number: int, members: Collection[PeerId]) -> bool:
         """Whether the leader sums everything, because two members of this round cannot reach each other."""
@@ -233,15 +224,15 @@ def _refusing(replies: Mapping[PeerId, Any], ballot: Ballot) -> set[PeerId]:
 
 def require_true_results(begun: Begun, ballot: Ballot) -> None:
     """Raise AttemptFailed if a member holds a result of an attempt that nobody has led, or that others hold."""
-    failed = AttemptFailed("a member holds a result that cannot be")
-    for peer, reply in begun.items():
-        if not reply.HasField("prepared"):
-            continue
-        if messages.require_ballot(reply.prepared.ballot) >= ballot or peer not in reply.prepared.member_ids:
-            logger.warning("%s is left out: it holds a result that cannot be", peer)
-            failed.excluded.add(peer)
-    if failed.excluded:
-        raise failed
+    liars = {
+        peer
+        for peer, reply in begun.items()
+        if reply.HasField("prepared")
+        and (messages.require_ballot(reply.prepared.ballot) >= ballot or peer not in reply.prepared.member_ids)
+    }
+    if liars:
+        logger.warning("left out, because they hold a result that cannot be: %s", ", ".join(sorted(liars)))
+        raise AttemptFailed("a member holds a result that cannot be", excluded=liars)
 
 
 def without_the_useless(
@@ -276,6 +267,4 @@ def without_the_useless(
         return None
     for peer, fault in sorted(useless.items()):
         logger.warning("%s is left out: its contribution is %s", peer, fault)
-    failed = AttemptFailed("a contribution is of no use")
-    failed.excluded = set(useless)
-    return failed
+    return AttemptFailed("a contribution is of no use", excluded=useless)

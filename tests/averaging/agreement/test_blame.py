@@ -177,8 +177,8 @@ async def test_of_two_members_with_different_results_nobody_can_say_which_is_wro
 @pytest.mark.parametrize(
     ("attempt", "holders", "told"),
     [
-        (1 << 40, [1, 2, 3], "it holds a result that cannot be"),
-        (1, [1, 2], "it holds a result that cannot be"),
+        (1 << 40, [1, 2, 3], "they hold a result that cannot be"),
+        (1, [1, 2], "they hold a result that cannot be"),
         (1, [3], "they do not commit what they hold"),
     ],
     ids=["of a later attempt", "of others", "of itself alone"],
