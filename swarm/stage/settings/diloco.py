@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import heapq
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 
 from swarm.machine.clock import Clock
@@ -118,9 +118,6 @@ class DilocoSetting(Setting):
     def check(self, microbatch: Microbatch) -> None:
         pass  # Microbatches of any round are welcome.
 
-    def queue_of(self, round_number: int) -> int:
-        return 0
-
     def room(self) -> int | None:
         """How many microbatches may be in flight: those of the next steps, and one inner batch to follow.
 
@@ -129,10 +126,6 @@ class DilocoSetting(Setting):
         # A microbatch whose answer is being written still has its slot, and must not be counted twice.
         waiting = max(0, self._num_unstepped() - self._answers.num_written)
         return self._most_ahead + self._batch_microbatches - waiting
-
-    def has_its_part(self, num_in_flight: int) -> bool:
-        # A DiLoCo round has no fixed number of microbatches, so no peer has a part of it.
-        return False
 
     def is_awaited(self, microbatch: Microbatch) -> bool:
         # Its gradient is in a batch of which no step is taken before it is acknowledged. A stage before this one keeps
@@ -157,15 +150,8 @@ class DilocoSetting(Setting):
 
     # -- what a call gets --------------------------------------------------------------------------------------------
 
-    def known(self, microbatch: Microbatch) -> Computation | None:
-        return None  # A call that asks again may bring other activations.
-
     def counts(self, microbatch: Microbatch) -> bool:
         return microbatch.counts_at(self._stage)
-
-    @property
-    def takes_gradients(self) -> bool:
-        return True
 
     def repeated(self, microbatch: Microbatch, entry: Entry[Computation]) -> Computation | Start:
         """Start a computation of a new gradient. It is accumulated only if the former one was not. One acknowledgement
@@ -187,12 +173,6 @@ class DilocoSetting(Setting):
         return computation.done
 
     # -- rounds ------------------------------------------------------------------------------------------------------
-
-    def committed(self) -> frozenset[int]:
-        return frozenset()  # No peer asks for these ids, and a round may have any number of them.
-
-    def seal(self, drop: Collection[int]) -> list[Entry[Computation]] | None:
-        return None
 
     def round_began(self) -> None:
         # A microbatch may be repeated across a round's end; one round of memory covers that.

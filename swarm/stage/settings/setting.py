@@ -3,6 +3,7 @@
 A setting decides for one peer, by what that peer knows. Runs on the event loop; never computes.
 """
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import AbstractAsyncContextManager
@@ -32,6 +33,8 @@ class Start:
 
 
 class Setting(ABC):
+    """What a setting does not override holds nothing up: there are no limits but slots and memory, and no turns."""
+
     # -- which microbatches are admitted -----------------------------------------------------------------------------
 
     @abstractmethod
@@ -42,22 +45,22 @@ class Setting(ABC):
             MalformedMessage, Overloaded, NotReady, StaleMicrobatch.
         """
 
-    @abstractmethod
     def queue_of(self, round_number: int) -> int:
         """The number of the set of slots that a round's microbatches take. Sets take no slots from each other."""
+        return 0
 
-    @abstractmethod
     def room(self) -> int | None:
         """The most microbatches that may be in flight, whether the peer is busy or not; None for any number."""
+        return None
 
-    @abstractmethod
     def has_its_part(self, num_in_flight: int) -> bool:
         """Whether a peer with this many microbatches of a round in flight leaves the rest of the round to others."""
+        return False
 
-    @abstractmethod
     def is_awaited(self, microbatch: Microbatch) -> bool:
         """Whether all that have slots may be waiting for this microbatch's acknowledgement, so that a call for it must
         not have to wait for a slot."""
+        return False
 
     # -- when microbatches are computed ------------------------------------------------------------------------------
 
@@ -65,14 +68,14 @@ class Setting(ABC):
     async def until_due(self, microbatch: Microbatch, still_waiting: Callable[[], Awaitable[None]] | None) -> None:
         """If a microbatch's round must have begun, wait for it; see PresentRound.wait_for. Raises NotReady."""
 
-    @abstractmethod
     def turn(self, age: int) -> AbstractAsyncContextManager[None]:
         """The turn that a microbatch that is accumulated holds from its forward until its gradient is in the sum."""
+        return contextlib.nullcontext()
 
     @property
-    @abstractmethod
     def num_waiting(self) -> int:
         """Microbatches that wait for their turn."""
+        return 0
 
     @abstractmethod
     def look(self) -> None:
@@ -80,18 +83,19 @@ class Setting(ABC):
 
     # -- what a call gets --------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def known(self, microbatch: Microbatch) -> Computation | None:
-        """A computation of the same microbatch at this peer with the same numbers, if there is one."""
+        """A computation of the same microbatch at this peer with the same numbers, if there is one. With DiLoCo there
+        is none, because a call that asks again may bring other activations."""
+        return None
 
     @abstractmethod
     def counts(self, microbatch: Microbatch) -> bool:
         """Whether a microbatch is to count at this stage, in this round."""
 
     @property
-    @abstractmethod
     def takes_gradients(self) -> bool:
         """Whether a gradient may join the sum now."""
+        return True
 
     @abstractmethod
     def repeated(self, microbatch: Microbatch, entry: Entry[Computation]) -> Computation | Start:
@@ -111,16 +115,16 @@ class Setting(ABC):
 
     # -- rounds ------------------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def committed(self) -> frozenset[int]:
-        """The microbatches that this peer names to others as committed in this round."""
+        """The microbatches that this peer names to others as committed in this round. With DiLoCo no peer asks."""
+        return frozenset()
 
-    @abstractmethod
     def seal(self, drop: Collection[int]) -> list[Entry[Computation]] | None:
         """Let no further gradient join the round, which is about to end. Another member counts the microbatches `drop`.
 
         Returns the entries that must be undone before that, or None if training goes on meanwhile.
         """
+        return None
 
     @abstractmethod
     def round_began(self) -> None:

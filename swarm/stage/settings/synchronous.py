@@ -5,10 +5,8 @@ with the known result. Acknowledged computations are kept until the round is ove
 again. A round closes with acknowledged microbatches only.
 """
 
-import contextlib
 import dataclasses
 from collections.abc import Awaitable, Callable, Collection, Iterable
-from contextlib import AbstractAsyncContextManager
 from fractions import Fraction
 from functools import partial
 
@@ -200,27 +198,14 @@ class SynchronousSetting(Setting):
         # rounds.
         return min(round_number, self._round.number + 1)
 
-    def room(self) -> int | None:
-        return None
-
     def has_its_part(self, num_in_flight: int) -> bool:
         # A round takes as long as the peer that has most of it.
         return num_in_flight * self._weights.round.num_members >= self._own_microbatches
-
-    def is_awaited(self, microbatch: Microbatch) -> bool:
-        return False  # What has a slot in a round waits for no acknowledgement.
 
     # -- when microbatches are computed ------------------------------------------------------------------------------
 
     async def until_due(self, microbatch: Microbatch, still_waiting: Callable[[], Awaitable[None]] | None) -> None:
         await self._round.wait_for(microbatch.round, self._round_wait_seconds, still_waiting)
-
-    def turn(self, age: int) -> AbstractAsyncContextManager[None]:
-        return contextlib.nullcontext()  # There are no inner steps that could make a gradient stale.
-
-    @property
-    def num_waiting(self) -> int:
-        return 0
 
     def look(self) -> None:
         pass
