@@ -4,8 +4,6 @@ answers it.
 Every call is checked here. Nothing is decided here about a round.
 """
 
-import asyncio
-import logging
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing, contextmanager
@@ -38,19 +36,18 @@ from swarm.averaging.wire.transport import (
     pieces_of,
 )
 from swarm.compression.codec import Buffer
-from swarm.errors import DeadlineExceeded, Fatal, MalformedMessage, NotReady, NotServed, PeerUnavailable, SwarmError
+from swarm.errors import Fatal, MalformedMessage, NotReady, NotServed, SwarmError
 from swarm.machine.out_of_memory import is_out_of_memory
 from swarm.rpc.callers import Caller, bearer_of
-from swarm.rpc.failures import abort
-from swarm.rpc.serving import MESSAGE_SECONDS, check_address
+from swarm.rpc.failures import answers_errors
+from swarm.rpc.serving import MESSAGE_SECONDS, check_address, in_time
+from swarm.rpc.serving import Context as GrpcContext
 from swarm.rpc.transfers import NOBODY
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.averaging_pb2_grpc import AveragingServiceServicer
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.training.round_member import RoundMember
 from swarm.types import PeerId
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -180,41 +177,38 @@ async def _raise(error: Exception) -> None:
     raise error
 
 
-GrpcContext = Any
-"""Stands for grpc.aio.ServicerContext, which has other type arguments in each call."""
-
-
+@answers_errors
 class AveragingServicer(AveragingServiceServicer):
     def __init__(self, handlers: Handlers, *, own_id: str) -> None:
         self._handlers = handlers
         self._own_id = own_id
 
     async def Report(self, request: pb.ReportRequest, context: GrpcContext) -> pb.ReportReply:
-        return await self._answer(REPORT, request, context)
+        return await self._handlers.handle(REPORT, request)
 
     async def Begin(self, request: pb.BeginRequest, context: GrpcContext) -> pb.BeginReply:
-        return await self._answer(BEGIN, request, context)
+        return await self._handlers.handle(BEGIN, request)
 
     async def Average(self, request: pb.AverageRequest, context: GrpcContext) -> pb.AverageReply:
-        return await self._answer(AVERAGE, request, context)
+        return await self._handlers.handle(AVERAGE, request)
 
     async def Commit(self, request: pb.CommitRequest, context: GrpcContext) -> pb.CommitReply:
-        return await self._answer(COMMIT, request, context)
+        return await self._handlers.handle(COMMIT, request)
 
     async def Abort(self, request: pb.AbortRequest, context: GrpcContext) -> pb.AbortReply:
-        return await self._answer(ABORT, request, context)
+        return await self._handlers.handle(ABORT, request)
 
     async def Barrier(self, request: pb.BarrierRequest, context: GrpcContext) -> pb.BarrierReply:
-        return await self._answer(BARRIER, request, context)
+        return await self._handlers.handle(BARRIER, request)
 
     async def Exchange(self, request_iterator: Any, context: GrpcContext) -> AsyncIterator[pb.ExchangeReply]:
         try:
-            first = await _next(request_iterator)
+            first = await in_time(anext(request_iterator, None), MESSAGE_SECONDS)
             if first is None or first.WhichOneof("message") != "open":
                 raise MalformedMessage("an exchange begins with its open message")
             reduced = await self._handlers.serve(first.open, _pieces(request_iterator))
-        except (Fatal, NotServed) as error:
-            await abort(context, error)
+        except (Fatal, NotServed):
+            raise
         except SwarmError as error:
             # Sent as an answer, not as a gRPC error, because the caller must learn which member is at fault.
             if not isinstance(error, MemberFailed):
@@ -227,40 +221,15 @@ class AveragingServicer(AveragingServiceServicer):
             yield pb.ExchangeReply(data=piece)
 
     async def Shared(self, request: pb.SharedRequest, context: GrpcContext) -> AsyncIterator[pb.SharedReply]:
-        try:
-            encoded = await self._handlers.shared(request)
-        except SwarmError as error:
-            await abort(context, error)
-        for piece in pieces_of(encoded):
+        for piece in pieces_of(await self._handlers.shared(request)):
             yield pb.SharedReply(data=piece)
 
     async def Download(self, request: pb.DownloadRequest, context: GrpcContext) -> AsyncIterator[pb.DownloadReply]:
-        try:
-            async with aclosing(self._handlers.download(request, bearer_of(context))) as replies:
-                async for reply in replies:
-                    yield reply
-        except SwarmError as error:
-            await abort(context, error)
-
-    async def _answer(self, method: Method[Request, Reply], request: Request, context: GrpcContext) -> Reply:
-        try:
-            return await self._handlers.handle(method, request)
-        except SwarmError as error:
-            await abort(context, error)
-        except Exception as error:
-            logger.exception("%s failed", method.name)
-            await abort(context, PeerUnavailable(f"internal error: {type(error).__name__}"))
+        async with aclosing(self._handlers.download(request, bearer_of(context))) as replies:
+            async for reply in replies:
+                yield reply
 
 
 async def _pieces(requests: AsyncIterator[pb.ExchangeRequest]) -> AsyncIterator[bytes]:
-    while (message := await _next(requests)) is not None:
+    while (message := await in_time(anext(requests, None), MESSAGE_SECONDS)) is not None:
         yield message.data
-
-
-async def _next(requests: AsyncIterator[pb.ExchangeRequest]) -> pb.ExchangeRequest | None:
-    """The next message, or None at the end of the stream."""
-    try:
-        async with asyncio.timeout(MESSAGE_SECONDS):
-            return await anext(requests, None)
-    except TimeoutError:
-        raise DeadlineExceeded(f"no message for {MESSAGE_SECONDS} s") from None

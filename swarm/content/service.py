@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from swarm.errors import IntegrityError, MalformedMessage, NotReady, Overloaded, PeerUnavailable, SwarmError, WrongRun
+from swarm.errors import IntegrityError, MalformedMessage, NotReady, PeerUnavailable, SwarmError, WrongRun
 from swarm.machine.clock import Clock
 from swarm.machine.words import Repeats, counted
 from swarm.rpc.ask import download
 from swarm.rpc.callers import Quota, bearer_of, caller_of
 from swarm.rpc.channels import ChannelPool
-from swarm.rpc.failures import abort
+from swarm.rpc.failures import answers_errors
 from swarm.rpc.transfers import MAX_SOURCES, Arriving, Segments, Turns, yield_to_exchange
 from swarm.rpc.v1 import content_pb2 as pb
 from swarm.rpc.v1.content_pb2_grpc import ContentServiceServicer, ContentServiceStub
@@ -53,6 +53,7 @@ class Shelves:
     tokenizer: Shelf = nothing
 
 
+@answers_errors
 @dataclass(eq=False)
 class ContentServicer(ContentServiceServicer):
     run_id: str
@@ -67,15 +68,12 @@ class ContentServicer(ContentServiceServicer):
     )
 
     async def Weights(self, request: pb.ContentRequest, context: Any) -> AsyncIterator[pb.ContentPiece]:
-        try:
-            async with (
-                self.turns.turn(request.peer_id or caller_of(context), bearer_of(context)),
-                aclosing(self._serve(self.shelves.weights, request, context)) as pieces,
-            ):
-                async for piece in pieces:
-                    yield piece
-        except Overloaded as error:
-            await abort(context, error)
+        async with (
+            self.turns.turn(request.peer_id or caller_of(context), bearer_of(context)),
+            aclosing(self._serve(self.shelves.weights, request, context)) as pieces,
+        ):
+            async for piece in pieces:
+                yield piece
 
     async def Tokenizer(self, request: pb.ContentRequest, context: Any) -> AsyncIterator[pb.ContentPiece]:
         async with aclosing(self._serve(self.shelves.tokenizer, request, context)) as pieces:
@@ -85,14 +83,11 @@ class ContentServicer(ContentServiceServicer):
     async def _serve(
         self, shelf: Shelf, request: pb.ContentRequest, context: Any
     ) -> AsyncGenerator[pb.ContentPiece, None]:
-        try:
-            with self._calls.taken(caller_of(context)):
-                content = memoryview(await self._read(shelf, request))
-                for start in range(0, len(content), PIECE_BYTES):
-                    await yield_to_exchange(self.is_exchanging, self.clock)
-                    yield pb.ContentPiece(data=bytes(content[start : start + PIECE_BYTES]))
-        except SwarmError as error:
-            await abort(context, error)
+        with self._calls.taken(caller_of(context)):
+            content = memoryview(await self._read(shelf, request))
+            for start in range(0, len(content), PIECE_BYTES):
+                await yield_to_exchange(self.is_exchanging, self.clock)
+                yield pb.ContentPiece(data=bytes(content[start : start + PIECE_BYTES]))
 
     async def _read(self, shelf: Shelf, request: pb.ContentRequest) -> bytes:
         if request.run_id != self.run_id:

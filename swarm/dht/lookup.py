@@ -23,7 +23,7 @@ from swarm.machine.clock import Clock
 from swarm.rpc.ask import ask
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.entry import Entry
-from swarm.rpc.failures import abort
+from swarm.rpc.failures import answers_errors
 from swarm.rpc.probe import LONG_SECONDS, SHORT_ALONE, passes_long
 from swarm.rpc.v1 import directory_pb2 as pb
 from swarm.rpc.v1.directory_pb2_grpc import DirectoryServiceServicer, DirectoryServiceStub
@@ -58,6 +58,7 @@ class _Answer:
     found_at: float | None = None
 
 
+@answers_errors
 class DirectoryServicer(DirectoryServiceServicer):
     def __init__(
         self, *, store: RecordStore, keys: Collection[str] | None, clock: Clock,
@@ -73,11 +74,11 @@ class DirectoryServicer(DirectoryServiceServicer):
 
     async def Read(self, request: pb.ReadRequest, context: Any) -> pb.ReadReply:
         if not (is_of_a_run(request.key) if self._keys is None else whole_of(request.key) in self._keys):
-            await abort(context, WrongRun(f"{request.key[:80]!r} is no key of the run that this peer serves"))
+            raise WrongRun(f"{request.key[:80]!r} is no key of the run that this peer serves")
         # Several callers may wait for the same lookup, so it goes on if one of them gives up.
         outcome = await asyncio.shield(self._lookup(request.key))
         if isinstance(outcome, SwarmError):
-            await abort(context, outcome)
+            raise outcome
         return outcome
 
     def _lookup(self, key: str) -> "asyncio.Task[pb.ReadReply | SwarmError]":

@@ -23,7 +23,7 @@ from swarm.routing.peer_queue import LeftAlone
 from swarm.rpc.ask import address_of, ask
 from swarm.rpc.callers import Quota, bearer_of, caller_of
 from swarm.rpc.channels import ChannelPool
-from swarm.rpc.failures import abort
+from swarm.rpc.failures import answers_errors
 from swarm.rpc.serving import check_address
 from swarm.rpc.v1 import lease_pb2 as pb
 from swarm.rpc.v1.lease_pb2_grpc import LeaseServiceServicer, LeaseServiceStub
@@ -59,6 +59,7 @@ class GroupLead:
     view: RoundView | None
 
 
+@answers_errors
 @dataclass(eq=False)
 class LeaseServicer(LeaseServiceServicer):
     config: RunConfig
@@ -73,10 +74,7 @@ class LeaseServicer(LeaseServiceServicer):
     _waiting: Quota = field(default_factory=lambda: Quota("requests", each=MAX_WAITING), init=False)
 
     async def Acquire(self, request: pb.AcquireRequest, context: Any) -> pb.AcquireReply:
-        try:
-            self._check(request)
-        except SwarmError as error:
-            await abort(context, error)
+        self._check(request)
         caller, trainer = caller_of(context), Trainer(bearer_of(context), request.trainer_id)
         if request.wait_seconds <= 0 or not self._waiting.fits(caller):
             return await self._answer(request, trainer, 0.0)

@@ -4,17 +4,17 @@ Each block has servicers of its own, which check the whole address. A request fo
 to the servicer of the first one, which refuses it. The guard (guard.py) comes before, and does not know the block yet.
 """
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from inspect import isasyncgenfunction
 from typing import Any
 
 import grpc
 
-from swarm.errors import DeadlineExceeded, MalformedMessage, NotReady, SwarmError
+from swarm.errors import MalformedMessage, NotReady
 from swarm.machine.words import ABOUT
-from swarm.rpc.failures import abort
+from swarm.rpc.failures import refusing
+from swarm.rpc.serving import in_time
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.wire import parsed
 from swarm.types import Block
@@ -87,20 +87,17 @@ class Dispatch(grpc.GenericRpcHandler):
             address = _address_in_one(request)
             if streams:
                 reading = anext(aiter(request), None) if is_generator else context.read()
-                first = await _in_time(reading, context)
+                first = await in_time(reading, FIRST_SECONDS)
                 address = _address_in(method, first)
                 request, context = _again(first, request), _Again(context, first)
             block = self.first if address is None else Block(address.stage, address.variant)
             # Looked up only now: gRPC keeps what it was given for a call after the call has ended, and the memory of a
             # block that is given up is to be free.
             found = {block: one for block, own in self._blocks.items() if (one := own.find(details)) is not None}
-            try:
-                if not found:
-                    raise NotReady("this peer has left")
-                if block in found and block != self.first:
-                    self._allow(method, block.stage, context)
-            except SwarmError as error:
-                await abort(context, error)
+            if not found:
+                raise NotReady("this peer has left")
+            if block in found and block != self.first:
+                self._allow(method, block.stage, context)
             answering = block if block in found else min(found)
             ABOUT.set(self._blocks[answering].prefix)
             return _behaviour(found[answering]), request, context
@@ -116,7 +113,8 @@ class Dispatch(grpc.GenericRpcHandler):
                     yield reply
 
         make = _MAKERS[usual.request_streaming, usual.response_streaming]
-        return make(generator if is_generator else coroutine, usual.request_deserializer, usual.response_serializer)
+        answering = refusing(generator if is_generator else coroutine)
+        return make(answering, usual.request_deserializer, usual.response_serializer)
 
 
 class _Again:
@@ -139,14 +137,6 @@ async def _again(first: Any, requests: AsyncIterator[Any]) -> AsyncIterator[Any]
         yield first
         async for request in requests:
             yield request
-
-
-async def _in_time(reading: Awaitable[Any], context: Any) -> Any:
-    try:
-        async with asyncio.timeout(FIRST_SECONDS):
-            return await reading
-    except TimeoutError:
-        await abort(context, DeadlineExceeded(f"no message for {FIRST_SECONDS:.0f} s"))
 
 
 def _behaviour(handler: Any) -> Any:

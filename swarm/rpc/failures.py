@@ -1,12 +1,24 @@
 """Sends the exceptions of swarm.errors over gRPC, so that a caller raises the same error as the servicer."""
 
+import functools
+import inspect
+import logging
 import re
-from typing import Any, NoReturn
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 
 from swarm import errors
 from swarm.errors import SwarmError
+from swarm.machine.out_of_memory import is_out_of_memory, what_was_asked
+
+logger = logging.getLogger(__name__)
+
+_Servicer = TypeVar("_Servicer", bound=type)
+Behaviour = Callable[..., Any]
+"""Answers a call: a coroutine or an asynchronous generator, whose last argument is the call's ServicerContext."""
 
 _ERROR_KEY = "swarm-error"
 _ARGUMENT_KEY = "swarm-error-argument"
@@ -48,6 +60,49 @@ async def abort(context: Any, error: SwarmError) -> NoReturn:
         metadata.append((_ARGUMENT_KEY, repr(error.retry_after_seconds)))
     await context.abort(abort_code(error), str(error), tuple(metadata))
     raise AssertionError("abort does not return")
+
+
+def refusing(behaviour: Behaviour) -> Behaviour:
+    """Let a behaviour's call end with the error that it raises. Any error but a SwarmError or lack of memory is a bug
+    of this peer."""
+
+    @functools.wraps(behaviour)
+    async def coroutine(*arguments: Any) -> Any:
+        try:
+            return await behaviour(*arguments)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this call and nothing else
+            await _refuse(arguments[-1], error)
+
+    @functools.wraps(behaviour)
+    async def generator(*arguments: Any) -> AsyncIterator[Any]:
+        try:
+            async with aclosing(behaviour(*arguments)) as replies:
+                async for reply in replies:
+                    yield reply
+        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this call and nothing else
+            await _refuse(arguments[-1], error)
+
+    return generator if inspect.isasyncgenfunction(behaviour) else coroutine
+
+
+def answers_errors(servicer: _Servicer) -> _Servicer:
+    """Let all calls of a servicer's class end as `refusing` says; gRPC's names of calls begin with a capital letter."""
+    for name, behaviour in list(vars(servicer).items()):
+        if name[0].isupper():
+            setattr(servicer, name, refusing(behaviour))
+    return servicer
+
+
+async def _refuse(context: Any, error: Exception) -> NoReturn:
+    if isinstance(error, grpc.aio.BaseError):
+        raise error  # The call has ended already.
+    if is_out_of_memory(error):
+        logger.warning("a call failed for want of memory: no room for %s", what_was_asked(error))
+        error = errors.PeerUnavailable("this peer is out of memory")
+    if not isinstance(error, SwarmError):
+        logger.exception("a call failed", exc_info=error)
+        error = errors.PeerUnavailable(f"internal error: {type(error).__name__}")
+    await abort(context, error)
 
 
 def translate(error: grpc.aio.AioRpcError) -> SwarmError:

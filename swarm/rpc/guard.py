@@ -9,28 +9,24 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import isasyncgenfunction
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError, Message
 
 from swarm.credentials.authority import Authority
 from swarm.credentials.rights import CALLS, require_call
-from swarm.errors import DeadlineExceeded, MalformedMessage, NotAllowed, Overloaded, SwarmError
+from swarm.errors import MalformedMessage, NotAllowed, Overloaded, SwarmError
 from swarm.machine.clock import Clock
 from swarm.rpc.bounds import num_entries, require_bounds
 from swarm.rpc.callers import MAX_CALLS, RETRY_SECONDS, Caller, Callers, Quota, caller_of, chain_of
-from swarm.rpc.failures import abort
-from swarm.rpc.serving import send
+from swarm.rpc.failures import Behaviour, abort
+from swarm.rpc.serving import Context, send
 
 SMALL_BYTES = 64 << 10
 """Requests and answers up to this size are not counted, because all that can be under way take little memory."""
 PIECE_SECONDS = 120.0
 """How long a caller may take to receive one piece of an average or download: a whole group may share a slow line."""
-
-Context = Any
-"""grpc.aio.ServicerContext; its type arguments differ between calls."""
-Behaviour = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -84,10 +80,7 @@ class Guard(grpc.aio.ServerInterceptor):
         async def guarded(request: Any, context: Context) -> None:
             async with self._admitted(method, request, context) as caller:
                 reply = await behaviour(request, context)
-                try:
-                    num_bytes = self._keep(caller, reply)
-                except Overloaded as error:
-                    await abort(context, error)
+                num_bytes = self._keep(caller, reply)
                 try:
                     # Returns once the caller has taken the reply or is gone. Until then gRPC keeps its bytes.
                     await context.write(reply)
@@ -108,19 +101,15 @@ class Guard(grpc.aio.ServerInterceptor):
             async with self._admitted(method, request, context) as caller:
                 if hasattr(request, "__aiter__"):
                     request = self._own_words(method, request, caller, chain_of(context))
-                try:
-                    async with aclosing(behaviour(request, context)) as replies:
-                        is_begun = False
-                        async for reply in replies:
-                            if not is_begun:
-                                # Otherwise gRPC would send the metadata with the first reply, and the two would wait
-                                # together for a caller that takes nothing. The call could not be aborted meanwhile.
-                                await context.send_initial_metadata(())
-                                is_begun = True
-                            await send(context, reply, PIECE_SECONDS)
-                except DeadlineExceeded as error:
-                    # `abort` too waits until the caller reads or is gone, but the source of the answer is freed by now.
-                    await abort(context, error)
+                async with aclosing(behaviour(request, context)) as replies:
+                    is_begun = False
+                    async for reply in replies:
+                        if not is_begun:
+                            # Otherwise gRPC would send the metadata with the first reply, and the two would wait
+                            # together for a caller that takes nothing. The call could not be aborted meanwhile.
+                            await context.send_initial_metadata(())
+                            is_begun = True
+                        await send(context, reply, PIECE_SECONDS)
 
         return guarded
 
@@ -131,24 +120,28 @@ class Guard(grpc.aio.ServerInterceptor):
         try:
             seconds = self.callers.enter(caller, num_entries(request) if isinstance(request, Message) else 0)
         except Overloaded as error:
-            await self._refuse_slowly(caller, context, error)
+            # At most MAX_CALLS wait, since waits take memory. Without a wait their caller would ask again at once.
+            if self._refused.fits(caller):
+                with self._refused.taken(caller):
+                    await self.clock.sleep(RETRY_SECONDS)
+            await abort(context, error)
         is_wasted, num_bytes = True, 0
         try:
-            try:
-                num_bytes = self._keep(caller, request)
-                if seconds:
-                    # A call that is given up while it waits its turn has cost nothing.
-                    is_wasted = False
-                    await self.clock.sleep(seconds)
-                    is_wasted = True
-                self.require_right(method, self.stage(), context)
-                if isinstance(request, Message):
-                    require_bounds(request, finite=True)
-                self._require_own_words(method, request, caller)
-            except SwarmError as error:
-                await abort(context, error)
+            num_bytes = self._keep(caller, request)
+            if seconds:
+                # A call that is given up while it waits its turn has cost nothing.
+                is_wasted = False
+                await self.clock.sleep(seconds)
+                is_wasted = True
+            self.require_right(method, self.stage(), context)
+            if isinstance(request, Message):
+                require_bounds(request, finite=True)
+            self._require_own_words(method, request, caller)
             yield caller
             is_wasted = False
+        except SwarmError as error:
+            # Waits until the caller reads or is gone. What was to be answered is freed by now.
+            await abort(context, error)
         finally:
             self.callers.release(caller, num_bytes)
             self.callers.leave(caller, wasted=is_wasted)
@@ -160,14 +153,6 @@ class Guard(grpc.aio.ServerInterceptor):
             return 0
         self.callers.keep(caller, num_bytes)
         return num_bytes
-
-    async def _refuse_slowly(self, caller: Caller, context: Context, error: Overloaded) -> NoReturn:
-        """Refuse a call after a wait, because otherwise its caller would ask again at once. At most MAX_CALLS wait,
-        since waits take memory."""
-        if self._refused.fits(caller):
-            with self._refused.taken(caller):
-                await self.clock.sleep(RETRY_SECONDS)
-        await abort(context, error)
 
     def require_right(self, method: str, stage: int, context: Context) -> None:
         """Raise NotAllowed, in a locked run, unless the caller may make this call at a stage."""

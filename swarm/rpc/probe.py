@@ -10,14 +10,14 @@ from typing import Any
 
 import grpc
 
-from swarm.errors import DeadlineExceeded, MalformedMessage, Overloaded, PeerUnavailable, SwarmError
+from swarm.errors import DeadlineExceeded, MalformedMessage, Overloaded, PeerUnavailable
 from swarm.machine.clock import Clock
 from swarm.rpc.ask import Stream
 from swarm.rpc.callers import Caller, Quota, bearer_of
 from swarm.rpc.endpoint import host_and_port
 from swarm.rpc.entry import shown_certificate
-from swarm.rpc.failures import abort
-from swarm.rpc.serving import receive, send
+from swarm.rpc.failures import answers_errors
+from swarm.rpc.serving import Context, receive, send
 from swarm.rpc.v1 import probe_pb2 as pb
 from swarm.rpc.v1.probe_pb2_grpc import ProbeServiceServicer, ProbeServiceStub
 
@@ -50,10 +50,8 @@ SHORT_ALONE = (
 )
 """The message for users if `passes_long` returns False: what is wrong, and what to do."""
 
-Context = Any
-"""grpc.aio.ServicerContext; its type arguments differ between calls."""
 
-
+@answers_errors
 class ProbeServicer(ProbeServiceServicer):
     def __init__(self, *, is_exchanging: Callable[[], bool], clock: Clock) -> None:
         self._is_exchanging = is_exchanging
@@ -71,9 +69,7 @@ class ProbeServicer(ProbeServiceServicer):
                 async with asyncio.timeout(CALL_SECONDS):
                     await self._answer(caller, context)
         except TimeoutError:
-            await abort(context, DeadlineExceeded(f"a probe takes {CALL_SECONDS:.0f} s at most"))
-        except SwarmError as error:
-            await abort(context, error)
+            raise DeadlineExceeded(f"a probe takes {CALL_SECONDS:.0f} s at most") from None
 
     async def _answer(self, caller: Caller, context: Context) -> None:
         left: int | None = None

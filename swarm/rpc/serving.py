@@ -7,9 +7,9 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -23,6 +23,9 @@ from swarm.types import PROTOCOLS, Block, Protocols
 
 logger = logging.getLogger(__name__)
 
+_Message = TypeVar("_Message")
+Context = Any
+"""Stands for grpc.aio.ServicerContext, which has other type arguments in each call."""
 MESSAGE_SECONDS = 30.0
 """How long a server waits at most for the next message of a stream, and for its caller to take one."""
 
@@ -115,12 +118,17 @@ async def send(context: Any, message: Any, seconds: float = MESSAGE_SECONDS) -> 
 async def receive(context: Any, seconds: float = MESSAGE_SECONDS) -> Any:
     """Wait for the next message of the stream whose ServicerContext is `context`; None at its end. Raises
     DeadlineExceeded if the caller sends nothing."""
+    message = await in_time(context.read(), seconds)
+    return None if message is grpc.aio.EOF else message
+
+
+async def in_time(reading: Awaitable[_Message], seconds: float) -> _Message:
+    """Wait for a message. Raises DeadlineExceeded if it does not come within `seconds`."""
     try:
         async with asyncio.timeout(seconds):
-            message = await context.read()
+            return await reading
     except TimeoutError:
         raise DeadlineExceeded(f"no message for {seconds:.0f} s") from None
-    return None if message is grpc.aio.EOF else message
 
 
 class Front:

@@ -105,34 +105,7 @@ class Segments:
         self._queue = deque(numbers)
         self.num_missing = len(self._queue)
         """How many are missing, including those that are being fetched."""
-        self._flying: set[int] = set()
         self._changed = asyncio.Event()
-
-    async def take(self) -> int | None:
-        """Take a segment, which this caller alone then fetches; None once all are here.
-
-        Waits while others fetch the last ones, since a segment that they fail to fetch comes back.
-        """
-        while not self._queue and self._flying:
-            self._changed.clear()
-            await self._changed.wait()
-        if not self._queue:
-            return None
-        index = self._queue.popleft()
-        self._flying.add(index)
-        return index
-
-    def finish(self, index: int) -> None:
-        self._flying.discard(index)
-        self.num_missing -= 1
-        self._changed.set()
-
-    def give_back(self, index: int) -> None:
-        """Note that the worker which took a segment is done with it: if it is not here, others may take it."""
-        if index in self._flying:
-            self._flying.discard(index)
-            self._queue.appendleft(index)
-            self._changed.set()
 
     async def fetch_from(
         self, source: str, fetch: Callable[[int], Awaitable[None]], clock: Clock, arriving: Arriving | None = None, *,
@@ -144,11 +117,16 @@ class Segments:
         Raises Overloaded if the source served others first, and was left for that; another SwarmError if it failed.
         """
         given_at = clock.monotonic()
-        while (index := await self.take()) is not None:
-            pause_seconds = 0.0
+        while self.num_missing:
+            if not self._queue:
+                # Others fetch the last ones. A segment that they fail to fetch comes back.
+                self._changed.clear()
+                await self._changed.wait()
+                continue
+            index, is_here, pause_seconds = self._queue.popleft(), False, 0.0
             try:
                 await fetch(index)
-                self.finish(index)
+                is_here = True
                 given_at = clock.monotonic()
             except Overloaded as error:
                 # Another source may send this segment meanwhile.
@@ -162,7 +140,11 @@ class Segments:
                     arriving.lost(source)
                 raise
             finally:
-                self.give_back(index)
+                if is_here:
+                    self.num_missing -= 1
+                else:
+                    self._queue.appendleft(index)
+                self._changed.set()
             await clock.sleep(pause_seconds)
 
 

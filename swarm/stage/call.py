@@ -1,31 +1,23 @@
-"""One call to a stage: reads its messages, with deadlines and a bound on the bytes, and ends it if it fails."""
+"""One call to a stage: reads its messages, with deadlines and a bound on the bytes."""
 
 import asyncio
-import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from google.protobuf.message import Message
 
-from swarm.errors import DeadlineExceeded, MalformedMessage, PeerUnavailable, SwarmError
-from swarm.machine.out_of_memory import is_out_of_memory, what_was_asked
+from swarm.errors import DeadlineExceeded, MalformedMessage
 from swarm.rpc.callers import MAX_KEPT_BYTES, Caller, Callers
 from swarm.rpc.dispatch import FIRST_SECONDS
-from swarm.rpc.failures import abort
-from swarm.rpc.serving import MESSAGE_SECONDS, receive
+from swarm.rpc.serving import MESSAGE_SECONDS, Context, receive
 from swarm.rpc.wire import NewBytes, Piece, TensorReader, TensorSpec, new_bytes, parsed
 from swarm.stage.admission import LARGEST_NUM_SLOTS
-
-logger = logging.getLogger(__name__)
 
 SLOWEST_BYTES_PER_SECOND = 32 << 10
 """A caller that sends tensors more slowly than this, beyond the wait for a message, is cut off: it may hold a slot."""
 DRAIN_SECONDS = 5.0
 """Longest wait for a refused caller to finish sending, beyond the time for its whole request at the slowest rate."""
-
-Context = Any
-"""Stands for grpc.aio.ServicerContext, which has other type arguments in each call."""
 
 
 def max_kept_bytes(specs: Mapping[str, TensorSpec], max_in_flight: int) -> int:
@@ -132,14 +124,3 @@ class Incoming:
         """Note that the call has ended, and nothing is kept for it any more."""
         self._callers.release(self.caller, self._kept_bytes, training=self._training)
         self._kept_bytes = 0
-
-
-async def refuse(context: Context, error: Exception) -> None:
-    """End a call with an error. Any error but a SwarmError or lack of memory is a bug of this peer."""
-    if is_out_of_memory(error):
-        logger.warning("a call failed for want of memory: no room for %s", what_was_asked(error))
-        error = PeerUnavailable("this peer is out of memory")
-    if not isinstance(error, SwarmError):
-        logger.exception("a call failed", exc_info=error)
-        error = PeerUnavailable(f"internal error: {type(error).__name__}")
-    await abort(context, error)

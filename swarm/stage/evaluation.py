@@ -15,10 +15,10 @@ from swarm.errors import MalformedMessage, NotReady
 from swarm.hop.answers import HopListener, Obstacle, pack_obstacle
 from swarm.hop.hop import Hop
 from swarm.rpc.callers import Caller, caller_of
-from swarm.rpc.serving import check_address, send
+from swarm.rpc.serving import Context, check_address, send
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.boundary import HIDDEN, request_specs
-from swarm.stage.call import Context, Incoming
+from swarm.stage.call import Incoming
 from swarm.stage.held_rounds import ROUND_SECONDS
 from swarm.stage.runtime import Priority
 from swarm.stage.stage import Stage

@@ -17,12 +17,13 @@ from swarm.hop.continuation import Continuation
 from swarm.hop.session import PIECE_TOKENS, Order, Piece, Token, pack_token, unpack_order, unpack_pieces
 from swarm.rpc.callers import RETRY_SECONDS, Caller, Quota, caller_of
 from swarm.rpc.dispatch import FIRST_SECONDS
-from swarm.rpc.serving import MESSAGE_SECONDS, check_address, receive, send
+from swarm.rpc.failures import answers_errors
+from swarm.rpc.serving import MESSAGE_SECONDS, Context, check_address, receive, send
 from swarm.rpc.v1 import generation_pb2 as pb
 from swarm.rpc.v1 import stage_pb2
 from swarm.rpc.v1.generation_pb2_grpc import GenerationServiceServicer
 from swarm.stage.boundary import Boundary, boundary_of
-from swarm.stage.call import SLOWEST_BYTES_PER_SECOND, Context, refuse
+from swarm.stage.call import SLOWEST_BYTES_PER_SECOND
 from swarm.stage.decoder import Computed, Decoder, session_bytes
 from swarm.stage.held_rounds import ROUND_SECONDS
 from swarm.stage.stage import Stage
@@ -159,6 +160,7 @@ class SessionLimits:
     """A longer session has to begin again, at this peer or another one."""
 
 
+@answers_errors
 class GenerationServicer(GenerationServiceServicer):
     """Checks each caller's request, finds a place and a round's weights for each session, and frees both when the call
     ends in any way."""
@@ -190,9 +192,7 @@ class GenerationServicer(GenerationServiceServicer):
                 await self._serve(message.open, context, caller_of(context))
         except TimeoutError:
             seconds = self._limits.max_seconds
-            await refuse(context, NotReady(f"a session lasts {seconds:.0f} s here, and may begin again"))
-        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this call and nothing else
-            await refuse(context, error)
+            raise NotReady(f"a session lasts {seconds:.0f} s here, and may begin again") from None
 
     async def _serve(self, opening: pb.SessionOpen, context: Context, name: Caller) -> None:
         stage = self._stage.number

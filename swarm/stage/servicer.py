@@ -12,18 +12,19 @@ from typing import Any
 import torch
 from google.protobuf.message import Message
 
-from swarm.errors import DeadlineExceeded, MalformedMessage, NotReady, Overloaded, StaleMicrobatch, WrongStage
+from swarm.errors import DeadlineExceeded, MalformedMessage, NotReady, Overloaded, StaleMicrobatch
 from swarm.hop.answers import pack_obstacle, pack_route, unpack_route
 from swarm.machine.out_of_memory import is_out_of_memory, what_was_asked
 from swarm.rpc.bounds import CHUNK_BYTES, SMALL_CHUNK_BYTES
 from swarm.rpc.callers import Callers, caller_of
+from swarm.rpc.failures import answers_errors
 from swarm.rpc.local import is_local
-from swarm.rpc.serving import check_address, require_block, send
+from swarm.rpc.serving import Context, check_address, require_block, send
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceServicer
 from swarm.rpc.wire import Frame, frames
 from swarm.stage.boundary import GRADIENT, request_specs
-from swarm.stage.call import Context, Incoming, refuse
+from swarm.stage.call import Incoming
 from swarm.stage.computation import Computation
 from swarm.stage.evaluation import Evaluation
 from swarm.stage.spot_check import SpotCheck
@@ -50,6 +51,7 @@ LONGEST_ACK_SECONDS = 3600.0
 for a stage without peers."""
 
 
+@answers_errors
 class StageServicer(StageServiceServicer):
     def __init__(
         self, stage: Stage, *, describe: Callable[[], pb.DescribeReply], callers: Callers | None = None,
@@ -68,12 +70,9 @@ class StageServicer(StageServiceServicer):
         self._specs = request_specs(self._config, stage.number)
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeReply:
-        try:
-            # A process of another run describes itself: its answer names its run.
-            if request.HasField("stage") and request.run_id in ("", self._config.run_id):
-                require_block(Block(request.stage, request.variant), self._stage.block)
-        except WrongStage as error:
-            await refuse(context, error)
+        # A process of another run describes itself: its answer names its run.
+        if request.HasField("stage") and request.run_id in ("", self._config.run_id):
+            require_block(Block(request.stage, request.variant), self._stage.block)
         if request.HasField("after_round"):
             # A stranger may send a negative number or NaN: then there is no wait.
             seconds = min(MAX_WAIT_SECONDS, request.wait_seconds) if request.wait_seconds > 0 else 0.0
@@ -98,9 +97,9 @@ class StageServicer(StageServiceServicer):
             reason = pb.Busy(retry_after_seconds=busy.retry_after_seconds, reason=str(busy), round=self._stage.round)
             await send(context, pb.TrainReply(busy=reason))
             await incoming.drain()
-        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this call and nothing else
+        except Exception:
             await incoming.drain()
-            await refuse(context, error)
+            raise
         finally:
             incoming.close()
 
@@ -259,34 +258,24 @@ class StageServicer(StageServiceServicer):
         incoming = self._incoming(pb.EvaluateRequest, context)
         try:
             await send(context, pb.EvaluateReply(evaluated=await self._evaluation.answer(context, incoming)))
-        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this call and nothing else
+        except Exception:
             await incoming.drain()
-            await refuse(context, error)
+            raise
         finally:
             incoming.close()
 
     # This call waits for its caller to go, and has no use for a generator.
     async def Hold(self, request: pb.HoldRequest, context: Context) -> None:  # type: ignore[override]
-        try:
-            await self._evaluation.hold(context, request)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this call and nothing else
-            await refuse(context, error)
+        await self._evaluation.hold(context, request)
 
     # -- spot checks -------------------------------------------------------------------------------------------------
 
     async def SpotCheck(self, request: pb.SpotCheckRequest, context: Context) -> pb.SpotCheckReply:
-        try:
-            return await self._spot_check.answer(context, request)
-        except Exception as error:
-            await refuse(context, error)
-            raise
+        return await self._spot_check.answer(context, request)
 
     # A coroutine, like Train.
     async def Show(self, request: pb.ShowRequest, context: Context) -> None:  # type: ignore[override]
-        try:
-            await self._spot_check.show(context, request)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this call and nothing else
-            await refuse(context, error)
+        await self._spot_check.show(context, request)
 
 
 async def _send_tensors(context: Context, tensors: Mapping[str, torch.Tensor], chunk_bytes: int) -> Frame:

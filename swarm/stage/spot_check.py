@@ -21,11 +21,10 @@ from swarm.hop.spot_checks import LOSS, MOST_SIGNED, digests_of
 from swarm.rpc.ask import Stream, address_of
 from swarm.rpc.callers import Quota, caller_of
 from swarm.rpc.channels import ChannelPool
-from swarm.rpc.serving import check_address, send
+from swarm.rpc.serving import Context, check_address, send
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.wire import TensorReader, TensorSpec, frames, parsed, stage_stub
 from swarm.stage.boundary import GRADIENT, HIDDEN, boundary_of, reply_specs, request_specs
-from swarm.stage.call import Context
 from swarm.stage.computation import OUTPUT, OUTPUT_GRADIENT, Computation
 from swarm.stage.ledger import EntryState
 from swarm.stage.runtime import Priority

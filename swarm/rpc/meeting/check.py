@@ -7,7 +7,7 @@ import asyncio
 import ipaddress
 import logging
 import socket
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -99,7 +99,10 @@ class DialBack:
         if is_tunnelled(observed):
             return pb.CheckReply()
         self._asked.take(caller, GAP_SECONDS)
-        named = [[_named(endpoint) for endpoint in _few(ends)] for ends in (request.endpoints, request.dht_endpoints)]
+        asked = (request.endpoints, request.dht_endpoints)
+        if (most := max(map(len, asked))) > MAX_ENDPOINTS:
+            raise MalformedMessage(f"{most} endpoints to dial, at most {MAX_ENDPOINTS} are")
+        named = [[_named(endpoint) for endpoint in ends] for ends in asked]
         with self._asking.taken(bearer_of(context)):
             async with self._dialling:
                 grpc_targets, dht_targets = [
@@ -177,12 +180,6 @@ async def is_node(host: str, port: int) -> bool:
         return False
     finally:
         writer.close()
-
-
-def _few(endpoints: Collection[str]) -> Collection[str]:
-    if len(endpoints) > MAX_ENDPOINTS:
-        raise MalformedMessage(f"{len(endpoints)} endpoints to dial, at most {MAX_ENDPOINTS} are")
-    return endpoints
 
 
 def _named(endpoint: str) -> tuple[str, int]:

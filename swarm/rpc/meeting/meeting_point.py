@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swarm.credentials import certificates, identity
-from swarm.errors import DeadlineExceeded, IntegrityError, MalformedMessage, NotAllowed, NotReady, SwarmError, WrongRun
+from swarm.errors import DeadlineExceeded, IntegrityError, MalformedMessage, NotAllowed, NotReady, WrongRun
 from swarm.machine.clock import Clock
 from swarm.rpc.callers import Caller, Quota, bearer_of
 from swarm.rpc.endpoint import endpoint_of
-from swarm.rpc.failures import abort
+from swarm.rpc.failures import answers_errors
 from swarm.rpc.meeting.carrying import (
     PIECE_BYTES,
     RETRY_SECONDS,
@@ -102,6 +102,7 @@ class _OwnLine:
             await writer.drain()
 
 
+@answers_errors
 class MeetingPoint(MeetingServiceServicer):
     def __init__(
         self, own_id: PeerId, limits: MeetingLimits, clock: Clock, *, insecure: bool,
@@ -121,40 +122,25 @@ class MeetingPoint(MeetingServiceServicer):
         return len(self._waiting)
 
     async def Check(self, request: pb.CheckRequest, context: Any) -> pb.CheckReply:
-        try:
-            _require_same_run(request.run_id, self._run_id)
-            return await self._dial_back.answer(request, context)
-        except SwarmError as error:
-            await abort(context, error)
+        _require_same_run(request.run_id, self._run_id)
+        return await self._dial_back.answer(request, context)
 
     async def Wait(self, _: Any, context: Any) -> None:  # type: ignore[override]
-        try:
-            await self._wait(context)
-        except SwarmError as error:
-            await abort(context, error)
+        await self._wait(context)
 
     async def Connect(self, _: Any, context: Any) -> None:  # type: ignore[override]
-        try:
-            first = await _read(context, "to", FIRST_SECONDS)
-            await self._connect(first, bearer_of(context), context)
-        except SwarmError as error:
-            await abort(context, error)
+        first = await _read(context, "to", FIRST_SECONDS)
+        await self._connect(first, bearer_of(context), context)
 
     async def Take(self, _: Any, context: Any) -> None:  # type: ignore[override]
-        try:
-            first = await _read(context, "token", FIRST_SECONDS)
-            await self._answer(first.token, _Answer(context))
-        except SwarmError as error:
-            await abort(context, error)
+        first = await _read(context, "token", FIRST_SECONDS)
+        await self._answer(first.token, _Answer(context))
 
     async def Meet(self, request: pb.MeetRequest, context: Any) -> None:  # type: ignore[override]
-        try:
-            if request.WhichOneof("message") == "token":
-                await self._answer(request.token, _Answer(context, request.local))
-            else:
-                await self._meet(request, bearer_of(context), context)
-        except SwarmError as error:
-            await abort(context, error)
+        if request.WhichOneof("message") == "token":
+            await self._answer(request.token, _Answer(context, request.local))
+        else:
+            await self._meet(request, bearer_of(context), context)
 
     async def line_to(self, peer_id: PeerId) -> Line:
         """Connect this process itself to a peer that waits here. Raises NotReady if the peer does not wait here. Raises

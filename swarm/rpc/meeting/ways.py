@@ -89,7 +89,11 @@ class Ways:
         seconds = DIRECT_SECONDS if point is None else TUNNEL_SECONDS
         try:
             async with asyncio.timeout(seconds):
-                line = await (_dialled(endpoint) if point is None else self._through(point))
+                if point is not None:
+                    line = await self._through(point)
+                else:
+                    stream = await asyncio.open_connection(*host_and_port(endpoint), limit=BUFFER_BYTES)
+                    line = TcpLine(stream, Kind.DIRECT)
         except (SwarmError, OSError, TimeoutError):
             again_seconds = DIRECT_AGAIN_SECONDS if point is None else TUNNEL_AGAIN_SECONDS
             self._failed_until[endpoint] = self._clock.monotonic() + again_seconds
@@ -138,8 +142,3 @@ class Road:
 
     def close(self) -> None:
         self._dialler.forget(self.target)
-
-
-async def _dialled(endpoint: str) -> Line:
-    host, port = host_and_port(endpoint)
-    return TcpLine(await asyncio.open_connection(host, port, limit=BUFFER_BYTES), Kind.DIRECT)
