@@ -122,7 +122,7 @@ class Donor:
         elif not self._pins:
             return
         self._log[committed.before.round] = _Kept(committed, TensorBytes(committed.result.tensors.values()))
-        while self._pins and self._log_bytes > self._limit:
+        while self._pins and self._log_bytes > max(RESULTS_BYTES, RESULTS_FACTOR * self._pins[0].content.num_bytes):
             lost = self._pins.pop(0)
             logger.warning(
                 "the snapshot of round %d is given up: %.0f MB of results have come since",
@@ -145,8 +145,9 @@ class Donor:
 
     async def _offer(self, request: pb.OfferRequest) -> AsyncGenerator[pb.DownloadReply, None]:
         wanted = request.round if request.HasField("round") else None
-        if wanted is not None:
-            await self._reach(wanted)
+        until = self._clock.monotonic() + REACH_SECONDS
+        while wanted is not None and self._place.standing.round < wanted and self._clock.monotonic() < until:
+            await self._clock.sleep(REACH_LOOK_SECONDS)
         async with self._lock:
             self.expire()
             pin = self._find(request.begun) or next((pin for pin in self._pins if pin.snapshot.round == wanted), None)
@@ -212,11 +213,6 @@ class Donor:
                     await yield_to_exchange(self._is_exchanging, self._clock)
                     yield pb.DownloadReply(data=piece)
             standing = kept.committed.after
-
-    async def _reach(self, round_number: int) -> None:
-        until = self._clock.monotonic() + REACH_SECONDS
-        while self._place.standing.round < round_number and self._clock.monotonic() < until:
-            await self._clock.sleep(REACH_LOOK_SECONDS)
 
     def _is_exchanging(self) -> bool:
         return self._place.group.phase is Phase.EXCHANGING
@@ -290,10 +286,6 @@ class Donor:
     @property
     def _log_bytes(self) -> int:
         return sum(kept.content.num_bytes for kept in self._log.values())
-
-    @property
-    def _limit(self) -> int:
-        return max(RESULTS_BYTES, RESULTS_FACTOR * self._pins[0].content.num_bytes)
 
 
 def _turn(turns: Turns | None, who: str, caller: Caller) -> AbstractAsyncContextManager[None]:

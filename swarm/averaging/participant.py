@@ -80,11 +80,12 @@ class Participant:
             if not self.own_round.begin(ballot, closing):
                 return pb.BeginReply(refusal=self._refusal(Refused(f"attempt {ballot.attempt} was given up")))
             standing, result = self.place.standing, self.own_round.result
-            counts = self._counts(closed, closing.amended)
+            counts, config = self._counts(closed, closing.amended), self.place.timeline.under(closing.amended)
             self.context.events.write(
                 Begin(
                     round=standing.round, lineage=standing.lineage, attempt=ballot.attempt, leader=ballot.leader_id,
-                    most_samples=self._most_samples(closing.amended),
+                    # 0 while that is what the run began with.
+                    most_samples=most_samples(config, self.context.own.block) if closing.amended else 0,
                 )
             )  # fmt: skip
             return pb.BeginReply(
@@ -188,10 +189,6 @@ class Participant:
     def _counts(self, closed: Closed, amended: str, num_members: int = 1) -> Counts:
         counts = Counts.of(closed.contribution, closed.norm)
         return counts.bounded(self.place.timeline.under(amended), self.context.own.block, num_members)
-
-    def _most_samples(self, amended: str) -> int:
-        """How many of a member's samples can count, for the log; 0 while that is what the run began with."""
-        return most_samples(self.place.timeline.under(amended), self.context.own.block) if amended else 0
 
     def _others(self, request: pb.AverageRequest, shares: Shares, attempt: Attempt) -> OtherMembers:
         stated = attempt.exchanges.stated(attempt.closed, shares)

@@ -5,6 +5,7 @@ Reporter and catch_up decide what follows from an answer.
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
 from swarm.averaging.advance import Advance
@@ -37,12 +38,10 @@ class Survey:
 
     async def choose(self) -> Standing | None:
         """Ask all holders where they stand. Returns where this peer should go; None if it should stay."""
-        branches = self.place.branches
+        branches, standing = self.place.branches, self.place.standing
         self._asked = set(self.roster.contacts.serving())
         branches.listen()
-        async with asyncio.TaskGroup() as calls:
-            for peer in self.roster.holders():
-                calls.create_task(self._ask(peer))
+        await self._ask(self.roster.holders(), lambda peer_id, reply: self.take_in(peer_id, standing, reply))
         return branches.choose(is_sound=self.place.is_sound, announced=self.roster.contacts.standings_announced())
 
     async def look(self) -> dict[PeerId, Progress]:
@@ -51,21 +50,14 @@ class Survey:
         standing = self.place.standing
         told: dict[PeerId, Progress] = {}
 
-        async def ask(peer_id: PeerId, peer: PeerRecord) -> None:
-            request = self.request(peer_id)
-            request.unanswered = True
-            try:
-                reply = await self.call(peer, REPORT, request, timeout_seconds=self.context.timing.call_seconds)
-                self._hear(peer_id, reply)
-                if messages.unpack_standing(reply.standing) == standing:
-                    told[peer_id] = self.roster.progress(standing, reply, -1)
-            except SwarmError as error:
-                self.lost(peer_id, error)
+        async def note(peer_id: PeerId, reply: pb.ReportReply) -> None:
+            self._hear(peer_id, reply)
+            if messages.unpack_standing(reply.standing) == standing:
+                told[peer_id] = self.roster.progress(standing, reply, -1)
 
-        async with asyncio.TaskGroup() as calls:
-            for peer_id, peer in sorted(self.roster.contacts.serving().items()):
-                if peer_id not in self.roster.suspicions.suspected:
-                    calls.create_task(ask(peer_id, peer))
+        serving = self.roster.contacts.serving()
+        asked = sorted(serving.keys() - self.roster.suspicions.suspected)
+        await self._ask([serving[peer_id] for peer_id in asked], note)
         return told
 
     def has_newcomers(self) -> bool:
@@ -76,17 +68,25 @@ class Survey:
     def behind(self, target: Standing) -> list[PeerRecord]:
         return list(self.roster.contacts.records(sorted(self.place.branches.behind(target))).values())
 
-    async def _ask(self, peer: PeerRecord) -> None:
-        peer_id, standing = PeerId(peer.peer_id), self.place.standing
-        request = self.request(peer_id)
-        # So the peer that is asked does not take this one for a member.
-        request.unanswered = True
-        try:
-            timeout_seconds = self.context.timing.call_seconds
-            reply = await self.call(peer, REPORT, request, timeout_seconds=timeout_seconds)
-            await self.take_in(peer_id, standing, reply)
-        except SwarmError as error:
-            self.lost(peer_id, error)
+    async def _ask(
+        self, peers: Iterable[PeerRecord], note: Callable[[PeerId, pb.ReportReply], Awaitable[object]]
+    ) -> None:
+        """Ask all of these peers at once where they stand, and `note` their answers."""
+
+        async def ask(peer: PeerRecord) -> None:
+            peer_id = PeerId(peer.peer_id)
+            request = self.request(peer_id)
+            # So the peer that is asked does not take this one for a member.
+            request.unanswered = True
+            try:
+                timeout_seconds = self.context.timing.call_seconds
+                await note(peer_id, await self.call(peer, REPORT, request, timeout_seconds=timeout_seconds))
+            except SwarmError as error:
+                self.lost(peer_id, error)
+
+        async with asyncio.TaskGroup() as calls:
+            for peer in peers:
+                calls.create_task(ask(peer))
 
     def request(self, peer_id: PeerId) -> pb.ReportRequest:
         """Make a report: where this peer stands, and what it has of the round."""

@@ -83,7 +83,8 @@ def _pieces(vector_D: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> Iter
         rows, columns = (SIDE * (length // SIDE) for length in matrix.shape)
         tiles = matrix[:rows, :columns]
         part = vector_D[start : start + tiles.numel()].view(rows // SIDE, columns // SIDE, SIDE, SIDE)
-        yield rearrange(part, "row column h w -> row h column w"), _tiled(tiles)
+        as_tiles = rearrange(tiles, "(row h) (column w) -> row h column w", h=SIDE, w=SIDE)
+        yield rearrange(part, "row column h w -> row h column w"), as_tiles
         start += tiles.numel()
     for matrix in matrices:
         rows, columns = (SIDE * (length // SIDE) for length in matrix.shape)
@@ -95,10 +96,6 @@ def _pieces(vector_D: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> Iter
 def _matrix(tensor: torch.Tensor) -> torch.Tensor:
     """A view with two dimensions. A vector becomes a single row, which has no full tile."""
     return tensor.flatten(1) if tensor.ndim >= 2 else tensor.view(1, -1)
-
-
-def _tiled(matrix: torch.Tensor) -> torch.Tensor:
-    return rearrange(matrix, "(row h) (column w) -> row h column w", h=SIDE, w=SIDE)
 
 
 def as_tensor(buffer: Buffer, num_bytes: int, what: str) -> torch.Tensor:

@@ -23,7 +23,6 @@ import weakref
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from swarm.dht import addresses
@@ -160,14 +159,11 @@ def bare_package(name: str, *parts: str) -> Iterator[None]:
     package = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         for part in parts:
-            vars(package).update(vars(importlib.import_module(f"{name}.{part}")) | _own(package))
+            own = {key: value for key, value in vars(package).items() if key.startswith("__")}
+            vars(package).update(vars(importlib.import_module(f"{name}.{part}")) | own)
         yield
     finally:
         del sys.modules[name]
-
-
-def _own(module: ModuleType) -> dict[str, object]:
-    return {name: value for name, value in vars(module).items() if name.startswith("__")}
 
 
 class Launcher:

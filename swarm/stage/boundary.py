@@ -49,10 +49,10 @@ class Boundary:
             return staging.download(_FP16.encode(tensor_BTR))
         if self.encoding in DTYPES:
             return staging.download(tensor_BTR.detach().to(DTYPES[self.encoding]))
-        return staging.download(tensor_BTR.detach().float(), self._encode_blocks)
-
-    def _encode_blocks(self, tensor_BTR: torch.Tensor) -> torch.Tensor:
-        return torch.frombuffer(simple_codec(self.encoding).encode(tensor_BTR.reshape(-1)), dtype=torch.uint8)
+        encode = simple_codec(self.encoding).encode
+        return staging.download(
+            tensor_BTR.detach().float(), lambda host: torch.frombuffer(encode(host.reshape(-1)), dtype=torch.uint8)
+        )
 
     def decode(self, wire: torch.Tensor, num_samples: int, length: int, staging: Staging) -> torch.Tensor:
         """The inverse of `encode`: float32 (B, T, R) on the device. Raises MalformedMessage if `wire` is not a valid

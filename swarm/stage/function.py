@@ -145,24 +145,20 @@ class StageFunction:
         `inputs` are tokens [B, T] at stage 0, and the hidden state [B, T, D] at any other. The last stage has
         `targets_BT` as well: the next tokens, or NO_TARGET.
         """
-        tokens = self._tokens(wire_inputs) if not self.stage or self.config.model.bottleneck_dim else None
+        tokens = None
+        if not self.stage or self.config.model.bottleneck_dim:
+            tokens = self.staging.upload(wire_inputs[TOKENS])[:, :-1].long()
         hidden = self.decode(wire_inputs[HIDDEN], wire_inputs).detach() if self.stage else None
         documents_BT = samples.documents(wire_inputs)
         found = {
             "inputs": tokens if hidden is None else hidden,
             "tokens_BT": None if hidden is None else tokens,
             "documents_BT": None if documents_BT is None else self.staging.upload(documents_BT),
-            "targets_BT": self._targets(wire_inputs) if self.is_last else None,
         }
+        if self.is_last:
+            whole = {name: self.staging.upload(tensor) for name, tensor in samples.of(wire_inputs).items()}
+            found["targets_BT"] = samples.targets(whole, NO_TARGET)
         return {name: tensor for name, tensor in found.items() if tensor is not None}
-
-    def _targets(self, wire_inputs: WireInputs) -> torch.Tensor:
-        return samples.targets(
-            {name: self.staging.upload(tensor) for name, tensor in samples.of(wire_inputs).items()}, NO_TARGET
-        )
-
-    def _tokens(self, wire_inputs: WireInputs) -> torch.Tensor:
-        return self.staging.upload(wire_inputs[TOKENS])[:, :-1].long()
 
     def _recordings(self, wire_inputs: WireInputs) -> CapturedStage | None:
         """The recordings that can compute a microbatch, if there are any."""

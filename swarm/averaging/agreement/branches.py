@@ -165,7 +165,10 @@ class Branches:
         if num_theirs != num_ours:
             return num_theirs > num_ours
         # A peer that got its state from others keeps it, unless more peers hold the other state.
-        return self._has_voice and self._order(theirs) > self._order(self._own) and not self._has_stragglers
+        if not self._has_voice or self._order(theirs) <= self._order(self._own):
+            return False
+        places = (voice.standing for voice in self._voices.values())
+        return not any(place.round > 0 and self.is_known(place) and place != self._own for place in places)
 
     def _is_credible(self, theirs: Standing, num_holders: int) -> bool:
         return num_holders > 1 or self._pace.allows(theirs)
@@ -191,11 +194,6 @@ class Branches:
             if place.round > 0 and self.is_known(place) and not undecided and not _has_passed(voice, theirs):
                 ours.append(peer)
         return ours
-
-    @property
-    def _has_stragglers(self) -> bool:
-        places = (voice.standing for voice in self._voices.values())
-        return any(place.round > 0 and self.is_known(place) and place != self._own for place in places)
 
     # -- holders that are not followed ---------------------------------------------------------------------------------
 

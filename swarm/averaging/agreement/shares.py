@@ -90,6 +90,7 @@ class Counts:
     def fault(self, config: RunConfig, block: Block, num_members: int = 1) -> str:
         """What is impossible about the counts of so many members, in words that follow "its contribution is"; empty if
         nothing is."""
+        bounded = self.bounded(config, block, num_members)
         faults = (
             ("not finite", not math.isfinite(self.norm)),
             ("of a norm below zero", self.norm < 0.0),
@@ -98,13 +99,12 @@ class Counts:
                 "of more targets than its samples can have",
                 self.num_targets > self.num_samples * config.data.sequence_length,
             ),
-            ("of more samples than a round can hold", not self._is_bounded(config, block, num_members)),
+            (
+                "of more samples than a round can hold",
+                (self.num_samples, self.round_samples) != (bounded.num_samples, bounded.round_samples),
+            ),
         )
         return next((fault for fault, is_so in faults if is_so), "")
-
-    def _is_bounded(self, config: RunConfig, block: Block, num_members: int) -> bool:
-        bounded = self.bounded(config, block, num_members)
-        return (self.num_samples, self.round_samples) == (bounded.num_samples, bounded.round_samples)
 
 
 def most_samples(config: RunConfig, block: Block) -> int:

@@ -73,14 +73,11 @@ class TiedParameters:
         """
         if not self.is_due(round_number):
             return digest
-        encoded, own_digest = await asyncio.to_thread(self._encode, tensors, _codec(config))
-        digest = f"{digest}.{own_digest}"
+        codec, average = _codec(config), [tensors[name] for name in self._shapes]
+        encoded = await asyncio.to_thread(lambda: codec.encode(torch.cat([tensor.flatten() for tensor in average])))
+        digest = f"{digest}.{await asyncio.to_thread(_digest_of, encoded)}"
         self._keep((round_number, self._block, digest), encoded)
         return digest
-
-    def _encode(self, tensors: Mapping[str, torch.Tensor], codec: Codec) -> tuple[Buffer, str]:
-        encoded = codec.encode(torch.cat([tensors[name].flatten() for name in self._shapes]))
-        return encoded, _digest_of(encoded)
 
     def answer(self, request: pb.SharedRequest) -> Buffer:
         """The average that another holder asks for. Raises NotReady if it is not here, or not any more."""
