@@ -1,12 +1,18 @@
-"""The path router: what it chooses, and the folder that it is written to."""
+"""The path router: what it chooses, the folder that it is written to, and the shards that it learns from."""
 
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from sklearn.cluster import KMeans
 
+from swarm.config import DataConfig
 from swarm.data import path_router
-from swarm.data.path_router import PathRouter, hashed
+from swarm.data.path_router import PathRouter, arranged, balanced, classified, clustered, hashed, sequences
+from swarm.data.sources import Source
 from swarm.errors import IntegrityError
 
 HELLO, WORLD = (list(text.encode()) for text in ("hello hello hello", "world 1 2 3 world"))
@@ -67,3 +73,89 @@ def test_a_folder_without_a_sound_router_is_refused(tmp_path: Path) -> None:
     (tmp_path / "router.json").write_text('{"format": 2}')
     with pytest.raises(IntegrityError, match="of another release"):
         path_router.read(tmp_path)
+
+
+# -- the shards of paths -----------------------------------------------------------------------------------------------
+
+
+def _blobs(num_each: int, *centers: tuple[float, float]) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+    noise = np.random.RandomState(0).normal(0, 0.1, (len(centers) * num_each, 2))
+    return (np.repeat(centers, num_each, axis=0) + noise).astype(np.float32)
+
+
+def test_a_long_text_is_cut_at_ends_of_lines_and_nothing_is_lost(tmp_path: Path) -> None:
+    long, unbroken = "".join(f"line {number} of a long text\n" for number in range(300)), "x" * 250
+    (tmp_path / "a.txt").write_text(long)
+    (tmp_path / "b.txt").write_text(unbroken)
+    (tmp_path / "c.jsonl").write_text('{"text": "short"}\n{"text": ""}\n{"no": 1}\n')
+    source = Source(str(tmp_path), DataConfig(dataset=str(tmp_path)))
+    found = list(sequences(source, 100))
+    assert max(map(len, found)) <= 100
+    lines = [sequence for sequence in found if sequence.startswith("line")]
+    assert "".join(lines) == long
+    assert all(sequence.endswith("\n") for sequence in lines)
+    assert sorted(sequence for sequence in found if sequence not in lines) == ["short", "x" * 50, "x" * 100, "x" * 100]
+    assert source.faults.num_rows == 1
+
+
+def test_the_nearest_centroid_has_the_largest_score() -> None:
+    """Well apart, all clusters are found, and the choice is the one that scikit-learn's own prediction makes."""
+    features = _blobs(50, (0, 0), (3, 0), (0, 3), (3, 3))
+    weights_PF, biases_P = clustered(features, 4, seed=1)
+    chosen = (torch.from_numpy(features) @ weights_PF.T + biases_P).argmax(1).numpy()
+    assert [len(set(blob)) for blob in chosen.reshape(4, 50)] == [1, 1, 1, 1]
+    assert len(set(chosen)) == 4
+    theirs = KMeans(4, init=(weights_PF / 2).numpy(), n_init=1, max_iter=1).fit(features)
+    assert np.array_equal(theirs.predict(features), chosen)
+    with pytest.raises(ValueError, match="there are 3 sequences, too few for 4 paths"):
+        clustered(features[:3], 4, seed=1)
+
+
+def test_paths_with_common_blocks_take_clusters_that_are_alike() -> None:
+    """As well as the best of all arrangements; and of four groups of four clusters each has a variant of its own."""
+    paths = [*itertools.product((0, 1), (0, 1))]
+    points = torch.from_numpy(np.random.RandomState(3).normal(0, 1, (4, 2)))
+
+    def cost(order: Sequence[int]) -> float:
+        pairs = itertools.combinations(zip(order, paths, strict=True), 2)
+        return sum(
+            float((points[one] - points[other]).square().sum()) * sum(map(int.__eq__, path, other_path))
+            for (one, path), (other, other_path) in pairs
+        )
+
+    assert cost(arranged(points, paths, seed=0)) == pytest.approx(min(map(cost, itertools.permutations(range(4)))))
+    groups = np.random.RandomState(4).permutation(16) % 4
+    blobs = torch.from_numpy(np.eye(4)[groups] + np.random.RandomState(5).normal(0, 0.05, (16, 4)))
+    crossed = [(0, one, other, 0) for one, other in itertools.product(range(4), repeat=2)]
+    of_path = groups[arranged(blobs, crossed, seed=1)].reshape(4, 4)
+    assert 4 in (sum(len(set(row)) == 1 for row in lines) for lines in (of_path, of_path.T))
+
+
+@pytest.mark.parametrize("best", [[0, 1, 2, 3], [0, 0, 2, 2], [3, 3, 3, 3]])
+def test_the_path_with_the_least_loss_is_found_by_features(best: list[int]) -> None:
+    """Also if only two paths, or a single one, are ever the best."""
+    features = _blobs(30, (0, 0), (3, 0), (0, 3), (3, 3))
+    wanted = np.repeat(best, 30)
+    weights_PF, biases_P = classified(features, wanted, 4)
+    assert np.array_equal((torch.from_numpy(features) @ weights_PF.T + biases_P).argmax(1).numpy(), wanted)
+
+
+@pytest.mark.parametrize("most_over_mean", [1.05, 1.5])
+def test_no_shard_is_larger_than_asked_for(most_over_mean: float) -> None:
+    """Biases alone do it where sequences differ, so that the router makes the same choice later."""
+    generator = np.random.RandomState(0)
+    scores_NP = torch.from_numpy(generator.normal((3.0, 0.0, 0.0, -1.0), 1.0, (4000, 4)))
+    sizes = generator.randint(1, 100, 4000)
+    biases_P, paths_N = balanced(scores_NP, sizes.tolist(), most_over_mean)
+    loads = np.bincount(paths_N, sizes, 4)
+    assert loads.max() <= most_over_mean * loads.mean()
+    by_router = (scores_NP + biases_P).argmax(1).numpy()
+    assert (by_router == paths_N).mean() > 0.97
+
+
+def test_sequences_that_begin_alike_are_spread_all_the_same() -> None:
+    scores_NP = torch.tensor([[1.0, 0.5, 0.0]]).repeat(90, 1)
+    _, paths_N = balanced(scores_NP, [10] * 90, 1.1)
+    assert np.bincount(paths_N).max() <= 33
+    one, two = balanced(torch.tensor([[0.0, 1.0], [0.0, 2.0]]), [1000, 1], 1.01)[1]
+    assert (one, two) == (0, 1) or (one, two) == (1, 0), "a sequence larger than a shard may be has one of its own"

@@ -69,6 +69,7 @@ def _counted(
     return counter, module
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_a_dozen_shapes_are_compiled_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,7 +112,7 @@ def test_gradients_are_those_without_recordings(
 
 
 @_DEVICES
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("config", _KINDS.values(), ids=_KINDS)
 def test_models_of_all_kinds_are_recorded(device: str, stage: int, config: RunConfig) -> None:
     captured, _ = _captured(config, stage, device=device)

@@ -29,6 +29,7 @@ async def _train(swarm: WholeSwarm, *spans: Sequence[int]) -> list[float | None]
         return [step.totals.loss for step in await swarm.train(STEPS)]
 
 
+@pytest.mark.slow  # scripts/bench parity --spans compares them with one process.
 async def test_spans_of_any_shape_take_the_same_steps(tmp_path: Path) -> None:
     losses: dict[str, list[float | None]] = {}
     shapes: dict[str, list[tuple[int, ...]]] = {
