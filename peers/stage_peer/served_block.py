@@ -55,7 +55,7 @@ class ServedBlock:
                 run_id=config.run_id, block=following, reply_specs=reply_specs(config, following.stage),
                 router=membership.known.router, channels=membership.channels, clock=membership.clock,
                 events=options.events, limits=HopLimits.of(config, following), memory=backend.staging.host_bytes,
-                own=self._local, check_share=config.rounds.share_checked,
+                own=self._local, check_share=config.rounds.check_share, drifts=not config.rounds.synchronous,
             )
             for following in config.neighbours(block, 1)
         }  # fmt: skip

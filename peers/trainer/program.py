@@ -158,7 +158,8 @@ def make_session(
     hops = {
         block: Hop(
             run_id=config.run_id, block=block, reply_specs={}, router=member.known.router, channels=channels,
-            clock=clock, events=events, limits=HopLimits.of(config, block), check_share=config.rounds.share_checked,
+            clock=clock, events=events, limits=HopLimits.of(config, block),
+            check_share=config.rounds.check_share, drifts=not config.rounds.synchronous,
         )
         for block in paths.entries
     }  # fmt: skip

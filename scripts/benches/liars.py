@@ -41,8 +41,7 @@ class Options(BenchOptions):
     ways: tuple[str, ...] = WAYS
     """Ways to lie."""
     defences: tuple[str, ...] = DEFENCES
-    """all, comparing (contributions, and nothing else), checks (all but that). With DiLoCo nothing is checked, so that
-    comparing is all."""
+    """all, comparing (contributions, and nothing else), checks (all but that)."""
     check_share: float = CHECK_SHARE
     """The share of answers that are computed again."""
     honest_rounds: int = 60
@@ -65,10 +64,7 @@ def run(options: Options) -> dict[str, Any]:
         with_corpus(run_config(setting, options.dataset, options.codec, 0))
     # The longest first, so that no process is left alone with it at the end.
     honest = [(setting, way, "all") for way in (CHURN, MIXED, HONEST) for setting in options.settings]
-    lying = [
-        arm for arm in itertools.product(options.settings, options.ways, options.defences)
-        if arm[0] == "synchronous" or arm[2] == "all"
-    ]  # fmt: skip
+    lying = [*itertools.product(options.settings, options.ways, options.defences)]
     found = _run_all([*honest, *lying], options)
     return {setting: summary(setting, found) for setting in options.settings}
 

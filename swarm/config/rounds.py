@@ -57,9 +57,10 @@ class RoundsConfig:
     `inner_batch_samples` does the same, and costs less where the peers are few."""
 
     check_share: float = field(default=0.02, metadata=ADDED)
-    """Synchronous only: the share of microbatches that a second peer of the stage computes again, to find peers that
-    compute wrongly (docs/security.md). Each costs the second peer as much as a microbatch. 0: none, and what peers
-    contribute is not tied to what they have answered."""
+    """The share of microbatches that a second peer of the stage computes again, to find peers that compute wrongly
+    (docs/security.md); with DiLoCo where a stage has four peers or more. Each costs the second peer as much as a
+    microbatch. 0: none, and in the synchronous setting what peers contribute is not tied to what they have answered.
+    """
 
     def __post_init__(self) -> None:
         require_usable_numbers("rounds", self)
@@ -69,11 +70,6 @@ class RoundsConfig:
     @property
     def synchronous(self) -> bool:
         return self.setting == "synchronous"
-
-    @property
-    def share_checked(self) -> float:
-        """The share of microbatches that are computed again. With DiLoCo none can be, since weights differ."""
-        return self.check_share if self.synchronous else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

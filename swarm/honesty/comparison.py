@@ -189,7 +189,7 @@ def _out_of_line(products_MM: np.ndarray, amounts_M: np.ndarray, num_elements: i
     shares_M = amounts_M / np.median(amounts_M)
     leeway_M = np.maximum(shares_M, 1.0 / shares_M)
     logs_M = np.log(np.maximum(norms_M / usual, 1e-9))
-    factor_M = leeway_M * max(NORM_FACTOR, float(np.exp(DEVIATIONS * _deviation(logs_M))))
+    factor_M = leeway_M * max(NORM_FACTOR, float(np.exp(DEVIATIONS * spread(logs_M))))
     for index in np.flatnonzero(np.abs(logs_M) > np.log(factor_M)):
         reason = f"its norm is {norms_M[index] / usual:.2g} times the median"
         yield int(index), reason, bool(logs_M[index] > np.log(CLEAR_FACTOR * factor_M[index]))
@@ -204,7 +204,7 @@ def _out_of_line(products_MM: np.ndarray, amounts_M: np.ndarray, num_elements: i
         return
     # Among few members the median distance is small by chance now and then. A cosine of so many elements differs from
     # itself by at least this much where the elements' noise is independent.
-    deviation = max(_deviation(cosines), num_elements**-0.5)
+    deviation = max(spread(cosines), num_elements**-0.5)
     for index, cosine in zip(usable, cosines, strict=True):
         # The direction of a mean over fewer samples is less certain.
         expected = typical * min(1.0, float(shares_M[index])) ** 0.5
@@ -230,7 +230,8 @@ def _cosines(products_MM: np.ndarray, shares_M: np.ndarray) -> np.ndarray:
     return np.asarray((sums_M - own_M) / np.sqrt(np.maximum(squares_M, 1e-30)))
 
 
-def _deviation(values: np.ndarray) -> float:
+def spread(values: np.ndarray) -> float:
+    """The standard deviation of the values, as estimated from their median distance from the median."""
     return _TO_DEVIATION * float(np.median(np.abs(values - np.median(values))))
 
 

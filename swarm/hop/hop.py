@@ -51,13 +51,14 @@ class Hop:
         self, *, run_id: str, block: Block, reply_specs: Mapping[str, TensorSpec], router: Router,
         channels: ChannelPool, clock: Clock, limits: HopLimits | None = None, events: Events | None = None,
         memory: NewBytes = new_bytes, own: FindOwn = lambda _: None,
-        check_share: float = 0.0,
+        check_share: float = 0.0, drifts: bool = False,
     ) -> None:  # fmt: skip
         """
         Args:
             memory: makes the memory of the tensors that the stage answers.
             own: finds the block that a record announces, if this very process serves it: it is called without gRPC.
             check_share: the share of answers that other peers check, while `run` runs.
+            drifts: whether peers of the block have other weights within a round (DiLoCo).
         """
         self.block = block
         self._router = router
@@ -72,10 +73,10 @@ class Hop:
         self._calls = Calls(
             run_id=run_id, block=block, reply_specs=reply_specs,
             channels=channels, own=own, router=router, clock=clock, limits=self._limits, memory=memory,
-            wants_statements=check_share > 0.0,
+            wants_statements=check_share > 0.0 and not drifts,
         )  # fmt: skip
         self.checks = SpotChecks(
-            run_id=run_id, block=block, share=check_share, router=router,
+            run_id=run_id, block=block, share=check_share, router=router, drifts=drifts,
             stub=lambda record: stage_stub(channels.channel(record)),
         )  # fmt: skip
         self._session_calls = SessionCalls(run_id=run_id, block=block, channels=channels, own=own, limits=self._limits)

@@ -1,13 +1,17 @@
 """Spot checks: a sender of microbatches has a few of its answers computed again by other peers of the block.
 
-In the synchronous setting all peers of a block compute the same of a microbatch, up to rounding. The sender draws
+In a synchronous round all peers of a block compute the same of a microbatch, up to rounding. The sender draws
 microbatches by chance once their answers count, so a peer cannot know which of its answers will be checked. The peer
 that checks gets the tensors from the one that is checked, and compares them with what the neighbours on both sides sent
 and got (stage/spot_check). A peer whose answer two others or more find wrong, and fewer find right, gets no more work
 from this sender.
 
-Of every answer the peer signs a sketch of the gradient that it adds to its sum. The sender passes that on to one other
-peer, which compares it with what the peer says when it contributes the sum (training/sketches).
+With DiLoCo the weights of the peers drift apart within a round, so an answer is only found unlike what others compute.
+After one that was, the next ones are checked too, and some of them have to be found wrong before anything follows.
+
+In synchronous rounds the peer signs a sketch of the gradient that it adds to its sum, for every answer. The sender
+passes that on to one other peer, which compares it with what the peer says when it contributes the sum
+(training/sketches).
 """
 
 import asyncio
@@ -22,6 +26,7 @@ import torch
 from blake3 import blake3
 
 from swarm.errors import SwarmError
+from swarm.honesty.drift import FIRST_ROUND
 from swarm.hop.answers import HopReply, Tensors
 from swarm.machine.words import printable
 from swarm.routing.router import Router
@@ -51,6 +56,12 @@ alone."""
 MOST_UNSIGNED, UNSIGNED_SHARE = 8, 0.125
 """A peer may leave so many answers unsigned while others sign theirs, and beside them this share of what it signs."""
 
+LEAST_ANSWERS = 3
+"""With DiLoCo so many answers of a peer, less those that are found right, have to be found wrong before it is at fault.
+"""
+LEAST_OTHERS = 3
+"""With DiLoCo nothing is checked where a peer has fewer others: they would not know what is usual (honesty/drift)."""
+
 LOSS = "loss"
 """The loss that a peer answers, as a tensor: it is shown and compared like the others."""
 
@@ -73,13 +84,15 @@ class _Standing:
     """What is known of one peer's answers.
 
     Attributes:
-        num_right: how many were found right.
+        num_right: how many were found right; with DiLoCo since one was found wrong.
+        num_wrong: how many were found wrong, less those that were found right since; not below 0.
         not_shown_to: the peers that were not shown one lately.
         num_since: how many came since one was not shown.
         num_unsigned: how many it left unsigned while others signed theirs.
     """
 
     num_right: int = 0
+    num_wrong: int = 0
     not_shown_to: set[PeerId] = field(default_factory=set)
     num_since: int = 0
     num_signed: int = 0
@@ -91,15 +104,18 @@ class SpotChecks:
 
     Args:
         share: the share of answers that are checked; 0: none are. The first answers of a peer are checked more often.
+        drifts: whether peers of the block have other weights within a round (DiLoCo).
         stub: gives StageService's stub for another process.
         rng: draws. Nobody else may know what it draws next.
     """
 
     def __init__(
         self, *, run_id: str, block: Block, share: float, router: Router, stub: Callable[[PeerRecord], Any],
-        rng: random.Random | None = None,
+        drifts: bool = False, rng: random.Random | None = None,
     ) -> None:  # fmt: skip
         self._run_id, self._block, self.share = run_id, block, share
+        self._least_others, self._least_answers = (LEAST_OTHERS, LEAST_ANSWERS) if drifts else (1, 1)
+        self._drifts, self._first_round = drifts, FIRST_ROUND if drifts else 0
         self._router = router
         self._stub = stub
         self._rng = rng or random.SystemRandom()
@@ -114,17 +130,17 @@ class SpotChecks:
         self, microbatch: Microbatch, tensors: Tensors, reply: HopReply, statement: pb.Statement | None
     ) -> None:
         """Draw whether an answer that counts is checked, and let another peer witness what the peer has signed."""
-        peer = reply.route[self._block]
+        peer, statement = reply.route[self._block], None if self._drifts else statement
         self._standings[peer].num_since += 1
         if not microbatch.is_replay:
             self._note_signed(peer, microbatch, is_signed=statement is not None)
         if statement is not None and not self._signed.full():
             self._signed.put_nowait((peer, statement))
-        if microbatch.is_replay or self._drawn.full():
+        if microbatch.is_replay or self._drawn.full() or microbatch.round < self._first_round:
             return
         is_drawn = self._rng.random() < max(self.share, (1 + self._standings[peer].num_right) ** -2)
         # The others are looked up only now: that takes as long as there are peers, and few answers are drawn.
-        if is_drawn and self._others(peer):
+        if is_drawn and len(self._others(peer)) >= self._least_others:
             following = (other for block, other in reply.route.items() if block.stage == self._block.stage + 1)
             self._drawn.put_nowait(
                 _Drawn(
@@ -192,6 +208,7 @@ class SpotChecks:
                 right.append(other)
                 if not wrong:
                     standing.num_right += 1
+                    standing.num_wrong = max(0, standing.num_wrong - 1)
                     if standing.num_right % FORGOTTEN_AFTER == 0:
                         standing.not_shown_to.clear()
                     return
@@ -204,6 +221,9 @@ class SpotChecks:
                     self._distrust(drawn.peer, microbatch, reason)
                 return
         if len(wrong) >= LEAST_WRONG and len(wrong) > len(right):
+            standing.num_right, standing.num_wrong = 0, standing.num_wrong + 1
+            if standing.num_wrong < self._least_answers:
+                return  # The next answer is checked, too.
             reason = f"it computes wrongly, say {len(wrong)} others: {next(iter(wrong.values()))}"
             self._distrust(drawn.peer, microbatch, reason)
         elif wrong:

@@ -167,10 +167,11 @@ class StageBackend:
     ) -> Again:
         """Compute what another peer says it has computed, and add it to no sum. `wire_gradient` is that of the output,
         as the other peer got it; None at the last stage. Raises what `forward_loss` and `backward` do."""
+        is_sketched = self.weights.sketch is not None
         with self._at_once(microbatch, round_number, wire_inputs) as forward:
             assert forward._graph is not None
             hidden = None if self.is_last else self._boundary.encode(forward._graph.outputs, self.staging)
-            loss, gradient, gradients, scale = self._differentiate(forward, wire_gradient, of_weights=True)
+            loss, gradient, gradients, scale = self._differentiate(forward, wire_gradient, of_weights=is_sketched)
             return Again(loss, hidden, gradient, self._sketch_of(gradients, scale))
 
     @contextmanager
@@ -308,8 +309,9 @@ class StageBackend:
 
     def _sketch_of(self, gradients: Sequence[torch.Tensor], scale: float) -> Download:
         """The sketch of a gradient, on its way to the CPU as answers are; empty if the round is not sketched."""
-        sketch, named = self.weights.sketch, dict(zip(self.weights.masters, gradients, strict=True))
-        return Download(torch.empty(0)) if sketch is None else self.staging.download(sketch.of(named) / scale)
+        if (sketch := self.weights.sketch) is None:
+            return Download(torch.empty(0))
+        return self.staging.download(sketch.of(dict(zip(self.weights.masters, gradients, strict=True))) / scale)
 
     def _gradients(
         self, forward: Forward, wire_gradient: torch.Tensor | None, *, of_weights: bool

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
+import torch
+
 from swarm.config import RunConfig
 from swarm.errors import MalformedMessage, NotReady
 from swarm.events import Events
@@ -118,6 +120,9 @@ class Records:
     counters: Counter[str] = field(default_factory=Counter)
     """What has happened since the peer started, by the names that StageCounters has on the wire."""
     answers: Answers = field(default_factory=Answers)
+    exchanged: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+    """With DiLoCo what this peer received, sent on, got back and answered of a few microbatches that count, for peers
+    that check it. Their computations are not kept."""
     disproved: dict[str, str] = field(default_factory=dict)
     """The peers of the block whose answers this peer has computed again and found wrong, and what was wrong."""
     witnessed: Witnessed = field(default_factory=Witnessed)

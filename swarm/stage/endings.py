@@ -19,6 +19,8 @@ from swarm.stage.context import StageContext
 from swarm.stage.ledger import Entry, EntryState
 from swarm.stage.settings.setting import Setting
 
+MOST_KEPT = 8
+"""The microbatches of which tensors are kept for spot checks, where computations are not. A check begins at once."""
 _ACKNOWLEDGED = object()
 """The subscriber of a computation that no call will ask for again."""
 
@@ -55,18 +57,28 @@ class Endings:
         holder = computation.adopts or computation
         holder.subscribe(_ACKNOWLEDGED)
         microbatch, ledger = computation.microbatch, self._records.ledger
+        self._records.exchanged.pop(microbatch.index, None)  # Whoever asks again may have sent other activations.
         entry = ledger.find(microbatch.index)
         # The microbatch may have been taken out of the round in the meantime, because another member counts it too.
         if entry is not None and entry.computation is holder and entry.state is EntryState.TENTATIVE:
             self._setting.acknowledged(microbatch)
             self._records.counters["committed"] += 1
             self._context.events.write(Ack(microbatch=microbatch.index))
+            if entry.computation is None and computation is holder:
+                self._keep_exchanged(computation)
             if not microbatch.is_replay:  # A replay takes less time.
                 self._records.seconds_per_sample.observe(computation.result().busy_seconds / microbatch.num_samples)
             self._pass_on(self._settle(holder, keep_answer=entry.computation is not None))
         if computation.adopts is not None:
             computation.adopts.close_downstream()
         self._pass_on(computation.acknowledge_downstream())
+
+    def _keep_exchanged(self, computation: Computation) -> None:
+        kept, exchanged = self._records.exchanged, computation.exchanged()
+        if exchanged is not None and self._context.config.rounds.check_share:
+            kept[computation.microbatch.index] = exchanged
+            if len(kept) > MOST_KEPT:
+                del kept[next(iter(kept))]
 
     async def _settle(self, computation: Computation, *, keep_answer: bool) -> None:
         await computation.settle(keep_answer=keep_answer)

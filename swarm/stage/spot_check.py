@@ -2,14 +2,15 @@
 
 The peer that answers a check gets from the checked one all that this has received, sent on, got back and answered. Its
 neighbours on both sides say the digests of what they sent and got, so it cannot show other tensors than it computed
-with. From the tensors that it received this peer computes those that it sent, and compares. Both work with the same
-weights, because all peers of a block hold the same ones in a synchronous round.
+with. From the tensors that it received this peer computes those that it sent, and compares. In a synchronous round both
+work with the same weights. With DiLoCo these have drifted apart since the round began (honesty/drift).
 
 hop/spot_checks decides what is checked, and what comes of it.
 """
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
@@ -17,7 +18,8 @@ import torch
 
 from swarm.errors import MalformedMessage, NotReady, Overloaded, PeerUnavailable, RoundMismatch, SwarmError
 from swarm.events import Checked
-from swarm.hop.spot_checks import LOSS, MOST_SIGNED, digests_of
+from swarm.honesty.drift import FIRST_ROUND, Drift, Likeness
+from swarm.hop.spot_checks import LEAST_ANSWERS, LOSS, MOST_SIGNED, digests_of, loss_tensor
 from swarm.rpc.ask import Stream, address_of
 from swarm.rpc.callers import Quota, caller_of
 from swarm.rpc.channels import ChannelPool
@@ -68,6 +70,12 @@ class SpotCheck:
         self._peers = peers
         self._channels = channels
         self._sign = sign
+        self._is_drifting = not self._config.rounds.synchronous
+        """Whether the peers of the block have other weights within a round."""
+        self._drift = Drift()
+        self._wrong = defaultdict[str, set[int]](set)
+        """By peer, the microbatches of which its answers were found wrong. With DiLoCo each answer that is found right
+        takes one away."""
         self._checks = Quota("checks", MOST_CHECKS)
         self._showings = Quota("showings", MOST_SHOWN)
 
@@ -107,15 +115,26 @@ class SpotCheck:
         """Answer a peer that checks this one, or the one before it. Raises RoundMismatch if the microbatch is not kept
         any more, and Overloaded."""
         check_address(request.address, run_id=self._config.run_id, block=self._stage.block)
-        entry = self._stage.ledger.find(request.microbatch)
-        known = entry.computation if entry is not None and entry.round == request.round else None
-        tensors = None if known is None else known.exchanged()
+        tensors = self._exchanged(request)
         if tensors is None:
             raise RoundMismatch(f"microbatch {request.microbatch} is not kept, this peer is at {self._stage.round}")
         with self._showings.taken(caller_of(context)):
             digests = await asyncio.to_thread(digests_of, tensors)
             for frame in frames(pb.ShowReply(digests=digests), tensors if request.tensors else {}):
                 await send(context, frame)
+
+    def _exchanged(self, request: pb.ShowRequest) -> Mapping[str, torch.Tensor] | None:
+        """All that this peer had of a microbatch of a round. With DiLoCo each stage ends rounds by itself, so the stage
+        before does not know the round."""
+        entry, kept = self._stage.ledger.find(request.microbatch), self._stage.context.records.exchanged
+        is_of_round = self._is_drifting and not request.tensors
+        if entry is None or not (is_of_round or entry.round == request.round):
+            return None
+        if entry.computation is not None:
+            return entry.computation.exchanged()
+        if request.microbatch in kept:
+            kept[request.microbatch] = kept.pop(request.microbatch)  # Others may ask for it, too.
+        return kept.get(request.microbatch)
 
     # -- the peer that checks ------------------------------------------------------------------------------------------
 
@@ -125,11 +144,14 @@ class SpotCheck:
         Raises WrongRun, WrongStage, MalformedMessage, and Overloaded.
         """
         check_address(request.address, run_id=self._config.run_id, block=self._stage.block)
-        if not self._config.rounds.synchronous:
-            raise MalformedMessage("with DiLoCo every peer has other weights, so nothing can be computed again")
         if not request.checked_id:
             await self._witness(request)
             return _Reply()
+        if self._is_drifting:
+            # Each stage ends rounds by itself, so the sender does not know them: what counts is this peer's own.
+            request.round = self._stage.round
+            if request.round < FIRST_ROUND:
+                return _Reply(reason="the run has just begun")
         with self._checks.taken(caller_of(context)):
             try:
                 tensors = await self._get_shown(request)
@@ -139,9 +161,10 @@ class SpotCheck:
             except (SwarmError, TimeoutError) as error:
                 return _Reply(reason=str(error))
             else:
+                if reason is None:
+                    return _Reply(reason="this peer has seen too little of others to tell")
                 reply = _Reply(verdict=_Reply.VERDICT_DIFFERS if reason else _Reply.VERDICT_AGREES, reason=reason)
-        if reply.verdict == _Reply.VERDICT_DIFFERS:
-            self._note_disproved(request, reason)
+                self._take_in(request, reason)
         self._stage.context.events.write(
             Checked(
                 round=request.round, microbatch=request.microbatch, peer=request.checked_id,
@@ -151,7 +174,9 @@ class SpotCheck:
         return reply
 
     async def _witness(self, request: pb.SpotCheckRequest) -> None:
-        """Remember what other peers of the block have signed."""
+        """Remember what other peers of the block have signed. With DiLoCo nothing is signed."""
+        if self._is_drifting:
+            return
         present, place, signed = self._stage.round, self._place, self._signed
         statements = [Statement.read(each) for each in request.statements[:MOST_SIGNED]]
         signers = await asyncio.to_thread(lambda: [each.signer(place) for each in statements])
@@ -171,11 +196,20 @@ class SpotCheck:
                     return each.sketch_N
         return None
 
-    def _note_disproved(self, request: pb.SpotCheckRequest, reason: str) -> None:
-        logger.warning("%s computes wrongly: of microbatch %d, %s", request.checked_id, request.microbatch, reason)
-        disproved = self._stage.context.records.disproved
-        if request.checked_id in disproved or len(disproved) < MOST_DISPROVED:
-            disproved[request.checked_id] = f"of microbatch {request.microbatch}, {reason}"
+    def _take_in(self, request: pb.SpotCheckRequest, reason: str) -> None:
+        """Count what was found, and say of a peer in the next exchanges that it computes wrongly, or do so no more."""
+        peer, disproved = request.checked_id, self._stage.context.records.disproved
+        if reason and (peer in self._wrong or len(self._wrong) < MOST_DISPROVED):
+            self._wrong[peer].add(request.microbatch)
+            if len(self._wrong[peer]) >= (LEAST_ANSWERS if self._is_drifting else 1):
+                logger.warning("%s computes wrongly: of microbatch %d, %s", peer, request.microbatch, reason)
+                disproved[peer] = f"of microbatch {request.microbatch}, {reason}"
+        elif self._is_drifting and not reason and peer in self._wrong:
+            self._wrong[peer].pop()
+            if len(self._wrong[peer]) < LEAST_ANSWERS:
+                disproved.pop(peer, None)
+            if not self._wrong[peer]:
+                del self._wrong[peer]
 
     async def _get_shown(self, request: pb.SpotCheckRequest) -> Mapping[str, torch.Tensor]:
         """All that the peer had of the microbatch, if its neighbours sent and got the same.
@@ -192,8 +226,9 @@ class SpotCheck:
         try:
             tensors, _ = await self._ask(request, self._stage.block, request.checked_id, {**outer, **inner})
         except (RoundMismatch, MalformedMessage, Overloaded, PeerUnavailable) as error:
-            # Whether it has just died the sender sees: then it answers nothing more.
-            if isinstance(error, RoundMismatch) and self._stage.round > request.round:
+            # Whether it has just died the sender sees: then it answers nothing more. With DiLoCo a peer keeps few
+            # microbatches, and counts one that was asked for again only once.
+            if isinstance(error, RoundMismatch) and (self._is_drifting or self._stage.round > request.round):
                 raise
             raise _NotShown(f"it shows nothing: {error}") from None
         digests = await asyncio.to_thread(_by_name, tensors)
@@ -237,8 +272,9 @@ class SpotCheck:
             stream.cancel()
         return reader.tensors, digests
 
-    async def _difference(self, request: pb.SpotCheckRequest, tensors: Mapping[str, torch.Tensor]) -> str:
-        """What is wrong with the tensors that the peer sent, in words; empty if they follow from those that it got."""
+    async def _difference(self, request: pb.SpotCheckRequest, tensors: Mapping[str, torch.Tensor]) -> str | None:
+        """What is wrong with the tensors that the peer sent, in words; empty if they follow from those that it got, and
+        None if that cannot be told."""
         inputs = {name: tensors[name] for name in request_specs(self._config, self._backend.stage)}
         sketch, place = self._backend.weights.sketch, self._place
         signed_N = await asyncio.to_thread(self._signed_sketch, request, place)
@@ -251,17 +287,27 @@ class SpotCheck:
     def _compare(
         self, request: pb.SpotCheckRequest, inputs: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor],
         sketch: Sketch | None, signed_N: torch.Tensor | None,
-    ) -> str:  # fmt: skip
-        backend, decode = self._backend, self._backend.function.decode
+    ) -> str | None:  # fmt: skip
+        backend = self._backend
+
+        def decode(wire: torch.Tensor) -> torch.Tensor:
+            return backend.function.decode(wire, inputs)
+
+        if self._is_drifting and request.round != backend.weights.round.number:
+            return None  # Another round has begun here.
         again = backend.compute_again(request.microbatch, request.round, inputs, tensors.get(OUTPUT_GRADIENT))
-        told = float(tensors[LOSS])
-        if backend.is_last and not abs(again.loss - told) <= TOLERANCE * max(abs(again.loss), abs(told)):
-            return f"its loss is {told:.4g}, and should be {again.loss:.4g}"
+        told_and_made = {LOSS: (tensors[LOSS], loss_tensor(again.loss))} if backend.is_last else {}
         for name, made in ((OUTPUT, again.hidden), (GRADIENT, again.gradient)):
             if made is not None:
-                share = share_of_difference(decode(made.wait(), inputs), decode(tensors[name], inputs))
-                if not share <= TOLERANCE:
-                    return f"its {name} differs by {share:.0%} from what follows from its inputs"
+                told_and_made[name] = decode(tensors[name]), decode(made.wait())
+        if self._is_drifting:
+            came = {OUTPUT: decode(tensors[HIDDEN])} if HIDDEN in tensors else {}
+            found = {name: Likeness.of(*pair, came.get(name)) for name, pair in told_and_made.items()}
+            return self._drift.fault(request.checked_id, found)
+        for name, (told, made) in told_and_made.items():
+            share = share_of_difference(told, made)
+            if not share <= TOLERANCE:
+                return f"its {name} differs by {share:.0%} from what follows from its inputs"
         # Another round may have begun here, whose signs are others.
         if signed_N is not None and sketch is not None and backend.weights.sketch is sketch:
             share = share_of_difference(again.sketch.wait(), signed_N)

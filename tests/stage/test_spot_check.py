@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -11,13 +11,15 @@ import torch
 
 from swarm.config import RoundsConfig, RunConfig, WireConfig
 from swarm.credentials.identity import generate
-from swarm.errors import MalformedMessage, PeerUnavailable, RoundMismatch, SwarmError
+from swarm.errors import PeerUnavailable, RoundMismatch, SwarmError
+from swarm.honesty.drift import FIRST_ROUND
 from swarm.hop.spot_checks import LOSS, digests_of, loss_tensor
 from swarm.rpc.ask import address_of, ask
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.wire import stage_stub
 from swarm.stage.boundary import GRADIENT, HIDDEN
 from swarm.stage.computation import OUTPUT, OUTPUT_GRADIENT
+from swarm.stage.endings import MOST_KEPT
 from swarm.stage.spot_check import SpotCheck
 from swarm.stage.staging import Download
 from swarm.training.sketches import Statement
@@ -38,6 +40,11 @@ from tests.support.chain_rounds import begin_next_round, commit_round
 _Reply = pb.SpotCheckReply
 Change = Callable[[torch.Tensor], torch.Tensor]
 
+DRIFTING = dataclasses.replace(
+    DILOCO, rounds=RoundsConfig(setting="diloco", round_samples=16, inner_batch_samples=2),
+    optimizer=dataclasses.replace(DILOCO.optimizer, learning_rate=1e-3),
+)  # fmt: skip
+"""With an inner step after each microbatch."""
 FP16 = dataclasses.replace(SYNCHRONOUS, wire=WireConfig(dtype="fp16"))
 
 
@@ -70,9 +77,9 @@ def _change(monkeypatch: pytest.MonkeyPatch, peer: Peer, method: str, change: Ch
 
 async def _train_until(chain: Chain, done: Callable[[], bool], *, most_rounds: int = 8) -> None:
     """Train microbatch by microbatch, and round by round."""
-    each = SYNCHRONOUS.microbatches_per_round
+    each, first = chain.config.rounds.round_samples // chain.config.data.microbatch_size, chain.peers[0].stage.round
     for index in range(each * most_rounds):
-        await chain.train_all([index], round_number=index // each)
+        await chain.train_all([index], round_number=first + index // each)
         await asyncio.sleep(0.02)  # Peers that check have a turn before the next one.
         if done():
             return
@@ -81,18 +88,21 @@ async def _train_until(chain: Chain, done: Callable[[], bool], *, most_rounds: i
     raise AssertionError("it did not come about")
 
 
+def _exchanged(peers: Sequence[Peer], microbatch: int) -> Mapping[str, torch.Tensor]:
+    """What one of the peers exchanged of a microbatch."""
+    for peer in peers:
+        if (entry := peer.stage.ledger.find(microbatch)) is not None:
+            made = entry.computation and entry.computation.exchanged()
+            return made or peer.stage.context.records.exchanged[microbatch]
+    raise AssertionError("none of them has it")
+
+
 def _request(chain: Chain, checked: Peer, microbatch: int, **others: torch.Tensor) -> pb.SpotCheckRequest:
     """A request to check a peer, as its sender makes it; some tensors may be others."""
     stage, made = checked.backend.stage, samples_of(chain.config, microbatch)
-    before, own = (
-        next((entry.computation for peer in peers if (entry := peer.stage.ledger.find(microbatch))), None)
-        for peers in (chain.at(stage - 1), [checked])
-    )
-    assert own is not None
-    made |= {LOSS: loss_tensor(own.result().loss)}
-    if before is not None:
-        sent = before.exchanged()
-        assert sent is not None
+    made |= {LOSS: _exchanged([checked], microbatch)[LOSS]}
+    if stage:
+        sent = _exchanged(chain.at(stage - 1), microbatch)
         made |= {HIDDEN: sent[OUTPUT], GRADIENT: sent[OUTPUT_GRADIENT]}
     return pb.SpotCheckRequest(
         address=address_of(chain.config.run_id, Block(stage)), microbatch=microbatch, round=0,
@@ -296,10 +306,67 @@ async def test_nothing_is_known_of_a_microbatch_whose_round_is_over() -> None:
         )
 
 
-async def test_with_diloco_nothing_can_be_computed_again() -> None:
-    assert RoundsConfig(setting="diloco").share_checked == 0.0
-    async with running_chain(DILOCO, num_peers=(1, 2, 1), spans=False) as chain:
-        checked, checker = chain.at(1)
-        request = pb.SpotCheckRequest(address=address_of(DILOCO.run_id, Block(1)), checked_id=checked.peer_id)
-        with pytest.raises(MalformedMessage, match="every peer has other weights"):
-            await _ask(chain, checker, request)
+async def _pass_first_rounds(chain: Chain) -> None:
+    for _ in range(FIRST_ROUND):
+        await begin_next_round(chain.peers)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow)])
+async def test_with_diloco_honest_peers_find_each_other_right(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    replies, num_peers = _watch(monkeypatch), [1, 1, 1]
+    num_peers[stage] = 4
+    async with running_chain(DRIFTING, num_peers=num_peers, spans=False, check_share=1.0) as chain:
+        await _pass_first_rounds(chain)
+        await _train_until(chain, lambda: [each.verdict for each in replies].count(_Reply.VERDICT_AGREES) >= 12)
+        assert {each.verdict for each in replies} == {_Reply.VERDICT_AGREES, _Reply.VERDICT_UNSPECIFIED}
+        assert _disproved(chain, stage) == [[], [], [], []]
+        await eventually(lambda: chain.is_idle)
+
+
+@pytest.mark.parametrize(
+    ("stage", "method", "change"),
+    [
+        (2, "forward_loss", torch.neg),
+        pytest.param(2, "forward_loss", lambda gradient: 10.0 * gradient, marks=pytest.mark.slow),
+        pytest.param(1, "backward", lambda gradient: gradient.flip(0), marks=pytest.mark.slow),
+        (1, "forward", lambda hidden: hidden.flip(1)),
+        pytest.param(0, "forward", lambda hidden: hidden.flip(1), marks=pytest.mark.slow),
+    ],
+    ids=["sign", "scaled", "another", "activations", "first"],
+)
+async def test_with_diloco_a_peer_that_answers_wrongly_is_found_and_left_alone(
+    stage: int, method: str, change: Change, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_peers = [1, 1, 1]
+    num_peers[stage] = 4
+    async with running_chain(DRIFTING, num_peers=num_peers, spans=False, check_share=1.0) as chain:
+        await _pass_first_rounds(chain)
+        liar, *honest = chain.at(stage)
+        _change(monkeypatch, liar, method, change)
+        await _train_until(chain, lambda: _is_distrusted(chain, liar))
+        found = [list(peer.stage.context.records.disproved) for peer in honest]
+        assert found.count([liar.peer_id]) >= 2
+        assert found.count([]) + found.count([liar.peer_id]) == 3
+        assert not any(_is_distrusted(chain, peer) for peer in honest)
+
+
+async def test_with_diloco_few_microbatches_are_kept_to_be_shown() -> None:
+    async with running_chain(DRIFTING, num_peers=(1, 1, 2), spans=False) as chain:
+        assert (await _ask(chain, chain.at(2)[0], pb.SpotCheckRequest(
+            address=address_of(DRIFTING.run_id, Block(2)), checked_id=chain.at(2)[1].peer_id
+        ))).reason == "the run has just begun"  # fmt: skip
+        await _pass_first_rounds(chain)
+        await chain.train_all([0], round_number=FIRST_ROUND)
+        checked, checker = chain.at(2) if chain.at(2)[0].stage.ledger.find(0) else reversed(chain.at(2))
+        request = _request(chain, checked, 0)
+        assert (await _ask(chain, checker, request)).reason == "this peer has seen too little of others to tell"
+        kept = checked.stage.context.records.exchanged
+        for index in range(1, 8 * MOST_KEPT):
+            if 0 in kept:
+                await chain.train_all([index], round_number=FIRST_ROUND)
+        assert len(kept) == MOST_KEPT
+        gone = await _ask(chain, checker, request)
+        assert (gone.verdict, gone.reason) == (
+            _Reply.VERDICT_UNSPECIFIED,
+            "microbatch 0 is not kept, this peer is at 2",
+        )

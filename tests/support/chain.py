@@ -430,6 +430,7 @@ def _hop(
     hop = Hop(
         run_id=config.run_id, block=Block(stage + 1), reply_specs=reply_specs(config, stage + 1), router=router,
         channels=channels, clock=clock, limits=limits, memory=memory, own=own, check_share=check_share,
+        drifts=not config.rounds.synchronous,
     )  # fmt: skip
     return router, channels, hop
 

@@ -144,7 +144,8 @@ class WholeSwarm:
         hops = {
             block: Hop(
                 run_id=config.run_id, block=block, reply_specs={}, router=router, channels=channels, clock=CLOCK,
-                events=log, limits=HopLimits.of(config, block), check_share=config.rounds.share_checked,
+                events=log, limits=HopLimits.of(config, block),
+                check_share=config.rounds.check_share, drifts=not config.rounds.synchronous,
             )
             for block in paths.entries
         }  # fmt: skip

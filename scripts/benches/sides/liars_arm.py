@@ -77,7 +77,7 @@ def run_config(
     return run_of(
         "liars", width=64, layers=4, head_width=32, stages=2, setting=setting, length=32, microbatch=samples,
         round_samples=NUM_PEERS * each * samples, dataset=dataset, data={"seed": seed, "held_out_fraction": 0.02},
-        rounds={"check_share": check_share} if is_synchronous else {"inner_batch_samples": samples},
+        rounds={"check_share": check_share, **({} if is_synchronous else {"inner_batch_samples": samples})},
         optimizer={"learning_rate": 3e-3, "schedule": "constant", "warmup_samples": 64},
         averaging={"codec": codec, **({} if is_synchronous else {"overlap_steps": 0})},
     )  # fmt: skip

@@ -129,7 +129,7 @@ class SynchronousWeights(StageWeights):
         self._earlier = None
         super()._begin(new_round, anchor)
         rounds = self._config.rounds
-        if rounds.share_checked and self._config.microbatches_per_round <= MOST_SKETCHED:
+        if rounds.check_share and self._config.microbatches_per_round <= MOST_SKETCHED:
             self.sketch = Sketch(self.masters, f"{new_round.lineage} {new_round.number}")
 
     def _stepped(self) -> optim.Parameters:

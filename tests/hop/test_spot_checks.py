@@ -1,0 +1,80 @@
+"""What a sender makes of the verdicts on answers that it has checked, where peers' weights drift apart."""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from swarm.honesty.drift import FIRST_ROUND
+from swarm.hop.answers import HopReply
+from swarm.hop.spot_checks import LEAST_ANSWERS, SpotChecks
+from swarm.machine.clock import SystemClock
+from swarm.routing.router import Router
+from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.training.samples import Microbatch
+from swarm.types import Block, PeerId, PeerRecord, PeerState
+
+BLOCK = Block(1)
+CHECKED = PeerId("0" * 40)
+RIGHT, WRONG = pb.SpotCheckReply.VERDICT_AGREES, pb.SpotCheckReply.VERDICT_DIFFERS
+
+
+async def _checked(
+    verdicts: Sequence[Any], *, num_peers: int = 4, share: float = 1.0, drawn: Sequence[float] = ()
+) -> tuple[bool, list[int]]:
+    """Let answers of one peer be checked one after the other, each with the same verdict of all. `drawn` are the random
+    numbers that say which ones. Returns whether the peer is left alone in the end, and the microbatches of the checks
+    that were asked for."""
+    router, asked, numbers = Router(SystemClock(), random.Random(0)), list[int](), iter(drawn)
+    records = [
+        PeerRecord(peer_id=f"{number:040x}", stage=1, announced_at=0.0, state=PeerState.SERVING, endpoint="127.0.0.1:1")
+        for number in range(num_peers)
+    ]
+    router.update(BLOCK, records)
+
+    async def verdict(request: pb.SpotCheckRequest) -> pb.SpotCheckReply:
+        asked.append(request.microbatch)
+        return pb.SpotCheckReply(verdict=verdicts[request.microbatch])
+
+    rng: Any = SimpleNamespace(random=lambda: next(numbers, 0.0), sample=lambda others, number: others[:number])
+    checks = SpotChecks(
+        run_id="", block=BLOCK, share=share, router=router, drifts=True, rng=rng,
+        stub=lambda record: SimpleNamespace(SpotCheck=verdict),
+    )  # fmt: skip
+    running = asyncio.create_task(checks.run())
+    call: Any = None
+    for index in range(len(verdicts)):
+        reply = HopReply(loss=1.0, tensors={}, route={BLOCK: CHECKED}, num_reroutes=0, num_busy=0, _call=call)
+        checks.acknowledged(
+            Microbatch(index=index, round=FIRST_ROUND, num_samples=1), {"tokens": torch.zeros(1)}, reply, None
+        )
+        await asyncio.sleep(0.02)
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+    return CHECKED in router.banned(BLOCK), asked
+
+
+async def test_with_diloco_several_answers_have_to_be_found_wrong() -> None:
+    assert await _checked([WRONG] * (LEAST_ANSWERS - 1)) == (False, [0, 0, 0, 1, 1, 1])
+    is_left_alone, _ = await _checked([WRONG] * LEAST_ANSWERS)
+    assert is_left_alone
+
+
+async def test_an_answer_that_is_found_right_takes_one_back() -> None:
+    assert not (await _checked([WRONG, WRONG, RIGHT, WRONG]))[0]
+    assert (await _checked([WRONG, WRONG, RIGHT, WRONG, WRONG]))[0]
+
+
+async def test_after_a_wrong_answer_the_next_one_is_checked() -> None:
+    drawn = (0.0, 0.0, 0.5)
+    assert (await _checked([RIGHT, RIGHT, RIGHT], share=0.1, drawn=drawn))[1] == [0, 1]
+    assert (await _checked([RIGHT, WRONG, RIGHT], share=0.1, drawn=drawn))[1] == [0, 1, 1, 1, 2]
+
+
+async def test_where_nobody_could_know_what_is_usual_nobody_is_asked() -> None:
+    assert await _checked([WRONG] * LEAST_ANSWERS, num_peers=3) == (False, [])
