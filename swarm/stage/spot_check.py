@@ -297,9 +297,9 @@ class SpotCheck:
             return None  # Another round has begun here.
         again = backend.compute_again(request.microbatch, request.round, inputs, tensors.get(OUTPUT_GRADIENT))
         told_and_made = {LOSS: (tensors[LOSS], loss_tensor(again.loss))} if backend.is_last else {}
-        for name, made in ((OUTPUT, again.hidden), (GRADIENT, again.gradient)):
-            if made is not None:
-                told_and_made[name] = decode(tensors[name]), decode(made.wait())
+        for name, download in ((OUTPUT, again.hidden), (GRADIENT, again.gradient)):
+            if download is not None:
+                told_and_made[name] = decode(tensors[name]), decode(download.wait())
         if self._is_drifting:
             came = {OUTPUT: decode(tensors[HIDDEN])} if HIDDEN in tensors else {}
             found = {name: Likeness.of(*pair, came.get(name)) for name, pair in told_and_made.items()}

@@ -1,7 +1,7 @@
 """Answers of peers whose weights have drifted apart: which of them are out of line."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def _after(num_others: int, share: float) -> Drift:
     return drift
 
 
-LIES = {
+LIES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "zeros": torch.zeros_like,
     "sign": torch.neg,
     "scaled": lambda true: 10.0 * true,
