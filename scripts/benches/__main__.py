@@ -18,7 +18,7 @@ BENCHES = {
     "finetune": "a good model trained further by a swarm with defaults, against transformers and peft",
     "generate": "tokens/s of text from three stages, against transformers, and training meanwhile",
     "pipeline": "tokens/s of two stages, against what the cores can do",
-    "spans": "tokens/s of two stages in one process, against plain training of the whole model",
+    "spans": "tokens/s of two stages in one process, against plain training; what unequal peers use that choose theirs",
     "peers": "tokens/s of two stages, against hivemind.moe and a static pipeline",
     "methods": "the ways to train, of a swarm and without one, on the same model and data (slow)",
     "nanogpt": "nanoGPT's Shakespeare model as a swarm (slow)",

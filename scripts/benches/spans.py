@@ -69,10 +69,10 @@ class Options(pipeline.Options):
     """capacity: for how many of the four stages each peer is given memory."""
     period: float = 20.0
     """capacity: mean seconds between two checks of a peer whether to move."""
-    seconds_per_sample: float = 0.25
+    seconds_per_sample: float = 0.4
     """capacity: how long a peer of capacity 1 takes for a sample at one stage. With the default all of them together
-    take six microbatches a second, at most; on a machine that has other work let them take fewer."""
-    kill: tuple[int, ...] = (1, 4, 16)
+    take four microbatches a second, at most; on a machine that has other work let them take fewer."""
+    kill: tuple[int, ...] = (4, 16)
     """capacity: the capacities of the peers that are killed, one after another, once the newcomer is there."""
 
     def __post_init__(self) -> None:

@@ -3,15 +3,15 @@
 import json
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 from peers.local.supervisor import Child, Supervisor
 from scripts.benches.shared.common import run_of
 from scripts.benches.shared.swarm import SwarmProcesses
-from scripts.benches.sides.paced_stage import PACE, Paced
+from scripts.benches.sides.paced_stage import Owed
 from scripts.benches.spans import MICROBATCH, Options, Peer, Peers, least_moved
 from swarm.types import Block
 
@@ -41,7 +41,7 @@ def test_the_share_is_that_of_what_the_peers_that_are_there_can_do_at_best(tmp_p
     config = run_of("spans", width=32, layers=4, head_width=16, stages=4, length=16, microbatch=MICROBATCH)
     with Supervisor(tmp_path / "logs") as children:
         swarm = SwarmProcesses(config, children, tmp_path, logs_events=True)
-        peers = Peers(swarm, children, options := Options(), memory_bytes=None)
+        peers = Peers(swarm, children, options := Options(seconds_per_sample=0.25), memory_bytes=None)
         sleeping: Child = children.start("sleep", ["sleep", "60"])
         peers.there = [Peer(capacity, sleeping, _span(0, 3)) for capacity in (4.0, 16.0)]
         # All stages together cost four times what one costs in the mean.
@@ -62,17 +62,19 @@ def test_a_swarm_that_could_not_be_whole_is_refused(options: dict[str, object]) 
 
 
 def test_what_a_paced_stage_computes_is_part_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(PACE, "3.0")
-    used, slept = [0.0], list[float]()
-    monkeypatch.setattr(time, "thread_time", lambda: used[0])
-    monkeypatch.setattr(time, "monotonic", lambda: sum(slept))
-    monkeypatch.setattr(time, "sleep", slept.append)
-    config = run_of("spans", width=32, layers=2, head_width=16, stages=2, length=16, microbatch=1)
-    stage, hidden_BTD = Paced(config, 1, range(1, 2)), torch.zeros(2, 16, 32, requires_grad=True)
-    stage(hidden_BTD, dropout_key=None)  # The process has computed before, which is nothing that this test knows.
-    del slept[:]
-    used[0] += 0.5
-    logits_BTV = stage(hidden_BTD, dropout_key=None)
-    used[0] += 0.25
-    logits_BTV.sum().backward()
-    assert slept == pytest.approx([1.5, 3.75])
+    now, slept, owed = [0.0], list[float](), Owed()
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", sleep)
+
+    def task(samples_seconds: float, computed_seconds: float) -> None:
+        owed.add(samples_seconds)
+        now[0] += computed_seconds
+
+    for of_task in ((2.0, 0.5), (0.0, 0.25), (2.0, 0.5), (1.0, 9.0), (3.0, 1.0)):
+        owed.pay(partial(task, *of_task))
+    assert slept == pytest.approx([1.5, 1.25, 1.0]), "what is behind is caught up with, but not all of it"

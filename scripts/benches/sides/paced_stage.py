@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from swarm.model import stages
 from swarm.model.masks import DropoutKey
 from swarm.model.stage_module import StageModule
 from swarm.rebalancing.judgement import costs_of
+from swarm.stage.runtime import Runtime
 from swarm.types import Block
 
 SECONDS_PER_SAMPLE = 0.033
@@ -27,38 +29,44 @@ SECONDS_PER_SAMPLE = 0.033
 PACE = "SWARM_BENCH_SECONDS_PER_SAMPLE"  # The environment variable that changes the time
 
 
-class _Thread(threading.local):
-    """The time that a thread still has to pause: what its samples are to take, without the CPU's time that it has used
-    itself."""
-
-    def __init__(self) -> None:
-        self._owed_seconds, self._used_seconds = 0.0, time.thread_time()
-
-    def take(self, seconds: float) -> None:
-        """Let samples take so long. A thread that computes for longer than that is not ahead for ever."""
-        used_seconds = time.thread_time()
-        self._owed_seconds += seconds - (used_seconds - self._used_seconds)
-        self._owed_seconds = max(self._owed_seconds, -seconds)
-        self._used_seconds = used_seconds
-        if self._owed_seconds > 0.0:
-            began_at = time.monotonic()
-            time.sleep(self._owed_seconds)
-            self._owed_seconds -= time.monotonic() - began_at
+MOST_BEHIND_SECONDS = 1.0
+"""How far tasks that took longer than their samples shorten later pauses."""
 
 
-_THREAD = _Thread()
+class Owed(threading.local):
+    """What the samples of a thread's tasks still have to take."""
+
+    seconds = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.seconds += seconds
+
+    def pay(self, work: Callable[[], Any]) -> Any:
+        """Run a task, and pause for as long as its samples take beyond that."""
+        began_at = time.monotonic()
+        try:
+            return work()
+        finally:
+            self.seconds -= time.monotonic() - began_at
+            if self.seconds > 0.0:
+                began_at = time.monotonic()
+                time.sleep(self.seconds)
+                self.seconds -= time.monotonic() - began_at
+            self.seconds = max(self.seconds, -MOST_BEHIND_SECONDS)
 
 
 class _Pause(torch.autograd.Function):
+    take: Callable[[float], None] = staticmethod(time.sleep)
+
     @staticmethod
     def forward(ctx: Any, outputs: Tensor, num_samples: float) -> Tensor:
         ctx.seconds = num_samples * float(os.environ.get(PACE, SECONDS_PER_SAMPLE)) / 3
-        _THREAD.take(ctx.seconds)
+        _Pause.take(ctx.seconds)
         return outputs.view_as(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        _THREAD.take(2 * ctx.seconds)
+        _Pause.take(2 * ctx.seconds)
         return gradients[0], None
 
 
@@ -121,7 +129,17 @@ class Identity(nn.Module):
 
 def main(program: str, *arguments: str) -> None:
     """Run one of the project's programs, where the built-in model is paced. How much memory a model of a class of its
-    own needs only that class knows, so a peer that chooses its stages would choose one alone."""
+    own needs only that class knows, so a peer that chooses its stages would choose one alone.
+
+    Pauses are at the end of a task of the compute thread, and shorter by what it has taken. So a busy machine does not
+    make a peer slower, as long as what is computed takes less time than it is to take.
+    """
+    owed, run = Owed(), Runtime.run
+
+    async def paced(runtime: Runtime, work: Callable[[], Any], **options: Any) -> Any:
+        return await run(runtime, lambda: owed.pay(work), **options)
+
+    Runtime.run, _Pause.take = paced, owed.add  # type: ignore[method-assign, assignment]
     stages.StageModule = PacedTransformer  # type: ignore[attr-defined]
     sys.argv = [f"swarm-{program}", *arguments]
     getattr(commands, program)()
