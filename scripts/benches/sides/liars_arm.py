@@ -21,7 +21,7 @@ import torch
 
 from peers.shared import logs, process
 from peers.stage_peer.served_block import ServedBlock
-from scripts.benches.shared.common import run_of, with_corpus
+from scripts.benches.shared.common import run_of, say, with_corpus
 from scripts.benches.sides import mixed_processors
 from scripts.benches.sides.liars_costs import Costs
 from scripts.benches.sides.lies import CONTRIBUTIONS, WAYS, LyingBackend, LyingMember, Vectors
@@ -44,7 +44,8 @@ HONEST_ROUNDS = 6
 """Rounds before the lies begin."""
 CAUGHT_ROUNDS = 5
 """A liar is caught if it is named within so many rounds in which it lies."""
-ROUND_SECONDS = 300.0
+ROUND_SECONDS = 1800.0
+"""Longest wait for a round: it takes minutes where many programs share the cores."""
 POLL_SECONDS = 0.01
 HONEST, CHURN, MIXED = "honest", "churn", "mixed"
 """Nobody lies. With churn every third round a peer is killed and replaced; with mixed processors too, but without a
@@ -216,6 +217,8 @@ async def train(arm: Arm, config: RunConfig, data: Microbatches, num_rounds: int
             began, cpu = time.perf_counter(), time.process_time()
             for number in range(num_rounds):
                 await rounds.run(number)
+                seconds = time.process_time() - cpu
+                say(f"round {number}: {len(rounds.named)} named, {seconds:.0f} s of the processor so far")
             seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
             loss = HeldOut(config, data).loss(rounds.weights())
     for each in loggers:
@@ -230,6 +233,7 @@ async def train(arm: Arm, config: RunConfig, data: Microbatches, num_rounds: int
         "false_lines": [line for peer, (_, line) in rounds.named.items() if peer not in liars],
         "held_out_loss": loss, "rounds": num_rounds, "overhead": sum(costs.seconds.values()) / cpu,
         "costs": {kind: each / cpu for kind, each in costs.seconds.items()},
+        "costs_by_function": {name: each / cpu for name, each in costs.by_function.items()},
         "num_checked": costs.num_calls["compute_again"], "seconds": seconds, "cpu_seconds": cpu,
     }  # fmt: skip
 

@@ -7,7 +7,7 @@ import inspect
 import threading
 import time
 import types
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -42,6 +42,8 @@ class Costs:
         self.seconds = dict.fromkeys(COUNTED, 0.0)
         self.num_calls = Counter[str]()
         """Of the functions that are no coroutines."""
+        self.by_function = defaultdict[str, float](float)
+        """The seconds of each function."""
         self._lock = threading.Lock()
         self._thread = threading.local()
 
@@ -59,24 +61,26 @@ class Costs:
         if inspect.iscoroutinefunction(true):
 
             async def step_by_step(*arguments: Any, **options: Any) -> Any:
-                return await self._timed_steps(kind, true(*arguments, **options))
+                return await self._timed_steps(kind, true, true(*arguments, **options))
 
             return step_by_step
 
         def at_once(*arguments: Any, **options: Any) -> Any:
-            with self._timed(kind):
+            with self._timed(kind, true):
                 self.num_calls[true.__name__] += 1
                 return true(*arguments, **options)
 
         return at_once
 
     @types.coroutine
-    def _timed_steps(self, kind: str, work: Coroutine[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    def _timed_steps(
+        self, kind: str, true: Callable[..., Any], work: Coroutine[Any, Any, Any]
+    ) -> Generator[Any, Any, Any]:
         """Run a coroutine, and count what it does between its waits."""
         resume: Callable[[], Any] = partial(work.send, None)
         while True:
             try:
-                with self._timed(kind):
+                with self._timed(kind, true):
                     waited_for = resume()
             except StopIteration as end:
                 return end.value
@@ -86,7 +90,7 @@ class Costs:
                 resume = partial(work.throw, error)
 
     @contextmanager
-    def _timed(self, kind: str) -> Iterator[None]:
+    def _timed(self, kind: str, true: Callable[..., Any]) -> Iterator[None]:
         if getattr(self._thread, "is_counted", False):  # By the caller.
             yield
             return
@@ -96,4 +100,5 @@ class Costs:
         finally:
             self._thread.is_counted = False
             with self._lock:
-                self.seconds[kind] += time.thread_time() - began
+                self.seconds[kind] += (seconds := time.thread_time() - began)
+                self.by_function[true.__qualname__] += seconds
