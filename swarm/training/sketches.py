@@ -16,7 +16,7 @@ Shapes: N buckets, R rows of all parameters, C columns of the widest, K microbat
 import json
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Self
@@ -66,13 +66,16 @@ class Sketch:
         self._on = {torch.device("cpu"): cpu}
         """The signs of rows and columns, and each row's bucket, on each device where they were needed."""
 
+    @torch.no_grad()
     def of(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The sketch of a gradient, float32 (N,) on its device. Does not wait for the device, but the first time."""
         device = next(iter(tensors.values())).device
         if device not in self._on:
             rows, columns, buckets = self._on[torch.device("cpu")]
             self._on[device] = rows.to(device), columns.to(device), buckets.to(device)
-        matrices = (tensors[name].detach().float().reshape(shape) for name, shape in self._shapes.items())
+        # Nothing needless is done to a tensor: in a small stage such calls are most of what a sketch costs.
+        shaped = ((tensors[name], shape) for name, shape in self._shapes.items())
+        matrices = (each if each.ndim <= 2 else each.reshape(shape) for each, shape in shaped)
         return self._added(matrices, slice(0, len(self._edges) - 1), device)
 
     def buckets(self, part: slice) -> slice:
@@ -100,9 +103,13 @@ class Sketch:
                 yield part_P[at + begin * columns : at + end * columns].view(-1, columns)
             row, place = row + rows, place + rows * columns
 
-    def _added(self, matrices: Iterator[torch.Tensor], buckets: slice, device: torch.device) -> torch.Tensor:
+    def _added(self, matrices: Iterable[torch.Tensor], buckets: slice, device: torch.device) -> torch.Tensor:
         signs_R, signs_C, buckets_R = self._on[device]
-        sums = [each.view(-1) if each.shape[1] == 1 else each @ signs_C[: each.shape[1]] for each in matrices]
+        all_float = (each if each.dtype is torch.float32 else each.float() for each in matrices)
+        sums = [
+            each.flatten() if each.ndim < 2 or each.shape[1] == 1 else torch.mv(each, signs_C[: each.shape[1]])
+            for each in all_float
+        ]  # fmt: skip
         rows = slice(self._rows[buckets.start], self._rows[buckets.stop])
         numbers_N = torch.zeros(buckets.stop - buckets.start, device=device)
         return numbers_N.index_add_(0, buckets_R[rows] - buckets.start, torch.cat(sums) * signs_R[rows])
