@@ -11,12 +11,12 @@ Whoever has the owner's key file decides who may join, and how the run goes on. 
 """
 
 import asyncio
-import contextlib
 import datetime
 import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -25,18 +25,18 @@ import tyro
 
 from peers.shared import cli
 from peers.shared.cli import Command
-from peers.shared.entrance import Entrance, find_entrance, reading
+from peers.shared.entrance import find_entrance, reading
 from peers.shared.network import Membership
 from peers.shared.option_types import one_of
 from peers.shared.run_options import RunOptions
 from peers.shared.token_option import read_token
+from peers.shared.tokens_in_use import digits_of, tokens_of
 from swarm.config import Amendment
-from swarm.credentials import certificates
-from swarm.credentials.identity import PREFIX, OwnerKey, new_owner
+from swarm.credentials.identity import OwnerKey, new_owner
 from swarm.credentials.rights import Role
 from swarm.dht.directory import Announcement
-from swarm.errors import NotAllowed, PeerUnavailable
-from swarm.machine.clock import Clock, SystemClock, run_loop
+from swarm.errors import PeerUnavailable
+from swarm.machine.clock import SystemClock, run_loop
 from swarm.machine.words import counted
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.training.run_rounds import RunRounds
@@ -165,76 +165,27 @@ def show(options: ShowOptions) -> None:
 
 def amend(options: AmendOptions) -> None:
     """Sign an amendment, and have the run's peers hear of it."""
-    owner, clock = OwnerKey.load(options.file), SystemClock()
-    run_loop(_amend(options, owner, _entrance(options.invite, owner, clock), clock))
+    run_loop(_amend(options))
 
 
 def tokens(options: TokensOptions) -> None:
     """List the tokens with which a run's processes have joined."""
+    run_loop(_list_tokens(options))
+
+
+@asynccontextmanager
+async def _entered(options: TokensOptions | AmendOptions) -> AsyncIterator[tuple[OwnerKey, Membership]]:
+    """The owner, in the run of an invite, with a token that is made for that."""
     owner, clock = OwnerKey.load(options.file), SystemClock()
-    run_loop(_list_tokens(_entrance(options.invite, owner, clock), clock))
-
-
-def _entrance(invite: str, owner: OwnerKey, clock: Clock) -> Entrance:
-    """Where the run of an invite is entered, with a token that is made for that."""
     token = owner.issue(Role.PEER, name="owner", now=_now(), lifetime=datetime.timedelta(hours=1))
-    options = RunOptions(invite=invite.partition("#")[0], token=str(token))
-    return find_entrance(options, {}, role=Role.PEER, clock=clock)
+    way = RunOptions(invite=options.invite.partition("#")[0], token=str(token))
+    async with reading(find_entrance(way, {}, role=Role.PEER, clock=clock), clock) as member:
+        yield owner, member
 
 
-async def _list_tokens(entrance: Entrance, clock: Clock) -> None:
-    async with reading(entrance, clock) as member:
+async def _list_tokens(options: TokensOptions) -> None:
+    async with _entered(options) as (_, member):
         print("\n".join(map(str, await tokens_of(member))) or "no process of the run is listed")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenInUse:
-    """A token with which processes have joined a run.
-
-    Attributes:
-        digits: see certificates.token_id.
-        bearers: the names of these processes.
-    """
-
-    name: str
-    role: str
-    digits: str
-    bearers: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.digits}), a {self.role}'s: {', '.join(self.bearers)}"
-
-
-async def tokens_of(member: Membership) -> list[TokenInUse]:
-    """The tokens with which the peers and trainers of a locked run have joined, without those that are revoked. Raises
-    PeerUnavailable."""
-    bearers: dict[tuple[str, str, str], list[str]] = {}
-    for name, chain_pem in await member.directory.members(member.blocks):
-        assert member.identity.authority is not None, "only a locked run's owner looks for tokens"
-        with contextlib.suppress(NotAllowed):
-            one = member.identity.authority.member(chain_pem, member.clock.time())
-            bearers.setdefault((one.token_name, one.role, certificates.token_id(chain_pem)), []).append(name)
-    return [
-        TokenInUse(name=name, role=role, digits=digits, bearers=tuple(sorted(names)))
-        for (name, role, digits), names in sorted(bearers.items())
-    ]
-
-
-def digits_of(text: str, owner: OwnerKey, in_use: Sequence[TokenInUse]) -> str:
-    """The digits of the token that --revoke names. Raises ValueError if it names none, several, or another owner's."""
-    if text.startswith((PREFIX, "@")):
-        token = read_token(text)
-        if token.authority.fingerprint != owner.authority.fingerprint:
-            raise ValueError(f"the token {token.name!r} is of owner {token.authority.fingerprint[:16]}: not this run's")
-        return token.token_id
-    if certificates.is_token_id(text):
-        return text
-    named = [token.digits for token in in_use if token.name == text]
-    if len(named) == 1:
-        return named[0]
-    number = f"{len(named)} tokens in use have" if named else "no token in use has"
-    listed = "; ".join(map(str, in_use)) or "none"
-    raise ValueError(f"{number} the name {text!r}: give the digits of one, or the token itself; in use are {listed}")
 
 
 async def _revocation(member: Membership, owner: OwnerKey, tokens: Sequence[str]) -> str:
@@ -248,9 +199,9 @@ async def _revocation(member: Membership, owner: OwnerKey, tokens: Sequence[str]
     return f"revoked={json.dumps(sorted(revoked))}"
 
 
-async def _amend(options: AmendOptions, owner: OwnerKey, entrance: Entrance, clock: Clock) -> None:
-    async with reading(entrance, clock) as member:
-        timeline, settings = member.timeline, list(options.set)
+async def _amend(options: AmendOptions) -> None:
+    async with _entered(options) as (owner, member):
+        clock, timeline, settings = member.clock, member.timeline, list(options.set)
         if options.revoke:
             settings.append(await _revocation(member, owner, options.revoke))
         await require_trainers(member, settings)
