@@ -48,6 +48,8 @@ NEWCOMER = CAPACITIES[1]
 MICROBATCH = 4
 PERIODS = 2
 """In so many check periods the swarm is to be back after a change."""
+SETTLING_PERIODS = 8
+"""For how many check periods newcomers may move at first: such a move waits for the end of a slow round."""
 GOALS = {"ratio_to_single_process": 0.95, "share_of_capacity": 0.95, "share_after": BACK}
 
 
@@ -148,6 +150,8 @@ def _run_capacity(options: Options) -> dict[str, Any]:
         swarm.launch_trainer("trainer", NEVER)
         say("a trainer starts")
         peers.until(lambda: bool(peers.answered_at()))
+        deadline = time.monotonic() + SETTLING_PERIODS * options.period
+        peers.until(lambda: peers.is_settled or time.monotonic() > deadline)
         peers.watch(PERIODS * options.period)
         began_at, seconds = time.monotonic(), PERIODS * options.period
         peers.watch(seconds)
@@ -174,7 +178,7 @@ def _config(options: Options) -> RunConfig:
     # something to compute, since this measures what they manage and not what is learnt.
     return run_of(
         "spans", width=64, layers=STAGES, head_width=32, stages=STAGES, setting="diloco", length=32,
-        microbatch=MICROBATCH, round_samples=96, dataset=options.dataset, data={"max_tokens": 1_000_000},
+        microbatch=MICROBATCH, round_samples=48, dataset=options.dataset, data={"max_tokens": 1_000_000},
         rounds={"inner_batch_samples": 8, "max_staleness": 3}, optimizer={"learning_rate": 1e-3},
         outer={"learning_rate": 0.7, "momentum": 0.6}, averaging={"codec": "int8"},
     )  # fmt: skip
@@ -259,12 +263,12 @@ class Peers:
             if not self.swarm.ready_file(peer.child.name).exists():
                 continue
             serving = self.swarm.until_ready(peer.child, "auto")
-            if not peer.span:
+            before, peer.span = peer.span, tuple(serving.blocks)
+            if not before:
                 self.swarm.peers.append(serving)
-            elif peer.span != (span := tuple(serving.blocks)):
-                self.num_entered += len({*span} - {*peer.span})
+            elif before != peer.span:
+                self.num_entered += len({*peer.span} - {*before})
                 say(f"a peer of capacity {peer.capacity:g} has moved: {self.in_words()}")
-            peer.span = tuple(serving.blocks)
 
     def until(self, there: Callable[[], bool]) -> None:
         while not there():
@@ -277,6 +281,13 @@ class Peers:
     def watch(self, seconds: float) -> None:
         end = time.monotonic() + seconds
         self.until(lambda: time.monotonic() >= end)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the blocks are where they could give BACK of what is possible at best."""
+        capacities, spans = tuple(peer.capacity for peer in self.there), [peer.span for peer in self.there]
+        best = best_throughput(tuple(self.costs), self.options.room, capacities)
+        return all(spans) and throughput(self.costs, capacities, spans) >= BACK * best
 
     def answered_at(self) -> list[float]:
         """When the trainer's microbatches were answered, in monotonic seconds."""
@@ -293,19 +304,20 @@ class Peers:
         return [MICROBATCH * sum(begin < at <= begin + seconds for at in answered_at) / most for begin in begins]
 
     def after(self, name: str, change: Callable[[], None]) -> dict[str, Any]:
-        """The figures of a change, over one check period from PERIODS of them on."""
+        """The figures of a change, over PERIODS check periods from the time on after which the swarm is to be back."""
         self.look()
         num_entered, began_at, before = self.num_entered, time.monotonic(), {*self.there}
         change()
         spans = [peer.span if peer in before and peer.span else None for peer in self.there]
         least = least_moved(self.costs, self.options.room, [peer.capacity for peer in self.there], spans)
-        self.watch((PERIODS + 1) * self.options.period)
-        begins = [began_at + self.options.period * number / 10 for number in range(10 * PERIODS + 1)]
-        shares = self.shares(begins, self.options.period)
+        seconds = PERIODS * self.options.period
+        self.watch(2 * seconds)
+        begins = [began_at + seconds * number / 20 for number in range(21)]
+        shares = self.shares(begins, seconds)
         say(f"after {name}: share of capacity {shares[-1]:.3f}, {self.in_words()}")
         return {
             "share_after": shares[-1],
-            "periods_until_back": next((n / 10 for n, share in enumerate(shares) if share >= BACK), None),
+            "periods_until_back": next((n * PERIODS / 20 for n, share in enumerate(shares) if share >= BACK), None),
             "blocks_moved": self.num_entered - num_entered, "least_blocks_moved": least,
         }  # fmt: skip
 
