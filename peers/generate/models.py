@@ -142,7 +142,7 @@ async def _engines(
     known, channels, clock, config = member.known, member.channels, member.clock, member.config
     hops = {
         block: Hop(
-            run_id=config.run_id, block=block, reply_specs={}, router=known.router, channels=channels, clock=clock
+            run_id=config.run_id, block=block, router=known.router, channels=channels, clock=clock
         )
         for block in blocks
         if block.stage == 0

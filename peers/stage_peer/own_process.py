@@ -165,7 +165,7 @@ class OwnProcess:
         hops = {block: hop for block, hop in stage.context.hops.items() if block not in self.blocks}
         bytes_per_second = sum(hop.line_bytes_per_second for hop in hops.values())
         trips = [link.round_trip_seconds or 0.0 for block in hops for link in self._router.links(block).values()]
-        return carried(self._config, bytes_per_second, min(trips, default=0.0))
+        return carried(stage.context.config_in(stage.round), bytes_per_second, min(trips, default=0.0))
 
     def lines(self) -> pb.Lines:
         announced, point = self.announced, self.meeting_point

@@ -146,7 +146,7 @@ class Presence:
                 if ban.peer_id == member.peer_id and ban.until > now
             },
             fitting_bottleneck=fitting_bottleneck(
-                member.config,
+                self._stage.context.config_in(self._stage.round),
                 self._process.samples_per_second(self._stage),
                 self._process.line_samples_per_second(self._stage),
             ),

@@ -29,7 +29,6 @@ from swarm.rpc.local import LocalBlock
 from swarm.rpc.transfers import Turns
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.backend import StageBackend
-from swarm.stage.boundary import reply_specs
 from swarm.stage.context import StageContext, StageLimits
 from swarm.stage.generation import GenerationServicer
 from swarm.stage.member import StageMember
@@ -52,7 +51,7 @@ class ServedBlock:
         config = membership.config
         hops = {
             following: Hop(
-                run_id=config.run_id, block=following, reply_specs=reply_specs(config, following.stage),
+                run_id=config.run_id, block=following,
                 router=membership.known.router, channels=membership.channels, clock=membership.clock,
                 events=options.events, limits=HopLimits.of(config, following), memory=backend.staging.host_bytes,
                 own=self._local, check_share=config.rounds.check_share, drifts=not config.rounds.synchronous,

@@ -21,6 +21,7 @@ from peers.stage_peer.own_stage import ServerOptions, own_backends
 from peers.stage_peer.resume import require_weights
 from peers.stage_peer.served_block import ServedBlock
 from peers.stage_peer.services import add_services_of
+from swarm.config import WireConfig
 from swarm.errors import Fatal, SwarmError
 from swarm.events import Leave
 from swarm.rpc import tls
@@ -91,7 +92,10 @@ class PeerServer:
 
     def _has_changed(self) -> None:
         most = max(self._limits.max_in_flight, self._limits.largest_in_flight)
-        kept = (max_kept_bytes(request_specs(self._membership.config, block.stage), most) for block in self.blocks)
+        config = self._membership.config
+        if config.owner:  # It may amend the type on the wire, to the largest at most.
+            config = dataclasses.replace(config, wire=WireConfig(dtype="fp32"))
+        kept = (max_kept_bytes(request_specs(config, block.stage), most) for block in self.blocks)
         self.callers.kept[True].each = sum(kept)
         before = self._membership.config.neighbours
         self._membership.known.hop_within([block for block in self.blocks if {*before(block, -1)} & self.blocks.keys()])

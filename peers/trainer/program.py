@@ -157,7 +157,7 @@ def make_session(
     config, clock, channels = member.config, member.clock, member.channels
     hops = {
         block: Hop(
-            run_id=config.run_id, block=block, reply_specs={}, router=member.known.router, channels=channels,
+            run_id=config.run_id, block=block, router=member.known.router, channels=channels,
             clock=clock, events=events, limits=HopLimits.of(config, block),
             check_share=config.rounds.check_share, drifts=not config.rounds.synchronous,
         )

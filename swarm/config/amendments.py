@@ -32,6 +32,7 @@ AMENDABLE = {
     "outer": ("learning_rate", "momentum"),
     "data": ("weights",),
     "rounds": ("round_samples",),
+    "wire": ("dtype",),
     "averaging": (
         "codec", "top_k", "values", "indices", "feedback_decay", "gather_members", "clip_to_median", "overlap_steps",
     ),
@@ -222,6 +223,8 @@ def amended(config: RunConfig, settings: Sequence[str]) -> RunConfig:
         raise ValueError(f"a token that is revoked stays so: `revoked` has to name {', '.join(lost)} as well")
     if changed.optimizer.learning_rate <= 0.0 or changed.optimizer.schedule == "auto":
         raise ValueError("an amendment names what it sets: optimizer.learning_rate above 0, and a schedule")
+    if changed.wire.dtype == "auto":
+        raise ValueError("an amendment names what it sets: wire.dtype = 'fp32', 'bf16', 'fp16' or 'int8'")
     return changed
 
 

@@ -21,6 +21,9 @@ from swarm.rpc.channels import ChannelPool, Patience
 from swarm.rpc.local import LocalBlock
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.wire import (
+    GRADIENT,
+    HIDDEN,
+    NAMES,
     NewBytes,
     Piece,
     TensorReader,
@@ -101,13 +104,12 @@ class Calls:
     """Calls to peers of one block, each over a stream of its own."""
 
     def __init__(
-        self, *, run_id: str, block: Block, reply_specs: Mapping[str, TensorSpec], channels: ChannelPool, own: FindOwn,
-        router: Router, clock: Clock, limits: HopLimits, memory: NewBytes, wants_statements: bool = False,
+        self, *, run_id: str, block: Block, channels: ChannelPool, own: FindOwn, router: Router,
+        clock: Clock, limits: HopLimits, memory: NewBytes, wants_statements: bool = False,
     ) -> None:  # fmt: skip
         """`memory` makes the memory of the tensors that are answered."""
         self._wants_statements = wants_statements
         self._run_id, self._block = run_id, block
-        self._reply_specs = reply_specs
         self._channels, self._own = channels, own
         self._router = router
         self._clock = clock
@@ -126,7 +128,10 @@ class Calls:
         """Let a peer, and all stages after it, compute one microbatch. Raises any SwarmError that `translate` gives.
         Cancellation closes the stream, which makes the peer roll back."""
         peer_id = PeerId(record.peer_id)
-        specs = self._reply_specs if microbatch.answers_gradient(self._block.stage) else {}
+        specs = dict[str, TensorSpec]()
+        if HIDDEN in tensors and microbatch.answers_gradient(self._block.stage):
+            hidden = tensors[HIDDEN]
+            specs[GRADIENT] = TensorSpec(shape=tuple(hidden.shape), encoding=NAMES[hidden.dtype])
         reader = TensorReader(specs, self._memory)
         retries.offered(peer_id)
         patience = self._patience(record, tensors, specs)

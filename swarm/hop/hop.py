@@ -29,7 +29,7 @@ from swarm.machine.words import Repeats
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.rpc.wire import NewBytes, TensorSpec, new_bytes, stage_stub
+from swarm.rpc.wire import NewBytes, new_bytes, stage_stub
 from swarm.training.samples import Microbatch
 from swarm.types import Block, PeerId, PeerRecord
 
@@ -48,8 +48,8 @@ class Hop:
     """Hands microbatches to the peers of one block."""
 
     def __init__(
-        self, *, run_id: str, block: Block, reply_specs: Mapping[str, TensorSpec], router: Router,
-        channels: ChannelPool, clock: Clock, limits: HopLimits | None = None, events: Events | None = None,
+        self, *, run_id: str, block: Block, router: Router, channels: ChannelPool, clock: Clock,
+        limits: HopLimits | None = None, events: Events | None = None,
         memory: NewBytes = new_bytes, own: FindOwn = lambda _: None,
         check_share: float = 0.0, drifts: bool = False,
     ) -> None:  # fmt: skip
@@ -71,7 +71,7 @@ class Hop:
         self._empty_since: float | None = None
         """Since when the block has had no peers but banned ones, and none has answered."""
         self._calls = Calls(
-            run_id=run_id, block=block, reply_specs=reply_specs,
+            run_id=run_id, block=block,
             channels=channels, own=own, router=router, clock=clock, limits=self._limits, memory=memory,
             wants_statements=check_share > 0.0 and not drifts,
         )  # fmt: skip

@@ -34,6 +34,8 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 """Element types by their names on the wire."""
 
+HIDDEN, GRADIENT = "hidden", "hidden_gradient"
+"""What a stage gets from the one before it, and the gradient of that, which it answers, in the same encoding."""
 _INT8, _FP16 = Int8(), ScaledHalf()
 ENCODINGS: Mapping[str, torch.dtype] = {**DTYPES, _INT8.name: torch.uint8}
 """The encodings that may travel between stages: element types, and a codec's output as bytes."""

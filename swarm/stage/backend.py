@@ -46,11 +46,13 @@ class Forward:
         wire_inputs: the tensors that the stage received, on the CPU.
         wire_hidden: the encoded output for the next stage; None at the last stage.
         version: the weights that were used.
+        boundary: how what is sent is encoded.
     """
 
     microbatch: int
     wire_inputs: WireInputs
     version: Version
+    boundary: Boundary
     wire_hidden: Download | None = None
     _graph: Graph | None = None
 
@@ -81,12 +83,11 @@ class StageBackend:
     events: Events = field(default_factory=Events)
     recorder: Recorder | None = None
     function: StageFunction = field(init=False)
-    _boundary: Boundary = field(init=False)
     _scale: LossScale = field(init=False)
 
     def __post_init__(self) -> None:
-        self._boundary = boundary_of(self.config)
-        self.function = StageFunction(self.config, self.stage, self.module, self._boundary, self.staging, self.budget)
+        boundary = boundary_of(self.config)
+        self.function = StageFunction(self.config, self.stage, self.module, boundary, self.staging, self.budget)
         self._scale = LossScale.of_sums(self.config.model.autocast, self.config.data.tokens_per_microbatch)
 
     @property
@@ -107,11 +108,11 @@ class StageBackend:
             MalformedMessage: the inputs hold numbers out of range, or an unknown token.
             NotReady: see StageWeights.version_for.
         """
-        forward = Forward(microbatch, wire_inputs, self.weights.version_for(round_number))
+        forward = self._begun(microbatch, round_number, wire_inputs)
         self.function.check(wire_inputs)
         outputs, graph = self.function.forward(microbatch, forward.version, wire_inputs, has_backward=has_backward)
         try:
-            forward.wire_hidden = self._boundary.encode(outputs, self.staging)
+            forward.wire_hidden = forward.boundary.encode(outputs, self.staging)
         except BaseException:
             # No caller releases a forward that failed.
             if graph is not None:
@@ -170,7 +171,7 @@ class StageBackend:
         is_sketched = self.weights.sketch is not None
         with self._at_once(microbatch, round_number, wire_inputs) as forward:
             assert forward._graph is not None
-            hidden = None if self.is_last else self._boundary.encode(forward._graph.outputs, self.staging)
+            hidden = None if self.is_last else forward.boundary.encode(forward._graph.outputs, self.staging)
             loss, gradient, gradients, scale = self._differentiate(forward, wire_gradient, of_weights=is_sketched)
             return Again(loss, hidden, gradient, self._sketch_of(gradients, scale))
 
@@ -178,7 +179,7 @@ class StageBackend:
     def _at_once(self, microbatch: int, round_number: int, wire_inputs: WireInputs) -> Iterator[Forward]:
         """A forward whose backward follows in the block; afterwards it is released."""
         self.function.check(wire_inputs)
-        forward = Forward(microbatch, wire_inputs, self.weights.version_for(round_number))
+        forward = self._begun(microbatch, round_number, wire_inputs)
         forward.version.taken()
         try:
             self._compute(forward)
@@ -186,6 +187,14 @@ class StageBackend:
             yield forward
         finally:
             self.release(forward)
+
+    def _begun(self, microbatch: int, round_number: int, wire_inputs: WireInputs) -> Forward:
+        version = self.weights.version_for(round_number)
+        return Forward(microbatch, wire_inputs, version, self.boundary_in(round_number))
+
+    def boundary_in(self, round_number: int) -> Boundary:
+        """How hidden states and gradients of a round's microbatches travel."""
+        return boundary_of(self.weights.timeline.at(round_number))
 
     def release(self, forward: Forward) -> None:
         """Forget a forward's graph and version, after its backward or because its gradient will never come."""
@@ -245,8 +254,11 @@ class StageBackend:
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 
-    def evaluate(self, wire_inputs: WireInputs, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def evaluate(
+        self, wire_inputs: WireInputs, parameters: Mapping[str, torch.Tensor], next_round: int = 0
+    ) -> torch.Tensor:
         """Compute a forward without dropout, with the given weights (usually an anchor) on the stage's device.
+        `next_round` is the round that the next stage evaluates.
 
         Returns:
             The encoded hidden state for the next stage. At the last stage it is the mean loss over the targets, a
@@ -255,7 +267,7 @@ class StageBackend:
         self.function.check(wire_inputs)
         outputs = self.function.evaluate(parameters, wire_inputs)
         if not self.is_last:
-            return self._boundary.encode(outputs, self.staging).wait()
+            return self.boundary_in(next_round).encode(outputs, self.staging).wait()
         return outputs.cpu() / max(1, samples.amount(wire_inputs).targets)
 
     # -- helpers -------------------------------------------------------------------------------------------------
@@ -296,7 +308,7 @@ class StageBackend:
             gradients, scale = self._gradients(forward, wire_gradient, of_weights=of_weights)
         if self.stage:
             input_gradient, *gradients = gradients
-            answer = self._boundary.encode(input_gradient if scale == 1.0 else input_gradient / scale, self.staging)
+            answer = forward.boundary.encode(input_gradient if scale == 1.0 else input_gradient / scale, self.staging)
         graph = forward._graph
         assert graph is not None
         # Waits for the device, because a gradient that is not finite could not be taken out of the sum again.

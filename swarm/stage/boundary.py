@@ -15,13 +15,13 @@ import torch
 from swarm.compression.codec import simple_codec
 from swarm.compression.quantize import ScaledHalf
 from swarm.config import RunConfig
-from swarm.rpc.wire import DTYPES, TensorSpec
+from swarm.rpc import wire as encodings
+from swarm.rpc.wire import DTYPES, NAMES, TensorSpec
 from swarm.stage.staging import Download, Staging
 from swarm.training import samples
 
 TOKENS = samples.TOKENS
-HIDDEN = "hidden"
-GRADIENT = "hidden_gradient"
+HIDDEN, GRADIENT = encodings.HIDDEN, encodings.GRADIENT
 
 _FP16 = ScaledHalf()
 
@@ -55,17 +55,18 @@ class Boundary:
         )
 
     def decode(self, wire: torch.Tensor, num_samples: int, length: int, staging: Staging) -> torch.Tensor:
-        """The inverse of `encode`: float32 (B, T, R) on the device. Raises MalformedMessage if `wire` is not a valid
-        encoding."""
-        shape = (num_samples, length, self.width)
-        if self.encoding == _FP16.name:
+        """The inverse of `encode`, in any encoding: float32 (B, T, R) on the device. Raises MalformedMessage if `wire`
+        is not a valid one."""
+        shape, encoding = (num_samples, length, self.width), NAMES[wire.dtype]
+        if encoding == _FP16.name:
             return staging.upload(wire[1:]).float().mul_(_FP16.scale(wire)).view(shape)
-        if self.encoding not in DTYPES:
-            wire = simple_codec(self.encoding).decode(wire.numpy().data, num_samples * length * self.width).view(shape)
+        if encoding not in DTYPES:
+            wire = simple_codec(encoding).decode(wire.numpy().data, num_samples * length * self.width).view(shape)
         return staging.upload(wire).float()
 
 
 def boundary_of(config: RunConfig) -> Boundary:
+    """`config` is that of the round to which the tensors belong."""
     assert config.wire.dtype != "auto", "the peer that begins a run fills it in"
     return Boundary(encoding=config.wire.dtype, width=config.model.hidden_width)
 

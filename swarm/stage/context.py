@@ -167,6 +167,10 @@ class StageContext:
     records: Records = field(default_factory=Records)
     variant: int = 0
 
+    def config_in(self, round_number: int) -> RunConfig:
+        """The run's configuration with the amendments that are in force in a round."""
+        return self.backend.weights.timeline.at(round_number)
+
     @property
     def block(self) -> Block:
         return Block(self.stage, self.variant)

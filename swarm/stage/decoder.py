@@ -26,7 +26,7 @@ from swarm.model.stage_module import StageModule
 from swarm.model.stages import layer_ranges
 from swarm.rpc.wire import ENCODINGS, require_in_range
 from swarm.stage.backend import StageBackend
-from swarm.stage.boundary import HIDDEN, boundary_of
+from swarm.stage.boundary import HIDDEN
 from swarm.stage.held_rounds import HeldRound
 from swarm.stage.runtime import Priority, Runtime
 
@@ -38,6 +38,8 @@ class Computed:
     cache: KeyValueCache
     scorer: Scorer
     """Used at the last stage."""
+    next_round: int = 0
+    """The round whose weights the next stage uses."""
 
 
 @dataclass(eq=False)
@@ -56,7 +58,7 @@ class Decoder:
         self._config = backend.config
         self._module = backend.module
         self._is_first, self._is_last = backend.stage == 0, backend.is_last
-        self._boundary = boundary_of(backend.config)
+        self._boundary_in = backend.boundary_in
         self._staging = backend.staging
         self._device = next(iter(backend.weights.masters.values())).device
         self._runtime = runtime
@@ -114,18 +116,19 @@ class Decoder:
         """What is to be computed for a step. If its input makes no sense, None, and the step's caller gets the
         error."""
         try:
-            hidden = None if self._is_first else torch.cat([self._decode(piece) for piece in step.hidden], dim=1)
+            hidden = None if self._is_first else torch.cat([self._decode(step, piece) for piece in step.hidden], dim=1)
         except BaseException as error:  # noqa: BLE001 - the caller raises it
             step.future.set_exception(error)
             return None
         num_logits = step.computed.scorer.num_logits(len(step.tokens))
         return NextPositions(cache=step.computed.cache, tokens=step.tokens, hidden_1TR=hidden, num_logits=num_logits)
 
-    def _decode(self, piece: Piece) -> torch.Tensor:
-        spec = self._boundary.spec(1, len(piece.tokens))
+    def _decode(self, step: _Step, piece: Piece) -> torch.Tensor:
+        boundary = self._boundary_in(step.computed.held.number)
+        spec = boundary.spec(1, len(piece.tokens))
         wire = torch.frombuffer(bytearray(piece.hidden), dtype=ENCODINGS[spec.encoding]).reshape(spec.shape)
         require_in_range(HIDDEN, wire)
-        return self._boundary.decode(wire, 1, len(piece.tokens), self._staging)
+        return boundary.decode(wire, 1, len(piece.tokens), self._staging)
 
     def _answer(self, step: _Step, output_NV: torch.Tensor | BaseException) -> None:
         if isinstance(output_NV, BaseException):
@@ -149,16 +152,17 @@ class Decoder:
         return Token(position, token, scorer.take())
 
     def _encode(self, step: _Step, output_TR: torch.Tensor) -> Piece:
-        wire = self._boundary.encode(output_TR[None], self._staging).wait().contiguous()
+        boundary = self._boundary_in(step.computed.next_round)
+        wire = boundary.encode(output_TR[None], self._staging).wait().contiguous()
         return Piece(step.tokens, wire.reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
 def session_bytes(config: RunConfig, stage: int, order: Order) -> int:
-    """The most bytes that a session takes at a stage: keys and values in float32, the hidden states that it sends on,
-    and scores."""
+    """The most bytes that a session takes at a stage: keys and values and the hidden states that it sends on, all in
+    float32, and scores."""
     num_scores = 0 if order.scoring is None else order.scoring.num_scores(order.num_positions)
     return order.num_positions * _position_bytes(config, stage) + num_scores * BYTES_OF_SCORE
 
 
 def _position_bytes(config: RunConfig, stage: int) -> int:
-    return cache_bytes(config.model, len(layer_ranges(config)[stage])) + boundary_of(config).spec(1, 1).num_bytes
+    return cache_bytes(config.model, len(layer_ranges(config)[stage])) + 4 * config.model.hidden_width

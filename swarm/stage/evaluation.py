@@ -87,7 +87,8 @@ class Evaluation:
         check_address(opening.address, run_id=self._config.run_id, block=self._stage.block)
         hop = self._stage.context.hop_on(opening.address.path)
         self._check(opening)
-        specs = request_specs(self._config, self._backend.stage, opening.num_samples, opening.sequence_length)
+        config = self._stage.context.config_in(opening.round)
+        specs = request_specs(config, self._backend.stage, opening.num_samples, opening.sequence_length)
         incoming.expect(specs, training=False)
         self._stage.held_rounds.find(opening.round)
         tensors = await incoming.tensors()
@@ -122,9 +123,12 @@ class Evaluation:
         self, caller: Caller, opening: pb.EvaluateOpen, tensors: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         async with self._turns.setdefault(caller, asyncio.Lock()), self._evaluating:
+            next_round = opening.later[0].round if opening.later else opening.round
             output, _ = await self._runtime.run(
                 # The weights are looked up only now, because an evaluation that waits must not keep a round's weights.
-                lambda: self._backend.evaluate(tensors, self._stage.held_rounds.find(opening.round).on(self._device)),
+                lambda: self._backend.evaluate(
+                    tensors, self._stage.held_rounds.find(opening.round).on(self._device), next_round
+                ),
                 # It has the age of a new forward: at a lower priority it would never have a turn at a bottleneck.
                 priority=Priority.FORWARD,
                 age=self._runtime.next_age(),

@@ -22,7 +22,7 @@ from swarm.rpc.serving import MESSAGE_SECONDS, Context, check_address, receive, 
 from swarm.rpc.v1 import generation_pb2 as pb
 from swarm.rpc.v1 import stage_pb2
 from swarm.rpc.v1.generation_pb2_grpc import GenerationServiceServicer
-from swarm.stage.boundary import Boundary, boundary_of
+from swarm.stage.boundary import Boundary
 from swarm.stage.call import SLOWEST_BYTES_PER_SECOND
 from swarm.stage.decoder import Computed, Decoder, session_bytes
 from swarm.stage.held_rounds import ROUND_SECONDS
@@ -74,6 +74,7 @@ class Session:
                 running = [tasks.create_task(work) for work in works]
                 if self.continuation is not None:
                     await self.continuation.begun.wait()
+                    self.computed.next_round = self.continuation.rounds[0]
                 if not standby:
                     await self._say_opened()
                 running.append(tasks.create_task(self._compute(first)))
@@ -169,7 +170,6 @@ class GenerationServicer(GenerationServiceServicer):
         self._stage = stage
         self._config = stage.context.config
         self._decoder = Decoder(stage.context.backend, stage.context.runtime, most_bytes=limits.max_bytes)
-        self._boundary = boundary_of(self._config)
         self._limits = limits
         retry_seconds = RETRY_SECONDS if limits.max_sessions else NEVER_SECONDS
         self._sessions = Quota("sessions", limits.max_sessions, retry_seconds=retry_seconds)
@@ -204,15 +204,15 @@ class GenerationServicer(GenerationServiceServicer):
             stack.enter_context(self._sessions.taken(name))
             stack.enter_context(self._bytes.taken(name, session_bytes(self._config, stage, order)))
             held = stack.enter_context(self._stage.held_rounds.held(await self._round(opening, name), name))
-            later = None
+            later, boundary = None, self._stage.context.backend.boundary_in(held.number)
             if hop is not None:
                 later = hop.continuation(
                     order, rounds=tuple(opening.rounds[1:]), newest_round=held.number,
-                    piece_bytes=self._boundary.spec(1, min(PIECE_TOKENS, order.num_positions)).num_bytes,
+                    piece_bytes=boundary.spec(1, min(PIECE_TOKENS, order.num_positions)).num_bytes,
                 )  # fmt: skip
             computed = Computed(order, held, self._decoder.cache(order), Scorer(order.scoring or NO_SCORING))
             session = Session(
-                context, computed, self._decoder, boundary=self._boundary, is_first=stage == 0, continuation=later,
+                context, computed, self._decoder, boundary=boundary, is_first=stage == 0, continuation=later,
                 on_token=self._count_token,
             )  # fmt: skip
             await session.run(standby=opening.standby)

@@ -22,7 +22,7 @@ from swarm.rpc.local import is_local
 from swarm.rpc.serving import Context, check_address, require_block, send
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceServicer
-from swarm.rpc.wire import Frame, frames
+from swarm.rpc.wire import Frame, TensorSpec, frames
 from swarm.stage.boundary import GRADIENT, request_specs
 from swarm.stage.call import Incoming
 from swarm.stage.computation import Computation
@@ -67,7 +67,6 @@ class StageServicer(StageServiceServicer):
         self._describe = describe
         self._rival_of = rival_of
         self._callers = Callers() if callers is None else callers
-        self._specs = request_specs(self._config, stage.number)
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeReply:
         # A process of another run describes itself: its answer names its run.
@@ -107,11 +106,12 @@ class StageServicer(StageServiceServicer):
         opening: pb.Open | None = await incoming.opening()
         if opening is None:
             raise MalformedMessage("a microbatch begins with Open")
+        specs = request_specs(self._stage.context.config_in(opening.round), self._stage.number)
         if opening.eager:
-            incoming.expect(self._specs, training=True)
+            incoming.expect(specs, training=True)
         check_address(opening.address, run_id=self._config.run_id, block=self._stage.block)
         microbatch = self._microbatch(opening)
-        computation = await self._compute(context, incoming, opening, microbatch)
+        computation = await self._compute(context, incoming, opening, microbatch, specs)
         try:
             with self._stage.answers.unacknowledged():
                 if await self._read_ack(incoming, opening):
@@ -145,15 +145,16 @@ class StageServicer(StageServiceServicer):
         return True
 
     async def _compute(
-        self, context: Context, incoming: Incoming, opening: pb.Open, microbatch: Microbatch
-    ) -> Computation:
+        self, context: Context, incoming: Incoming, opening: pb.Open, microbatch: Microbatch,
+        specs: Mapping[str, TensorSpec],
+    ) -> Computation:  # fmt: skip
         """Handle a microbatch from the admission to Done. Its slot is free again when the answer is sent."""
         slot = self._stage.admission.admit(microbatch, incoming.caller, has_others=opening.has_others)
         try:
             # Tensors that come with the opening have to be read in any case.
             tensors = await incoming.tensors() if opening.eager else self._stage.known_inputs(microbatch)
             if tensors is None:
-                incoming.expect(self._specs, training=True)
+                incoming.expect(specs, training=True)
             await send(context, pb.TrainReply(accepted=pb.Accepted(has_tensors=tensors is not None)))
             if tensors is None:
                 tensors = await incoming.tensors()

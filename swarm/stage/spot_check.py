@@ -217,11 +217,12 @@ class SpotCheck:
         Raises _NotShown, and other errors if nothing can be known.
         """
         size, following = self._config.data, self._backend.stage + 1
-        specs = request_specs(self._config, self._backend.stage)
+        config = self._stage.context.config_in(request.round)
+        specs = request_specs(config, self._backend.stage)
         # What the sender says of the loss accuses nobody: the peer has to show the same, and that is compared.
         loss = TensorSpec(shape=(1,), encoding="fp32")
-        outer = {**specs, **reply_specs(self._config, self._backend.stage), LOSS: loss}
-        spec = boundary_of(self._config).spec(size.microbatch_size, size.sequence_length)
+        outer = {**specs, **reply_specs(config, self._backend.stage), LOSS: loss}
+        spec = boundary_of(config).spec(size.microbatch_size, size.sequence_length)
         inner = {} if self._backend.is_last else {OUTPUT: spec, OUTPUT_GRADIENT: spec}
         try:
             tensors, _ = await self._ask(request, self._stage.block, request.checked_id, {**outer, **inner})

@@ -19,18 +19,20 @@ from swarm.data.microbatches import Microbatches
 from swarm.dht import keys
 from swarm.dht.records import seal
 from swarm.events import Commit
-from swarm.model.stages import build_transformer
 from swarm.training.optim import learning_rate
 from swarm.types import AmendmentsRecord, Block
 from tests.audit.honest import Lines, edit
 from tests.support import locked
 from tests.support.chain import DILOCO, SYNCHRONOUS, eventually
 from tests.support.locked import OWNER
+from tests.support.rounding import RoundingModel
 from tests.support.text_corpus import text_corpus
 from tests.support.whole_swarm import CLOCK, WholeSwarm, whole_swarm
 
 STEPS = 6
-SETTINGS = (2, "optimizer.learning_rate=3e-3"), (3, "averaging.codec=fp16"), (4, "data.weights=[1, 5]")
+SETTINGS = (
+    (2, "optimizer.learning_rate=3e-3"), (3, "averaging.codec=fp16"), (3, "wire.dtype=bf16"), (4, "data.weights=[1, 5]"),
+)  # fmt: skip
 """The round from which each amendment is in force."""
 LONGER = 4, "rounds.round_samples=32"
 """Another one, with DiLoCo."""
@@ -63,24 +65,25 @@ def _amended(config: RunConfig) -> Timeline:
 def _reference(timeline: Timeline, steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The losses and the parameters of one process, which takes its rate from the timeline."""
     config = timeline.config
-    model, size = build_transformer(config, device="cpu"), config.microbatches_per_round
-    given = config.optimizer
+    model, size, given = RoundingModel(config), config.microbatches_per_round, config.optimizer
+    parameters = dict(pair for stage in model.stages for pair in stage.named_parameters())
     adamw = torch.optim.AdamW(
-        model.parameters(), betas=(given.beta1, given.beta2), eps=given.epsilon, weight_decay=0.0
+        parameters.values(), betas=(given.beta1, given.beta2), eps=given.epsilon, weight_decay=0.0
     )  # fmt: skip
     losses = []
     for step in range(steps):
         data = _data(timeline.at(step))
         batch = torch.cat([torch.from_numpy(data.tokens(i)).long() for i in range(step * size, (step + 1) * size)])
-        loss = model.summed_loss({"tokens": batch.int()}) / batch[:, 1:].numel()
-        loss.backward()  # type: ignore[no-untyped-call]  # torch's
+        model.config = timeline.at(step)
+        loss = model.loss(batch, None)
+        torch.autograd.backward(loss)
         losses.append(float(loss.detach()))
-        torch.nn.utils.clip_grad_norm_(model.parameters(), given.clip_norm)
+        torch.nn.utils.clip_grad_norm_(parameters.values(), given.clip_norm)
         now = timeline.at(step).gradient_step
         adamw.param_groups[0]["lr"] = learning_rate(now, step * config.rounds.round_samples)
         adamw.step()
         adamw.zero_grad()
-    return losses, dict(model.named_parameters())
+    return losses, parameters
 
 
 def _say(swarm: WholeSwarm, timeline: Timeline) -> Awaitable[bool]:

@@ -214,7 +214,7 @@ async def test_a_microbatch_of_a_path_that_stands_still_is_given_back_after_a_wh
 
     def make(*, empty_seconds: float) -> Hop:
         return Hop(
-            run_id="run", block=banned.block, reply_specs={}, router=router, channels=ChannelPool(insecure=True),
+            run_id="run", block=banned.block, router=router, channels=ChannelPool(insecure=True),
             clock=clock, limits=HopLimits(empty_seconds=empty_seconds),
         )  # fmt: skip
 

@@ -29,7 +29,7 @@ from swarm.rpc.callers import Callers
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.tls import CLIENT_OPTIONS
 from swarm.rpc.v1.stage_pb2 import Address
-from swarm.stage.boundary import HIDDEN, TOKENS, reply_specs
+from swarm.stage.boundary import HIDDEN, TOKENS
 from swarm.training.samples import Microbatch
 from swarm.types import PROTOCOLS, Block, PeerRecord
 from tests.support import locked
@@ -114,9 +114,8 @@ async def running(
     )  # fmt: skip
     channels = ChannelPool(identity=honest)
     hop = Hop(
-        run_id=config.run_id, block=Block(STAGE), reply_specs=reply_specs(config, STAGE), router=router,
-        channels=channels, clock=clock,
-    )  # fmt: skip
+        run_id=config.run_id, block=Block(STAGE), router=router, channels=channels, clock=clock
+    )
     async with cancelled_tasks() as tasks:
         server = PeerServer(member, [options], tasks)
         async with server.serving(HERE):

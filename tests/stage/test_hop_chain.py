@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from swarm.config import RunConfig, WireConfig
+from swarm.config import Amendment, RunConfig, WireConfig
 from swarm.model.stages import build_transformer
 from swarm.stage.boundary import TOKENS, reply_specs, request_specs
 from swarm.stage.buckets import Version
@@ -31,6 +31,7 @@ from tests.support.chain import (
     samples_of,
     tokens,
 )
+from tests.support.locked import OWNER
 from tests.support.partial import partial_config
 from tests.support.rounding import RoundingModel, rounding_reference
 
@@ -72,12 +73,15 @@ async def test_a_chain_accumulates_the_gradient_of_one_process(config: RunConfig
 
 
 @ANY_HOP
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "int8"])
-async def test_a_chain_that_rounds_is_one_process_that_rounds_there(dtype: Any) -> None:
-    """The same holds for its evaluation. Token ids are not rounded."""
-    config = dataclasses.replace(DROPOUT, wire=WireConfig(dtype=dtype))
+@pytest.mark.parametrize(("dtype", "before"), [("bf16", "int8"), ("fp16", ""), ("int8", "")])
+async def test_a_chain_that_rounds_is_one_process_that_rounds_there(dtype: Any, before: Any) -> None:
+    """The same holds for its evaluation. Token ids are not rounded. One run began with another type."""
+    config = dataclasses.replace(DROPOUT, wire=WireConfig(dtype=dtype), owner=OWNER.authority.fingerprint)
+    begun = dataclasses.replace(config, wire=WireConfig(dtype=before or dtype))
     batch = tokens(config, 99)
-    async with running_chain(config) as chain:
+    async with running_chain(begun) as chain:
+        for timeline in [peer.weights.timeline for peer in chain.peers if before]:
+            timeline.add([Amendment.sign(OWNER, timeline, 0, [f"wire.dtype={dtype}"]).text])
         losses = await chain.train_all(range(4))
         expected_losses, expected = rounding_reference(config, range(4))
         assert losses == pytest.approx(expected_losses, rel=1e-4)

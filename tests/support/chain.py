@@ -44,7 +44,7 @@ from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 from swarm.rpc.wire import NewBytes, add_stage_servicer, new_bytes
 from swarm.stage.backend import StageBackend
-from swarm.stage.boundary import TOKENS, reply_specs
+from swarm.stage.boundary import TOKENS
 from swarm.stage.context import StageContext, StageLimits
 from swarm.stage.generation import GenerationServicer, SessionLimits
 from swarm.stage.graphs import GraphBudget
@@ -428,7 +428,7 @@ def _hop(
     """The hop from `stage` to the next one, with its router and channels."""
     router, channels = Router(clock, random.Random(0), own_id), ChannelPool(insecure=True)
     hop = Hop(
-        run_id=config.run_id, block=Block(stage + 1), reply_specs=reply_specs(config, stage + 1), router=router,
+        run_id=config.run_id, block=Block(stage + 1), router=router,
         channels=channels, clock=clock, limits=limits, memory=memory, own=own, check_share=check_share,
         drifts=not config.rounds.synchronous,
     )  # fmt: skip

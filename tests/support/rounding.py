@@ -50,23 +50,23 @@ class RoundingModel(torch.nn.Module):
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__()
-        self._config = config
-        self._stages = [build_stage(config, stage, device="cpu") for stage in range(config.stages.num_stages)]
+        self.config = config
+        self.stages = [build_stage(config, stage, device="cpu") for stage in range(config.stages.num_stages)]
 
     def loss(self, tokens_BT1: torch.Tensor, key: DropoutKey | None) -> torch.Tensor:
         """The mean loss in nats per token."""
         tokens_BT = tokens_BT1[:, :-1].long()
         hidden = tokens_BT
-        for number, stage in enumerate(self._stages):
+        for number, stage in enumerate(self.stages):
             if number > 0:
-                hidden = _Boundary.apply(hidden, self._config.wire.dtype)  # type: ignore[no-untyped-call]
-            context = {"tokens_BT": tokens_BT} if self._config.model.bottleneck_dim else {}
+                hidden = _Boundary.apply(hidden, self.config.wire.dtype)  # type: ignore[no-untyped-call]
+            context = {"tokens_BT": tokens_BT} if self.config.model.bottleneck_dim else {}
             hidden = stage(hidden, dropout_key=key, **context)
         targets_BT = tokens_BT1[:, 1:].long()
         return torch.nn.functional.cross_entropy(hidden.flatten(0, 1), targets_BT.flatten())
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        parameters = [pair for stage in self._stages for pair in stage.named_parameters()]
+        parameters = [pair for stage in self.stages for pair in stage.named_parameters()]
         return {name: p.grad for name, p in parameters if p.grad is not None}
 
 

@@ -143,7 +143,7 @@ class WholeSwarm:
         paths = TrainerPaths(config, CLOCK, known.peers, chosen)
         hops = {
             block: Hop(
-                run_id=config.run_id, block=block, reply_specs={}, router=router, channels=channels, clock=CLOCK,
+                run_id=config.run_id, block=block, router=router, channels=channels, clock=CLOCK,
                 events=log, limits=HopLimits.of(config, block),
                 check_share=config.rounds.check_share, drifts=not config.rounds.synchronous,
             )
@@ -186,7 +186,7 @@ class WholeSwarm:
         directory = Directory(self.store, own, self.config.run_id, CLOCK)
         await KnownPeers(router).look(directory, self.config.blocks)
         yield Hop(
-            run_id=self.config.run_id, block=Block(0), reply_specs={}, router=router, channels=channels, clock=CLOCK
+            run_id=self.config.run_id, block=Block(0), router=router, channels=channels, clock=CLOCK
         )
         await channels.close()
 

@@ -26,7 +26,7 @@ from swarm.machine.clock import SystemClock
 from swarm.metrics import read as read_metrics
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
-from swarm.stage.boundary import GRADIENT, HIDDEN, reply_specs
+from swarm.stage.boundary import GRADIENT, HIDDEN
 from swarm.training.samples import Microbatch
 from swarm.types import Block, PeerRecord, PeerState
 
@@ -167,11 +167,9 @@ class SwarmProcesses:
         router, channels = Router(clock, random.Random(0)), ChannelPool(identity=identity)
         records = [record for peer in self.peers for record in peer.records if record.stage == stage]
         router.update(Block(stage), records)
-        specs = reply_specs(self.config, stage) if trains else {}
         hop = Hop(
             run_id=self.config.run_id,
             block=Block(stage),
-            reply_specs=specs,
             router=router,
             channels=channels,
             clock=clock,

@@ -187,7 +187,7 @@ async def trainer(
     router = Router(clock, random.Random(0))
     router.update(Block(0), [record for peer in peers if (record := await peer.record(0)) is not None])
     channels = ChannelPool(insecure=True)
-    hop = Hop(run_id=config.run_id, block=Block(0), reply_specs={}, router=router, channels=channels, clock=clock)
+    hop = Hop(run_id=config.run_id, block=Block(0), router=router, channels=channels, clock=clock)
 
     async def train(index: int) -> HopReply:
         microbatch = Microbatch(
