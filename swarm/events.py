@@ -238,6 +238,8 @@ class Commit(Event):
     """The digest of the block's tally after the round; empty if counting begins anew."""
     tally_since: int = 0
     """The first round that is in that tally."""
+    next_microbatch: int | None = None
+    """Synchronous, once an amendment has changed the size of rounds: the first microbatch of the next round."""
     carried: int = 0
     """The samples that count towards the next round: those since the closing, or since the round began if this peer
     took no part in it."""
@@ -267,6 +269,8 @@ class Install(Event):
     parent: str | None = None
     """If this lineage is a checkpoint's under a new name, because it entered at a later round: the checkpoint's own
     lineage."""
+    first_microbatch: int | None = None
+    """Synchronous, once an amendment has changed the size of rounds: the first microbatch of the round."""
     carried: int = 0
     """Samples that count towards the round: what was learnt from them was kept, and is in no average yet."""
 

@@ -16,7 +16,7 @@ from peers.status.contributions import Tallies
 from peers.status.figure import Column, figures, needed_columns
 from peers.status.peer_row import PeerRow
 from peers.status.view import Joining, SwarmView, TrainerRow
-from swarm.config import RunConfig
+from swarm.config import RunConfig, Timeline
 from swarm.errors import SwarmError
 from swarm.machine.clock import Clock
 from swarm.machine.words import counted
@@ -25,11 +25,19 @@ logger = logging.getLogger(__name__)
 
 
 def about(config: RunConfig) -> dict[str, Any]:
-    model, rounds = config.model, config.rounds
-    stages, tokens = counted(config.stages.num_stages, "stage"), counted(config.data.sequence_length, "token")
     return {
         "name": config.run,
         "run": config.run_id,
+        "paths": [[block.label for block in config.blocks_of(path)] for path in range(len(config.paths))],
+        "figures": {"peer": _explained(PeerRow), "trainer": _explained(TrainerRow)},
+    }
+
+
+def sizes(config: RunConfig) -> dict[str, Any]:
+    """What an amendment may change. `config` is the one that is in force."""
+    model, rounds = config.model, config.rounds
+    stages, tokens = counted(config.stages.num_stages, "stage"), counted(config.data.sequence_length, "token")
+    return {
         "facts": {
             "Setting": "synchronous" if rounds.synchronous else "DiLoCo",
             "Model": f"{counted(model.num_layers, 'layer')} of {model.d_model} in {stages}",
@@ -37,8 +45,6 @@ def about(config: RunConfig) -> dict[str, Any]:
             "Access": "locked" if config.owner else "open to all",
         },
         "round_samples": {str(block): config.round_samples_of(block) for block in config.blocks},
-        "paths": [[block.label for block in config.blocks_of(path)] for path in range(len(config.paths))],
-        "figures": {"peer": _explained(PeerRow), "trainer": _explained(TrainerRow)},
     }
 
 
@@ -90,13 +96,13 @@ def _explained(record: type) -> Mapping[str, Mapping[str, Any]]:
 
 
 TALLY_SECONDS = 10.0
-"""The least time between two questions for the tally."""
+"""The least time between two questions for the tally, and for amendments."""
 SECONDS_PER_PEER = 0.01
 """The time between two views is at least this times the number of peers, because each peer that is asked costs work."""
 
 
 class Place(Protocol):
-    config: RunConfig
+    timeline: Timeline
     joining: Joining
 
     async def view(self) -> SwarmView:
@@ -105,6 +111,10 @@ class Place(Protocol):
 
     async def tallies(self) -> Tallies:
         """Ask for what each peer has given since the run began. Raises SwarmError."""
+        ...
+
+    async def hear_amendments(self) -> None:
+        """Take in the run's amendments. Raises SwarmError."""
         ...
 
 
@@ -116,7 +126,9 @@ class Watcher:
         self._interval_seconds = interval_seconds
         self._seen: SwarmView | None = None
         self._tallied_at = -math.inf
-        self._state: dict[str, Any] = about(place.config) | {"fault": "", "interval_seconds": interval_seconds}
+        config = place.timeline.config
+        self._state: dict[str, Any] = about(config) | sizes(config)
+        self._state |= {"fault": "", "interval_seconds": interval_seconds}
 
     @property
     def state(self) -> Mapping[str, Any]:
@@ -149,20 +161,21 @@ class Watcher:
         if self._state["fault"]:
             self.history.happened(Line("good", "the run can be seen again"), at)
         figures = self.history.add(self._seen, view, at)
-        await self._tally()
+        await self._ask_seldom()
         self._seen = view
-        self._state = self._state | present(view, self.history) | {
+        self._state = self._state | sizes(self._place.timeline.at(view.round)) | present(view, self.history) | {
             "at": at,
             "figures_now": figures,
             "fault": "",
             "join": how_to_join(self._place.joining),
         }  # fmt: skip
 
-    async def _tally(self) -> None:
+    async def _ask_seldom(self) -> None:
         if (now := self._clock.monotonic()) - self._tallied_at >= TALLY_SECONDS:
             self._tallied_at = now
             with contextlib.suppress(SwarmError):
                 self.history.contributions.take(await self._place.tallies())
+                await self._place.hear_amendments()
 
     def _failed(self, reason: str) -> None:
         if not self._state["fault"]:

@@ -141,9 +141,7 @@ async def _engines(
     """Make an engine for each path, and inside the block keep the peers of stage 0 up to date."""
     known, channels, clock, config = member.known, member.channels, member.clock, member.config
     hops = {
-        block: Hop(
-            run_id=config.run_id, block=block, router=known.router, channels=channels, clock=clock
-        )
+        block: Hop(run_id=config.run_id, block=block, router=known.router, channels=channels, clock=clock)
         for block in blocks
         if block.stage == 0
     }

@@ -168,7 +168,8 @@ def choose(
         rounds = {others.rounds[partner] for partner in bound}
         ahead = {partner for partner in bound if others.rounds[partner] == max(rounds)}
         can_repeat = config.rounds.synchronous and ahead <= others.repeating
-        return _begin_with(_at_their_round(block, shapes, rounds, folder, options, can_repeat=can_repeat))
+        at_theirs = _at_their_round(block, shapes, rounds, folder, options, can_repeat=can_repeat)
+        return _begin_with(at_theirs, block)
     if others.rounds and others.latest == 0:
         raise Fatal("the run begins anew at round 0: start its first peer with --resume as well, or leave --resume out")
     wanted = options.round_number
@@ -182,7 +183,7 @@ def choose(
         raise Fatal(f"{folder.path} has no sound checkpoint{of_round} with all of stage {block}{why}")
     if others.rounds and restored.round != others.latest:
         return _enter_late(config, block, restored, others)
-    return _begin_with(restored)
+    return _begin_with(restored, block)
 
 
 def say_changes(checkpoint: RunConfig, run: RunConfig, *, round_number: int, run_samples: int) -> None:
@@ -257,10 +258,11 @@ def _at_their_round(
     )
 
 
-def _begin_with(restored: Restored) -> Beginning:
+def _begin_with(restored: Restored, block: Block) -> Beginning:
     # A synchronous round has microbatches of its own: of later ones some were seen, and none was learnt.
     is_exact = restored.config.rounds.synchronous
-    highest = restored.round * restored.config.microbatches_per_round - 1 if is_exact else restored.highest_microbatch
+    present = restored.config.indices_after(restored.run_samples, block)
+    highest = present.start - 1 if is_exact else restored.highest_microbatch
     return Beginning(
         restored=restored, round=restored.round, run_samples=restored.run_samples, lineage=restored.lineage,
         highest_microbatch=highest,

@@ -77,7 +77,7 @@ def group_lead(averager: Averager) -> GroupLead:
     if not view.is_leader:
         return GroupLead(leader_id=PeerId(view.leader_id), view=None)
     round_view = RoundView(
-        round=view.round, committed=view.shown, counted=view.counted, lost=view.lost,
+        round=view.round, microbatches=view.microbatches, committed=view.shown, counted=view.counted, lost=view.lost,
         highest_microbatch=view.highest_microbatch, quiet_seconds=view.quiet_seconds,
         awaits_reports=averager.awaits_reports(), misses_member=averager.misses_member(),
         complete=view.complete,

@@ -20,7 +20,7 @@ from peers.status.answer import Answer, LastPeer
 from peers.status.contributions import Tallies
 from peers.status.peer_row import PeerRow
 from peers.status.view import Joining, StageRow, SwarmView, TrainerRow
-from swarm.config import RunConfig
+from swarm.config import RunConfig, Timeline
 from swarm.credentials.identity import Identity, generate
 from swarm.dht import keys
 from swarm.dht import node as dht_node
@@ -183,6 +183,8 @@ class Lookout:
         """`on_peers` is called with the records of the peers that serve, after each reading of the directory.
         `asks_all`: also of a large block every peer is asked."""
         self.config = config
+        self.timeline = Timeline(config)
+        """The amendments that were heard of, if somebody asked for them."""
         self._directory = directory
         self._channels = channels
         self._on_peers = on_peers
@@ -204,6 +206,11 @@ class Lookout:
         self.joining = Joining.at(self.config, entries_of(rows), insecure=self._channels.is_insecure)
         paths = self.config.paths if len(self.config.paths) > 1 else ()
         return dataclasses.replace(view, join_command=self.joining.peer, paths=paths)
+
+    async def hear_amendments(self) -> None:
+        """Take in the run's amendments. An open run has none. Raises what RecordStore.get raises."""
+        for record in await self._directory.amendments() if self.config.owner else ():
+            self.timeline.hear(record.amendments, record.peer_id)
 
     async def tallies(self) -> Tallies:
         """The tally of each block, as its peers give it now: the one that most of them have signed. Raises what

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from swarm.config import RunConfig
+from swarm.config import Timeline
 from swarm.data.corpora import Corpus
 from swarm.data.microbatches import HeldOutLoss
 from swarm.pipeline.train_loop import Step
@@ -23,7 +23,7 @@ class Figures:
     """The figures of one run of the trainer. Only microbatches that this trainer ran, and their targets, are
     counted."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, timeline: Timeline) -> None:
         self.first_step = 0
         self.step_number = 0
         self.first_loss: float | None = None
@@ -39,8 +39,8 @@ class Figures:
         """Of the whole swarm, in the last step."""
         self.run_samples: int | None = None
         """None before the first step."""
-        self._round_samples = config.rounds.round_samples
-        self._sequence_length = config.data.sequence_length
+        self._timeline = timeline
+        self._sequence_length = timeline.config.data.sequence_length
         self._seconds = 0.0
 
     def begin(self, first_step: int) -> None:
@@ -56,7 +56,7 @@ class Figures:
         self.num_microbatches += totals.num_microbatches
         self.num_rerouted += totals.num_rerouted
         self._seconds += step.seconds
-        usual, before = self._round_samples, self.run_samples
+        usual, before = self._timeline.at(step.number - 1).rounds.round_samples, self.run_samples
         if report:
             self.run_samples = report.run_samples
         else:

@@ -138,7 +138,7 @@ async def run(
     report = Report(
         config, steps=0 if options.evaluate_only else options.steps, output=options.output, metrics=metrics,
         console=Screen(stderr=True), clock=member.clock,
-        remedy=lambda block: cure_of(block, member, insecure=options.insecure),
+        remedy=lambda block: cure_of(block, member, insecure=options.insecure), timeline=member.timeline,
     )  # fmt: skip
     with metrics, report:
         session = make_session(options, member, paths, data, watcher, report, events, rerouting)

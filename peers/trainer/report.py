@@ -18,7 +18,7 @@ from rich.progress import (
 )
 
 from peers.trainer.figures import Figure, Figures
-from swarm.config import RunConfig
+from swarm.config import RunConfig, Timeline
 from swarm.data.corpora import Corpus
 from swarm.data.microbatches import HeldOutLoss
 from swarm.hop.answers import Obstacle
@@ -46,14 +46,14 @@ class Report(contextlib.AbstractContextManager["Report"]):
 
     def __init__(
         self, config: RunConfig, *, steps: int, output: Path, metrics: MetricsLog, console: Console, clock: Clock,
-        remedy: Callable[[Block], str],
+        remedy: Callable[[Block], str], timeline: Timeline | None = None,
     ) -> None:  # fmt: skip
         """With 0 `steps` there is only an evaluation. `remedy` says what the user can do about a block without a
-        peer."""
+        peer. `timeline` has the amendments, if there can be any."""
         self._clock = clock
-        self._config = config
+        self._timeline = timeline or Timeline(config)
         self._steps = steps
-        self.figures = Figures(config)
+        self.figures = Figures(self._timeline)
         self._output = output
         self._metrics = metrics
         self._console = console
@@ -105,7 +105,8 @@ class Report(contextlib.AbstractContextManager["Report"]):
         self._metrics.event(self.figures.step_number, f"stage {block} {what}")
 
     def within(self, num_microbatches: int) -> None:
-        share = min(0.99, num_microbatches / self._config.microbatches_per_round)
+        config = self._timeline.at(self.figures.step_number)
+        share = min(0.99, num_microbatches / config.microbatches_per_round)
         self._bar.update(self._task, completed=self.figures.step_number - self.figures.first_step + share)
 
     def step(self, step: Step, validation: HeldOutLoss | None) -> None:

@@ -85,7 +85,8 @@ def judge(start: Start, rounds: CommittedRounds, findings: Findings, *, files: i
         if unknown and TRAINER_BLOCK in seen:
             round_.violation(findings, "counts, but no trainer acknowledged it", list(unknown))
         if start.setting == "synchronous":
-            _check_complete(round_, round_.microbatches, start, findings)
+            wanted = rounds.indices(round_, start.round_microbatches)
+            _check_complete(round_, round_.microbatches, wanted, start, findings)
     if start.setting == "synchronous":
         _check_together(start, rounds, findings)
     branches = {block: _main_branch(block, start, rounds, findings) for block in start.blocks}
@@ -126,9 +127,9 @@ def _check_all_seen(start: Start, seen: Set[Block], findings: Findings) -> None:
 # -- each round --------------------------------------------------------------------------------------------------------
 
 
-def _check_complete(round_: CommittedRound, microbatches: IdSet, start: Start, findings: Findings) -> None:
-    size = start.round_microbatches
-    indices = range(round_.number * size, (round_.number + 1) * size)
+def _check_complete(
+    round_: CommittedRound, microbatches: IdSet, indices: range, start: Start, findings: Findings
+) -> None:
     wanted = IdSet(index for index in indices if start.passes(index, round_.block))
     if missing := wanted.without(microbatches):
         findings.missing += len(missing)
@@ -141,7 +142,8 @@ def _check_amended(branches: Iterable[Sequence[CommittedRound]], findings: Findi
     first: dict[int, CommittedRound] = {}
     for round_ in chain.from_iterable(branches):
         other = first.setdefault(round_.number, round_)
-        if other.event.amended != round_.event.amended:
+        same = "amended", "next_microbatch"
+        if any(getattr(other.event, name) != getattr(round_.event, name) for name in same):
             files = round_.files | other.files
             round_.violation(findings, f"was amended otherwise than at stage {other.block}", files=files)
 

@@ -123,6 +123,9 @@ class CommittedRounds:
         self._waiting: dict[tuple[Block, str, str], dict[str, _Prepared]] = defaultdict(dict)
         """Contributions to results that no file has been seen to commit yet, by block, parent and result."""
         self._unmerged: dict[tuple[Block, str, str], CommittedRound] = {}
+        self._first_microbatches: dict[tuple[Block, str], int] = {}
+        """Synchronous, once an amendment has changed the size of rounds: the first microbatch of the round that follows
+        from a state, by block and lineage."""
         self._states: dict[tuple[Block, str], tuple[str, str]] = {}
         """The digest of each state, and the first file that gave it, by block and lineage."""
         self._ballots: dict[tuple[Block, str], set[Ballot]] = defaultdict(set)
@@ -167,17 +170,23 @@ class CommittedRounds:
         # Releases that keep no tally leave out what each member gave.
         if event.given and not known.event.given:
             known.event = replace(known.event, given=event.given)
-        same = "parent", "round", "samples", *(("given",) if event.given else ())
+        same = "parent", "round", "samples", "next_microbatch", *(("given",) if event.given else ())
         if any(getattr(known.event, name) != getattr(event, name) for name in same):
             files = [file, *known.files]
             what = "two peers give one lineage different contents"
             self._findings.violation(what, block=block, round=event.round, files=files)
         known.files.add(file)
+        self.began(block, event.lineage, event.next_microbatch)
         if event.tally:
             known.tallies.add((event.tally_since, event.tally))
         if at is not None:
             boot, monotonic = at
             known.committed_at[boot] = min(monotonic, known.committed_at.get(boot, monotonic))
+
+    def began(self, block: Block, lineage: str, first_microbatch: int | None) -> None:
+        """Note with which microbatch the round begins that follows from a state, if it is another one than usual."""
+        if first_microbatch is not None:
+            self._first_microbatches.setdefault((block, lineage), first_microbatch)
 
     def entered(self, block: Block, lineage: str, *, renamed_from: str | None, is_beginning: bool) -> None:
         """Note that a peer installed a whole state. `renamed_from` is the lineage that this one continues under another
@@ -276,6 +285,12 @@ class CommittedRounds:
             if given.keys() >= set(first.members):
                 held = [prepared.contribution for prepared in given.values()]
                 yield first.contribution.block, first.contribution.round, _latest(held)
+
+    def indices(self, round_: CommittedRound, usual_size: int) -> range:
+        """Synchronous: the microbatches that a round has to consist of, those of other paths among them."""
+        first = self._first_microbatches.get((round_.block, round_.event.parent), round_.number * usual_size)
+        end = round_.event.next_microbatch
+        return range(first, (round_.number + 1) * usual_size if end is None else end)
 
     def held_back(self, block: Block, fragment: int, since_round: int) -> IdSet:
         """The microbatches of `held` that processes ended with at this round or later."""

@@ -159,6 +159,9 @@ class History:
         return self._lives[block]
 
 
+_IN_ANOTHER_ROUND = "accumulated in another round than its own"
+
+
 class _Life:
     """One block from the time when a process begins to serve it until it begins to serve it again.
 
@@ -184,7 +187,10 @@ class _Life:
         )
         self._begin_round()
 
-    def _begin_round(self) -> None:
+    def _begin_round(self, first_microbatch: int | None = None) -> None:
+        usual = self.round * self._start.round_microbatches
+        self._first_microbatch = usual if first_microbatch is None else first_microbatch
+        """Synchronous: the first microbatch of the present round."""
         self._closing: Closing | None = None
         """The newest closing of the present round."""
         self._prepared: tuple[str, Closing] | None = None
@@ -193,6 +199,8 @@ class _Life:
         self._begun: tuple[int, str] | None = None
         self._most_samples = 0
         """How many of its samples can count in the attempt that it has begun."""
+        self._beyond: list[int] = []
+        """Synchronous: what it has accumulated of later rounds, if this round has the size with which the run began."""
         self._attempts: dict[int, Closing | None] = {}
         """The attempts that it has begun in the present round, and the closing with which it did."""
 
@@ -247,8 +255,10 @@ class _Life:
                 self._rounds.held(self._block, fragment, self.round, microbatches)
 
     def _accumulate(self, event: Accumulate) -> None:
-        if self._is_synchronous and event.microbatch // self._start.round_microbatches != self.round:
-            self._violation("accumulated in another round than its own", [event.microbatch])
+        if self._is_synchronous and event.microbatch < self._first_microbatch:
+            self._violation(_IN_ANOTHER_ROUND, [event.microbatch])
+        if event.microbatch >= self._first_microbatch + self._start.round_microbatches:
+            self._beyond.append(event.microbatch)
         if not self._start.passes(event.microbatch, self._block):
             self._violation("accumulated, though its path leads elsewhere", [event.microbatch])
         if event.only_at not in (None, self._block.stage):
@@ -310,13 +320,16 @@ class _Life:
         self._holdings.commit(event, closing, is_member=is_member)
         at = (self._start.boot, line.monotonic) if self._is_synchronous and self._start.boot else None
         self._rounds.committed(self._block, event, file=self._name, at=at)
+        if self._is_synchronous and self._beyond and not event.amended:
+            self._violation(_IN_ANOTHER_ROUND, self._beyond)
         self.round, self._lineage = event.round + 1, event.lineage
-        self._begin_round()
+        self._begin_round(event.next_microbatch)
 
     def _install(self, event: Install) -> None:
         self._holdings.install(event.carried)
-        self._begin_round()
         self.round, self._lineage, self._entered_round = event.round, event.lineage, event.round
+        self._begin_round(event.first_microbatch)
+        self._rounds.began(self._block, event.lineage, event.first_microbatch)
         self._rounds.stood(self._block, event.round, event.lineage, event.state, self._name)
         is_beginning = event.source in ("initial", "checkpoint")
         self._rounds.entered(self._block, event.lineage, renamed_from=event.parent, is_beginning=is_beginning)

@@ -211,12 +211,12 @@ class Succession:
             self.roster.passed_over.see(leader_id)
 
     def _is_whole(self, told: dict[PeerId, Progress]) -> bool:
-        number = self.place.standing.round
-        here = {peer: progress for peer, progress in told.items() if progress.round == number}
+        standing = self.place.standing
+        here = {peer: progress for peer, progress in told.items() if progress.round == standing.round}
         committed = frozenset[int]().union(*(progress.committed for progress in here.values()))
         num_samples = sum(progress.num_samples for progress in here.values())
-        config = self.place.timeline.at(number)
-        is_whole = is_complete(config, self.context.own.block, number, committed, num_samples)
+        config = self.place.timeline.at(standing.round)
+        is_whole = is_complete(config, self.context.own.block, standing.run_samples, committed, num_samples)
         return is_whole and self.watch.has_quorum(here.keys())
 
     async def _pass_over(self, peer_id: PeerId) -> None:

@@ -8,7 +8,6 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Callable, Collection, Set
-from functools import partial
 
 from swarm.averaging.agreement import messages
 from swarm.averaging.agreement.messages import Standing
@@ -42,12 +41,11 @@ class Roster:
         """`is_elsewhere` tells whether a peer is known to be on another branch that this peer does not follow."""
         config, block = context.config, context.own.block
         self.contacts = Contacts(context)
-        self.reports = RoundReports(partial(config.microbatches_of, block=block) if config.rounds.synchronous else None)
-        self._timeline = timeline
+        self.reports = RoundReports(self.microbatches_at if config.rounds.synchronous else None)
+        self._timeline, self._block = timeline, block
         self.suspicions = Suspicions(context.clock, context.timing)
         self.passed_over = PassedOver(context.own_id)
         self._own_id = context.own_id
-        self._block = block
         self._clock = context.clock
         self._timing = context.timing
         self._branches_yield = not config.averaging.needs_majority
@@ -56,6 +54,10 @@ class Roster:
         self._answered_at: dict[PeerId, float] = {}
         """When each peer gave its last sign of life."""
         self._moved_at = context.clock.monotonic()
+
+    def microbatches_at(self, standing: Standing) -> Collection[int]:
+        """Synchronous: the microbatches of the round at which a peer stands."""
+        return self._timeline.at(standing.round).microbatches_after(standing.run_samples, self._block)
 
     # -- news --------------------------------------------------------------------------------------------------------
 
@@ -90,7 +92,7 @@ class Roster:
         """Note what a peer's answer says about the round. A leader's answer names the microbatches of all members,
         since any may lead next."""
         progress = self.progress(standing, reply, -1)
-        self.reports.count(self.reports.named(standing.round, reply.counted_gaps))
+        self.reports.count(self.reports.named(standing, reply.counted_gaps))
         self.reports.hear(peer_id, Report(progress=progress, prepared=None, heard_at=self._clock.monotonic()))
 
     def progress(
@@ -102,7 +104,7 @@ class Roster:
             lineage=standing.lineage,
             run_samples=standing.run_samples,
             num_samples=min(told.num_samples, most_samples(self._timeline.at(standing.round), self._block)),
-            committed=self.reports.named(standing.round, told.committed_gaps),
+            committed=self.reports.named(standing, told.committed_gaps),
             highest_microbatch=highest_microbatch,
         )
 

@@ -20,7 +20,7 @@ from swarm.averaging.agreement.blame import SLOW, AttemptFailed, Blame, require_
 from swarm.averaging.agreement.group import Ballot
 from swarm.averaging.agreement.messages import Standing
 from swarm.averaging.agreement.place import Decision, Place
-from swarm.averaging.agreement.rules import Begun, duplicates, unfinished
+from swarm.averaging.agreement.rules import Begun, superfluous, unfinished
 from swarm.averaging.barrier import Barrier
 from swarm.averaging.led_exchanges import LedExchanges
 from swarm.averaging.vectors.shared import TiedParameters
@@ -113,28 +113,29 @@ class Round:
         require_true_results(begun, ballot)
         if unfinished(begun) is not None:
             return begun
+        block, config = self.context.own.block, timeline.under(amended)
         if self.context.config.rounds.synchronous:
+            of_round = config.microbatches_after(standing.run_samples, block)
             # This can take long: a member computes again the microbatches that it drops, or those that it keeps.
-            drops = {peer: request(drop) for peer, drop in duplicates(begun).items()}
+            drops = {peer: request(drop) for peer, drop in superfluous(begun, of_round).items()}
             for peer, reply in (await self._ask_to_close(members, drops)).items():
                 if isinstance(reply, SwarmError) or reply.HasField("refusal"):
                     raise self.blame.failure("a member could not drop a duplicate", {peer: reply})
                 begun[peer] = reply
-        block, config = self.context.own.block, timeline.under(amended)
         own_id = self.context.own_id
-        if failed := without_the_useless(begun, config, block, standing.round, own_id, amended=amended):
+        if failed := without_the_useless(begun, config, block, standing.run_samples, own_id, amended=amended):
             raise failed
-        self._require_whole_round(standing.round, begun, unreached)
+        self._require_whole_round(standing, begun, unreached)
         return begun
 
-    def _require_whole_round(self, round_number: int, begun: Begun, unreached: dict[PeerId, SwarmError]) -> None:
+    def _require_whole_round(self, standing: Standing, begun: Begun, unreached: dict[PeerId, SwarmError]) -> None:
         committed = frozenset[int]().union(*(messages.unpack_indices(r.committed_gaps) for r in begun.values()))
         num_samples = sum(reply.round_samples for reply in begun.values())
-        if not self.watch.is_complete(round_number, committed, num_samples, begun.keys()):
+        if not self.watch.is_complete(standing, committed, num_samples, begun.keys()):
             failed = self.blame.failure("the round is not complete any more", unreached)
             failed.void = True
             raise failed
-        wanted = self.context.config.round_samples_of(self.context.own.block)
+        wanted = self.place.timeline.at(standing.round).round_samples_of(self.context.own.block)
         if self.context.config.rounds.synchronous and num_samples != wanted:
             # Then some sum holds samples of other microbatches than it names, or holds some twice.
             reason = f"{num_samples} samples were contributed to a round of another size"

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
 
+from swarm.averaging.agreement.messages import Standing
 from swarm.averaging.agreement.place import Place
 from swarm.averaging.agreement.rules import has_quorum, is_complete
 from swarm.averaging.reporter import Reporter
@@ -23,6 +24,7 @@ class GroupView:
     """This peer's knowledge of its group's round. The leader knows all of it, any other peer only its own part.
 
     Attributes:
+        microbatches: those that a synchronous round consists of; none with DiLoCo.
         progress: the progress of each member, this peer included.
         committed: microbatches that some member has committed in this round.
         shown: `committed`, without the microbatches of members that have missed a heartbeat.
@@ -34,6 +36,7 @@ class GroupView:
     """
 
     round: int
+    microbatches: Collection[int]
     leader_id: PeerId
     is_leader: bool
     progress: Mapping[PeerId, Progress]
@@ -65,14 +68,15 @@ class RoundWatch:
         committed = frozenset[int]().union(*(p.committed for p in progress.values()))
         shown = frozenset[int]().union(*(p.committed for peer, p in progress.items() if peer not in overdue))
         num_samples = sum(p.num_samples for p in progress.values())
-        decision, config = self.place.decision, self.context.config
-        if decision is not None and decision.round == standing.round and config.rounds.synchronous:
+        decision, is_synchronous = self.place.decision, self.context.config.rounds.synchronous
+        microbatches = self.roster.microbatches_at(standing) if is_synchronous else ()
+        if decision is not None and decision.round == standing.round:
             # A decided result holds all microbatches of the round, even if a member has left since.
-            decided = config.microbatches_of(standing.round, self.context.own.block)
-            committed = shown = committed | frozenset(decided)
+            committed = shown = committed | frozenset(microbatches)
         leader_id = self.leader_id
         return GroupView(
             round=standing.round,
+            microbatches=microbatches,
             leader_id=leader_id,
             is_leader=leader_id == own_id,
             progress=progress,
@@ -81,7 +85,7 @@ class RoundWatch:
             # This peer's microbatches count even while it is left out, because it may come back before the round ends.
             counted=self.roster.reports.counted | committed | (own.committed if is_own_round else frozenset()),
             lost=self.roster.reports.lost - committed,
-            complete=self.is_complete(standing.round, committed, num_samples, progress.keys()),
+            complete=self.is_complete(standing, committed, num_samples, progress.keys()),
             highest_microbatch=max([own.highest_microbatch, *(p.highest_microbatch for p in progress.values())]),
             quiet_seconds=self.context.changes.quiet_seconds,
         )
@@ -104,14 +108,14 @@ class RoundWatch:
     # -- what may be done --------------------------------------------------------------------------------------------
 
     def is_complete(
-        self, round_number: int, committed: Collection[int], num_samples: int, present: Collection[PeerId]
+        self, standing: Standing, committed: Collection[int], num_samples: int, present: Collection[PeerId]
     ) -> bool:
         """Whether the peers that are present hold all that a round needs; see rules.is_complete. `committed` are the
         microbatches that these peers have committed in the round, and `num_samples` is how many samples they have in
         it."""
         return is_complete(
-            self.place.timeline.at(round_number), self.context.own.block, round_number, committed, num_samples,
-            absent_samples=self._absent_samples(present), is_late=partial(self._is_late, round_number),
+            self.place.timeline.at(standing.round), self.context.own.block, standing.run_samples, committed,
+            num_samples, absent_samples=self._absent_samples(present), is_late=partial(self._is_late, standing.round),
         )  # fmt: skip
 
     def _absent_samples(self, present: Collection[PeerId]) -> int:

@@ -37,8 +37,8 @@ AMENDABLE = {
         "codec", "top_k", "values", "indices", "feedback_decay", "gather_members", "clip_to_median", "overlap_steps",
     ),
 }  # fmt: skip
-"""The fields that can be amended, by section: those that a peer or a trainer reads anew in each round, and that change
-neither what it holds nor which microbatches a round has. With DiLoCo a round has those that come until it is full."""
+"""The fields that can be amended, by section: those that a peer or a trainer reads anew in each round, and that do not
+change what it holds."""
 _FORM = "swarm amendment 1"
 _DIGEST_DIGITS = 32
 
@@ -215,10 +215,11 @@ def amended(config: RunConfig, settings: Sequence[str]) -> RunConfig:
                 "another configuration, if it may change at all (docs/security.md has what can be amended)"
             )
     for name in differences(filled, changed):
-        if name == "rounds.round_samples" and config.rounds.synchronous:
-            raise ValueError(_kept_because(name, "rounds.setting = 'synchronous'", "which microbatches each round has"))
         if name in ("rounds.round_samples", "data.weights") and config.data.part_rows:
-            raise ValueError(_kept_because(name, "data.part_rows", "which part each round reads"))
+            raise ValueError(
+                f"{name} cannot be amended with data.part_rows, because it says which part each round reads: stop all "
+                "peers, and start them with --resume and another configuration, if it may change at all"
+            )
     if lost := sorted({*config.revoked} - {*changed.revoked}):
         raise ValueError(f"a token that is revoked stays so: `revoked` has to name {', '.join(lost)} as well")
     if changed.optimizer.learning_rate <= 0.0 or changed.optimizer.schedule == "auto":
@@ -226,10 +227,3 @@ def amended(config: RunConfig, settings: Sequence[str]) -> RunConfig:
     if changed.wire.dtype == "auto":
         raise ValueError("an amendment names what it sets: wire.dtype = 'fp32', 'bf16', 'fp16' or 'int8'")
     return changed
-
-
-def _kept_because(name: str, setting: str, what: str) -> str:
-    return (
-        f"{name} cannot be amended with {setting}, because it says {what}: stop all peers, and start them with "
-        "--resume and another configuration, if it may change at all"
-    )

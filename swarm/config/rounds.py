@@ -31,7 +31,8 @@ LONG_ROUND = 200
 """A round with at least this many inner batches, of all peers together, is long."""
 LEFT_OUT = -1.0
 _TO_DILOCO = may_change(lambda run: not run.rounds.synchronous)
-"""A synchronous round's number determines its microbatches, so that after a change it would repeat some."""
+"""For peers of the last release a synchronous round's number determines its microbatches, so that after a change it
+would repeat some."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -229,10 +229,15 @@ class RunConfig:
     def microbatches_per_round(self) -> int:
         return self.rounds.round_samples // self.data.microbatch_size
 
-    def microbatches_of(self, round_number: int, block: Block) -> Collection[int]:
-        """Synchronous: the indices of the microbatches that a round consists of at a block, in ascending order."""
-        size = self.microbatches_per_round
-        indices = range(round_number * size, (round_number + 1) * size)
+    def indices_after(self, run_samples: int, block: Block) -> range:
+        """Synchronous: the indices of a round's microbatches, those of other paths among them. Before the round the
+        block has had `run_samples` samples. So rounds follow one another without a gap, whatever size each has."""
+        first = int(run_samples / (self.share_of(block) * self.data.microbatch_size))
+        return range(first, first + self.microbatches_per_round)
+
+    def microbatches_after(self, run_samples: int, block: Block) -> Collection[int]:
+        """Those of `indices_after` that a round consists of at a block, in ascending order."""
+        indices = self.indices_after(run_samples, block)
         if len(self.paths) == 1:
             return indices
         paths = {*self.paths_through(block)}

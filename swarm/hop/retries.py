@@ -157,7 +157,7 @@ class HopLimits:
         has other paths, because it would keep the room of theirs."""
         waits = config.rounds.synchronous or len(config.paths) == 1
         return cls(
-            round_microbatches=len(config.microbatches_of(0, block)) if config.rounds.synchronous else None,
+            round_microbatches=len(config.microbatches_after(0, block)) if config.rounds.synchronous else None,
             empty_seconds=math.inf if waits else EMPTY_SECONDS,
         )
 

@@ -42,6 +42,8 @@ granting, or a second peer may take over too. An id may be left out, but must no
 @dataclass(frozen=True, kw_only=True)
 class RoundView:
     round: int
+    microbatches: Collection[int]
+    """Those that a synchronous round consists of at the block; none with DiLoCo."""
     committed: Set[int]
     """Microbatches that members which report to this leader have committed."""
     counted: Set[int]
@@ -80,7 +82,7 @@ class LeaseTable:
         self._rng = rng
         self._leads_since = self._asked_at = clock.monotonic()
         self._trainers = Trainers(clock)
-        self._round = RoundLeases(config, block, -1, self._trainers, clock)
+        self._round = RoundLeases(config, -1, self._trainers, clock)
         self._fresh: dict[int, Iterator[int]] = {}
         """DiLoCo: the ids that are granted next, by path."""
         self._next: int | None = None
@@ -103,7 +105,7 @@ class LeaseTable:
         self._note_lead()
         if not self._config.rounds.synchronous:
             return self._grant_endless(view, paths, [*holding, *released])
-        state = self._at_round(view.round)
+        state = self._at_round(view)
         state.note_committed(view.committed)
         self._trainers.hear(trainer)
         state.renew(trainer, holding, released, acknowledged)
@@ -117,10 +119,11 @@ class LeaseTable:
             grant = self._grant_of_round(view, wish, all_granted, all_committed)
         return grant
 
-    def _at_round(self, number: int) -> RoundLeases:
-        if number != self._round.number:
+    def _at_round(self, view: RoundView) -> RoundLeases:
+        if view.round != self._round.number:
             self._round.note_ended()
-            self._round = RoundLeases(self._config, self._block, number, self._trainers, self._clock)
+            self._round = RoundLeases(self._config, view.round, self._trainers, self._clock)
+        self._round.ids = view.microbatches
         return self._round
 
     def _note_lead(self) -> None:

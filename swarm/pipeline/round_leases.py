@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from swarm.config import RunConfig
 from swarm.machine.clock import Clock
 from swarm.pipeline.trainers import Trainer, Trainers
-from swarm.types import Block
 
 
 @dataclass(frozen=True)
@@ -60,9 +59,9 @@ class _Claim:
 class RoundLeases:
     """The leases of a round of one block, while this peer leads it."""
 
-    def __init__(self, config: RunConfig, block: Block, number: int, trainers: Trainers, clock: Clock) -> None:
+    def __init__(self, config: RunConfig, number: int, trainers: Trainers, clock: Clock) -> None:
         self.number = number
-        self.ids = config.microbatches_of(number, block)
+        self.ids: Collection[int] = ()
         self._path_of = config.path_of
         self.leases: dict[int, Lease] = {}
         self.finished: dict[int, Finished] = {}

@@ -6,6 +6,7 @@ lease -> tokens -> hop to stage 0 -> loss -> ack
 import asyncio
 import functools
 import logging
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -136,8 +137,8 @@ class TrainLoop:
         self._on_waiting = on_waiting
         self._events = events or Events()
         self._tally = Tally(clock)
-        self._routes: dict[int, Mapping[Block, PeerId]] = {}
-        """Synchronous: which peers worked on each microbatch of the round, for its replays."""
+        self._routes = defaultdict[int, dict[int, Mapping[Block, PeerId]]](dict)
+        """Synchronous: which peers worked on each microbatch of a round, for its replays."""
         self._num_failures = 0
         self._repeats = Repeats(clock)
 
@@ -194,8 +195,8 @@ class TrainLoop:
                 await self._watcher.poll()
             self._count_busy()
             totals = self._tally.take(number)
-            first_known = (number + 1) * self._config.microbatches_per_round
-            self._routes = {index: route for index, route in self._routes.items() if index >= first_known}
+            for known in [known for known in self._routes if known <= number]:
+                del self._routes[known]
             report = self._watcher.report(number)
             await on_step(Step(number=number + 1, seconds=now - started_at, totals=totals, report=report))
             started_at = now
@@ -222,7 +223,7 @@ class TrainLoop:
         microbatch = work.microbatch
         try:
             batch = self._data_of(microbatch).samples(self._data_number(microbatch))
-            hints = microbatch.known_by(self._routes.get(microbatch.index, {}))
+            hints = microbatch.known_by(self._routes[microbatch.round].get(microbatch.index, {}))
             entry, path = self._paths.entry_of(microbatch.index), self._config.path_of(microbatch.index)
             reply = await self._hops[entry].train(microbatch, batch, self.listener(path), hints)
             if self._work.is_overdue(entry):
@@ -262,7 +263,7 @@ class TrainLoop:
 
     def _answered(self, microbatch: Microbatch, reply: HopReply, num_targets: int) -> None:
         if self._config.rounds.synchronous:
-            self._routes[microbatch.index] = reply.route
+            self._routes[microbatch.round][microbatch.index] = reply.route
         is_late = microbatch.round < self._watcher.round
         if microbatch.is_replay or (is_late and self._config.rounds.synchronous):
             return  # Its loss has been counted already.

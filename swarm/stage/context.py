@@ -172,6 +172,20 @@ class StageContext:
         return self.backend.weights.timeline.at(round_number)
 
     @property
+    def indices(self) -> range:
+        """Synchronous: the indices of the present round's microbatches, those of other paths among them."""
+        present = self.backend.weights.round
+        return self.config_in(present.number).indices_after(present.run_samples, self.block)
+
+    @property
+    def first_after_amendments(self) -> int | None:
+        """Synchronous: the first microbatch of the present round, if rounds have not always had the same size."""
+        if not self.config.rounds.synchronous:
+            return None
+        first = self.indices.start
+        return None if first == self.backend.weights.round.number * self.config.microbatches_per_round else first
+
+    @property
     def block(self) -> Block:
         return Block(self.stage, self.variant)
 

@@ -113,10 +113,10 @@ class StageMember:
         signed = self._stage.context.records.witnessed.of(sketch)
         own = {index: entry.computation.sketch for index, entry in found.items() if entry and entry.computation}
         own |= {index: each for index, each in signed.get("", {}).items() if index in own}
-        config = self._stage.context.config
+        config = self._stage.context.config_in(self._stage.round)
         return Sketched(
             sketch=sketch, own=own, signed=signed, samples_each=config.data.microbatch_size,
-            microbatches=config.microbatches_of(self._stage.round, self._stage.block),
+            microbatches=config.microbatches_after(self.run_samples, self._stage.block),
         )  # fmt: skip
 
     def _close(self, committed: frozenset[int], sketched: Sketched | None) -> Contribution:
@@ -181,6 +181,7 @@ class StageMember:
                     attempt=result.attempts,
                     samples=result.num_samples,
                     members=result.members,
+                    next_microbatch=self._stage.context.first_after_amendments,
                     carried=self._weights.round.stepped.samples,
                     partners=result.partners,
                     total_squared_norm=result.total_squared_norm,
@@ -294,6 +295,7 @@ class StageMember:
                     state=snapshot.digest,
                     source=source,
                     parent=parent,
+                    first_microbatch=self._stage.context.first_after_amendments,
                     carried=self._weights.round.stepped.samples,
                 )
             )

@@ -177,12 +177,13 @@ class SpotCheck:
         """Remember what other peers of the block have signed. With DiLoCo nothing is signed."""
         if self._is_drifting:
             return
-        present, place, signed = self._stage.round, self._place, self._signed
+        present, indices = self._stage.round, self._stage.context.indices
+        place, signed = self._place, self._signed
         statements = [Statement.read(each) for each in request.statements[:MOST_SIGNED]]
         signers = await asyncio.to_thread(lambda: [each.signer(place) for each in statements])
         members = {record.peer_id for record in self._peers(self._stage.block)}
         for signer, each in zip(signers, statements, strict=True):
-            is_of_round = each.round == present == each.microbatch // self._config.microbatches_per_round
+            is_of_round = each.round == present and each.microbatch in indices
             if signer in members and is_of_round:
                 with suppress(ValueError):  # The first one stays.
                     signed.setdefault(signer, {}).setdefault(each.microbatch, each.sketch_N)

@@ -31,11 +31,12 @@ from tests.support.whole_swarm import CLOCK, WholeSwarm, whole_swarm
 
 STEPS = 6
 SETTINGS = (
-    (2, "optimizer.learning_rate=3e-3"), (3, "averaging.codec=fp16"), (3, "wire.dtype=bf16"), (4, "data.weights=[1, 5]"),
+    (2, "optimizer.learning_rate=3e-3"), (3, "averaging.codec=fp16"), (3, "wire.dtype=bf16"),
+    (4, "data.weights=[1, 5]"),
 )  # fmt: skip
 """The round from which each amendment is in force."""
-LONGER = 4, "rounds.round_samples=32"
-"""Another one, with DiLoCo."""
+SIZES = {"synchronous": ((4, 8), (5, 32)), "diloco": ((4, 32),)}
+"""Others: from which round a round has how many samples."""
 
 
 def _locked(config: RunConfig) -> RunConfig:
@@ -57,7 +58,8 @@ def _data(config: RunConfig) -> Microbatches:
 
 def _amended(config: RunConfig) -> Timeline:
     timeline = Timeline(config)
-    for number, setting in SETTINGS if config.rounds.synchronous else (*SETTINGS, LONGER):
+    sizes = [(number, f"rounds.round_samples={samples}") for number, samples in SIZES[config.rounds.setting]]
+    for number, setting in sorted([*SETTINGS, *sizes]):
         timeline.add([*timeline.texts, Amendment.sign(OWNER, timeline, number, [setting]).text])
     return timeline
 
@@ -65,22 +67,23 @@ def _amended(config: RunConfig) -> Timeline:
 def _reference(timeline: Timeline, steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The losses and the parameters of one process, which takes its rate from the timeline."""
     config = timeline.config
-    model, size, given = RoundingModel(config), config.microbatches_per_round, config.optimizer
-    parameters = dict(pair for stage in model.stages for pair in stage.named_parameters())
+    model, given, end = RoundingModel(config), config.optimizer, 0
+    parameters: dict[str, torch.Tensor] = {}
+    for stage in model.stages:
+        parameters |= stage.named_parameters()
     adamw = torch.optim.AdamW(
         parameters.values(), betas=(given.beta1, given.beta2), eps=given.epsilon, weight_decay=0.0
     )  # fmt: skip
     losses = []
     for step in range(steps):
-        data = _data(timeline.at(step))
-        batch = torch.cat([torch.from_numpy(data.tokens(i)).long() for i in range(step * size, (step + 1) * size)])
-        model.config = timeline.at(step)
+        model.config = now = timeline.at(step)
+        first, end = end, end + now.microbatches_per_round
+        batch = torch.cat([torch.from_numpy(_data(now).tokens(i)).long() for i in range(first, end)])
         loss = model.loss(batch, None)
         torch.autograd.backward(loss)
         losses.append(float(loss.detach()))
         torch.nn.utils.clip_grad_norm_(parameters.values(), given.clip_norm)
-        now = timeline.at(step).gradient_step
-        adamw.param_groups[0]["lr"] = learning_rate(now, step * config.rounds.round_samples)
+        adamw.param_groups[0]["lr"] = learning_rate(now.gradient_step, first * config.data.microbatch_size)
         adamw.step()
         adamw.zero_grad()
     return losses, parameters
@@ -159,7 +162,9 @@ async def test_a_run_that_is_amended_trains_as_one_process_that_changes_at_the_s
         events = [event for event in _commits(swarm) if event.round == number]
         assert {event.amended for event in events} == {timeline.digest_at(number)}
         # Rounds end early where samples were lost with a peer.
-        assert config.rounds.synchronous or all(event.samples >= 32 for event in events if event.round > LONGER[0])
+        size = timeline.at(number).rounds.round_samples
+        assert all(event.samples == size for event in events if config.rounds.synchronous)
+        assert config.rounds.synchronous or all(event.samples >= size for event in events if event.round > 4)
     report = audit(swarm.logs)
     assert report.findings.violations == []
     assert (report.findings.duplicates, report.findings.missing, report.findings.digests_differing) == (0, 0, 0)

@@ -206,3 +206,30 @@ async def test_with_diloco_rounds_are_of_the_size_that_is_in_force(times: float)
     assert [[result.num_samples for result in stage.results] for stage in members] == [
         [config.rounds.round_samples, size]
     ] * 3
+
+
+@pytest.mark.parametrize("num", [4, 9], ids=["shorter", "longer"])
+@in_virtual_time
+async def test_synchronous_rounds_of_another_size_follow_one_another(num: int) -> None:
+    """Members that hear of it only while the round goes on may have microbatches that are not of it any more."""
+    config = _locked(make_config())
+    async with network_of(config, 1, 2, 3) as network:
+        members = stages(network, 1, 2, 3)
+        _learn(members, 0)
+        await until(partial(all_past, members, 0))
+        for offset in range(4):
+            members[offset % 3].learn(NUM_MICROBATCHES + offset)
+        members[1].learn(NUM_MICROBATCHES + 4)
+        _tell(network, 3, _signed(config, 1, f"rounds.round_samples={2 * num}"))
+        members[2].learn(NUM_MICROBATCHES + 5)
+        for offset in range(6, num):
+            await asyncio.sleep(1.0)
+            assert {stage.round for stage in members} == {1}, "a microbatch of the round is missing"
+            members[0].learn(NUM_MICROBATCHES + offset)
+        await until(partial(all_past, members, 1), seconds=60.0)
+        for offset in range(num):
+            members[offset % 3].learn(NUM_MICROBATCHES + num + offset)
+        await until(partial(all_past, members, 2), seconds=60.0)
+        assert_equal_and_once(members, rounds=3)
+    assert [result.num_samples for result in members[0].results] == [2 * NUM_MICROBATCHES, 2 * num, 2 * num]
+    assert [stage.dropped for stage in members] == ([set(), {10}, {11}] if num == 4 else [set()] * 3)

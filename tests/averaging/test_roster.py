@@ -30,7 +30,7 @@ class Group:
     def __init__(self, setting: str = "synchronous", *, own: int = 1, round_microbatches: int = 100) -> None:
         self.clock = ManualClock()
         self.listed = [record(2)]
-        config = make_config(setting, microbatches=round_microbatches)
+        self.config = config = make_config(setting, microbatches=round_microbatches)
         context = make_context(record(own), lambda stage: self.listed, config=config, timing=TIMING, clock=self.clock)
         self.roster = Roster(context, context.timeline)
         self.report(3, 4)
@@ -369,11 +369,12 @@ def test_members_that_were_listed_are_no_strangers_when_the_directory_is_out_of_
 
 def test_what_is_named_of_another_round_is_left_out() -> None:
     group = Group(round_microbatches=10)
-    elsewhere: dict[str, Any] = {"standing": pb.Standing(round=2, lineage="02")}
+    before = 2 * group.config.rounds.round_samples
+    elsewhere: dict[str, Any] = {"standing": pb.Standing(round=2, run_samples=before, lineage="02")}
     group.report(3, 9, 10, 1 << 40)
     assert group.committed == {3, 9}
     group.report(3, 19, 20, 29, 30, **elsewhere)
-    (report,) = group.roster.members(Standing(run_samples=0, round=2, lineage="02")).values()
+    (report,) = group.roster.members(Standing(run_samples=before, round=2, lineage="02")).values()
     assert report.progress.committed == {20, 29}
 
 

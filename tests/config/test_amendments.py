@@ -141,14 +141,12 @@ def test_a_token_is_revoked_at_once_and_stays_so() -> None:
     assert "revoked" not in to_json(CONFIG), "a run without revoked tokens has the id that it always had"
 
 
-_SYNCHRONOUS: dict[str, Any] = {"rounds": {"setting": "synchronous"}}
 _PARTS: dict[str, Any] = {"data": {"dataset": ["hf:x", "hf:y"], "part_rows": 10}}
 
 
 @pytest.mark.parametrize(
     ("section", "setting"),
     [
-        (_SYNCHRONOUS, "rounds.round_samples=512"),
         (_PARTS, "rounds.round_samples=512"),
         (_PARTS, "data.weights=[1, 2]"),
     ],

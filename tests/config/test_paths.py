@@ -25,7 +25,7 @@ def test_without_variants_there_is_one_path_through_all_stages() -> None:
     assert config.blocks == tuple(map(Block, range(4)))
     assert config.neighbours(Block(1), 1) == (Block(2),)
     assert (config.neighbours(Block(0), -1), config.neighbours(Block(3), 1)) == ((), ())
-    assert config.microbatches_of(3, Block(2)) == range(24, 32)
+    assert config.microbatches_after(48, Block(2)) == range(24, 32)
     assert config.round_samples_of(Block(2)) == 16
 
 
@@ -42,18 +42,19 @@ def test_paths_are_all_combinations_of_variants_and_take_turns() -> None:
 def test_a_block_gets_its_share_of_every_round() -> None:
     config = config_of()
     assert [config.share_of(block) for block in BLOCKS] == [1, *[Fraction(1, 2)] * 4, 1]
-    assert list(config.microbatches_of(1, Block(1, 1))) == [10, 11, 14, 15]
-    assert list(config.microbatches_of(1, Block(2, 1))) == [9, 11, 13, 15]
+    assert list(config.microbatches_after(8, Block(1, 1))) == [10, 11, 14, 15]
+    assert list(config.microbatches_after(8, Block(2, 1))) == [9, 11, 13, 15]
     for stage in range(4):
         blocks = [block for block in BLOCKS if block.stage == stage]
         assert sum(config.round_samples_of(block) for block in blocks) == 16
-        assert sorted(i for block in blocks for i in config.microbatches_of(1, block)) == list(range(8, 16))
+        before = 16 // len(blocks)
+        assert sorted(i for block in blocks for i in config.microbatches_after(before, block)) == list(range(8, 16))
 
 
 def test_paths_may_be_named() -> None:
     config = config_of(paths=((0, 0, 0, 0), (0, 1, 1, 0)))
     assert config.neighbours(Block(1, 1), 1) == (Block(2, 1),)
-    assert list(config.microbatches_of(0, Block(2, 1))) == [1, 3, 5, 7]
+    assert list(config.microbatches_after(0, Block(2, 1))) == [1, 3, 5, 7]
 
 
 @pytest.mark.parametrize(

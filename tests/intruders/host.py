@@ -113,9 +113,7 @@ async def running(
         events=Events(),
     )  # fmt: skip
     channels = ChannelPool(identity=honest)
-    hop = Hop(
-        run_id=config.run_id, block=Block(STAGE), router=router, channels=channels, clock=clock
-    )
+    hop = Hop(run_id=config.run_id, block=Block(STAGE), router=router, channels=channels, clock=clock)
     async with cancelled_tasks() as tasks:
         server = PeerServer(member, [options], tasks)
         async with server.serving(HERE):

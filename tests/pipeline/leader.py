@@ -59,8 +59,9 @@ class Leader:
         """Ask for as many microbatches, of the block's paths in turns, or for those of the `paths` that are named."""
         paths = [*itertools.islice(itertools.cycle(self._paths), count)] if paths is None else paths
         view = RoundView(
-            round=self.round, committed=self.committed if committed is None else committed,
-            counted=self.counted | self.lost | self.committed, lost=self.lost, highest_microbatch=self.highest,
+            round=self.round, microbatches=self.round_of(),
+            committed=self.committed if committed is None else committed, lost=self.lost,
+            counted=self.counted | self.lost | self.committed, highest_microbatch=self.highest,
             quiet_seconds=quiet_seconds, awaits_reports=awaits_reports, misses_member=misses_member, complete=False,
         )  # fmt: skip
         return self.table.acquire(
@@ -74,5 +75,6 @@ class Leader:
 
     def round_of(self, path: int | None = None) -> list[int]:
         """The microbatches of the round at the block, or those of one path."""
-        ids = self._config.microbatches_of(self.round, self._block)
+        before = self.round * self._config.round_samples_of(self._block)
+        ids = self._config.microbatches_after(before, self._block)
         return [microbatch for microbatch in ids if path in (None, self._config.path_of(microbatch))]

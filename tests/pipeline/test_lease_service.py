@@ -47,10 +47,11 @@ CONTEXT = Context("192.0.2.1")
 
 async def acquire(stage: int, round_number: int, **fields: Any) -> pb.AcquireReply:
     """The answer of a stage's leader whose stage is at a round and lacks all of its microbatches but the last."""
-    last = (round_number + 1) * SYNCHRONOUS.microbatches_per_round - 1
+    size = SYNCHRONOUS.microbatches_per_round
+    ids = range(round_number * size, (round_number + 1) * size)
     view = RoundView(
-        round=round_number, committed={last}, counted={last}, lost=set(), highest_microbatch=-1, quiet_seconds=60.0,
-        awaits_reports=False, misses_member=False, complete=False,
+        round=round_number, microbatches=ids, committed={ids[-1]}, counted={ids[-1]}, lost=set(),
+        highest_microbatch=-1, quiet_seconds=60.0, awaits_reports=False, misses_member=False, complete=False,
     )  # fmt: skip
     leader = Leader(stage, view)
     await leader.gather()
@@ -219,8 +220,8 @@ def _complete() -> RoundView:
     """A round that has all its microbatches, so that there is nothing to grant."""
     size = SYNCHRONOUS.microbatches_per_round
     return RoundView(
-        round=0, committed=set(range(size)), counted=set(range(size)), lost=set(), highest_microbatch=size - 1,
-        quiet_seconds=0.0, awaits_reports=False, misses_member=False, complete=True,
+        round=0, microbatches=range(size), committed=set(range(size)), counted=set(range(size)), lost=set(),
+        highest_microbatch=size - 1, quiet_seconds=0.0, awaits_reports=False, misses_member=False, complete=True,
     )  # fmt: skip
 
 
@@ -233,7 +234,9 @@ async def test_who_waits_is_answered_when_something_changes() -> None:
     leader.clock.advance(GAP_SECONDS)
     await asyncio.sleep(0)
     assert not waiting.done(), "nothing has happened"
-    leader.view = dataclasses.replace(complete, round=1, committed=set(), complete=False)
+    leader.view = dataclasses.replace(
+        complete, round=1, microbatches=range(size, 2 * size), committed=set(), complete=False
+    )
     leader.changed.set()
     async with asyncio.timeout(5):
         # The answer comes at once, because the last try was long ago.
@@ -247,7 +250,8 @@ async def test_changes_in_quick_succession_are_looked_at_together() -> None:
     await leader.gather()
     waiting = asyncio.create_task(leader.servicer.Acquire(leader.request(count=1, wait_seconds=5.0), CONTEXT))
     await asyncio.sleep(0)
-    leader.view = dataclasses.replace(complete, round=1, committed=set(), complete=False)
+    ids = range(8, 16)
+    leader.view = dataclasses.replace(complete, round=1, microbatches=ids, committed=set(), complete=False)
     leader.changed.set()
     for _ in range(10):
         await asyncio.sleep(0)
@@ -260,8 +264,8 @@ async def test_changes_in_quick_succession_are_looked_at_together() -> None:
 async def test_no_more_than_a_few_requests_of_one_caller_wait() -> None:
     """Each request that waits is tried several times a second."""
     nothing_to_do = RoundView(
-        round=0, committed=set(), counted=set(), lost=set(), highest_microbatch=-1, quiet_seconds=0.0,
-        awaits_reports=True, misses_member=False, complete=True,
+        round=0, microbatches=range(8), committed=set(), counted=set(), lost=set(), highest_microbatch=-1,
+        quiet_seconds=0.0, awaits_reports=True, misses_member=False, complete=True,
     )  # fmt: skip
     leader = Leader(0, nothing_to_do)
 

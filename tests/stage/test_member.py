@@ -16,6 +16,7 @@ from swarm.stage.computation import Computation
 from swarm.stage.member import StageMember
 from swarm.stage.staging import HostReader
 from swarm.stage.state import digest_of
+from swarm.stage.weights import Round
 from swarm.training.round_member import Contribution, RoundResult, Snapshot, Tensors
 from tests.support.chain import BOTH, DILOCO, PATIENCE_SECONDS, SYNCHRONOUS, eventually, running_chain
 from tests.support.commits import result_of
@@ -39,7 +40,7 @@ async def test_what_a_commit_starts_copies_the_state_of_the_new_round(config: Ru
             assert snapshot.digest == digest_of(snapshot.tensors) == peer.weights.state_digest()
             # The other stages of this chain commit nothing.
             for other in chain.peers[1:]:
-                other.weights.round.number = number + 1
+                other.weights.round = Round(number=number + 1, run_samples=16 * (number + 1))
         assert committed == [1, 2]
 
 
@@ -67,7 +68,7 @@ async def test_a_stage_trains_while_its_state_is_digested(config: RunConfig, dig
         digest = await member.apply(_result(0, await member.close(0, drop=())))
         expected = peer.weights.state_digest()
         for other in chain.peers[1:]:
-            other.weights.round.number = 1
+            other.weights.round = Round(number=1, run_samples=16)
         await chain.train_all(range(8, 16), round_number=1)
         assert peer.weights.round.stepped.samples == (0 if config.rounds.synchronous else 16)
         second = asyncio.create_task(member.apply(_result(1, await member.close(1, drop=()))))
@@ -107,7 +108,7 @@ async def test_a_commit_waits_until_the_state_before_it_is_copied(monkeypatch: p
                 assert (snapshot.round, snapshot.digest) == (1, digest_of(snapshot.tensors))
             await committing
             for other in chain.peers[1:]:
-                other.weights.round.number = number + 1
+                other.weights.round = Round(number=number + 1, run_samples=16 * (number + 1))
         assert peer.stage.round == 2
 
 

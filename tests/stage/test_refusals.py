@@ -102,7 +102,7 @@ _REFUSED: list[tuple[list[Any], type[SwarmError], str]] = [
     ([_open(run_id="r" * 100_000)], WrongRun, "which this peer serves"),
     ([_open(protocol_version=99)], IncompatibleVersion, r"speaks protocol 99, and this peer \d+( to \d+)?: update"),
     ([_open(num_samples=3)], MalformedMessage, "has 2 samples, not 3"),
-    ([_open(round=1)], MalformedMessage, "microbatch 0 belongs to round 0, not 1"),
+    ([_open(round=1)], MalformedMessage, "microbatch 0 is not of round 1"),
     ([], MalformedMessage, "begins with Open"),
     ([pb.TrainRequest()], MalformedMessage, "begins with Open"),
     ([pb.TrainRequest(ack=pb.Ack())], MalformedMessage, "begins with Open"),

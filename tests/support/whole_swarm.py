@@ -185,9 +185,7 @@ class WholeSwarm:
         router, channels = Router(CLOCK, random.Random(0)), self._channels(own)
         directory = Directory(self.store, own, self.config.run_id, CLOCK)
         await KnownPeers(router).look(directory, self.config.blocks)
-        yield Hop(
-            run_id=self.config.run_id, block=Block(0), router=router, channels=channels, clock=CLOCK
-        )
+        yield Hop(run_id=self.config.run_id, block=Block(0), router=router, channels=channels, clock=CLOCK)
         await channels.close()
 
     def _admitted(self, token: identities.Token | None = None) -> identities.Identity:

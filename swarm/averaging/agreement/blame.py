@@ -236,7 +236,7 @@ def require_true_results(begun: Begun, ballot: Ballot) -> None:
 
 
 def without_the_useless(
-    begun: Mapping[PeerId, pb.BeginReply], config: RunConfig, block: Block, round_number: int, own_id: PeerId,
+    begun: Mapping[PeerId, pb.BeginReply], config: RunConfig, block: Block, run_samples: int, own_id: PeerId,
     *, amended: str = "",
 ) -> AttemptFailed | None:  # fmt: skip
     """Make the error of an attempt in which some contributions are useless. It leaves their members out. None if all
@@ -245,6 +245,7 @@ def without_the_useless(
     In the synchronous setting a contribution holds exactly the microbatches of the round that its member names.
 
     Args:
+        run_samples: the samples that the block had before this round.
         own_id: the leader, whose contribution has the right size.
         amended: the digest of the newest amendment that is in force.
     """
@@ -258,7 +259,7 @@ def without_the_useless(
         if not fault and reply.amended != amended:
             fault = "made without the run's amendments, of which its release may not know"
         if not fault and config.rounds.synchronous:
-            named = messages.unpack_indices_of(config.microbatches_of(round_number, block), reply.committed_gaps)
+            named = messages.unpack_indices_of(config.microbatches_after(run_samples, block), reply.committed_gaps)
             if {reply.num_samples, reply.round_samples} != {len(named) * config.data.microbatch_size}:
                 fault = "of other samples than the microbatches that it names"
         if fault:

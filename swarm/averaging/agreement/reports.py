@@ -36,8 +36,8 @@ class Report:
 
 @dataclass(eq=False)
 class RoundReports:
-    microbatches_of: Callable[[int], Container[int]] | None
-    """Gives the microbatches of a synchronous round; None with DiLoCo."""
+    microbatches_at: Callable[[Standing], Container[int]] | None
+    """Gives the microbatches of the synchronous round at which a peer stands; None with DiLoCo."""
     current: dict[PeerId, Report] = field(default_factory=dict, init=False)
     """The newest report of each peer that is not suspected."""
     last: dict[PeerId, Report] = field(default_factory=dict, init=False)
@@ -45,11 +45,11 @@ class RoundReports:
     _counted: set[int] = field(default_factory=set, init=False)
     _lost: set[int] = field(default_factory=set, init=False)
 
-    def named(self, round_number: int, gaps: Iterable[int]) -> frozenset[int]:
-        """Read the microbatches of a round that a peer names; with DiLoCo none, because only their number matters."""
-        if self.microbatches_of is None:
+    def named(self, standing: Standing, gaps: Iterable[int]) -> frozenset[int]:
+        """Read the microbatches of its round that a peer names; with DiLoCo none, because only their number matters."""
+        if self.microbatches_at is None:
             return frozenset()
-        return messages.unpack_indices_of(self.microbatches_of(round_number), gaps)
+        return messages.unpack_indices_of(self.microbatches_at(standing), gaps)
 
     def hear(self, peer_id: PeerId, report: Report) -> None:
         before = self.last.get(peer_id)

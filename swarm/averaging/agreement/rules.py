@@ -8,7 +8,7 @@ candidates are, and leadership which peers are passed over.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import TypeVar, assert_never
@@ -106,7 +106,7 @@ def leader_of(peer_ids: Iterable[_Id]) -> _Id:
 
 
 def is_complete(
-    config: RunConfig, block: Block, round_number: int, committed: Collection[int], num_samples: int, *,
+    config: RunConfig, block: Block, run_samples: int, committed: Collection[int], num_samples: int, *,
     absent_samples: int = 0, is_late: Callable[[], bool] = lambda: False,
 ) -> bool:  # fmt: skip
     """Whether a group holds everything that a round needs.
@@ -120,6 +120,7 @@ def is_complete(
     inner step could commit a round without the member that has nearly all samples of it.
 
     Args:
+        run_samples: the samples that the block had before this round.
         committed: microbatches of the members that would commit the round.
         num_samples: samples of the members that would commit the round.
         absent_samples: samples of the round at living members that would be left out.
@@ -127,7 +128,7 @@ def is_complete(
             only when needed.
     """
     if config.rounds.synchronous:
-        return all(index in committed for index in config.microbatches_of(round_number, block))
+        return all(index in committed for index in config.microbatches_after(run_samples, block))
     if num_samples >= config.round_samples_of(block):
         return num_samples >= absent_samples
     return absent_samples == 0 < num_samples and is_late()
@@ -212,6 +213,16 @@ def given_fault(
             return f"{peer} gave something else than it did"
     is_of_all = sum(gave.samples for gave in given.values()) == num_samples
     return "" if is_of_all else f"its members gave other than {num_samples} samples"
+
+
+def superfluous(begun: Mapping[PeerId, pb.BeginReply], of_round: Container[int]) -> dict[PeerId, set[int]]:
+    """The microbatches that each member is to drop: those that another member counts too, and those that are not of the
+    round any more, because an amendment that makes rounds shorter came while it went on."""
+    drops = duplicates(begun)
+    for peer, reply in begun.items():
+        if strays := {m for m in messages.unpack_indices(reply.committed_gaps) if m not in of_round}:
+            drops[peer] = drops.get(peer, set()) | strays
+    return drops
 
 
 def duplicates(begun: Mapping[PeerId, pb.BeginReply]) -> dict[PeerId, set[int]]:

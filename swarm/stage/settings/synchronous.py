@@ -139,8 +139,7 @@ class SynchronousWeights(StageWeights):
 class SynchronousSetting(Setting):
     def __init__(self, context: StageContext, weights: SynchronousWeights) -> None:
         self._stage = context.stage
-        self._run_microbatches = context.config.microbatches_per_round
-        self._own_microbatches = len(context.config.microbatches_of(0, context.block))
+        self._context = context
         self._round_wait_seconds = context.limits.round_wait_seconds
         self._weights = weights
         self._round = context.present_round
@@ -154,14 +153,23 @@ class SynchronousSetting(Setting):
         Microbatches of the last round are admitted, with that round's weights, though they no longer count here. A
         stage that lost all its peers and came back from a checkpoint needs them, because it has to do that round again.
         """
-        round_of = microbatch.index // self._run_microbatches
-        if round_of != microbatch.round:
-            raise MalformedMessage(f"microbatch {microbatch.index} belongs to round {round_of}, not {microbatch.round}")
+        self._require_of_its_round(microbatch)
         if microbatch.round < self._round.number:
             self._check_past(microbatch)
         else:
             self._check_round(microbatch)
         self._check_replay(microbatch)
+
+    def _require_of_its_round(self, microbatch: Microbatch) -> None:
+        """Raise MalformedMessage if a microbatch cannot be of the round that it names. Where a later round begins and
+        ends is known only once it is the present one."""
+        number, indices = self._weights.round.number, self._context.indices
+        is_possible = microbatch.index in indices
+        if microbatch.round != number:
+            is_past = microbatch.round < number
+            is_possible = microbatch.index < indices.start if is_past else microbatch.index >= indices.stop
+        if not is_possible:
+            raise MalformedMessage(f"microbatch {microbatch.index} is not of round {microbatch.round}")
 
     def _check_past(self, microbatch: Microbatch) -> None:
         if microbatch.round < self._round.number - 1:
@@ -200,12 +208,15 @@ class SynchronousSetting(Setting):
 
     def has_its_part(self, num_in_flight: int) -> bool:
         # A round takes as long as the peer that has most of it.
-        return num_in_flight * self._weights.round.num_members >= self._own_microbatches
+        config = self._context.config_in(self._round.number)
+        num_samples = num_in_flight * config.data.microbatch_size * self._weights.round.num_members
+        return num_samples >= config.round_samples_of(self._context.block)
 
     # -- when microbatches are computed ------------------------------------------------------------------------------
 
     async def until_due(self, microbatch: Microbatch, still_waiting: Callable[[], Awaitable[None]] | None) -> None:
         await self._round.wait_for(microbatch.round, self._round_wait_seconds, still_waiting)
+        self._require_of_its_round(microbatch)
 
     def look(self) -> None:
         pass

@@ -23,10 +23,10 @@ def test_the_lowest_id_leads() -> None:
 def test_synchronous_wants_every_microbatch_of_the_round() -> None:
     complete = partial(is_complete, SYNCHRONOUS, Block(0))
     size = SYNCHRONOUS.microbatches_per_round
-    second = range(size, 2 * size)
-    assert complete(1, frozenset(second), 0)
-    assert not complete(1, frozenset(second) - {size}, 10**6)
-    assert not complete(1, frozenset(range(size)), 10**6)
+    second, before = range(size, 2 * size), SYNCHRONOUS.rounds.round_samples
+    assert complete(before, frozenset(second), 0)
+    assert not complete(before, frozenset(second) - {size}, 10**6)
+    assert not complete(before, frozenset(range(size)), 10**6)
     assert not complete(0, frozenset({0}), 1, is_late=lambda: True)
 
 

@@ -18,6 +18,7 @@ from peers.status.contributions import Tallies
 from peers.status.peer_row import PeerRow
 from peers.status.view import Joining, SwarmView
 from swarm import config as configs
+from swarm.config import Timeline
 from swarm.machine.clock import SystemClock
 from tests.support.browser import chromium, page_at
 from tests.support.views import peer, view
@@ -34,7 +35,7 @@ class _Shown:
     """A lookout whose views a test chooses, and a dashboard that shows them."""
 
     def __init__(self) -> None:
-        self.config = CONFIG
+        self.timeline = Timeline(CONFIG)
         self.joining = Joining(peer="swarm-peer swarm://1abc")
         self.seen = view()
         self.watcher = Watcher(self, History(run=CONFIG.run_id), clock=SystemClock(), interval_seconds=2.0)
@@ -47,6 +48,9 @@ class _Shown:
 
     async def tallies(self) -> Tallies:
         return Tallies(CONFIG.run_id)
+
+    async def hear_amendments(self) -> None:
+        pass
 
     async def show(self, seen: SwarmView) -> None:
         """Show this view to all viewers."""

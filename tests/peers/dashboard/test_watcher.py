@@ -12,10 +12,12 @@ from peers.dashboard.watcher import Watcher
 from peers.status.contributions import Tallies
 from peers.status.view import Joining, SwarmView
 from swarm import config as configs
+from swarm.config import Amendment, Timeline
 from swarm.errors import PeerUnavailable
 from swarm.training.tally import EMPTY, Given
 from swarm.types import Block
 from tests.support import virtual_time
+from tests.support.locked import OWNER
 from tests.support.views import peer, peer_id, view
 
 CONFIG = configs.load_preset("tiny")
@@ -25,7 +27,7 @@ class _Place:
     """A lookout that returns the test's views, one after another, and then always the last one."""
 
     def __init__(self, *outcomes: SwarmView | Exception) -> None:
-        self.config = CONFIG
+        self.timeline = Timeline(CONFIG)
         self.joining = Joining(peer="swarm-peer swarm://1...")
         self._outcomes = list(outcomes)
         self.num_looks = self.num_tallies = 0
@@ -41,6 +43,9 @@ class _Place:
         self.num_tallies += 1
         tally = EMPTY.after(0, parent="", result="", given={peer_id("ann"): Given(self.num_tallies, 1, 1, 1)})
         return Tallies("run", {Block(0): tally})
+
+    async def hear_amendments(self) -> None:
+        pass
 
 
 def _watcher(place: _Place, interval_seconds: float = 2.0) -> Watcher:
@@ -117,9 +122,13 @@ def test_many_peers_are_looked_at_less_often(num_peers: int, num_looks: int) -> 
 async def test_the_page_knows_the_paths_and_what_each_variant_has_of_a_round() -> None:
     stages = dataclasses.replace(CONFIG.stages, variants=(1, 2, 1))
     place = _Place(view([peer("ann")]))
-    place.config = dataclasses.replace(CONFIG, stages=stages)
+    place.timeline = Timeline(dataclasses.replace(CONFIG, stages=stages, owner=OWNER.authority.fingerprint))
     watcher = Watcher(place, History(run="run"), clock=virtual_time.LoopClock(), interval_seconds=2.0)
     await watcher.look()
     whole = CONFIG.rounds.round_samples
+    assert watcher.state["round_samples"]["2"] == whole
+    place.timeline.add([Amendment.sign(OWNER, place.timeline, 0, [f"rounds.round_samples={2 * whole}"]).text])
+    await watcher.look()
+    whole *= 2
     assert watcher.state["paths"] == [[0, 1, 2], [0, "1.1", 2]]
     assert watcher.state["round_samples"] == {"0": whole, "1": whole // 2, "1.1": whole // 2, "2": whole}
