@@ -168,6 +168,8 @@ def story(backend: StageBackend) -> Tensors:
 
 def require_near(found: Tensors, expected: Tensors, tolerance: float) -> None:
     assert found.keys() == expected.keys()
+    # In bfloat16 a sum of small numbers has the rounding of the larger ones that it was made of.
+    least = 0.0 if tolerance < 1e-3 else 1.0
     for name, value in expected.items():
-        largest = max(1.0, float(value.abs().max()))
+        largest = max(least, float(value.abs().max()))
         torch.testing.assert_close(found[name], value, rtol=0, atol=tolerance * largest, msg=name)
