@@ -11,6 +11,7 @@ Whoever has the owner's key file decides who may join, and how the run goes on. 
 """
 
 import asyncio
+import dataclasses
 import datetime
 import json
 import logging
@@ -26,21 +27,23 @@ import tyro
 from peers.shared import cli
 from peers.shared.cli import Command
 from peers.shared.entrance import find_entrance, reading
-from peers.shared.network import Membership
+from peers.shared.network import Membership, newest_round
 from peers.shared.option_types import one_of
+from peers.shared.process import cache_folder
 from peers.shared.run_options import RunOptions
 from peers.shared.token_option import read_token
+from peers.shared.tokenizer import have_tokenizer
 from peers.shared.tokens_in_use import digits_of, tokens_of
-from swarm.config import Amendment
+from swarm.config import Amendment, with_settings
 from swarm.credentials.identity import OwnerKey, new_owner
 from swarm.credentials.rights import Role
+from swarm.data import corpora
 from swarm.dht.directory import Announcement
 from swarm.errors import PeerUnavailable
 from swarm.machine.clock import SystemClock, run_loop
 from swarm.machine.words import counted
 from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.training.run_rounds import RunRounds
-from swarm.types import AmendmentsRecord, Block
+from swarm.types import AmendmentsRecord
 
 PROG = "swarm-keys"
 PACE_SECONDS = 5.0
@@ -204,22 +207,23 @@ async def _amend(options: AmendOptions) -> None:
         clock, timeline, settings = member.clock, member.timeline, list(options.set)
         if options.revoke:
             settings.append(await _revocation(member, owner, options.revoke))
+        settings = await _with_digests(member, settings)
         await require_trainers(member, settings)
         before = await _peers_of(member)
-        print(f"{counted(len(before), 'peer')} at round {_newest(before)}: measuring how fast rounds go by")
+        print(f"{counted(len(before), 'peer')} at round {newest_round(before)}: measuring how fast rounds go by")
         await clock.sleep(PACE_SECONDS)
         now = await _peers_of(member)
         await member.hear_amendments()
         if {reply.amended for reply in now} - {timeline.last}:
             raise PeerUnavailable("an earlier amendment is still on its way to some peers: try again in a minute")
-        pace = (_newest(now) - _newest(before)) / PACE_SECONDS
+        pace = (newest_round(now) - newest_round(before)) / PACE_SECONDS
         last = timeline.amendments[-1].round if timeline.amendments else 0
-        least = max(last, _newest(now) + SPARE_ROUNDS + math.ceil(pace * HEARD_SECONDS))
+        least = max(last, newest_round(now) + SPARE_ROUNDS + math.ceil(pace * HEARD_SECONDS))
         wanted = least if options.at_round is None else options.at_round
         if wanted < least:
             raise ValueError(
-                f"--at-round {wanted} is too near: the run is at round {_newest(now)}, all peers have to hear of it in "
-                f"time, and it comes after earlier amendments, so give {least} or more"
+                f"--at-round {wanted} is too near: the run is at round {newest_round(now)}, all peers have to hear of "
+                f"it in time, and it comes after earlier amendments, so give {least} or more"
             )
         amendment = Amendment.sign(owner, timeline, wanted, settings)
         timeline.add((*timeline.texts, amendment.text))
@@ -231,6 +235,17 @@ async def _amend(options: AmendOptions) -> None:
             await _until_known(member, amendment)
         finally:
             announcing.cancel()
+
+
+async def _with_digests(member: Membership, settings: list[str]) -> list[str]:
+    """The settings, with the digests of the text that they name, which has to be on this machine."""
+    keys = {setting.partition("=")[0].strip() for setting in settings}
+    if "data.digest" in keys or not keys & {"data.dataset", "data.paths"}:
+        return settings
+    data = with_settings(member.timeline.under(member.timeline.last), settings).data
+    print("reading the text, whose digest trainers compare")
+    local = dataclasses.replace(data, tokenizer=await have_tokenizer(member, cache_folder()))
+    return [*settings, *await asyncio.to_thread(corpora.digest_settings, local, cache_dir=cache_folder() / "corpora")]
 
 
 async def _until_known(member: Membership, amendment: Amendment) -> None:
@@ -264,13 +279,6 @@ async def require_trainers(member: Membership, settings: Sequence[str]) -> None:
     old = [each.name or each.peer_id[:8] for each in trainers if each.protocol_version < TRAINERS_PROTOCOL]
     if old and any(setting.startswith("data.") for setting in settings):
         raise PeerUnavailable(f"{', '.join(old)} run a release whose trainers know no amendments")
-
-
-def _newest(replies: Sequence[pb.DescribeReply]) -> int:
-    said: dict[Block, list[int]] = {}
-    for reply in replies:
-        said.setdefault(Block(reply.stage, reply.variant), []).append(reply.round)
-    return RunRounds.of(said).latest
 
 
 def _now() -> datetime.datetime:

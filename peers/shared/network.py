@@ -29,6 +29,7 @@ from swarm.routing.poll import Poll
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.entry import Entry, direct
+from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.training.run_rounds import RunRounds
 from swarm.types import MOST_BANS, Ban, Block, PeerId, PeerRecord, PeerState
 
@@ -186,6 +187,14 @@ def say_who_may_join(authority: Authority | None) -> None:
         logger.info("this run is open: whoever reaches one of its peers can join")
     else:
         logger.info("this run is locked by owner %s", authority.fingerprint[:16])
+
+
+def newest_round(replies: Sequence[pb.DescribeReply]) -> int:
+    """The newest round of the run, by what its peers say."""
+    said: dict[Block, list[int]] = {}
+    for reply in replies:
+        said.setdefault(Block(reply.stage, reply.variant), []).append(reply.round)
+    return RunRounds.of(said).latest
 
 
 def default_name() -> str:

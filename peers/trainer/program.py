@@ -6,11 +6,13 @@ Reads top to bottom: options -> join the DHT as a client -> find the text -> tra
 import asyncio
 import dataclasses
 import logging
+import math
 import os
 import shlex
 from collections.abc import Collection, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Never
 
 import torch
 
@@ -19,7 +21,14 @@ from peers.shared.entrance import find_entrance, reading
 from peers.shared.event_file import begin, open_events, start_of
 from peers.shared.lan import with_invite
 from peers.shared.named_model import chooser
-from peers.shared.network import REFRESH_SECONDS, Membership, default_name, say_who_may_join
+from peers.shared.network import (
+    AMENDMENTS_SECONDS,
+    REFRESH_SECONDS,
+    Membership,
+    default_name,
+    newest_round,
+    say_who_may_join,
+)
 from peers.shared.process import EXIT_FAILURE, cache_folder
 from peers.shared.reporting import Reporting
 from peers.shared.run_options import naming_options
@@ -36,8 +45,9 @@ from peers.trainer.session import Session
 from swarm.config import RunConfig
 from swarm.credentials.rights import Role
 from swarm.data import corpora, tokenizers
-from swarm.data.microbatches import Microbatches
+from swarm.data.microbatches import Microbatches, Texts
 from swarm.dht.directory import Announcement
+from swarm.errors import CorpusMismatch
 from swarm.events import Events, Leave
 from swarm.hop.hop import Hop
 from swarm.hop.retries import HopLimits
@@ -84,17 +94,54 @@ def main(argv: Sequence[str]) -> int:
             paths = paths_of(options, member)
             if options.tokenizer is None:
                 options = dataclasses.replace(options, tokenizer=runner.run(have_tokenizer(member, cache_folder())))
+            now = runner.run(present_config(member))
             # The text is prepared in the main thread, outside the loop: this may take minutes, and Ctrl-C could not end
             # another thread.
             with stopping.interruptible(), naming_options(options):
-                corpus, data = open_corpus(
-                    member.config, options.dataset, options.tokenizer, options.validation, options.paths or ()
-                )  # fmt: skip
+                data = now.data
+                _, first = open_corpus(now, options.dataset, options.tokenizer, options.validation, options.paths or ())
+                texts = Texts(first, data, lambda later: open_later(options, dataclasses.replace(now, data=later)))
                 rerouting = rerouting_of(options, member.config)
             process.require_addresses(process.THREAD_BYTES)
-            return runner.run(run(options, member, paths, corpus, data, events, rerouting))
+            return runner.run(run(options, member, paths, texts, events, rerouting))
         finally:
             runner.run(stack.aclose())
+
+
+async def present_config(member: Membership) -> RunConfig:
+    """The run's configuration with the amendments that are in force, as far as they matter for the text."""
+    if not member.timeline.amendments:
+        return member.config
+    await member.known.look_first(member.directory, member.blocks, member.clock)
+    replies = await member.poll().replies(member.known.everyone())
+    return member.timeline.at(newest_round(replies))
+
+
+def open_later(options: TrainerOptions, config: RunConfig) -> Microbatches:
+    """Open a text that an amendment names. Its datasets are where the amendment says. Raises as open_corpus does."""
+    return open_corpus(config, (), options.tokenizer, options.validation, options.paths or ())[1]
+
+
+async def open_later_texts(member: Membership, texts: Texts, watcher: RoundWatcher) -> Never:
+    """Open each text that an amendment names before its round comes, and say so if it is not here. Until cancelled."""
+    named = set[str]()
+    while True:
+        present = math.inf if watcher.known_round is None else watcher.known_round
+        for number in [each.round for each in member.timeline.amendments if each.round > present]:
+            data = member.timeline.at(number).data
+            if data.digest in named:
+                continue
+            named.add(data.digest)
+            if not (text := texts.want(data)).done():
+                logger.info("from round %d on the run trains on %s: reading it", number, ", ".join(data.source_names))
+            try:
+                await asyncio.wrap_future(text)
+            except CorpusMismatch as error:
+                logger.warning(
+                    "%s; unless it is there at round %d, this trainer ends then, and may be started again with "
+                    "--dataset", error, number,
+                )  # fmt: skip
+        await member.clock.sleep(AMENDMENTS_SECONDS)
 
 
 def paths_of(options: TrainerOptions, member: Membership) -> TrainerPaths:
@@ -120,8 +167,8 @@ def rerouting_of(options: TrainerOptions, config: RunConfig) -> Rerouting | None
 
 
 async def run(
-    options: TrainerOptions, member: Membership, paths: TrainerPaths, corpus: corpora.Corpus, data: Microbatches,
-    events: Events, rerouting: Rerouting | None,
+    options: TrainerOptions, member: Membership, paths: TrainerPaths, texts: Texts, events: Events,
+    rerouting: Rerouting | None,
 ) -> int:  # fmt: skip
     config = member.config
     say_who_may_join(member.identity.authority)
@@ -141,17 +188,18 @@ async def run(
         remedy=lambda block: cure_of(block, member, insecure=options.insecure), timeline=member.timeline,
     )  # fmt: skip
     with metrics, report:
-        session = make_session(options, member, paths, data, watcher, report, events, rerouting)
+        session = make_session(options, member, paths, texts, watcher, report, events, rerouting)
         own = OwnFigures()
         own.follow((lambda: TrainerRow.of(record_of(member, paths, session, name)), {"run": config.run_id}))
         async with exporting(own, "swarm_trainer", host=options.metrics_host, port=options.metrics_port):
             exit_code = await carry_out(member, paths, session, name)
     events.write(Leave())
+    corpus = texts.at_hand(member.timeline.at(watcher.latest_round).data).corpus
     return await finish(report, options.output, corpus, session.sample, reported, exit_code=exit_code)
 
 
 def make_session(
-    options: TrainerOptions, member: Membership, paths: TrainerPaths, data: Microbatches, watcher: RoundWatcher,
+    options: TrainerOptions, member: Membership, paths: TrainerPaths, texts: Texts, watcher: RoundWatcher,
     report: Report, events: Events, rerouting: Rerouting | None,
 ) -> Session:  # fmt: skip
     config, clock, channels = member.config, member.clock, member.channels
@@ -171,10 +219,10 @@ def make_session(
         on_waiting=report.waiting,
     )  # fmt: skip
     loop = TrainLoop(
-        config=config, paths=paths, data=data, hops=hops, work=work, watcher=watcher, clock=clock,
+        config=config, paths=paths, texts=texts, hops=hops, work=work, watcher=watcher, clock=clock,
         on_waiting=report.waiting, events=events, timeline=member.timeline,
     )  # fmt: skip
-    return Session(options, config, paths, data, hops, watcher, loop, report, rerouting, member.waits)
+    return Session(options, config, paths, texts, member.timeline, hops, watcher, loop, report, rerouting, member.waits)
 
 
 async def carry_out(member: Membership, paths: TrainerPaths, session: Session, name: str) -> int:
@@ -195,6 +243,7 @@ async def carry_out(member: Membership, paths: TrainerPaths, session: Session, n
             tasks.create_task(announcement.keep()),
             tasks.create_task(member.waits.run(clock)),
             tasks.create_task(member.follow_amendments()),
+            tasks.create_task(open_later_texts(member, session.texts, session.watcher)),
             *(tasks.create_task(hop.run()) for hop in session.hops.values()),
         ]
         work = session.only_evaluate() if session.options.evaluate_only else session.train()

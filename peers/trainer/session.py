@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from peers.trainer.held_out_loss import Along, Rerouting, held_out_loss
 from peers.trainer.options import TrainerOptions
 from peers.trainer.report import Report
-from swarm.config import RunConfig
+from swarm.config import RunConfig, Timeline
 from swarm.data import tokenizers
-from swarm.data.microbatches import HeldOutLoss, Microbatches
+from swarm.data.microbatches import HeldOutLoss, Microbatches, Texts
 from swarm.errors import Fatal, SwarmError
 from swarm.generation.engine import collect
 from swarm.generation.sampling import Sampling
@@ -41,7 +41,8 @@ class Session:
     options: TrainerOptions
     config: RunConfig
     paths: TrainerPaths
-    data: Microbatches
+    texts: Texts
+    timeline: Timeline
     hops: Mapping[Block, Hop]
     watcher: RoundWatcher
     loop: TrainLoop
@@ -111,12 +112,12 @@ class Session:
             for _ in range(ATTEMPTS):
                 self._evaluated = 0, 0
                 await self.watcher.poll()
-                work = held_out_loss(
-                    self._alongs(), self.data, round_number=self.watcher.latest_round,
-                    num_samples=self.options.evaluation_samples, rerouting=self.rerouting,
-                    evaluated=self._has_evaluated,
-                )  # fmt: skip
                 try:
+                    work = held_out_loss(
+                        self._alongs(), await self.text(), round_number=self.watcher.latest_round,
+                        num_samples=self.options.evaluation_samples, rerouting=self.rerouting,
+                        evaluated=self._has_evaluated,
+                    )  # fmt: skip
                     # The evaluation runs in a task of its own, because in older Pythons a failed task group leaves the
                     # task around it half cancelled.
                     return await asyncio.create_task(work)
@@ -138,6 +139,11 @@ class Session:
         )
         return f"the loss on held-out text{left}"
 
+    async def text(self) -> Microbatches:
+        """The text of the newest round that is known. Raises CorpusMismatch if this machine does not have it."""
+        config = self.timeline.at(self.watcher.latest_round).data
+        return await asyncio.wrap_future(self.texts.want(config))
+
     def _alongs(self) -> list[Along]:
         live = [path for path in self.paths.paths if self.paths.is_live(path)]
         first = {path: self.config.blocks_of(path)[0] for path in live or self.paths.paths}
@@ -153,7 +159,7 @@ class Session:
         try:
             along = self._alongs()[0]
             engine = SwarmEngine(along.hop, self.config, path=along.path)
-            texts = self.data.held_out_by_source(1)
+            texts = (await self.text()).held_out_by_source(1)
             own = next(text for text in texts if not text.paths or along.path in text.paths)
             prompt = own.batches[0][TOKENS][0, :-1].tolist()[-_half(engine) :]
             with self.waits.on("a sample of text"):

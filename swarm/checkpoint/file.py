@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from swarm import config as configs
-from swarm.config import DataConfig, RunConfig, forbidden_changes
+from swarm.config import DataConfig, RunConfig, Timeline, forbidden_changes
 from swarm.errors import IntegrityError
 from swarm.machine import tensor_file
 from swarm.machine.disk import put_in_place, sync
@@ -99,6 +99,11 @@ class Header:
     @property
     def block(self) -> Block:
         return Block(self.stage, self.variant)
+
+    @property
+    def amended(self) -> RunConfig:
+        """The configuration of the round. Raises IntegrityError if an amendment is none by the run's owner."""
+        return Timeline(self.config, self.amendments).at(self.round)
 
     @property
     def name(self) -> FileName:
@@ -210,7 +215,7 @@ def read_header(path: Path, config: RunConfig) -> Header:
     header = _unpack(metadata, path)
     if str(header.name) != path.name:
         raise IntegrityError(f"{path} was renamed: it is {header.name}")
-    if difference := _difference(header.config, config):
+    if difference := _difference(header.amended if header.config != config else config, config):
         raise OfAnotherRun(f"{path} is of another run: {difference}")
     return header
 
@@ -240,7 +245,8 @@ def difference(path: Path, config: RunConfig) -> str:
     unreadable."""
     try:
         with tensor_file.opened(path, IntegrityError) as file:
-            return _difference(_unpack(file.metadata() or {}, path).config, config)
+            header = _unpack(file.metadata() or {}, path)
+            return _difference(header.amended if header.config != config else config, config)
     except IntegrityError:
         return ""
 

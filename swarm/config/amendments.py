@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from swarm.config.checks import is_sha256
 from swarm.config.reading import with_settings
 from swarm.config.run import RunConfig, differences
 from swarm.credentials import certificates
@@ -30,7 +31,7 @@ AMENDABLE = {
         "weight_decay", "clip_norm", "beta1", "beta2", "epsilon", "momentum", "nesterov", "adjust_lr_fn",
     ),
     "outer": ("learning_rate", "momentum"),
-    "data": ("weights",),
+    "data": ("weights", "dataset", "paths", "digest", "dataset_digests"),
     "rounds": ("round_samples",),
     "wire": ("dtype",),
     "averaging": (
@@ -39,6 +40,7 @@ AMENDABLE = {
 }  # fmt: skip
 """The fields that can be amended, by section: those that a peer or a trainer reads anew in each round, and that do not
 change what it holds."""
+_TEXT = {f"data.{key}" for key in AMENDABLE["data"]}
 _FORM = "swarm amendment 1"
 _DIGEST_DIGITS = 32
 
@@ -214,8 +216,13 @@ def amended(config: RunConfig, settings: Sequence[str]) -> RunConfig:
                 f"{name} cannot be amended while the run goes on: stop all peers, and start them with --resume and "
                 "another configuration, if it may change at all (docs/security.md has what can be amended)"
             )
-    for name in differences(filled, changed):
-        if name in ("rounds.round_samples", "data.weights") and config.data.part_rows:
+    different = differences(filled, changed)
+    if any(name in different for name in ("data.dataset", "data.paths", "data.dataset_digests")) and (
+        "data.digest" not in different or not is_sha256(changed.data.digest)
+    ):
+        raise ValueError("an amendment that names another text names its data.digest as well")
+    for name in different:
+        if (name == "rounds.round_samples" or name in _TEXT) and config.data.part_rows:
             raise ValueError(
                 f"{name} cannot be amended with data.part_rows, because it says which part each round reads: stop all "
                 "peers, and start them with --resume and another configuration, if it may change at all"

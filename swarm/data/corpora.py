@@ -6,6 +6,7 @@ the run's order with `in_order`, and call `check_digest`. data/prepared prepares
 
 import dataclasses
 import hashlib
+import json
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -193,6 +194,13 @@ def published(config: DataConfig, corpus: Corpus, files: TokenizerFiles | None) 
         tokenizer_identity=corpus.tokenizer_identity,
         tokenizer_files="" if files is None else files.digest,
     )
+
+
+def digest_settings(config: DataConfig, *, cache_dir: Path) -> list[str]:
+    """The settings that name this machine's text by its digests, for an amendment. Raises ValueError as `prepare`
+    does."""
+    named = published(config, prepare(config, cache_dir=cache_dir), None)
+    return [f"data.{key}={json.dumps(getattr(named, key))}" for key in ("digest", "dataset_digests")]
 
 
 def in_order(config: DataConfig, corpus: Corpus, paths: Collection[int] = ()) -> Corpus:

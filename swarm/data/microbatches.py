@@ -5,8 +5,8 @@ A microbatch is a pure function of the configuration and its index i, so any tra
 The training part of a text is cut into windows of `sequence_length` tokens. Each also has the first token of the next
 window, as its last target. Conversations and completions are sequences already (data/documents). An epoch visits every
 sequence once, in an order of its own. With `data.weights` an epoch has the number of sequences of each dataset that the
-weights say, and the next epoch goes on where this one ended in each dataset. Where an amendment changes the weights,
-microbatches from its round on are those of a run that has always had the new ones.
+weights say, and the next epoch goes on where this one ended in each dataset. Where an amendment changes the weights
+or the text, microbatches from its round on are those of a run that has always had the new ones.
 
 With `data.part_rows` epoch k has the samples of part k of each dataset (data/parts), as many as part 0 has: of a part
 with more the rest is left out, and one with fewer begins again at its own start.
@@ -16,7 +16,8 @@ and is of that path's dataset; paths with the same dataset take its microbatches
 """
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ import torch
 from swarm.config import DataConfig
 from swarm.data.corpora import Corpus, SourceTokens
 from swarm.data.prepared import Prepared
+from swarm.errors import CorpusMismatch, SwarmError
 from swarm.training import samples
 from swarm.training.samples import TOKENS
 
@@ -58,6 +60,7 @@ class HeldOut:
 class Microbatches:
     def __init__(self, corpus: Corpus, config: DataConfig, paths: Collection[int] = ()) -> None:
         """`paths` are those that this process runs, if the corpus has only their datasets."""
+        self.corpus = corpus
         self._made_of = corpus, config, paths
         self._weighted: dict[tuple[float, ...], Microbatches] = {config.weights: self}
         self._microbatch_size = config.microbatch_size
@@ -127,6 +130,58 @@ class Microbatches:
             HeldOut(name=name, batches=batches, share=share, paths=own)
             for name, (batches, share), own in zip(self._names, found, paths, strict=True)
         ]
+
+
+class Texts:
+    """The texts that a run trains on one after another, as its amendments say. Each is opened once.
+
+    A microbatch follows from the configuration of its round and from its index, which also says where in a later text
+    the first one is: microbatches from an amendment's round on are those of a run that has always had the new text.
+    """
+
+    def __init__(
+        self, first: Microbatches, config: DataConfig, open_text: Callable[[DataConfig], Microbatches] | None = None
+    ) -> None:
+        """`config` is that of the `first` text. `open_text` opens another one; it runs in a thread of its own, and may
+        raise ValueError, OSError and SwarmErrors. Without it there is no other."""
+        self._open, self._first = open_text, first
+        self._opened: dict[str, Future[Microbatches]] = {config.digest: Future()}
+        self._opened[config.digest].set_result(first)
+
+    def want(self, config: DataConfig) -> Future[Microbatches]:
+        """The text of a configuration, whatever its weights. If it is not open yet, it is opened in the background. The
+        future's error is a CorpusMismatch if this machine does not have that text."""
+        opened = self._opened.get(config.digest)
+        # What was not here before may be here now.
+        if opened is None or (opened.done() and opened.exception() is not None):
+            opened = self._opened[config.digest] = Future()
+            # Whoever waits for the text may be cancelled, but not the text.
+            opened.set_running_or_notify_cancel()
+            # As a daemon thread it does not keep the program from ending.
+            threading.Thread(target=self._begin, args=(config, opened), name="text", daemon=True).start()
+        return opened
+
+    def _begin(self, config: DataConfig, opened: Future[Microbatches]) -> None:
+        try:
+            assert self._open is not None, "no amendment names another text"
+            opened.set_result(self._open(config))
+        except (ValueError, OSError, SwarmError) as error:
+            opened.set_exception(
+                CorpusMismatch(
+                    f"the run goes on with another text, {', '.join(config.source_names)}, which is not here: {error}"
+                )
+            )
+        except Exception as error:  # noqa: BLE001 - whoever waits for the text raises it
+            opened.set_exception(error)
+
+    def at(self, config: DataConfig) -> Microbatches:
+        """The microbatches of a configuration, whose text is open. Raises CorpusMismatch if it could not be opened."""
+        return self.want(config).result().weighted(config.weights)
+
+    def at_hand(self, config: DataConfig) -> Microbatches:
+        """The text of a configuration, or the first one while that is not open."""
+        opened = self._opened.get(config.digest)
+        return self._first if opened is None or not opened.done() or opened.exception() else opened.result()
 
 
 class _Text:

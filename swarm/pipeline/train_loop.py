@@ -8,12 +8,14 @@ import functools
 import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import Any
 
 from swarm.config import RunConfig, Timeline
-from swarm.data.microbatches import Microbatches
+from swarm.data.microbatches import Microbatches, Texts
 from swarm.errors import Fatal, PathStandsStill, RetriesExhausted, StaleMicrobatch
 from swarm.events import Ack, Events
 from swarm.hop.answers import HopListener, HopReply, Obstacle, OnWaiting
@@ -121,14 +123,14 @@ class PathListener(HopListener):
 
 class TrainLoop:
     def __init__(
-        self, *, config: RunConfig, paths: TrainerPaths, data: Microbatches, hops: Mapping[Block, Hop],
+        self, *, config: RunConfig, paths: TrainerPaths, texts: Texts, hops: Mapping[Block, Hop],
         work: LeasedWork, watcher: RoundWatcher, clock: Clock, on_waiting: OnWaiting, events: Events | None = None,
         timeline: Timeline | None = None,
     ) -> None:  # fmt: skip
         """`hops` lead to the blocks at which the paths begin. `timeline` has the amendments, if there can be any."""
         self._config = config
         self._timeline = timeline or Timeline(config)
-        self._data = data
+        self._texts = texts
         self._paths = paths
         self._hops = hops
         self._work = work
@@ -206,7 +208,7 @@ class TrainLoop:
     async def _dispatch(self, tasks: asyncio.TaskGroup) -> None:
         while True:
             while (work := self._work.next()) is not None:
-                if parts := self._data_of(work.microbatch).preparing(self._data_number(work.microbatch)):
+                if parts := self._awaited(work.microbatch):
                     # Others run what this trainer has no text for yet, as it may take long.
                     self._work.release(work)
                     with self._work.paused():
@@ -247,10 +249,14 @@ class TrainLoop:
         except Fatal as error:
             self._failed(work, error)
 
+    def _awaited(self, microbatch: Microbatch) -> Sequence[Future[Any]]:
+        """What is to be prepared before the microbatch can be read: its text, or parts of that."""
+        text = self._texts.want(self._timeline.at(microbatch.round).data)
+        return self._data_of(microbatch).preparing(self._data_number(microbatch)) if text.done() else [text]
+
     def _data_of(self, microbatch: Microbatch) -> Microbatches:
         """The data that the microbatch's round trains on."""
-        weights = self._timeline.at(microbatch.round).data.weights
-        return self._data if weights == self._config.data.weights else self._data.weighted(weights)
+        return self._texts.at(self._timeline.at(microbatch.round).data)
 
     def _data_number(self, microbatch: Microbatch) -> int:
         """Which of the data's microbatches this one is: in the synchronous setting that of its index.

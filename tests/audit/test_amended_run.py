@@ -3,7 +3,7 @@ process that changes at the same step, and an audit of what they did."""
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from peers.shared import network
 from swarm.audit import history
 from swarm.audit.audit import audit
-from swarm.config import Amendment, OptimizerConfig, RunConfig, StagesConfig, Timeline
+from swarm.config import Amendment, DataConfig, OptimizerConfig, RunConfig, StagesConfig, Timeline
 from swarm.credentials.identity import generate
 from swarm.data.microbatches import Microbatches
 from swarm.dht import keys
@@ -32,7 +32,7 @@ from tests.support.whole_swarm import CLOCK, WholeSwarm, whole_swarm
 STEPS = 6
 SETTINGS = (
     (2, "optimizer.learning_rate=3e-3"), (3, "averaging.codec=fp16"), (3, "wire.dtype=bf16"),
-    (4, "data.weights=[1, 5]"),
+    (4, "data.weights=[1, 5]"), (5, f"data.digest={64 * 'b'}"),
 )  # fmt: skip
 """The round from which each amendment is in force."""
 SIZES = {"synchronous": ((4, 8), (5, 32)), "diloco": ((4, 32),)}
@@ -50,10 +50,14 @@ def _locked(config: RunConfig) -> RunConfig:
 
 
 def _data(config: RunConfig) -> Microbatches:
-    """Two texts without a token in common."""
-    rng, length = np.random.default_rng(0), 300 * config.data.sequence_length + 1
+    """Two texts without a token in common, which depend on the digest."""
+    rng, length = np.random.default_rng(len(config.data.digest)), 300 * config.data.sequence_length + 1
     texts = [(rng.integers(first, first + 32, size=length, dtype=np.uint16), length - 33) for first in (0, 32)]
     return Microbatches(text_corpus(*texts, vocab_size=64), config.data)
+
+
+def _later(config: RunConfig) -> Callable[[DataConfig], Microbatches]:
+    return lambda data: _data(dataclasses.replace(config, data=data))
 
 
 def _amended(config: RunConfig) -> Timeline:
@@ -140,7 +144,9 @@ async def test_a_run_that_is_amended_trains_as_one_process_that_changes_at_the_s
     timeline = _amended(config)
     async with whole_swarm(config, tmp_path / "events", num_peers=(2, 2)) as swarm:
         victim, changing = swarm.peers[1], SETTINGS[0][0]
-        training = asyncio.create_task(swarm.train(STEPS, data=_data(config), amendments=timeline.texts))
+        training = asyncio.create_task(
+            swarm.train(STEPS, data=_data(config), amendments=timeline.texts, later=_later(config))
+        )
         # One peer hears of the amendments, with DiLoCo one of each stage, and the others have them from it.
         for peer in swarm.peers[2:3] if config.rounds.synchronous else swarm.peers[::2]:
             peer.servers[Block(peer.stage)].member.timeline.add(timeline.texts)

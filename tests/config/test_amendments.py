@@ -50,7 +50,8 @@ def test_what_was_left_out_stays_as_it_was_filled_in() -> None:
     [
         ("model.d_model=64", "model.d_model cannot be amended"),
         ("rounds.setting=synchronous", "rounds.setting cannot be amended"),
-        ("data.dataset=other", "data.dataset cannot be amended"),
+        ("data.dataset=other", "names its data.digest as well"),
+        ("data.tokenizer=other", "data.tokenizer cannot be amended"),
         ("data.weights=[1, 2]", "data.weights has 2 numbers, and data.dataset names 1"),
         ("wire.dtype=auto", "names what it sets: wire.dtype"),
         ("wire.dtype=fp8", "wire.dtype"),
@@ -149,6 +150,7 @@ _PARTS: dict[str, Any] = {"data": {"dataset": ["hf:x", "hf:y"], "part_rows": 10}
     [
         (_PARTS, "rounds.round_samples=512"),
         (_PARTS, "data.weights=[1, 2]"),
+        (_PARTS, f"data.digest={'a' * 64}"),
     ],
 )
 def test_what_says_which_microbatches_a_round_has_stays(section: dict[str, Any], setting: str) -> None:

@@ -1,10 +1,12 @@
+import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
 
 from swarm.config import DataConfig
-from swarm.data.microbatches import Microbatches
+from swarm.data.microbatches import Microbatches, Texts
+from swarm.errors import CorpusMismatch
 from swarm.training.samples import TOKENS
 from tests.support.text_corpus import text_corpus
 
@@ -216,3 +218,25 @@ def test_held_out_text_says_which_paths_train_on_its_dataset() -> None:
     assert [(each.name, each.paths) for each in held_out] == [("a", (0, 2)), ("b", (1,))]
     assert [int(each.batches[0][TOKENS][0, 0]) for each in held_out] == [8 * SEQUENCE + 1, 10**6 + 6 * SEQUENCE + 1]
     assert {each.paths for each in _mixture(7, 20).held_out_by_source(8)} == {()}
+
+
+def test_another_text_is_opened_once_and_tried_again_if_it_was_not_there() -> None:
+    config = DataConfig(digest="a" * 64)
+    first, other = _microbatches(training=101), _microbatches(training=101)
+    named = dataclasses.replace(config, digest="b" * 64)
+    outcomes: list[Microbatches | Exception] = [ValueError("no such file"), other]
+
+    def open_text(wanted: DataConfig) -> Microbatches:
+        assert wanted is named
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    texts = Texts(first, config, open_text)
+    assert texts.at(config) is first
+    with pytest.raises(CorpusMismatch, match="goes on with another text, stdlib, which is not here: no such file"):
+        texts.want(named).result(timeout=10)
+    assert texts.at_hand(named) is first
+    assert texts.want(named).result(timeout=10) is other
+    assert texts.at(dataclasses.replace(named, dataset="elsewhere")) is other is texts.at_hand(named)

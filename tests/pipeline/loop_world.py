@@ -4,12 +4,12 @@ import asyncio
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 
 from swarm.config import RunConfig
-from swarm.data.microbatches import Microbatches
+from swarm.data.microbatches import Microbatches, Texts
 from swarm.data.prepared import Prepared
 from swarm.hop.answers import HopListener, Obstacle
 from swarm.hop.hop import Hop
@@ -129,6 +129,9 @@ class World:
     async def on_step(self, step: Step) -> None:
         self.steps.append(step)
 
+    def weighted(self, weights: tuple[float, ...]) -> Self:
+        return self
+
     def preparing(self, index: int) -> list[Future[Prepared]]:
         return [self.part] if self.waits_for_part else []
 
@@ -148,7 +151,8 @@ async def running(config: RunConfig = DILOCO, max_in_flight: int = 6, first: int
         on_waiting=lambda block, obstacle: None,
     )  # fmt: skip
     loop = TrainLoop(
-        config=config, paths=paths, data=cast(Microbatches, world), hops={Block(0): cast(Hop, world)},
+        config=config, paths=paths, texts=Texts(cast(Microbatches, world), config.data),
+        hops={Block(0): cast(Hop, world)},
         work=world.work, watcher=cast(RoundWatcher, world), clock=world.clock,
         on_waiting=lambda block, obstacle: None,
     )  # fmt: skip

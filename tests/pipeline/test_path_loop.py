@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 
 from swarm.config import RoundsConfig, RunConfig, StagesConfig
-from swarm.data.microbatches import Microbatches
+from swarm.data.microbatches import Microbatches, Texts
 from swarm.data.prepared import Prepared
 from swarm.errors import PathStandsStill
 from swarm.hop.answers import HopListener, Obstacle
@@ -120,6 +120,9 @@ class World:
     def report(self, step: int) -> None:
         pass
 
+    def weighted(self, weights: tuple[float, ...]) -> Self:
+        return self
+
     def preparing(self, index: int) -> list[Future[Prepared]]:
         return []
 
@@ -140,7 +143,7 @@ async def running(config: RunConfig, *, chosen: Sequence[int] = (), max_in_fligh
         on_waiting=lambda block, obstacle: world.waits.append((block, obstacle)),
     )  # fmt: skip
     loop = TrainLoop(
-        config=config, paths=paths, data=cast(Microbatches, world),
+        config=config, paths=paths, texts=Texts(cast(Microbatches, world), config.data),
         hops={block: cast(Hop, world) for block in paths.entries}, work=work, watcher=cast(RoundWatcher, world),
         clock=world.clock, on_waiting=lambda block, obstacle: None,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Self, cast
 
 import torch
 
@@ -21,9 +21,9 @@ from peers.stage_peer.own_stage import ServerOptions
 from peers.stage_peer.resume import ResumeOptions
 from peers.stage_peer.served_block import ServedBlock
 from peers.stage_peer.server import PeerServer
-from swarm.config import RunConfig
+from swarm.config import DataConfig, RunConfig
 from swarm.credentials import identity as identities
-from swarm.data.microbatches import Microbatches
+from swarm.data.microbatches import Microbatches, Texts
 from swarm.data.prepared import Prepared
 from swarm.dht.directory import Directory
 from swarm.events import EventLog
@@ -128,10 +128,10 @@ class WholeSwarm:
 
     async def train(
         self, steps: int, *, first: int = 0, chosen: Collection[int] = (), data: Microbatches | None = None,
-        amendments: Sequence[str] = (),
+        amendments: Sequence[str] = (), later: Callable[[DataConfig], Microbatches] | None = None,
     ) -> list[Step]:  # fmt: skip
         """Let a new trainer of the chosen paths, or of all, train this many steps, and return the steps. It reads
-        `tokens` or other data, and knows these amendments."""
+        `tokens` or other data, knows these amendments, and opens `later` texts."""
         config, blocks = self.config, self.config.blocks
         own, log, done = self._admitted(), self._log("trainer"), list[Step]()
         log.write(start_of(config, peer_id=own.peer_id, name="", stage=TRAINER_STAGE))
@@ -158,9 +158,10 @@ class WholeSwarm:
             config=config, paths=paths, leases=leases, clock=CLOCK, max_in_flight=16,
             on_waiting=lambda block, obstacle: None,
         )  # fmt: skip
-        data = data or cast(Microbatches, _Data(config, self.tokens))
+        text = data or cast(Microbatches, _Data(config, self.tokens))
+        texts = Texts(text, config.data, later)
         loop = TrainLoop(
-            config=config, paths=paths, data=data, hops=hops, work=work, watcher=watcher, clock=CLOCK,
+            config=config, paths=paths, texts=texts, hops=hops, work=work, watcher=watcher, clock=CLOCK,
             on_waiting=lambda block, obstacle: None, events=log, timeline=member.timeline,
         )  # fmt: skip
 
@@ -205,6 +206,9 @@ class WholeSwarm:
 class _Data:
     config: RunConfig
     tokens: Callable[[RunConfig, int], torch.Tensor]
+
+    def weighted(self, weights: tuple[float, ...]) -> Self:
+        return self
 
     def preparing(self, index: int) -> list[Future[Prepared]]:
         return []

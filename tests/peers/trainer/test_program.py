@@ -1,5 +1,6 @@
 """Which text a trainer takes, and what it writes at the end."""
 
+import asyncio
 import dataclasses
 import os
 import re
@@ -20,19 +21,24 @@ from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_model import own_config
 from peers.trainer import program
 from peers.trainer.options import TrainerOptions
-from peers.trainer.program import finish, open_corpus, paths_of, rerouting_of
+from peers.trainer.program import finish, open_corpus, open_later_texts, paths_of, rerouting_of
 from peers.trainer.report import Report
 from swarm import config as configs
-from swarm.config import RunConfig, StagesConfig
+from swarm.config import Amendment, RunConfig, StagesConfig
 from swarm.data import tokenizers
+from swarm.data.microbatches import Microbatches, Texts
 from swarm.data.path_router import PathRouter, hashed
 from swarm.errors import CorpusMismatch
+from swarm.machine.clock import SystemClock
 from swarm.metrics import MetricsLog
+from swarm.pipeline.round_watcher import RoundWatcher
 from swarm.routing.router import Router
 from swarm.training.samples import TOKENS
 from tests.data.texts import Rows, end_of_preparation
-from tests.support.chain import SYNCHRONOUS
+from tests.support import locked
+from tests.support.chain import SYNCHRONOUS, eventually
 from tests.support.manual_clock import ManualClock
+from tests.support.memory_store import MemoryStore
 from tests.support.text_corpus import text_corpus
 from tests.support.tokenizers import write_tokenizer
 
@@ -245,3 +251,26 @@ async def test_a_file_that_cannot_be_written_at_the_end_costs_nothing_else(
     assert said == [*([sample] if sample else []), "To upload this run to Weights & Biases: wandb sync x"]
     expected = {"metrics.jsonl", "loss.png"} | (set() if told else {"summary.json", "sample.txt"})
     assert {name for name in os.listdir(tmp_path) if name not in stuck} == expected - set(stuck)
+
+
+async def test_a_trainer_that_lacks_the_next_text_says_so_before_its_round(caplog: pytest.LogCaptureFixture) -> None:
+    clock, config = SystemClock(), dataclasses.replace(SYNCHRONOUS, owner=locked.OWNER.authority.fingerprint)
+    member = Membership.enter(config, MemoryStore(clock), locked.TRAINER, clock, insecure=False)
+    for number, digest in ((2, "a"), (5, "b")):
+        settings = [f"data.digest={64 * digest}", "data.dataset=book.txt"]
+        amendment = Amendment.sign(locked.OWNER, member.timeline, number, settings)
+        member.timeline.add([*member.timeline.texts, amendment.text])
+
+    def open_text(_: configs.DataConfig) -> Microbatches:
+        raise ValueError("no such file")
+
+    texts = Texts(cast(Microbatches, None), config.data, open_text)
+    watcher = cast(RoundWatcher, SimpleNamespace(known_round=3))
+    opening = asyncio.create_task(open_later_texts(member, texts, watcher))
+    await eventually(lambda: "ends then" in caplog.text)
+    opening.cancel()
+    (said,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    lacks = (
+        "the run goes on with another text, book.txt, which is not here: no such file; unless it is there at round 5"
+    )
+    assert said.startswith(lacks)

@@ -16,8 +16,9 @@ from peers.trainer import session as sessions
 from peers.trainer.options import TrainerOptions
 from peers.trainer.report import Report
 from peers.trainer.session import Session
+from swarm.config import Timeline
 from swarm.data.corpora import Corpus
-from swarm.data.microbatches import HeldOut, HeldOutLoss, Microbatches
+from swarm.data.microbatches import HeldOut, HeldOutLoss, Microbatches, Texts
 from swarm.data.tokenizers import ByteTokenizer
 from swarm.errors import Fatal
 from swarm.generation.engine import collect
@@ -51,7 +52,8 @@ class _HeldOut:
 
 def _session(chain: Chain, metrics: MetricsLog, folder: Path, *, steps: int = 1) -> Session:
     """A session as the program wires it, without what only training needs."""
-    config, data = chain.config, cast(Microbatches, _HeldOut())
+    config = chain.config
+    texts = Texts(cast(Microbatches, _HeldOut()), config.data)
     paths = TrainerPaths(config, SystemClock(), lambda block: [peer.record for peer in chain.at(block.stage)])
     watcher = RoundWatcher(
         run_id=config.run_id, blocks=paths.followed, synchronous=True, channels=chain.peers[0].channels,
@@ -72,11 +74,11 @@ def _session(chain: Chain, metrics: MetricsLog, folder: Path, *, steps: int = 1)
     )  # fmt: skip
     hops = {Block(0): chain.trainer}
     loop = TrainLoop(
-        config=config, paths=paths, data=data, hops=hops, work=work, watcher=watcher, clock=SystemClock(),
+        config=config, paths=paths, texts=texts, hops=hops, work=work, watcher=watcher, clock=SystemClock(),
         on_waiting=report.waiting,
     )  # fmt: skip
     options = TrainerOptions(initial_peers=("x",), evaluation_samples=2, sample_tokens=2)
-    return Session(options, config, paths, data, hops, watcher, loop, report)
+    return Session(options, config, paths, texts, Timeline(config), hops, watcher, loop, report)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -230,7 +232,7 @@ async def test_a_sample_is_as_long_as_it_was_asked_for_and_what_the_swarm_writes
             session.options = dataclasses.replace(session.options, sample_tokens=half + 3)
             sample = await session.write_sample()
         engine = SwarmEngine(chain.trainer, SYNCHRONOUS)
-        tokens = session.data.held_out(1)[0][TOKENS][0, :-1].tolist()[-half:]
+        tokens = (await session.text()).held_out(1)[0][TOKENS][0, :-1].tolist()[-half:]
         sampling = Sampling(temperature=sessions.TEMPERATURE, seed=SYNCHRONOUS.data.seed)
         for count in (half, 3):
             tokens += await collect(engine, tokens[-half:], sampling, count)
