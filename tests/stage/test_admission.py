@@ -34,7 +34,8 @@ async def test_a_peer_with_its_part_of_a_round_in_flight_leaves_others_the_rest(
     async with running_chain(dataclasses.replace(SYNCHRONOUS, rounds=rounds)) as chain:
         peer = chain.peers[0]
         average = await peer.runtime.control(peer.weights.close)
-        await peer.runtime.control(partial(end_round, peer.weights, average.tensors, num_members=2))
+        amounts = {"num_samples": round_samples, "num_members": 2}
+        await peer.runtime.control(partial(end_round, peer.weights, average.tensors, **amounts))
         microbatch = Microbatch(index=round_samples // 2, round=1, num_samples=2)
         admission = peer.stage.admission
         slots = [admission.admit(microbatch, has_others=True) for _ in range(part)]
