@@ -14,7 +14,8 @@ import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from swarm.routing.throughput import SHORTEST_SECONDS, Bans, Link, MovingAverage, Observation, SecondsPerSample
+from swarm.routing.bans import Bans
+from swarm.routing.throughput import SHORTEST_SECONDS, Link, MovingAverage, Observation, SecondsPerSample
 from swarm.types import PeerId, PeerRecord
 
 MAX_SLOWNESS = 50.0

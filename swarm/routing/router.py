@@ -2,16 +2,15 @@
 
 import random
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from swarm.machine.clock import Clock
+from swarm.routing.bans import Distrusted
 from swarm.routing.peer_queue import NOBODY, LeftAlone, PeerQueue
 from swarm.routing.throughput import Link, Observation
 from swarm.types import Block, PeerId, PeerRecord, PeerState
 
-DISTRUST_SECONDS = 1800.0
-"""How long a peer that computes wrongly gets no work."""
 MOST_SILENT_SECONDS = 120.0
 """A peer that has just vanished from the directory was silent for no longer than this, because no record lasts
 longer."""
@@ -46,8 +45,7 @@ class Router:
         self._clock = clock
         self._queues: defaultdict[Block, PeerQueue] = defaultdict(lambda: PeerQueue(rng, own))
         self._gone: dict[Block, Gone] = {}
-        self._distrusted: dict[PeerId, tuple[float, str]] = {}
-        """Until when each is, and why."""
+        self._distrusted = Distrusted()
 
     def update(self, block: Block, records: Sequence[PeerRecord]) -> None:
         """Take over the directory's records of one block. O(peers): for the background, not for every choice.
@@ -69,8 +67,9 @@ class Router:
         Of those in `prefer` the first that serves and is not banned is chosen, and charged as usual; after them this
         very peer, if it serves the stage and has not said that it is busy.
         """
-        excluded = {*exclude, *self._distrusted_now()} if self._distrusted else exclude
-        return self._queues[block].choose(num_samples, self._clock.monotonic(), exclude=excluded, prefer=prefer)
+        now = self._clock.monotonic()
+        excluded = {*exclude, *self._distrusted.current(now)}
+        return self._queues[block].choose(num_samples, now, exclude=excluded, prefer=prefer)
 
     def record(self, block: Block, peer_id: PeerId) -> PeerRecord | None:
         return self._queues[block].record(peer_id)
@@ -95,19 +94,21 @@ class Router:
         return [PeerId(record.peer_id) for record in self.records(block) if record.peer_id not in left_out]
 
     def banned(self, block: Block) -> set[PeerId]:
-        return self._queues[block].banned(self._clock.monotonic()) | self._distrusted_now().keys()
+        now = self._clock.monotonic()
+        return self._queues[block].banned(now) | self._distrusted.current(now).keys()
 
     def links(self, block: Block) -> dict[PeerId, Link]:
         return self._queues[block].links()
 
     def left_alone(self, block: Block) -> list[LeftAlone]:
         """The serving peers of a block that are banned, busy or distrusted, and why. O(peers)."""
+        now = self._clock.monotonic()
         distrusted = {
             peer: LeftAlone(record, reason, until, is_busy=False, is_silent=False)
-            for peer, (until, reason) in self._distrusted_now().items()
+            for peer, (until, reason) in self._distrusted.current(now).items()
             if (record := self.record(block, peer)) is not None
         }
-        others = self._queues[block].left_alone(self._clock.monotonic())
+        others = self._queues[block].left_alone(now)
         return [*distrusted.values(), *(each for each in others if each.record.peer_id not in distrusted)]
 
     def records(self, block: Block) -> list[PeerRecord]:
@@ -139,14 +140,8 @@ class Router:
             queue.failed(peer_id, now, is_gone=is_gone, is_unreachable=is_unreachable, reason=reason)
 
     def distrust(self, peer_id: PeerId, reason: str) -> None:
-        """Give a peer no work at any block for DISTRUST_SECONDS, whatever it answers, because it computes wrongly."""
-        self._distrusted[peer_id] = self._clock.monotonic() + DISTRUST_SECONDS, reason
-
-    def _distrusted_now(self) -> Mapping[PeerId, tuple[float, str]]:
-        """Those whose time is not over; forgets the others."""
-        now = self._clock.monotonic()
-        self._distrusted = {peer: kept for peer, kept in self._distrusted.items() if kept[0] > now}
-        return self._distrusted
+        """Give a peer that computes wrongly no work at any block for a while, as Distrusted does."""
+        self._distrusted.add(peer_id, self._clock.monotonic(), reason)
 
     def unreachable(self, block: Block) -> list[PeerRecord]:
         return self._queues[block].unreachable(self._clock.monotonic())

@@ -22,9 +22,9 @@ from swarm.hop.answers import HopListener
 from swarm.hop.hop import Hop, watch_connections
 from swarm.hop.retries import HopLimits
 from swarm.machine.clock import SystemClock
+from swarm.routing.bans import BASE_BAN_SECONDS, LEAST_BAN_SHARE
 from swarm.routing.peer_queue import NOBODY
 from swarm.routing.router import Router
-from swarm.routing.throughput import BASE_BAN_SECONDS, LEAST_BAN_SHARE
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.training.samples import Microbatch

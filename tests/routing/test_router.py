@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from swarm.routing.router import DISTRUST_SECONDS, Router
+from swarm.routing.bans import DISTRUST_SECONDS
+from swarm.routing.router import Router
 from swarm.routing.throughput import Observation
 from swarm.types import Block, PeerId, PeerRecord, PeerState
 from tests.routing.records import id_of, record_of

@@ -12,8 +12,9 @@ from functools import partial
 from typing import Protocol
 
 from swarm.machine.clock import Clock
+from swarm.routing.bans import BASE_BAN_SECONDS
 from swarm.routing.router import Router
-from swarm.routing.throughput import BASE_BAN_SECONDS, MovingAverage, Observation
+from swarm.routing.throughput import MovingAverage, Observation
 from swarm.types import Block, PeerId, PeerRecord, PeerState
 
 SMOOTHING = 0.1
