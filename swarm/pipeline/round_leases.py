@@ -158,11 +158,11 @@ class RoundLeases:
                 continue
             self._trainers.took(now - granted.granted_at)
             if held_too_long_by is not None and held_too_long_by != granted.trainer.bearer:
-                self._ban([held_too_long_by])
+                self._pause([held_too_long_by])
 
     def note_ended(self) -> None:
-        """Ban bearers that held microbatches for too long: the stage is at another round, so others have run these."""
-        self._ban(self._overdue.values())
+        """Pause bearers that held microbatches too long: the stage is at another round, so others have run these."""
+        self._pause(self._overdue.values())
 
     def end_silent(self, seconds: float) -> bool:
         """End the leases of trainers that have been silent for `seconds`; returns whether there were any."""
@@ -175,7 +175,7 @@ class RoundLeases:
     def end_overdue(self, asker: Trainer) -> bool:
         """End leases that trainers other than `asker` have renewed for too long; returns whether there were any.
 
-        Their bearers are banned only once another trainer has run these microbatches: perhaps everything stands still.
+        Their bearers are paused only once another trainer has run these microbatches: perhaps everything stands still.
         """
         since = self._clock.monotonic() - self._trainers.patience_seconds
         ended = [m for m, lease in self.leases.items() if lease.trainer != asker and lease.granted_at < since]
@@ -183,9 +183,9 @@ class RoundLeases:
             self._overdue.setdefault(microbatch, self.leases.pop(microbatch).trainer.bearer)
         return bool(ended)
 
-    def _ban(self, bearers: Iterable[str]) -> None:
+    def _pause(self, bearers: Iterable[str]) -> None:
         for bearer in set(bearers):
-            self._trainers.ban(bearer)
+            self._trainers.pause(bearer)
             for microbatch in [m for m, lease in self.leases.items() if lease.trainer.bearer == bearer]:
                 del self.leases[microbatch]
 

@@ -1,7 +1,7 @@
 """The trainers that ask a leader for work: which of them are alive and want work, and how much each may hold.
 
-Shares and bans go by bearer, that is by token, or by address in an open run: a bearer may use any number of names, but
-together these get no more than one would.
+Shares and pauses go by bearer, that is by token, or by address in an open run: a bearer may use any number of names,
+but together these get no more than one would.
 """
 
 import math
@@ -24,12 +24,12 @@ microbatch goes to a trainer that has nothing else to do. These are the least pa
 and the most."""
 PATIENCE = 4.0
 """The patience, in multiples of the time that a microbatch takes from its grant until it is counted."""
-BAN_SECONDS, MOST_BAN_SECONDS = 20.0, 3600.0
+PAUSE_SECONDS, MOST_PAUSE_SECONDS = 20.0, 3600.0
 """How long a bearer gets nothing after it held microbatches for too long and another bearer has run them. Doubled each
 time."""
 FORGIVEN_AFTER = 10.0
-"""Once a ban has been over for this many times its length, the bearer's next ban is as short as a first one."""
-MAX_BANS = 4096
+"""Once a pause has been over for this many times its length, the bearer's next one is as short as a first one."""
+MAX_PAUSES = 4096
 
 
 class Trainer(NamedTuple):
@@ -40,7 +40,7 @@ class Trainer(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Ban:
+class _Pause:
     seconds: float
     until: float
 
@@ -51,7 +51,7 @@ class Trainers:
         self._heard_at: dict[Trainer, float] = {}
         self._wishes: dict[Trainer, tuple[float, frozenset[int]]] = {}
         """When a trainer has last asked for work, and of which paths."""
-        self._bans: dict[str, _Ban] = {}
+        self._pauses: dict[str, _Pause] = {}
         self._times = deque[float](maxlen=64)
 
     def hear(self, trainer: Trainer) -> None:
@@ -85,10 +85,10 @@ class Trainers:
         A round is shared equally between the bearers that have live trainers which hold or want microbatches, and each
         bearer's share between its trainers, whatever any of them asks for.
         """
-        if self.is_banned(trainer.bearer):
+        if self.is_paused(trainer.bearer):
             return 0
         sharing = {t for t in held if not self.is_silent(t, DOUBT_SECONDS)} | self._wishes.keys() | {trainer}
-        sharing = {other for other in sharing if other.bearer not in self._bans or not self.is_banned(other.bearer)}
+        sharing = {other for other in sharing if other.bearer not in self._pauses or not self.is_paused(other.bearer)}
         of_bearer = math.ceil(size / len({other.bearer for other in sharing}))
         of_trainer = math.ceil(size / _num_parts(trainer, sharing))
         held_by_bearer = sum(number for other, number in held.items() if other.bearer == trainer.bearer)
@@ -108,30 +108,29 @@ class Trainers:
         usual = PATIENCE * statistics.median(self._times)
         return min(MOST_PATIENCE_SECONDS, max(LEAST_PATIENCE_SECONDS, usual))
 
-    def ban(self, bearer: str) -> None:
-        """Ban a bearer: it gets nothing for a while, as long as others are there."""
-        now, last = self._clock.monotonic(), self._bans.pop(bearer, None)
+    def pause(self, bearer: str) -> None:
+        """Give a bearer nothing for a while, as long as others are there."""
+        now, last = self._clock.monotonic(), self._pauses.pop(bearer, None)
         if last is not None and now < last.until:
-            self._bans[bearer] = last
+            self._pauses[bearer] = last
             return
         is_repeated = last is not None and now < last.until + FORGIVEN_AFTER * last.seconds
-        seconds = min(MOST_BAN_SECONDS, 2.0 * last.seconds) if last is not None and is_repeated else BAN_SECONDS
-        self._bans[bearer] = _Ban(seconds, now + seconds)
-        if len(self._bans) > MAX_BANS:
-            del self._bans[next(iter(self._bans))]
+        seconds = min(MOST_PAUSE_SECONDS, 2.0 * last.seconds) if last is not None and is_repeated else PAUSE_SECONDS
+        self._pauses[bearer] = _Pause(seconds, now + seconds)
+        if len(self._pauses) > MAX_PAUSES:
+            del self._pauses[next(iter(self._pauses))]
 
-    def is_banned(self, bearer: str) -> bool:
-        """Whether a bearer gets nothing, because it is under a ban, and a bearer without a ban is there."""
-        if not self._is_under_ban(bearer):
+    def is_paused(self, bearer: str) -> bool:
+        """Whether a bearer gets nothing, because it has a pause, and a bearer without one is there."""
+        if not self._has_pause(bearer):
             return False
         return any(
-            not self._is_under_ban(other.bearer) and not self.is_silent(other, DOUBT_SECONDS)
-            for other in self._heard_at
+            not self._has_pause(other.bearer) and not self.is_silent(other, DOUBT_SECONDS) for other in self._heard_at
         )
 
-    def _is_under_ban(self, bearer: str) -> bool:
-        ban = self._bans.get(bearer)
-        return ban is not None and self._clock.monotonic() < ban.until
+    def _has_pause(self, bearer: str) -> bool:
+        pause = self._pauses.get(bearer)
+        return pause is not None and self._clock.monotonic() < pause.until
 
 
 def _num_parts(trainer: Trainer, sharing: Collection[Trainer]) -> int:

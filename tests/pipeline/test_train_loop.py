@@ -265,7 +265,7 @@ async def test_without_renewal_all_is_given_up_before_the_lease_ends() -> None:
 
 @pytest.mark.parametrize("config", [DILOCO, SYNCHRONOUS])
 async def test_a_trainer_whose_text_is_not_prepared_gives_back_what_it_was_granted(config: RunConfig) -> None:
-    """Others would wait for it, and it would be banned for holding it."""
+    """Others would wait for it, and it would be paused for holding it."""
     async with running(config, max_in_flight=4) as world:
         world.waits_for_part, world.num_there = True, 3
         await eventually(lambda: 1 in world.released, meanwhile=lambda: pass_time(world))

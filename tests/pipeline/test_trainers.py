@@ -7,7 +7,7 @@ import pytest
 
 from swarm.config import RoundsConfig, RunConfig
 from swarm.pipeline.leases import GATHER_SECONDS
-from swarm.pipeline.trainers import BAN_SECONDS, FIRST_PATIENCE_SECONDS, LEAST_PATIENCE_SECONDS, Trainer, Trainers
+from swarm.pipeline.trainers import FIRST_PATIENCE_SECONDS, LEAST_PATIENCE_SECONDS, PAUSE_SECONDS, Trainer, Trainers
 from swarm.types import Block
 from tests.pipeline.leader import SIZE, SYNCHRONOUS, Leader
 from tests.support.manual_clock import ManualClock
@@ -118,18 +118,18 @@ def test_who_holds_what_others_then_run_has_nothing_for_a_while() -> None:
     assert leader.give("slow", 9) == []
     assert leader.give("b", 2) == [6, 7]
     leader.is_asked = False
-    for _ in range(int(BAN_SECONDS / 0.5)):
+    for _ in range(int(PAUSE_SECONDS / 0.5)):
         leader.clock.advance(0.5)
         leader.ask("b", 0, holding=[6, 7])
     assert leader.give("slow", 1) == [8]
 
 
-def test_a_banned_trainer_that_is_alone_goes_on() -> None:
+def test_a_paused_trainer_that_is_alone_goes_on() -> None:
     clock = ManualClock()
     trainers = Trainers(clock)
     alone = Trainer("a", "a")
     trainers.hear(alone)
-    trainers.ban("a")
-    assert not trainers.is_banned("a")
+    trainers.pause("a")
+    assert not trainers.is_paused("a")
     trainers.hear(Trainer("b", "b"))
-    assert trainers.is_banned("a")
+    assert trainers.is_paused("a")
