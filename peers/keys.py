@@ -276,7 +276,7 @@ async def _peers_of(member: Membership) -> list[pb.DescribeReply]:
 async def require_trainers(member: Membership, settings: Sequence[str]) -> None:
     """Raise PeerUnavailable if a trainer's release knows no amendments, and the settings are for trainers."""
     trainers = await member.directory.trainers()
-    old = [each.name or each.peer_id[:8] for each in trainers if each.protocol_version < TRAINERS_PROTOCOL]
+    old = [each.display_name for each in trainers if each.protocol_version < TRAINERS_PROTOCOL]
     if old and any(setting.startswith("data.") for setting in settings):
         raise PeerUnavailable(f"{', '.join(old)} run a release whose trainers know no amendments")
 

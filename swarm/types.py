@@ -150,6 +150,11 @@ class _Announcement(_Statement):
     software_version: Annotated[str, Field(max_length=32, pattern=NAME_PATTERN)] = ""
     announced_at: Time
 
+    @property
+    def display_name(self) -> str:
+        """The peer's name, or the beginning of its id if it has none."""
+        return self.name or self.peer_id[:8]
+
 
 MOST_BANS = 4
 """The most bans that a sender announces."""
@@ -176,7 +181,11 @@ class _Sender(_Announcement):
 
 class PeerRecord(_Sender):
     """A stage peer's announcement of one block that it serves: key `RUN.stage.N`, or `RUN.stage.N.V` for a variant V
-    other than 0, one subkey a peer."""
+    other than 0, one subkey a peer.
+
+    To add another field, give it a default, because the last release does not send it, and a limit: a whole record must
+    fit into MAX_RECORD_BYTES (dht/records.py). peers/stage_peer/presence.py fills it, from PeerOptions if the user says
+    it, and peers/status/peer_row.py shows it."""
 
     stage: _Stage
     variant: _Variant = 0

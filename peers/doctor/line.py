@@ -49,7 +49,7 @@ async def distances(peers: Sequence[PeerRecord], channels: ChannelPool, clock: C
             fault = f"no answer within {seconds:.0f} s"
         except SwarmError as error:
             fault = str(error)
-        return f"{peer.name or peer.peer_id[:8]} {where(peer.endpoint)}: {fault}"
+        return f"{peer.display_name} {where(peer.endpoint)}: {fault}"
 
     asked = peers[:MOST_PEERS]
     return dict(zip((PeerId(peer.peer_id) for peer in asked), await asyncio.gather(*map(ask, asked)), strict=True))

@@ -114,7 +114,7 @@ async def find_others(
                 return found
         else:
             if found.what not in warned:
-                names = ", ".join(record.name or record.peer_id[:8] for record in found.peers[:3])
+                names = ", ".join(record.display_name for record in found.peers[:3])
                 logger.warning("%s %s, %s", found.what, names, found.why)
                 warned.add(found.what)
             if gives_up and clock.monotonic() >= began_at + SETTLE_SECONDS:
@@ -157,7 +157,7 @@ class _Holders:
 
 def named(peers: Collection[PeerRecord]) -> str:
     """Text that names peers that no longer answer, and since when, in local time."""
-    names = ", ".join(record.name or record.peer_id[:8] for record in list(peers)[:3])
+    names = ", ".join(record.display_name for record in list(peers)[:3])
     more = f" and {len(peers) - 3} more" if len(peers) > 3 else ""
     since = time.strftime("%H:%M:%S", time.localtime(max(record.announced_at for record in peers)))
     return f"{names}{more}, silent since {since}"

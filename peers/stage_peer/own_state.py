@@ -12,7 +12,6 @@ from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.others import RETURN_SECONDS, SILENT_SECONDS, find_others, named
 from peers.stage_peer.own_stage import ServerOptions
 from swarm.averaging.averager import Averager
-from swarm.averaging.state_transfer import name_of
 from swarm.checkpoint.file import Header
 from swarm.checkpoint.folder import CheckpointFolder
 from swarm.checkpoint.writer import DEFAULT_EVERY, CheckpointWriter
@@ -110,7 +109,7 @@ class OwnState:
     def _missing(self, averager: Averager) -> str:
         what = f"the state of stage {self._stage.block} could not be downloaded"
         if others := self._membership.known.others(self._stage.block):
-            names = ", ".join(map(name_of, others[:3]))
+            names = ", ".join(one.display_name for one in others[:3])
             why = averager.obstacle or "announced, and silent when asked for it"
             return (
                 f"{what} from {names}: {why}. Start this peer again when another peer holds the stage, or when {names} "

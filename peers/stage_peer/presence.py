@@ -140,7 +140,7 @@ class Presence:
                 other for other in sorted(on_paths) if other not in self._process.blocks and not known.others(other)
             ],
             left_alone_by={
-                sender.name or sender.peer_id[:8]: ban.reason
+                sender.display_name: ban.reason
                 for sender in (before if block.stage else self._trainers)
                 for ban in sender.bans
                 if ban.peer_id == member.peer_id and ban.until > now

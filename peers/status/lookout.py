@@ -136,7 +136,7 @@ def _last_announced(records: Sequence[PeerRecord]) -> LastPeer | None:
     last = max(records, key=lambda record: record.announced_at, default=None)
     if last is None:
         return None
-    name, has_left = last.name or last.peer_id[:8], last.state is PeerState.LEAVING
+    name, has_left = last.display_name, last.state is PeerState.LEAVING
     return LastPeer(name=name, last_at=last.announced_at, has_left=has_left)
 
 
@@ -218,7 +218,7 @@ class Lookout:
         poll, found = Poll(self.config.run_id, self._channels, seconds=ANSWER_SECONDS), Tallies(self.config.run_id)
         for block in self.config.blocks:
             records = await self._directory.peers(block)
-            announced = {record.peer_id: record.name or record.peer_id[:8] for record in records}
+            announced = {record.peer_id: record.display_name for record in records}
             found.names.update(announced)
             asked = [record for record in records if record.state is PeerState.SERVING][:MOST_TOLD]
             heard = await poll.ask(asked, tally=True)

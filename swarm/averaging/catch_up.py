@@ -17,7 +17,7 @@ from swarm.averaging.agreement.messages import Standing
 from swarm.averaging.agreement.pace import Entry
 from swarm.averaging.agreement.place import Place
 from swarm.averaging.replay import Replay
-from swarm.averaging.state_transfer import StateTransfer, name_of
+from swarm.averaging.state_transfer import StateTransfer
 from swarm.averaging.survey import Survey
 from swarm.averaging.wire.context import Context
 from swarm.errors import IntegrityError, Overloaded, SwarmError
@@ -245,4 +245,4 @@ class CatchUp:
 
 
 def _names(peers: Sequence[PeerRecord]) -> str:
-    return ", ".join(map(name_of, peers))
+    return ", ".join(one.display_name for one in peers)

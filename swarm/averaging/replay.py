@@ -15,7 +15,7 @@ from hashlib import sha256
 from swarm.averaging.advance import Advance
 from swarm.averaging.agreement.pace import Entry, Pace
 from swarm.averaging.agreement.place import Place
-from swarm.averaging.state_transfer import Fetched, StateTransfer, name_of
+from swarm.averaging.state_transfer import Fetched, StateTransfer
 from swarm.averaging.wire.context import Context
 from swarm.errors import IntegrityError, MalformedMessage, Overloaded, SwarmError
 from swarm.machine.words import counted
@@ -99,11 +99,11 @@ class Replay:
                         return True
                     left.popleft()
                 except Overloaded as error:
-                    held_up[source.peer_id] = f"{name_of(source)}: {error}"
+                    held_up[source.peer_id] = f"{source.display_name}: {error}"
                     left.rotate(-1)
                     await self._wait_for_turn(error, has_others, is_everywhere=len(held_up) >= len(left))
                 except SwarmError as error:
-                    logger.info("no more results from %s: %s", name_of(source), error)
+                    logger.info("no more results from %s: %s", source.display_name, error)
                     left.popleft()
                     self._sources.remove(source)
                     if isinstance(error, IntegrityError | MalformedMessage):

@@ -35,10 +35,6 @@ OFFER_BYTES_PER_SECOND = 2e8
 """This peer does not wait for a donor that copies and digests its state more slowly than this."""
 
 
-def name_of(donor: PeerRecord) -> str:
-    return donor.name or donor.peer_id[:8]
-
-
 @dataclass(frozen=True, eq=False)
 class _Offer:
     donor: PeerRecord
@@ -219,7 +215,7 @@ class StateTransfer:
         ):
             for start in range(0, len(group), MAX_SOURCES):
                 asked = group[start : start + MAX_SOURCES]
-                names = ", ".join(map(name_of, asked))
+                names = ", ".join(one.display_name for one in asked)
                 with self.waits.on(f"an offer of the state of stage {self.address.stage} by {names}"):
                     offers = await self._offers(asked, wanted)
                 if (partial := self._choose(offers, wanted)) is not None:
@@ -238,8 +234,8 @@ class StateTransfer:
             try:
                 offers.append(await self._ask(donor, wanted))
             except SwarmError as error:
-                logger.debug("no snapshot from %s: %s", name_of(donor), error)
-                self._refusals[name_of(donor)] = str(error)
+                logger.debug("no snapshot from %s: %s", donor.display_name, error)
+                self._refusals[donor.display_name] = str(error)
 
         time = asyncio.get_running_loop().time
         began_at = time()
@@ -286,7 +282,7 @@ class StateTransfer:
                     self._partial = PartialSnapshot(headers[best], best, wanted.max_bytes, only=wanted.only)
             except MalformedMessage as error:
                 for donor in donors[best]:
-                    self._refusals[name_of(donor)] = str(error)
+                    self._refusals[donor.display_name] = str(error)
                     self.distrust(donor, error)
                 continue
             self._partial.sources = donors[best]
@@ -299,18 +295,18 @@ class StateTransfer:
         """Fetch segments from one source until all have come, the source fails, or other donors may be faster."""
         try:
             await partial.segments.fetch_from(
-                name_of(donor),
+                donor.display_name,
                 lambda index: self._fetch(donor, partial, index, arriving),
                 self.clock,
                 arriving,
                 gives_way=lambda: partial.is_young and has_others(),
             )
         except SwarmError as error:
-            self._refusals[name_of(donor)] = str(error)
+            self._refusals[donor.display_name] = str(error)
             if isinstance(error, IntegrityError | MalformedMessage):
                 self.distrust(donor, error)
             elif len(partial.sources) > 1:
-                logger.info("%s is no source any more: %s", name_of(donor), error)
+                logger.info("%s is no source any more: %s", donor.display_name, error)
 
     async def _fetch(self, donor: PeerRecord, partial: PartialSnapshot, index: int, arriving: Arriving) -> None:
         time = asyncio.get_running_loop().time
@@ -325,7 +321,7 @@ class StateTransfer:
                 # The wait for the first piece says nothing about the line, so it is not timed.
                 timed_from, began_at = start + len(reply.data), time()
             at += len(reply.data)
-            arriving.add(len(reply.data), name_of(donor))
+            arriving.add(len(reply.data), donor.display_name)
         if at != stop:
             raise PeerUnavailable(f"segment {index} ended early")
         arriving.timed(stop - timed_from, began_at, time())

@@ -179,7 +179,7 @@ class Fetcher:
     ) -> None:
         """Fetch from one donor until it fails, then from the next one."""
         for donor in donors:
-            name = donor.name or donor.peer_id[:8]
+            name = donor.display_name
 
             async def fetch(index: int, donor: PeerRecord = donor, name: str = name) -> None:
                 piece = pieces[index]

@@ -172,7 +172,7 @@ class Directory:
         await self.trainers()
         found: list[tuple[PeerRecord | TrainerRecord, str]] = [(one, one.certificate_pem) for one in peers.values()]
         found += self._trainers.signed()
-        return [(record.name or record.peer_id[:8], chain_pem) for record, chain_pem in found]
+        return [(record.display_name, chain_pem) for record, chain_pem in found]
 
     async def claims(self) -> list[ClaimRecord]:
         """The claims of peers that are about to serve a block, or were a moment ago. Raises PeerUnavailable."""
@@ -223,7 +223,7 @@ class Directory:
         that this release speaks: this process would be in half a run. What fewer say need not be true."""
         for block, (met, unmet) in self._listed.items():
             if unmet and len(unmet) >= met:
-                names = ", ".join(sorted(record.name or record.peer_id[:8] for record in unmet)[:MOST_NAMED])
+                names = ", ".join(sorted(record.display_name for record in unmet)[:MOST_NAMED])
                 spoken = _in_words({Protocols.of(record) for record in unmet})
                 raise IncompatibleVersion(
                     f"{len(unmet)} of the {met + len(unmet)} peers of stage {block} ({names}) speak protocol {spoken}, "

@@ -124,7 +124,7 @@ def reason_of(error: SwarmError) -> str:
 def _causes(peers: Collection[LeftAlone]) -> str:
     by_reason: dict[str, list[str]] = {}
     for each in sorted(peers, key=lambda each: (each.record.name, each.record.peer_id)):
-        name = each.record.name or each.record.peer_id[:8]
+        name = each.record.display_name
         place = f"{name} {where(each.record.endpoint)}" if each.is_silent else name
         by_reason.setdefault(each.reason or "it failed", []).append(place)
     told = [f"{_some(names, MOST_NAMES, ', ')}: {reason}" for reason, names in by_reason.items()]

@@ -259,7 +259,7 @@ class Retries:
                 raise error
         if num := self._repeats.count((peer_id, reason_of(error))):
             often = f", {num} times since this was said last" if num > 1 else ""
-            logger.info("stage %s: %s failed: %s%s", self._block, record.name or peer_id[:8], error, often)
+            logger.info("stage %s: %s failed: %s%s", self._block, record.display_name, error, often)
         self._ban_if_at_fault(peer_id, error)
         self._leave_alone(record, error)
         self._count(error)

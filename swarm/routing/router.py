@@ -173,7 +173,7 @@ class Router:
         last = max(former, key=lambda record: record.announced_at)
         ago = min(max(0.0, self._clock.time() - last.announced_at), MOST_SILENT_SECONDS)
         has_left = any(record.peer_id == last.peer_id for record in records)
-        return Gone(last.name or last.peer_id[:8], self._clock.monotonic() - ago, has_left)
+        return Gone(last.display_name, self._clock.monotonic() - ago, has_left)
 
     def _queues_of(self, block: Block, peer_id: PeerId, *, all_blocks: bool = True) -> list[PeerQueue]:
         """The queues of the blocks that the process serves which serves this one; none if the peer is not known."""

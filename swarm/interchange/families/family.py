@@ -1,7 +1,8 @@
 """A family of models: how the keys of its configuration and the names of its tensors correspond to ours.
 
 Each family has such a table, and relatives share a file. To add another family, write its `Family` beside its nearest
-relative, or in a file of its own, and name it in known.py's FAMILIES, of which export takes the first that fits.
+relative, or in a file of its own, and name it in known.py's FAMILIES, of which export takes the first that fits. If its
+users know its matrices by names that config/lora.py's `targets_of` does not have, add these there for lora.targets.
 
 Import uses a table in one direction, export in the other. A configuration with a key that the table does not know is
 refused, because the key may change what the model computes. If the key is there without a value, nothing can depend on

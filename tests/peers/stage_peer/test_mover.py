@@ -97,7 +97,7 @@ async def test_a_peer_tells_which_one_a_stage_without_a_peer_had_last(
             assert not last_peers()
         await eventually(lambda: bool(last_peers()))
         (last,) = last_peers()
-        assert (last.stage, last.name, last.has_left) == (1, record.name or other.peer_id[:8], True)
+        assert (last.stage, last.name, last.has_left) == (1, record.display_name, True)
 
 
 async def test_a_joiner_serves_no_initial_weights_though_its_first_question_was_lost(
