@@ -191,7 +191,7 @@ class Advance:
             await self.own_round.stop("the round was committed without this member")
             # As before any commit, the contribution is closed: nothing may be in flight, and the average must have the
             # contribution's shapes.
-            contribution = await self.member.close(self.place.standing.round, drop=())
+            contribution = await self.member.freeze(self.place.standing.round, drop=())
             try:
                 self.place.timeline.add(committed.amendments)
                 config = self.place.timeline.under(committed.result.amended)

@@ -212,7 +212,7 @@ class OwnRound:
     """One member's work in the round at which it stands. Callers hold the place's lock unless a method says otherwise.
 
     Attributes:
-        exchanges: closes contributions and exchanges them, with the codec of the newest attempt.
+        exchanges: flattens contributions and exchanges them, with the codec of the newest attempt.
         attempt: the attempt for which this member's contribution is closed.
         result: the result of this attempt. Or that of an earlier attempt, if it may have been decided.
     """
@@ -250,8 +250,8 @@ class OwnRound:
             await before.wait()
         failed = False
         try:
-            contribution = await self._member.close(self._group.round, drop=closing.drop)
-            closing.end(await closing.exchanges.close(contribution))
+            contribution = await self._member.freeze(self._group.round, drop=closing.drop)
+            closing.end(await closing.exchanges.flatten(contribution))
         except Exception as error:  # noqa: BLE001 - the attempts that wait for the contribution raise it
             logger.warning("the contribution could not be closed: %s", error)
             closing.end(error)

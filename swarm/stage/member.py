@@ -92,18 +92,25 @@ class StageMember:
         """Note whether the group is at a later round, so that microbatches of that round should go to other peers."""
         self._stage.present_round.is_behind = is_behind
 
-    async def close(self, round_number: int, *, drop: Collection[int]) -> Contribution:
+    async def freeze(self, round_number: int, *, drop: Collection[int]) -> Contribution:
         """Freeze this member's contribution to the round. A second call returns the same contribution."""
         assert round_number == self._stage.round, "the group closes the round that its members are in"
         dropped = frozenset(drop)
         if self._closed is not None and dropped == self._closed[0]:
             return self._closed[1]
-        await self._stage.seal(dropped)
+        await self._leave_out(dropped)
         committed = self._stage.setting.committed()
         sketched = self._sketched(committed)
-        contribution = await self._runtime.control(lambda: self._close(committed, sketched))
+        contribution = await self._runtime.control(lambda: self._freeze(committed, sketched))
         self._closed = (dropped, contribution)
         return contribution
+
+    async def _leave_out(self, drop: Collection[int]) -> None:
+        """Undo the computations that must not be in the round, which is about to end, if the setting wants that: those
+        in `drop`, among others, which another member counts."""
+        leaving = self._stage.setting.refuse_gradients(drop)
+        if leaving is not None:
+            await self._stage.endings.discard_all(leaving)
 
     def _sketched(self, committed: Collection[int]) -> Sketched | None:
         """What ties the contribution to what this peer has answered, and lets it check others'."""
@@ -119,10 +126,10 @@ class StageMember:
             microbatches=config.microbatches_after(self.run_samples, self._stage.block),
         )  # fmt: skip
 
-    def _close(self, committed: frozenset[int], sketched: Sketched | None) -> Contribution:
+    def _freeze(self, committed: frozenset[int], sketched: Sketched | None) -> Contribution:
         """Close the round, on the compute thread. So the event log has the closing right after the round's last
         microbatch."""
-        closing = dataclasses.replace(self._weights.close(), committed=committed, sketched=sketched)
+        closing = dataclasses.replace(self._weights.contribute(), committed=committed, sketched=sketched)
         self._events.write(
             Close(
                 round=self._stage.round,
@@ -165,9 +172,9 @@ class StageMember:
     async def _apply(self, result: RoundResult) -> asyncio.Future[str]:
         start = time.perf_counter()
         self._closed = None
-        # Sealed again, because the round may have been reopened since `close`. A microbatch that came after that would
+        # Once more, because the round may have been reopened since `freeze`. A microbatch that came after that would
         # count in this round, but its gradient would be added to the next round's sum.
-        await self._stage.seal(frozenset())
+        await self._leave_out(frozenset())
 
         def commit() -> tuple[float, InnerSteps, Mapping[str, torch.Tensor], HostReader]:
             parent, inner_steps = self._weights.round.lineage, self._weights.inner_steps
@@ -207,9 +214,15 @@ class StageMember:
         self._digest = self._read(take_digest)
         self.reports.append(report)
         self.exchanged_bytes += report.bytes_sent + report.bytes_received
-        self._stage.round_began()
+        self.round_began()
         self._on_commit()
         return self._digest
+
+    def round_began(self) -> None:
+        """Let the stage go on with the round that its weights are at now."""
+        self._stage.setting.round_began()
+        self._stage.present_round.began()
+        self._stage.endings.changed()
 
     def _read(self, work: Callable[[], _Result]) -> asyncio.Future[_Result]:
         reading = asyncio.get_running_loop().run_in_executor(None, work)
@@ -305,7 +318,7 @@ class StageMember:
                 await asyncio.wait(set(self._readings))
             await self._runtime.control(install)
             self._digest = known(snapshot.digest)
-        self._stage.round_began()
+        self.round_began()
         self._stage.ledger.saw(highest_microbatch)
 
     async def begin(self, *, highest_microbatch: int = -1) -> None:

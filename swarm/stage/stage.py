@@ -5,7 +5,7 @@ microbatches are taken, stage/endings how computations end, and stage/settings e
 """
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from fractions import Fraction
 from pathlib import Path
@@ -170,18 +170,6 @@ class Stage:
             self.ledger.accumulated(microbatch.index)
 
     # -- for the group's member --------------------------------------------------------------------------------------
-
-    async def seal(self, drop: Collection[int]) -> None:
-        """Undo the computations that must not be in the round, which is about to end, if the setting wants that: those
-        in `drop`, among others, which another member counts."""
-        leaving = self.setting.seal(drop)
-        if leaving is not None:
-            await self.endings.discard_all(leaving)
-
-    def round_began(self) -> None:
-        self.setting.round_began()
-        self.present_round.began()
-        self.endings.changed()
 
     @asynccontextmanager
     async def changing_state(self) -> AsyncIterator[None]:

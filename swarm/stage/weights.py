@@ -160,7 +160,7 @@ class StageWeights(ABC):
         """Samples that count towards the current round here."""
 
     @abstractmethod
-    def close(self) -> Contribution:
+    def contribute(self) -> Contribution:
         """Freeze this round's contribution. Its microbatches are not filled in here."""
 
     def reopen(self) -> None:

@@ -184,7 +184,7 @@ class RoundMember(Protocol):
         """Note whether the group is at a later round, whose state this member is downloading."""
         ...
 
-    async def close(self, round_number: int, *, drop: Collection[int]) -> Contribution:
+    async def freeze(self, round_number: int, *, drop: Collection[int]) -> Contribution:
         """Freeze this round's contribution and return it.
 
         Another call for the same round returns the same contribution, unless `drop` differs.

@@ -92,7 +92,7 @@ class FakeStage:
     def set_behind(self, is_behind: bool) -> None:
         self.is_behind = is_behind
 
-    async def close(self, round_number: int, *, drop: Collection[int]) -> Contribution:
+    async def freeze(self, round_number: int, *, drop: Collection[int]) -> Contribution:
         assert round_number == self.round
         self.closed = True
         self.dropped |= set(drop)

@@ -67,7 +67,7 @@ async def test_single_member_in_fp32_gets_its_contribution_bit_for_bit() -> None
     async with network_of(make_config(), 1) as network:
         stage = stages(network, 1)[0]
         stage.indices.update(range(6))
-        contribution = await stage.close(0, drop=())
+        contribution = await stage.freeze(0, drop=())
         stage.learn()
         await until(lambda: stage.round == 1)
         assert all(torch.equal(stage.results[0].tensors[n], t) for n, t in contribution.tensors.items())

@@ -208,14 +208,14 @@ async def test_first_contribution_of_a_joiner_leaves_equal_weights_unchanged(mon
         digest = group.stages[0].digest
         weights = group.stages[0].anchor
 
-        async def close(self: FakeStage, round_number: int, *, drop: Collection[int]) -> Contribution:
+        async def freeze(self: FakeStage, round_number: int, *, drop: Collection[int]) -> Contribution:
             vector = self.anchor - weights
             return Contribution(
                 tensors={"b": vector[:5], "a": vector[5:].reshape(3, 4)}, num_samples=2, num_targets=2, round_samples=2,
                 committed=frozenset(self.indices),
             )  # fmt: skip
 
-        monkeypatch.setattr(FakeStage, "close", close)
+        monkeypatch.setattr(FakeStage, "freeze", freeze)
         await group.admit(joiner)
         await group.commit()
         assert joiner.record.peer_id in group.stages[0].results[-1].members

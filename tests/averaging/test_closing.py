@@ -25,11 +25,11 @@ class SlowStage(FakeStage):
         self.seconds = 0.0
         self.num_closings = self.num_frozen = 0
 
-    async def close(self, round_number: int, *, drop: Collection[int]) -> Contribution:
+    async def freeze(self, round_number: int, *, drop: Collection[int]) -> Contribution:
         self.num_closings += 1
         await asyncio.sleep(self.seconds)
         self.num_frozen += 1
-        return await super().close(round_number, drop=drop)
+        return await super().freeze(round_number, drop=drop)
 
 
 @asynccontextmanager

@@ -35,7 +35,7 @@ class LargeStage(FakeStage):
         self.anchor = torch.zeros(SIZE)
         self._learnt = torch.randn(SIZE, generator=torch.Generator().manual_seed(seed))
 
-    async def close(self, round_number: int, *, drop: Collection[int]) -> Contribution:
+    async def freeze(self, round_number: int, *, drop: Collection[int]) -> Contribution:
         num_samples = 2 * len(self.indices)
         return Contribution(
             tensors={"learnt": self._learnt}, num_samples=num_samples, num_targets=num_samples,

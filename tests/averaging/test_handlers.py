@@ -40,7 +40,7 @@ async def test_a_member_without_memory_to_average_ends_and_the_others_go_on(
                 raise PeerUnavailable("internal error: RuntimeError") from None
 
         if method == "Begin":
-            monkeypatch.setattr(poor.stage, "close", fail)
+            monkeypatch.setattr(poor.stage, "freeze", fail)
         else:
             monkeypatch.setattr(poor.averager.shared, "offer", fail)
         poor.instead[method] = answer

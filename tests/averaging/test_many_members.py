@@ -37,8 +37,8 @@ class CountingStage(FakeStage):
         self.learnt.update(indices)
         super().learn(*indices)
 
-    async def close(self, round_number: int, *, drop: Collection[int]) -> Contribution:
-        contribution = await super().close(round_number, drop=drop)
+    async def freeze(self, round_number: int, *, drop: Collection[int]) -> Contribution:
+        contribution = await super().freeze(round_number, drop=drop)
         mean = torch.zeros(MOST_MICROBATCHES)
         mean[[*contribution.committed]] = 1 / max(1, len(contribution.committed))
         self._closings.append(contribution.committed)

@@ -39,8 +39,8 @@ class LargeStage(FakeStage):
         self.anchor = torch.zeros(NUM_LAYERS, *LAYER)
         self.lie: Lie | None = None
 
-    async def close(self, round_number: int, *, drop: Collection[int]) -> Contribution:
-        contribution = await super().close(round_number, drop=drop)
+    async def freeze(self, round_number: int, *, drop: Collection[int]) -> Contribution:
+        contribution = await super().freeze(round_number, drop=drop)
         drawn = np.random.default_rng(round_number).standard_normal((NUM_LAYERS, *LAYER))
         number = min(self.indices, default=0)
         noise = np.random.default_rng([1, round_number, number]).standard_normal((NUM_LAYERS, *LAYER))

@@ -34,7 +34,7 @@ def test_a_snapshot_and_the_results_since_give_the_members_bits(setting: str, nu
 
     def commit(weights: StageWeights, average: dict[str, torch.Tensor]) -> None:
         squared_norm = sum(float((t**2).sum()) for t in average.values())
-        assert weights.close().tensors.keys() == average.keys()
+        assert weights.contribute().tensors.keys() == average.keys()
         end_round(weights, average, total_squared_norm=squared_norm, num_members=2, lineage="00")
 
     snapshot = {}
@@ -42,7 +42,7 @@ def test_a_snapshot_and_the_results_since_give_the_members_bits(setting: str, nu
     for number in range(7):
         if number == 3:
             snapshot = member.state_tensors()
-        average = {name: torch.randn(t.shape, generator=generator) for name, t in member.close().tensors.items()}
+        average = {name: torch.randn(t.shape, generator=generator) for name, t in member.contribute().tensors.items()}
         originals = {name: t.clone() for name, t in average.items()}
         commit(member, average)
         assert all(torch.equal(average[name], originals[name]) for name in average)

@@ -87,9 +87,9 @@ class WitnessStage(FakeStage):
         self.fed.update(indices)
         super().learn(*indices)
 
-    async def close(self, round_number: int, *, drop: Collection[int]) -> Contribution:
+    async def freeze(self, round_number: int, *, drop: Collection[int]) -> Contribution:
         await self.gate("close", "before")
-        contribution = await super().close(round_number, drop=drop)
+        contribution = await super().freeze(round_number, drop=drop)
         total_D = sum((gradient_D(index) for index in sorted(contribution.committed)), torch.zeros(17 + SLOTS))
         mean_D = total_D / max(1, len(contribution.committed))
         self.closings.append(Closed(lineage=self.lineage, microbatches=contribution.committed))

@@ -22,7 +22,7 @@ from swarm.training.samples import TOKENS
 class Member:
     """A stage whose contribution is the number of its round."""
 
-    async def close(self, round_number: int, *, drop: Collection[int]) -> Contribution:
+    async def freeze(self, round_number: int, *, drop: Collection[int]) -> Contribution:
         tensors = {f"layers.{layer}.weight": torch.full((8,), round_number + 1.0) for layer in (1, 2)}
         return Contribution(tensors=tensors, num_samples=1, num_targets=1, round_samples=1)
 
@@ -37,14 +37,14 @@ async def test_a_lie_begins_at_its_round_and_changes_the_contribution_alone(
 ) -> None:
     member = cast("StageMember", Member())
     LyingMember(member, CONTRIBUTIONS[way], first_round=2)
-    told = [await member.close(number, drop=()) for number in range(3)]
+    told = [await member.freeze(number, drop=()) for number in range(3)]
     assert [float(each.tensors["layers.1.weight"][0]) for each in told[:2]] == [1.0, 2.0]
     assert tuple(float(told[2].tensors[f"layers.{layer}.weight"][0]) for layer in (1, 2)) == expected
     assert told[2].num_samples == 1
 
 
 async def test_random_numbers_have_the_true_norm() -> None:
-    true = (await Member().close(4, drop=())).tensors
+    true = (await Member().freeze(4, drop=())).tensors
     told = CONTRIBUTIONS["random"](true, None, 4)
     for name, value in true.items():
         assert float(told[name].norm()) == pytest.approx(float(value.norm()), rel=1e-5)

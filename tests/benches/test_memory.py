@@ -89,7 +89,7 @@ def test_a_stage_holds_what_is_computed_and_no_copy_more(setting: str, options: 
     backend = common.cpu_backend(config, 1, graph_bytes=1 << 30)
     for _ in range(2):
         _train(backend, config)
-        closing = backend.weights.close()
+        closing = backend.weights.contribute()
         end_round(backend.weights, closing.tensors, total_squared_norm=1.0, num_samples=4)
         del closing
     _train(backend, config)

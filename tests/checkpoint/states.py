@@ -41,7 +41,7 @@ def train_round(weights: StageWeights, variant: int = 0) -> None:
     for name, master in weights.masters.items():
         generator = torch.Generator().manual_seed(sum(name.encode()) + weights.round.number + 1000 * variant)
         average[name] = torch.randn(master.shape, generator=generator)
-    weights.close()
+    weights.contribute()
     end_round(weights, average, total_squared_norm=1.0, lineage=_hash(weights.round.lineage))
 
 

@@ -59,10 +59,10 @@ def _contribute(
     """Let a peer answer rightly, and from round 1 on contribute something else, made of its true contributions to this
     round and the last one; and state other sketches."""
     assert peer.server is not None
-    member, true_close, seen = peer.server.member, peer.server.member.close, dict[int, Tensors]()
+    member, true_freeze, seen = peer.server.member, peer.server.member.freeze, dict[int, Tensors]()
 
-    async def close(round_number: int, *, drop: Collection[int]) -> Contribution:
-        true = await true_close(round_number, drop=drop)
+    async def freeze(round_number: int, *, drop: Collection[int]) -> Contribution:
+        true = await true_freeze(round_number, drop=drop)
         seen[round_number] = dict(true.tensors)
         if not round_number or not true.num_samples:
             return true
@@ -73,7 +73,7 @@ def _contribute(
             sketched=dataclasses.replace(true.sketched, own=own),
         )  # fmt: skip
 
-    member.close = close  # type: ignore[method-assign]
+    member.freeze = freeze  # type: ignore[method-assign]
 
 
 LIES: dict[str, Callable[[Tensors, Tensors], Tensors]] = {

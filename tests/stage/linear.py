@@ -88,5 +88,5 @@ def overlapping(overlap_steps: int, num_fragments: int = 1) -> StageWeights:
 
 
 def commit_without_steps(weights: StageWeights, *, contributed: bool = True) -> None:
-    average = {name: gradients(20 + weights.round.number)[name] for name in weights.close().tensors}
+    average = {name: gradients(20 + weights.round.number)[name] for name in weights.contribute().tensors}
     end_round(weights, average, num_members=2, lineage="a", contributed=contributed)

@@ -33,7 +33,7 @@ async def test_a_peer_with_its_part_of_a_round_in_flight_leaves_others_the_rest(
     rounds = RoundsConfig(setting="synchronous", round_samples=round_samples)
     async with running_chain(dataclasses.replace(SYNCHRONOUS, rounds=rounds)) as chain:
         peer = chain.peers[0]
-        average = await peer.runtime.control(peer.weights.close)
+        average = await peer.runtime.control(peer.weights.contribute)
         amounts = {"num_samples": round_samples, "num_members": 2}
         await peer.runtime.control(partial(end_round, peer.weights, average.tensors, **amounts))
         microbatch = Microbatch(index=round_samples // 2, round=1, num_samples=2)

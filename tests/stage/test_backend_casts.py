@@ -109,7 +109,7 @@ def test_what_is_computed_for_the_round_before_shares_casts_too() -> None:
     backend = backend_of(_bf16(CONFIG), 1)
 
     def commit() -> None:
-        end_round(backend.weights, backend.weights.close().tensors)
+        end_round(backend.weights, backend.weights.contribute().tensors)
 
     commit()
     forwards = [backend.forward(number, 0, inputs_of(0)) for number in range(2)]

@@ -153,7 +153,7 @@ def _losses(chains: Sequence[Sequence[StageBackend]]) -> list[float]:
                 backend.settle(entry)
         averages = []
         for replicas in zip(*chains, strict=True):
-            ours, theirs = (replica.weights.close().tensors for replica in replicas)
+            ours, theirs = (replica.weights.contribute().tensors for replica in replicas)
             averages.append({name: (value + theirs[name]) / 2 for name, value in ours.items()})
         for chain in chains:
             end_rounds([backend.weights for backend in chain], averages, num_samples=4, num_members=2)

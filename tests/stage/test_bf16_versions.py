@@ -144,7 +144,7 @@ def test_an_inner_step_moves_weights_by_less_than_bfloat16_tells_apart() -> None
     weights = backend_of(_with(DILOCO, d_model=32), 1)
     before = {name: w.detach().clone() for name, w in weights.weights.masters.items()}
     accumulate_and_settle(weights, 0)
-    moved = weights.weights.close().tensors
+    moved = weights.weights.contribute().tensors
     assert all(torch.equal(moved[name], before[name] - w) for name, w in weights.weights.masters.items())
 
 

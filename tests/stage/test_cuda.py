@@ -27,6 +27,7 @@ from swarm.training.samples import TOKENS
 from swarm.training.scaling import squared_norm_of
 from tests.support import reproducible
 from tests.support.chain import DILOCO, LORA, SYNCHRONOUS, Chain, assert_close, reference, running_chain, tokens
+from tests.support.chain_rounds import member_of
 from tests.support.commits import end_round
 from tests.support.decoding import assert_recorded_steps_are_plain, make_config
 from tests.support.partial import partial_config
@@ -197,12 +198,12 @@ async def test_a_swarm_of_both_trains_to_the_same_losses() -> None:
 async def _round(chain: Chain, number: int) -> float:
     """Train a round's microbatches, and take the step. Return the mean loss."""
     losses = await chain.train_all(range(8 * number, 8 * number + 8), round_number=number)
-    closings = [await peer.runtime.control(peer.weights.close) for peer in chain.peers]
+    closings = [await peer.runtime.control(peer.weights.contribute) for peer in chain.peers]
     squared_norm = sum(squared_norm_of(closing.tensors.values()) for closing in closings)
     for peer, closing in zip(chain.peers, closings, strict=True):
         commit = partial(end_round, peer.weights, closing.tensors, total_squared_norm=squared_norm)
         await peer.runtime.control(commit)
-        peer.stage.round_began()
+        member_of(peer).round_began()
     return sum(losses) / len(losses)
 
 

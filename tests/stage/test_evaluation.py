@@ -206,7 +206,9 @@ async def test_an_evaluation_that_waits_keeps_no_rounds_weights() -> None:
             await eventually(lambda: last.runtime.queue_length == 2)
             # Control work comes first: two rounds pass.
             passing = [
-                asyncio.create_task(last.runtime.control(lambda: apply_average(last, last.weights.close().tensors)))
+                asyncio.create_task(
+                    last.runtime.control(lambda: apply_average(last, last.weights.contribute().tensors))
+                )
                 for _ in range(2)
             ]
             await eventually(lambda: last.runtime.queue_length == 4)

@@ -34,7 +34,7 @@ async def test_what_a_commit_starts_copies_the_state_of_the_new_round(config: Ru
         member = StageMember(peer.stage, num_alive=lambda: 1, on_commit=lambda: committed.append(peer.stage.round))
         for number in range(2):
             await chain.train_all(range(8 * number, 8 * number + 2), round_number=number)
-            await member.apply(_result(number, await member.close(number, drop=())))
+            await member.apply(_result(number, await member.freeze(number, drop=())))
             snapshot = await member.snapshot()
             assert (snapshot.round, snapshot.lineage) == (number + 1, f"after {number}")
             assert snapshot.digest == digest_of(snapshot.tensors) == peer.weights.state_digest()
@@ -65,13 +65,13 @@ async def test_a_stage_trains_while_its_state_is_digested(config: RunConfig, dig
         peer = chain.peers[0]
         member = StageMember(peer.stage, num_alive=lambda: 1)
         await chain.train_all([0])
-        digest = await member.apply(_result(0, await member.close(0, drop=())))
+        digest = await member.apply(_result(0, await member.freeze(0, drop=())))
         expected = peer.weights.state_digest()
         for other in chain.peers[1:]:
             other.weights.round = Round(number=1, run_samples=16)
         await chain.train_all(range(8, 16), round_number=1)
         assert peer.weights.round.stepped.samples == (0 if config.rounds.synchronous else 16)
-        second = asyncio.create_task(member.apply(_result(1, await member.close(1, drop=()))))
+        second = asyncio.create_task(member.apply(_result(1, await member.freeze(1, drop=()))))
         await asyncio.sleep(0.02)
         assert not digest.done()
         assert peer.stage.round == 1
@@ -94,7 +94,7 @@ async def test_a_commit_waits_until_the_state_before_it_is_copied(monkeypatch: p
         member = StageMember(peer.stage, num_alive=lambda: 1)
         for number in range(2):
             await chain.train_all([8 * number], round_number=number)
-            contribution = await member.close(number, drop=())
+            contribution = await member.freeze(number, drop=())
             if number == 1:
                 monkeypatch.setattr(HostReader, "copy", copy_later)
                 pinning = asyncio.create_task(member.snapshot())
@@ -140,7 +140,7 @@ async def test_a_closing_that_was_cut_short_is_reopened(config: RunConfig, held:
         last_undo = peer.held()
         if held:
             await last_undo.__aenter__()
-        closing = asyncio.create_task(member.close(0, drop=()))
+        closing = asyncio.create_task(member.freeze(0, drop=()))
         if held:
             await asyncio.sleep(0.02)
         else:
@@ -164,7 +164,7 @@ async def test_with_diloco_a_member_does_not_say_which_microbatches_it_has() -> 
         member = StageMember(peer.stage, num_alive=lambda: 1)
         await chain.train_all(range(4))
         assert peer.stage.ledger.committed(0) == {0, 1, 2, 3}
-        progress, contribution = member.progress(), await member.close(0, drop=())
+        progress, contribution = member.progress(), await member.freeze(0, drop=())
         assert (progress.committed, contribution.committed) == (frozenset(), frozenset())
         assert progress.highest_microbatch == 3
 
@@ -176,7 +176,7 @@ async def test_what_comes_while_a_closing_waits_for_the_compute_thread_does_not_
         member = StageMember(last.stage, num_alive=lambda: 1)
         await chain.train_all([0])
         async with last.held():
-            closing = asyncio.create_task(member.close(0, drop=()))
+            closing = asyncio.create_task(member.freeze(0, drop=()))
             training = asyncio.create_task(chain.train(1))
             await eventually(lambda: last.stage.counters["forwards"] == 2)
             assert last.stage.ledger.find(1) is None
@@ -192,7 +192,7 @@ async def test_what_begins_between_an_abort_and_the_result_that_is_decided_all_t
         last = chain.peers[2]
         member = StageMember(last.stage, num_alive=lambda: 1)
         await chain.train_all([0])
-        result = _result(0, await member.close(0, drop=()))
+        result = _result(0, await member.freeze(0, drop=()))
         await member.reopen(0)
         async with last.held():
             before = asyncio.create_task(chain.train(1))

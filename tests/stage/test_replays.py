@@ -136,7 +136,7 @@ async def test_a_replay_for_another_stage_passes_one_that_has_closed_its_round()
     async with running_chain(SYNCHRONOUS) as chain:
         await chain.train_all([0, 1])
         first = chain.peers[0]
-        await first.stage.context.runtime.control(first.weights.close)
+        await first.stage.context.runtime.control(first.weights.contribute)
         await chain.train_all([2], accumulate_only_at=1)
         await chain.train_all([2], accumulate_only_at=2)
         assert chain.num_samples() == [4, 6, 6]
@@ -151,7 +151,7 @@ async def test_what_another_stage_lost_before_anybody_knew_passes_a_stage_that_h
     async with running_chain(SYNCHRONOUS) as chain:
         await chain.train_all([0, 1])
         middle = chain.peers[1]
-        await middle.stage.context.runtime.control(middle.weights.close)
+        await middle.stage.context.runtime.control(middle.weights.contribute)
         await chain.train_all([2])
         assert chain.num_samples() == [6, 4, 6]
         assert [2 in peer.stage.ledger.committed(0) for peer in chain.peers] == [True, False, True]

@@ -34,7 +34,7 @@ from tests.support.chain import (
     running_chain,
     tokens,
 )
-from tests.support.chain_rounds import apply_average, begin_next_round, commit_round
+from tests.support.chain_rounds import apply_average, begin_next_round, commit_round, member_of
 from tests.support.tape import TapeRecorder
 
 
@@ -119,7 +119,7 @@ async def test_diloco_rounds_follow_nesterov_on_the_anchors() -> None:
 async def test_a_later_stage_holds_the_next_rounds_microbatches_until_it_commits() -> None:
     async with running_chain(SYNCHRONOUS) as chain:
         first, *others = chain.peers
-        await first.runtime.control(lambda: apply_average(first, first.weights.close().tensors))
+        await first.runtime.control(lambda: apply_average(first, first.weights.contribute().tensors))
         training = asyncio.create_task(chain.train(8, round_number=1))
         await eventually(lambda: chain.peers[1].stage.admission.num_admitted == 1)
         await asyncio.sleep(0.1)
@@ -136,12 +136,12 @@ async def test_stage_0_holds_the_next_rounds_microbatches_while_it_is_averaged()
         training = asyncio.create_task(chain.train(8, round_number=1))
         await eventually(lambda: first.stage.counters["busy_replies"] > 1)
         assert first.stage.admission.num_admitted == 0
-        average = await first.runtime.control(first.weights.close)
+        average = await first.runtime.control(first.weights.contribute)
         await eventually(lambda: first.stage.admission.num_admitted == 1)
         await asyncio.sleep(0.1)
         assert chain.counts("forwards") == [0, 0, 0]
         await first.runtime.control(lambda: apply_average(first, average.tensors))
-        first.stage.round_began()
+        member_of(first).round_began()
         await begin_next_round(chain.peers[1:])
         await chain.ack(await training)
         assert [peer.stage.ledger.committed(1) for peer in chain.peers] == [{8}] * 3
@@ -154,7 +154,7 @@ async def test_who_waits_for_a_peers_commit_hears_of_it_all_the_while(monkeypatc
     async with running_chain(SYNCHRONOUS, hop_limits=limits, round_wait_seconds=2.0) as chain:
         first = chain.peers[0]
         failures = failures_of(first.router)
-        await first.runtime.control(lambda: apply_average(first, first.weights.close().tensors))
+        await first.runtime.control(lambda: apply_average(first, first.weights.contribute().tensors))
         second = chain.peers[1].stage.admission
         training = asyncio.create_task(chain.train(8, round_number=1))
         await eventually(lambda: second.num_admitted == 1)
@@ -201,8 +201,7 @@ async def test_before_a_round_closes_doubles_and_the_unacknowledged_are_taken_ou
         middle = chain.peers[1]
         await chain.train_all([0, 1])
         reply = await chain.train(2)
-        await middle.runtime.control(middle.weights.close)
-        await middle.stage.seal(frozenset([1]))
+        await member_of(middle).freeze(0, drop=[1])
         assert middle.stage.ledger.committed(0) == {0}
         assert (middle.weights.buckets.open().num_samples, middle.num_idle) == (2, (0, 0, 0, 0))
         await chain.ack(reply)
@@ -222,14 +221,14 @@ async def test_what_is_being_undone_is_out_of_the_sum_before_a_round_closes() ->
         assert entry is not None
         assert entry.computation is not None
         middle.stage.endings.discard(entry.computation)
-        await middle.stage.seal(frozenset())
+        await member_of(middle).freeze(0, drop=())
         assert middle.weights.buckets.open().num_samples == 4
 
 
 async def test_a_closed_round_admits_nothing_until_it_is_reopened() -> None:
     async with running_chain(SYNCHRONOUS) as chain:
         first = chain.peers[0]
-        await first.runtime.control(first.weights.close)
+        await first.runtime.control(first.weights.contribute)
         training = asyncio.create_task(chain.train_all([0]))
         await eventually(lambda: first.stage.counters["busy_replies"] > 1)
         assert chain.num_samples() == [0, 0, 0]

@@ -14,7 +14,7 @@ def test_a_state_is_a_copy() -> None:
     weights = weights_in("diloco")
     state, digest = weights.state_tensors(), weights.state_digest()
     accumulate(weights, *range(2))
-    end_round(weights, weights.close().tensors)
+    end_round(weights, weights.contribute().tensors)
     assert weights.state_digest() != digest
     weights.check(state, digest, round_number=0)
 
@@ -29,7 +29,7 @@ def test_inner_steps_do_not_change_the_state_that_is_handed_out() -> None:
 def _stepped(setting: str) -> StageWeights:
     """The weights after one round."""
     weights = weights_in(setting)
-    average = {name: torch.ones_like(value) for name, value in weights.close().tensors.items()}
+    average = {name: torch.ones_like(value) for name, value in weights.contribute().tensors.items()}
     end_round(weights, average, total_squared_norm=1.0)
     return weights
 

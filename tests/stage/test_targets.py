@@ -42,7 +42,7 @@ class Member:
         return loss
 
     def close(self) -> list[Contribution]:
-        return [stage.weights.close() for stage in self.stages]
+        return [stage.weights.contribute() for stage in self.stages]
 
 
 def _reference(config: RunConfig) -> Reference:
@@ -174,6 +174,6 @@ def test_what_is_taken_out_leaves_what_others_taught() -> None:
     assert undone is not None
     stage.roll_back([undone])
     stage.settle(kept)
-    closing = stage.weights.close()
+    closing = stage.weights.contribute()
     assert (closing.num_samples, closing.num_targets) == (expected.num_samples, expected.num_targets)
     assert_close(closing.tensors, expected.tensors, 1e-5)

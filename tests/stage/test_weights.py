@@ -18,7 +18,7 @@ def test_nothing_is_left_of_the_versions_of_past_rounds(setting: str) -> None:
     for number in range(4):
         past.append(weakref.ref(weights.version))
         accumulate(weights, number)
-        end_round(weights, weights.close().tensors, total_squared_norm=1.0, num_samples=2, lineage=str(number))
+        end_round(weights, weights.contribute().tensors, total_squared_norm=1.0, num_samples=2, lineage=str(number))
     gc.collect()
     assert [version() for version in past[:-1]] == [None] * 3
 
@@ -30,7 +30,7 @@ def test_the_anchors_of_this_round_and_the_one_before_are_kept() -> None:
         anchors.append(values_of(weights.version.parameters))
         for inner in range(2):
             accumulate(weights, 10 * number + inner)
-        end_round(weights, weights.close().tensors)
+        end_round(weights, weights.contribute().tensors)
     assert weights.anchor(0) is None
     assert weights.anchor(1) is None
     assert weights.anchor(4) is None
@@ -47,7 +47,7 @@ def test_the_anchors_of_this_round_and_the_one_before_are_kept() -> None:
 def test_a_newcomer_goes_on_exactly_where_the_holder_is(setting: str) -> None:
     holder = weights_in(setting)
     accumulate(holder, *range(2))
-    end_round(holder, holder.close().tensors, total_squared_norm=1.0, lineage="a")
+    end_round(holder, holder.contribute().tensors, total_squared_norm=1.0, lineage="a")
     accumulate(holder, 7)
     state, digest = holder.state_tensors(), holder.state_digest()
 

@@ -33,7 +33,7 @@ def end_rounds(
 ) -> None:
     """End the round of all stages of a model, clipped by its norm. Without averages, each stage is its only member."""
     if averages is None:
-        averages = [weights.close().tensors for weights in stages]
+        averages = [weights.contribute().tensors for weights in stages]
     total = sum(squared_norm_of(average.values()) for average in averages)
     for weights, average in zip(stages, averages, strict=True):
         end_round(weights, average, total_squared_norm=total, **options)

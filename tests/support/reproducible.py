@@ -99,7 +99,7 @@ def of_states() -> dict[str, str]:
         name = f"{setting}, {optimizer}"
         digests[f"{name}, initial"] = weights.state_digest()
         for number in range(3):
-            average = drawn(weights.close().tensors, setting, number)
+            average = drawn(weights.contribute().tensors, setting, number)
             end_round(weights, average, total_squared_norm=7.0, num_members=2, lineage="00")
         digests[f"{name}, 3 rounds"] = weights.state_digest()
     return digests

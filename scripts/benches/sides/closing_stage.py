@@ -52,12 +52,12 @@ class RoundTimes:
     def __init__(self, weights: StageWeights, steps: Times) -> None:
         self.closings, self.commits, self._steps = Times(), Times(), steps
         self.beyond_steps = Times()  # The times of commits, without the optimizer's steps in them
-        self._close, self._commit = weights.close, weights.commit
-        weights.close, weights.commit = self.close, self.commit  # type: ignore[method-assign]
+        self._contribute, self._commit = weights.contribute, weights.commit
+        weights.contribute, weights.commit = self.contribute, self.commit  # type: ignore[method-assign]
 
-    def close(self) -> Contribution:
+    def contribute(self) -> Contribution:
         with self.closings.taken():
-            return self._close()
+            return self._contribute()
 
     def commit(self, result: RoundResult) -> float:
         num_steps = len(self._steps.wall)

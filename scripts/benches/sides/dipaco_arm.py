@@ -150,7 +150,7 @@ async def _end_round(config: RunConfig, holders: Sequence[Holder]) -> None:
     """End the round of one block, as its group does."""
     closed: dict[str, Closed] = {}
     for holder in holders:
-        closed[holder.peer_id] = await holder.exchanges.close(holder.backend.weights.close())
+        closed[holder.peer_id] = await holder.exchanges.flatten(holder.backend.weights.contribute())
     begun = {
         peer_id: pb.BeginReply(
             num_samples=each.contribution.num_samples, num_targets=each.contribution.num_targets,

@@ -54,17 +54,17 @@ class LyingMember:
     """Stands between a peer's stage and its averager, and lies from some round on."""
 
     def __init__(self, member: StageMember, lie: Lie, first_round: int) -> None:
-        self._close = member.close
+        self._freeze = member.freeze
         self._lie = lie
         self._first_round = first_round
         self._told: tuple[Contribution, Contribution] | None = None
         self._before: Vectors | None = None
         self._round = -1
         self._true: Vectors = {}
-        member.close = self.close  # type: ignore[method-assign]
+        member.freeze = self.freeze  # type: ignore[method-assign]
 
-    async def close(self, round_number: int, *, drop: Collection[int]) -> Contribution:
-        true = await self._close(round_number, drop=drop)
+    async def freeze(self, round_number: int, *, drop: Collection[int]) -> Contribution:
+        true = await self._freeze(round_number, drop=drop)
         if self._told is None or self._told[0] is not true:
             if round_number != self._round:
                 self._round, self._before = round_number, self._true or None

@@ -89,7 +89,7 @@ def _train(
             accumulated = backend.forward_loss(index, number, inputs, accumulate=True)[2]
             assert accumulated is not None
             backend.settle(accumulated)
-        closing = backend.weights.close()
+        closing = backend.weights.contribute()
         backend.weights.commit(_result(number, closing.tensors, config.rounds.round_samples))
     loss = _held_out(backend, data)
     say(f"{name}, seed {config.data.seed}: {loss:.4f} after {time.perf_counter() - started_at:.0f} s")

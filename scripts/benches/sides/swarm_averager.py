@@ -64,7 +64,7 @@ class Member:
     def set_behind(self, is_behind: bool) -> None:
         pass  # This member takes no microbatches.
 
-    async def close(self, round_number: int, *, drop: Collection[int]) -> Contribution:
+    async def freeze(self, round_number: int, *, drop: Collection[int]) -> Contribution:
         return self.contribution
 
     async def reopen(self, round_number: int) -> None:

@@ -1,4 +1,4 @@
-"""One member's exchanges: it closes the contribution, exchanges it, and keeps the error feedback.
+"""One member's exchanges: it flattens the contribution, exchanges it, and keeps the error feedback.
 
 Shapes: D elements of the vector.
 """
@@ -139,13 +139,13 @@ class Exchanges:
     def residual_bytes(self) -> int:
         return sum(feedback.num_bytes for feedback in self.feedback.values())
 
-    async def close(self, contribution: Contribution) -> Closed:
+    async def flatten(self, contribution: Contribution) -> Closed:
         """Make a contribution ready for exchange. The same contribution gives the same vector in every attempt."""
         if self._last is None or self._last.contribution is not contribution:
-            self._last = await asyncio.to_thread(self._close, contribution)
+            self._last = await asyncio.to_thread(self._closed, contribution)
         return self._last
 
-    def _close(self, contribution: Contribution) -> Closed:
+    def _closed(self, contribution: Contribution) -> Closed:
         num_elements = sum(tensor.numel() for tensor in contribution.tensors.values())
         vector_D = self._flatten(contribution.tensors, self._memory.vector(num_elements))
         if contribution.num_samples and contribution.fragment in self.feedback:
@@ -257,7 +257,7 @@ class Exchanges:
         `butterfly`."""
         started_at = time.perf_counter()
         try:
-            # Not done in `close`, because this member's weight was not known then.
+            # Not done in `flatten`, because this member's weight was not known then.
             vector_D, elsewhere = await asyncio.to_thread(self._carry, closed, shares)
         except BaseException:
             # Other members may already be waiting for this member's part.

@@ -141,7 +141,7 @@ class DilocoWeights(StageWeights):
     def round_samples(self) -> int:
         return self.round.stepped.samples
 
-    def close(self) -> Contribution:
+    def contribute(self) -> Contribution:
         """Freeze the pseudo-gradient, anchor minus weights, of this round's fragment."""
         self.round.closed = True
         fragment, anchor = self._fragment, self._anchor

@@ -119,7 +119,7 @@ class Setting(ABC):
         """The microbatches that this peer names to others as committed in this round. With DiLoCo no peer asks."""
         return frozenset()
 
-    def seal(self, drop: Collection[int]) -> list[Entry[Computation]] | None:
+    def refuse_gradients(self, drop: Collection[int]) -> list[Entry[Computation]] | None:
         """Let no further gradient join the round, which is about to end. Another member counts the microbatches `drop`.
 
         Returns the entries that must be undone before that, or None if training goes on meanwhile.

@@ -84,14 +84,14 @@ class SynchronousWeights(StageWeights):
     def round_samples(self) -> int:
         return self.num_unstepped_samples
 
-    def seal(self) -> None:
+    def stop_sum(self) -> None:
         """Let no computation begin that would join the sum, until the round commits or is reopened.
 
         It runs on any thread, so that it need not wait for a long microbatch on the compute thread.
         """
         self.round.closed = True
 
-    def close(self) -> Contribution:
+    def contribute(self) -> Contribution:
         """Freeze the mean gradient itself: as a difference of weights it would lose its small entries to rounding."""
         self.round.closed = True
         bucket = self.buckets.open()
@@ -273,11 +273,11 @@ class SynchronousSetting(Setting):
     def committed(self) -> frozenset[int]:
         return self._ledger.committed(self._round.number)
 
-    def seal(self, drop: Collection[int]) -> list[Entry[Computation]] | None:
+    def refuse_gradients(self, drop: Collection[int]) -> list[Entry[Computation]] | None:
         """Return the microbatches that were never acknowledged, and those that another member counts; they are
         undone."""
         # From now on nothing that arrives is accumulated.
-        self._weights.seal()
+        self._weights.stop_sum()
         doubles = [entry for entry in map(self._ledger.find, drop) if entry is not None]
         return [*self._ledger.uncommitted(self._round.number), *doubles]
 

@@ -54,7 +54,7 @@ class Members:
         only_owner: str | None = None, clip_to_median: float = 0.0,
     ) -> tuple[Shares, dict[str, Average]]:  # fmt: skip
         """Make one attempt, up to the point where it may be committed."""
-        closed = {name: await self.all[name].close(brought) for name, brought in contributions.items()}
+        closed = {name: await self.all[name].flatten(brought) for name, brought in contributions.items()}
         shares = divide(
             {name: _reply(closed[name], bandwidths[int(name)]) for name in sorted(contributions)},
             num_elements=NUM_ELEMENTS, tile=TILE, clip_to_median=clip_to_median, only_owner=only_owner,
@@ -179,7 +179,7 @@ async def test_what_a_lone_member_owes_is_paid_once_a_second_one_is_there(codec:
     nothing = {"0": _contribution(1, 2, scale=0.0), "1": _contribution(1, second_samples, scale=0.0)}
     for _ in range(40):
         shares, averages = await members.exchange(nothing)
-        assert isinstance(members.all["0"].open(await members.all["0"].close(nothing["0"]), shares), HandOut)
+        assert isinstance(members.all["0"].open(await members.all["0"].flatten(nothing["0"]), shares), HandOut)
         members.commit(averages)
         applied += averages["0"].vector_D.double()
         torch.testing.assert_close(applied + members.sum_debt("0"), _vector(alone), rtol=0, atol=2e-5)
@@ -234,7 +234,7 @@ async def test_who_counts_for_next_to_nothing_goes_on_owing(num_samples: int) ->
 async def test_what_is_given_up_early_is_told_to_those_who_wait() -> None:
     members = Members("topk")
     brought = {name: _contribution(1, 2) for name in ("0", "1")}
-    closed = await members.all["0"].close(brought["0"])
+    closed = await members.all["0"].flatten(brought["0"])
     shares, _ = await members.exchange(brought)
     side = members.all["0"].open(closed, shares)
     task = asyncio.ensure_future(members.all["0"].run(closed, shares, side, Door(Hall({}), "0"), 5.0))
@@ -272,8 +272,8 @@ async def test_a_member_that_lost_what_an_exchange_left_starts_without() -> None
     for fragment in (0, 1):
         _, averages = await members.exchange({"0": _contribution(fragment, 2, fragment=fragment)})
         members.commit(averages, fragment)
-    closed = await members.all["0"].close(brought := _contribution(2, 2))
+    closed = await members.all["0"].flatten(brought := _contribution(2, 2))
     members.all["0"].forget(0)
     assert not any(debt.any() for debt in members.debts(0))
     assert any(debt.any() for debt in members.debts(1))
-    assert await members.all["0"].close(brought) is not closed
+    assert await members.all["0"].flatten(brought) is not closed

@@ -39,8 +39,8 @@ class SharingStage(FakeStage):
         self.stage_number = stage_number
         self.shared = torch.zeros(SHAPE)
 
-    async def close(self, round_number: int, *, drop: Collection[int]) -> Contribution:
-        contribution = await super().close(round_number, drop=drop)
+    async def freeze(self, round_number: int, *, drop: Collection[int]) -> Contribution:
+        contribution = await super().freeze(round_number, drop=drop)
         kept = sorted(contribution.committed)
         total = sum((role(self.stage_number, i) for i in kept), torch.zeros(SHAPE))
         tensors = {**contribution.tensors, SHARED: total / max(1, len(kept))}

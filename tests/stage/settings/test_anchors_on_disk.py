@@ -38,7 +38,7 @@ def test_rounds_have_the_same_bits(keeps_freed: bool, tmp_path: Path, monkeypatc
     for number in range(3):
         for weights in (there, here):
             accumulate(weights, 2 * number, 2 * number + 1)
-            end_round(weights, weights.close().tensors, num_samples=4)
+            end_round(weights, weights.contribute().tensors, num_samples=4)
         anchor = there.anchor(number + 1)
         assert anchor is not None
         assert _are_on_disk(anchor)

@@ -134,7 +134,7 @@ def test_staleness_counts_the_versions_between_a_forward_and_its_step() -> None:
     steps = weights.inner_steps
     assert (steps.count, steps.samples, steps.microbatches) == (2, 8, 4)
     assert (steps.staleness, steps.largest_staleness) == (2, 1)
-    end_round(weights, weights.close().tensors, num_samples=8)
+    end_round(weights, weights.contribute().tensors, num_samples=8)
     assert weights.inner_steps.count == 0, "each round is counted by itself"
 
 
@@ -157,7 +157,7 @@ def test_diloco_commits_are_nesterov_on_the_anchor() -> None:
     for number in range(3):
         for inner in range(4):
             accumulate(weights, 10 * number + inner)
-        contribution = weights.close().tensors
+        contribution = weights.contribute().tensors
         assert weights.round_samples == 8
         assert not any(value.requires_grad for value in contribution.values())
         assert_same(contribution, {name: anchor[name] - weights.masters[name] for name in anchor})
@@ -173,11 +173,11 @@ def test_diloco_commits_are_nesterov_on_the_anchor() -> None:
 def test_without_overlap_a_closed_round_takes_no_inner_step_until_it_commits_or_reopens() -> None:
     weights = overlapping(0)
     accumulate(weights, *range(2))
-    contribution, version = weights.close().tensors, weights.version
+    contribution, version = weights.contribute().tensors, weights.version
     accumulate(weights, *range(2, 4))
     assert weights.version is version
     assert weights.num_unstepped_samples == 4
-    assert_same(weights.close().tensors, contribution)
+    assert_same(weights.contribute().tensors, contribution)
     weights.reopen()
     assert weights.version is not version
     assert weights.round_samples == 8
@@ -186,7 +186,7 @@ def test_without_overlap_a_closed_round_takes_no_inner_step_until_it_commits_or_
 def test_a_round_that_stays_closed_for_long_takes_steps_one_after_the_other() -> None:
     weights = overlapping(0)
     accumulate(weights, *range(2))
-    weights.close()
+    weights.contribute()
     accumulate(weights, *range(2, 6))
     for num_left in (4, 0):
         weights.train_on()
@@ -197,7 +197,7 @@ def test_a_round_that_stays_closed_for_long_takes_steps_one_after_the_other() ->
     commit_without_steps(weights)
     weights.step_if_due()
     weights.train_on()
-    weights.close()
+    weights.contribute()
     accumulate(weights, *range(10, 12))
     assert weights.num_unstepped_samples == 4, "the next round is like any other"
 
@@ -206,7 +206,7 @@ def test_what_was_learnt_during_an_exchange_is_carried_over_to_the_new_anchor() 
     weights = overlapping(1)
     anchor = values_of(weights.masters)
     accumulate(weights, *range(2))
-    closing = weights.close()
+    closing = weights.contribute()
     at_closing = values_of(weights.masters)
     accumulate(weights, *range(2, 6))
     assert weights.num_unstepped_samples == 4, "one step at most while the round is exchanged"
@@ -233,7 +233,7 @@ def test_what_was_learnt_after_the_closing_that_is_decided_is_carried_over(decid
     for number in range(2):
         accumulate(weights, 2 * number)
         accumulate(weights, 2 * number + 1)
-        closings.append(weights.close())
+        closings.append(weights.contribute())
         values.append(values_of(weights.masters))
         weights.reopen()
     accumulate(weights, 4, 5)
@@ -242,17 +242,17 @@ def test_what_was_learnt_after_the_closing_that_is_decided_is_carried_over(decid
         weights, closings[decided].tensors, num_samples=8, closing=closings[decided].closing if is_named else None
     )
     assert weights.round_samples == (8, 4)[decided]
-    assert_same(weights.close().tensors, {name: -value for name, value in change.items()})
+    assert_same(weights.contribute().tensors, {name: -value for name, value in change.items()})
 
 
 def test_an_aborted_exchange_keeps_the_steps_taken_meanwhile() -> None:
     weights = overlapping(1)
     anchor = values_of(weights.masters)
     accumulate(weights, *range(2))
-    weights.close()
+    weights.contribute()
     accumulate(weights, *range(2, 4))
     weights.reopen()
-    closing = weights.close()
+    closing = weights.contribute()
     assert closing.num_samples == 8
     assert_same(closing.tensors, {name: anchor[name] - weights.masters[name] for name in anchor})
 
@@ -264,7 +264,7 @@ def test_fragments_are_averaged_in_turn_and_weighed_by_what_is_new_to_them() -> 
     for round_number in range(4):
         accumulate(weights, *range(2 * round_number, 2 * round_number + 2))
         before = values_of(weights.masters)
-        closing = weights.close()
+        closing = weights.contribute()
         name, other = ("weight", "bias") if round_number % 2 == 0 else ("bias", "weight")
         assert list(closing.tensors) == [name]
         assert closing.round_samples == 4
@@ -281,7 +281,7 @@ def test_fragments_are_averaged_in_turn_and_weighed_by_what_is_new_to_them() -> 
 def test_what_came_while_a_round_was_closed_counts_towards_the_next() -> None:
     weights = weights_in("diloco")
     accumulate(weights, *range(2))
-    average = weights.close().tensors
+    average = weights.contribute().tensors
     accumulate(weights, *range(2, 4))
     end_round(weights, average)
     weights.step_if_due()
@@ -301,7 +301,7 @@ def test_diloco_keeps_anchors_and_momentum_on_the_cpu_wherever_it_trains(device:
                 summed = [2 * g.to(weights.masters["bias"].device) for g in gradients(inner).values()]
                 weights.buckets.open().add(summed, Amount(2, 2))
                 weights.step_if_due()
-            assert all(value.device.type == "cpu" for value in weights.close().tensors.values())
+            assert all(value.device.type == "cpu" for value in weights.contribute().tensors.values())
             end_round(weights, gradients(10 + number), num_samples=4)
         assert elsewhere.state_digest() == here.state_digest()
     newcomer = weights_of(config_of("diloco"), linear(seed=1).to(device), lineage="")
@@ -345,7 +345,7 @@ def test_who_was_left_out_of_a_round_keeps_what_it_has_learnt(num_fragments: int
         dict(weights.masters), {name: value + learnt[name] for name, value in values_of(others.masters).items()}
     )
     assert weights.round.stepped.samples == 8
-    closing = weights.close()
+    closing = weights.contribute()
     assert (closing.num_samples, closing.round_samples) == (8, 8)
     for name, value in closing.tensors.items():
         torch.testing.assert_close(value, -learnt[name], rtol=0, atol=1e-6)
@@ -366,12 +366,12 @@ def test_who_was_away_keeps_what_it_has_learnt_on_top_of_the_state_that_it_takes
     assert_same(weights.version.parameters, dict(weights.masters))
     assert (weights.round.stepped.samples, weights.num_unstepped_samples) == (8, 0)
     for _ in range(num_fragments):
-        closing = weights.close()
+        closing = weights.contribute()
         assert closing.num_samples == 8
         for name, value in closing.tensors.items():
             torch.testing.assert_close(value, -learnt[name], rtol=0, atol=1e-6)
         commit_without_steps(weights)
-    assert weights.close().num_samples == 0, "it counts once"
+    assert weights.contribute().num_samples == 0, "it counts once"
 
 
 @pytest.mark.parametrize("moment", ["commit", "install"])
@@ -394,9 +394,9 @@ def test_who_has_not_stepped_yet_in_this_round_keeps_what_no_round_of_its_fragme
     assert_same(dict(weights.masters), expected)
     assert_same(weights.version.parameters, expected)
     assert weights.round.stepped.samples == 0, "they have counted towards round 1"
-    assert weights.close().num_samples == 0
+    assert weights.contribute().num_samples == 0
     commit_without_steps(weights)
-    closing = weights.close()
+    closing = weights.contribute()
     assert (closing.num_samples, closing.round_samples) == (8, 0)
     for name, value in closing.tensors.items():
         torch.testing.assert_close(value, -learnt[name], rtol=0, atol=1e-6)
@@ -415,7 +415,7 @@ def test_who_went_astray_keeps_nothing(moment: str) -> None:
         weights.install(others.state_tensors(), Round(number=2), carry=True)
     assert_same(dict(weights.masters), dict(others.masters))
     assert weights.round.stepped.samples == 0
-    assert weights.close().num_samples == 0
+    assert weights.contribute().num_samples == 0
 
 
 def test_fragments_deal_out_whole_layer_groups() -> None:
@@ -444,7 +444,7 @@ def test_inner_steps_go_by_the_amendments_of_their_round_and_the_outer_step_by_t
         pair = gradients(2 * number), gradients(2 * number + 1)
         optim.step(adamw, reference, {name: (pair[0][name] + pair[1][name]) / 2 for name in reference}, rate)
         assert_same(weights.masters, reference)
-        end_round(weights, weights.close().tensors, amended=amended)
+        end_round(weights, weights.contribute().tensors, amended=amended)
         for name, value in reference.items():
             stepped = anchor[name] - outer_rate * (anchor[name] - value)
             torch.testing.assert_close(weights.masters[name].detach(), stepped)

@@ -32,7 +32,7 @@ def test_synchronous_commits_are_adamw_in_one_process() -> None:
         accumulate(weights, 2 * number)
         accumulate(weights, 2 * number + 1)
         assert weights.round_samples == 4
-        contribution = weights.close().tensors
+        contribution = weights.contribute().tensors
         used = end_round(weights, contribution, total_squared_norm=9.0, num_members=4, lineage=f"after {number}")
         for group in adamw.param_groups:
             group["lr"] = optim.learning_rate(config, 16 * number)
@@ -57,11 +57,11 @@ def test_synchronous_weights_never_step_on_their_own() -> None:
 def test_a_reopened_round_goes_on_with_what_it_had() -> None:
     weights = weights_in("synchronous")
     accumulate(weights, 0)
-    weights.close()
+    weights.contribute()
     weights.reopen()
     accumulate(weights, 1)
     expected = {name: (gradients(0)[name] + gradients(1)[name]) / 2 for name in gradients(0)}
-    assert_same(weights.close().tensors, expected)
+    assert_same(weights.contribute().tensors, expected)
 
 
 def test_a_round_is_stepped_under_the_amendments_of_its_result() -> None:
@@ -74,7 +74,7 @@ def test_a_round_is_stepped_under_the_amendments_of_its_result() -> None:
 
     def learn(weights: StageWeights, number: int, digest: str = "") -> float:
         accumulate(weights, 2 * number, 2 * number + 1)
-        return end_round(weights, weights.close().tensors, total_squared_norm=9.0, amended=digest)
+        return end_round(weights, weights.contribute().tensors, total_squared_norm=9.0, amended=digest)
 
     # It is in force in round 0, but the group that has committed this round did not know it.
     assert learn(amended, 0) == learn(other, 0) == 0.1
