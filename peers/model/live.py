@@ -18,7 +18,7 @@ from peers.shared.named_model import kept_weights
 from peers.shared.network import Membership
 from peers.shared.process import cache_folder
 from peers.shared.tokenizer import have_tokenizer
-from swarm.averaging.agreement.rules import Timing
+from swarm.averaging.agreement.timing import Timing
 from swarm.averaging.state_transfer import StateTransfer, Wanted
 from swarm.averaging.vectors.snapshots import PartialSnapshot
 from swarm.averaging.wire.transport import Transport

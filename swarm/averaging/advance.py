@@ -172,7 +172,7 @@ class Advance:
             lineage = messages.lineage_after(lineage, outcome)
         return self.place.is_sound and lineage == snapshot.lineage
 
-    async def replay(self, committed: Committed) -> None:
+    async def apply_missed(self, committed: Committed) -> None:
         """Apply a round that the group committed without this member. Does nothing unless the member is where that
         round began.
 
@@ -182,9 +182,9 @@ class Advance:
             IntegrityError: the result does not fit this stage, or gave another state here than at its members. In the
                 second case this member's state is no longer sound.
         """
-        await self._to_its_end(self._replay(committed))
+        await self._to_its_end(self._apply_missed(committed))
 
-    async def _replay(self, committed: Committed) -> IntegrityError | None:
+    async def _apply_missed(self, committed: Committed) -> IntegrityError | None:
         async with self.place.lock:
             if committed.before != self.place.standing or not self.place.is_sound:
                 return None
@@ -228,7 +228,7 @@ class Advance:
             self.place.group.install(reached.round, last_digest=committed.result.digest)
             self.own_round.exchanges.suspects.take_over(named)
             self.roster.passed_over.committed(committed.outcome)
-            self.place.replayed(reached, committed.outcome)
+            self.place.applied_missed(reached, committed.outcome)
             self._moved()
             self.donor.committed(committed)
         return None

@@ -23,9 +23,9 @@ from swarm.averaging.catch_up import CatchUp
 from swarm.averaging.donor import Donor
 from swarm.averaging.leadership import LeadLoop, Succession
 from swarm.averaging.led_exchanges import LedExchanges
+from swarm.averaging.missed_rounds import MissedRounds
 from swarm.averaging.own_round import OwnRound
 from swarm.averaging.participant import Participant
-from swarm.averaging.replay import Replay
 from swarm.averaging.reporter import Reporter
 from swarm.averaging.roster import Roster
 from swarm.averaging.round import Round
@@ -121,9 +121,9 @@ class Averager:
             silence_seconds=context.timing.silence_seconds,
         )  # fmt: skip
         entry = Entry(context.config, context.peers, member)
-        replay = Replay(context, place, advance, transfer, entry)
+        missed_rounds = MissedRounds(context, place, advance, transfer, entry)
         self.catch_up = CatchUp(
-            context, place, advance=advance, transfer=transfer, survey=survey, entry=entry, replay=replay
+            context, place, advance=advance, transfer=transfer, survey=survey, entry=entry, missed_rounds=missed_rounds
         )
         self.reporter = reporter = Reporter(context, place, member, roster, own_round, survey, self.catch_up)
         self.watch = watch = RoundWatch(context, place, member, roster, reporter)

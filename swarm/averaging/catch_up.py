@@ -16,7 +16,7 @@ from swarm.averaging.agreement import messages
 from swarm.averaging.agreement.messages import Standing
 from swarm.averaging.agreement.pace import Entry
 from swarm.averaging.agreement.place import Place
-from swarm.averaging.replay import Replay
+from swarm.averaging.missed_rounds import MissedRounds
 from swarm.averaging.state_transfer import StateTransfer
 from swarm.averaging.survey import Survey
 from swarm.averaging.wire.context import Context
@@ -34,7 +34,7 @@ optimizer's state."""
 class CatchUp:
     def __init__(
         self, context: Context, place: Place, *, advance: Advance, transfer: StateTransfer, survey: Survey,
-        entry: Entry, replay: Replay,
+        entry: Entry, missed_rounds: MissedRounds,
     ) -> None:  # fmt: skip
         self._context = context
         self._place = place
@@ -42,7 +42,7 @@ class CatchUp:
         self._transfer = transfer
         self._survey = survey
         self._entry = entry
-        self._replay = replay
+        self._missed_rounds = missed_rounds
         self._looking: asyncio.Event | None = None
         """Set at the end of the `look` that is under way; None while none is."""
         self._rests_until = -math.inf
@@ -150,12 +150,12 @@ class CatchUp:
         rest_seconds = self._context.timing.max_retry_seconds
         is_there = has_gone_wrong = False
         if self._context.config.averaging.group_size and target.round == self._place.standing.round + 1:
-            self._replay.missed_one(holders, await self._size_limit())
+            self._missed_rounds.missed_one(holders, await self._size_limit())
         self._is_trying = True
         try:
             while True:
                 before, was_sound = self._place.standing, self._place.is_sound
-                if await self._replay.run(self._survey.has_newcomers):
+                if await self._missed_rounds.apply(self._survey.has_newcomers):
                     # The holders have gone on, and must be asked again where they stand.
                     return rest_seconds
                 if was_sound and not self._place.is_sound:
@@ -231,7 +231,7 @@ class CatchUp:
             for source in fetched.sources:
                 self._transfer.distrust(source, error)
             raise IntegrityError(f"the state that {_names(fetched.sources)} gave is wrong: {error}") from error
-        self._replay.follows(fetched)
+        self._missed_rounds.follows(fetched)
         self.num_downloads += 1
         logger.info(
             "installed the snapshot of round %d, from %s", standing.round, counted(len(fetched.sources), "donor")

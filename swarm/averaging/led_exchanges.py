@@ -20,8 +20,8 @@ from swarm.averaging.agreement.group import Ballot
 from swarm.averaging.agreement.messages import Standing
 from swarm.averaging.agreement.rules import Begun, agreed, drawn_groups
 from swarm.averaging.agreement.shares import Counts, Shares, clip_of, divide, prepared_of
+from swarm.averaging.agreement.timing import OWNER_PATIENCE, deadline_seconds
 from swarm.averaging.roster import Roster
-from swarm.averaging.vectors.allreduce import OWNER_PATIENCE
 from swarm.averaging.vectors.exchange import given_after
 from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import AVERAGE, Broadcast, Members, contact_of
@@ -147,8 +147,7 @@ class LedExchanges:
     def _request(self, attempt: _Attempt, shares: Shares, *, num_times: int = 4) -> pb.AverageRequest:
         """A call for an exchange in which a line carries the vector so many times at worst. Four times, if every member
         sends the whole vector and gets it back, and all of that goes over one line."""
-        num_bytes = num_times * attempt.codec.num_bytes(shares.num_elements)
-        floor = self.context.timing.exchange_seconds(num_bytes)
+        floor_seconds = self.context.timing.exchange_seconds(num_times * attempt.codec.num_bytes(shares.num_elements))
         return pb.AverageRequest(
             address=self.context.address,
             peer_id=self.context.own_id,
@@ -165,7 +164,7 @@ class LedExchanges:
                 )
                 for share in shares.members
             ],
-            timeout_seconds=self.blame.deadline(floor, self._seconds),
+            timeout_seconds=deadline_seconds(floor_seconds, self._seconds, self.blame.num_timeouts),
         )
 
     async def _ask(self, attempt: _Attempt, request: pb.AverageRequest) -> dict[PeerId, Any]:

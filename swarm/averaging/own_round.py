@@ -23,7 +23,6 @@ from swarm.averaging.wire.transport import Payload
 from swarm.compression.buffers import Received
 from swarm.compression.feedback import Residual
 from swarm.events import Abort
-from swarm.rpc.bounds import CHUNK_BYTES
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import RoundCost, RoundMember, RoundResult
 from swarm.training.sketches import NOTHING_STATED, Stated
@@ -107,14 +106,7 @@ class Attempt:
             raise Refused(f"attempt {self.ballot.attempt} was given up: {reason}") from None
 
     def silence_seconds(self, num_members: int) -> float:
-        """The seconds of silence after which one of so many members counts as failed. They allow for a slow line and a
-        slow processor.
-
-        A member sends to all owners in turn, and has to encode a whole vector before its first message.
-        """
-        vector_D, timing = self.closed.vector_D, self._timing
-        turn_seconds = num_members * CHUNK_BYTES / timing.bytes_per_second
-        return timing.silence_seconds + turn_seconds + vector_D.nbytes / timing.work_bytes_per_second
+        return self._timing.exchange_silence_seconds(num_members, self.closed.vector_D.nbytes)
 
     async def _watch(self, opened: _Exchange) -> None:
         """Fail the exchange, and blame the member, once a member answers calls but sends nothing."""

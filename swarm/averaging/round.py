@@ -21,6 +21,7 @@ from swarm.averaging.agreement.group import Ballot
 from swarm.averaging.agreement.messages import Standing
 from swarm.averaging.agreement.place import Decision, Place
 from swarm.averaging.agreement.rules import Begun, superfluous, unfinished
+from swarm.averaging.agreement.timing import deadline_seconds
 from swarm.averaging.barrier import Barrier
 from swarm.averaging.led_exchanges import LedExchanges
 from swarm.averaging.vectors.shared import TiedParameters
@@ -146,7 +147,7 @@ class Round:
     ) -> dict[PeerId, pb.BeginReply | SwarmError]:
         """Ask members to close their contributions. Wait for slow ones as long as they make progress."""
         started_at = self.context.clock.monotonic()
-        timeout_seconds = self.blame.deadline(self.context.timing.begin_seconds, 0.0)
+        timeout_seconds = deadline_seconds(self.context.timing.begin_seconds, 0.0, self.blame.num_timeouts)
         wait_seconds = min(self.context.timing.closing_seconds, timeout_seconds / 2)
         for request in requests.values():
             request.wait_seconds = wait_seconds
@@ -242,9 +243,8 @@ class Round:
     async def _tell_commit(self, holders: Members, request: pb.CommitRequest) -> None:
         started_at, key = self.context.clock.monotonic(), (request.round, request.digest)
         self._num_commits = Counter({key: self._num_commits[key] + 1})
-        timing = self.context.timing
-        floor = timing.commit_seconds + self.exchanges.vector_bytes / timing.work_bytes_per_second
-        timeout_seconds = self.blame.deadline(floor, self._commit_seconds)
+        floor_seconds = self.context.timing.applying_seconds(self.exchanges.vector_bytes)
+        timeout_seconds = deadline_seconds(floor_seconds, self._commit_seconds, self.blame.num_timeouts)
         replies = await self.broadcast(holders, COMMIT, dict.fromkeys(holders, request), timeout_seconds)
         if not any(isinstance(reply, SLOW) for reply in replies.values()):
             # Not measured if a deadline cut the call off: deadlines that depend on such a time would grow each round.

@@ -4,8 +4,9 @@ This file has the interface, and chooses codecs by a run's configuration. A code
 vector at a time. Decoders trust no sender: they refuse wrong lengths and non-finite numbers, and allocate memory only
 in proportion to the expected vector. docs/protocol.md has every layout byte by byte.
 
-To add another codec, write a class that has this interface in a file of this folder, and give it a name in
-config/rounds.py and a case in `_codec`. In tests/compression/all_codecs.py its name puts it through the tests of all.
+To add another codec, write a class that has this interface in a file of this folder, with the `sketch_tolerance` that
+its roundings need, and give it a name in config/rounds.py and a case in `_codec`. In tests/compression/all_codecs.py
+its name puts it through the tests of all.
 
 Shapes: N elements of the part.
 """
@@ -45,6 +46,11 @@ class Codec(Protocol):
         vector."""
         ...
 
+    @property
+    def sketch_tolerance(self) -> float:
+        """How far, as a share of its norm, a contribution may be from its gradients' sum; 0 if too much is dropped."""
+        ...
+
     def encode(self, vector_N: torch.Tensor) -> Buffer:
         """Encode a finite float32 CPU vector. The bytes may share the vector's memory."""
         ...
@@ -62,9 +68,9 @@ class Codec(Protocol):
 _SIMPLE: dict[str, Codec] = {
     codec.name: codec
     for codec in (
-        Cast("fp32", torch.float32),
-        Cast("fp16", torch.float16),
-        Cast("bf16", torch.bfloat16),
+        Cast("fp32", torch.float32, 0.02),
+        Cast("fp16", torch.float16, 0.05),
+        Cast("bf16", torch.bfloat16, 0.05),
         Int8(),
         Int4(),
     )

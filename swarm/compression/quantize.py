@@ -48,8 +48,8 @@ class Cast:
     needs_feedback = False
     is_sparse = False
 
-    def __init__(self, name: str, dtype: torch.dtype) -> None:
-        self.name = name
+    def __init__(self, name: str, dtype: torch.dtype, sketch_tolerance: float) -> None:
+        self.name, self.sketch_tolerance = name, sketch_tolerance
         self._dtype = dtype
 
     def encode(self, vector_N: torch.Tensor) -> Buffer:
@@ -82,6 +82,7 @@ class Blockwise(ABC):
     tile: int
     needs_feedback: bool
     is_sparse = False
+    sketch_tolerance = 0.0
     _scale_dtype = torch.bfloat16
     """It has the range of float32. Its coarse steps cost next to no accuracy, because codes are relative to the rounded
     scale."""
@@ -143,6 +144,7 @@ class Int8(Blockwise):
     name = "int8"
     tile = 128
     needs_feedback = False
+    sketch_tolerance = 0.1
     _limit = 127
     _code_bytes = 128
 

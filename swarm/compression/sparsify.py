@@ -90,6 +90,7 @@ class TopK:
     tile = TILE
     needs_feedback = True
     is_sparse = True
+    sketch_tolerance = 0.0
 
     def __init__(self, top_k: int, values: Values, indices: Indices, *, transform: bool) -> None:
         """`top_k`, `values` and `indices` are fields of AveragingConfig. `transform` says whether to choose among the

@@ -1,7 +1,7 @@
 """Optimizers and schedules: AdamW (inner, or the only one) and Nesterov SGD (DiLoCo's outer step); not Muon.
 
 The same inputs must give the same bits on every machine, whatever its processor, its GPU or its release of torch,
-because members of a stage compare digests of the state after their outer steps, and replay each other's rounds.
+because members of a stage compare digests of the state after their outer steps, and apply rounds that they missed.
 torch.optim does not promise that, since it fuses products with sums if the processor can. Here a step consists of sums,
 differences, products, quotients and square roots of float32 numbers, each an operation of its own in a fixed order, and
 IEEE 754 says how each of them is rounded. Factors are computed in float64 by the same operations, because powers and

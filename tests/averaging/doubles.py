@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, cast
 
 from swarm.averaging.agreement import messages
-from swarm.averaging.agreement.rules import Timing
+from swarm.averaging.agreement.timing import Timing
 from swarm.averaging.averager import Averager
 from swarm.averaging.wire.context import Context, Tasks
 from swarm.averaging.wire.transport import Method, Payload, Reply, Request, Transport

@@ -7,7 +7,7 @@ import grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
-from swarm.averaging.agreement.rules import Timing
+from swarm.averaging.agreement.timing import Timing
 from swarm.averaging.averager import Averager
 from swarm.averaging.servicer import AveragingServicer
 from swarm.averaging.wire.context import Context

@@ -156,7 +156,7 @@ async def test_a_result_that_may_be_committed_elsewhere_is_not_done_again() -> N
         assert [result.amended for result in stage.results] == ["", digest]
 
 
-@pytest.mark.parametrize("is_far", [False, True], ids=["replays", "downloads"])
+@pytest.mark.parametrize("is_far", [False, True], ids=["applies", "downloads"])
 @in_virtual_time
 async def test_a_peer_that_was_away_has_them_with_the_state(is_far: bool) -> None:
     config = _locked(make_config())

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from swarm.averaging.agreement.rules import Timing
+from swarm.averaging.agreement.timing import Timing
 from swarm.averaging.averager import Averager
 from swarm.averaging.barrier import Barrier
 from swarm.averaging.wire.transport import BARRIER, contact_of

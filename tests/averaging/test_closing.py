@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from swarm.averaging.agreement.rules import Timing
+from swarm.averaging.agreement.timing import Timing
 from swarm.training.round_member import Contribution
 from tests.averaging.doubles import QUICK, Network, peer_id, until
 from tests.averaging.fake_stage import FakeStage, make_config

@@ -35,7 +35,7 @@ async def test_later_rounds_are_given_to_one_after_the_other_whoever_fetches_a_s
         assert [c.after async for c, _ in late] == expected
 
 
-async def replayed(line: Line, donor: PeerRecord, standing: Standing, *, max_bytes: int = NUM_BYTES) -> list[Standing]:
+async def applied(line: Line, donor: PeerRecord, standing: Standing, *, max_bytes: int = NUM_BYTES) -> list[Standing]:
     stream = transfer_over(line).results(donor, standing, max_bytes=max_bytes)
     return [committed.after async for committed, _ in stream]
 
@@ -116,4 +116,4 @@ async def test_wrong_results_are_refused(change: Callable[[pb.DownloadReply], No
 
     line.tamper = tamper
     with pytest.raises(error):
-        await replayed(line, record(1), begun)
+        await applied(line, record(1), begun)

@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 import torch
 
-from swarm.averaging.agreement.rules import Timing
+from swarm.averaging.agreement.timing import Timing
 from swarm.averaging.averager import Averager
 from swarm.averaging.wire.transport import AVERAGE
 from swarm.config import RunConfig

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from swarm.averaging.agreement.rules import Timing
+from swarm.averaging.agreement.timing import Timing
 from swarm.training.round_member import Contribution, RoundResult
 from swarm.types import PeerRecord
 from tests.averaging.doubles import Network, Peer, all_past, peer_id, until

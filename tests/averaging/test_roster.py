@@ -8,7 +8,7 @@ import pytest
 from swarm.averaging.agreement import messages
 from swarm.averaging.agreement.messages import Standing
 from swarm.averaging.agreement.reports import MOST_FAILURES
-from swarm.averaging.agreement.rules import Timing
+from swarm.averaging.agreement.timing import Timing
 from swarm.averaging.roster import Roster
 from swarm.averaging.wire.context import MOST_UNLISTED
 from swarm.averaging.wire.transport import contact_of

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import pytest
 
-from swarm.averaging.agreement.rules import Timing
+from swarm.averaging.agreement.timing import Timing
 from swarm.averaging.donor import snapshot_id
 from swarm.averaging.wire.transport import REPORT
 from swarm.errors import PeerUnavailable

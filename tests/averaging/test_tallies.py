@@ -229,7 +229,7 @@ async def test_a_newcomer_takes_only_what_most_members_have_signed(*, is_honest:
 
 @pytest.mark.parametrize("is_honest", [True, False], ids=["true", "false"])
 @in_virtual_time
-async def test_who_replays_a_round_adds_only_what_most_members_have_signed(*, is_honest: bool) -> None:
+async def test_who_applies_a_missed_round_adds_only_what_most_members_have_signed(*, is_honest: bool) -> None:
     async with signing(plain(3), 3) as network:
         await commit(network)
         has_header, is_committed = asyncio.Event(), asyncio.Event()

@@ -205,7 +205,7 @@ class Testimony:
                 start = edge.result.round * round_microbatches
                 assert microbatches_in(edge.result) == [*range(start, start + round_microbatches)]
         for stage in self.stages.values():
-            self._check_replay(stage)
+            self._check_lineage(stage)
 
     def _check_one_state_a_lineage(self) -> None:
         digests: dict[str, str] = {}
@@ -239,7 +239,7 @@ class Testimony:
                 counted = set(counted_in(self.chain(stage.lineage)))
                 assert stage.fed - stage.indices - stage.lost <= counted, "gradient mass is lost"
 
-    def _check_replay(self, stage: WitnessStage) -> None:
+    def _check_lineage(self, stage: WitnessStage) -> None:
         """Check that applying the rounds of its lineage to the first anchor gives the stage's anchor, and that nothing
         counts twice."""
         chain = self.chain(stage.lineage)

@@ -46,7 +46,7 @@ def _live_through_a_kill_and_a_join(folder: Path) -> None:
         _wait_for_equal_rounds(swarm, joiner, second)
         downloads = [event for event in _events(swarm, joiner, "install") if event["source"] == "download"]
         said = "".join(log.read_text() for log in (folder / "logs").iterdir())
-        # On a machine that is busy elsewhere it may replay more slowly than rounds are committed.
+        # On a machine that is busy elsewhere it may apply rounds more slowly than they are committed.
         assert len(downloads) <= 1 + said.count("It takes a new snapshot")
         assert "members differ" not in said
 

@@ -11,7 +11,7 @@ from grpc_health.v1._async import HealthServicer
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 from scripts.benches.shared.common import all_there, put
-from swarm.averaging.agreement.rules import Timing
+from swarm.averaging.agreement.timing import Timing
 from swarm.averaging.averager import Averager
 from swarm.averaging.servicer import AveragingServicer
 from swarm.averaging.wire.context import Context

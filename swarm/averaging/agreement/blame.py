@@ -1,4 +1,4 @@
-"""Why an attempt failed, which members the next attempt leaves out, and how much longer the next attempt waits."""
+"""Why an attempt failed, which members the next attempt leaves out, and whether it waits longer."""
 
 import logging
 from collections import Counter
@@ -22,7 +22,6 @@ MOST_THROUGH_ONE = 8
 carries all that they send."""
 SLOW = DeadlineExceeded, Overloaded
 """The first error of these kinds only doubles the deadlines."""
-MOST_DOUBLINGS = 3
 MOST_STRIKES = 4
 """After this many attempts that it has made fail for no reason that holds, a member is left out."""
 
@@ -45,7 +44,7 @@ class Blame:
     """One leader's conclusions from failed attempts.
 
     Attributes:
-        num_timeouts: time-outs in a row; every one doubles the deadlines, up to MOST_DOUBLINGS times.
+        num_timeouts: time-outs in a row; every one doubles the deadlines (see timing).
         suspects: what owners of parts say of members' contributions.
     """
 
@@ -61,12 +60,6 @@ class Blame:
         self._strikes = Counter[PeerId]()
         """How many attempts each member has made fail for no reason that holds, since it last took part in an exchange
         that was completed."""
-
-    # -- how much longer the next attempt waits ----------------------------------------------------------------------
-
-    def deadline(self, floor: float, measured: float) -> float:
-        """The deadline in seconds for a step that took `measured` seconds the last time; never below `floor`."""
-        return (floor + 3 * measured) * float(2 ** min(MOST_DOUBLINGS, self.num_timeouts))
 
     def is_first_timeout(self, timed_out: bool, *, again: bool = False) -> bool:
         """Count a time-out, if there was one, unless it was counted already. Returns whether it is the first in a row:

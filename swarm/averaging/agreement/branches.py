@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from swarm.averaging.agreement import messages
 from swarm.averaging.agreement.messages import PAST, Standing
 from swarm.averaging.agreement.pace import RunPace
-from swarm.averaging.agreement.rules import Timing
+from swarm.averaging.agreement.timing import Timing
 from swarm.config import RunConfig
 from swarm.machine.clock import Clock
 from swarm.rpc.v1 import averaging_pb2 as pb
@@ -75,7 +75,7 @@ class Branches:
         self._has_voice = True
         self._move(after)
 
-    def replayed(self, after: Standing) -> None:
+    def applied_missed(self, after: Standing) -> None:
         self._pace.moved(after)
         self._has_voice = False
         self._move(after)
@@ -83,7 +83,7 @@ class Branches:
     def installed(self, own: Standing, past: Sequence[str]) -> None:
         """Note that this peer has installed a state of others, with the lineages of the rounds before it."""
         self._past = dict.fromkeys(past[-PAST:])
-        self.replayed(own)
+        self.applied_missed(own)
 
     def _move(self, own: Standing) -> None:
         self._own = own

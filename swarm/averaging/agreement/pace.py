@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from swarm.averaging.agreement.group import Ballot
 from swarm.averaging.agreement.messages import Standing
-from swarm.averaging.agreement.rules import Timing
+from swarm.averaging.agreement.timing import Timing
 from swarm.compression.codec import contribution_codec
 from swarm.config import RunConfig
 from swarm.machine.clock import Clock
@@ -48,8 +48,6 @@ at most a quarter of the time."""
 FLOAT_BYTES = 4
 MOST_ATTEMPTS = 16
 """A leader that has begun so many attempts at a whole round and committed none of them is passed over."""
-CLOSINGS, EXCHANGES = 2, 8
-"""For as many of the longest closings and exchanges as this, a leader may be busy with attempts at a whole round."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,28 +56,28 @@ class Pace:
 
     Attributes:
         seconds: the length of that time.
-        num_replayed: rounds that the peer replayed in that time.
+        num_applied: rounds that the peer applied in that time.
         num_committed: rounds that its group committed in that time, as far as the peer knows.
         num_behind: rounds that the peer lacks now.
     """
 
     seconds: float
-    num_replayed: int
+    num_applied: int
     num_committed: int
     num_behind: int
 
     @property
     def is_losing(self) -> bool:
-        return self.seconds >= LEAST_SECONDS and self.num_committed > self.num_replayed > 0
+        return self.seconds >= LEAST_SECONDS and self.num_committed > self.num_applied > 0
 
     @property
     def stands_still(self) -> bool:
-        return self.seconds >= LEAST_SECONDS and self.num_committed >= self.num_replayed > 0
+        return self.seconds >= LEAST_SECONDS and self.num_committed >= self.num_applied > 0
 
     @property
     def seconds_left(self) -> float | None:
         """The time until the peer arrives at its present pace; None if that is not known."""
-        closer = self.num_replayed - self.num_committed
+        closer = self.num_applied - self.num_committed
         if self.seconds < LEAST_SECONDS or closer <= 0:
             return None
         return self.num_behind * self.seconds / closer
@@ -160,12 +158,11 @@ class Tenure:
         if promised is not None and promised.leader_id == leader_id:
             self._attempts.add(promised)
         seconds, timing = now - self._whole_since, self._timing
-        busy_seconds = CLOSINGS * timing.max_closing_seconds + EXCHANGES * timing.exchange_seconds(4 * num_bytes)
         if not self._attempts:
             return f"it has begun no attempt for {seconds:.0f} s" if seconds >= timing.idle_seconds else ""
         if len(self._attempts) >= MOST_ATTEMPTS and seconds >= timing.idle_seconds:
             return f"it has begun {len(self._attempts)} attempts and committed none"
-        return f"it has committed nothing for {seconds:.0f} s" if seconds >= busy_seconds else ""
+        return f"it has committed nothing for {seconds:.0f} s" if seconds >= timing.busy_seconds(num_bytes) else ""
 
 
 @dataclass(frozen=True, kw_only=True)

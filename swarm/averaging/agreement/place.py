@@ -45,7 +45,7 @@ class Place:
         leads: the attempt that it leads; None while it leads none.
         decision: the result that this attempt has decided; None before that, and once it is committed.
         awaited_since: when another stage first waited for this one to decide the round; None if none has.
-        is_sound: False once a replayed round gave a wrong state. `standing` then stays at the last round before it.
+        is_sound: False once a missed round gave a wrong state. `standing` then stays at the last round before it.
     """
 
     def __init__(self, standing: Standing, branches: Branches, timeline: Timeline, *, num_fragments: int) -> None:
@@ -73,9 +73,9 @@ class Place:
         self._move(after, [outcome])
         self.branches.committed(after)
 
-    def replayed(self, after: Standing, outcome: pb.Outcome) -> None:
+    def applied_missed(self, after: Standing, outcome: pb.Outcome) -> None:
         self._move(after, [outcome])
-        self.branches.replayed(after)
+        self.branches.applied_missed(after)
 
     def installed(self, standing: Standing, outcomes: Iterable[pb.Outcome], past: Sequence[str]) -> None:
         """Note that this peer has installed a state that others hold. `outcomes` say how the last rounds before that

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from swarm.averaging.agreement import messages
 from swarm.averaging.agreement.group import Ballot
 from swarm.averaging.agreement.messages import Standing
-from swarm.averaging.agreement.rules import Timing
+from swarm.averaging.agreement.timing import Timing
 from swarm.machine.clock import Clock
 from swarm.rpc.bounds import LONGEST_LIST
 from swarm.rpc.v1 import averaging_pb2 as pb

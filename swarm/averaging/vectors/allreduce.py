@@ -1,9 +1,11 @@
 """All-reduce: the members' vectors become one weighted sum, the same bits at every member.
 
 Butterfly: every member owns one part of the vector and sums that part for all. It encodes the sum once and sends it to
-all members, which apply the same bytes. Gather, for sparse codecs in small groups: every member gets all contributions
-as they are and sums them itself, in the same order and with the same roundings. Rounds and gRPC are not known here.
-Work on whole vectors runs in threads, never on the event loop.
+all members, which apply the same bytes. A part has one owner throughout the attempt: nobody takes it over. If the owner
+fails, so does the exchange, and with it the attempt (agreement/blame.py), or in the first exchanges its group alone.
+Gather, for sparse codecs in small groups: every member gets all contributions as they are and sums them itself, in the
+same order and with the same roundings. Rounds and gRPC are not known here. Work on whole vectors runs in threads, never
+on the event loop.
 
 Shapes: D elements of the vector.
 """
@@ -22,6 +24,7 @@ from blake3 import blake3
 
 from swarm.averaging.agreement.messages import MemberFailed
 from swarm.averaging.agreement.shares import Share, Shares
+from swarm.averaging.agreement.timing import OWNER_PATIENCE
 from swarm.averaging.vectors.reduction import HandOut, Reduction, Side, decode_bounded
 from swarm.averaging.wire.transport import Payload
 from swarm.compression.codec import Buffer, Codec, simple_codec
@@ -31,10 +34,6 @@ from swarm.honesty.comparison import Deviation
 from swarm.machine.memory import Recycler
 from swarm.training.scaling import squared_norm_of_vector
 from swarm.training.tally import Given
-
-OWNER_PATIENCE = 0.8
-"""The share of an exchange's time after which an owner blames the member that it still waits for. It must come before
-the end, because the others wait for the owner and then blame the owner. In a gather every member is like an owner."""
 
 
 @dataclass(frozen=True, kw_only=True)

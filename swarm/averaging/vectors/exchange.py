@@ -33,9 +33,6 @@ from swarm.training.tally import Given
 
 SMOOTHING = 0.3
 """Weight of the newest measurement of this member's line."""
-SKETCH_TOLERANCES = {"fp32": 0.02, "fp16": 0.05, "bf16": 0.05, "int8": 0.1}
-"""By how much a contribution may differ from the sum of its gradients, as a share of its norm, by the codec. The other
-codecs drop so much that nothing can be compared."""
 LEAST_WEIGHT = 0.01
 """A share of the mean weight. A contribution whose weight is below it carries no debt to sums (see feedback): the debt
 is divided by the weight, and would then be nearly all that is sent, or out of range."""
@@ -211,7 +208,7 @@ class Exchanges:
             return lambda parts, stated: comparison.deviations(parts)
         found = self._disproved().items()
         told = tuple(Deviation(peer_id=peer, reason=why, is_computed=True, is_clear=True) for peer, why in found)
-        sketched, part, tolerance = self._sketched(closed), comparison.part, SKETCH_TOLERANCES.get(self.codec.name, 0.0)
+        sketched, part, tolerance = self._sketched(closed), comparison.part, self.codec.sketch_tolerance
 
         def faults(peer: str, part_P: torch.Tensor, stated: Stated) -> Iterator[Deviation]:
             if sketched is not None and peer != self._own_id:
@@ -232,7 +229,7 @@ class Exchanges:
         """The owners whose last sums seem to be without what this member gave. It says so in the next exchanges."""
         own, parts = shares.of(self._own_id), {s.peer_id: p for s, p in zip(shares.members, shares.parts, strict=True)}
         before = [each for each in self._odd_sums if each.peer_id not in parts]
-        if closed is not self._last or self.codec.name not in SKETCH_TOLERANCES or not own.contributes:
+        if closed is not self._last or not self.codec.sketch_tolerance or not own.contributes:
             return before
         found = odd_sums(closed.vector_D, average.vector_D, parts, own.weight)
         return [*before, *(each for each in found if each.peer_id != self._own_id)]
@@ -240,7 +237,7 @@ class Exchanges:
     def _sketched(self, closed: Closed) -> Sketched | None:
         """What ties a contribution to answers; None if that is not known, or the codec drops too much."""
         known = closed.contribution.sketched if closed is self._last else None
-        return known if self.codec.name in SKETCH_TOLERANCES else None
+        return known if self.codec.sketch_tolerance else None
 
     def stated(self, closed: Closed, shares: Shares) -> Mapping[str, Stated]:
         """What this member states of its contribution, to the owner of each part."""

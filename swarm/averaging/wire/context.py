@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from swarm.averaging.agreement.messages import Standing
-from swarm.averaging.agreement.rules import Timing
+from swarm.averaging.agreement.timing import Timing
 from swarm.averaging.wire.transport import OwnBlock, Transport
 from swarm.config import RunConfig, Timeline
 from swarm.errors import NotReady

@@ -12,7 +12,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from swarm.averaging.agreement.messages import MemberFailed, unpack_deviations
-from swarm.averaging.agreement.rules import Timing
+from swarm.averaging.agreement.timing import Timing
 from swarm.compression.buffers import Received
 from swarm.compression.codec import Buffer
 from swarm.credentials.certificates import peer_id_of

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from swarm.averaging.vectors.allreduce import OWNER_PATIENCE
+from swarm.averaging.agreement.timing import OWNER_PATIENCE
 from swarm.averaging.wire.transport import AVERAGE, BEGIN
 from swarm.errors import PeerUnavailable
 from swarm.rpc.v1 import averaging_pb2 as pb

@@ -13,7 +13,7 @@ from peers.status import program
 from peers.status.contributions import Tallies, of_checkpoints, of_logs
 from swarm.audit.audit import audit
 from swarm.averaging.agreement.group import Phase
-from swarm.averaging.agreement.rules import Timing
+from swarm.averaging.agreement.timing import Timing
 from swarm.checkpoint import file
 from swarm.checkpoint.file import Header
 from swarm.config import RunConfig

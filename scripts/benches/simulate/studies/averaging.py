@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from scripts.benches.shared.common import OutputOptions
-from swarm.averaging.agreement.rules import Timing
 from swarm.averaging.agreement.shares import part_sizes
+from swarm.averaging.agreement.timing import Timing
 
 CONTRIBUTION_BYTES = 32_000_000
 LINE_BYTES_PER_SECOND, LINE_SPREAD = 12.5e6, 0.5

@@ -1,4 +1,4 @@
-"""A newcomer replays rounds: slower or faster than the run goes on, and with false results."""
+"""A newcomer applies the rounds that it missed: slower or faster than the run goes on, and with false results."""
 
 import asyncio
 import hashlib
@@ -14,7 +14,7 @@ from tests.support.virtual_time import in_virtual_time
 
 
 @in_virtual_time
-async def test_who_replays_slower_than_rounds_pass_takes_a_new_snapshot_and_says_that_it_never_arrives(
+async def test_who_applies_slower_than_rounds_pass_takes_a_new_snapshot_and_says_that_it_never_arrives(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A result takes three seconds over the newcomer's line, and a round takes half a second. The newcomer catches up
@@ -36,12 +36,12 @@ async def test_who_replays_slower_than_rounds_pass_takes_a_new_snapshot_and_says
         joining = asyncio.create_task(joiner.averager.join())
         await go_on()
         assert joiner.stage.num_installs >= 3
-        assert len(joiner.stage.results) <= 4 * joiner.stage.num_installs, "it does not replay what it will never end"
+        assert len(joiner.stage.results) <= 4 * joiner.stage.num_installs, "it does not apply what it will never end"
         assert group.stages[0].round - joiner.stage.round < 40
         assert not joiner.averager.view().progress.keys() - {joiner.record.peer_id}
         lines = [line for line in caplog.messages if "never arrive" in line]
         assert len(lines) >= 2
-        assert "takes 3.0 s to fetch and replay a round" in lines[0]
+        assert "takes 3.0 s to fetch and apply a round" in lines[0]
         assert "the group commits one every 0.5 s" in lines[0]
         assert "a faster line or machine, here or where it fetches them, or longer rounds" in lines[0]
         await joining
@@ -50,7 +50,7 @@ async def test_who_replays_slower_than_rounds_pass_takes_a_new_snapshot_and_says
 
 
 @in_virtual_time
-async def test_who_replays_faster_than_rounds_pass_says_when_it_arrives(caplog: pytest.LogCaptureFixture) -> None:
+async def test_who_applies_faster_than_rounds_pass_says_when_it_arrives(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     async with group_of(2, 3) as group:
         num_pieces = 0
@@ -119,7 +119,7 @@ async def test_a_source_with_wrong_results_is_passed_over(caplog: pytest.LogCapt
 
 
 @in_virtual_time
-async def test_a_replayed_round_that_gives_another_state_is_undone_by_a_download() -> None:
+async def test_a_missed_round_that_gives_another_state_is_undone_by_a_download() -> None:
     """Until the download is done, the peer reports nothing and takes part in no round, so no other peer averages with
     it."""
     async with group_of(2, 3) as group:

@@ -1,4 +1,4 @@
-"""Replaying a round gives a stage's weights the same bits as at the round's members, and does not change the result."""
+"""Applying a missed round gives a stage the same bits as at the round's members, and does not change the result."""
 
 import pytest
 import torch

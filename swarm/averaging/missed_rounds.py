@@ -31,7 +31,7 @@ SAY_SECONDS = 10.0
 
 
 @dataclass(eq=False)
-class Replay:
+class MissedRounds:
     context: Context
     place: Place
     advance: Advance
@@ -60,7 +60,7 @@ class Replay:
         by_chance = sorted(holders, key=lambda peer: sha256(f"{own_id} {peer.peer_id}".encode()).digest())
         self._sources, self._snapshot_bytes = by_chance[:NUM_ASKED], max_bytes
 
-    async def run(self, has_others: Callable[[], bool]) -> bool:
+    async def apply(self, has_others: Callable[[], bool]) -> bool:
         """Apply the results that the sources keep. If this is cancelled, the last result is applied as a whole or not
         at all.
 
@@ -113,7 +113,7 @@ class Replay:
     async def _wait_for_turn(self, refusal: Overloaded, has_others: Callable[[], bool], *, is_everywhere: bool) -> None:
         """Wait, if all sources serve others first. Raises Overloaded if other holders of the state may be faster than
         waiting, or the wait was too long."""
-        # The pace is measured anew: rounds that are committed while this peer waits say nothing about its replaying.
+        # The pace is measured anew: rounds that are committed while this peer waits say nothing about its own pace.
         self._since = None
         if not is_everywhere:
             return
@@ -128,7 +128,7 @@ class Replay:
         async with aclosing(self.transfer.results(source, self.place.standing, max_bytes=limit)) as results:
             async for committed, group_round in results:
                 gives()
-                await self.advance.replay(committed)
+                await self.advance.apply_missed(committed)
                 self._given_at = self.context.clock.monotonic()
                 self.entry.saw(group_round, now=self._given_at)
                 num_bytes = sum(tensor.nbytes for tensor in committed.result.tensors.values())
@@ -141,7 +141,7 @@ class Replay:
         began_at, first_own, first_group = self._since
         return Pace(
             seconds=self._given_at - began_at,
-            num_replayed=own_round - first_own,
+            num_applied=own_round - first_own,
             num_committed=group_round - first_group,
             num_behind=max(0, group_round - own_round),
         )
@@ -163,9 +163,9 @@ class Replay:
         return False
 
     def _say_losing(self, pace: Pace, num_bytes: int) -> None:
-        seconds = pace.seconds / pace.num_replayed
+        seconds = pace.seconds / pace.num_applied
         logger.warning(
-            "%s behind, and falling back: this peer takes %.1f s to fetch and replay a round (%.3g MB, %.3g MB/s), and "
+            "%s behind, and falling back: this peer takes %.1f s to fetch and apply a round (%.3g MB, %.3g MB/s), and "
             "the group commits one every %.1f s. It takes a new snapshot, but like this it will never arrive: that "
             "needs a faster line or machine, here or where it fetches them, or longer rounds (rounds.round_samples)",
             counted(pace.num_behind, "round"),
@@ -179,9 +179,9 @@ class Replay:
         is_due = self._given_at - self._said_at >= SAY_SECONDS
         if pace.num_behind and is_due and (left := pace.seconds_left) is not None:
             logger.info(
-                "%s behind: %d replayed in %.0f s, in which the group committed %d; there in about %.0f s",
+                "%s behind: %d applied in %.0f s, in which the group committed %d; there in about %.0f s",
                 counted(pace.num_behind, "round"),
-                pace.num_replayed,
+                pace.num_applied,
                 pace.seconds,
                 pace.num_committed,
                 left,
