@@ -52,9 +52,8 @@ _EVERYWHERE = ("", "0.0.0.0", "::")
 
 class Reach:
     def __init__(
-        self, membership: Membership, node: DhtNode, listen: Listen, *, insecure: bool,
-        router_ports: RouterPorts | None = None, meet: Sequence[Entry] = (),
-        own: Callable[[], tuple[Outside, ...]] | None = None,
+        self, membership: Membership, node: DhtNode, listen: Listen, *, router_ports: RouterPorts | None = None,
+        meet: Sequence[Entry] = (), own: Callable[[], tuple[Outside, ...]] | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -64,6 +63,7 @@ class Reach:
             meet: meeting points that the user named.
             own: gives the addresses that the machine has now, which may change; None for those of `listen`.
         """
+        insecure = membership.channels.is_insecure
         self._membership = membership
         self._listen = listen
         self._meet = meet

@@ -22,6 +22,7 @@ from swarm.dht.directory import Announcement
 from swarm.machine.clock import Clock
 from swarm.rpc.callers import Callers
 from swarm.rpc.entry import direct
+from swarm.rpc.meeting.carrying import MeetingLimits
 from swarm.rpc.meeting.meeting_point import MeetingPoint
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.boundary import boundary_of
@@ -98,8 +99,8 @@ class OwnProcess:
         self.rivals = Rivals(membership, own=options.incarnation, endpoint=lambda: self.endpoint)
         self._announced: Callable[[], Announced] = Announced
         self.meeting_point = MeetingPoint(
-            membership.identity.peer_id, options.meeting, membership.clock, insecure=options.insecure,
-            is_exchanging=self.is_exchanging, run_id=membership.config.run_id,
+            membership.identity.peer_id, MeetingLimits.of(options.given.relay_mbit), membership.clock,
+            insecure=membership.channels.is_insecure, is_exchanging=self.is_exchanging, run_id=membership.config.run_id,
         )  # fmt: skip
         membership.channels.points.serve_here(self.meeting_point.line_to)
 

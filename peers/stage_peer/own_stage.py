@@ -8,7 +8,6 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -36,9 +35,7 @@ from swarm.model.functions import fuses
 from swarm.model.loss import loss_bytes
 from swarm.model.stage_module import StageModule
 from swarm.model.stages import build_stage, parameter_shapes
-from swarm.rpc.meeting.carrying import MeetingLimits
 from swarm.stage.backend import StageBackend
-from swarm.stage.generation import SessionLimits
 from swarm.stage.graphs import GraphBudget
 from swarm.stage.runtime import Runtime
 from swarm.stage.stage import weights_of
@@ -53,35 +50,22 @@ logger = logging.getLogger(__name__)
 class ServerOptions:
     """The options of one served block. Those of a process differ only by the device, and in what belongs to a stage."""
 
-    name: str
+    given: PeerOptions
+    """What the user gave, with the name that this peer announces."""
     device: torch.device
-    insecure: bool
-    max_in_flight: int
-    graph_bytes: int | None
-    """Bytes that autograd graphs may take; None for a share of what is free once the model is built."""
     resume: ResumeOptions
     checkpoints: CheckpointWriter | None
     events: Events
-    memory_bytes: int | None = None
-    """Memory of the device that the process may have; None for what is free."""
-    anchors: Path | None = None
-    """The folder on whose disk DiLoCo's anchors and outer momentum are; None: they are in RAM."""
-    dtype: Dtype | None = None
-    """The type of matrix products; None for that of the run."""
     peak_flops: float = 0.0
     """The floating-point operations in a second that the device manages at best; 0 where that is not known."""
     compiles: bool = False
     """Whether layers are compiled; StageBackend.warm_up then takes long."""
     recorder: Recorder | None = None
     """Records what the peer computes again and again; None: nothing is recorded."""
-    sessions: SessionLimits = field(default_factory=SessionLimits)
-    """How many texts this peer helps to write at a time, and with how much memory."""
     weights: Weights | None = None
     shelves: Shelves = field(default_factory=Shelves)
-    meeting: MeetingLimits = field(default_factory=MeetingLimits)
     prefix: str = ""
     """What lines of the log about this block begin with: the stage, where the process serves several."""
-    movable: bool = False
     own_figures: OwnFigures = field(default_factory=OwnFigures)
     incarnation: Incarnation = field(default_factory=Incarnation)
 
@@ -189,10 +173,10 @@ def _backends_on(
     timeline: Timeline, device: torch.device, staging: Staging, blocks: Mapping[Block, ServerOptions],
     beside: Sequence[GraphBudget],
 ) -> dict[Block, StageBackend]:  # fmt: skip
-    config, options = timeline.config, next(iter(blocks.values()))
-    if options.anchors is not None and config.rounds.synchronous:
+    config, given = timeline.config, next(iter(blocks.values())).given
+    if given.anchors is not None and config.rounds.synchronous:
         raise Fatal("--anchors is for rounds.setting = 'diloco': a synchronous run has its anchors on the device")
-    own = devices.computing_in(config, options.dtype, device)
+    own = devices.computing_in(config, given.dtype, device)
     devices.warn_of_emulation(own.model, device)
     try:
         made = {block: _weights(own, block, each, timeline) for block, each in blocks.items()}
@@ -212,12 +196,13 @@ def _backends_on(
         raise Fatal(_no_room(blocks, device, what_was_asked(error))) from None
     for block in blocks:
         logger.info("stage %s computes %s and sends %s", block, devices.in_words(own, device), own.wire.dtype)
-    graph_bytes = options.graph_bytes
-    if graph_bytes is None:
+    if given.graph_memory_mib is not None:
+        graph_bytes = given.graph_memory_mib << 20
+    else:
         # What the graphs of other blocks take is not free now, and is theirs of what may be taken.
         taken_bytes = beside[0].taken_bytes if beside else 0
         graph_bytes = devices.graph_bytes(
-            devices.here(device, options.memory_bytes), needed_bytes=first_step_bytes - taken_bytes
+            devices.here(device, given.memory), needed_bytes=first_step_bytes - taken_bytes
         )
         logger.info("autograd graphs may take up to %s of %s", in_words(graph_bytes), device)
     budget = beside[0].beside() if beside else GraphBudget(limit_bytes=graph_bytes)
@@ -245,7 +230,7 @@ def _weights(
     lineage = genesis(timeline.config, block)
     try:
         return module, weights_of(
-            config, module, lineage=lineage, events=options.events, anchors=options.anchors,
+            config, module, lineage=lineage, events=options.events, anchors=options.given.anchors,
             share=config.share_of(block), timeline=timeline,
         )  # fmt: skip
     except OSError as error:

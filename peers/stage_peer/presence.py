@@ -81,14 +81,14 @@ class Presence:
         announced = self._process.announced
         return PeerRecord(
             peer_id=identity.peer_id,
-            name=options.name,
+            name=options.given.name,
             software_version=swarm.__version__,
             announced_at=self._membership.clock.time(),
             stage=stage.block.stage,
             variant=stage.block.variant,
             endpoint=announced.endpoints[0],
             other_endpoints=announced.endpoints[1:],
-            certificate_pem="" if options.insecure else identity.certificate_pem,
+            certificate_pem="" if self._membership.channels.is_insecure else identity.certificate_pem,
             state=self.state,
             samples_per_second=self._samples_per_second,
             queue_length=stage.context.runtime.queue_length,
@@ -98,7 +98,7 @@ class Presence:
             dht_address=next(iter(announced.dht_addresses), ""),
             other_dht_addresses=announced.dht_addresses[1:MOST_DHT_ADDRESSES],
             device=str(options.device),
-            movable=options.movable,
+            movable=options.given.rebalance_seconds > 0,
             moves=self._process.num_moves,
             nonce=options.incarnation.nonce,
             started_at=options.incarnation.started_at,
@@ -175,7 +175,7 @@ class Presence:
         averaging.exchanged_bytes = self._member.exchanged_bytes
         return pb.DescribeReply(
             peer_id=self._membership.peer_id,
-            name=self._options.name,
+            name=self._options.given.name,
             protocol_version=PROTOCOLS.newest,
             software_version=swarm.__version__,
             run_id=self._membership.config.run_id,

@@ -69,9 +69,7 @@ from swarm.model import compiled
 from swarm.rebalancing.layout import Span
 from swarm.rpc.endpoint import LOOPBACK
 from swarm.rpc.entry import Entry
-from swarm.rpc.meeting.carrying import MeetingLimits
 from swarm.rpc.serving import Front
-from swarm.stage.generation import SessionLimits
 from swarm.types import Block, RunRecord
 
 logger = logging.getLogger(__name__)
@@ -219,7 +217,7 @@ def reach_of(start: Start, member: Membership) -> Reach:
     options = start.options
     router_ports = None if options.no_port_mapping else RouterPorts(member.clock, own_routers())
     return Reach(
-        member, start.node, start.listen, insecure=options.insecure, router_ports=router_ports, meet=start.meet,
+        member, start.node, start.listen, router_ports=router_ports, meet=start.meet,
         own=lambda: own_outside(options.host, start.addresses, is_named=True),
     )  # fmt: skip
 
@@ -232,13 +230,9 @@ async def options_for(
     options = start.options
     compiles = await asyncio.to_thread(compiled.compiles, options.compile, member.config, device)
     return ServerOptions(
-        name=options.name, device=device, insecure=options.insecure, max_in_flight=options.max_in_flight,
-        graph_bytes=None if options.graph_memory_mib is None else options.graph_memory_mib << 20,
-        sessions=SessionLimits(max_sessions=options.max_sessions, max_bytes=options.session_memory_mib << 20),
-        checkpoints=start.checkpoints, events=start.events, memory_bytes=options.memory, anchors=options.anchors,
-        dtype=options.dtype, compiles=compiles, recorder=None if options.compile == "off" else recorder_of(device),
+        given=options, device=device, checkpoints=start.checkpoints, events=start.events, compiles=compiles,
+        recorder=None if options.compile == "off" else recorder_of(device),
         peak_flops=peak_flops(options.peak_tflops, member.config, options.dtype, device),
-        meeting=MeetingLimits.of(options.relay_mbit), movable=options.rebalance_seconds > 0,
         resume=start.resume_options(moved=False, has_weights=False), own_figures=own_figures, incarnation=incarnation,
         shelves=contents.shelves,
     )  # fmt: skip
@@ -252,7 +246,7 @@ async def options_of(
     own = {}
     for block, options in blocks.items():
         weights = await contents.initial_weights(block, resumes=resumes)
-        prefix = f"stage {block}: " if len(blocks) > 1 or options.movable else ""
+        prefix = f"stage {block}: " if len(blocks) > 1 or start.options.rebalance_seconds > 0 else ""
         own[block] = dataclasses.replace(
             options, prefix=prefix, weights=weights,
             resume=start.resume_options(moved=moved, has_weights=weights is not None),

@@ -30,7 +30,7 @@ from swarm.rpc.transfers import Turns
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.backend import StageBackend
 from swarm.stage.context import StageContext, StageLimits
-from swarm.stage.generation import GenerationServicer
+from swarm.stage.generation import GenerationServicer, SessionLimits
 from swarm.stage.member import StageMember
 from swarm.stage.runtime import Runtime
 from swarm.stage.servicer import StageServicer
@@ -76,7 +76,10 @@ class ServedBlock:
         )  # fmt: skip
         self._own_state = OwnState(membership, self.stage, self.member, options)
         self._news = StageNews(membership.clock)
-        self._generation = GenerationServicer(self.stage, options.sessions)
+        sessions = SessionLimits(
+            max_sessions=options.given.max_sessions, max_bytes=options.given.session_memory_mib << 20
+        )
+        self._generation = GenerationServicer(self.stage, sessions)
         times = TimeWatch(self.stage, membership.clock, peak_flops=options.peak_flops)
         self.presence = Presence(membership, self.stage, self.member, options, process, times)
 

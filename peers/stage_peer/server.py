@@ -56,11 +56,14 @@ class PeerServer:
         config, clock = membership.config, membership.clock
         self._options = options = everywhere[0]
         channels = ChannelPool(
-            insecure=options.insecure, identity=membership.identity, clock=clock, points=membership.channels.points
-        )
+            insecure=membership.channels.is_insecure, identity=membership.identity, clock=clock,
+            points=membership.channels.points,
+        )  # fmt: skip
         self._membership = membership = dataclasses.replace(membership, channels=channels)
-        least = options.max_in_flight or config.stages.num_stages + 2
-        self._limits = StageLimits(max_in_flight=least, largest_in_flight=options.max_in_flight or LARGEST_NUM_SLOTS)
+        given = options.given.max_in_flight
+        self._limits = StageLimits(
+            max_in_flight=given or config.stages.num_stages + 2, largest_in_flight=given or LARGEST_NUM_SLOTS
+        )
         self.callers = Callers(clock)
         self._process = OwnProcess(membership, options, self.callers)
         self._stagings = {own.device: staging_of(own.device) for own in everywhere}
@@ -165,7 +168,7 @@ class PeerServer:
             authority=identity.authority, callers=self.callers, clock=clock, stage=lambda: dispatch.first.stage
         )
         dispatch = Dispatch(guard.require_right)
-        credentials = None if self._options.insecure else tls.server_credentials(identity)
+        credentials = None if self._membership.channels.is_insecure else tls.server_credentials(identity)
         server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[guard])
         async with listen.held(), asyncio.TaskGroup() as tasks:
             process.listens(partial(listen.announced, bind_server(server, listen.host, listen.port, credentials)))

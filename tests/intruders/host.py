@@ -13,6 +13,7 @@ import grpc
 import torch
 
 from peers.shared.network import Membership
+from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_stage import ServerOptions
 from peers.stage_peer.resume import ResumeOptions
 from peers.stage_peer.served_block import ServedBlock
@@ -108,7 +109,8 @@ async def running(
     router = Router(clock, random.Random(0))
     member = Membership.enter(config, MemoryStore(clock), identity, clock, insecure=False)
     options = ServerOptions(
-        name="host", device=torch.device("cpu"), insecure=False, max_in_flight=max_in_flight, graph_bytes=1 << 28,
+        given=PeerOptions(preset="tiny", name="host", max_in_flight=max_in_flight, graph_memory_mib=256),
+        device=torch.device("cpu"),
         resume=ResumeOptions(folder=None, round_number=None, joins=False, had_checkpoints=False), checkpoints=None,
         events=Events(),
     )  # fmt: skip

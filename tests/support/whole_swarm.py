@@ -17,6 +17,7 @@ import torch
 
 from peers.shared.event_file import start_of
 from peers.shared.network import KnownPeers, Membership
+from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_stage import ServerOptions
 from peers.stage_peer.resume import ResumeOptions
 from peers.stage_peer.served_block import ServedBlock
@@ -113,7 +114,7 @@ class WholeSwarm:
         peer.log.write(start_of(config, peer_id=own.peer_id, name="", stage=peer.stage))
         member = Membership.enter(config, self.store, own, CLOCK, insecure=self.token is None)
         options = ServerOptions(
-            name="", device=torch.device("cpu"), insecure=self.token is None, max_in_flight=0, graph_bytes=1 << 30,
+            given=PeerOptions(preset="tiny", graph_memory_mib=1024), device=torch.device("cpu"),
             resume=self.resume, checkpoints=None, events=peer.log,
         )  # fmt: skip
         async with asyncio.TaskGroup() as tasks:

@@ -113,7 +113,7 @@ async def _reach(
             dht_addresses=(f"/ip4/127.0.0.1/tcp/{dht_ports[1]}/p2p/{NODE_ID}",), dht_port=dht_ports[0],
         )  # fmt: skip
         router_ports = None if router is None else RouterPorts(CLOCK, [router])
-        reach = Reach(member, cast(DhtNode, node), listen, insecure=False, router_ports=router_ports, own=own_hosts)
+        reach = Reach(member, cast(DhtNode, node), listen, router_ports=router_ports, own=own_hosts)
         keeping = asyncio.create_task(reach.keep())
         try:
             yield reach, node, point

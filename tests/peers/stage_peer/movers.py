@@ -14,6 +14,7 @@ from peers.shared.named_model import OwnModel
 from peers.shared.network import Membership
 from peers.stage_peer.contents import Contents
 from peers.stage_peer.mover import Mover
+from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_stage import ServerOptions
 from peers.stage_peer.rebalancer import Claim, Rebalancer
 from peers.stage_peer.resume import ResumeOptions
@@ -163,9 +164,10 @@ class LocalPeer:
 
     def _server_options(self, *, moved: bool) -> ServerOptions:
         return ServerOptions(
-            name="local", device=torch.device("cpu"), insecure=True, max_in_flight=4, graph_bytes=1 << 20,
+            given=PeerOptions(preset="tiny", stage="auto", name="local", max_in_flight=4, graph_memory_mib=1),
+            device=torch.device("cpu"),
             resume=ResumeOptions(folder=self._resume, joins=moved, moves=moved), checkpoints=self.writer,
-            events=self.log, movable=True, shelves=Shelves() if self._contents is None else self._contents.shelves,
+            events=self.log, shelves=Shelves() if self._contents is None else self._contents.shelves,
         )  # fmt: skip
 
     def make_server(self, tasks: asyncio.TaskGroup) -> PeerServer:

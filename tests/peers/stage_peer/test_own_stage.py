@@ -16,6 +16,7 @@ from torch import nn
 
 from peers.shared import needs
 from peers.shared.network import Membership
+from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_stage import OwnRoom, ServerOptions, deal, own_backends, warm_up
 from peers.stage_peer.resume import ResumeOptions
 from swarm.config import RoundsConfig, RunConfig, StagesConfig, Timeline, load_preset
@@ -39,11 +40,12 @@ _ENDLESS = 1 << 40
 
 
 def _backend(
-    config: RunConfig, stage: int, *, variant: int = 0, graph_bytes: int | None = 0, **more: Any
-) -> StageBackend:
+    config: RunConfig, stage: int, *, variant: int = 0, graph_memory_mib: int | None = 0, compiles: bool = False,
+    recorder: Recorder | None = None, **given: Any,
+) -> StageBackend:  # fmt: skip
     options = ServerOptions(
-        name="", device=torch.device("cpu"), insecure=True, max_in_flight=1, graph_bytes=graph_bytes,
-        resume=ResumeOptions(), checkpoints=None, events=Events(), **more,
+        given=PeerOptions(preset="tiny", graph_memory_mib=graph_memory_mib, **given), device=torch.device("cpu"),
+        resume=ResumeOptions(), checkpoints=None, events=Events(), compiles=compiles, recorder=recorder,
     )  # fmt: skip
     block = Block(stage, variant)
     return own_backends(Timeline(config), {block: options}, {options.device: Staging()})[block]
@@ -176,16 +178,16 @@ def test_what_a_class_of_the_user_s_own_needs_is_not_known() -> None:
 
 
 def test_memory_that_the_user_gives_limits_graphs() -> None:
-    budget = _backend(SYNCHRONOUS, 0, graph_bytes=None, memory_bytes=1 << 40).budget
+    budget = _backend(SYNCHRONOUS, 0, graph_memory_mib=None, memory=1 << 40).budget
     assert budget.limit_bytes == pytest.approx(1 << 39, rel=0.01)
-    assert _backend(SYNCHRONOUS, 0, graph_bytes=None, memory_bytes=1 << 20).budget.limit_bytes == 0
+    assert _backend(SYNCHRONOUS, 0, graph_memory_mib=None, memory=1 << 20).budget.limit_bytes == 0
 
 
 async def _warmed_up(
     caplog: pytest.LogCaptureFixture, *, device: str = "cpu", compiles: bool = False, recorder: Recorder | None = None
 ) -> list[str]:
     """Warm a stage up, and return the lines about it."""
-    backend = _backend(SYNCHRONOUS, 1, compiles=compiles, recorder=recorder, graph_bytes=1 << 30)
+    backend = _backend(SYNCHRONOUS, 1, compiles=compiles, recorder=recorder, graph_memory_mib=1024)
     runtime = Runtime(queue_capacity=4)
     runtime.start()
     try:
