@@ -35,8 +35,8 @@ from peers.shared.token_option import read_token
 from peers.shared.tokenizer import have_tokenizer
 from peers.shared.tokens_in_use import digits_of, tokens_of
 from swarm.config import Amendment, with_settings
-from swarm.credentials.identity import OwnerKey, new_owner
 from swarm.credentials.rights import Role
+from swarm.credentials.token import OwnerKey, new_owner
 from swarm.data import corpora
 from swarm.dht.directory import Announcement
 from swarm.errors import PeerUnavailable

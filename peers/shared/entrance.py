@@ -14,8 +14,9 @@ from peers.shared.network import KnownPeers, Membership, agree_on_config
 from peers.shared.run_options import EntranceOptions
 from peers.shared.token_option import admitted, find_token
 from swarm.config import Timeline
-from swarm.credentials.identity import Identity, Token, generate
+from swarm.credentials.identity import Identity, generate
 from swarm.credentials.rights import Role
+from swarm.credentials.token import Token
 from swarm.dht import keys
 from swarm.dht import node as dht_node
 from swarm.dht.directory import Directory

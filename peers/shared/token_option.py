@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from peers.shared.cli import spelled_out
 from peers.shared.stopping import before
 from swarm.credentials.authority import Authority
-from swarm.credentials.identity import Identity, Token
+from swarm.credentials.identity import Identity
 from swarm.credentials.rights import Role
+from swarm.credentials.token import Token
 from swarm.errors import NotAllowed
 from swarm.machine.clock import Clock
 

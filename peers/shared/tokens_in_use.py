@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from peers.shared.network import Membership
 from peers.shared.token_option import read_token
-from swarm.credentials import certificates
-from swarm.credentials.identity import PREFIX, OwnerKey
+from swarm.credentials.authority import is_token_id, token_id
+from swarm.credentials.token import PREFIX, OwnerKey
 from swarm.errors import NotAllowed
 
 
@@ -16,7 +16,7 @@ class TokenInUse:
     """A token with which processes have joined a run.
 
     Attributes:
-        digits: see certificates.token_id.
+        digits: see authority.token_id.
         bearers: the names of these processes.
     """
 
@@ -37,7 +37,7 @@ async def tokens_of(member: Membership) -> list[TokenInUse]:
         assert member.identity.authority is not None, "only a locked run's owner looks for tokens"
         with contextlib.suppress(NotAllowed):
             one = member.identity.authority.member(chain_pem, member.clock.time())
-            bearers.setdefault((one.token_name, one.role, certificates.token_id(chain_pem)), []).append(name)
+            bearers.setdefault((one.token_name, one.role, token_id(chain_pem)), []).append(name)
     return [
         TokenInUse(name=name, role=role, digits=digits, bearers=tuple(sorted(names)))
         for (name, role, digits), names in sorted(bearers.items())
@@ -51,7 +51,7 @@ def digits_of(text: str, owner: OwnerKey, in_use: Sequence[TokenInUse]) -> str:
         if token.authority.fingerprint != owner.authority.fingerprint:
             raise ValueError(f"the token {token.name!r} is of owner {token.authority.fingerprint[:16]}: not this run's")
         return token.token_id
-    if certificates.is_token_id(text):
+    if is_token_id(text):
         return text
     named = [token.digits for token in in_use if token.name == text]
     if len(named) == 1:

@@ -16,7 +16,7 @@ from peers.shared import cli, option_types
 from peers.shared.process import cache_folder
 from peers.shared.token_option import VARIABLE
 from peers.stage_peer.options import PeerOptions
-from swarm.credentials.identity import Token
+from swarm.credentials.token import Token
 from swarm.machine import extras
 from swarm.rpc.endpoint import endpoint_of, ip_of
 from swarm.rpc.entry import Entry

@@ -12,7 +12,7 @@ from peers.shared.run_options import begun, named_config
 from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.resume import with_sizes_of
 from swarm.config import RunConfig
-from swarm.credentials.identity import Token
+from swarm.credentials.token import Token
 from swarm.data import corpora, tokenizer_files, tokenizers
 from swarm.data.corpora import Corpus
 from swarm.data.microbatches import Microbatches

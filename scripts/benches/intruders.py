@@ -31,8 +31,9 @@ from scripts.benches.shared.common import (
 )
 from scripts.benches.shared.swarm import StageBefore, SwarmProcesses
 from swarm.config import RunConfig
-from swarm.credentials.identity import Token, generate, new_owner
+from swarm.credentials.identity import generate
 from swarm.credentials.rights import Role
+from swarm.credentials.token import Token, new_owner
 from swarm.errors import IntegrityError
 from swarm.stage.boundary import HIDDEN, TOKENS
 

@@ -38,7 +38,7 @@ from swarm.averaging.wire.transport import (
 from swarm.compression.codec import Buffer
 from swarm.errors import Fatal, MalformedMessage, NotReady, NotServed, SwarmError
 from swarm.machine.out_of_memory import is_out_of_memory
-from swarm.rpc.callers import Caller, bearer_of
+from swarm.rpc.callers import Caller, token_or_address_of
 from swarm.rpc.failures import answers_errors
 from swarm.rpc.serving import MESSAGE_SECONDS, check_address, in_time
 from swarm.rpc.serving import Context as GrpcContext
@@ -225,7 +225,7 @@ class AveragingServicer(AveragingServiceServicer):
             yield pb.SharedReply(data=piece)
 
     async def Download(self, request: pb.DownloadRequest, context: GrpcContext) -> AsyncIterator[pb.DownloadReply]:
-        async with aclosing(self._handlers.download(request, bearer_of(context))) as replies:
+        async with aclosing(self._handlers.download(request, token_or_address_of(context))) as replies:
             async for reply in replies:
                 yield reply
 

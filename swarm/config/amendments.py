@@ -16,7 +16,7 @@ from swarm.config.checks import is_sha256
 from swarm.config.reading import with_settings
 from swarm.config.run import RunConfig, differences
 from swarm.credentials import certificates
-from swarm.credentials.identity import OwnerKey
+from swarm.credentials.token import OwnerKey
 from swarm.errors import IntegrityError
 from swarm.types import LARGEST_COUNT
 

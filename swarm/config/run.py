@@ -22,7 +22,7 @@ from swarm.config.optimizer import OptimizerConfig
 from swarm.config.rounds import AveragingConfig, OuterConfig, RoundsConfig
 from swarm.config.sizes import PLENTY, TextSize, sized, sizes_of
 from swarm.config.stages import StagesConfig, WireConfig
-from swarm.credentials.certificates import TOKEN_DIGITS, is_token_id
+from swarm.credentials.authority import TOKEN_DIGITS, is_token_id
 from swarm.errors import ConfigMismatch
 from swarm.machine.words import counted
 from swarm.types import Block

@@ -19,7 +19,7 @@ from swarm.errors import IntegrityError, MalformedMessage, NotReady, PeerUnavail
 from swarm.machine.clock import Clock
 from swarm.machine.words import Repeats, counted
 from swarm.rpc.ask import download
-from swarm.rpc.callers import Quota, bearer_of, caller_of
+from swarm.rpc.callers import Quota, caller_of, token_or_address_of
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.failures import answers_errors
 from swarm.rpc.transfers import MAX_SOURCES, Arriving, Segments, Turns, yield_to_exchange
@@ -69,7 +69,7 @@ class ContentServicer(ContentServiceServicer):
 
     async def Weights(self, request: pb.ContentRequest, context: Any) -> AsyncIterator[pb.ContentPiece]:
         async with (
-            self.turns.turn(request.peer_id or caller_of(context), bearer_of(context)),
+            self.turns.turn(request.peer_id or caller_of(context), token_or_address_of(context)),
             aclosing(self._serve(self.shelves.weights, request, context)) as pieces,
         ):
             async for piece in pieces:

@@ -1,10 +1,11 @@
-"""The owner of a locked run, as a root certificate with which members check who else is a member.
+"""The owner of a locked run, as a root certificate with which members check who else is a member, and by which token.
 
 Only certificates decide, and a list of the tokens that the owner has revoked: no other machine is asked.
 """
 
 import datetime
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -15,6 +16,42 @@ from swarm.credentials import certificates
 from swarm.credentials.rights import Role
 from swarm.errors import IntegrityError, NotAllowed
 from swarm.types import PeerId
+
+TOKEN_DIGITS = 16
+"""How many of the first digits of its fingerprint name a token."""
+
+
+@lru_cache(maxsize=4096)
+def bearer_of(chain_pem: str) -> str | None:
+    """The fingerprint of the token that issued the first certificate of a chain; None if no token did.
+
+    Whether the token is one of the run's is not checked.
+    """
+    try:
+        _, *issuers = certificates.load_all(chain_pem)
+        return certificates.fingerprint(issuers[0]) if issuers else None
+    except IntegrityError:
+        return None
+
+
+def token_id(chain_pem: str) -> str:
+    """The digits by which a run's configuration names the token that issued the first certificate of a chain; empty if
+    no token did."""
+    return (bearer_of(chain_pem) or "")[:TOKEN_DIGITS]
+
+
+def is_token_id(text: str) -> bool:
+    return len(text) == TOKEN_DIGITS and set(text) <= set("0123456789abcdef")
+
+
+def role_of(token_certificate: x509.Certificate) -> Role:
+    """The role that a token's certificate gives its holder. Raises IntegrityError if it names none."""
+    with suppress(*certificates.FAULTS):
+        usages = list(token_certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value)
+        for role in Role:
+            if usages == list(role.usages):
+                return role
+    raise IntegrityError("a token's certificate names no role")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +79,13 @@ class Authority:
         return _fingerprint(self.certificate_pem)
 
     def revoke(self, tokens: Iterable[str]) -> None:
-        """From now on nobody is a member by these tokens, which are named by `certificates.token_id`. May be called in
-        any thread."""
+        """From now on nobody is a member by these tokens, which are named by `token_id`. May be called in any
+        thread."""
         self._revoked.update(tokens)
 
     def has_revoked(self, chain_pem: str) -> bool:
         """Whether the token that issued the first certificate of a chain is revoked."""
-        return bool(self._revoked) and certificates.token_id(chain_pem) in self._revoked
+        return bool(self._revoked) and token_id(chain_pem) in self._revoked
 
     def member(self, chain_pem: str, now: float) -> Member:
         """Return the member to which a chain of certificates (its own, then the token's) belongs. `now` is seconds
@@ -102,7 +139,7 @@ def _verified(owner_pem: str, chain_pem: str) -> Member:
         _verify_chain(owner, own, token, begins_at)
         return Member(
             peer_id=certificates.peer_id_of(chain_pem),
-            role=certificates.role_of(token),
+            role=role_of(token),
             begins_at=begins_at.timestamp(),
             expires_at=expires_at.timestamp(),
             token_name=certificates.common_name(token),

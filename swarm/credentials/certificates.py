@@ -1,7 +1,6 @@
-"""X.509: makes keys and the four kinds of certificates, and reads from them. Never decides which peer is trusted.
+"""X.509: makes keys and the certificates of open runs' peers, which they sign themselves, and reads from certificates.
 
-A peer of an open run has a certificate that it signed itself. In a locked run the owner's key issues tokens and a token
-issues a certificate to every peer that holds it, so a peer shows a chain of two: its own, then the token's.
+Never decides which peer is trusted. What locked runs add is in token.py and authority.py.
 """
 
 import datetime
@@ -16,13 +15,12 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from swarm.credentials.rights import Role
 from swarm.errors import IntegrityError
 from swarm.types import PeerId
 
 PEER_NAME = "swarm-peer"
 """The subject of every peer's certificate. TLS has to check some name; the pinned certificate identifies the peer."""
-OWNER_NAME = "swarm-owner"
+PEER_NAMES = x509.SubjectAlternativeName([x509.DNSName(PEER_NAME)])
 
 FAULTS = (
     ValueError,
@@ -36,10 +34,8 @@ FAULTS = (
 """The exceptions that the library cryptography raises for keys and certificates that it cannot read."""
 
 SIGNATURE = ec.ECDSA(hashes.SHA256())
-TOKEN_DIGITS = 16
-"""How many of the first digits of its fingerprint name a token."""
-_LONG = datetime.timedelta(days=3650)
-_EARLIER = datetime.timedelta(days=1)
+LONG = datetime.timedelta(days=3650)
+EARLIER = datetime.timedelta(days=1)
 """A certificate is valid from this long before it is made, so that machines with slow clocks accept it too."""
 _END = "-----END CERTIFICATE-----\n"
 
@@ -82,50 +78,11 @@ def load_pair(pem: str) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
 
 
 def self_signed(key: ec.EllipticCurvePrivateKey, now: datetime.datetime) -> x509.Certificate:
-    builder = _builder(PEER_NAME, key.public_key(), PEER_NAME, now - _EARLIER, now + _LONG)
-    return builder.add_extension(_PEER_NAMES, critical=False).sign(key, hashes.SHA256())
+    unsigned = builder(PEER_NAME, key.public_key(), PEER_NAME, now - EARLIER, now + LONG)
+    return unsigned.add_extension(PEER_NAMES, critical=False).sign(key, hashes.SHA256())
 
 
-def owner(key: ec.EllipticCurvePrivateKey, now: datetime.datetime) -> x509.Certificate:
-    builder = _builder(OWNER_NAME, key.public_key(), OWNER_NAME, now - _EARLIER, now + _LONG)
-    return _authority(builder, key, key, path_length=1).sign(key, hashes.SHA256())
-
-
-def token(
-    key: ec.EllipticCurvePrivateKey,
-    owner_key: ec.EllipticCurvePrivateKey,
-    *,
-    role: Role,
-    name: str,
-    now: datetime.datetime,
-    expires: datetime.datetime,
-) -> x509.Certificate:
-    """Make a certificate for a token. It can issue certificates to peers, but these cannot issue further ones."""
-    builder = _builder(name, key.public_key(), OWNER_NAME, now - _EARLIER, expires)
-    builder = builder.add_extension(x509.ExtendedKeyUsage(role.usages), critical=False)
-    return _authority(builder, key, owner_key, path_length=0).sign(owner_key, hashes.SHA256())
-
-
-def member(
-    key: ec.EllipticCurvePrivateKey, issuer: x509.Certificate, issuer_key: ec.EllipticCurvePrivateKey
-) -> x509.Certificate:
-    """Make a certificate for a peer or trainer that has the token `issuer`; it is valid as long as the token is."""
-    builder = _builder(
-        PEER_NAME, key.public_key(), common_name(issuer), issuer.not_valid_before_utc, issuer.not_valid_after_utc
-    )
-    return (
-        builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(x509.ExtendedKeyUsage(role_of(issuer).usages), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()), critical=False)
-        .add_extension(_PEER_NAMES, critical=False)
-        .sign(issuer_key, hashes.SHA256())
-    )
-
-
-_PEER_NAMES = x509.SubjectAlternativeName([x509.DNSName(PEER_NAME)])
-
-
-def _builder(
+def builder(
     subject: str, key: ec.EllipticCurvePublicKey, issuer: str, begins: datetime.datetime, ends: datetime.datetime
 ) -> x509.CertificateBuilder:
     return (
@@ -136,25 +93,6 @@ def _builder(
         .serial_number(x509.random_serial_number())
         .not_valid_before(begins)
         .not_valid_after(ends)
-    )
-
-
-def _authority(
-    builder: x509.CertificateBuilder,
-    key: ec.EllipticCurvePrivateKey,
-    issuer_key: ec.EllipticCurvePrivateKey,
-    *,
-    path_length: int,
-) -> x509.CertificateBuilder:
-    signs_only = x509.KeyUsage(
-        digital_signature=False, content_commitment=False, key_encipherment=False, data_encipherment=False,
-        key_agreement=False, key_cert_sign=True, crl_sign=False, encipher_only=False, decipher_only=False,
-    )  # fmt: skip
-    return (
-        builder.add_extension(x509.BasicConstraints(ca=True, path_length=path_length), critical=True)
-        .add_extension(signs_only, critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()), critical=False)
     )
 
 
@@ -197,29 +135,6 @@ def peer_id_of(certificate_pem: str) -> PeerId:
     return PeerId(fingerprint(load(certificate_pem))[:40])
 
 
-@lru_cache(maxsize=4096)
-def bearer_of(chain_pem: str) -> str | None:
-    """The fingerprint of the token that issued the first certificate of a chain; None if no token did.
-
-    Whether the token is one of the run's is not checked.
-    """
-    try:
-        _, *issuers = load_all(chain_pem)
-        return fingerprint(issuers[0]) if issuers else None
-    except IntegrityError:
-        return None
-
-
-def token_id(chain_pem: str) -> str:
-    """The digits by which a run's configuration names the token that issued the first certificate of a chain; empty if
-    no token did."""
-    return (bearer_of(chain_pem) or "")[:TOKEN_DIGITS]
-
-
-def is_token_id(text: str) -> bool:
-    return len(text) == TOKEN_DIGITS and set(text) <= set("0123456789abcdef")
-
-
 def fingerprint(certificate: x509.Certificate) -> str:
     """SHA-256 of the certificate's public key, in hexadecimal. Raises IntegrityError as `public_key` does."""
     return fingerprint_of(public_key(certificate))
@@ -251,13 +166,3 @@ def verify(key: ec.EllipticCurvePublicKey, message: bytes, signature: bytes) -> 
 def common_name(certificate: x509.Certificate) -> str:
     names = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     return str(names[0].value) if names else ""
-
-
-def role_of(token_certificate: x509.Certificate) -> Role:
-    """The role that a token's certificate gives its holder. Raises IntegrityError if it names none."""
-    with _reading("a token's certificate names no role"):
-        usages = list(token_certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value)
-    for role in Role:
-        if usages == list(role.usages):
-            return role
-    raise IntegrityError("a token's certificate names no role")

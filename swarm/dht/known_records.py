@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from swarm.credentials.authority import Authority
-from swarm.credentials.certificates import bearer_of, peer_id_of
+from swarm.credentials.authority import Authority, bearer_of
+from swarm.credentials.certificates import peer_id_of
 from swarm.dht import keys
 from swarm.dht.records import Envelope, open_record, signed_by, verify
 from swarm.errors import IntegrityError, MalformedMessage, NotAllowed, PeerUnavailable

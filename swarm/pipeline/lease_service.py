@@ -21,7 +21,7 @@ from swarm.pipeline.leases import Grant, LeaseTable, RoundView
 from swarm.pipeline.trainers import Trainer
 from swarm.routing.peer_queue import LeftAlone
 from swarm.rpc.ask import address_of, ask
-from swarm.rpc.callers import Quota, bearer_of, caller_of
+from swarm.rpc.callers import Quota, caller_of, token_or_address_of
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.failures import answers_errors
 from swarm.rpc.serving import check_address
@@ -75,7 +75,7 @@ class LeaseServicer(LeaseServiceServicer):
 
     async def Acquire(self, request: pb.AcquireRequest, context: Any) -> pb.AcquireReply:
         self._check(request)
-        caller, trainer = caller_of(context), Trainer(bearer_of(context), request.trainer_id)
+        caller, trainer = caller_of(context), Trainer(token_or_address_of(context), request.trainer_id)
         if request.wait_seconds <= 0 or not self._waiting.fits(caller):
             return await self._answer(request, trainer, 0.0)
         with self._waiting.taken(caller):

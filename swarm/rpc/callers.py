@@ -14,6 +14,7 @@ from typing import Any, NewType
 from urllib.parse import unquote
 
 from swarm.credentials import certificates
+from swarm.credentials.authority import bearer_of
 from swarm.errors import IntegrityError, Overloaded
 from swarm.machine.clock import Clock, SystemClock
 from swarm.rpc.endpoint import plain_ip_of
@@ -224,9 +225,9 @@ def caller_of(context: Any) -> Caller:
     return _address_of(context)
 
 
-def bearer_of(context: Any) -> Caller:
+def token_or_address_of(context: Any) -> Caller:
     """The token that the caller uses, whatever its key and id are; in an open run its address."""
-    token = certificates.bearer_of(chain_of(context))
+    token = bearer_of(chain_of(context))
     return Caller(token) if token is not None else _address_of(context)
 
 

@@ -13,7 +13,7 @@ import grpc
 from swarm.errors import DeadlineExceeded, MalformedMessage, Overloaded, PeerUnavailable
 from swarm.machine.clock import Clock
 from swarm.rpc.ask import Stream
-from swarm.rpc.callers import Caller, Quota, bearer_of
+from swarm.rpc.callers import Caller, Quota, token_or_address_of
 from swarm.rpc.endpoint import host_and_port
 from swarm.rpc.entry import shown_certificate
 from swarm.rpc.failures import answers_errors
@@ -63,7 +63,7 @@ class ProbeServicer(ProbeServiceServicer):
         )  # fmt: skip
 
     async def Probe(self, request_iterator: object, context: Context) -> None:  # type: ignore[override]
-        caller = bearer_of(context)
+        caller = token_or_address_of(context)
         try:
             with self._calls.taken(caller):
                 async with asyncio.timeout(CALL_SECONDS):

@@ -1,6 +1,5 @@
-"""Identities are made once, kept private, and impossible to mix up; so are join tokens."""
+"""Identities are made once, kept private, and impossible to mix up."""
 
-import datetime
 import os
 import stat
 from pathlib import Path
@@ -10,14 +9,9 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from swarm.credentials import certificates, identity
-from swarm.credentials.identity import PREFIX, OwnerKey, Token, load_or_create
-from swarm.credentials.rights import Role
+from swarm.credentials.identity import load_or_create
 from swarm.errors import IntegrityError
 from tests.support import locked
-from tests.support.locked import NOW, OWNER
-
-DAY = datetime.timedelta(days=1)
-WHOLE = str(locked.PEER_TOKEN)
 
 
 def test_an_identity_survives_a_restart(tmp_path: Path) -> None:
@@ -87,68 +81,6 @@ def test_a_broken_file_is_refused_in_one_line(tmp_path: Path, fault: str) -> Non
 def test_only_certificates_have_a_peer_id(text: str) -> None:
     with pytest.raises(IntegrityError):
         certificates.peer_id_of(text)
-
-
-def test_a_token_survives_being_written_down() -> None:
-    token = OWNER.issue(Role.TRAINER, name="Ada", now=NOW, lifetime=3 * DAY)
-    again = Token.parse(f" {token}\n")
-    assert str(again) == str(token)
-    assert (again.role, again.name, again.authority) == (Role.TRAINER, "Ada", OWNER.authority)
-    assert again.expires_at == int((NOW + 3 * DAY).timestamp())
-    assert set(str(token)) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_")
-    assert len(str(token)) < 1300
-
-
-def _halves() -> str:
-    """A key together with another key's certificate."""
-    ours, theirs = str(locked.issue()), str(locked.issue())
-    return ours[: len(PREFIX) + 43] + theirs[len(PREFIX) + 43 :]
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "token", PREFIX, PREFIX + "AAAA", WHOLE[:-1], WHOLE[:400], WHOLE[1:], WHOLE + "A", _halves(),
-     f"{WHOLE[:500]}!{WHOLE[501:]}", WHOLE[:600] + ("A" if WHOLE[600] != "A" else "B") + WHOLE[601:]],
-)  # fmt: skip
-def test_what_is_no_token_is_one_line_without_the_secret(text: str) -> None:
-    with pytest.raises(ValueError, match=r"^that is no join token: copy all of .*$") as caught:
-        Token.parse(text)
-    assert len(str(caught.value)) < 150
-
-
-def test_secrets_are_not_shown() -> None:
-    for holder in (identity.generate(), locked.PEER_TOKEN, OWNER):
-        assert "PRIVATE" not in repr(holder)
-        assert "key" not in repr(holder)
-
-
-def test_the_owners_key_is_private_and_is_not_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "keys" / "owner.pem"
-    OWNER.save(path)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    again = OwnerKey.load(path)
-    assert again.authority == OWNER.authority
-    again.authority.member(
-        again.issue(Role.PEER, name="x", now=NOW, lifetime=DAY).admit(locked.OPEN).certificate_pem, NOW.timestamp()
-    )
-    with pytest.raises(FileExistsError, match="is there already"):
-        OWNER.save(path)
-
-
-def test_what_is_no_owners_key_is_one_line(tmp_path: Path) -> None:
-    for number, content in enumerate([b"", b"hello", b"\xff\x00", str(locked.PEER_TOKEN).encode()]):
-        path = tmp_path / f"{number}.pem"
-        path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"is not an owner's key"):
-            OwnerKey.load(path)
-
-
-def test_no_token_outlives_its_owner() -> None:
-    with pytest.raises(ValueError, match="the owner's key holds until"):
-        OWNER.issue(Role.PEER, name="x", now=NOW, lifetime=4000 * DAY)
-    for name in ("", "n" * 65, "swarm-owner"):
-        with pytest.raises(ValueError, match="1 to 64 characters"):
-            OWNER.issue(Role.PEER, name=name, now=NOW, lifetime=DAY)
 
 
 def test_a_peers_identity_file_is_none_of_the_runs(tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from peers.shared import tokens_in_use
 from peers.shared.network import Membership
 from peers.shared.token_option import find_token
 from swarm.config import load_preset
-from swarm.credentials.identity import Token, generate
+from swarm.credentials.identity import generate
 from swarm.credentials.rights import Role
+from swarm.credentials.token import Token
 from swarm.errors import PeerUnavailable
 from swarm.machine.clock import SystemClock
 from swarm.types import PeerRecord, PeerState, TrainerRecord

@@ -18,7 +18,8 @@ from peers.reach.listen import Outside
 from peers.shared import cli, option_types
 from peers.shared.entrance import Entrance
 from scripts.benches.shared.ports import free_ports
-from swarm.credentials.identity import Identity, Token
+from swarm.credentials.identity import Identity
+from swarm.credentials.token import Token
 from swarm.dht import keys
 from swarm.dht.lookup import PeerStore
 from swarm.dht.node import DhtNode

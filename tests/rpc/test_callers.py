@@ -13,8 +13,8 @@ from swarm.rpc.callers import (
     Caller,
     Callers,
     Quota,
-    bearer_of,
     caller_of,
+    token_or_address_of,
 )
 from tests.support import locked
 from tests.support.manual_clock import ManualClock
@@ -191,6 +191,6 @@ def test_a_bearer_is_a_token_whatever_keys_it_is_used_with() -> None:
         for member in (locked.PEER, locked.OTHER_PEER, locked.TRAINER)
     )
     assert caller_of(one) != caller_of(another)
-    assert bearer_of(one) == bearer_of(another)
-    assert bearer_of(one) != bearer_of(trainer)
-    assert bearer_of(_Context("ipv6:%5B2001:db8::1%5D:5001")) == "ipv6:[2001:db8::/64]"
+    assert token_or_address_of(one) == token_or_address_of(another)
+    assert token_or_address_of(one) != token_or_address_of(trainer)
+    assert token_or_address_of(_Context("ipv6:%5B2001:db8::1%5D:5001")) == "ipv6:[2001:db8::/64]"

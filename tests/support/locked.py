@@ -4,8 +4,9 @@ import datetime
 from dataclasses import replace
 
 from swarm.credentials import certificates
-from swarm.credentials.identity import Identity, OwnerKey, Token, generate, new_owner
+from swarm.credentials.identity import Identity, generate
 from swarm.credentials.rights import Role
+from swarm.credentials.token import OwnerKey, Token, new_owner
 
 NOW = datetime.datetime.now(datetime.UTC)
 OWNER, STRANGER = (new_owner(NOW - datetime.timedelta(days=60)) for _ in range(2))
@@ -38,19 +39,14 @@ def as_member_of_ours(intruder: Identity) -> Identity:
 
 def passed_on() -> Identity:
     """An identity whose certificate was issued with a member's certificate instead of the owner's."""
-    key = certificates.new_key()
-    issuer = certificates.load(PEER.certificate_pem)
-    forged = certificates.member(key, issuer, certificates.load_key(PEER.key_pem))
-    chain_pem = certificates.to_pem(forged) + certificates.first_pem(PEER.certificate_pem)
-    return Identity(certificates.peer_id_of(chain_pem), chain_pem, certificates.key_pem(key), OWNER.authority)
+    issuer, key = certificates.load(PEER.certificate_pem), certificates.load_key(PEER.key_pem)
+    return Token(certificate=issuer, key=key, owner=OWNER.certificate).admit(generate())
 
 
 def promoted() -> Identity:
     """An identity with a peer's certificate that was issued with a trainer's token."""
-    key, token = certificates.new_key(), TRAINER_TOKEN
-    as_peer = certificates.token(
-        token.key, token.key, role=Role.PEER, name=token.name, now=NOW, expires=NOW + datetime.timedelta(days=1)
-    )
-    own = certificates.member(key, as_peer, token.key)
-    chain_pem = certificates.to_pem(own) + certificates.to_pem(token.certificate)
-    return Identity(certificates.peer_id_of(chain_pem), chain_pem, certificates.key_pem(key), OWNER.authority)
+    token = TRAINER_TOKEN
+    as_peer = issue(by=OwnerKey(key=token.key, certificate=OWNER.certificate), days=1.0)
+    own = replace(as_peer, key=token.key).admit(generate())
+    chain_pem = certificates.first_pem(own.certificate_pem) + certificates.to_pem(token.certificate)
+    return replace(own, certificate_pem=chain_pem)

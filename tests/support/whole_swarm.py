@@ -24,6 +24,7 @@ from peers.stage_peer.served_block import ServedBlock
 from peers.stage_peer.server import PeerServer
 from swarm.config import DataConfig, RunConfig
 from swarm.credentials import identity as identities
+from swarm.credentials.token import Token
 from swarm.data.microbatches import Microbatches, Texts
 from swarm.data.prepared import Prepared
 from swarm.dht.directory import Directory
@@ -79,7 +80,7 @@ class WholeSwarm:
     resume: ResumeOptions = field(default_factory=ResumeOptions)
     tokens: Callable[[RunConfig, int], torch.Tensor] = tokens
     peers: list[WholePeer] = field(default_factory=list)
-    token: identities.Token | None = None
+    token: Token | None = None
     """With which peers and trainers join; None for a run without TLS."""
     store: MemoryStore = field(default_factory=lambda: MemoryStore(CLOCK))
     _num_logs: int = 0
@@ -89,9 +90,7 @@ class WholeSwarm:
         """The event logs of all processes that there ever were."""
         return sorted(self.folder.iterdir())
 
-    async def start(
-        self, stage: int, *more: int, path: int | None = None, token: identities.Token | None = None
-    ) -> WholePeer:
+    async def start(self, stage: int, *more: int, path: int | None = None, token: Token | None = None) -> WholePeer:
         """Start a peer of one stage, or of several, and return it when it serves. Of a stage with variants it serves
         all, or those on a path. It joins with a token of its own, or the swarm's, if that has one."""
         blocks = self.config.blocks if path is None else self.config.blocks_of(path)
@@ -190,7 +189,7 @@ class WholeSwarm:
         yield Hop(run_id=self.config.run_id, block=Block(0), router=router, channels=channels, clock=CLOCK)
         await channels.close()
 
-    def _admitted(self, token: identities.Token | None = None) -> identities.Identity:
+    def _admitted(self, token: Token | None = None) -> identities.Identity:
         own, token = identities.generate(), token or self.token
         return own if token is None else token.admit(own)
 
@@ -221,7 +220,7 @@ class _Data:
 @asynccontextmanager
 async def whole_swarm(
     config: RunConfig, folder: Path, *, num_peers: tuple[int, ...], resume: ResumeOptions | None = None,
-    tokens: Callable[[RunConfig, int], torch.Tensor] = tokens, token: identities.Token | None = None,
+    tokens: Callable[[RunConfig, int], torch.Tensor] = tokens, token: Token | None = None,
 ) -> AsyncIterator[WholeSwarm]:  # fmt: skip
     """A swarm with these numbers of peers at its stages. All of them end with the block."""
     swarm = WholeSwarm(config, folder, resume=resume or ResumeOptions(), tokens=tokens, token=token)

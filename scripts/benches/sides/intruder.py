@@ -17,7 +17,8 @@ from typing import Any
 import grpc
 
 from scripts.benches.shared.common import write_json
-from swarm.credentials.identity import Token, generate
+from swarm.credentials.identity import generate
+from swarm.credentials.token import Token
 from swarm.rpc import tls
 from swarm.rpc.tls import CLIENT_OPTIONS
 from swarm.rpc.v1 import stage_pb2 as pb

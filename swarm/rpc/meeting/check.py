@@ -18,7 +18,7 @@ import grpc
 from swarm.errors import MalformedMessage
 from swarm.machine.clock import Clock
 from swarm.rpc.ask import ask
-from swarm.rpc.callers import Quota, bearer_of, caller_of, is_tunnelled, peer_of
+from swarm.rpc.callers import Quota, caller_of, is_tunnelled, peer_of, token_or_address_of
 from swarm.rpc.endpoint import endpoint_of, host_and_port, may_be_dialled, own_versions, plain_ip_of
 from swarm.rpc.entry import id_of, shown_certificate
 from swarm.rpc.v1 import meeting_pb2 as pb
@@ -103,7 +103,7 @@ class DialBack:
         if (most := max(map(len, asked))) > MAX_ENDPOINTS:
             raise MalformedMessage(f"{most} endpoints to dial, at most {MAX_ENDPOINTS} are")
         named = [[_named(endpoint) for endpoint in ends] for ends in asked]
-        with self._asking.taken(bearer_of(context)):
+        with self._asking.taken(token_or_address_of(context)):
             async with self._dialling:
                 grpc_targets, dht_targets = [
                     await asyncio.gather(*(self._target(*end, observed) for end in ends)) for ends in named

@@ -15,7 +15,7 @@ from typing import Any
 from swarm.credentials import certificates, identity
 from swarm.errors import DeadlineExceeded, IntegrityError, MalformedMessage, NotAllowed, NotReady, WrongRun
 from swarm.machine.clock import Clock
-from swarm.rpc.callers import Caller, Quota, bearer_of
+from swarm.rpc.callers import Caller, Quota, token_or_address_of
 from swarm.rpc.endpoint import endpoint_of
 from swarm.rpc.failures import answers_errors
 from swarm.rpc.meeting.carrying import (
@@ -130,7 +130,7 @@ class MeetingPoint(MeetingServiceServicer):
 
     async def Connect(self, _: Any, context: Any) -> None:  # type: ignore[override]
         first = await _read(context, "to", FIRST_SECONDS)
-        await self._connect(first, bearer_of(context), context)
+        await self._connect(first, token_or_address_of(context), context)
 
     async def Take(self, _: Any, context: Any) -> None:  # type: ignore[override]
         first = await _read(context, "token", FIRST_SECONDS)
@@ -140,7 +140,7 @@ class MeetingPoint(MeetingServiceServicer):
         if request.WhichOneof("message") == "token":
             await self._answer(request.token, _Answer(context, request.local))
         else:
-            await self._meet(request, bearer_of(context), context)
+            await self._meet(request, token_or_address_of(context), context)
 
     async def line_to(self, peer_id: PeerId) -> Line:
         """Connect this process itself to a peer that waits here. Raises NotReady if the peer does not wait here. Raises
@@ -154,7 +154,7 @@ class MeetingPoint(MeetingServiceServicer):
         return _OwnLine(answer)
 
     async def _wait(self, context: Any) -> None:
-        with self._places.taken(bearer_of(context)):
+        with self._places.taken(token_or_address_of(context)):
             challenge = secrets.token_bytes(32)
             await send(context, pb.WaitReply(challenge=challenge), FIRST_SECONDS)
             proof = (await _read(context, "proof", FIRST_SECONDS)).proof

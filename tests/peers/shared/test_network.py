@@ -11,7 +11,8 @@ import pytest
 from peers.shared import network
 from peers.shared.network import AMENDMENTS_SECONDS, KnownPeers, Membership
 from swarm.config import Amendment, Timeline, load_preset
-from swarm.credentials.identity import Token, generate
+from swarm.credentials.identity import generate
+from swarm.credentials.token import Token
 from swarm.dht.directory import Directory
 from swarm.errors import NotAllowed, PeerUnavailable
 from swarm.machine import waits
