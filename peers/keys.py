@@ -32,12 +32,10 @@ from peers.shared.option_types import one_of
 from peers.shared.process import cache_folder
 from peers.shared.run_options import RunOptions
 from peers.shared.token_option import read_token
-from peers.shared.tokenizer import have_tokenizer
 from peers.shared.tokens_in_use import digits_of, tokens_of
 from swarm.config import Amendment, with_settings
 from swarm.credentials.rights import Role
 from swarm.credentials.token import OwnerKey, new_owner
-from swarm.data import corpora
 from swarm.dht.directory import Announcement
 from swarm.errors import PeerUnavailable
 from swarm.machine.clock import SystemClock, run_loop
@@ -242,6 +240,10 @@ async def _with_digests(member: Membership, settings: list[str]) -> list[str]:
     keys = {setting.partition("=")[0].strip() for setting in settings}
     if "data.digest" in keys or not keys & {"data.dataset", "data.paths"}:
         return settings
+    # These import torch, which takes seconds.
+    from peers.shared.tokenizer import have_tokenizer
+    from swarm.data import corpora
+
     data = with_settings(member.timeline.under(member.timeline.last), settings).data
     print("reading the text, whose digest trainers compare")
     local = dataclasses.replace(data, tokenizer=await have_tokenizer(member, cache_folder()))
