@@ -4,6 +4,7 @@ import functools
 import inspect
 import logging
 import re
+import traceback
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any, NoReturn, TypeVar
@@ -95,6 +96,7 @@ def answers_errors(servicer: _Servicer) -> _Servicer:
 
 async def _refuse(context: Any, error: Exception) -> NoReturn:
     if isinstance(error, grpc.aio.BaseError):
+        _forget_frames(error)
         raise error  # The call has ended already.
     if is_out_of_memory(error):
         logger.warning("a call failed for want of memory: no room for %s", what_was_asked(error))
@@ -102,7 +104,15 @@ async def _refuse(context: Any, error: Exception) -> NoReturn:
     if not isinstance(error, SwarmError):
         logger.exception("a call failed", exc_info=error)
         error = errors.PeerUnavailable(f"internal error: {type(error).__name__}")
+    _forget_frames(error)
     await abort(context, error)
+
+
+def _forget_frames(error: Exception) -> None:
+    """gRPC keeps what a call has raised after its end. The memory of a block that is given up is to be free, so the
+    error must not lead to what the servicer had at hand."""
+    traceback.clear_frames(error.__traceback__)
+    error.__cause__ = error.__context__ = None
 
 
 def translate(error: grpc.aio.AioRpcError) -> SwarmError:

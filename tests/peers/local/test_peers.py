@@ -62,7 +62,7 @@ def test_a_peer_serves_so_many_adjacent_stages_and_the_last_one_those_that_are_l
         ({"config": Path("x.toml")}, ["--config", "x.toml"]),
         (
             {"model": "m", "lora_rank": 4, "tokenizer": "t", "set": ("run=r", "wire.dtype=bf16")},
-            ["--model", "m", "--tokenizer", "t", "--lora-rank", "4", "--set", "run=r", "--set", "wire.dtype=bf16"],
+            ["--tokenizer", "t", "--model", "m", "--lora-rank", "4", "--set", "run=r", "--set", "wire.dtype=bf16"],
         ),
         ({"checkpoint": Path("c")}, ["--preset", "tiny", "--checkpoint", "c"]),
         (
