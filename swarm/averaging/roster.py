@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Callable, Collection, Set
+from functools import partial
 
 from swarm.averaging.agreement import messages
 from swarm.averaging.agreement.messages import Standing
@@ -19,10 +20,14 @@ from swarm.averaging.wire.transport import record_of
 from swarm.config import Timeline
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import Progress
-from swarm.types import PeerId, PeerRecord
+from swarm.types import Block, PeerId, PeerRecord
 
 MOST_ASKED = 32
 """The most peers that are asked for their standing at once."""
+
+
+def _microbatches_at(timeline: Timeline, block: Block, standing: Standing) -> Collection[int]:
+    return timeline.at(standing.round).microbatches_after(standing.run_samples, block)
 
 
 class Roster:
@@ -41,6 +46,9 @@ class Roster:
         """`is_elsewhere` tells whether a peer is known to be on another branch that this peer does not follow."""
         config, block = context.config, context.own.block
         self.contacts = Contacts(context)
+        # It must not refer to the roster: the cycle would keep the peer's state until Python collects cycles.
+        self.microbatches_at = partial(_microbatches_at, timeline, block)
+        """Synchronous: gives the microbatches of the round at which a peer stands."""
         self.reports = RoundReports(self.microbatches_at if config.rounds.synchronous else None)
         self._timeline, self._block = timeline, block
         self.suspicions = Suspicions(context.clock, context.timing)
@@ -54,10 +62,6 @@ class Roster:
         self._answered_at: dict[PeerId, float] = {}
         """When each peer gave its last sign of life."""
         self._moved_at = context.clock.monotonic()
-
-    def microbatches_at(self, standing: Standing) -> Collection[int]:
-        """Synchronous: the microbatches of the round at which a peer stands."""
-        return self._timeline.at(standing.round).microbatches_after(standing.run_samples, self._block)
 
     # -- news --------------------------------------------------------------------------------------------------------
 
