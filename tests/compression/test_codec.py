@@ -137,6 +137,14 @@ def test_the_configuration_picks_the_codec(name: str, tile: int, needs_feedback:
     assert grows == is_sparse
 
 
+@every_codec
+def test_only_contributions_that_err_by_less_than_the_tolerance_are_compared_with_sketches(codec: Codec) -> None:
+    vector_N = make_vector(9000)
+    error = relative_error(codec.decode(codec.encode(vector_N), 9000), vector_N)
+    assert (codec.sketch_tolerance > 0) == (codec.name in {"fp32", "fp16", "bf16", "int8"})
+    assert error < codec.sketch_tolerance / 2 or codec.sketch_tolerance == 0
+
+
 def test_a_sum_keeps_four_times_as_many_and_at_most_everything() -> None:
     vector_N = make_vector(4096)
     for top_k, kept in ((64, 256), (1024, 4096)):
