@@ -32,22 +32,18 @@ class SourceTokens:
     tokens: npt.NDArray[Any]
     """As data/prepared stores them."""
     num_training: int
-    """The number of tokens, or sequences, before the held-out part."""
+    """The number of tokens, or sequences, that are trained on; they come first."""
+    held_out: npt.NDArray[Any]
+    """The part never trained on: the end of `tokens`, a dataset's first rows if it is read in parts, or the text that
+    `data.validation` names."""
     digest: str
     """SHA-256, in hexadecimal, of the tokenizer's identity and all tokens, or sequences."""
-    validation: npt.NDArray[Any] | None = None
-    """What `data.validation` names, or a dataset's first rows if it is read in parts; None if its end is held out."""
     parts: Parts | None = None
     """With `data.part_rows` the dataset's parts, of which `tokens` is the first; otherwise None."""
 
     @property
     def training(self) -> npt.NDArray[Any]:
         return self.tokens[: self.num_training]
-
-    @property
-    def held_out(self) -> npt.NDArray[Any]:
-        """The part never trained on: the dataset's end, or the text for validation."""
-        return self.tokens[self.num_training :] if self.validation is None else self.validation
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -156,7 +152,7 @@ def _divided(dataset: str, found: Prepared, config: DataConfig) -> SourceTokens:
             f"where {what} needs {needed} to train on, and a sample {least} held out; give more text, another "
             "data.held_out_fraction, or a smaller data.microbatch_size or data.sequence_length"
         )
-    return SourceTokens(tokens=tokens, num_training=num_training, digest=found.digest)
+    return SourceTokens(tokens=tokens, num_training=num_training, held_out=tokens[num_training:], digest=found.digest)
 
 
 def _with_own(
@@ -179,7 +175,7 @@ def _with_own(
             )
     digest = hashlib.sha256(f"{found.digest}\n{own.digest}\n".encode()).hexdigest()
     return SourceTokens(
-        tokens=found.tokens, num_training=len(found.tokens), digest=digest, validation=own.tokens, parts=parts
+        tokens=found.tokens, num_training=len(found.tokens), held_out=own.tokens, digest=digest, parts=parts
     )
 
 
