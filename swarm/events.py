@@ -241,8 +241,7 @@ class Commit(Event):
     next_microbatch: int | None = None
     """Synchronous, once an amendment has changed the size of rounds: the first microbatch of the next round."""
     carried: int = 0
-    """The samples that count towards the next round: those since the closing, or since the round began if this peer
-    took no part in it."""
+    """Samples that count towards the next round: since the closing, or the round's beginning if it took no part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,8 +266,7 @@ class Install(Event):
     source: str
     """initial, checkpoint or download."""
     parent: str | None = None
-    """If this lineage is a checkpoint's under a new name, because it entered at a later round: the checkpoint's own
-    lineage."""
+    """If this lineage is a checkpoint's under a new name, as it entered at a later round: the checkpoint's lineage."""
     first_microbatch: int | None = None
     """Synchronous, once an amendment has changed the size of rounds: the first microbatch of the round."""
     carried: int = 0

@@ -291,12 +291,9 @@ class RunConfig:
         schedule = given.schedule
         if schedule == "auto":
             schedule = "cosine" if given.total_samples else "constant"
+        rate = given.learning_rate or usual
         return dataclasses.replace(
-            given,
-            name=name,
-            learning_rate=given.learning_rate or usual,
-            warmup_samples=warmup_samples,
-            schedule=schedule,
+            given, name=name, learning_rate=rate, warmup_samples=warmup_samples, schedule=schedule
         )
 
     @property

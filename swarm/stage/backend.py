@@ -33,7 +33,7 @@ from swarm.stage.staging import Download, Staging
 from swarm.stage.weights import StageWeights
 from swarm.training import samples
 from swarm.training.samples import NOTHING
-from swarm.training.scaling import LossScale
+from swarm.training.scaling import LossScale, read_back
 
 logger = logging.getLogger(__name__)
 
@@ -188,9 +188,8 @@ class StageBackend:
         finally:
             self.release(forward)
 
-    def _begun(self, microbatch: int, round_number: int, wire_inputs: WireInputs) -> Forward:
-        version = self.weights.version_for(round_number)
-        return Forward(microbatch, wire_inputs, version, self.boundary_in(round_number))
+    def _begun(self, microbatch: int, number: int, wire_inputs: WireInputs) -> Forward:
+        return Forward(microbatch, wire_inputs, self.weights.version_for(number), self.boundary_in(number))
 
     def boundary_in(self, round_number: int) -> Boundary:
         """How hidden states and gradients of a round's microbatches travel."""
@@ -201,7 +200,7 @@ class StageBackend:
         if forward._graph is not None:
             forward._graph.let_go()
             self.budget.let_go()
-        forward._graph = None
+            forward._graph = None
         forward.version.left()
         self.weights.step_if_due()
 
@@ -237,11 +236,8 @@ class StageBackend:
         return graph.gradients(gradient_BTR, of_inputs=False)
 
     def warm_up(self) -> None:
-        """Compute a gradient and an evaluation of made-up samples, so that what is compiled at a first call is there.
-        Then record what can be recorded.
-
-        Nothing else is kept. If layers are compiled, torch may raise errors of many kinds.
-        """
+        """Compute a gradient and an evaluation of made-up samples, so that what is compiled at a first call is there,
+        and record what can be recorded. Nothing else is kept. Torch may raise errors of many kinds."""
         (wire_inputs, wire_gradient), version = self.function.made_up(0), self.weights.version
         made_up = Source(
             microbatch=0, amount=NOTHING, wire_inputs=wire_inputs, version=version,
@@ -261,8 +257,7 @@ class StageBackend:
         `next_round` is the round that the next stage evaluates.
 
         Returns:
-            The encoded hidden state for the next stage. At the last stage it is the mean loss over the targets, a
-            scalar, which is 0 without targets.
+            The encoded hidden state for the next stage. At the last stage the mean loss over the targets, or 0.
         """
         self.function.check(wire_inputs)
         outputs = self.function.evaluate(parameters, wire_inputs)
@@ -301,8 +296,8 @@ class StageBackend:
     def _differentiate(
         self, forward: Forward, wire_gradient: torch.Tensor | None, *, of_weights: bool
     ) -> tuple[float, Download | None, list[torch.Tensor], float]:
-        """The last stage's mean loss (0 at others), the encoded gradient of the inputs (None at stage 0), and the
-        gradients of the parameters, if wanted, times a power of two, with this factor. They are finite."""
+        """The last stage's mean loss (0 at others), the encoded gradient of the inputs (None at stage 0), and finite
+        gradients of the parameters, if wanted, times a power of two, with this factor."""
         gradients, scale, answer = list[torch.Tensor](), 1.0, None
         if self.stage or of_weights:
             gradients, scale = self._gradients(forward, wire_gradient, of_weights=of_weights)
@@ -312,7 +307,8 @@ class StageBackend:
         graph = forward._graph
         assert graph is not None
         # Waits for the device, because a gradient that is not finite could not be taken out of the sum again.
-        loss, are_all_finite = _read(graph.outputs if self.is_last else None, gradients if self._scale.is_fixed else [])
+        to_check = gradients if self._scale.is_fixed else []
+        loss, are_all_finite = read_back(graph.outputs if self.is_last else None, to_check)
         mean_loss = loss / max(1, samples.amount(forward.wire_inputs).targets)
         require_in_range("loss", mean_loss)
         if not are_all_finite:
@@ -337,7 +333,7 @@ class StageBackend:
             assert forward._graph is not None
             gradient_BTR = self._scaled(wire_gradient, forward.wire_inputs, scale)
             gradients = forward._graph.gradients(gradient_BTR, of_inputs=self.stage > 0, of_weights=of_weights)
-            if self._scale.is_fixed or _read(None, gradients)[1]:
+            if self._scale.is_fixed or read_back(None, gradients)[1]:
                 self._scale.succeeded()
                 return gradients, scale
             if not self._scale.halve():
@@ -352,13 +348,3 @@ class StageBackend:
             return None
         gradient_BTR = self.function.decode(wire_gradient, wire_inputs)
         return gradient_BTR if scale == 1.0 else gradient_BTR * scale
-
-
-def _read(loss: torch.Tensor | None, gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, bool]:
-    """Bring the loss to the CPU, or 0 if there is none, and find whether all gradients are finite. Waits for the device
-    once, or not at all if there is nothing to read."""
-    read = [] if loss is None else [loss.detach().float()]
-    if gradients:
-        read += torch._foreach_norm(list(gradients))
-    numbers = torch.stack(read).cpu() if read else torch.zeros(1)
-    return torch.zeros(()) if loss is None else numbers[0], bool(numbers[loss is not None :].isfinite().all())

@@ -13,7 +13,7 @@ such a step, and so take fewer steps than with other types.)
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -135,3 +135,13 @@ class LossScale:
             return False
         self.factor /= 2
         return True
+
+
+def read_back(loss: torch.Tensor | None, gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, bool]:
+    """Bring the loss to the CPU, or 0 if there is none, and find whether all gradients are finite. Waits for the device
+    once, or not at all if there is nothing to read."""
+    read = [] if loss is None else [loss.detach().float()]
+    if gradients:
+        read += torch._foreach_norm(list(gradients))
+    numbers = torch.stack(read).cpu() if read else torch.zeros(1)
+    return torch.zeros(()) if loss is None else numbers[0], bool(numbers[loss is not None :].isfinite().all())
