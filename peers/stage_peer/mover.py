@@ -216,7 +216,7 @@ class Mover:
             self._write_leave(way.entered)
             way, retry_seconds = way.back(), min(2 * retry_seconds, MAX_RETRY_SECONDS)
             failure = await self._enter(server, way.entered)
-        if failure is None or failure:
+        if failure != "":  # The peer is to leave the run.
             self._write_leave(way.entered)
             await self._gives_up(way.after, before=way.before)
             return tuple(block for block in move.before if block in move.after)

@@ -4,13 +4,13 @@ named as a liar.
 Each owner tells every member which contributions it found out of line in its part, together with the part's sum. One
 round proves little: the gradient of odd text is as far from the others as a lie (docs/security.md has figures). Only
 what no honest contribution is, by the word of most other owners, is left out at once, and nobody is named for it. What
-most have found by computing is left out at once as well, and its member named. Else
-a member is left out once it was out of line in most of the last rounds, at one place of the vector or by the word of
-many owners, and if most owners have said so by then. They need not all find it in the same round, because a lie may be
-in one layer only: as long as somebody is in doubt, parts change hands from round to round, so that other owners see
-that layer. By chance an honest member is out of line at one place now and at another one later, which counts for
-nothing. An owner that accuses somebody round after round wherever its part is, while the others see nothing in the same
-places, is named itself. Knows no network and no tensors.
+most have found by computing is left out at once as well, and its member named. Else a member is left out once it was
+out of line in most of the last rounds, at one place of the vector or by the word of many owners, and if most owners
+have said so by then. They need not all find it in the same round, because a lie may be in one layer only: as long as
+somebody is in doubt, parts change hands from round to round, so that other owners see that layer. By chance an honest
+member is out of line at one place now and at another one later, which counts for nothing. An owner that accuses
+somebody round after round wherever its part is, while the others see nothing in the same places, is named itself. Knows
+no network and no tensors.
 """
 
 import logging

@@ -88,6 +88,7 @@ class _Standing:
         num_wrong: how many were found wrong, less those that were found right since; not below 0.
         not_shown_to: the peers that were not shown one lately.
         num_since: how many came since one was not shown.
+        num_signed: how many it signed.
         num_unsigned: how many it left unsigned while others signed theirs.
     """
 

@@ -127,8 +127,8 @@ class SpotCheck:
         """All that this peer had of a microbatch of a round. With DiLoCo each stage ends rounds by itself, so the stage
         before does not know the round."""
         entry, kept = self._stage.ledger.find(request.microbatch), self._stage.context.records.exchanged
-        is_of_round = self._is_drifting and not request.tensors
-        if entry is None or not (is_of_round or entry.round == request.round):
+        may_be_of_any = self._is_drifting and not request.tensors
+        if entry is None or not (may_be_of_any or entry.round == request.round):
             return None
         if entry.computation is not None:
             return entry.computation.exchanged()
