@@ -172,6 +172,11 @@ class Shares:
         ends = list(itertools.accumulate((share.num_elements for share in self.members), initial=0))
         return [slice(start, end) for start, end in itertools.pairwise(ends)]
 
+    @cached_property
+    def part_of(self) -> dict[str, slice]:
+        """The part that each member owns, in the same order."""
+        return dict(zip((share.peer_id for share in self.members), self.parts, strict=True))
+
     @property
     def has_one_owner(self) -> bool:
         return sum(share.num_elements > 0 for share in self.members) == 1

@@ -186,11 +186,10 @@ async def butterfly(vector_D: torch.Tensor, reduction: Reduction, terms: Terms, 
 
 class _Butterfly:
     def __init__(self, vector_D: torch.Tensor, reduction: Reduction, terms: Terms, memory: Recycler) -> None:
-        members = zip(terms.shares.members, terms.shares.parts, strict=True)
         self._vector_D = vector_D
         self._reduction = reduction
         self._terms = terms
-        self._owners = {share.peer_id: part for share, part in members if share.num_elements}
+        self._owners = {owner: part for owner, part in terms.shares.part_of.items() if part.stop > part.start}
         self._payloads: dict[str, Payload] = {}
         self._residual_D: torch.Tensor | None = None
         # If this member owns the whole vector, its sum is the result, and needs no memory of its own.

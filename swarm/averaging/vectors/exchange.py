@@ -6,29 +6,26 @@ Shapes: D elements of the vector.
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import chain
 
-import numpy as np
 import torch
 
 from swarm.averaging.agreement.messages import MemberFailed
 from swarm.averaging.agreement.shares import Shares
 from swarm.averaging.vectors.allreduce import AllReduceTransport, Average, Terms, butterfly, gather, sent_bytes
-from swarm.averaging.vectors.reduction import Compare, HandOut, Reduction, Side
+from swarm.averaging.vectors.reduction import Compare, HandOut, Reduction, Side, no_deviations
+from swarm.averaging.vectors.scrutiny import Scrutiny
 from swarm.compression import buffers
 from swarm.compression.codec import contribution_codec, result_codec
 from swarm.compression.feedback import ErrorFeedback, Owed, Residual
 from swarm.config import AveragingConfig
-from swarm.events import Events, OutOfLine
-from swarm.honesty.comparison import Comparison, Deviation, Memory, layers_of, odd_sums
+from swarm.events import Events
 from swarm.honesty.suspects import Suspects
 from swarm.machine.memory import Recycler
 from swarm.training.round_member import Contribution
-from swarm.training.samples import Amount
 from swarm.training.scaling import squared_norm_of_vector
-from swarm.training.sketches import NOTHING_STATED, Sketched, Stated
+from swarm.training.sketches import Stated
 from swarm.training.tally import Given
 
 SMOOTHING = 0.3
@@ -106,9 +103,9 @@ class Exchanges:
         self.result_codec = result_codec(config)
         self.bytes_per_second = bytes_per_second
         """The rate at which this member's line sends, as measured; 0 before that."""
-        self._is_tiled = tiled = self.codec.tile == buffers.TILE
-        self._flatten = buffers.flatten if tiled else buffers.concatenate
-        self.unflatten = buffers.unflatten if tiled else buffers.cut
+        is_tiled = self.codec.tile == buffers.TILE
+        self._flatten = buffers.flatten if is_tiled else buffers.concatenate
+        self.unflatten = buffers.unflatten if is_tiled else buffers.cut
         """Cuts an averaged vector into tensors, given tensors with the same names and shapes."""
         self._config = config
         self._own_id = own_id
@@ -116,10 +113,7 @@ class Exchanges:
         """The error feedback of each fragment."""
         self.suspects = suspects or Suspects()
         self._disproved = disproved
-        self._memories: dict[int, Memory] = {}
-        """What this member remembers of others' contributions to each fragment."""
-        self._odd_sums: Sequence[Deviation] = ()
-        """What this member says of the sums that others made the last time."""
+        self._scrutiny = Scrutiny(own_id, self.codec, self.suspects, disproved)
         self._last: Closed | None = None
         self._memory = Recycler()
 
@@ -151,8 +145,11 @@ class Exchanges:
 
     def open(self, closed: Closed, shares: Shares) -> Side:
         """Make this member's side of an exchange, which answers the other members."""
-        compare = self._compare(closed, shares)
-        if self._gathers(shares):
+        gathers = self._gathers(shares)
+        compare: Compare = no_deviations
+        if self._is_own(closed):
+            compare = self._scrutiny.comparing(closed.contribution, shares, gathers=gathers)
+        if gathers:
             return HandOut(shares, compare)
         own_part, feedback = self._own_part(shares), self.feedback.get(closed.contribution.fragment)
         return Reduction(
@@ -168,84 +165,17 @@ class Exchanges:
         self, closed: Closed, round_number: int, shares: Shares, average: Average, events: Events
     ) -> None:
         """Raise MemberFailed if owners find a member's contribution out of line again and again."""
-        if closed is not self._last:
-            return
-        whole = slice(0, shares.num_elements)
-        parts = [whole] * len(shares.members) if self._gathers(shares) else shares.parts
-        of_members = {share.peer_id: part for share, part in zip(shares.members, parts, strict=True)}
-        named_before = {peer for peer in of_members if self.suspects.is_named(peer)}
-        found = self.suspects.judge(round_number, average.deviations, of_members)
-        # A member that gives nothing does no harm, and without it parts would have to be exchanged again.
-        leaving = [each for each in found if shares.of(each.peer_id).contributes]
-        for each in found:
-            is_named = self.suspects.is_named(each.peer_id)
-            is_new = is_named and each.peer_id not in named_before
-            if each in leaving or is_new:
-                evidence = self.suspects.evidence(each.peer_id) if is_new else ()
-                events.write(
-                    OutOfLine(
-                        round=round_number, peer=each.peer_id, reason=each.reason, is_named=is_named,
-                        evidence=tuple(evidence),
-                    )
-                )  # fmt: skip
-        if leaving:
-            reason = f"its contribution is out of line: {leaving[0].reason}"
-            raise MemberFailed(leaving[0].peer_id, reason, noticed_by=self._own_id)
-
-    def _compare(self, closed: Closed, shares: Shares) -> Compare:
-        if closed is not self._last:
-            # Not this member's own contribution, but its group's. Nobody could be blamed for that.
-            return lambda parts, stated: ()
-        memory = self._memories.setdefault(closed.contribution.fragment, Memory(np.random.default_rng()))
-        memory.begin(shares.num_elements)
-        comparison = Comparison(
-            amounts={share.peer_id: share.counts.num_targets or share.counts.num_samples for share in shares.senders},
-            part=slice(0, shares.num_elements) if self._gathers(shares) else self._own_part(shares),
-            layers=layers_of(buffers.places(closed.contribution.tensors, is_tiled=self._is_tiled)),
-            memory=memory,
-        )
-        if self._gathers(shares):  # Then each member compares all, and no words travel.
-            return lambda parts, stated: comparison.deviations(parts)
-        found = self._disproved().items()
-        told = tuple(Deviation(peer_id=peer, reason=why, is_computed=True, is_clear=True) for peer, why in found)
-        sketched, part, tolerance = self._sketched(closed), comparison.part, self.codec.sketch_tolerance
-
-        def faults(peer: str, part_P: torch.Tensor, stated: Stated) -> Iterator[Deviation]:
-            if sketched is not None and peer != self._own_id:
-                counts = shares.of(peer).counts
-                amount = Amount(counts.num_samples, counts.num_targets)
-                if why := sketched.fault(peer, part_P, part, stated, amount, tolerance):
-                    yield Deviation(peer_id=peer, reason=why, is_computed=True, is_clear=True)
-                elif why := sketched.contradiction(peer, part, stated):
-                    yield Deviation(peer_id=peer, reason=why, is_computed=True)
-
-        def compare(parts: Mapping[str, torch.Tensor], stated: Mapping[str, Stated]) -> Sequence[Deviation]:
-            each = (faults(peer, part_P, stated.get(peer, NOTHING_STATED)) for peer, part_P in parts.items())
-            return (*self._odd_sums, *comparison.deviations(parts), *told, *chain.from_iterable(each))
-
-        return compare
-
-    def _compare_sums(self, closed: Closed, shares: Shares, average: Average) -> Sequence[Deviation]:
-        """The owners whose last sums seem to be without what this member gave. It says so in the next exchanges."""
-        own, parts = shares.of(self._own_id), {s.peer_id: p for s, p in zip(shares.members, shares.parts, strict=True)}
-        before = [each for each in self._odd_sums if each.peer_id not in parts]
-        if closed is not self._last or not self.codec.sketch_tolerance or not own.contributes:
-            return before
-        found = odd_sums(closed.vector_D, average.vector_D, parts, own.weight)
-        return [*before, *(each for each in found if each.peer_id != self._own_id)]
-
-    def _sketched(self, closed: Closed) -> Sketched | None:
-        """What ties a contribution to answers; None if that is not known, or the codec drops too much."""
-        known = closed.contribution.sketched if closed is self._last else None
-        return known if self.codec.sketch_tolerance else None
+        if self._is_own(closed):
+            gathers = self._gathers(shares)
+            self._scrutiny.require_in_line(round_number, shares, average, events, gathers=gathers)
 
     def stated(self, closed: Closed, shares: Shares) -> Mapping[str, Stated]:
         """What this member states of its contribution, to the owner of each part."""
-        sketched = self._sketched(closed)
-        if sketched is None or not sketched.own:
-            return {}
-        owners = zip(shares.members, shares.parts, strict=True)
-        return {share.peer_id: sketched.stated(part) for share, part in owners}
+        return self._scrutiny.stated(closed.contribution, shares) if self._is_own(closed) else {}
+
+    def _is_own(self, closed: Closed) -> bool:
+        """Whether that is this member's own contribution, and not its group's, for which nobody could be blamed."""
+        return closed is self._last
 
     async def run(
         self, closed: Closed, shares: Shares, side: Side, transport: AllReduceTransport, timeout_seconds: float
@@ -272,7 +202,7 @@ class Exchanges:
             average = await gather(vector_D, side, terms)
         else:
             average = await butterfly(vector_D, side, terms, self._memory)
-            self._odd_sums = await asyncio.to_thread(self._compare_sums, closed, shares, average)
+            await self._scrutiny.look_at_sums(closed.vector_D if self._is_own(closed) else None, average, shares)
         if (rate := average.upload_bytes_per_second) > 0:
             self.bytes_per_second += (SMOOTHING if self.bytes_per_second else 1.0) * (rate - self.bytes_per_second)
         if elsewhere:
@@ -303,8 +233,7 @@ class Exchanges:
 
     def committed(self, fragment: int, residual: Residual) -> None:
         self._last = None
-        if fragment in self._memories:
-            self._memories[fragment].committed()
+        self._scrutiny.committed(fragment)
         if self.codec.needs_feedback and self._config.feedback_decay > 0:
             feedback = self.feedback.setdefault(fragment, ErrorFeedback(self._config.feedback_decay))
             feedback.commit(residual)
@@ -322,9 +251,7 @@ class Exchanges:
 
     def _own_part(self, shares: Shares) -> slice:
         """The part that this member sums for all; empty in a gather."""
-        if self._gathers(shares):
-            return slice(0, 0)
-        return shares.parts[[share.peer_id for share in shares.members].index(self._own_id)]
+        return slice(0, 0) if self._gathers(shares) else shares.part_of[self._own_id]
 
     def _gathers(self, shares: Shares) -> bool:
         return _gathers(shares, self._config)

@@ -34,6 +34,11 @@ Compare = Callable[[Mapping[str, torch.Tensor], Mapping[str, Stated]], Sequence[
 returns those that are out of line."""
 
 
+def no_deviations(parts: Mapping[str, torch.Tensor], stated: Mapping[str, Stated]) -> Sequence[Deviation]:
+    """Compare nothing."""
+    return ()
+
+
 class _Answer:
     def __init__(self) -> None:
         self._result: asyncio.Future[Payload | MemberFailed] = asyncio.get_running_loop().create_future()
@@ -56,7 +61,7 @@ class HandOut(_Answer):
     missing: Sequence[str] = ()
     """Always empty, because no member sends anything."""
 
-    def __init__(self, shares: Shares, compare: Compare = lambda parts, stated: ()) -> None:
+    def __init__(self, shares: Shares, compare: Compare = no_deviations) -> None:
         super().__init__()
         self.compare = compare
         self._shares = shares
@@ -81,12 +86,12 @@ class Reduction(_Answer):
 
     def __init__(
         self, shares: Shares, own_id: str, *, codec: Codec, result_codec: Codec,
-        owed: Callable[[], torch.Tensor | None] = lambda: None, compare: Compare = lambda parts, stated: (),
+        owed: Callable[[], torch.Tensor | None] = lambda: None, compare: Compare = no_deviations,
     ) -> None:  # fmt: skip
         """`codec` is that of the contributions, and `result_codec` that of the sum. `owed` gives the debt of earlier
         sums, to be added to this one; it is called on the thread that sums."""
         super().__init__()
-        part = shares.parts[[share.peer_id for share in shares.members].index(own_id)]
+        part = shares.part_of[own_id]
         self.num_elements = part.stop - part.start
         self.residual_P: torch.Tensor | None = None
         """What was dropped when the sum was encoded; None before there is a result, or without error feedback."""

@@ -1,0 +1,129 @@
+"""What a member finds of the others in an exchange: contributions that are out of line, and sums without its own.
+
+Where every member sums a part, it compares what the others give for that part, and its words travel with the sum. In a
+gather each member compares all of it. What is made of these words is in honesty/suspects.py.
+
+Shapes: D elements of the vector, P of a part.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+
+import numpy as np
+import torch
+
+from swarm.averaging.agreement.messages import MemberFailed
+from swarm.averaging.agreement.shares import Shares
+from swarm.averaging.vectors.allreduce import Average
+from swarm.averaging.vectors.reduction import Compare
+from swarm.compression import buffers
+from swarm.compression.codec import Codec
+from swarm.events import Events, OutOfLine
+from swarm.honesty.comparison import Comparison, Deviation, Memory, layers_of, odd_sums
+from swarm.honesty.suspects import Suspects
+from swarm.training.round_member import Contribution
+from swarm.training.samples import Amount
+from swarm.training.sketches import NOTHING_STATED, Sketched, Stated
+
+
+class Scrutiny:
+    """What a member remembers of the others from one exchange to the next, under one configuration."""
+
+    def __init__(
+        self, own_id: str, codec: Codec, suspects: Suspects, disproved: Callable[[], Mapping[str, str]]
+    ) -> None:
+        """`codec` is that of the contributions. `disproved`: see RoundMember."""
+        self._own_id = own_id
+        self._codec = codec
+        self._suspects = suspects
+        self._disproved = disproved
+        self._memories: dict[int, Memory] = {}
+        """What this member remembers of others' contributions to each fragment."""
+        self._odd_sums: Sequence[Deviation] = ()
+        """What this member says of the sums that others made the last time."""
+
+    def comparing(self, own: Contribution, shares: Shares, *, gathers: bool) -> Compare:
+        """What finds the deviations among the contributions to an exchange, in which this member gives `own`."""
+        memory = self._memories.setdefault(own.fragment, Memory(np.random.default_rng()))
+        memory.begin(shares.num_elements)
+        part = slice(0, shares.num_elements) if gathers else shares.part_of[self._own_id]
+        comparison = Comparison(
+            amounts={share.peer_id: share.counts.num_targets or share.counts.num_samples for share in shares.senders},
+            part=part,
+            layers=layers_of(buffers.places(own.tensors, is_tiled=self._codec.tile == buffers.TILE)),
+            memory=memory,
+        )
+        if gathers:  # Then each member compares all, and no words travel.
+            return lambda parts, stated: comparison.deviations(parts)
+        found = self._disproved().items()
+        told = tuple(Deviation(peer_id=peer, reason=why, is_computed=True, is_clear=True) for peer, why in found)
+        sketched, tolerance = self._sketched(own), self._codec.sketch_tolerance
+
+        def faults(peer: str, part_P: torch.Tensor, stated: Stated) -> Iterator[Deviation]:
+            if sketched is not None and peer != self._own_id:
+                counts = shares.of(peer).counts
+                amount = Amount(counts.num_samples, counts.num_targets)
+                if why := sketched.fault(peer, part_P, part, stated, amount, tolerance):
+                    yield Deviation(peer_id=peer, reason=why, is_computed=True, is_clear=True)
+                elif why := sketched.contradiction(peer, part, stated):
+                    yield Deviation(peer_id=peer, reason=why, is_computed=True)
+
+        def compare(parts: Mapping[str, torch.Tensor], stated: Mapping[str, Stated]) -> Sequence[Deviation]:
+            each = (faults(peer, part_P, stated.get(peer, NOTHING_STATED)) for peer, part_P in parts.items())
+            return (*self._odd_sums, *comparison.deviations(parts), *told, *chain.from_iterable(each))
+
+        return compare
+
+    def stated(self, own: Contribution, shares: Shares) -> Mapping[str, Stated]:
+        """What this member states of its contribution, to the owner of each part."""
+        sketched = self._sketched(own)
+        if sketched is None or not sketched.own:
+            return {}
+        return {owner: sketched.stated(part) for owner, part in shares.part_of.items()}
+
+    def _sketched(self, own: Contribution) -> Sketched | None:
+        """What ties a contribution to answers; None if that is not known, or the codec drops too much."""
+        return own.sketched if self._codec.sketch_tolerance else None
+
+    async def look_at_sums(self, own_D: torch.Tensor | None, average: Average, shares: Shares) -> None:
+        """Note which owners' sums seem to be without what this member gave. It says so in the next exchanges. `own_D`
+        is None where that was its group's average."""
+        self._odd_sums = await asyncio.to_thread(self._found_odd, own_D, average, shares)
+
+    def _found_odd(self, own_D: torch.Tensor | None, average: Average, shares: Shares) -> Sequence[Deviation]:
+        own = shares.of(self._own_id)
+        before = [each for each in self._odd_sums if each.peer_id not in shares.part_of]
+        if own_D is None or not self._codec.sketch_tolerance or not own.contributes:
+            return before
+        found = odd_sums(own_D, average.vector_D, shares.part_of, own.weight)
+        return [*before, *(each for each in found if each.peer_id != self._own_id)]
+
+    def require_in_line(
+        self, round_number: int, shares: Shares, average: Average, events: Events, *, gathers: bool
+    ) -> None:
+        """Raise MemberFailed if owners find a member's contribution out of line again and again."""
+        whole = slice(0, shares.num_elements)
+        of_members = dict.fromkeys(shares.part_of, whole) if gathers else shares.part_of
+        named_before = {peer for peer in of_members if self._suspects.is_named(peer)}
+        found = self._suspects.judge(round_number, average.deviations, of_members)
+        # A member that gives nothing does no harm, and without it parts would have to be exchanged again.
+        leaving = [each for each in found if shares.of(each.peer_id).contributes]
+        for each in found:
+            is_named = self._suspects.is_named(each.peer_id)
+            is_new = is_named and each.peer_id not in named_before
+            if each in leaving or is_new:
+                evidence = self._suspects.evidence(each.peer_id) if is_new else ()
+                events.write(
+                    OutOfLine(
+                        round=round_number, peer=each.peer_id, reason=each.reason, is_named=is_named,
+                        evidence=tuple(evidence),
+                    )
+                )  # fmt: skip
+        if leaving:
+            reason = f"its contribution is out of line: {leaving[0].reason}"
+            raise MemberFailed(leaving[0].peer_id, reason, noticed_by=self._own_id)
+
+    def committed(self, fragment: int) -> None:
+        if fragment in self._memories:
+            self._memories[fragment].committed()
