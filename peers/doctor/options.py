@@ -9,6 +9,7 @@ from peers.reach.listen import Outside
 from peers.shared import logs
 from peers.shared import option_types as takes
 from peers.shared.run_options import InviteOption
+from swarm.checkpoint.keeping import Keeping
 
 _OF_A_RUN = (
     "token", "stage", "host", "port", "dht_port", "announce", "announce_dht", "checkpoint", "keep_checkpoints",
@@ -45,7 +46,7 @@ class DoctorOptions:
     """HOST[:PORT] at which others are to reach --dht-port, likewise."""
     checkpoint: takes.Folder | None = None
     """Folder for checkpoints."""
-    keep_checkpoints: takes.Positive = 3
+    keep_checkpoints: takes.Positive = Keeping.keep
     """Checkpoints to keep."""
     model: takes.FolderOrName | None = None
     """Instead of a run: say what a run with this model would take, for each stage, here and on common GPUs, and for how

@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Annotated
 
 from peers.shared import option_types as takes
-from peers.shared.run_options import ReportingOptions, SettingsOption, TextOptions
+from peers.shared.run_options import CheckpointOptions, ReportingOptions, SettingsOption, TextOptions
 
 PRESET = "tiny"
 """The preset if neither --preset nor --config is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalOptions(TextOptions, ReportingOptions):
+class LocalOptions(CheckpointOptions, TextOptions, ReportingOptions):
     """Launch a swarm on this machine and train."""
 
     preset: str | None = None
@@ -56,10 +56,6 @@ class LocalOptions(TextOptions, ReportingOptions):
     """A peer's token, or @FILE: the run is locked. It may also be in SWARM_TOKEN."""
     insecure: bool = False
     """Plain TCP instead of TLS between the peers."""
-    checkpoint: takes.Folder | None = None
-    """Folder to which all peers write checkpoints."""
-    checkpoint_every: takes.Positive | None = None
-    """Rounds from one checkpoint to the next, instead of swarm-peer's 10."""
     resume: takes.Folder | None = None
     """Go on from the newest checkpoint in this folder, with as many stages as are asked for; metrics.jsonl is kept."""
     seed: takes.Seed = 0
@@ -68,9 +64,8 @@ class LocalOptions(TextOptions, ReportingOptions):
     def __post_init__(self) -> None:
         if self.config is not None and (self.preset or self.model) is not None:
             raise ValueError("--config, --preset and --model exclude each other")
-        super().__post_init__()
-        if self.checkpoint_every is not None and self.checkpoint is None:
-            raise ValueError("--checkpoint-every needs --checkpoint DIR")
+        CheckpointOptions.__post_init__(self)
+        ReportingOptions.__post_init__(self)
         for name in ("kill_at", "join_at"):
             step = getattr(self, name)
             if step is not None and step >= self.steps:

@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from peers.local.supervisor import Child, Supervisor
 from peers.shared import cli, devices
 from peers.shared.devices import Device
 from peers.shared.option_types import Span
+from peers.shared.run_options import CheckpointOptions
 from peers.stage_peer.options import PeerOptions
 from swarm.config import RunConfig
 from swarm.types import Block, PeerRecord, PeerState
@@ -90,8 +91,7 @@ class LocalPeers:
             stage=span if span.path is None else None, path=span.path, name=name, host="127.0.0.1", device=device.name,
             graph_memory_mib=graph_bytes >> 20, threads=options.threads, max_in_flight=options.max_in_flight,
             identity=self._folder / f"{name}.pem", ready_file=ready_file, insecure=options.insecure,
-            checkpoint=options.checkpoint, checkpoint_every=options.checkpoint_every, resume=options.resume,
-            **self._run_options(),
+            **{each.name: getattr(options, each.name) for each in fields(CheckpointOptions)}, **self._run_options(),
         )  # fmt: skip
         child = self._children.start(name, command_line("peer", cli.arguments(own)))
         peer = LocalPeer(child=child, span=span, blocks=span.of(self._config), ready_file=ready_file)

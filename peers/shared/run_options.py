@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, TypeVar
 import tyro
 
 from peers.shared import option_types as takes
+from swarm.checkpoint.keeping import Keeping
 from swarm.errors import CorpusMismatch
 
 if TYPE_CHECKING:
@@ -116,6 +117,37 @@ class ReportingOptions:
     def __post_init__(self) -> None:
         if self.wandb_online and self.wandb is None:
             raise ValueError("--wandb-online needs --wandb PROJECT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointOptions:
+    """The options that say which checkpoints a program writes, and from which one it goes on."""
+
+    checkpoint: takes.Folder | None = None
+    """Write checkpoints to this folder."""
+    checkpoint_every: Annotated[
+        takes.Positive | None,
+        tyro.conf.arg(
+            help=f"Rounds, which are steps, from one checkpoint to the next, {Keeping.every} if left out; the same at "
+            "all peers, so that all stages have the same rounds."
+        ),
+    ] = None
+    keep_checkpoints: Annotated[
+        takes.Positive | None,
+        tyro.conf.arg(help=f"Checkpoints to keep, {Keeping.keep} if left out; older ones are deleted."),
+    ] = None
+    resume: takes.Folder | None = None
+    """Go on from the newest checkpoint in this folder."""
+
+    def __post_init__(self) -> None:
+        for name in ("checkpoint_every", "keep_checkpoints"):
+            if getattr(self, name) is not None and self.checkpoint is None:
+                option = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{option} needs --checkpoint DIR: without it nothing is written")
+
+    @property
+    def keeping(self) -> Keeping:
+        return Keeping(self.checkpoint_every or Keeping.every, self.keep_checkpoints or Keeping.keep)
 
 
 def joins(options: EntranceOptions) -> bool:

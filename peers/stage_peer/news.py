@@ -53,7 +53,7 @@ async def say_what_is_wrong(options: PeerOptions, member: Membership, devices: S
     """Log a line for each thing that is wrong. This takes a few seconds at most, if other peers are silent."""
     plan = DoctorOptions(
         stage=options.span, device=str(devices[0]), memory=options.memory, checkpoint=options.checkpoint,
-        keep_checkpoints=options.keep_checkpoints or 3,
+        keep_checkpoints=options.keeping.keep,
     )  # fmt: skip
     # Of several devices it was made sure before that each has room for its stages.
     device = here(devices[0], options.memory) if len(devices) == 1 else None

@@ -11,14 +11,14 @@ import tyro
 from peers.reach.listen import Outside
 from peers.shared import logs
 from peers.shared import option_types as takes
-from peers.shared.run_options import InviteOption, SettingsOption, TextOptions, joins
+from peers.shared.run_options import CheckpointOptions, InviteOption, SettingsOption, TextOptions, joins
 from swarm.rpc.endpoint import ip_of
 
 DEFAULT_REBALANCE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeerOptions(TextOptions):
+class PeerOptions(CheckpointOptions, TextOptions):
     """Serve one stage of a run, or adjacent ones."""
 
     invite: InviteOption = None
@@ -126,13 +126,6 @@ class PeerOptions(TextOptions):
     """Megabits per second that this peer carries at most for peers that others do not reach; 0 carries nothing."""
     insecure: bool = False
     """Speak plain TCP instead of TLS: for debugging, and for the whole run or not at all."""
-    checkpoint: takes.Folder | None = None
-    """Write checkpoints of what this peer serves to this folder."""
-    checkpoint_every: takes.Positive | None = None
-    """Rounds from one checkpoint to the next, 10 if left out; the same at all peers, so that all stages have the same
-    rounds."""
-    keep_checkpoints: takes.Positive | None = None
-    """Checkpoints to keep, 3 if left out; older ones are deleted."""
     resume: takes.Folder | None = None
     """Go on from the newest checkpoint in this folder, unless peers that hold the stage are there."""
     resume_round: takes.Count | None = None
@@ -178,10 +171,7 @@ class PeerOptions(TextOptions):
             raise ValueError("--lora-rank and the like belong to a new run's --preset, --config or --model")
         shared = [] if self.shares_port else ["dht_port"]
         takes.require_distinct_ports(self, ["port", *shared, "metrics_port", "dashboard_port"])
-        for name in ("checkpoint_every", "keep_checkpoints"):
-            if getattr(self, name) is not None and self.checkpoint is None:
-                option = f"--{name.replace('_', '-')}"
-                raise ValueError(f"{option} needs --checkpoint DIR: without it nothing is written")
+        super().__post_init__()
         if self.meet and self.insecure:
             raise ValueError("--meet needs TLS: leave --insecure out")
         for option, outside in (("--announce", self.outside), ("--announce-dht", self.outside_dht)):

@@ -14,7 +14,7 @@ from peers.stage_peer.own_stage import ServerOptions
 from swarm.averaging.averager import Averager
 from swarm.checkpoint.file import Header
 from swarm.checkpoint.folder import CheckpointFolder
-from swarm.checkpoint.writer import DEFAULT_EVERY, CheckpointWriter
+from swarm.checkpoint.writer import CheckpointWriter
 from swarm.config import RunConfig
 from swarm.errors import NotReady
 from swarm.machine.out_of_memory import is_out_of_memory
@@ -126,10 +126,7 @@ def open_checkpoints(options: PeerOptions, owner: str) -> CheckpointWriter | Non
     """Make the writer of checkpoints, if they are wanted. Raises ValueError if --resume names no folder."""
     writer = None
     if options.checkpoint is not None:
-        writer = CheckpointWriter(
-            options.checkpoint, every=options.checkpoint_every or DEFAULT_EVERY, keep=options.keep_checkpoints or 3,
-            owner=owner,
-        )  # fmt: skip
+        writer = CheckpointWriter(options.checkpoint, options.keeping, owner=owner)
     if options.resume is not None:
         option_types.require_folder("--resume", options.resume)
     return writer

@@ -61,12 +61,7 @@ class Checkpoints:
         self._written = -1
         self._is_newest_kept = True
         if options.checkpoint is not None and workers.place("dp") == workers.place("tp") == 0:
-            self._writer = CheckpointWriter(
-                options.checkpoint,
-                every=options.checkpoint_every,
-                keep=options.keep_checkpoints,
-                owner=f"static-{self._stage}",
-            )
+            self._writer = CheckpointWriter(options.checkpoint, options.keeping, owner=f"static-{self._stage}")
 
     def restore(self, optimizer: optim.Optimizer) -> Progress:
         """Take the newest checkpoint's state, if there is one. All workers call this. Raises Fatal if the checkpoints
@@ -104,7 +99,7 @@ class Checkpoints:
             raise Fatal(f"the last state of this run is in no checkpoint: step {self._written} could not be written")
 
     def is_due(self, step: int) -> bool:
-        return self._options.checkpoint is not None and step % self._options.checkpoint_every == 0
+        return self._options.checkpoint is not None and self._options.keeping.is_due(step)
 
     def write(self, progress: Progress, optimizer: optim.Optimizer) -> Progress:
         """Write the state, unless that was done. All workers call this. Return the progress; at the worker that writes,

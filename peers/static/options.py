@@ -8,14 +8,14 @@ from typing import Annotated, Literal
 
 from peers.shared import cli, logs
 from peers.shared import option_types as takes
-from peers.shared.run_options import ReportingOptions, SettingsOption, TextOptions
+from peers.shared.run_options import CheckpointOptions, ReportingOptions, SettingsOption, TextOptions
 from swarm.config.rounds import CompressedCodec
 
 PROG = "swarm-static"
 
 
 @dataclass(frozen=True, kw_only=True)
-class StaticOptions(TextOptions, ReportingOptions):
+class StaticOptions(CheckpointOptions, TextOptions, ReportingOptions):
     """Train a run's model on a fixed set of workers, without a swarm: alone, or as torchrun's script.
 
     The three sizes, dp * tp * pp, make up the workers that torchrun starts.
@@ -57,10 +57,6 @@ class StaticOptions(TextOptions, ReportingOptions):
     The 1 that torchrun itself writes there does not count."""
     checkpoint: takes.Folder | None = None
     """Write checkpoints to this folder, which all machines share, and go on from the newest one there."""
-    checkpoint_every: takes.Positive = 10
-    """Steps from one checkpoint to the next."""
-    keep_checkpoints: takes.Positive = 3
-    """Checkpoints to keep; older ones are deleted."""
     resume: takes.Folder | None = None
     """Where --checkpoint has none yet, go on from the newest one in this folder, such as a swarm's."""
     metrics: takes.File = Path("swarm-output/metrics.jsonl")
@@ -79,7 +75,8 @@ class StaticOptions(TextOptions, ReportingOptions):
             raise ValueError("--steps and --epochs exclude each other")
         if self.compress is not None and (self.fsdp is not None or self.tp > 1 or self.pp > 1):
             raise ValueError("--compress is for --dp alone, without --fsdp, --tp and --pp")
-        super().__post_init__()
+        CheckpointOptions.__post_init__(self)
+        ReportingOptions.__post_init__(self)
 
 
 def explain(argv: Sequence[str]) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from swarm.checkpoint import file
 from swarm.checkpoint.file import Draft, FileName, Header, Tensors
+from swarm.checkpoint.keeping import Keeping
 from swarm.config import RunConfig
 from swarm.errors import IntegrityError
 from swarm.types import Block
@@ -24,18 +25,14 @@ from swarm.types import Block
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-DEFAULT_EVERY = 10
-"""Rounds from one checkpoint to the next, unless the user chooses another number."""
 
 
 class CheckpointWriter:
     """Writes the checkpoints of one stage peer into its folder. Several peers may have the same folder."""
 
-    def __init__(self, folder: Path, *, every: int, keep: int, owner: str) -> None:
+    def __init__(self, folder: Path, keeping: Keeping, *, owner: str) -> None:
         """
         Args:
-            every: rounds from one checkpoint to the next.
-            keep: how many checkpoints stay.
             owner: as for file.write. Unfinished files of an earlier process of this owner are removed.
 
         Raises:
@@ -44,8 +41,7 @@ class CheckpointWriter:
         folder.mkdir(parents=True, exist_ok=True)
         file.remove_unfinished(folder, owner)
         self.folder = folder
-        self._every = every
-        self._keep = keep
+        self._keeping = keeping
         self._owner = owner
         self._lock = asyncio.Lock()
         self._former = file.names(folder)
@@ -61,7 +57,7 @@ class CheckpointWriter:
         return bool(self._former)
 
     def is_due(self, round_number: int) -> bool:
-        if round_number % self._every:
+        if not self._keeping.is_due(round_number):
             return False
         if self._lock.locked():
             logger.warning("no checkpoint of round %d: an earlier one is still being written", round_number)
@@ -142,23 +138,14 @@ class CheckpointWriter:
             file.set_aside(path)
 
     def _tidy(self, config: RunConfig, written: FileName) -> None:
-        """Delete all but the newest few checkpoints. Of those between multiples of `every`, which leaving peers wrote,
-        keep only the newest.
-
-        Of those in between that were there when this peer started, `keep` may stay, because `every` may have been
-        another number then.
-        """
+        """Delete the checkpoints that are superfluous now."""
         self.went_back(config, written.round, block=written.block)
         cut = (written.block, written.num_stages)
-        kept = [n for n in file.names(self.folder) if (n.block, n.num_stages) == cut and n.round <= written.round]
-        regular = [name for name in kept if name.round % self._every == 0]
-        between = [name for name in kept if name.round % self._every]
-        former = [name for name in between if name in self._former]
-        own = [name for name in between if name not in self._former]
-        first_kept = regular[-self._keep].round if len(regular) >= self._keep else 0
-        passed = [name for name in former if name.round < first_kept]
-        for name in {*regular[: -self._keep], *own[:-1], *former[: -self._keep], *passed}:
-            (self.folder / str(name)).unlink(missing_ok=True)
+        named = {n.round: n for n in file.names(self.folder) if (n.block, n.num_stages) == cut}
+        rounds = [number for number in named if number <= written.round]
+        former = {number for number, name in named.items() if name in self._former}
+        for number in self._keeping.superfluous(rounds, former):
+            (self.folder / str(named[number])).unlink(missing_ok=True)
 
 
 async def _apart(work: Callable[[], Result]) -> Result:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from swarm.checkpoint import file
 from swarm.checkpoint.folder import CheckpointFolder, Restored
-from swarm.checkpoint.writer import DEFAULT_EVERY
+from swarm.checkpoint.keeping import Keeping
 from swarm.config import DataConfig, RunConfig, StagesConfig
 from swarm.data import tokenizer_files
 from swarm.data.tokenizer_files import TOKENIZER
@@ -33,7 +33,7 @@ from swarm.types import Block
 logger = logging.getLogger(__name__)
 
 WHEN_WRITTEN = (
-    f"a swarm-peer writes one every {DEFAULT_EVERY} rounds, or as its --checkpoint-every says, and one as it leaves"
+    f"a swarm-peer writes one every {Keeping.every} rounds, or as its --checkpoint-every says, and one as it leaves"
 )
 """When checkpoints are written: for error messages to users that look for one too early."""
 _MOST_LOOKS = 10

@@ -14,6 +14,7 @@ import torch
 
 from swarm.checkpoint.file import Header
 from swarm.checkpoint.folder import CheckpointFolder
+from swarm.checkpoint.keeping import Keeping
 from swarm.checkpoint.writer import CheckpointWriter
 from swarm.config import RunConfig, StagesConfig
 from swarm.types import Block
@@ -39,7 +40,7 @@ async def write_for_ever(folder: Path) -> None:
     if restored is not None:
         assert all(torch.equal(restored.tensors[name], value) for name, value in tensors_of(number).items())
     say(f"found {number}")
-    writer = CheckpointWriter(folder, every=1, keep=3, owner="me")
+    writer = CheckpointWriter(folder, Keeping(every=1), owner="me")
     while True:
         number += 1
         header = Header(

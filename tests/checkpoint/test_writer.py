@@ -16,6 +16,7 @@ import torch
 
 from swarm.checkpoint import file
 from swarm.checkpoint.folder import CheckpointFolder
+from swarm.checkpoint.keeping import Keeping
 from swarm.checkpoint.writer import CheckpointWriter
 from swarm.stage.state import digest_of
 from swarm.types import Block
@@ -24,7 +25,7 @@ from tests.checkpoint.states import cut, header_of, shapes_of, train_round, trai
 
 
 def _writer(folder: Path, *, every: int = 2, keep: int = 3, owner: str = "me") -> CheckpointWriter:
-    return CheckpointWriter(folder, every=every, keep=keep, owner=owner)
+    return CheckpointWriter(folder, Keeping(every, keep), owner=owner)
 
 
 async def _write(writer: CheckpointWriter, num_rounds: int, stage: int = 0) -> bool:
@@ -70,7 +71,7 @@ def test_what_nobody_will_finish_is_removed(tmp_path: Path) -> None:
     for path in names.values():
         path.write_text("half")
     os.utime(names["old"], (0, time.time() - file.ABANDONED_SECONDS - 1))
-    CheckpointWriter(tmp_path, every=1, keep=3, owner="own")
+    CheckpointWriter(tmp_path, Keeping(every=1), owner="own")
     assert list(tmp_path.iterdir()) == [names["busy"]]
 
 
@@ -242,6 +243,7 @@ import asyncio, sys, threading
 from contextlib import suppress
 from pathlib import Path
 from swarm.checkpoint import file
+from swarm.checkpoint.keeping import Keeping
 from swarm.checkpoint.writer import CheckpointWriter
 from swarm.config import RunConfig
 from swarm.types import Block
@@ -252,7 +254,7 @@ async def write():
     )
     with suppress(TimeoutError):
         async with asyncio.timeout(0.2):
-            await CheckpointWriter(Path(sys.argv[1]), every=2, keep=3, owner="me").write(header, {})
+            await CheckpointWriter(Path(sys.argv[1]), Keeping(every=2), owner="me").write(header, {})
     print("gave up")
 
 file.write = lambda *_, **__: threading.Event().wait()

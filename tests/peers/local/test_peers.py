@@ -11,7 +11,8 @@ from swarm import config as configs
 from tests.peers.local.children import serve, started_peers
 
 _CHOSEN = {
-    "--preset", "--config", "--checkpoint", "--checkpoint-every", "--model", "--lora-rank", "--tokenizer", "--set",
+    "--preset", "--config", "--checkpoint", "--checkpoint-every", "--keep-checkpoints", "--model", "--lora-rank",
+    "--tokenizer", "--set",
 }  # fmt: skip
 
 
@@ -64,10 +65,10 @@ def test_a_peer_serves_so_many_adjacent_stages_and_the_last_one_those_that_are_l
             {"model": "m", "lora_rank": 4, "tokenizer": "t", "set": ("run=r", "wire.dtype=bf16")},
             ["--tokenizer", "t", "--model", "m", "--lora-rank", "4", "--set", "run=r", "--set", "wire.dtype=bf16"],
         ),
-        ({"checkpoint": Path("c")}, ["--preset", "tiny", "--checkpoint", "c"]),
+        ({"checkpoint": Path("c")}, ["--checkpoint", "c", "--preset", "tiny"]),
         (
-            {"checkpoint": Path("c"), "checkpoint_every": 5},
-            ["--preset", "tiny", "--checkpoint", "c", "--checkpoint-every", "5"],
+            {"checkpoint": Path("c"), "checkpoint_every": 5, "keep_checkpoints": 2},
+            ["--checkpoint", "c", "--checkpoint-every", "5", "--keep-checkpoints", "2", "--preset", "tiny"],
         ),
     ],
 )

@@ -1,11 +1,15 @@
-"""Errors about values that came from options."""
+"""Options that several programs have, and errors about values that came from options."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from peers.shared.run_options import FIELDS, naming_options
+from peers.local.options import LocalOptions
+from peers.shared.run_options import FIELDS, CheckpointOptions, naming_options
 from peers.stage_peer.options import PeerOptions
+from peers.static.options import StaticOptions
+from swarm.checkpoint.keeping import Keeping
 from swarm.errors import CorpusMismatch
 
 
@@ -39,3 +43,15 @@ def test_other_errors_stay_what_they_are() -> None:
 
 def test_the_names_are_those_of_options() -> None:
     assert set(FIELDS) <= set(PeerOptions.__dataclass_fields__)
+
+
+@pytest.mark.parametrize("kind", [PeerOptions, StaticOptions, LocalOptions])
+def test_every_program_that_writes_checkpoints_is_told_of_them_in_the_same_words(kind: type[CheckpointOptions]) -> None:
+    def keeping(**given: object) -> Keeping:
+        return kind(**{"preset": "tiny", "checkpoint": Path("c"), **given}).keeping  # type: ignore[arg-type]
+
+    assert keeping() == keeping(checkpoint=None) == Keeping()
+    assert keeping(checkpoint_every=5, keep_checkpoints=2) == Keeping(every=5, keep=2)
+    for option in ("checkpoint-every", "keep-checkpoints"):
+        with pytest.raises(ValueError, match=f"^--{option} needs --checkpoint DIR: without it nothing is written$"):
+            keeping(checkpoint=None, **{option.replace("-", "_"): 5})

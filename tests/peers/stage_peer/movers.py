@@ -21,6 +21,7 @@ from peers.stage_peer.resume import ResumeOptions
 from peers.stage_peer.served_block import ServedBlock
 from peers.stage_peer.server import PeerServer
 from swarm.checkpoint import file
+from swarm.checkpoint.keeping import Keeping
 from swarm.checkpoint.writer import CheckpointWriter
 from swarm.config import RunConfig
 from swarm.content.service import Shelves
@@ -91,7 +92,7 @@ class LocalPeer:
         self.directory, self.known = self._membership.directory, self._membership.known
         self._contents = Contents(self._membership, model, cache, checkpoints=None) if cache is not None else None
         self._resume = resume
-        self.writer = CheckpointWriter(checkpoints, every=100, keep=3, owner=self.peer_id) if checkpoints else None
+        self.writer = CheckpointWriter(checkpoints, Keeping(every=100), owner=self.peer_id) if checkpoints else None
         claim = Claim(self._membership, "local")
         self.rebalancer = Ordered(
             self._membership, claim, random.Random(self.peer_id), every_seconds=1.0, checkpoints=resume

@@ -20,8 +20,6 @@ from tests.support.swarm import write_text
         ({"rebalance_every": 60.0}, "--rebalance-every needs --stage auto"),
         ({"stage": 1, "rebalance_every": 0.0}, "--rebalance-every needs --stage auto"),
         ({"resume_round": 10}, "--resume-round needs --resume DIR"),
-        ({"checkpoint_every": 5}, "--checkpoint-every needs --checkpoint DIR"),
-        ({"keep_checkpoints": 5}, "--keep-checkpoints needs --checkpoint DIR"),
         ({"host": "nosuch"}, "--host nosuch is no IP address of this machine: it takes an address, not a name"),
     ],
 )
