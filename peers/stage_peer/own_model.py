@@ -4,7 +4,6 @@ import dataclasses
 import logging
 import shlex
 from pathlib import Path
-from typing import assert_never
 
 from peers.shared.named_model import OwnModel
 from peers.shared.process import kept_tokenizer
@@ -12,6 +11,7 @@ from peers.shared.run_options import begun, named_config
 from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.resume import with_sizes_of
 from swarm.config import RunConfig
+from swarm.config.schedule import in_words
 from swarm.credentials.token import Token
 from swarm.data import corpora, tokenizer_files, tokenizers
 from swarm.data.corpora import Corpus
@@ -61,7 +61,8 @@ def own_config(
     config, corpus = with_text(config, cache)
     if not options.joins:
         logger.info("%s", _sizes_in_words(config, Microbatches(corpus, config.data).num_windows))
-        logger.info("%s", _rate_in_words(config))
+        what = "adapters" if config.lora.is_on else "a model further" if config.model.weights else "a new model"
+        logger.info("trains %s at a learning rate of %s", what, in_words(config.optimizer))
     return config
 
 
@@ -80,24 +81,6 @@ def _sizes_in_words(config: RunConfig, num_samples: int) -> str:
         told += f" and inner steps of {rounds.inner_batch_samples}"
     steps = num_samples / rounds.round_samples
     return f"{told}; {f'{steps:,.0f}' if steps >= 100 else f'{steps:.3g}'} steps are one pass through the text"
-
-
-def _rate_in_words(config: RunConfig) -> str:
-    """The learning rate of a new run, for its user, who may have chosen none."""
-    optimizer = config.optimizer
-    what = "a model further" if config.model.weights else "a new model"
-    told = f"trains {'adapters' if config.lora.is_on else what} at a learning rate of {optimizer.learning_rate:g}"
-    if optimizer.warmup_samples:
-        told += f", reached after {optimizer.warmup_samples} samples"
-    match optimizer.schedule:
-        case "linear" | "cosine":
-            return f"{told}; it falls until {optimizer.total_samples} samples"
-        case "constant":
-            return f"{told}, which stays: --steps N would let it fall over N steps"
-        case "cosine-restarts" | "auto":
-            return told
-        case other:
-            assert_never(other)
 
 
 def require_allowed_class(config: RunConfig, own: RunConfig | None, allowed: str | None) -> None:

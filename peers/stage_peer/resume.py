@@ -20,11 +20,12 @@ from swarm.checkpoint import file
 from swarm.checkpoint.folder import CheckpointFolder, Restored
 from swarm.checkpoint.writer import CheckpointWriter
 from swarm.config import RunConfig, allowed_changes
+from swarm.config.schedule import learning_rate
 from swarm.config.sizes import sizes_of
 from swarm.errors import Fatal, IntegrityError, PeerUnavailable
 from swarm.stage.member import StageMember
 from swarm.stage.state import digest_of, named, parts
-from swarm.training.optim import Optimizer, learning_rate
+from swarm.training.optim import Optimizer
 from swarm.training.optimizers import gradient_optimizer, round_optimizer
 from swarm.training.round_member import Snapshot
 from swarm.training.tally import EMPTY

@@ -21,6 +21,7 @@ from peers.static.run_config import in_shards
 from peers.static.spread import Spread
 from peers.static.workers import Shape, Workers
 from swarm.config import RunConfig
+from swarm.config.schedule import learning_rate
 from swarm.data.microbatches import HeldOut, HeldOutLoss, averaged
 from swarm.errors import Fatal
 from swarm.machine.words import counted
@@ -88,7 +89,7 @@ def train(
             continue
 
         # Clip the gradient, and take the step.
-        rate = optim.learning_rate(config.gradient_step, progress.run_samples)
+        rate = learning_rate(config.gradient_step, progress.run_samples)
         clip(gradients, squared_norm, config.optimizer.clip_norm, scale=factor)
         optim.step(optimizer, {name: parameters[name] for name in gradients}, gradients, rate)
         batch, all_targets = next_batch, next_targets

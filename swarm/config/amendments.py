@@ -8,13 +8,14 @@ import base64
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self, get_args
 
 from swarm.config.checks import is_sha256
 from swarm.config.reading import with_settings
 from swarm.config.run import RunConfig, differences
+from swarm.config.stages import WireDtype
 from swarm.credentials import certificates
 from swarm.credentials.token import OwnerKey
 from swarm.errors import IntegrityError
@@ -24,23 +25,18 @@ logger = logging.getLogger(__name__)
 
 MOST_CHARACTERS = 10_000
 """The most characters of all amendments of a run together: they have to fit into one record of the DHT."""
-AMENDABLE = {
-    "": ("revoked",),
-    "optimizer": (
-        "learning_rate", "schedule", "warmup_samples", "total_samples", "restart_samples", "final_fraction",
-        "weight_decay", "clip_norm", "beta1", "beta2", "epsilon", "momentum", "nesterov", "adjust_lr_fn",
-    ),
-    "outer": ("learning_rate", "momentum"),
-    "data": ("weights", "dataset", "paths", "digest", "dataset_digests"),
-    "rounds": ("round_samples",),
-    "wire": ("dtype",),
-    "averaging": (
-        "codec", "top_k", "values", "indices", "feedback_decay", "gather_members", "clip_to_median", "overlap_steps",
-    ),
-}  # fmt: skip
-"""The fields that can be amended, by section: those that a peer or a trainer reads anew in each round, and that do not
-change what it holds."""
-_TEXT = {f"data.{key}" for key in AMENDABLE["data"]}
+
+
+def _amendable(section: Any, prefix: str = "") -> Iterator[str]:
+    for each in dataclasses.fields(section):
+        if dataclasses.is_dataclass(each.type):
+            yield from _amendable(each.type, f"{each.name}.")
+        elif "is_amendable" in each.metadata:
+            yield prefix + each.name
+
+
+AMENDABLE = frozenset(_amendable(RunConfig))
+"""The fields that can be amended: those with the mark of that name (config/checks)."""
 _FORM = "swarm amendment 1"
 _DIGEST_DIGITS = 32
 
@@ -210,8 +206,7 @@ def amended(config: RunConfig, settings: Sequence[str]) -> RunConfig:
     filled = dataclasses.replace(config, optimizer=config.gradient_step, outer=config.outer_step)
     changed = with_settings(filled, settings)
     for name in [setting.partition("=")[0].strip() for setting in settings] + [*differences(filled, changed)]:
-        section, _, key = name.rpartition(".")
-        if key not in AMENDABLE.get(section, ()):
+        if name not in AMENDABLE:
             raise ValueError(
                 f"{name} cannot be amended while the run goes on: stop all peers, and start them with --resume and "
                 "another configuration, if it may change at all (docs/security.md has what can be amended)"
@@ -222,7 +217,7 @@ def amended(config: RunConfig, settings: Sequence[str]) -> RunConfig:
     ):
         raise ValueError("an amendment that names another text names its data.digest as well")
     for name in different:
-        if (name == "rounds.round_samples" or name in _TEXT) and config.data.part_rows:
+        if (name == "rounds.round_samples" or name.startswith("data.")) and config.data.part_rows:
             raise ValueError(
                 f"{name} cannot be amended with data.part_rows, because it says which part each round reads: stop all "
                 "peers, and start them with --resume and another configuration, if it may change at all"
@@ -232,5 +227,5 @@ def amended(config: RunConfig, settings: Sequence[str]) -> RunConfig:
     if changed.optimizer.learning_rate <= 0.0 or changed.optimizer.schedule == "auto":
         raise ValueError("an amendment names what it sets: optimizer.learning_rate above 0, and a schedule")
     if changed.wire.dtype == "auto":
-        raise ValueError("an amendment names what it sets: wire.dtype = 'fp32', 'bf16', 'fp16' or 'int8'")
+        raise ValueError(f"an amendment names what it sets: wire.dtype = {' or '.join(map(repr, get_args(WireDtype)))}")
     return changed

@@ -1,4 +1,5 @@
-"""Checks that several sections share, and what is marked at fields: whether they may change when a run is resumed.
+"""Checks that several sections share, and what is marked at fields: whether they may change when a run is
+resumed, or be amended while it trains.
 
 Each check raises ValueError with one line, which names the section and the field.
 """
@@ -31,6 +32,9 @@ another value is no change. Earlier releases did not write all such fields."""
 ADDED = {"is_added": True}
 """Metadata of a field that the release before does not have. It is left out of the canonical JSON while it has its
 default, so that a run which does not use it has the same configuration, and the same digest, for both releases."""
+AMENDABLE = {"is_amendable": True}
+"""Metadata of a field that can be amended (config/amendments): a peer or a trainer reads it anew in each round, and it
+does not change what they hold."""
 
 
 def require(condition: bool, message: str) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, assert_never
 
 from swarm.config.checks import (
+    AMENDABLE,
     NO_CHANGE,
     STRICT,
     is_sha256,
@@ -34,18 +35,20 @@ class DataConfig:
 
     __pydantic_config__ = STRICT
 
-    dataset: str | tuple[str, ...] = field(default="stdlib", metadata=NO_CHANGE)
+    dataset: str | tuple[str, ...] = field(default="stdlib", metadata={**NO_CHANGE, **AMENDABLE})
     """`stdlib`, a folder of it (`stdlib:json`), a file, folder or glob, `hf:NAME` (`hf:NAME:CONFIGURATION`) for a
     Hugging Face dataset, `class:package.module:Class` for rows that a class of your own gives, or `dummy` for random
     tokens. Files that end in `.jsonl`, `.ndjson` or `.parquet` have rows with named fields, all others are text. Texts
     and JSONL may be compressed (`.gz`). A list names several datasets: part of each is held out, and has a loss of its
     own."""
-    paths: tuple[str, ...] = field(default=(), metadata=NO_CHANGE)
+    paths: tuple[str, ...] = field(default=(), metadata={**NO_CHANGE, **AMENDABLE})
     """In a run with `stages.variants`: a dataset for each path, named as in `dataset`, which is then left out. Paths
     with the same one take its microbatches in turn. Left out, all paths do so with `dataset`."""
     validation: str = field(default="", metadata=NO_CHANGE)
     """A text of its own for evaluations, named as in `dataset`, of which then nothing is held out. For one dataset."""
-    weights: tuple[float, ...] = field(default=(), metadata=may_change(lambda run: not run.data.part_rows))
+    weights: tuple[float, ...] = field(
+        default=(), metadata={**may_change(lambda run: not run.data.part_rows), **AMENDABLE}
+    )
     """Of several datasets: how much each is trained on. With `[3, 1]` three samples of the first come for one of the
     second, and a dataset that ends begins again. Left out, each sample of all of them comes once in an epoch."""
     hf_config: str = ""
@@ -89,9 +92,9 @@ class DataConfig:
     `part_rows` it is the share of a part's rows that is held out, once, at the dataset's beginning."""
     seed: int = 0
     """Order of the microbatches, initial weights and dropout all follow from it."""
-    digest: str = ""
+    digest: str = field(default="", metadata=AMENDABLE)
     """SHA-256 of the tokens and the tokenizer; the first peer fills it in."""
-    dataset_digests: tuple[str, ...] = field(default=(), metadata=NO_CHANGE)
+    dataset_digests: tuple[str, ...] = field(default=(), metadata={**NO_CHANGE, **AMENDABLE})
     """Of several datasets the digest of each, so that trainers put theirs in order; the first peer fills it in."""
 
     def __post_init__(self) -> None:

@@ -5,6 +5,7 @@ from typing import Literal, assert_never
 
 from swarm.config.checks import (
     ADDED,
+    AMENDABLE,
     MAY_CHANGE,
     STRICT,
     may_change,
@@ -44,7 +45,7 @@ class RoundsConfig:
     setting: Setting = field(default="diloco", metadata=_TO_DILOCO)
     """`synchronous`: one optimizer step a round on the summed gradient, like one process. `diloco`: peers take
     inner steps of their own and average pseudo-gradients at the end of the round."""
-    round_samples: int = field(default=256, metadata=_TO_DILOCO)
+    round_samples: int = field(default=256, metadata={**_TO_DILOCO, **AMENDABLE})
     """Samples of the whole swarm in one round (one step of the commands); a multiple of the microbatch size, and in the
     synchronous setting at most 262,144 times that. 0 leaves it out, as runs do that begin with a model, and the first
     peer fills in up to 256, or 32 in the synchronous setting, as suits the text."""
@@ -79,24 +80,24 @@ class AveragingConfig:
 
     __pydantic_config__ = STRICT
 
-    codec: CodecName = "fp32"
+    codec: CodecName = field(default="fp32", metadata=AMENDABLE)
     """How contributions and results are encoded on the wire; docs/protocol.md has the layouts and sizes."""
-    top_k: int = 64
+    top_k: int = field(default=64, metadata=AMENDABLE)
     """`topk` and `dct-topk`: coefficients kept of each tile of 4096; a multiple of 4."""
-    values: Values = "2bit"
+    values: Values = field(default="2bit", metadata=AMENDABLE)
     """`topk` and `dct-topk`: kept values as 8 bits by lookup table, as a sign and one of two magnitudes a tile, or as
     a sign and one magnitude a tile."""
-    indices: Indices = "elias-fano"
+    indices: Indices = field(default="elias-fano", metadata=AMENDABLE)
     """`topk` and `dct-topk`: places of the kept values as 12 bits each, or entropy-coded in a fixed size."""
-    feedback_decay: float = 0.95
+    feedback_decay: float = field(default=0.95, metadata=AMENDABLE)
     """Share of the residual (what encoding dropped) that a member adds to its next contribution, with the codecs that
     drop much: `int4`, `topk`, `dct-topk`, `dct-lowpass`. 0 turns error feedback off."""
-    gather_members: int = 4
+    gather_members: int = field(default=4, metadata=AMENDABLE)
     """`topk` and `dct-topk`: largest group in which every member sends its contribution to every other one. In larger
     ones each tile has an owner that sums it and encodes the sum again, with four times as many coefficients."""
-    clip_to_median: float = 3.0
+    clip_to_median: float = field(default=3.0, metadata=AMENDABLE)
     """DiLoCo only: a contribution's norm is cut to this many times the median norm of the members; 0 turns it off."""
-    overlap_steps: int = 5
+    overlap_steps: int = field(default=5, metadata=AMENDABLE)
     """DiLoCo only: inner steps a peer may take while a round is exchanged; the result is merged as soon as it is
     committed. A few cost no loss (docs/performance.md). 0: the peer waits, and accumulates gradients."""
     num_fragments: int = 1
@@ -157,9 +158,9 @@ class OuterConfig:
 
     __pydantic_config__ = STRICT
 
-    learning_rate: float = LEFT_OUT
+    learning_rate: float = field(default=LEFT_OUT, metadata=AMENDABLE)
     """Outer learning rate; -1 leaves it out, which means 0.7 where a momentum is given."""
-    momentum: float = LEFT_OUT
+    momentum: float = field(default=LEFT_OUT, metadata=AMENDABLE)
     """Nesterov momentum; 0 turns it off. -1 leaves it out, which means 0.9 where a learning rate is given."""
 
     def __post_init__(self) -> None:

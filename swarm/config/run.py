@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Literal
 
-from swarm.config.checks import ADDED, MAY_CHANGE, STRICT, is_sha256, may_change, require
+from swarm.config.checks import ADDED, AMENDABLE, MAY_CHANGE, STRICT, is_sha256, may_change, require
 from swarm.config.data import DataConfig
 from swarm.config.lora import LoraConfig
 from swarm.config.model import ModelConfig
@@ -48,7 +48,7 @@ class RunConfig:
     owner: str = field(default="", metadata=MAY_CHANGE)
     """Locked runs: SHA-256 of the owner's public key, in hexadecimal; `swarm-peer --token` sets it. Empty:
     every machine that reaches a peer may join."""
-    revoked: tuple[str, ...] = field(default=(), metadata={**MAY_CHANGE, **ADDED})
+    revoked: tuple[str, ...] = field(default=(), metadata={**MAY_CHANGE, **ADDED, **AMENDABLE})
     """Locked runs: the tokens that let nobody in any more, each by the 16 digits that `swarm-keys show` prints. The
     owner adds some while the run trains, by `swarm-keys amend --revoke`."""
     model: ModelConfig = field(default_factory=ModelConfig)

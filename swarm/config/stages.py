@@ -6,12 +6,13 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from swarm.config.checks import STRICT, may_change, require, require_usable_numbers
+from swarm.config.checks import AMENDABLE, STRICT, may_change, require, require_usable_numbers
 from swarm.machine.words import counted
 from swarm.types import LARGEST_STAGE, LARGEST_VARIANT
 
 MOST_PATHS = 1024
 """The most paths of one run: each takes its turn in the order of the microbatches."""
+WireDtype = Literal["fp32", "bf16", "fp16", "int8"]
 _NEVER = may_change(lambda run: False)
 
 
@@ -91,7 +92,7 @@ class WireConfig:
 
     __pydantic_config__ = STRICT
 
-    dtype: Literal["fp32", "bf16", "fp16", "int8", "auto"] = "fp32"
+    dtype: Literal[WireDtype, "auto"] = field(default="fp32", metadata=AMENDABLE)
     """Type of numbers on the wire; computation stays as it is. `fp16`: with a scale for each tensor, so that small
     gradients survive. `int8`: a byte each, and a scale for every 128. All but `fp32` round numbers; a synchronous run
     then follows one process that rounds at the same places. `auto`, which the first peer replaces:

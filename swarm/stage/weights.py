@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from swarm.config import RunConfig, Timeline
+from swarm.config.schedule import learning_rate
 from swarm.machine.memory import Recycler
 from swarm.model.adapters import trained_parameters
 from swarm.model.functions import fuses
@@ -152,7 +153,7 @@ class StageWeights(ABC):
         """The learning rate for the run's sample count, as far as this peer knows the count within a round."""
 
     def _rate_after(self, block_samples: int) -> float:
-        return optim.learning_rate(self._config.gradient_step, int(block_samples / self._share))
+        return learning_rate(self._config.gradient_step, int(block_samples / self._share))
 
     @property
     @abstractmethod

@@ -1,18 +1,18 @@
-"""Optimizers and schedules: AdamW (inner, or the only one) and Nesterov SGD (DiLoCo's outer step); not Muon.
+"""Optimizers: AdamW (inner, or the only one) and Nesterov SGD (DiLoCo's outer step); not Muon.
 
 The same inputs must give the same bits on every machine, whatever its processor, its GPU or its release of torch,
 because members of a stage compare digests of the state after their outer steps, and apply rounds that they missed.
 torch.optim does not promise that, since it fuses products with sums if the processor can. Here a step consists of sums,
 differences, products, quotients and square roots of float32 numbers, each an operation of its own in a fixed order, and
-IEEE 754 says how each of them is rounded. Factors are computed in float64 by the same operations, because powers and
-cosines of a C library may differ in the last bit.
+IEEE 754 says how each of them is rounded. Factors are computed in float64 by the same operations, because powers of a
+C library may differ in the last bit.
 """
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, assert_never
+from typing import Any
 
 import torch
 
@@ -25,40 +25,6 @@ Parameters = Mapping[str, torch.Tensor]
 
 PACKED_ELEMENTS = 4096
 """Matrices with fewer elements keep their moments in float32, as in the paper's code: they take no memory."""
-COSINE_TERMS = 14
-"""How many terms of the cosine's series are summed. Those after them add less than 1e-23 up to a quarter turn."""
-
-
-def learning_rate(config: OptimizerConfig, run_samples: int) -> float:
-    """The rate after `run_samples` samples of the whole run: linear warm-up, then the configured shape."""
-    if run_samples < config.warmup_samples:
-        return config.learning_rate * (run_samples + 1) / (config.warmup_samples + 1)
-    since_warmup = run_samples - config.warmup_samples
-    match config.schedule:
-        case "auto":
-            raise AssertionError("gradient_step has one of the other schedules")
-        case "constant":
-            return config.learning_rate
-        case "linear":
-            height = 1.0 - _share_over(config, since_warmup)
-        case "cosine":
-            height = _cosine_height(_share_over(config, since_warmup))
-        case "cosine-restarts":
-            height = _cosine_height(since_warmup % config.restart_samples / config.restart_samples)
-        case other:
-            assert_never(other)
-    return config.learning_rate * (config.final_fraction + (1.0 - config.final_fraction) * height)
-
-
-def _share_over(config: OptimizerConfig, since_warmup: int) -> float:
-    """How much of the run's part after the warm-up is done, from 0 to 1. For schedules that end with the run."""
-    return min(1.0, since_warmup / (config.total_samples - config.warmup_samples))
-
-
-def _cosine_height(progress: float) -> float:
-    """(1 + cos(pi * progress)) / 2, computed as a square, so that it is never below 0."""
-    cosine = _cosine(0.5 * math.pi * progress)
-    return cosine * cosine
 
 
 class Optimizer(ABC):
@@ -266,14 +232,6 @@ def _power(base: float, exponent: int) -> float:
             power *= base
         base, exponent = base * base, exponent // 2
     return power
-
-
-def _cosine(angle: float) -> float:
-    total = term = 1.0
-    for number in range(1, COSINE_TERMS):
-        term *= -angle * angle / ((2 * number - 1) * (2 * number))
-        total += term
-    return total
 
 
 class Views(Mapping[str, torch.Tensor]):

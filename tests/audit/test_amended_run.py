@@ -14,12 +14,12 @@ from peers.shared import network
 from swarm.audit import history
 from swarm.audit.audit import audit
 from swarm.config import Amendment, DataConfig, OptimizerConfig, RunConfig, StagesConfig, Timeline
+from swarm.config.schedule import learning_rate
 from swarm.credentials.identity import generate
 from swarm.data.microbatches import Microbatches
 from swarm.dht import keys
 from swarm.dht.records import seal
 from swarm.events import Commit
-from swarm.training.optim import learning_rate
 from swarm.types import AmendmentsRecord, Block
 from tests.audit.honest import Lines, edit
 from tests.support import locked

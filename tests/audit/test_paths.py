@@ -14,12 +14,12 @@ from torch.nn.functional import cross_entropy
 from peers.trainer.held_out_loss import Along, Rerouting, held_out_loss
 from swarm.audit.audit import audit
 from swarm.config import OptimizerConfig, RunConfig, StagesConfig
+from swarm.config.schedule import learning_rate
 from swarm.data.microbatches import HeldOut, Microbatches
 from swarm.data.path_router import NUM_TOKENS
 from swarm.hop.answers import HopListener
 from swarm.model.stages import build_stage
 from swarm.stage.weights import StageWeights
-from swarm.training.optim import learning_rate
 from swarm.training.samples import TOKENS
 from swarm.types import Block
 from tests.support.chain import DILOCO, SYNCHRONOUS, eventually, tokens

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from swarm.config import ModelConfig, RunConfig
+from swarm.config.schedule import learning_rate
 from swarm.model.functions import rows
 from swarm.model.masks import DropoutKey
 from swarm.model.stages import build_transformer
@@ -117,7 +118,7 @@ def test_synchronous_rounds_are_those_of_one_process() -> None:
         expected = _gradients(config, masters, numbers)
         mean = {name: value / (2 * config.data.tokens_per_microbatch) for name, value in expected.items()}
         clip(mean, squared_norm_of(mean.values()), config.optimizer.clip_norm)
-        optim.step(adamw, masters, mean, optim.learning_rate(config.gradient_step, 16 * number))
+        optim.step(adamw, masters, mean, learning_rate(config.gradient_step, 16 * number))
         end_rounds([backend.weights for backend in chain])
         again = [run_microbatch(chain, each, round_number=number, accumulate=False)[0] for each in numbers]
         assert again == losses

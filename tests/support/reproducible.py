@@ -17,6 +17,7 @@ from scripts.benches.shared.common import run_of
 from swarm.compression.buffers import TILE
 from swarm.compression.dct import inverse_dct
 from swarm.config import OptimizerConfig, OuterConfig, RoundsConfig, Setting
+from swarm.config.schedule import learning_rate
 from swarm.model.layers import seeded_generator
 from swarm.model.masks import random_mask
 from swarm.model.stages import build_stage
@@ -75,7 +76,7 @@ def of_arithmetic(device: torch.device = CPU) -> dict[str, str]:
         stepped = shapes | hidden if name == "Muon" else shapes
         weights = moved(drawn(stepped, name), device)
         for number in range(4):
-            rate = optim.learning_rate(CONFIG.optimizer, 17 * number)
+            rate = learning_rate(CONFIG.optimizer, 17 * number)
             optim.step(optimizer, weights, moved(drawn(stepped, name, number), device), rate)
         digests[name] = digest_of(moved(weights | optim.state_tensors(optimizer, weights), CPU))
     coefficients = drawn({"tiles": torch.empty(70, TILE)}, "coefficients")

@@ -1,9 +1,5 @@
 """Optimizers take the steps that their papers and torch say."""
 
-import dataclasses
-import math
-import typing
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,40 +20,6 @@ def _parameters(seed: int = 0) -> dict[str, nn.Parameter]:
 
 def _gradients(step: int) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in _parameters(100 + step).items()}
-
-
-# -- schedule ----------------------------------------------------------------------------------------------------------
-
-
-def test_warmup_rises_linearly_and_is_never_zero() -> None:
-    config = OptimizerConfig(learning_rate=0.1, warmup_samples=9, schedule="constant")
-    rates = [optim.learning_rate(config, samples) for samples in range(12)]
-    assert rates[:10] == pytest.approx([0.01 * (samples + 1) for samples in range(10)])
-    assert rates[10:] == [0.1, 0.1]
-
-
-SCHEDULED = OptimizerConfig(
-    learning_rate=0.8, warmup_samples=100, total_samples=500, restart_samples=160, final_fraction=0.25
-)
-SHAPES: dict[str, Callable[[float], float]] = {
-    "constant": lambda since: 1.0,
-    "linear": lambda since: 0.25 + 0.75 * (1 - min(since, 400) / 400),
-    "cosine": lambda since: 0.25 + 0.75 * (1 + math.cos(math.pi * min(since, 400) / 400)) / 2,
-    "cosine-restarts": lambda since: 0.25 + 0.75 * (1 + math.cos(math.pi * math.fmod(since, 160) / 160)) / 2,
-}
-"""Each schedule's share of the peak, by the samples since the warm-up."""
-
-
-@pytest.mark.parametrize(
-    "schedule", sorted({*typing.get_args(typing.get_type_hints(OptimizerConfig)["schedule"])} - {"auto"})
-)
-def test_a_schedule_has_the_values_of_its_formula(schedule: Any) -> None:
-    config = dataclasses.replace(SCHEDULED, schedule=schedule)
-    for samples in range(100):
-        assert optim.learning_rate(config, samples) == pytest.approx(0.8 * (samples + 1) / 101, rel=1e-14)
-    for since in [*range(1000), 10**9]:
-        expected = 0.8 * SHAPES[schedule](since)
-        assert optim.learning_rate(config, 100 + since) == pytest.approx(expected, rel=1e-14)
 
 
 # -- AdamW -------------------------------------------------------------------------------------------------------------

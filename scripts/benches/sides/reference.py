@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from swarm.config import OptimizerConfig, RunConfig
+from swarm.config.schedule import learning_rate
 from swarm.data.microbatches import Microbatches
 from swarm.model.adapters import trained_parameters
 from swarm.model.loss import NO_TARGET
@@ -135,7 +136,7 @@ class Reference:
         """Take a step of this optimizer with the sum, at the learning rate after this many samples of the run."""
         gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         clip(gradients, squared_norm_of(gradients.values()), self._config.optimizer.clip_norm)
-        rate = optim.learning_rate(self._config.gradient_step, run_samples)
+        rate = learning_rate(self._config.gradient_step, run_samples)
         optim.step(optimizer, self._parameters, gradients, rate)
         for parameter in self._parameters.values():
             parameter.grad = None

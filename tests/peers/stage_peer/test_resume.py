@@ -26,8 +26,8 @@ from swarm.config import (
     StagesConfig,
     Timeline,
 )
+from swarm.config.schedule import learning_rate
 from swarm.errors import Fatal, PeerUnavailable
-from swarm.training.optim import learning_rate
 from swarm.types import Block
 from tests.averaging.doubles import until
 from tests.checkpoint.states import CONFIG, cut, header_of, trained, write_cut

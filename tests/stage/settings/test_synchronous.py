@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from swarm.config import Amendment
+from swarm.config.schedule import learning_rate
 from swarm.errors import IntegrityError
 from swarm.stage.stage import weights_of
 from swarm.stage.weights import Round, StageWeights
-from swarm.training import optim
 from tests.stage.linear import accumulate, assert_same, config_of, gradients, linear, weights_in
 from tests.support.commits import end_round
 from tests.support.locked import OWNER
@@ -35,8 +35,8 @@ def test_synchronous_commits_are_adamw_in_one_process() -> None:
         contribution = weights.contribute().tensors
         used = end_round(weights, contribution, total_squared_norm=9.0, num_members=4, lineage=f"after {number}")
         for group in adamw.param_groups:
-            group["lr"] = optim.learning_rate(config, 16 * number)
-        assert used == optim.learning_rate(config, 16 * number)
+            group["lr"] = learning_rate(config, 16 * number)
+        assert used == learning_rate(config, 16 * number)
         for name, parameter in reference.items():
             parameter.grad = (gradients(2 * number)[name] + gradients(2 * number + 1)[name]) / 2 / 3.0
         adamw.step()
