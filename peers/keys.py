@@ -180,7 +180,7 @@ async def _entered(options: TokensOptions | AmendOptions) -> AsyncIterator[tuple
     owner, clock = OwnerKey.load(options.file), SystemClock()
     token = owner.issue(Role.PEER, name="owner", now=_now(), lifetime=datetime.timedelta(hours=1))
     way = RunOptions(invite=options.invite.partition("#")[0], token=str(token))
-    async with reading(find_entrance(way, {}, role=Role.PEER, clock=clock), clock) as member:
+    async with reading(find_entrance(way, {}, prog=PROG, clock=clock), clock) as member:
         yield owner, member
 
 

@@ -65,7 +65,7 @@ class DashboardOptions(ViewOptions):
 def main(argv: Sequence[str]) -> int:
     options = cli.parse(DashboardOptions, prog=PROG, argv=argv)
     logs.setup_logging("dashboard", options.log_level)
-    entrances = options.entrances(os.environ, SystemClock())
+    entrances = options.entrances(PROG, os.environ, SystemClock())
     is_locked = any(entrance.token is not None for entrance in entrances)
     listener, view_token = take_address(options, is_locked=is_locked)
     try:

@@ -31,7 +31,6 @@ from peers.shared.process import EXIT_FAILURE, cache_folder
 from peers.shared.room import Room, together
 from peers.shared.run_options import naming_options
 from swarm import __version__
-from swarm.credentials.rights import Role
 from swarm.errors import SwarmError
 from swarm.machine.clock import SystemClock, run_loop
 from swarm.machine.words import counted, printable
@@ -134,7 +133,7 @@ def main(argv: Sequence[str]) -> int:
         with naming_options(options):
             return fit.report(options)
     options = with_invite(options)
-    entrance = find_entrance(options, os.environ, role=Role.TRAINER, clock=SystemClock())
+    entrance = find_entrance(options, os.environ, prog=PROG, clock=SystemClock())
     if not options.json:
         print(f"{PROG}: looking, for 20 s at most", file=sys.stderr, flush=True)
     findings = run_loop(examine(options, entrance))

@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from random import SystemRandom
 
-from peers.generate.options import GenerateOptions
+from peers.generate.options import PROG, GenerateOptions
 from peers.generate.terminal import tell
 from peers.shared.devices import computing_in, device_of, warn_of_emulation
 from peers.shared.entrance import find_entrance, reading
@@ -23,7 +23,6 @@ from peers.shared.process import cache_folder
 from peers.shared.run_options import naming_options
 from peers.shared.tokenizer import folder_of, have_tokenizer
 from swarm.config import RunConfig
-from swarm.credentials.rights import Role
 from swarm.data import tokenizers
 from swarm.data.own_tokenizer import trusted
 from swarm.data.tokenizers import Tokenizer
@@ -119,7 +118,7 @@ async def open_swarm(options: GenerateOptions) -> AsyncIterator[TextModel]:
     ValueError if a token is missing, or the model generates no text, CorpusMismatch if the tokenizer is not the run's,
     and PeerUnavailable if no peer answers, or none gives the run's tokenizer."""
     clock = SystemClock()
-    entrance = find_entrance(options, os.environ, role=Role.TRAINER, clock=clock)
+    entrance = find_entrance(options, os.environ, prog=PROG, clock=clock)
     async with reading(entrance, clock) as member:
         config = member.config
         paths = _paths(options, config)

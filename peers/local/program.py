@@ -20,7 +20,6 @@ from peers.shared.sole_writer import require_sole_writer
 from peers.shared.token_option import VARIABLE, admitted, find_token
 from swarm.config import RunConfig
 from swarm.credentials.identity import generate
-from swarm.credentials.rights import Role
 from swarm.machine.clock import SystemClock
 
 PROG = "swarm-local"
@@ -37,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     with naming_options(options):
         config = run_config(options)
     clock = SystemClock()
-    _, token = find_token(options.token, (), os.environ, role=Role.PEER, insecure=options.insecure, clock=clock)
+    _, token = find_token(options.token, (), os.environ, prog=PROG, insecure=options.insecure, clock=clock)
     if token is not None:
         # Children get the token in the environment: every user of this machine can read their command lines.
         os.environ[VARIABLE] = str(token)

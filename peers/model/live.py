@@ -11,7 +11,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from peers.model.options import ExportModelOptions
+from peers.model.options import PROG, ExportModelOptions
 from peers.shared.entrance import find_entrance, reading
 from peers.shared.lan import with_invite
 from peers.shared.named_model import kept_weights
@@ -26,7 +26,6 @@ from swarm.checkpoint import file
 from swarm.checkpoint.file import Header
 from swarm.content.service import Kind
 from swarm.content.weights import WeightsCache
-from swarm.credentials.rights import Role
 from swarm.errors import Fatal, IntegrityError, PeerUnavailable, SwarmError
 from swarm.interchange.families.known import family_of
 from swarm.interchange.origin import require_path
@@ -243,7 +242,7 @@ def fetch_model(options: ExportModelOptions, folder: Path) -> tuple[str, Weights
         SwarmError, OSError: as LiveModel.write_checkpoints and have_tokenizer do.
     """
     clock = SystemClock()
-    entrance = find_entrance(with_invite(options), os.environ, role=Role.PEER, clock=clock)
+    entrance = find_entrance(with_invite(options), os.environ, prog=PROG, clock=clock)
 
     async def fetch() -> tuple[str, Weights | None]:
         async with reading(entrance, clock) as member:

@@ -15,7 +15,6 @@ from peers.shared.run_options import EntranceOptions
 from peers.shared.token_option import admitted, find_token
 from swarm.config import Timeline
 from swarm.credentials.identity import Identity, generate
-from swarm.credentials.rights import Role
 from swarm.credentials.token import Token
 from swarm.dht import keys
 from swarm.dht import node as dht_node
@@ -126,12 +125,12 @@ def dht_addresses_of(member: Membership, store: PeerStore) -> tuple[str, ...]:
 
 
 def find_entrance(
-    options: EntranceOptions, environment: Mapping[str, str], *, role: Role, clock: Clock, peers: Sequence[str] = ()
+    options: EntranceOptions, environment: Mapping[str, str], *, prog: str, clock: Clock, peers: Sequence[str] = ()
 ) -> Entrance:
     """Find where the options and the environment say that a program enters a run.
 
     Args:
-        role: the role that the program needs.
+        prog: the program that enters.
         peers: PEER_ID@HOST:PORT of peers to ask, for options that name neither an invite nor addresses.
 
     Raises:
@@ -139,7 +138,7 @@ def find_entrance(
             or the run is locked and there is no token.
     """
     given = peers or options.initial_peers if options.invite is None else (_invite(options.invite),)
-    addresses, token = find_token(options.token, given, environment, role=role, insecure=options.insecure, clock=clock)
+    addresses, token = find_token(options.token, given, environment, prog=prog, insecure=options.insecure, clock=clock)
     if peers:
         entries = tuple(map(Entry.parse, addresses))
         return Entrance(entries=entries, token=token, insecure=options.insecure)

@@ -12,7 +12,7 @@ from peers.shared.cli import spelled_out
 from peers.shared.stopping import before
 from swarm.credentials.authority import Authority
 from swarm.credentials.identity import Identity
-from swarm.credentials.rights import Role
+from swarm.credentials.rights import require_program
 from swarm.credentials.token import Token
 from swarm.errors import NotAllowed
 from swarm.machine.clock import Clock
@@ -33,18 +33,18 @@ def read_token(text: str) -> Token:
 
 
 def find_token(
-    option: str | None, given_addresses: Sequence[str], environment: Mapping[str, str], *, role: Role, insecure: bool,
+    option: str | None, given_addresses: Sequence[str], environment: Mapping[str, str], *, prog: str, insecure: bool,
     clock: Clock,
 ) -> tuple[tuple[str, ...], Token | None]:  # fmt: skip
     """The given addresses, each without `#` and what follows it, and the token, which is None for an open run.
 
     Args:
         option: the value of `--token`.
-        role: the role that the program needs.
+        prog: the program; rights.PROGRAMS has the roles that it can work with.
 
     Raises:
-        ValueError: a token is malformed, empty, expired, or of a role that does not cover the needed one; or there are
-            two different ones; or the run has no TLS.
+        ValueError: a token is malformed, empty, expired, or of a role with which the program cannot work; or there
+            are two different ones; or the run has no TLS.
         OSError: a file with a token cannot be read.
     """
     parted = [address.partition("#") for address in given_addresses]
@@ -67,8 +67,7 @@ def find_token(
     if token.expires_at <= clock.time() + FAREWELL_SECONDS:
         how = "expired on" if token.expires_at <= clock.time() else "is about to end, at"
         raise ValueError(f"the token {how} {_date(token.expires_at)}: ask the run's owner for a new one")
-    if not token.role.covers(role):
-        raise ValueError(f"the token is a {token.role}'s: ask the run's owner for one with --role {role}")
+    require_program(token.role, prog)
     if insecure:
         raise ValueError("--insecure leaves nothing locked: a run with a token needs TLS")
     return addresses, token

@@ -57,7 +57,6 @@ from swarm.checkpoint import file
 from swarm.checkpoint.writer import CheckpointWriter
 from swarm.config import RunConfig
 from swarm.credentials.identity import Identity
-from swarm.credentials.rights import Role
 from swarm.dht import node as dht_node
 from swarm.dht.directory import Announcement, Directory
 from swarm.dht.node import DhtNode
@@ -93,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
         require_installed()
     if options.seeks:
         options = dataclasses.replace(options, invite=found_invite(insecure=options.insecure))
-    entrance = find_entrance(options, os.environ, role=Role.PEER, clock=clock)
+    entrance = find_entrance(options, os.environ, prog=PROG, clock=clock)
     token = entrance.token
     options = dataclasses.replace(options, name=name)
     require_ready_file(options.ready_file)

@@ -38,7 +38,6 @@ from peers.status.live_table import LiveTable, Screen, render
 from peers.status.lookout import Way, lookouts_on, views, ways_to
 from peers.status.view import SwarmView
 from swarm.audit.audit import Report, audit
-from swarm.credentials.rights import Role
 from swarm.errors import PeerUnavailable
 from swarm.machine.clock import Clock, SystemClock
 from swarm.machine.words import counted
@@ -86,20 +85,22 @@ class ViewOptions(WayOptions):
     def asks_the_dht(self) -> bool:
         return self.runs and not self.lan
 
-    def entrances(self, environment: Mapping[str, str], clock: Clock) -> list[Entrance]:
-        """One entrance for each invite, or else a single one. With --lan and --runs, runs that need a token which the
+    def entrances(self, prog: str, environment: Mapping[str, str], clock: Clock) -> list[Entrance]:
+        """Where a program enters: once for each invite, or else once. With --lan and --runs, runs that need a token which the
         user has not given are left out, unless no run is left. Raises what find_entrance and found_invite raise."""
         if self.lan and self.runs:
-            return self._enterable(lan.found_invites(insecure=self.insecure), environment, clock)
+            return self._enterable(lan.found_invites(insecure=self.insecure), prog, environment, clock)
         found = [lan.found_invite(insecure=self.insecure)] if self.lan else []
         invites: Sequence[str | None] = found or self.invites or [None]
-        return [self._entrance(invite, environment, clock) for invite in invites]
+        return [self._entrance(invite, prog, environment, clock) for invite in invites]
 
-    def _enterable(self, invites: Sequence[str], environment: Mapping[str, str], clock: Clock) -> list[Entrance]:
+    def _enterable(
+        self, invites: Sequence[str], prog: str, environment: Mapping[str, str], clock: Clock
+    ) -> list[Entrance]:
         entrances, faults = [], []
         for invite in invites:
             try:
-                entrances.append(self._entrance(invite, environment, clock))
+                entrances.append(self._entrance(invite, prog, environment, clock))
             except ValueError as fault:
                 logger.warning("a run of this network is not shown: %s", fault)
                 faults.append(fault)
@@ -107,9 +108,9 @@ class ViewOptions(WayOptions):
             raise faults[0]
         return entrances
 
-    def _entrance(self, invite: str | None, environment: Mapping[str, str], clock: Clock) -> "Entrance":
+    def _entrance(self, invite: str | None, prog: str, environment: Mapping[str, str], clock: Clock) -> "Entrance":
         way = self if invite is None else dataclasses.replace(self, invites=(invite,), lan=False)
-        return find_entrance(way, environment, role=Role.TRAINER, clock=clock, peers=self.peer)
+        return find_entrance(way, environment, prog=prog, clock=clock, peers=self.peer)
 
 
 def render_audit(report: Report) -> RenderableType:
@@ -180,7 +181,7 @@ def main(argv: Sequence[str]) -> int:
     if options.checkpoint:
         show_contributions(options, of_checkpoints(options.checkpoint))
         return 0
-    entrances = options.entrances(os.environ, SystemClock())
+    entrances = options.entrances(PROG, os.environ, SystemClock())
     with ways_to(entrances, all_runs=options.asks_the_dht) as ways:
         asyncio.run(look_from(options, ways))
     return 0

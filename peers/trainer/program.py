@@ -43,7 +43,6 @@ from peers.trainer.options import TrainerOptions
 from peers.trainer.report import Report
 from peers.trainer.session import Session
 from swarm.config import RunConfig
-from swarm.credentials.rights import Role
 from swarm.data import corpora, tokenizers
 from swarm.data.microbatches import Microbatches, Texts
 from swarm.dht.directory import Announcement
@@ -83,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
     clock = SystemClock()
     options = with_invite(options)
     events = open_events(options.events, clock)
-    entrance = find_entrance(options, os.environ, role=Role.TRAINER, clock=clock)
+    entrance = find_entrance(options, os.environ, prog=PROG, clock=clock)
     options.output.mkdir(parents=True, exist_ok=True)
     require_sole_writer(options.output, f"--output {options.output}")
     # One event loop serves the whole program. It does not run while the text is prepared.

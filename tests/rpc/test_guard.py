@@ -12,7 +12,7 @@ import pytest
 
 from swarm.credentials import certificates
 from swarm.credentials.identity import Identity, generate
-from swarm.credentials.rights import CALLS, Who
+from swarm.credentials.rights import CALLS, Role
 from swarm.errors import PeerUnavailable
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import averaging_pb2, stage_pb2
@@ -78,8 +78,9 @@ async def test_peers_may_call_everything_in_their_own_name(start: Any, server: I
 async def test_trainers_may_call_what_trainers_need(start: Any, stage: int) -> None:
     server = await start()
     server.stage = stage
-    allowing = {Who.MEMBERS, Who.FEEDERS} if stage == 0 else {Who.MEMBERS}
-    allowed = {name for name, call in CALLS.items() if call.who in allowing}
+    allowed = {
+        name for name, call in CALLS.items() if Role.TRAINER in call.roles | (frozenset() if stage else call.at_stage_0)
+    }
     for name, code in (await _answers(server, TRAINER)).items():
         # A caller that is still writing when its call ends may get an error of gRPC itself.
         refused = (DENIED, grpc.StatusCode.INTERNAL) if name.endswith("Exchange") else (DENIED,)

@@ -22,7 +22,6 @@ from scripts.benches.shared.ports import free_ports
 from swarm import __version__
 from swarm import config as configs
 from swarm.credentials.identity import generate
-from swarm.credentials.rights import Role
 from swarm.machine.clock import SystemClock
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.entry import Entry
@@ -59,7 +58,7 @@ def _options(*entries: Entry, **more: Any) -> DoctorOptions:
 
 
 async def _examine(options: DoctorOptions) -> dict[str, Finding]:
-    entrance = find_entrance(options, {}, role=Role.TRAINER, clock=SystemClock())
+    entrance = find_entrance(options, {}, prog="swarm-doctor", clock=SystemClock())
     return {finding.what: finding for finding in await doctor.examine(options, entrance)}
 
 
@@ -138,7 +137,7 @@ def test_lines_and_json_and_exit_codes(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 async def _in_passing(run: ShownRun) -> list[Finding]:
     options = _options(run.entry)
-    entrance = find_entrance(options, {}, role=Role.TRAINER, clock=SystemClock())
+    entrance = find_entrance(options, {}, prog="swarm-doctor", clock=SystemClock())
     async with entrance.asking(SystemClock()) as (member, _):
         await member.known.look(member.directory, member.blocks)
         return await in_passing(options, member, Device(name="cpu", free_bytes=8 << 30))
@@ -156,7 +155,7 @@ async def test_a_frozen_peer_does_not_hold_up_one_that_joins(caplog: pytest.LogC
     with socket.create_server(("127.0.0.1", 0)) as frozen, caplog.at_level(logging.DEBUG):
         channels, record = ChannelPool(insecure=True), None
         async with shown_run(CONFIG, generate(), NODE) as run:
-            entrance = find_entrance(_options(run.entry), {}, role=Role.TRAINER, clock=SystemClock())
+            entrance = find_entrance(_options(run.entry), {}, prog="swarm-doctor", clock=SystemClock())
             async with entrance.asking(SystemClock()) as (member, _):
                 await member.known.look(member.directory, member.blocks)
                 [record] = member.known.everyone()

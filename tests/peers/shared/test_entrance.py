@@ -13,7 +13,6 @@ from peers.shared.run_options import EntranceOptions, RunOptions, joins
 from scripts.benches.shared.ports import free_ports
 from swarm import config as configs
 from swarm.credentials.identity import generate
-from swarm.credentials.rights import Role
 from swarm.errors import PeerUnavailable
 from swarm.machine import waits
 from swarm.machine.clock import SystemClock
@@ -36,7 +35,7 @@ def _options(invite: str | None = None, *initial_peers: str, token: str | None =
 
 def _find(options: EntranceOptions, *peers: str) -> Entrance:
     clock = ManualClock(locked.NOW.timestamp())
-    return find_entrance(options, {}, role=Role.TRAINER, clock=clock, peers=peers)
+    return find_entrance(options, {}, prog="swarm-trainer", clock=clock, peers=peers)
 
 
 def _invite(*entries: Entry, is_locked: bool = False) -> str:

@@ -7,7 +7,6 @@ import pytest
 
 from peers.shared.token_option import FAREWELL_SECONDS, admitted, find_token, read_token, stop_or_expiry
 from swarm.credentials.identity import generate
-from swarm.credentials.rights import Role
 from tests.support import locked
 from tests.support.chain import eventually
 from tests.support.manual_clock import ManualClock
@@ -18,10 +17,10 @@ CLOCK = ManualClock(locked.NOW.timestamp())
 
 
 def _find(
-    option: str | None, *addresses: str, environment: dict[str, str] | None = None, role: Role = Role.PEER,
+    option: str | None, *addresses: str, environment: dict[str, str] | None = None, prog: str = "swarm-peer",
     insecure: bool = False,
 ) -> tuple[tuple[str, ...], str]:  # fmt: skip
-    found, token = find_token(option, addresses, environment or {}, role=role, insecure=insecure, clock=CLOCK)
+    found, token = find_token(option, addresses, environment or {}, prog=prog, insecure=insecure, clock=CLOCK)
     return found, str(token or "")
 
 
@@ -73,8 +72,8 @@ def test_an_empty_token_is_not_the_same_as_none() -> None:
 
 
 def test_trainers_may_use_any_token() -> None:
-    assert _find(TRAINER, role=Role.TRAINER)[1] == TRAINER
-    assert _find(PEER, role=Role.TRAINER)[1] == PEER
+    assert _find(TRAINER, prog="swarm-trainer")[1] == TRAINER
+    assert _find(PEER, prog="swarm-trainer")[1] == PEER
 
 
 def test_who_has_no_token_stays_who_he_is() -> None:

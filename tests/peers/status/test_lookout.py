@@ -37,7 +37,7 @@ def _invite(run: ShownRun) -> str:
 
 
 def _entrances(*invites: str) -> list[Entrance]:
-    return ViewOptions(invites=invites).entrances({}, SystemClock())
+    return ViewOptions(invites=invites).entrances("swarm-status", {}, SystemClock())
 
 
 async def _seen(*invites: str) -> list[SwarmView]:
@@ -83,13 +83,13 @@ def test_all_runs_of_the_network_are_shown_but_those_that_need_a_token(
     found = [invite(OTHER), invite(dataclasses.replace(CONFIG, run="theirs"), is_locked=True), invite(CONFIG)]
     monkeypatch.setattr(lan, "found_invites", lambda *, insecure: found)
     options = ViewOptions(lan=True, runs=True)
-    entrances = options.entrances({}, SystemClock())
+    entrances = options.entrances("swarm-dashboard", {}, SystemClock())
     assert [entrance.run for entrance in entrances] == [one.run_id.rpartition(".")[2] for one in (OTHER, CONFIG)]
     assert not options.asks_the_dht
     assert "a run of this network is not shown: the run is locked" in caplog.text
     del found[2], found[0]
     with pytest.raises(ValueError, match=r"^the run is locked"):
-        options.entrances({}, SystemClock())
+        options.entrances("swarm-dashboard", {}, SystemClock())
 
 
 async def _announce(node: DhtNode, config: RunConfig) -> None:
