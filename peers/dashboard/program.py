@@ -1,4 +1,4 @@
-"""swarm-dashboard: a page in the browser that shows running swarms.
+"""swarm-dashboard: a page in the browser with the figures of status/peer_row.py, where another one is added.
 
     swarm-dashboard INVITE... [--port 8080]
     swarm-dashboard INVITE --host 0.0.0.0 --view-token @FILE

@@ -12,7 +12,7 @@ from peers.local.options import PRESET, LocalOptions
 from peers.local.supervisor import Child, Supervisor
 from peers.shared import cli, devices
 from peers.shared.devices import Device
-from peers.shared.option_types import Span
+from peers.shared.option_types import StageChoice
 from peers.shared.run_options import CheckpointOptions
 from peers.stage_peer.options import PeerOptions
 from swarm.config import RunConfig
@@ -24,7 +24,7 @@ MOST_ADDRESSES = 4
 @dataclass(eq=False)
 class LocalPeer:
     child: Child
-    span: Span
+    span: StageChoice
     blocks: Sequence[Block]
     ready_file: Path
     record: PeerRecord | None = None
@@ -44,19 +44,20 @@ class LocalPeer:
         return self.record is not None
 
 
-def spans_of(config: RunConfig, stages_per_peer: int | None = None) -> list[Span]:
+def spans_of(config: RunConfig, stages_per_peer: int | None = None) -> list[StageChoice]:
     """What peers serve so that every block has one: a stage each, or so many adjacent ones; in a run with variants a
     path each, of as few paths as lead through all blocks. Raises ValueError for a number in such a run."""
     if not config.stages.variants:
         each, num_stages = stages_per_peer or 1, config.stages.num_stages
-        return [Span(first, min(first + each, num_stages) - 1) for first in range(0, num_stages, each)]
+        return [StageChoice(first, min(first + each, num_stages) - 1) for first in range(0, num_stages, each)]
     if stages_per_peer is not None:
         raise ValueError("--stages-per-peer is for runs without variants: in this one a peer serves a path")
-    left, chosen, paths = {*config.blocks}, list[Span](), {n: {*config.blocks_of(n)} for n in range(len(config.paths))}
+    left, chosen = {*config.blocks}, list[StageChoice]()
+    paths = {n: {*config.blocks_of(n)} for n in range(len(config.paths))}
     while left:
         path = max(paths, key=lambda path: len(paths[path] & left))
         left -= paths[path]
-        chosen.append(Span(path=path))
+        chosen.append(StageChoice(path=path))
     return chosen
 
 
@@ -80,7 +81,7 @@ class LocalPeers:
         self._places = places
         self._num_started = 0
 
-    def start(self, span: Span) -> LocalPeer:
+    def start(self, span: StageChoice) -> LocalPeer:
         """Start one more peer, and do not wait until it serves."""
         self._num_started += 1
         name = f"peer-{self._num_started}"
@@ -137,7 +138,7 @@ class LocalPeers:
         still = [path for path in paths if not all(counts[block] for block in self._config.blocks_of(path))]
         return still, len(still) < len(paths) and not (still and self._config.rounds.synchronous)
 
-    def most_needed(self) -> Span:
+    def most_needed(self) -> StageChoice:
         """What one more peer is to serve: where there are fewest."""
         counts = self.counts()
         return min(self.spans, key=lambda span: min(counts[block] for block in span.of(self._config)))

@@ -4,28 +4,24 @@ An invite names peers by their gRPC endpoints. The program asks these peers for 
 have changed do no harm while one of the invite's peers can be reached.
 """
 
-import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from peers.shared.cli import spelled_out
-from peers.shared.network import KnownPeers, Membership, agree_on_config
+from peers.shared.network import Membership, agree_on_config
 from peers.shared.run_options import EntranceOptions
 from peers.shared.token_option import admitted, find_token
-from swarm.config import Timeline
 from swarm.credentials.identity import Identity, generate
 from swarm.credentials.token import Token
 from swarm.dht import keys
 from swarm.dht import node as dht_node
-from swarm.dht.directory import Directory
 from swarm.dht.discovery import discover_config
 from swarm.dht.lookup import PeerStore
 from swarm.errors import PeerUnavailable
 from swarm.machine import json_file
 from swarm.machine.clock import Clock
 from swarm.machine.waits import patiently
-from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.entry import Entry
 from swarm.rpc.invite import SCHEME, Invite
@@ -106,12 +102,7 @@ class Entrance:
         """
         async with self._reading(clock) as (own, channels, store):
             config = await discover_config(store, clock, address=self.where, authority=own.authority, run=self.run)
-            directory = Directory(store, own, config.run_id, clock)
-            known = KnownPeers(Router(clock, random.Random(own.peer_id)))
-            member = Membership(
-                config=config, timeline=Timeline(config), identity=own, directory=directory, known=known,
-                channels=channels, clock=clock,
-            )  # fmt: skip
+            member = Membership.enter(config, store, own, clock, insecure=self.insecure, channels=channels)
             yield member, store
 
     @property

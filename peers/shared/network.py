@@ -223,8 +223,12 @@ class Membership:
             self.identity.authority.member(self.identity.certificate_pem, self.clock.time())
 
     @classmethod
-    def enter(cls, config: RunConfig, store: RecordStore, identity: Identity, clock: Clock, *, insecure: bool) -> Self:
-        """Enter a run whose records are in `store`. No peer is known yet, and nothing is announced."""
+    def enter(
+        cls, config: RunConfig, store: RecordStore, identity: Identity, clock: Clock, *, insecure: bool,
+        channels: ChannelPool | None = None,
+    ) -> Self:  # fmt: skip
+        """Enter a run whose records are in `store`, with the channels that are there. No peer is known yet, and nothing
+        is announced."""
         return cls(
             config=config,
             timeline=Timeline(config),
@@ -233,7 +237,7 @@ class Membership:
             known=KnownPeers(
                 Router(clock, random.Random(identity.peer_id), PeerId(identity.peer_id)), own_id=identity.peer_id
             ),
-            channels=ChannelPool(insecure=insecure, identity=identity, clock=clock, run_id=config.run_id),
+            channels=channels or ChannelPool(insecure=insecure, identity=identity, clock=clock, run_id=config.run_id),
             clock=clock,
         )
 

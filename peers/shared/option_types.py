@@ -174,7 +174,7 @@ LARGEST_STAGE = 4095
 
 
 @dataclass(frozen=True)
-class Span:
+class StageChoice:
     """What one process serves: adjacent stages (2, 1-3, or all of a run, whose number need not be known yet) with all
     their variants, or with those on one path; or one variant of a stage (2.1)."""
 
@@ -197,7 +197,7 @@ class Span:
         return of_path if of_path and self.last is None else f"stage {self}{of_path and ' of '}{of_path}"
 
     @classmethod
-    def parse(cls, word: str) -> "Span | None":
+    def parse(cls, word: str) -> "StageChoice | None":
         if word == "all":
             return cls()
         match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4})|\.(\d{1,4}))?", word, re.ASCII)
@@ -227,10 +227,10 @@ class Span:
 
 
 StagesOrAuto = Annotated[
-    Span | Literal["auto"],
+    StageChoice | Literal["auto"],
     taking(
         "a stage (2), adjacent ones (1-3), a variant of one (2.1), all, or auto", "INT|INT-INT|INT.INT|{all,auto}",
-        lambda word: word if word == "auto" else Span.parse(word),
+        lambda word: word if word == "auto" else StageChoice.parse(word),
     ),
 ]  # fmt: skip
 Paths = Annotated[

@@ -1,4 +1,5 @@
-"""How a program stops: by SIGINT (Ctrl-C) or SIGTERM, or by a fault, in one line on stderr and with an exit code.
+"""Why and how a program leaves: by SIGINT (Ctrl-C) or SIGTERM, with the end of its token, or by a fault, in one line on
+stderr and with an exit code.
 
 Programs with an event loop wait for `stop_event`; the others do their work in `interruptible`. Each command and each
 bench runs its program in `run_program`. A bug keeps its traceback. This imports neither grpc nor hivemind, because
@@ -7,20 +8,32 @@ faults may happen before the environment of these is prepared.
 
 import asyncio
 import contextlib
+import datetime
 import logging
 import os
 import select
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from peers.shared import process
 from peers.shared.process import EXIT_INTERRUPTED
-from swarm.errors import SwarmError
+from swarm.errors import NotAllowed, SwarmError
 from swarm.machine.out_of_memory import SMALLER, in_words, is_out_of_memory, what_was_asked
 from swarm.machine.words import printable
 
+if TYPE_CHECKING:
+    from swarm.credentials.authority import Authority
+    from swarm.credentials.identity import Identity
+    from swarm.machine.clock import Clock
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 1.0
+"""How often a program looks whether its token still lets it stay."""
+FAREWELL_SECONDS = 90.0
+"""A program begins to leave this many seconds before its token expires. After the expiry no peer answers it."""
 Result = TypeVar("Result")
 _FAULTS = (ValueError, SwarmError, OSError)
 
@@ -83,6 +96,32 @@ async def before(stop: Coroutine[Any, Any, object], work: Coroutine[Any, Any, Re
         working.cancel()
         stopping.cancel()
         await asyncio.wait([working, stopping])
+
+
+async def stop_or_expiry(stop: asyncio.Event, identity: "Identity", clock: "Clock") -> None:
+    """Wait until `stop` is set. If the token is about to expire before that, or the owner revokes it, log it and set
+    `stop`."""
+    if identity.authority is None:
+        await stop.wait()
+        return
+    while not stop.is_set():
+        if why := _why_it_ends(identity, identity.authority, clock.time()):
+            stop.set()
+            logger.error("%s: leaving; ask the run's owner for a new one", why)
+        await before(stop.wait(), clock.sleep(LOOK_SECONDS))
+
+
+def _why_it_ends(identity: "Identity", authority: "Authority", now: float) -> str:
+    """Why the token of this process does not let it stay; empty if it does."""
+    try:
+        expires_at = authority.member(identity.certificate_pem, now).expires_at
+    except NotAllowed as error:
+        return str(error)
+    return f"the token expires at {in_utc(expires_at)}" if now >= expires_at - FAREWELL_SECONDS else ""
+
+
+def in_utc(when: float) -> str:
+    return f"{datetime.datetime.fromtimestamp(when, datetime.UTC):%Y-%m-%d %H:%M} UTC"
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------

@@ -3,28 +3,17 @@
 The run's peers decide whether the token is good.
 """
 
-import asyncio
-import datetime
-import logging
 from collections.abc import Mapping, Sequence
 
 from peers.shared.cli import spelled_out
-from peers.shared.stopping import before
-from swarm.credentials.authority import Authority
+from peers.shared.stopping import FAREWELL_SECONDS, in_utc
 from swarm.credentials.identity import Identity
 from swarm.credentials.rights import require_program
 from swarm.credentials.token import Token
-from swarm.errors import NotAllowed
 from swarm.machine.clock import Clock
-
-logger = logging.getLogger(__name__)
 
 VARIABLE = "SWARM_TOKEN"
 """The environment variable with a token. It is used only if no option and no address has a token."""
-LOOK_SECONDS = 1.0
-"""How often a program looks whether its token still lets it stay."""
-FAREWELL_SECONDS = 90.0
-"""A program begins to leave this many seconds before its token expires. After the expiry no peer answers it."""
 
 
 def read_token(text: str) -> Token:
@@ -66,7 +55,7 @@ def find_token(
     token = next(iter(tokens.values()))
     if token.expires_at <= clock.time() + FAREWELL_SECONDS:
         how = "expired on" if token.expires_at <= clock.time() else "is about to end, at"
-        raise ValueError(f"the token {how} {_date(token.expires_at)}: ask the run's owner for a new one")
+        raise ValueError(f"the token {how} {in_utc(token.expires_at)}: ask the run's owner for a new one")
     require_program(token.role, prog)
     if insecure:
         raise ValueError("--insecure leaves nothing locked: a run with a token needs TLS")
@@ -76,29 +65,3 @@ def find_token(
 def admitted(identity: Identity, token: Token | None) -> Identity:
     """The identity with which to join the run: with a certificate made with the token, if there is a token."""
     return identity if token is None else token.admit(identity)
-
-
-async def stop_or_expiry(stop: asyncio.Event, identity: Identity, clock: Clock) -> None:
-    """Wait until `stop` is set. If the token is about to expire before that, or the owner revokes it, log it and set
-    `stop`."""
-    if identity.authority is None:
-        await stop.wait()
-        return
-    while not stop.is_set():
-        if why := _why_it_ends(identity, identity.authority, clock.time()):
-            stop.set()
-            logger.error("%s: leaving; ask the run's owner for a new one", why)
-        await before(stop.wait(), clock.sleep(LOOK_SECONDS))
-
-
-def _why_it_ends(identity: Identity, authority: Authority, now: float) -> str:
-    """Why the token of this process does not let it stay; empty if it does."""
-    try:
-        expires_at = authority.member(identity.certificate_pem, now).expires_at
-    except NotAllowed as error:
-        return str(error)
-    return f"the token expires at {_date(expires_at)}" if now >= expires_at - FAREWELL_SECONDS else ""
-
-
-def _date(when: float) -> str:
-    return f"{datetime.datetime.fromtimestamp(when, datetime.UTC):%Y-%m-%d %H:%M} UTC"

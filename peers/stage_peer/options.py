@@ -201,12 +201,13 @@ class PeerOptions(CheckpointOptions, TextOptions):
         return self.lan and not self.names_a_run and not self.joins
 
     @property
-    def span(self) -> takes.Span | Literal["auto"]:
+    def span(self) -> takes.StageChoice | Literal["auto"]:
         if self.path is not None:
-            return replace(self.stage if isinstance(self.stage, takes.Span) else takes.Span(), path=self.path)
+            stages = self.stage if isinstance(self.stage, takes.StageChoice) else takes.StageChoice()
+            return replace(stages, path=self.path)
         if self.stage is not None:
             return self.stage
-        return "auto" if self.invite is not None or self.seeks else takes.Span(0, 0)
+        return "auto" if self.invite is not None or self.seeks else takes.StageChoice(0, 0)
 
     @property
     def serves_one(self) -> bool:

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 LAST_ROUND_SECONDS, LAST_DRAIN_SECONDS, LAST_QUIET_SECONDS = 60.0, 15.0, 5.0
 """How long a peer that ends goes on serving until its round is committed, how long it then waits for its microbatches
 to end, and after how long a quiet it stops waiting for its round. The first two together have to stay below
-FAREWELL_SECONDS of shared/token_option.py and below the stop_grace_period of compose.yaml."""
+FAREWELL_SECONDS of shared/stopping.py and below the stop_grace_period of compose.yaml."""
 
 
 class PeerServer:

@@ -27,7 +27,7 @@ from swarm.errors import Fatal
 from swarm.machine.words import counted
 from swarm.metrics import BEGINS, MetricsLog, StepMetrics
 from swarm.model.functions import fuses
-from swarm.model.shards import cut_axis, spans
+from swarm.model.shards import cut_axis, stretches
 from swarm.model.stages import layer_ranges
 from swarm.training import optim, samples
 from swarm.training.optimizers import gradient_optimizer, is_hidden_matrix, steps_whole_matrices
@@ -224,7 +224,7 @@ def bytes_sent(
     num_sent = (num_microbatches * EXCHANGES[options.fsdp] if options.fsdp else 2) * dp * _size(parameters)
     hidden = FLOAT_BYTES * config.data.tokens_per_microbatch * config.model.hidden_width
     if shape.tp > 1:
-        num_sums = 2 * sum(len(spans(model, layers)) for layers in layer_ranges(config)) / shape.pp
+        num_sums = 2 * sum(len(stretches(model, layers)) for layers in layer_ranges(config)) / shape.pp
         num_sent += num_microbatches * num_sums * 2 * tp * hidden
     if steps_whole_matrices(config):
         # Matrices that are cut are gathered for the step.

@@ -30,7 +30,8 @@ class StaticOptions(CheckpointOptions, TextOptions, ReportingOptions):
     hub. The run's configuration is then the folder's, or that of --config, where model.weights is its digest."""
     set: SettingsOption = ()
     steps: takes.Count | None = None
-    """The step at which to end, counted from the run's beginning; 100 if left out."""
+    """The step at which to end, counted from the run's beginning; 100 if left out. With 0 nothing is trained: what the
+    run began with, or what --resume has, is evaluated."""
     epochs: Annotated[float, takes.number(0, 10**6, above=True)] | None = None
     """Passes through the text at which to end, instead of --steps."""
     dp: takes.Positive | None = None

@@ -33,7 +33,6 @@ from peers.shared.process import EXIT_FAILURE, cache_folder
 from peers.shared.reporting import Reporting
 from peers.shared.run_options import naming_options
 from peers.shared.sole_writer import require_sole_writer
-from peers.shared.token_option import stop_or_expiry
 from peers.shared.tokenizer import have_tokenizer
 from peers.status.exporter import OwnFigures, exporting, require_exporter
 from peers.status.live_table import Screen
@@ -246,7 +245,7 @@ async def carry_out(member: Membership, paths: TrainerPaths, session: Session, n
             *(tasks.create_task(hop.run()) for hop in session.hops.values()),
         ]
         work = session.only_evaluate() if session.options.evaluate_only else session.train()
-        await stopping.before(stop_or_expiry(stop, member.identity, clock), work)
+        await stopping.before(stopping.stop_or_expiry(stop, member.identity, clock), work)
         for task in background:
             task.cancel()
     return stop.exit_code if stop.is_set() else 0

@@ -16,7 +16,7 @@ from scripts.benches.sides.reference import NUM_SAMPLES, HeldOut, Model, Referen
 from swarm.config import RunConfig, StagesConfig, WireConfig
 from swarm.data.microbatches import Microbatches
 from swarm.model.adapters import trained_parameters
-from swarm.model.shards import spans
+from swarm.model.shards import stretches
 from swarm.model.stages import Transformer, build_transformer
 from swarm.stage.boundary import Boundary, boundary_of
 from swarm.stage.staging import staging_of
@@ -70,7 +70,7 @@ def run(options: Options) -> dict[str, Any]:
             figures[name]["bytes_a_token"] = boundary_of(config).spec(BATCH, length).num_bytes / (BATCH * length)
         else:
             layers = range(config.model.num_layers)
-            figures[name] |= {"block_types": ARMS[name], "sums": 2 * len(spans(config.model, layers))}
+            figures[name] |= {"block_types": ARMS[name], "sums": 2 * len(stretches(config.model, layers))}
     found: dict[str, Any] = {"blocks": figures, "samples": BATCH * options.iterations, "shards": options.shards}
     if options.bottleneck_dim:
         return found

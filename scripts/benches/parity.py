@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from peers.local.supervisor import Supervisor
-from peers.shared.option_types import Span, StagesOrAuto
+from peers.shared.option_types import StageChoice, StagesOrAuto
 from scripts.benches.shared.common import (
     BenchOptions,
     compute_like_peers,
@@ -181,7 +181,7 @@ def _train_swarm(
     num_stages = config.stages.num_stages
     peers: list[int | StagesOrAuto] = [*range(num_stages)] * peers_per_stage
     if len(config.paths) > 1:
-        peers = [*(Span(block.stage, block.stage, block.variant) for block in config.blocks)] * peers_per_stage
+        peers = [*(StageChoice(block.stage, block.stage, block.variant) for block in config.blocks)] * peers_per_stage
     if spans:
         peers = mixed_spans(num_stages, peers_per_stage)
     say(f"swarm: peers of the stages {', '.join(map(str, peers))} start")

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from peers.commands import command_line
 from peers.local.supervisor import Child, Supervisor
 from peers.shared.needs import of_stages
-from peers.shared.option_types import Span
+from peers.shared.option_types import StageChoice
 from peers.shared.room import together, written
 from scripts.benches import pipeline
 from scripts.benches.shared import paired
@@ -120,7 +120,7 @@ def _measure(options: Options, d_model: int) -> dict[str, list[float]]:
         write_config(config, folder / "run.toml")
         single = pipeline.whole_model("single", 1, options, children, folder)
         swarm = SwarmProcesses(config, children, folder / "swarm")
-        swarm.start_peers([Span(0, 1)])
+        swarm.start_peers([StageChoice(0, 1)])
         single.until_stopped()
         say(f"d_model {d_model}: the swarm warms up")
         swarm.train("warm-up", 1)

@@ -5,10 +5,8 @@ Each row knows its file and number, for error messages. Only a few rows are in m
 a dataset: `Faults` leaves it out.
 """
 
-import gzip
 import inspect
 import logging
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,9 +98,10 @@ def of_file(path: Path) -> Iterator[Row]:
 
 
 def _kind(path: Path) -> str:
-    """The ending that says how a file is read; that of a compressed one is before .gz."""
+    """The ending that says how a file is read. A compressed one is read as rows if it has lines."""
     name = path.name.lower()
-    return Path(name.removesuffix(".gz")).suffix if name.endswith((".jsonl.gz", ".ndjson.gz")) else Path(name).suffix
+    inner = Path(name.removesuffix(text_files.COMPRESSED)).suffix
+    return inner if READERS.get(inner) is _jsonl else Path(name).suffix
 
 
 def of_hugging_face(dataset: str, config: DataConfig, *, skipped: int = 0) -> Iterator[Row]:
@@ -182,7 +181,7 @@ def _jsonl(path: Path) -> Iterator[Row]:
 def _line(file: BinaryIO, path: Path) -> bytes:
     try:
         return file.readline(LONGEST_ROW_BYTES + 1)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+    except text_files.DAMAGED as error:
         raise ValueError(f"{path} is damaged: {error}") from None
 
 

@@ -25,6 +25,9 @@ STDLIB = "stdlib"
 PIECE_CHARACTERS = 2**18
 """About how many characters a piece has; it never has more than three times as many."""
 CHUNK_BYTES = 2**20
+COMPRESSED = ".gz"
+DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)
+"""What reading a damaged file with this ending raises."""
 _NOT_STDLIB_TEXT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 # These hold settings of Python's build, and differ between machines with the same Python.
 _NOT_STDLIB_FILES = ("_sysconfigdata", "python-config")
@@ -87,16 +90,13 @@ def fault(path: Path) -> str:
                 if not chunk:
                     return ""
                 num_read += len(chunk)
-    except (OSError, EOFError, zlib.error) as error:
+    except (OSError, *DAMAGED) as error:
         return getattr(error, "strerror", None) or str(error)
 
 
 def opened(path: Path) -> BinaryIO:
-    """Open a file to read its bytes; of one that ends in .gz, those that it was made of. Raises OSError.
-
-    Reading a damaged .gz raises OSError, EOFError or zlib.error.
-    """
-    return cast(BinaryIO, gzip.open(path, "rb")) if path.suffix.lower() == ".gz" else path.open("rb")
+    """Open a file to read its bytes; of a compressed one, those that it was made of. Raises OSError."""
+    return cast(BinaryIO, gzip.open(path, "rb")) if path.suffix.lower() == COMPRESSED else path.open("rb")
 
 
 def pieces(path: Path) -> Iterator[str]:

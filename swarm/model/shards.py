@@ -1,14 +1,14 @@
 """Shards of layers: groups of heads and of feed-forward columns, and the sums by which they exchange results.
 
 Each shard n has a residual stream x_n of its own, which it reads and adds to. All begin with the same stream x, compute
-a span of sublayers side by side, and meet again: x + sum over n of (x_n - x). A block's type (`model.block_types`) says
-how long spans are:
+a stretch of sublayers side by side, and meet again: x + sum over n of (x_n - x). A block's type (`model.block_types`) says
+how long stretches are:
 
 - tp: a sublayer, the attention or the feed-forward block (Megatron-LM, arXiv 1909.08053);
 - spd: a layer, whose feed-forward block reads what the shard's own heads have added (SPD, arXiv 2502.20727);
 - parallel: as many layers of this type as follow each other within a stage (compare Parallel Track, arXiv 2602.07306).
 
-A span takes two sums over the shards: in the forward the sum of their additions, and in the backward the sum of their
+A stretch takes two sums over the shards: in the forward the sum of their additions, and in the backward the sum of their
 gradients for the stream with which they began. Nothing else is exchanged, and all sums go through `Shards.reduce`. The
 shards may all be in this process, or be spread over several, each of which holds its parts of the matrices.
 
@@ -29,7 +29,7 @@ from swarm.config import ModelConfig
 
 Sublayer = Literal["attention", "feed_forward"]
 SUBLAYERS: tuple[Sublayer, ...] = ("attention", "feed_forward")
-Span = list[tuple[int, tuple[Sublayer, ...]]]
+Stretch = list[tuple[int, tuple[Sublayer, ...]]]
 """The layers between two meetings of the shards, each with the sublayers of it that are computed there."""
 
 READS = ("attention.q", "attention.k", "attention.v", "feed_forward.gate", "feed_forward.up")
@@ -117,9 +117,9 @@ class _Meet(torch.autograd.Function):
         return gradient_BTD.expand(ctx.num_held, *gradient_BTD.shape), None
 
 
-def spans(model: ModelConfig, layers: range) -> list[Span]:
-    """The spans of one stage: pieces that shards compute side by side without exchanging anything."""
-    found: list[Span] = []
+def stretches(model: ModelConfig, layers: range) -> list[Stretch]:
+    """The stretches of one stage: pieces that shards compute side by side without exchanging anything."""
+    found: list[Stretch] = []
     for layer in layers:
         kind = model.types_of_blocks[layer]
         match kind:

@@ -42,7 +42,7 @@ from swarm.model.functions import as_cast, whole_tables
 from swarm.model.layers import Embedding, FixedColumns, Head, Positions, TransformerLayer
 from swarm.model.loss import summed_loss_of_logits
 from swarm.model.masks import Dropout, DropoutKey
-from swarm.model.shards import Shards, Span, spans
+from swarm.model.shards import Shards, Stretch, stretches
 
 MOST_VARIANTS = 64
 """The most pieces of code that torch makes of a layer; with more it would run uncompiled. Training, evaluation and
@@ -73,7 +73,7 @@ class StageModule(nn.Module):
                 "lora.dropout is not for shards in several processes, each of which would zero other inputs"
             )
         self.shards = shards
-        self.spans = list[Span]() if shards is None else spans(config.model, layer_range)
+        self.stretches = list[Stretch]() if shards is None else stretches(config.model, layer_range)
         self.is_first = stage == 0
         is_last = stage == config.stages.num_stages - 1
         has_embedding = self.is_first or (is_last and config.model.tied_embeddings)
@@ -164,9 +164,9 @@ class StageModule(nn.Module):
         self, shards: Shards, run: Callable[..., Tensor], hidden_BTD: Tensor, context: Sequence[object]
     ) -> Tensor:
         """Run all layers of a model with block types (shards.py)."""
-        for span in self.spans:
+        for stretch in self.stretches:
             begun_NBTD = streams_NBTD = shards.begin(hidden_BTD)
-            for layer, sublayers in span:
+            for layer, sublayers in stretch:
                 streams_NBTD = run(self.layers[str(layer)], streams_NBTD, *context, sublayers)
             hidden_BTD = hidden_BTD + shards.meet(streams_NBTD - begun_NBTD)
         return hidden_BTD

@@ -23,7 +23,7 @@ from swarm.model.layers import draw
 from swarm.model.loss import NO_TARGET
 from swarm.model.masks import DropoutKey
 from swarm.model.projection import Projection
-from swarm.model.shards import Shards, spans
+from swarm.model.shards import Shards, stretches
 from swarm.model.stage_module import StageModule
 from swarm.training import samples
 from swarm.training.samples import TOKENS, Samples
@@ -196,7 +196,7 @@ class Transformer(StageModule):
     def __init__(self, config: RunConfig, shards: Shards | None = None, *, fused: bool = False) -> None:
         super().__init__(config.uncut, 0, range(config.model.num_layers), shards, fused=fused)
         if self.shards is not None:
-            self.spans = [span for layers in layer_ranges(config) for span in spans(config.model, layers)]
+            self.stretches = [stretch for layers in layer_ranges(config) for stretch in stretches(config.model, layers)]
 
     def loss(self, tokens_BT1: Tensor, dropout_key: DropoutKey | None = None) -> Tensor:
         """The mean loss in nats per token, for T + 1 columns of tokens, of which each predicts the next."""

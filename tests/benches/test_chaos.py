@@ -15,7 +15,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_health.v1.health_pb2_grpc import HealthStub, add_HealthServicer_to_server
 
 from peers.local.supervisor import Supervisor
-from peers.shared.option_types import Span
+from peers.shared.option_types import StageChoice
 from scripts.benches.chaos import faults, figures
 from scripts.benches.chaos.cast import Cast, Usage
 from scripts.benches.chaos.faults import KINDS, fault
@@ -92,10 +92,10 @@ def cast(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cast]:
         yield cast
 
 
-spans = pytest.mark.parametrize("cast", [[Span(), 0, 1, 1]], indirect=True)
+spans = pytest.mark.parametrize("cast", [[StageChoice(), 0, 1, 1]], indirect=True)
 
 
-@pytest.mark.parametrize("cast", [[0, 1, 0, 1], [Span(), 0, 1, 1]], indirect=True)
+@pytest.mark.parametrize("cast", [[0, 1, 0, 1], [StageChoice(), 0, 1, 1]], indirect=True)
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.hits == "network"])
 def test_a_fault_of_the_network_ends_and_leaves_no_obstacle(cast: Cast, name: str) -> None:
     for seed in range(20):

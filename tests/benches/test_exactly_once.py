@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from peers.local.supervisor import Child, Supervisor
-from peers.shared.option_types import Span, StagesOrAuto
+from peers.shared.option_types import StageChoice, StagesOrAuto
 from scripts.benches.exactly_once import FAULTS, SPANS, FaultySwarm, Options, Scenario, _config, _held, _plant
 from scripts.benches.shared.swarm import ServingPeer, SwarmProcesses
 from swarm.types import Block, PeerRecord, PeerState
@@ -44,7 +44,7 @@ class _Idle(SwarmProcesses):
         return self.children.start(f"{stage}-{self._num_started}", ["sleep", "60"])
 
     def until_ready(self, child: Child, stage: int | StagesOrAuto) -> ServingPeer:
-        span = Span(1, 1) if stage == "auto" else Span(stage, stage) if isinstance(stage, int) else stage
+        span = StageChoice(1, 1) if stage == "auto" else StageChoice(stage, stage) if isinstance(stage, int) else stage
         blocks = [*map(Block, span.stages(3))]
         record = PeerRecord(
             peer_id="0" * 40, name="", announced_at=0.0, stage=blocks[0].stage, endpoint="127.0.0.1:1",
@@ -60,8 +60,8 @@ def _told(faulty: FaultySwarm) -> list[str]:
 @pytest.mark.parametrize(
     ("peers", "scenario"),
     [
-        ([], "kills"), ([], "pairs"), ([], "spans"), ([0, 1, 2], "kills"), ([Span(), 2], "spans"),
-        ([Span(0, 1), 0, "auto", 2], "spans"), ([0, 1, 1, 2], "pairs"), ([0, 0, 1, 1, 2, 2], "spans"),
+        ([], "kills"), ([], "pairs"), ([], "spans"), ([0, 1, 2], "kills"), ([StageChoice(), 2], "spans"),
+        ([StageChoice(0, 1), 0, "auto", 2], "spans"), ([0, 1, 1, 2], "pairs"), ([0, 0, 1, 1, 2, 2], "spans"),
     ],
 )  # fmt: skip
 def test_nobody_is_killed_whom_nobody_can_replace(

@@ -17,7 +17,7 @@ from typing import Any
 from peers.commands import command_line
 from peers.local.supervisor import Child, Supervisor
 from peers.shared import cli
-from peers.shared.option_types import Span
+from peers.shared.option_types import StageChoice
 from peers.stage_peer.options import PeerOptions
 from peers.trainer.options import TrainerOptions
 from swarm.types import PeerRecord, PeerState
@@ -178,7 +178,7 @@ class RealSwarm:
         name = f"peer-{self._num_started}"
         ready_file = self.folder / f"{name}.json"
         own = PeerOptions(
-            stage="auto" if stage == "auto" else Span.parse(str(stage)), name=name, host="127.0.0.1", device="cpu",
+            stage="auto" if stage == "auto" else StageChoice.parse(str(stage)), name=name, host="127.0.0.1", device="cpu",
             threads=1,
             initial_peers=(self.address,) if self.peers else (),
             config=None if self.peers or self.model else self.config,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from peers.local.supervisor import Child, Exit, Supervisor
 from peers.shared import cli
-from peers.shared.option_types import Span, StagesOrAuto
+from peers.shared.option_types import StageChoice, StagesOrAuto
 from peers.stage_peer.options import PeerOptions
 from peers.trainer.options import TrainerOptions
 from scripts.benches.chaos.program import TASKS_FILE, set_clock
@@ -99,7 +99,7 @@ class Cast:
     def add(self, num_stages: int, peers: Sequence[int | StagesOrAuto], trainers: int) -> None:
         """Add peers that are told to serve these stages of a run."""
         for number, told in enumerate(peers):
-            span = Span(told, told) if isinstance(told, int) else told
+            span = StageChoice(told, told) if isinstance(told, int) else told
             self._add(f"peer-{number}", span, () if span == "auto" else span.stages(num_stages))
         for number in range(trainers):
             self._add(f"trainer-{number}", None)

@@ -12,7 +12,7 @@ import torch
 from peers.commands import command_line
 from peers.local.supervisor import Child, Supervisor, last_line
 from peers.shared import cli
-from peers.shared.option_types import Span, StagesOrAuto
+from peers.shared.option_types import StageChoice, StagesOrAuto
 from peers.stage_peer.options import PeerOptions
 from peers.trainer.options import MOST_IN_FLIGHT, TrainerOptions
 from scripts.benches.shared.common import POLL_SECONDS, wait_for_json, write_config
@@ -151,7 +151,7 @@ class SwarmProcesses:
         self._num_started += 1
         addresses = tuple(peer.dht_address for peer in self.peers[:8])
         options = PeerOptions(
-            stage=Span(stage, stage) if isinstance(stage, int) else stage, name=name[:64], host="127.0.0.1",
+            stage=StageChoice(stage, stage) if isinstance(stage, int) else stage, name=name[:64], host="127.0.0.1",
             threads=self.threads, device=self.device,
             identity=self.folder / f"{name}.pem", ready_file=self.ready_file(name), events=self._event_log(name),
             initial_peers=addresses, allow_class=(self.config.model.custom_class or None) if addresses else None,
@@ -201,8 +201,8 @@ class SwarmProcesses:
 
 def mixed_spans(num_stages: int, num_copies: int) -> list[int | StagesOrAuto]:
     """Peers with one stage, with all but the last one, and one with all of a run."""
-    pair: list[int | StagesOrAuto] = [Span(0, num_stages - 2), num_stages - 1]
-    return [Span(0, num_stages - 1), *pair * num_copies]
+    pair: list[int | StagesOrAuto] = [StageChoice(0, num_stages - 2), num_stages - 1]
+    return [StageChoice(0, num_stages - 1), *pair * num_copies]
 
 
 @dataclass(eq=False)

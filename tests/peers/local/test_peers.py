@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from peers.local.peers import spans_of
-from peers.shared.option_types import Span
+from peers.shared.option_types import StageChoice
 from swarm import config as configs
 from tests.peers.local.children import serve, started_peers
 
@@ -29,13 +29,13 @@ def test_each_peer_has_its_device_and_its_part_of_the_memory(tmp_path: Path) -> 
 def test_where_stages_have_variants_a_peer_serves_a_path(tmp_path: Path) -> None:
     """There are as few peers as serve every block, and one more goes to where there are fewest."""
     _, peers, children = started_peers(tmp_path, configs.load_preset("dipaco"))
-    assert peers.spans == [Span(path=path) for path in (0, 5, 10, 15)]
+    assert peers.spans == [StageChoice(path=path) for path in (0, 5, 10, 15)]
     for span in peers.spans[:3]:
         peers.start(span)
     assert children.commands["peer-2"][children.commands["peer-2"].index("--path") + 1] == "5"
     assert [str(block) for block, number in peers.counts().items() if not number] == ["1.3", "2.3"]
-    assert peers.most_needed() == Span(path=15)
-    assert spans_of(configs.load_preset("shared-value")) == [Span(path=path) for path in range(4)]
+    assert peers.most_needed() == StageChoice(path=15)
+    assert spans_of(configs.load_preset("shared-value")) == [StageChoice(path=path) for path in range(4)]
     with pytest.raises(ValueError, match="--stages-per-peer is for runs without variants"):
         spans_of(configs.load_preset("dipaco"), 2)
 
@@ -48,7 +48,7 @@ def test_a_peer_serves_so_many_adjacent_stages_and_the_last_one_those_that_are_l
     stages_per_peer: int | None, spans: list[tuple[int, int]], tmp_path: Path
 ) -> None:
     _, peers, children = started_peers(tmp_path, None, stages_per_peer=stages_per_peer)
-    assert peers.spans == [Span(*span) for span in spans]
+    assert peers.spans == [StageChoice(*span) for span in spans]
     peer = peers.start(peers.spans[0])
     assert [block.stage for block in peer.blocks] == [*range(spans[0][1] + 1)]
     command = children.commands["peer-1"]

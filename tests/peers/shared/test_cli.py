@@ -9,7 +9,7 @@ import tyro
 
 from peers.local.options import LocalOptions
 from peers.shared.cli import arguments, parse
-from peers.shared.option_types import FolderOrName, Span, StagesOrAuto
+from peers.shared.option_types import FolderOrName, StageChoice, StagesOrAuto
 from peers.stage_peer.options import PeerOptions
 from swarm.config import ModelConfig, RunConfig, with_settings
 
@@ -99,7 +99,7 @@ def test_a_wrong_line_is_one_line(argv: str, complaint: str, capsys: pytest.Capt
         _Options(stage=0),
         _Options(stage=3, initial_peers=("a", "b"), output=Path("x y"), log_level="debug", insecure=True),
         _Options(stage=1, goes="auto", every=7, seconds=0.25, dataset=("a", "b c")),
-        _Options(stage=1, goes=Span(5, 7)),
+        _Options(stage=1, goes=StageChoice(5, 7)),
         _Options(stage=1, initial_peers=("a", "b"), invites=("c", "d e")),
     ],
 )

@@ -16,7 +16,7 @@ from peers.generate.options import GenerateOptions
 from peers.local.options import LocalOptions
 from peers.model.options import COMMANDS
 from peers.shared.cli import arguments, parse
-from peers.shared.option_types import Span
+from peers.shared.option_types import StageChoice
 from peers.stage_peer.options import PeerOptions
 from peers.static.options import StaticOptions
 from peers.status.program import StatusOptions
@@ -178,7 +178,7 @@ PATHS = RunConfig(
     ],
 )
 def test_blocks_are_named_by_stages_and_a_variant_or_a_path(word: str, path: int | None, blocks: str) -> None:
-    span = Span.parse(word)
+    span = StageChoice.parse(word)
     assert span is not None
     assert str(span) == word
     assert " ".join(map(str, dataclasses.replace(span, path=path).of(PATHS))) == blocks
@@ -187,21 +187,21 @@ def test_blocks_are_named_by_stages_and_a_variant_or_a_path(word: str, path: int
 @pytest.mark.parametrize(
     ("span", "line"),
     [
-        (Span(2, 2, variant=3), "--stage 2.3 does not exist: this run has the blocks 0, 0.1, 1, 2, 2.1, 2.2"),
-        (Span(2, 3, path=0), "--stage 2-3 does not exist: this run has the stages 0 to 2"),
-        (Span(0, 0, path=3), "--path 3 does not exist: this run has the paths 0 to 2"),
+        (StageChoice(2, 2, variant=3), "--stage 2.3 does not exist: this run has the blocks 0, 0.1, 1, 2, 2.1, 2.2"),
+        (StageChoice(2, 3, path=0), "--stage 2-3 does not exist: this run has the stages 0 to 2"),
+        (StageChoice(0, 0, path=3), "--path 3 does not exist: this run has the paths 0 to 2"),
     ],
 )
-def test_blocks_that_a_run_does_not_have_are_one_line(span: Span, line: str) -> None:
+def test_blocks_that_a_run_does_not_have_are_one_line(span: StageChoice, line: str) -> None:
     with pytest.raises(ValueError, match=f"^{line}$"):
         span.of(PATHS)
 
 
 def test_a_path_is_of_all_stages_unless_some_are_named() -> None:
     alone = parse(PeerOptions, prog="swarm-x", argv=["swarm://x", "--path", "5"])
-    assert (alone.span, alone.label) == (Span(path=5), "path 5")
+    assert (alone.span, alone.label) == (StageChoice(path=5), "path 5")
     some = parse(PeerOptions, prog="swarm-x", argv=["swarm://x", "--stage", "1-2", "--path", "5"])
-    assert (some.span, some.label) == (Span(1, 2, path=5), "stage 1-2 of path 5")
+    assert (some.span, some.label) == (StageChoice(1, 2, path=5), "stage 1-2 of path 5")
     for stage in ("auto", "1.2"):
         with pytest.raises(SystemExit):
             parse(PeerOptions, prog="swarm-x", argv=["swarm://x", "--stage", stage, "--path", "5"])

@@ -9,8 +9,12 @@ import sys
 import pytest
 
 from peers.shared import logs, stopping
+from peers.shared.stopping import FAREWELL_SECONDS, stop_or_expiry
+from swarm.credentials.identity import generate
 from swarm.errors import ConfigMismatch, PeerUnavailable
-from tests.support.chain import PATIENCE_SECONDS
+from tests.support import locked
+from tests.support.chain import PATIENCE_SECONDS, eventually
+from tests.support.manual_clock import ManualClock
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -23,6 +27,36 @@ async def test_a_program_that_is_told_to_stop_knows_with_which_code(number: sign
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().remove_signal_handler(number)
+
+
+async def test_a_program_leaves_before_its_token_ends(caplog: pytest.LogCaptureFixture) -> None:
+    stop, clock = asyncio.Event(), ManualClock(locked.PEER_TOKEN.expires_at - FAREWELL_SECONDS - 0.05)
+    leaving = asyncio.create_task(stop_or_expiry(stop, locked.PEER, clock))
+    await asyncio.sleep(0)
+    assert not stop.is_set()
+    await eventually(leaving.done, meanwhile=lambda: clock.advance(0.1))
+    assert stop.is_set()
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "leaving; ask the run's owner for a new one" in caplog.text
+    stop.set()
+    for identity in (locked.PEER, locked.OPEN):
+        async with asyncio.timeout(5):
+            await stop_or_expiry(stop, identity, ManualClock(locked.NOW.timestamp()))
+    assert len(caplog.records) == 1
+
+
+async def test_a_program_leaves_when_its_token_is_revoked(caplog: pytest.LogCaptureFixture) -> None:
+    stop, token, clock = asyncio.Event(), locked.issue(), ManualClock(locked.NOW.timestamp())
+    own = token.admit(generate())
+    leaving = asyncio.create_task(stop_or_expiry(stop, own, clock))
+    await asyncio.sleep(0)
+    assert own.authority is not None
+    own.authority.revoke([locked.PEER_TOKEN.token_id, token.token_id])
+    await eventually(leaving.done, meanwhile=lambda: clock.advance(0.1))
+    assert stop.is_set()
+    assert caplog.messages == [
+        f"the run's owner has revoked the token 'test' of {own.peer_id[:8]}: leaving; ask the run's owner for a new one"
+    ]
 
 
 def test_second_ctrl_c_exits_at_once() -> None:

@@ -1,14 +1,12 @@
 """Where a program's token comes from, and what is said about a wrong one."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
 
-from peers.shared.token_option import FAREWELL_SECONDS, admitted, find_token, read_token, stop_or_expiry
-from swarm.credentials.identity import generate
+from peers.shared.stopping import FAREWELL_SECONDS
+from peers.shared.token_option import admitted, find_token, read_token
 from tests.support import locked
-from tests.support.chain import eventually
 from tests.support.manual_clock import ManualClock
 
 PEER, TRAINER = str(locked.PEER_TOKEN), str(locked.TRAINER_TOKEN)
@@ -79,33 +77,3 @@ def test_trainers_may_use_any_token() -> None:
 def test_who_has_no_token_stays_who_he_is() -> None:
     assert admitted(locked.OPEN, None) is locked.OPEN
     assert admitted(locked.OPEN, read_token(PEER)).peer_id == locked.OPEN.peer_id
-
-
-async def test_a_program_leaves_before_its_token_ends(caplog: pytest.LogCaptureFixture) -> None:
-    stop, clock = asyncio.Event(), ManualClock(locked.PEER_TOKEN.expires_at - FAREWELL_SECONDS - 0.05)
-    leaving = asyncio.create_task(stop_or_expiry(stop, locked.PEER, clock))
-    await asyncio.sleep(0)
-    assert not stop.is_set()
-    await eventually(leaving.done, meanwhile=lambda: clock.advance(0.1))
-    assert stop.is_set()
-    assert [record.levelname for record in caplog.records] == ["ERROR"]
-    assert "leaving; ask the run's owner for a new one" in caplog.text
-    stop.set()
-    for identity in (locked.PEER, locked.OPEN):
-        async with asyncio.timeout(5):
-            await stop_or_expiry(stop, identity, CLOCK)
-    assert len(caplog.records) == 1
-
-
-async def test_a_program_leaves_when_its_token_is_revoked(caplog: pytest.LogCaptureFixture) -> None:
-    stop, token, clock = asyncio.Event(), locked.issue(), ManualClock(locked.NOW.timestamp())
-    own = token.admit(generate())
-    leaving = asyncio.create_task(stop_or_expiry(stop, own, clock))
-    await asyncio.sleep(0)
-    assert own.authority is not None
-    own.authority.revoke([locked.PEER_TOKEN.token_id, token.token_id])
-    await eventually(leaving.done, meanwhile=lambda: clock.advance(0.1))
-    assert stop.is_set()
-    assert caplog.messages == [
-        f"the run's owner has revoked the token 'test' of {own.peer_id[:8]}: leaving; ask the run's owner for a new one"
-    ]

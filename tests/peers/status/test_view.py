@@ -7,7 +7,7 @@ import pytest
 
 from peers.shared import cli
 from peers.shared.network import entries_of
-from peers.shared.option_types import Span
+from peers.shared.option_types import StageChoice
 from peers.stage_peer.options import PeerOptions
 from peers.status.answer import idle_because
 from peers.status.peer_row import PeerRow
@@ -134,7 +134,7 @@ def _options(line: str) -> PeerOptions:
 def test_a_stage_that_nobody_has_served_needs_a_peer_and_no_more() -> None:
     told = remedy(Joining.at(CONFIG, [ENTRY], insecure=True).peer, 1, run_round=0, may_return=True)
     options = _options(told.removeprefix("start one with "))
-    assert (options.stage, options.insecure, options.resume, options.start_over) == (Span(1, 1), True, None, False)
+    assert (options.stage, options.insecure, options.resume, options.start_over) == (StageChoice(1, 1), True, None, False)
     assert options.invite is not None
     assert Invite.parse(options.invite).entries == (ENTRY,)
 
