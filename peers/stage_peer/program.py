@@ -37,6 +37,7 @@ from peers.shared.network import REFRESH_SECONDS, Membership, agree_on_config, d
 from peers.shared.process import cache_folder, keep_compiled_code
 from peers.shared.run_options import naming_options
 from peers.shared.sole_writer import claim_identity
+from peers.shared.stopping import stop_or_expiry
 from peers.shared.token_option import admitted
 from peers.stage_peer import incarnation as incarnations
 from peers.stage_peer.contents import Contents
@@ -304,7 +305,7 @@ async def serve(start: Start, own_figures: OwnFigures) -> None:
         stop = stopping.stop_event()
         said = start_of(member.config, peer_id=member.peer_id, name=options.name, stage=span[0].stage)
         begin(start.events, options.events, said)
-        serving = [stopping.stop_or_expiry(stop, identity, clock), rivals.watch(), contents.keep_tokenizer(), page.run()]
+        serving = [stop_or_expiry(stop, identity, clock), rivals.watch(), contents.keep_tokenizer(), page.run()]
         background += map(tasks.create_task, serving if announcer is None else [*serving, announcer.run()])
         mover = Mover(
             make_server=make_server, make_options=make_options, rebalancer=rebalancer, clock=clock,

@@ -86,31 +86,27 @@ class ViewOptions(WayOptions):
         return self.runs and not self.lan
 
     def entrances(self, prog: str, environment: Mapping[str, str], clock: Clock) -> list[Entrance]:
-        """Where a program enters: once for each invite, or else once. With --lan and --runs, runs that need a token which the
-        user has not given are left out, unless no run is left. Raises what find_entrance and found_invite raise."""
-        if self.lan and self.runs:
-            return self._enterable(lan.found_invites(insecure=self.insecure), prog, environment, clock)
-        found = [lan.found_invite(insecure=self.insecure)] if self.lan else []
-        invites: Sequence[str | None] = found or self.invites or [None]
-        return [self._entrance(invite, prog, environment, clock) for invite in invites]
-
-    def _enterable(
-        self, invites: Sequence[str], prog: str, environment: Mapping[str, str], clock: Clock
-    ) -> list[Entrance]:
-        entrances, faults = [], []
-        for invite in invites:
+        """Where a program enters: once for each invite, or else once. With --lan and --runs, runs that need a token
+        which the user has not given are left out, unless no run is left. Raises what find_entrance and found_invite
+        raise."""
+        shows_all, found = self.lan and self.runs, list[str]()
+        if shows_all:
+            found = lan.found_invites(insecure=self.insecure)
+        elif self.lan:
+            found = [lan.found_invite(insecure=self.insecure)]
+        entrances, faults = list[Entrance](), list[ValueError]()
+        for invite in found or self.invites or [None]:
+            way = self if invite is None else dataclasses.replace(self, invites=(invite,), lan=False)
             try:
-                entrances.append(self._entrance(invite, prog, environment, clock))
+                entrances.append(find_entrance(way, environment, prog=prog, clock=clock, peers=self.peer))
             except ValueError as fault:
+                if not shows_all:
+                    raise
                 logger.warning("a run of this network is not shown: %s", fault)
                 faults.append(fault)
         if not entrances:
             raise faults[0]
         return entrances
-
-    def _entrance(self, invite: str | None, prog: str, environment: Mapping[str, str], clock: Clock) -> "Entrance":
-        way = self if invite is None else dataclasses.replace(self, invites=(invite,), lan=False)
-        return find_entrance(way, environment, prog=prog, clock=clock, peers=self.peer)
 
 
 def render_audit(report: Report) -> RenderableType:

@@ -1,4 +1,4 @@
-"""Codecs: how a vector of float32 becomes bytes for averaging, and back.
+"""Codecs of averaging: how a vector of float32 becomes bytes, and back; activations.py has the encodings of hops.
 
 This file has the interface, and chooses codecs by a run's configuration. A codec is stateless and handles one part of a
 vector at a time. Decoders trust no sender: they refuse wrong lengths and non-finite numbers, and allocate memory only

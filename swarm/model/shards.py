@@ -1,16 +1,17 @@
 """Shards of layers: groups of heads and of feed-forward columns, and the sums by which they exchange results.
 
 Each shard n has a residual stream x_n of its own, which it reads and adds to. All begin with the same stream x, compute
-a stretch of sublayers side by side, and meet again: x + sum over n of (x_n - x). A block's type (`model.block_types`) says
-how long stretches are:
+a stretch of sublayers side by side, and meet again: x + sum over n of (x_n - x). A block's type (`model.block_types`)
+says how long stretches are:
 
 - tp: a sublayer, the attention or the feed-forward block (Megatron-LM, arXiv 1909.08053);
 - spd: a layer, whose feed-forward block reads what the shard's own heads have added (SPD, arXiv 2502.20727);
 - parallel: as many layers of this type as follow each other within a stage (compare Parallel Track, arXiv 2602.07306).
 
-A stretch takes two sums over the shards: in the forward the sum of their additions, and in the backward the sum of their
-gradients for the stream with which they began. Nothing else is exchanged, and all sums go through `Shards.reduce`. The
-shards may all be in this process, or be spread over several, each of which holds its parts of the matrices.
+A stretch takes two sums over the shards: in the forward the sum of their additions, and in the backward the sum of
+their gradients for the stream with which they began. Nothing else is exchanged, and all sums go through
+`Shards.reduce`. The shards may all be in this process, or be spread over several, each of which holds its parts of the
+matrices.
 
 Shape suffixes: N shards held by this process, B samples, T positions, D model width.
 """

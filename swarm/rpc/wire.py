@@ -15,7 +15,7 @@ import torch
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
 
-from swarm.compression.quantize import Int8, ScaledHalf
+from swarm.compression import activations
 from swarm.errors import MalformedMessage
 from swarm.rpc.bounds import CHUNK_BYTES, require_bounds
 from swarm.rpc.v1 import stage_pb2 as pb
@@ -26,21 +26,12 @@ LARGEST_ACTIVATION = 65504.0
 """Largest magnitude of an activation or its gradient: float16's largest number, whatever the element type. Beyond it,
 training has diverged or a peer wants to make it diverge: products of such numbers overflow float32."""
 
-DTYPES: Mapping[str, torch.dtype] = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "int32": torch.int32,
-}
-"""Element types by their names on the wire."""
-
 HIDDEN, GRADIENT = "hidden", "hidden_gradient"
 """What a stage gets from the one before it, and the gradient of that, which it answers, in the same encoding."""
-_INT8, _FP16 = Int8(), ScaledHalf()
-ENCODINGS: Mapping[str, torch.dtype] = {**DTYPES, _INT8.name: torch.uint8}
-"""The encodings that may travel between stages: element types, and a codec's output as bytes."""
-NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in ENCODINGS.items()}
-"""The encodings by their element types."""
+DTYPES = {"int32": torch.int32} | {name: each.dtype for name, each in activations.ENCODINGS.items()}
+"""The types of the tensors that may travel between stages, by their encodings: tokens, and activations."""
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""The encodings by their types, of which each has another one."""
 MOST_FIELDS = 64
 """The most fields in a message or in a chunk of it; an honest one has a few, since a message is sent once it has
 CHUNK_BYTES of tensors. Each takes microseconds to look at, and the event loop waits meanwhile."""
@@ -65,7 +56,7 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        num_bytes = ENCODINGS[self.encoding].itemsize
+        num_bytes = DTYPES[self.encoding].itemsize
         for extent in self.shape:
             num_bytes *= extent
         return num_bytes
@@ -120,7 +111,7 @@ class TensorReader:
         self._buffer[self._filled : end] = data
         self._filled = end
         if end == len(self._buffer):
-            self._finish(self._bytes.view(ENCODINGS[self._current.encoding]).reshape(self._current.shape))
+            self._finish(self._bytes.view(DTYPES[self._current.encoding]).reshape(self._current.shape))
 
     def _begin(self, header: TensorHeader) -> TensorSpec:
         if self._current is not None:
@@ -144,18 +135,8 @@ class TensorReader:
 
 def require_in_range(name: str, tensor: torch.Tensor) -> None:
     """Raise MalformedMessage for NaN, infinity, numbers beyond LARGEST_ACTIVATION, or bytes that no codec made."""
-    if tensor.numel() == 0:
-        return
-    if tensor.dtype is torch.uint8:
-        high = _INT8.largest(tensor)
-        low = -high
-    else:
-        scale = 1.0
-        if tensor.dtype is torch.float16:
-            scale, tensor = _FP16.scale(tensor), tensor[1:]
-        # aminmax passes NaN on, and NaN fails every comparison.
-        low, high = (scale * float(extreme) for extreme in torch.aminmax(tensor))
-    if not (low >= -LARGEST_ACTIVATION and high <= LARGEST_ACTIVATION):
+    # NaN fails the comparison.
+    if tensor.numel() and not activations.ENCODINGS[NAMES[tensor.dtype]].largest(tensor) <= LARGEST_ACTIVATION:
         raise MalformedMessage(f"tensor {name!r} holds NaN, infinity, or numbers beyond {LARGEST_ACTIVATION:.0f}")
 
 
@@ -174,7 +155,7 @@ class Frame:
 def frames(
     first: Message, tensors: Mapping[str, torch.Tensor], *, whole: bool = False, chunk_bytes: int = CHUNK_BYTES
 ) -> Iterator[Frame]:
-    """Yield messages that carry CPU tensors, of types in ENCODINGS, as chunks; the first has the fields of `first`.
+    """Yield messages that carry CPU tensors, of types in DTYPES, as chunks; the first has the fields of `first`.
 
     There is at least one message, and each but the last has `chunk_bytes` or more. With `whole` there is one, and each
     tensor is one piece of it, as it is and on any device.

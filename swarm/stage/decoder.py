@@ -24,7 +24,7 @@ from swarm.hop.session import Order, Piece, Token
 from swarm.model.cache import KeyValueCache, cache_bytes
 from swarm.model.stage_module import StageModule
 from swarm.model.stages import layer_ranges
-from swarm.rpc.wire import ENCODINGS, require_in_range
+from swarm.rpc.wire import DTYPES, require_in_range
 from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import HIDDEN
 from swarm.stage.held_rounds import HeldRound
@@ -126,7 +126,7 @@ class Decoder:
     def _decode(self, step: _Step, piece: Piece) -> torch.Tensor:
         boundary = self._boundary_in(step.computed.held.number)
         spec = boundary.spec(1, len(piece.tokens))
-        wire = torch.frombuffer(bytearray(piece.hidden), dtype=ENCODINGS[spec.encoding]).reshape(spec.shape)
+        wire = torch.frombuffer(bytearray(piece.hidden), dtype=DTYPES[spec.encoding]).reshape(spec.shape)
         require_in_range(HIDDEN, wire)
         return boundary.decode(wire, 1, len(piece.tokens), self._staging)
 

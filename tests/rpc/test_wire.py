@@ -21,7 +21,7 @@ from swarm.rpc.v1.stage_pb2 import (
 )
 from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
 from swarm.rpc.wire import (
-    ENCODINGS,
+    DTYPES,
     MOST_FIELDS,
     Piece,
     TensorReader,
@@ -64,7 +64,7 @@ def _read(messages: Iterable[TensorChunk], **expected: TensorSpec) -> dict[str, 
     return reader.tensors
 
 
-@pytest.mark.parametrize(("encoding", "dtype"), ENCODINGS.items())
+@pytest.mark.parametrize(("encoding", "dtype"), DTYPES.items())
 @pytest.mark.parametrize("shape", [(), (1,), (3, 5), (2, 3, 4), (CHUNK_BYTES // 4 + 7,)])
 def test_round_trip_is_exact(encoding: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 1000).to(dtype)

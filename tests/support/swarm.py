@@ -178,8 +178,8 @@ class RealSwarm:
         name = f"peer-{self._num_started}"
         ready_file = self.folder / f"{name}.json"
         own = PeerOptions(
-            stage="auto" if stage == "auto" else StageChoice.parse(str(stage)), name=name, host="127.0.0.1", device="cpu",
-            threads=1,
+            stage="auto" if stage == "auto" else StageChoice.parse(str(stage)), name=name, host="127.0.0.1",
+            device="cpu", threads=1,
             initial_peers=(self.address,) if self.peers else (),
             config=None if self.peers or self.model else self.config,
             model=None if self.peers or self.model is None else str(self.model),

@@ -15,12 +15,12 @@ from swarm.rpc.bounds import CHUNK_BYTES
 from swarm.rpc.transfers import Segments
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.tensor_pb2 import TensorHeader
-from swarm.rpc.wire import DTYPES
 from swarm.training.round_member import Snapshot
 from swarm.training.tally import EMPTY, Tally
 from swarm.types import PeerRecord
 
-_ENCODINGS = {dtype: name for name, dtype in DTYPES.items()}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int32": torch.int32}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class TensorBytes:
@@ -63,9 +63,9 @@ class TensorBytes:
 
 def describe(tensors: Mapping[str, torch.Tensor]) -> list[TensorHeader]:
     """Make the headers from which a receiver can allocate tensors, in the tensors' order. Their types must be among
-    DTYPES."""
+    _DTYPES."""
     return [
-        TensorHeader(name=name, encoding=_ENCODINGS[t.dtype], shape=tuple(t.shape), num_bytes=t.nbytes)
+        TensorHeader(name=name, encoding=_NAMES[t.dtype], shape=tuple(t.shape), num_bytes=t.nbytes)
         for name, t in tensors.items()
     ]
 
@@ -74,7 +74,7 @@ def allocate(headers: Iterable[TensorHeader], max_bytes: int) -> dict[str, torch
     """Allocate memory for the tensors that a peer describes. Raises MalformedMessage for unknown types, names that come
     twice, sizes that contradict themselves, or more than `max_bytes` in all. Nothing was allocated then."""
     described = list(headers)
-    if any(header.encoding not in DTYPES for header in described):
+    if any(header.encoding not in _DTYPES for header in described):
         raise MalformedMessage("tensors of an unknown type are announced")
     if len({header.name for header in described}) != len(described):
         raise MalformedMessage("a tensor is announced twice")
@@ -83,12 +83,12 @@ def allocate(headers: Iterable[TensorHeader], max_bytes: int) -> dict[str, torch
         extents = [max(1, extent) for extent in header.shape]
         if len(extents) > 64 or math.prod(extents) > max_bytes:
             raise MalformedMessage(f"tensor {header.name[:64]!r} is announced with the shape {list(header.shape)[:8]}")
-        if header.num_bytes != math.prod(header.shape) * DTYPES[header.encoding].itemsize:
+        if header.num_bytes != math.prod(header.shape) * _DTYPES[header.encoding].itemsize:
             raise MalformedMessage(f"tensor {header.name[:64]!r} has a size that contradicts its shape")
     num_bytes = sum(header.num_bytes for header in described)
     if num_bytes > max_bytes:
         raise MalformedMessage(f"{num_bytes} bytes are announced, more than the {max_bytes} that are sensible here")
-    return {header.name: torch.empty(tuple(header.shape), dtype=DTYPES[header.encoding]) for header in described}
+    return {header.name: torch.empty(tuple(header.shape), dtype=_DTYPES[header.encoding]) for header in described}
 
 
 def _tally_of(header: pb.SnapshotHeader) -> Tally:
