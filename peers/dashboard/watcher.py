@@ -107,15 +107,12 @@ class Place(Protocol):
 
     async def view(self) -> SwarmView:
         """Take a view of the run now. Raises SwarmError."""
-        ...
 
     async def tallies(self) -> Tallies:
         """Ask for what each peer has given since the run began. Raises SwarmError."""
-        ...
 
     async def hear_amendments(self) -> None:
         """Take in the run's amendments. Raises SwarmError."""
-        ...
 
 
 class Watcher:

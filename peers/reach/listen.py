@@ -116,11 +116,9 @@ class Listening(Protocol):
     def port(self) -> int: ...
     def announced(self, own_port: int) -> Announced:
         """What others are told now, for a server that listens on `own_port`."""
-        ...
 
     def held(self) -> AbstractAsyncContextManager[None]:
         """Leave the port to a server of this peer, which binds and unbinds it inside the block."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

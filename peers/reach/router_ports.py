@@ -45,13 +45,11 @@ class Router(Protocol):
 
     def forward(self, port: int, outer_port: int, lease_seconds: int) -> int:
         """Forward a router's port to `port` of this machine. Return the router's port: `outer_port` if that is free."""
-        ...
 
     def end(self, port: int, outer_port: int) -> None: ...
 
     def outer_host(self) -> str:
         """The router's IPv4 address outside, as it says."""
-        ...
 
 
 def _exchange(address: tuple[str, int], request: Callable[[str], bytes]) -> bytes:

@@ -121,7 +121,6 @@ def find_entrance(
     """Find where the options and the environment say that a program enters a run.
 
     Args:
-        prog: the program that enters.
         peers: PEER_ID@HOST:PORT of peers to ask, for options that name neither an invite nor addresses.
 
     Raises:

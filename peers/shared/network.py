@@ -229,17 +229,13 @@ class Membership:
     ) -> Self:  # fmt: skip
         """Enter a run whose records are in `store`, with the channels that are there. No peer is known yet, and nothing
         is announced."""
+        router = Router(clock, random.Random(identity.peer_id), PeerId(identity.peer_id))
         return cls(
-            config=config,
-            timeline=Timeline(config),
-            identity=identity,
+            config=config, timeline=Timeline(config), identity=identity, clock=clock,
             directory=Directory(store, identity, config.run_id, clock),
-            known=KnownPeers(
-                Router(clock, random.Random(identity.peer_id), PeerId(identity.peer_id)), own_id=identity.peer_id
-            ),
+            known=KnownPeers(router, own_id=identity.peer_id),
             channels=channels or ChannelPool(insecure=insecure, identity=identity, clock=clock, run_id=config.run_id),
-            clock=clock,
-        )
+        )  # fmt: skip
 
     @property
     def peer_id(self) -> str:

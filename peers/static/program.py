@@ -128,21 +128,14 @@ def work(
         averaging = dataclasses.replace(config.averaging, codec=options.compress)
         compressed = CompressedAverage(model, averaging, joined)
     is_piped = joined.shape.pp > 1
-    return train(
-        Run(
-            config=config,
-            workers=joined,
-            model=model,
-            computing=Pipeline(model.module, config, joined, batches.size) if is_piped else OneByOne(model.module),
-            batches=batches,
-            checkpoints=Checkpoints(config, model, options, joined),
-            report=Report(config, options, model, joined, compressed) if joined.is_first else None,
-        ),
-        data.held_out_by_source(options.evaluation_samples),
-        last_step=last_step,
-        evaluate_every=options.evaluate_every,
-        stops=stops,
-    )
+    parts = Run(
+        config=config, workers=joined, model=model, batches=batches,
+        computing=Pipeline(model.module, config, joined, batches.size) if is_piped else OneByOne(model.module),
+        checkpoints=Checkpoints(config, model, options, joined),
+        report=Report(config, options, model, joined, compressed) if joined.is_first else None,
+    )  # fmt: skip
+    held_out = data.held_out_by_source(options.evaluation_samples)
+    return train(parts, held_out, last_step=last_step, evaluate_every=options.evaluate_every, stops=stops)
 
 
 TERM_SECONDS = 20.0

@@ -95,7 +95,8 @@ class ViewOptions(WayOptions):
         elif self.lan:
             found = [lan.found_invite(insecure=self.insecure)]
         entrances, faults = list[Entrance](), list[ValueError]()
-        for invite in found or self.invites or [None]:
+        invites: Sequence[str | None] = found or self.invites or [None]
+        for invite in invites:
             way = self if invite is None else dataclasses.replace(self, invites=(invite,), lan=False)
             try:
                 entrances.append(find_entrance(way, environment, prog=prog, clock=clock, peers=self.peer))

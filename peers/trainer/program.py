@@ -254,17 +254,12 @@ async def carry_out(member: Membership, paths: TrainerPaths, session: Session, n
 def record_of(member: Membership, paths: TrainerPaths, session: Session, name: str) -> TrainerRecord:
     figures = session.report.figures
     return TrainerRecord(
-        peer_id=member.peer_id,
-        name=name,
-        announced_at=member.clock.time(),
+        peer_id=member.peer_id, name=name, announced_at=member.clock.time(),
         paths=paths.paths[:MOST_NAMED_PATHS] if paths.paths != tuple(range(len(member.config.paths))) else (),
-        step=figures.step_number,
-        loss=figures.loss,
-        tokens=figures.own_tokens,
-        tokens_per_second=figures.tokens_per_second,
-        in_flight=session.loop.num_in_flight,
+        step=figures.step_number, loss=figures.loss, tokens=figures.own_tokens,
+        tokens_per_second=figures.tokens_per_second, in_flight=session.loop.num_in_flight,
         bans=member.known.bans(paths.entries, member.clock),
-    )
+    )  # fmt: skip
 
 
 async def finish(

@@ -285,17 +285,10 @@ class _Life:
 
     def _contribution(self, event: Begin | Prepare, closing: Closing, line: Line) -> Contribution:
         return Contribution(
-            block=self._block,
-            round=event.round,
-            parent=event.lineage,
-            peer=self._start.peer,
-            ballot=(event.attempt, event.leader),
-            closing=closing,
-            most_samples=self._most_samples,
-            file=self._name,
-            boot=self._start.boot,
-            monotonic=line.monotonic,
-        )
+            block=self._block, round=event.round, parent=event.lineage, peer=self._start.peer,
+            ballot=(event.attempt, event.leader), closing=closing, most_samples=self._most_samples, file=self._name,
+            boot=self._start.boot, monotonic=line.monotonic,
+        )  # fmt: skip
 
     def _commit(self, event: Commit, line: Line) -> None:
         self._check_standing(event.round, event.parent, "committed")

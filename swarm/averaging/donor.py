@@ -258,15 +258,10 @@ class Donor:
             content.sha256(start, min(content.num_bytes, start + size)) for start in range(0, content.num_bytes, size)
         ]
         header = pb.SnapshotHeader(
-            standing=messages.pack_standing(messages.standing_of(pin.snapshot)),
-            state_digest=pin.snapshot.digest,
-            tensors=describe(dict(sorted(pin.snapshot.tensors.items()))),
-            outcomes=pin.outcomes,
-            segment_bytes=size,
-            segment_digests=digests,
-            past=pin.past,
-            amendments=self._place.timeline.texts,
-        )
+            standing=messages.pack_standing(messages.standing_of(pin.snapshot)), state_digest=pin.snapshot.digest,
+            tensors=describe(dict(sorted(pin.snapshot.tensors.items()))), outcomes=pin.outcomes, segment_bytes=size,
+            segment_digests=digests, past=pin.past, amendments=self._place.timeline.texts,
+        )  # fmt: skip
         for outcome in header.outcomes:
             # Of a thousand members they would be megabytes, and those that count are in the tally.
             del outcome.prepared.signatures[:]

@@ -33,36 +33,29 @@ class Codec(Protocol):
     @property
     def tile(self) -> int:
         """A vector is best cut into parts at multiples of this number of elements."""
-        ...
 
     @property
     def needs_feedback(self) -> bool:
         """Whether the codec drops so much that error feedback has to add it to the next vector."""
-        ...
 
     @property
     def is_sparse(self) -> bool:
         """Whether the codec keeps only some of the elements, so that a sum of vectors takes more bytes than a single
         vector."""
-        ...
 
     @property
     def sketch_tolerance(self) -> float:
         """How far, as a share of its norm, a contribution may be from its gradients' sum; 0 if too much is dropped."""
-        ...
 
     def encode(self, vector_N: torch.Tensor) -> Buffer:
         """Encode a finite float32 CPU vector. The bytes may share the vector's memory."""
-        ...
 
     def decode(self, buffer: Buffer, num_elements: int) -> torch.Tensor:
         """Decode to float32, shape (N,). The result may share the buffer's memory. Raises MalformedMessage for a wrong
         length, impossible contents, or numbers that are not finite."""
-        ...
 
     def num_bytes(self, num_elements: int) -> int:
         """Exact size of `num_elements` encoded elements, which depends on nothing else."""
-        ...
 
 
 _SIMPLE: dict[str, Codec] = {

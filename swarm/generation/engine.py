@@ -35,7 +35,6 @@ class Engine(Protocol):
     @property
     def round(self) -> int | None:
         """The round of the weights that continue the newest sequence, or one that begins now; None if not known."""
-        ...
 
     def generate(
         self, prompt: Sequence[int], sampling: Sampling, max_tokens: int, scores: Scores | None = None
@@ -52,7 +51,6 @@ class Engine(Protocol):
             ValueError: the prompt is empty, or together with `max_tokens` longer than `longest`.
             SwarmError: the sequence cannot be continued, now or at all.
         """
-        ...
 
 
 class Room:

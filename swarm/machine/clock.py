@@ -65,15 +65,12 @@ class Clock(Protocol):
 
     def monotonic(self) -> float:
         """Seconds since an arbitrary origin; never goes back."""
-        ...
 
     def time(self) -> float:
         """Seconds since the epoch, by the machine's wall clock."""
-        ...
 
     async def sleep(self, seconds: float) -> None:
         """Return after `seconds`. Cancellation ends the wait at once."""
-        ...
 
 
 class SystemClock:

@@ -49,17 +49,14 @@ class Recorder(Protocol):
         A replay may write to whatever the pool's other recordings made, but for those results that were in use when it
         was recorded. So results are to be consumed before another recording of the pool is replayed.
         """
-        ...
 
     def warm_up(self, work: Callable[[], object]) -> None:
         """Run `work` a few times before the like of it is recorded: libraries choose kernels, and make buffers."""
-        ...
 
     def record(self, work: Callable[[], _Result], pool: object | None = None) -> Recording[_Result]:
         """Run `work` once, and record it. `pool` is made by `pool`, and kept as long as its recordings; None for memory
         that no other recording shares. Raises RuntimeError if something in it cannot be recorded. The device's memory
         may run out, too."""
-        ...
 
 
 class CudaRecorder(Recorder):

@@ -29,15 +29,12 @@ class Cache(Protocol):
 
     def next_positions(self, count: int, device: torch.device) -> Tensor:
         """These positions: [T], or [B, T] if texts differ."""
-        ...
 
     def advance(self, count: int) -> None:
         """Note that every layer now has these positions."""
-        ...
 
     def attend(self, layer: str, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
         """Attention of these positions to all cached ones and to each other; their keys and values are cached."""
-        ...
 
 
 class CachePool:

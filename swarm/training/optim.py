@@ -108,13 +108,11 @@ class AdamW(Optimizer):
     def _work(self, rate: float, num_steps: int, *, decays: bool) -> Work:
         config = self._config
         return partial(
-            adamw,
-            betas=(config.beta1, config.beta2),
-            epsilon=config.epsilon,
+            adamw, betas=(config.beta1, config.beta2), epsilon=config.epsilon,
             decay=1.0 - rate * config.weight_decay if decays else 1.0,
             size=rate / (1.0 - _power(config.beta1, num_steps)),
             unbiased=1.0 / math.sqrt(1.0 - _power(config.beta2, num_steps)),
-        )
+        )  # fmt: skip
 
     def _take_fused_steps(self, parameters: Parameters, gradients: Mapping[str, torch.Tensor], rate: float) -> None:
         for decays in (True, False):
@@ -135,20 +133,9 @@ class AdamW(Optimizer):
         config = self._config
         weights, gradients, first, second, counters = columns
         torch._fused_adamw_(
-            weights,
-            gradients,
-            first,
-            second,
-            [],
-            counters,
-            lr=rate,
-            beta1=config.beta1,
-            beta2=config.beta2,
-            weight_decay=config.weight_decay if decays else 0.0,
-            eps=config.epsilon,
-            amsgrad=False,
-            maximize=False,
-        )
+            weights, gradients, first, second, [], counters, lr=rate, beta1=config.beta1, beta2=config.beta2,
+            weight_decay=config.weight_decay if decays else 0.0, eps=config.epsilon, amsgrad=False, maximize=False,
+        )  # fmt: skip
 
     def _take_packed_step(self, name: str, parameter: torch.Tensor, gradient: torch.Tensor, rate: float) -> None:
         """Step one matrix, with a piece of its moments in float32 at a time."""

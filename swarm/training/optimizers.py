@@ -38,7 +38,6 @@ class Cut(Protocol):
 
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """Put a tensor together from the parts of all processes. Blocks until all of them call it."""
-        ...
 
     def part_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor: ...
 

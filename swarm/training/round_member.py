@@ -178,11 +178,9 @@ class RoundMember(Protocol):
 
     def disproved(self) -> Mapping[str, str]:
         """The members whose answers this one has computed again and found wrong, by id, and what was wrong."""
-        ...
 
     def set_behind(self, is_behind: bool) -> None:
         """Note whether the group is at a later round, whose state this member is downloading."""
-        ...
 
     async def freeze(self, round_number: int, *, drop: Collection[int]) -> Contribution:
         """Freeze this round's contribution and return it.
@@ -192,14 +190,12 @@ class RoundMember(Protocol):
         Args:
             drop: microbatches that another member counts, which are taken out.
         """
-        ...
 
     async def reopen(self, round_number: int) -> None: ...
 
     async def train_on(self) -> None:
         """With DiLoCo, take one inner step more than averaging.overlap_steps while the round is closed, once one is
         due."""
-        ...
 
     async def apply(self, result: RoundResult) -> "asyncio.Future[str]":
         """Take the outer step and begin the next round.
@@ -207,14 +203,11 @@ class RoundMember(Protocol):
         The future gets the BLAKE3 digest of anchor and outer state. For a large state that takes a while, while
         training goes on. Several callers may wait for the future, so each has to shield it from its own cancellation.
         """
-        ...
 
     async def snapshot(self) -> Snapshot:
         """The state at the beginning of the current round."""
-        ...
 
     async def install(self, snapshot: Snapshot, *, carry: bool = False) -> None:
         """Take over a snapshot's state, and drop all later work. Raises IntegrityError if the snapshot does not fit.
         `carry` says whether this member took no part in the rounds in between. With DiLoCo it then keeps what it has
         learnt, on top of the new state, for the next round."""
-        ...

@@ -246,15 +246,10 @@ def prepared_of(
     what they have given by its end."""
     names = [share.peer_id for share in shares.members]
     return pb.Prepared(
-        ballot=request.ballot,
-        digest=digest,
-        squared_norm=squared_norm,
-        member_ids=request.member_ids or names,
-        num_samples=shares.round_samples,
-        decider_ids=names if request.member_ids and not request.is_part else [],
-        amended=shares.amended,
-        given=messages.pack_given(given, request.member_ids or names),
-    )
+        ballot=request.ballot, digest=digest, squared_norm=squared_norm, member_ids=request.member_ids or names,
+        num_samples=shares.round_samples, decider_ids=names if request.member_ids and not request.is_part else [],
+        amended=shares.amended, given=messages.pack_given(given, request.member_ids or names),
+    )  # fmt: skip
 
 
 def clip_of(config: RunConfig) -> float:

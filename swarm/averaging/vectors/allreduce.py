@@ -70,7 +70,6 @@ class AllReduceTransport(Protocol):
         itself has to wait for other members before it can answer; if not, a long silence counts as a failure. Raises
         MemberFailed if the peer says that another member failed, and SwarmError if the peer itself failed, or
         refused."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,14 +324,9 @@ async def gather(vector_D: torch.Tensor, hand_out: HandOut, terms: Terms) -> Ave
     size = codec.num_bytes(num_elements)
     sent = sent_bytes(shares, own, codec, terms.result_codec, gathers=True)
     return Average(
-        vector_D=sum_D,
-        digest=await asyncio.to_thread(digest_of, shares, payloads, with_norms=False),
-        squared_norm=norm,
-        num_samples=shares.round_samples,
-        bytes_sent=sent,
+        vector_D=sum_D, digest=await asyncio.to_thread(digest_of, shares, payloads, with_norms=False),
+        squared_norm=norm, num_samples=shares.round_samples, bytes_sent=sent,
         bytes_received=size * sum(share.peer_id != own_id for share in shares.senders),
-        compression_ratio=compression_ratio(shares, own, sent),
-        residual=residual,
-        upload_bytes_per_second=0.0,
+        compression_ratio=compression_ratio(shares, own, sent), residual=residual, upload_bytes_per_second=0.0,
         deviations={share.peer_id: deviations for share in shares.members},
-    )
+    )  # fmt: skip

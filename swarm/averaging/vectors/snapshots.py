@@ -155,10 +155,7 @@ class PartialSnapshot:
         """The snapshot. Its tensors are complete only once no segment is missing."""
         standing = self.header.standing
         return Snapshot(
-            round=standing.round,
-            run_samples=standing.run_samples,
-            lineage=standing.lineage,
+            round=standing.round, run_samples=standing.run_samples, lineage=standing.lineage,
             tensors={name: tensor for name, tensor in self.tensors.items() if name.startswith(self._only)},
-            digest=self.header.state_digest,
-            tally=_tally_of(self.header),
-        )
+            digest=self.header.state_digest, tally=_tally_of(self.header),
+        )  # fmt: skip

@@ -19,7 +19,7 @@ DEMO = Path(__file__).parents[3] / "scripts" / "demo"
     [
         ("--preset small --config x.toml", "--config, --preset and --model exclude each other"),
         ("--wandb-online", "--wandb-online needs --wandb PROJECT"),
-        ("--checkpoint-every 5", "--checkpoint-every needs --checkpoint DIR"),
+        ("--checkpoint-every 5", "--checkpoint-every needs --checkpoint DIR: without it nothing is written"),
         ("--steps 20 --kill-at 20", "--kill-at must be between 0 and 19, not 20"),
         (
             "--peers-per-stage 1 --kill-at 3 --join-at 4",
