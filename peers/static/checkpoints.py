@@ -82,6 +82,10 @@ class Checkpoints:
             reasons = (file.difference(folder.path / str(name), self._config) for name in file.names(folder.path))
             reason = next((f": they are of another run ({reason})" for reason in reasons if reason), "")
             raise Fatal(f"{folder.path} has no sound checkpoint of this model{reason}")
+        if amended := file.difference_of(restored.config, self._config):
+            raise Fatal(f"the owner of the run in {folder.path} has amended it, and it goes on as amended: {amended}")
+        if restored.pending:
+            logger.warning("amendments of later rounds do not count here: %s", "; ".join(restored.pending))
         say_changes(restored.config, self._config, round_number=restored.round, run_samples=restored.run_samples)
         anchor, remembered = state.parts(known(self._config, self._model.shapes, restored))
         parameters = self._model.local_parameters
@@ -115,7 +119,7 @@ class Checkpoints:
             round=progress.step,
             run_samples=progress.run_samples,
             lineage=file.UNKNOWN,
-            highest_microbatch=progress.step * self._config.microbatches_per_round - 1,
+            highest_microbatch=self._config.indices_after(progress.run_samples, Block(self._stage)).start - 1,
             state_digest=file.UNKNOWN,
         )
         # One tensor is put together at a time. Whatever happens to the file, all workers go on to the last of them.

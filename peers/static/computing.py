@@ -29,6 +29,7 @@ from swarm.model.loss import NO_TARGET
 from swarm.stage.staging import staging_of
 from swarm.training import samples
 from swarm.training.samples import TOKENS, Samples
+from swarm.types import Block
 
 NO_DROPOUT = -1
 """Used in the place of a microbatch's number where there must be no dropout."""
@@ -60,9 +61,10 @@ class Batches:
         self._upload = staging_of(workers.device).upload
         self.size = microbatches_a_worker(config, workers.shape)
 
-    def of_step(self, step: int) -> Batch:
-        num = self._config.microbatches_per_round
-        numbers = range(step * num + self._place, (step + 1) * num, self._dp)
+    def of_step(self, run_samples: int) -> Batch:
+        """This worker's batch of the step before which the run has had so many samples. Steps follow each other in the
+        text as a swarm's rounds do, also behind rounds of another size."""
+        numbers = self._config.indices_after(run_samples, Block(0))[self._place :: self._dp]
         return self._batch([self._data.samples(number) for number in numbers], numbers)
 
     def of_evaluation(self, held_out: Sequence[Samples]) -> list[Batch]:

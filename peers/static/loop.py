@@ -68,7 +68,7 @@ def train(
     if run.report is not None:
         run.report.begin(progress.step, last_step)
     # Get this worker's microbatches of the step, and the number of targets of all workers.
-    loss, batch = None, run.batches.of_step(progress.step)
+    loss, batch = None, run.batches.of_step(progress.run_samples)
     all_targets, num_stopping = run.workers.total(batch.num_targets, stops())
     while progress.step < last_step and num_stopping == 0:
         # Forward and backward. Torch averages gradients over dp, but the sum is needed, so the weight has a factor dp.
@@ -78,7 +78,7 @@ def train(
         gradients = run.model.gradients()
 
         # One exchange sums up the gradient's norm, the mean loss, the next step's targets, and who was told to stop.
-        next_batch = run.batches.of_step(progress.step + 1)
+        next_batch = run.batches.of_step(progress.run_samples + config.rounds.round_samples)
         scaled_norm, scaled_loss, next_targets, num_stopping = run.workers.total(
             run.model.squared_norm(gradients), float(own_loss), next_batch.num_targets, stops()
         )

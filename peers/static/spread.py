@@ -117,9 +117,9 @@ class Spread:
 
     @torch.no_grad()
     def _fill(self, stage: nn.Module, config: RunConfig, given: Weights | None) -> None:
-        """Give a stage on the meta device this worker's parts of the initial weights. Each tensor is drawn or read as a
-        whole, so that it can be checked, and a part of it is kept. So a worker holds its part of the stage and one
-        whole tensor. A frozen matrix that is not cut stays in its file."""
+        """Give a stage on the meta device this worker's parts of the initial weights. Of a file it reads those alone,
+        but a tensor is drawn whole. So a worker holds its part of the stage and one whole tensor. A frozen matrix that
+        is not cut stays in its file."""
         number, device = self._workers.place("pp"), self._workers.device
         # All parts get their memory first: between tensors that are freed again they would leave holes.
         made = {
@@ -132,11 +132,10 @@ class Spread:
         shapes = parameter_shapes(config, number) | trained_shapes(config, number)
         for name, parameter in stage.named_parameters():
             if given is None or adapters.is_adapter(name):
-                whole = drawn(name, shapes[name], config)
+                part = self.part_of(name, drawn(name, shapes[name], config))
             else:
-                whole = given.load({name})[name]
-            part = self.part_of(name, whole)
-            if parameter.requires_grad or part is not whole:
+                part = given.load({name}, self.part_of)[name]
+            if parameter.requires_grad or self._cuts_rows or self._is_cut(name):
                 _local(parameter).copy_(part)
             else:
                 parameter.data = part.to(device, parameter.dtype)

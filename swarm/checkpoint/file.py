@@ -215,7 +215,7 @@ def read_header(path: Path, config: RunConfig) -> Header:
     header = _unpack(metadata, path)
     if str(header.name) != path.name:
         raise IntegrityError(f"{path} was renamed: it is {header.name}")
-    if difference := _difference(header.amended if header.config != config else config, config):
+    if difference := difference_of(header.amended if header.config != config else config, config):
         raise OfAnotherRun(f"{path} is of another run: {difference}")
     return header
 
@@ -246,7 +246,7 @@ def difference(path: Path, config: RunConfig) -> str:
     try:
         with tensor_file.opened(path, IntegrityError) as file:
             header = _unpack(file.metadata() or {}, path)
-            return _difference(header.amended if header.config != config else config, config)
+            return difference_of(header.amended if header.config != config else config, config)
     except IntegrityError:
         return ""
 
@@ -301,8 +301,8 @@ def _unpack(metadata: Mapping[str, str], path: Path) -> Header:
         raise IntegrityError(f"{path} was written by another release: {error}") from None
 
 
-def _difference(theirs: RunConfig, ours: RunConfig) -> str:
-    """The forbidden differences between two configurations, in words. Empty if there is none."""
+def difference_of(theirs: RunConfig, ours: RunConfig) -> str:
+    """The differences that make two configurations those of different runs, in words. Empty if there is none."""
     forbidden = forbidden_changes(theirs, ours)
     words = [
         f"{name} is {there!r} in it and {here!r} here" for name, (there, here) in forbidden.items() if name != TEXT

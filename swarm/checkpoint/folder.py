@@ -29,6 +29,7 @@ class Restored:
     Attributes:
         config: the configuration of the round, amendments included, in the run that wrote the files.
         amendments: those that the run had.
+        pending: those of them that are for later rounds, in words.
         tally: the block's, if one file holds exactly this block.
         lineage: the file's own, if one file holds exactly this block. Otherwise it is made from the lineages of all
             files used.
@@ -43,6 +44,7 @@ class Restored:
     tensors: Tensors
     files: tuple[Path, ...]
     amendments: tuple[str, ...] = ()
+    pending: tuple[str, ...] = ()
     tally: Tally = EMPTY
 
 
@@ -158,10 +160,12 @@ class CheckpointFolder:
         used = sorted(used or headers, key=lambda header: header.stage)
         is_same = len(used) == 1 and held[used[0].stage] == set(shapes)
         amendments = max((header.amendments for header in used), key=len)
+        timeline = Timeline(used[0].config, amendments)
         origin = "\n".join([f"{self._config.run_id} stage {block}", *(header.lineage for header in used)])
         return Restored(
-            config=Timeline(used[0].config, amendments).at(used[0].round),
+            config=timeline.at(used[0].round),
             amendments=amendments,
+            pending=tuple(str(each) for each in timeline.amendments if each.round > used[0].round),
             tally=Tally.read(used[0].tally) if is_same and used[0].tally else EMPTY,
             round=used[0].round,
             run_samples=max(header.run_samples for header in used),

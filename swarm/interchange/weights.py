@@ -133,19 +133,23 @@ class Weights:
     def has(self, names: Collection[str]) -> bool:
         return all(name in self.index.entries and self.holds(name) for name in names)
 
-    def load(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Read some tensors, in the types in which they are stored. Blocks. Raises IntegrityError if a tensor is
-        missing, damaged, or not what the index says."""
+    def load(
+        self, names: Collection[str], cut: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor
+    ) -> dict[str, Tensor]:
+        """Read some tensors, in the types in which they are stored, or the view that `cut` makes of each. Only the
+        segments in which the views lie are read and checked, unless the files have a tensor in another layout. Blocks.
+        Raises IntegrityError if a tensor is missing, damaged, or not what the index says."""
         if missing := sorted(set(names) - self.index.entries.keys()):
             raise IntegrityError(f"{self.place} does not have the tensor {missing[0]}")
-        tensors = dict(self.read(set(names)))
-        for name, tensor in tensors.items():
-            entry = self.index.entries[name]
-            if (tuple(tensor.shape), digests_of(tensor)) != (entry.shape, entry.sha256):
+        views = dict[str, Tensor]()
+        for name, tensor in dict(self.read(set(names))).items():
+            entry, views[name] = self.index.entries[name], cut(name, tensor)
+            segments = _segments_of(tensor, views[name])
+            if (tuple(tensor.shape), digests_of(tensor, segments)) != (entry.shape, entry.sha256[segments]):
                 raise IntegrityError(
                     f"{self.place} is damaged, or is not what the run begins with: {name} does not match its digest"
                 )
-        return tensors
+        return views
 
     def content(self, sha256: str) -> bytes | None:
         """Read the index, or a segment of a tensor, by its digest; None if it is not here. Blocks.
@@ -231,11 +235,20 @@ def describe(name: str, tensor: Tensor) -> TensorEntry:
     return TensorEntry(shape=tuple(tensor.shape), dtype=dtype, sha256=digests_of(tensor))
 
 
-def digests_of(tensor: Tensor) -> tuple[str, ...]:
-    """The digest of each segment of a tensor: SHA-256 in hexadecimal."""
+def digests_of(tensor: Tensor, segments: slice = slice(None)) -> tuple[str, ...]:
+    """The digest of each segment of a tensor, or of some of them: SHA-256 in hexadecimal."""
     content = bytes_of(tensor)
-    starts = range(0, len(content), SEGMENT_BYTES)
+    starts = range(0, len(content), SEGMENT_BYTES)[segments]
     return tuple(hashlib.sha256(content[start : start + SEGMENT_BYTES]).hexdigest() for start in starts)
+
+
+def _segments_of(whole: Tensor, view: Tensor) -> slice:
+    """The segments of a tensor from the first byte of a view of it to the last one."""
+    if view.numel() == 0:
+        return slice(0)
+    first = view.storage_offset() - whole.storage_offset()
+    last = first + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
+    return slice(first * view.itemsize // SEGMENT_BYTES, last * view.itemsize // SEGMENT_BYTES + 1)
 
 
 def empty(entry: TensorEntry) -> Tensor:

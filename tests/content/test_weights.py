@@ -10,11 +10,11 @@ import torch
 from swarm.config import RunConfig
 from swarm.content.service import Fetcher, Kind, nothing
 from swarm.content.weights import WeightsCache
-from swarm.errors import Fatal, PeerUnavailable
+from swarm.errors import Fatal, IntegrityError, PeerUnavailable
 from swarm.interchange import weights
 from swarm.interchange.run_folder import ImportOptions, import_model, open_weights
 from swarm.interchange.source import Source
-from swarm.interchange.weights import Weights
+from swarm.interchange.weights import Index, Weights
 from swarm.machine.clock import SystemClock
 from swarm.machine.waits import Waits
 from swarm.model.stages import parameter_shapes
@@ -90,6 +90,22 @@ async def test_a_damaged_part_of_the_cache_is_found(tmp_path: Path, run: tuple[R
         found.load(shapes)
     with pytest.raises(PeerUnavailable):
         await cache_of(tmp_path / "second", config, FakeLine(damaged=cache.content)).of(shapes)
+
+
+def test_of_a_part_only_the_segments_that_it_lies_in_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "SEGMENT_BYTES", 64)
+    whole = torch.arange(100.0).reshape(10, 10)
+    given = Weights(Index.of([("matrix", whole)]), lambda _: [("matrix", whole)], place=Path("given"))
+    whole[9, 9] = -1.0
+
+    def read(*part: slice) -> torch.Tensor:
+        return given.load({"matrix"}, lambda _, matrix: matrix[part])["matrix"]
+
+    for sound in [(slice(5),), (slice(5, 9),), (slice(None), slice(3)), (slice(0),)]:
+        assert torch.equal(read(*sound), whole[sound])
+    for damaged in [(slice(9, 10),), (slice(None), slice(6, 7)), (slice(None),)]:
+        with pytest.raises(IntegrityError, match="matrix does not match its digest"):
+            read(*damaged)
 
 
 async def test_the_user_s_own_folder_comes_first(tmp_path: Path, run: tuple[RunConfig, Weights]) -> None:

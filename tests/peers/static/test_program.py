@@ -21,8 +21,19 @@ from peers.static.workers import Shape
 from scripts.benches.shared.common import with_corpus, write_config
 from scripts.benches.sides.reference import Reference
 from swarm import config as configs
+from swarm.checkpoint import file
 from swarm.checkpoint.folder import CheckpointFolder
-from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.config import (
+    Amendment,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RoundsConfig,
+    RunConfig,
+    StagesConfig,
+    Timeline,
+)
+from swarm.data.microbatches import Microbatches
 from swarm.interchange import weights
 from swarm.interchange.export import export_model
 from swarm.interchange.origin import from_checkpoints
@@ -36,6 +47,7 @@ from swarm.stage import state
 from swarm.training import scaling
 from swarm.types import Block
 from tests.interchange.small_models import save
+from tests.support.locked import OWNER
 from tests.support.swarm import wait_until
 from tests.support.tokenizers import write_tokenizer
 
@@ -171,6 +183,43 @@ def test_goes_on_from_its_checkpoint_which_is_a_swarms_too(config_file: Path) ->
         for name, value in anchor.items():
             torch.testing.assert_close(value, reference.weights[name], rtol=0, atol=1e-6)
             assert float(remembered[f"{name}/step"]) == 5
+
+
+def test_goes_on_from_an_amended_run_at_its_place_of_the_text(
+    config_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder, rounds = config_file.parent / "checkpoints", dataclasses.replace(CONFIG.rounds, round_samples=8)
+    assert trained(config_file, "--steps", 2, "--checkpoint", folder) == 0
+    path = folder / "stage-0-of-1.round-2.safetensors"
+    locked = dataclasses.replace(CONFIG, owner=OWNER.authority.fingerprint)
+    timeline = Timeline(dataclasses.replace(file.config_of(path), owner=locked.owner))
+    for number, size in ((2, 8), (9, 16)):
+        setting = f"rounds.round_samples={size}"
+        timeline.add([*timeline.texts, Amendment.sign(OWNER, timeline, number, [setting]).text])
+    header = dataclasses.replace(
+        file.read_header(path, timeline.config), config=timeline.config, amendments=timeline.texts
+    )
+    file.write(folder, header, file.load(path, file.parameters(path)), owner="test")
+    taken, samples = list[int](), Microbatches.samples
+
+    def noted(data: Microbatches, number: int) -> dict[str, torch.Tensor]:
+        taken.append(number)
+        return samples(data, number)
+
+    monkeypatch.setattr(Microbatches, "samples", noted)
+    write_config(locked, config_file)
+    assert trained(config_file, "--steps", 3, "--checkpoint", folder) == 1
+    assert "it goes on as amended: rounds.round_samples is 8 in it and 4 here" in capsys.readouterr().err
+    assert taken == []
+    write_config(dataclasses.replace(CONFIG, rounds=rounds), config_file)
+    assert trained(config_file, "--steps", 3, "--checkpoint", folder) == 0
+    # Two rounds of two microbatches went before, and the next step's are made while this one is computed.
+    assert taken[:8] == [4, 5, 6, 7, 8, 9, 10, 11]
+    assert "do not count here: amendment 2: rounds.round_samples=16 from round 9 on" in caplog.text
+    assert file.read_header(path.with_name("stage-0-of-1.round-3.safetensors"), timeline.at(2)).highest_microbatch == 7
 
 
 def test_its_checkpoints_have_the_tokenizer_that_an_export_needs(config_file: Path) -> None:
