@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from peers.commands import command_line
+from peers.local.supervisor import Child
 from swarm.credentials.rights import Role
 from tests.support import locked
 from tests.support.swarm import RealSwarm, real_swarm, run_all, wait_until, whole_lines
@@ -25,27 +26,32 @@ def _printed(swarm: RealSwarm, which: str) -> list[str]:
     return lines[0].split()[2:]
 
 
+def _start_trainer(swarm: RealSwarm, name: str, *, steps: int) -> Child:
+    """Start a trainer by the line that the first peer prints."""
+    line = [word.replace("#TOKEN", f"#{TRAINER_TOKEN}") for word in _printed(swarm, "train")]
+    options = ["--steps", str(steps), "--output", str(swarm.folder / name), "--evaluation-samples", "16"]
+    return swarm.children.start(name, command_line("trainer", [*line, *options]))
+
+
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealSwarm]:
+    """The peer that began the run, and one that has joined by the line that this peer prints."""
     with real_swarm(tmp_path_factory.mktemp("locked")) as swarm:
         swarm.start_peers([0], "--token", PEER_TOKEN)
+        ready = swarm.folder / "second.json"
+        line = [word.replace("#TOKEN", f"#{PEER_TOKEN}") for word in _printed(swarm, "join")]
+        own = ["--host", "127.0.0.1", "--threads", "1", "--identity", str(swarm.folder / "second.pem")]
+        second = swarm.children.start("second", command_line("peer", [*line, *own, "--ready-file", str(ready)]))
+        wait_until(ready.exists, 60.0, f"the second peer to serve; see {second.log}")
         yield swarm
 
 
 def test_a_peer_and_a_trainer_join_by_the_printed_lines(swarm: RealSwarm) -> None:
-    ready = swarm.folder / "second.json"
-    line = [word.replace("#TOKEN", f"#{PEER_TOKEN}") for word in _printed(swarm, "join")]
-    own = ["--host", "127.0.0.1", "--threads", "1", "--identity", str(swarm.folder / "second.pem")]
-    second = swarm.children.start("second", command_line("peer", [*line, *own, "--ready-file", str(ready)]))
-    wait_until(ready.exists, 60.0, f"the second peer to serve; see {second.log}")
-    line = [word.replace("#TOKEN", f"#{TRAINER_TOKEN}") for word in _printed(swarm, "train")]
-    options = ["--steps", "6", "--output", str(swarm.folder / "trainer"), "--evaluation-samples", "16"]
-    trainer = swarm.children.start("trainer", command_line("trainer", [*line, *options]))
-    assert swarm.wait_for_end(trainer) == 0
+    assert swarm.wait_for_end(_start_trainer(swarm, "trainer", steps=6)) == 0
     steps = swarm.steps("trainer")
     assert len(steps) == 6
     assert steps[-1]["train/loss"] < steps[0]["train/loss"]
-    assert "this run is locked by owner" in second.log.read_text()
+    assert "this run is locked by owner" in (swarm.folder / "logs" / "second.log").read_text()
 
 
 def test_strangers_are_refused_in_one_line(swarm: RealSwarm, tmp_path: Path) -> None:
@@ -109,11 +115,32 @@ def test_the_owner_amends_the_run_while_it_goes_on(swarm: RealSwarm, tmp_path: P
     assert len(refused.stderr.splitlines()) == 1, refused.stderr
     assert "model.d_model cannot be amended" in refused.stderr
     assert "is too near" in near.stderr
-    line = [word.replace("#TOKEN", f"#{TRAINER_TOKEN}") for word in _printed(swarm, "train")]
-    options = ["--steps", "14", "--output", str(swarm.folder / "later"), "--evaluation-samples", "16"]
-    assert swarm.wait_for_end(swarm.children.start("later", command_line("trainer", [*line, *options]))) == 0
+    assert swarm.wait_for_end(_start_trainer(swarm, "later", steps=14)) == 0
     rates = [step["train/learning_rate"] for step in swarm.steps("later")]
     assert rates[-1] == pytest.approx(7e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_owner_amends_the_text_while_a_trainer_is_at_work(swarm: RealSwarm, tmp_path: Path) -> None:
+    locked.OWNER.save(tmp_path / "owner.pem")
+    other = tmp_path / "other.txt"
+    other.write_text("abracadabra " * 2_000, encoding="utf-8")  # Soon learnt by heart, which the first text is not
+    trainer = _start_trainer(swarm, "at-work", steps=1_000)
+    before = swarm.wait_for_steps("at-work", 2)[-1]["train/loss"]
+    (invite, *_) = _printed(swarm, "join")
+    amend = ["keys", "amend", str(tmp_path / "owner.pem"), invite, "--set", f"data.dataset={other}"]
+    (told,) = run_all(amend)
+    assert told.returncode == 0, told.stderr
+    assert "all peers know of it" in told.stdout
+
+    def is_learnt() -> bool:
+        return bool(swarm.steps("at-work")[-1]["train/loss"] < before / 4)
+
+    # The amendment is in force some ninety rounds later, so that all have heard of it.
+    wait_until(is_learnt, 240.0, f"the new text to be learnt; see {trainer.log}")
+    swarm.interrupt(trainer)
+    swarm.assert_no_tracebacks()
 
 
 @pytest.mark.slow
