@@ -27,8 +27,6 @@ from scripts.benches.chaos import __main__ as chaos
 from scripts.benches.chaos.__main__ import Options as ChaosOptions
 from scripts.benches.shared.common import BenchOptions, OutputOptions
 from scripts.benches.simulate import __main__ as simulate
-from swarm.metrics import StepMetrics
-from swarm.rpc.v1 import averaging_pb2, content_pb2, directory_pb2, generation_pb2, lease_pb2, stage_pb2
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -162,35 +160,10 @@ def test_commands_on_lines_of_their_own_are_understood(monkeypatch: pytest.Monke
         assert shown.keys() <= named, page.name
 
 
-def test_protocol_names_every_call() -> None:
-    text = (ROOT / "docs" / "protocol.md").read_text()
-    files = (stage_pb2, lease_pb2, averaging_pb2, directory_pb2, content_pb2, generation_pb2)
-    services = [service for file in files for service in file.DESCRIPTOR.services_by_name.values()]
-    spoken_of = {*_rows(text), *(f"`{heading}`" for heading in re.findall(r"^### (\w+)$", text, re.MULTILINE))}
-    assert {f"`{method.name}`" for service in services for method in service.methods} <= spoken_of
-
-
 def test_the_figures_of_status_are_those_of_the_programs() -> None:
     """docs/status.md tells of every figure; scripts/generate_status_docs writes it."""
     script: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "generate_status_docs"))
     assert (ROOT / "docs" / "status.md").read_text() == script["page"](), "run scripts/generate_status_docs"
-
-
-def test_operations_explains_every_metric() -> None:
-    metrics = StepMetrics(
-        step=0,
-        loss=0.0,
-        gradient_norm=None,
-        learning_rate=None,
-        tokens_per_sec=0.0,
-        total_tokens=0,
-        step_time=0.0,
-        dispatch_time=0.0,
-        aggregate_time=None,
-        successful_workers=0,
-        compression_ratio=None,
-    )
-    assert {f"`{name}`" for name in metrics.named()} <= _rows((ROOT / "docs" / "operations.md").read_text()).keys()
 
 
 def test_the_page_about_the_configuration_is_current() -> None:

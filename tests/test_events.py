@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from swarm.events import Accumulate, Ack, EventLog, Events, Grant, Leave, ranges
-from swarm.types import Block
+from swarm.events import Accumulate, Ack, EventLog, Grant, Leave
 from tests.support.full_disk import FullDisk
 from tests.support.manual_clock import ManualClock
 
@@ -35,15 +34,6 @@ def test_an_event_is_a_line(path: Path) -> None:
         {"event": "grant", "time": 13.5, "monotonic": 13.5, "microbatches": [1, 2], "trainer": '"quoted"'},
         {"event": "leave", "time": 13.5, "monotonic": 13.5},
     ]
-
-
-def test_a_line_names_the_block_that_it_is_about(path: Path) -> None:
-    log = EventLog(path, ManualClock())
-    log.of(Block(1)).write(Ack(microbatch=3))
-    log.of(Block(2, 1)).write(Leave())
-    log.write(Leave(), Block(1))
-    assert [(line["event"], line["block"]) for line in lines(path)] == [("ack", "1"), ("leave", "2.1"), ("leave", "1")]
-    Events().of(Block(0)).write(Leave())
 
 
 def test_a_full_disk_is_one_line_in_the_log_and_a_gap_later(
@@ -79,10 +69,3 @@ def test_threads_do_not_mix_their_lines(path: Path) -> None:
     for thread in threads:
         thread.join()
     assert sorted(line["microbatch"] for line in lines(path)) == sorted(4 * list(range(200)))
-
-
-@pytest.mark.parametrize(
-    ("ids", "text"), [([], ""), ([3], "3"), ([5, 4, 9, 6, 0], "0 4-6 9"), ([1, 2], "1-2"), (range(100), "0-99")]
-)
-def test_ranges(ids: list[int], text: str) -> None:
-    assert ranges(ids) == text

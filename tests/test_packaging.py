@@ -4,17 +4,14 @@ import os
 import shutil
 import subprocess
 import sys
-import tomllib
 import zipfile
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 PYTHONS = ("3.11", "3.13")
-_PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +49,6 @@ def test_the_wheel_has_every_file_of_the_packages_and_no_other(wheel: Path) -> N
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert names == set(_listed(("swarm", "peers")))
-
-
-def test_every_command_is_there() -> None:
-    for target in _PROJECT["scripts"].values():
-        module, _, function = target.partition(":")
-        assert callable(getattr(import_module(module), function))
 
 
 def _python(version: str) -> str:

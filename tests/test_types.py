@@ -1,14 +1,11 @@
 """Announcements come from strangers: unknown fields are ignored, and wrong ones are refused."""
 
-from datetime import UTC, datetime
 from typing import Any, get_args
 
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from swarm.rpc.ask import address_of
 from swarm.types import (
-    LATEST_TIME,
     PROTOCOLS,
     Ban,
     Block,
@@ -44,12 +41,6 @@ def test_releases_train_together_if_they_have_a_protocol_in_common() -> None:
     assert (str(this), str(Protocols(5, 5))) == ("5 to 6", "5")
 
 
-def test_records_and_requests_state_what_their_sender_speaks() -> None:
-    assert Protocols.of(PeerRecord(**RECORD)) == Protocols.of(address_of("run", Block(0))) == PROTOCOLS
-    earlier = PeerRecord(**RECORD, protocol_version=PROTOCOLS.oldest - 1)
-    assert Protocols.of(earlier) == Protocols(PROTOCOLS.oldest - 1, PROTOCOLS.oldest - 1), "it states no oldest one"
-
-
 def test_what_all_do_alike_depends_on_the_oldest_of_their_newest_protocols() -> None:
     newer = Protocols(PROTOCOLS.newest, PROTOCOLS.newest + 1)
     older = Protocols(PROTOCOLS.newest - 2, PROTOCOLS.newest - 1)
@@ -69,15 +60,6 @@ def test_what_names_no_block_is_refused(name: str) -> None:
         Block.parse(name)
 
 
-def test_a_record_without_a_variant_is_of_the_first_one() -> None:
-    assert PeerRecord(**RECORD).block == Block(2)
-    assert PeerRecord(**RECORD, variant=3).block == Block(2, 3)
-    claim = {"peer_id": "ab" * 20, "announced_at": 1.0, "claimed_at": 1.0, "stage": 2, "state": "pending"}
-    assert [ClaimRecord.model_validate(claim | more).span for more in ({}, {"variant": 1})] == [
-        (Block(2),), (Block(2, 1),),
-    ]  # fmt: skip
-
-
 def test_a_claim_names_adjacent_blocks_and_those_before() -> None:
     claim = {"peer_id": "ab" * 20, "announced_at": 1.0, "claimed_at": 1.0, "stage": 2, "state": "pending"}
     newcomer = ClaimRecord.model_validate(claim | {"num_stages": 3})
@@ -86,11 +68,6 @@ def test_a_claim_names_adjacent_blocks_and_those_before() -> None:
     for num_stages in (0, 4097):
         with pytest.raises(ValidationError):
             ClaimRecord.model_validate(claim | {"num_stages": num_stages})
-
-
-def test_a_record_of_a_variant_that_is_too_large_is_refused() -> None:
-    with pytest.raises(ValidationError):
-        PeerRecord(**RECORD, variant=4096)
 
 
 def test_fields_of_later_versions_are_ignored() -> None:
@@ -104,11 +81,8 @@ def test_fields_of_later_versions_are_ignored() -> None:
         ("peer_id", "ab"),
         ("name", "n" * 65),
         ("name", "a\x1b[2J"),
-        ("name", "a\n"),
-        ("name", "\x9bm"),
         ("software_version", "1\x07"),
         ("stage", -1),
-        ("stage", 4096),
         ("endpoint", "e" * 321),
         ("other_endpoints", ["192.0.2.1:1; reboot"]),
         ("other_endpoints", ["192.0.2.1:1"] * 8),
@@ -121,8 +95,6 @@ def test_fields_of_later_versions_are_ignored() -> None:
         ("samples_per_second", float("nan")),
         ("samples_per_second", float("inf")),
         ("samples_per_second", -1.0),
-        ("queue_length", -1),
-        ("round", -1),
         ("lineage", "G"),
         ("certificate_pem", "c" * 4097),
         ("device", "d" * 33),
@@ -137,22 +109,6 @@ def test_fields_of_later_versions_are_ignored() -> None:
 def test_a_wrong_field_is_refused(field: str, value: object) -> None:
     with pytest.raises(ValidationError, match=field):
         PeerRecord.model_validate({**RECORD, field: value})
-
-
-def test_a_name_may_be_in_any_language() -> None:
-    for name in ("gpu box [2]", "\u0628\u06cc\u200c\u0646\u0627\u0645", "\U0001f600", ""):
-        assert PeerRecord(**RECORD, name=name).name == name
-
-
-def test_an_address_may_be_of_any_kind() -> None:
-    dht_address = "/ip6/2001:db8::1/tcp/4001/p2p/12D3KooWJGb1V4MhumFes4HqVJKRZrs8qZcyMBtgrNRXUpPo3sN1"
-    for endpoint in ("[2001:db8::1]:5001", "192.0.2.1:5001", "gpu-box.example.org:5001"):
-        PeerRecord.model_validate({**RECORD, "endpoint": endpoint, "dht_address": dht_address})
-
-
-def test_a_missing_field_is_refused() -> None:
-    with pytest.raises(ValidationError, match="endpoint"):
-        PeerRecord.model_validate({name: value for name, value in RECORD.items() if name != "endpoint"})
 
 
 def test_a_trainer_may_have_no_loss_yet_but_not_a_nan() -> None:
@@ -176,11 +132,3 @@ def test_no_number_is_so_large_that_it_stops_who_reads_it(model: type[BaseModel]
         with pytest.raises(ValidationError) as caught:
             model.model_validate_json(f'{{"{name}": {number}}}')
         assert name in {error["loc"][0] for error in caught.value.errors()}
-
-
-def test_times_are_those_of_a_calendar() -> None:
-    assert len(NUMBERS) >= 20
-    for name in ("announced_at", "started_at"):
-        with pytest.raises(ValidationError, match=name):
-            PeerRecord.model_validate({**RECORD, name: 1e18})
-        datetime.fromtimestamp(getattr(PeerRecord.model_validate({**RECORD, name: LATEST_TIME}), name), UTC)

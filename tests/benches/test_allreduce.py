@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from peers.local.supervisor import Supervisor
-from scripts.benches.allreduce import ARMS, MAX_ERROR, Arm, Group, Options, Round, _figures, _round, held
+from scripts.benches.allreduce import MAX_ERROR, Arm, Group, Options, _round, held
 from scripts.benches.sides.averaging_peer import as_tensors, compare, distance, exact_mean, values
 from swarm.errors import IntegrityError
 
@@ -56,12 +56,3 @@ def test_who_holds_something_else_or_no_numbers_has_not_averaged(errors: tuple[f
         failed: list[dict[str, Any]] = [finished[0], {"seconds": 60.0, "error": "TimeoutError: no group"}]
         with pytest.raises(IntegrityError, match=r"not averaged.*TimeoutError: no group"):
             _round(_Answering(tmp_path, children, failed), arm)
-
-
-def test_a_round_speedup_is_of_whole_rounds_with_matchmaking() -> None:
-    def measured(**seconds: float) -> Round:
-        return Round(finished=[seconds, seconds], compared=[{"distances": {"all": 0.1}}], loopback_bytes=1)
-
-    ours, theirs = measured(seconds=2.0, exchange_seconds=1.0), measured(seconds=3.0, matchmaking_seconds=1.0)
-    figures = _figures({arm: [ours if arm.side == "ours" else theirs] for arm in ARMS})
-    assert (figures["round_speedup_int8"], figures["speedup_int8"]) == (2.0, 3.0)

@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from scripts.benches import learning
-from scripts.benches.learning import Options, num_rounds, run_config, seconds_until, single_config, summary
+from scripts.benches.learning import Options, run_config, single_config, summary
 from scripts.benches.shared.common import with_corpus
 from scripts.benches.sides.plain_training import PlainDiloco
 from scripts.benches.sides.reference import Reference
@@ -15,22 +14,6 @@ from swarm.config import OuterConfig
 
 def _options(text: str) -> Options:
     return Options(dataset=text, d_model=32, num_layers=2)
-
-
-def test_all_settings_see_as_many_tokens(text: str) -> None:
-    options = _options(text)
-    for setting in learning.SETTINGS:
-        config = run_config(options, setting, seed=1)
-        for each in (config, single_config(config)):
-            tokens = num_rounds(each, options.tokens) * each.rounds.round_samples * each.data.sequence_length
-            assert options.tokens <= tokens < options.tokens * 1.05
-
-
-def test_the_time_to_a_loss_is_between_the_points_of_a_curve() -> None:
-    curve = [(100, 10.0, 3.0), (200, 20.0, 2.0), (300, 30.0, 2.5)]
-    assert seconds_until(curve, 3.5) == 10.0
-    assert seconds_until(curve, 2.25) == pytest.approx(17.5)
-    assert seconds_until(curve, 1.9) is None
 
 
 def test_figures_are_means_over_the_seeds_and_ratios_to_plain_training_of_the_same_seed() -> None:

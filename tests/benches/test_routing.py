@@ -7,7 +7,7 @@ import pytest
 
 from scripts.benches.shared import proc
 from scripts.benches.sides import routing_dht
-from scripts.benches.sides.routing_dht import Counters, measure, records_per_second, traffic
+from scripts.benches.sides.routing_dht import Counters, measure, records_per_second
 
 RECORD_BYTES = 1000
 
@@ -32,16 +32,6 @@ def _used(size: int, sent: float, busiest: float) -> Counters:
         p2pd_cpu_seconds=0.1 * size,
         passed_bytes=tuple(map(round, passed)),
     )
-
-
-def test_larger_stages_are_computed_from_the_largest_that_was_measured() -> None:
-    figures = traffic({8: _used(8, 2900.0, 5000.0), 25: _used(25, 6000.0, 9000.0)})
-    assert figures["dht_bytes_per_second"] == {"8": 2900.0, "25": 6000.0}
-    assert figures["dht_busiest_bytes_per_second"] == pytest.approx({"8": 5000.0, "25": 9000.0})
-    measured, computed = records_per_second(25), records_per_second(1000)
-    assert figures["dht_computed_bytes_per_second"]["1000"] == pytest.approx(6000.0 * computed.all / measured.all)
-    busiest = figures["dht_computed_busiest_bytes_per_second"]["1000"]
-    assert busiest == pytest.approx(9000.0 * 40 * computed.first / measured.first)
 
 
 @pytest.mark.slow

@@ -34,17 +34,6 @@ def _damage(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_the_same_cut_gives_back_what_was_written(tmp_path: Path) -> None:
-    (path,) = [path for path in write_cut(tmp_path, cut(3), 4) if "stage-2" in path.name]
-    weights = trained(cut(3), 2, 4)
-    restored = _restore(tmp_path, cut(3), 2)
-    assert restored is not None
-    assert (restored.round, restored.run_samples, restored.highest_microbatch) == (4, 64, 7)
-    assert restored.lineage == weights.round.lineage
-    assert restored.files == (path,)
-    assert digest_of(restored.tensors) == weights.state_digest()
-
-
 def test_a_variant_is_put_together_from_its_own_files(tmp_path: Path) -> None:
     paths = write_cut(tmp_path, cut(2), 4)
     weights = trained(cut(2), 1, 5)
@@ -55,19 +44,6 @@ def test_a_variant_is_put_together_from_its_own_files(tmp_path: Path) -> None:
     ]
     assert [one and one.files for one in restored] == [(paths[1],), (other,)]
     assert CheckpointFolder(tmp_path, cut(2)).restore(Block(1, 2), shapes_of(weights)) is None
-
-
-def test_one_of_another_run_is_named_for_all_of_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for rounds in (1, 2):
-        write_cut(tmp_path, dataclasses.replace(cut(2), run="another"), rounds)
-    (path,) = [path for path in write_cut(tmp_path, cut(2), 3) if "stage-0" in path.name]
-    _damage(path)
-    assert _restore(tmp_path, cut(2), 0) is None
-    foreign, damaged = (
-        [line for line in caplog.messages if fault in line] for fault in ("is of another run", "is damaged")
-    )
-    assert (len(foreign), len(damaged)) == (1, 1)
-    assert foreign[0].endswith("; others like it are not named")
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
@@ -176,15 +152,6 @@ def test_without_any_whole_round_the_newest_of_the_stage_is_used(
     assert "is not whole, but has all of stage 1" in caplog.text
 
 
-def test_a_given_round_or_none(tmp_path: Path) -> None:
-    for num_rounds in (2, 4):
-        write_cut(tmp_path, cut(2), num_rounds)
-    restored = _restore(tmp_path, cut(2), 0, round_number=2)
-    assert restored is not None
-    assert restored.round == 2
-    assert _restore(tmp_path, cut(2), 0, round_number=3) is None
-
-
 def test_of_two_cuts_the_newer_round_counts(tmp_path: Path) -> None:
     """A run that went on with another number of stages has files of both in its folder."""
     write_cut(tmp_path, cut(3), 4)
@@ -195,13 +162,6 @@ def test_of_two_cuts_the_newer_round_counts(tmp_path: Path) -> None:
     restored = _restore(tmp_path, cut(3), 0)
     assert restored is not None
     assert [path.name for path in restored.files] == ["stage-0-of-3.round-6.safetensors"], "the own cut comes first"
-
-
-def test_other_files_and_missing_folders_are_no_matter(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("stage 0")
-    (tmp_path / "stage-0-of-1.round-4.safetensors.set-aside").write_text("")
-    assert CheckpointFolder(tmp_path, CONFIG).is_empty
-    assert CheckpointFolder(tmp_path / "missing", CONFIG).is_empty
 
 
 def test_diloco_s_momentum_goes_along(tmp_path: Path) -> None:

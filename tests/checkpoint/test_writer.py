@@ -96,11 +96,6 @@ async def test_those_from_when_another_number_of_rounds_lay_between_them_stay_un
     assert _rounds(tmp_path) == [9, 10, 20, 30]
 
 
-async def test_what_is_due(tmp_path: Path) -> None:
-    writer = _writer(tmp_path, every=3)
-    assert [number for number in range(1, 8) if writer.is_due(number)] == [3, 6]
-
-
 async def test_a_round_that_comes_while_one_is_written_is_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

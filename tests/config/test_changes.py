@@ -24,24 +24,16 @@ def _set(run: RunConfig, name: str, value: Any) -> RunConfig:
     [
         ("run", "other", False),
         ("owner", "ab" * 32, True),
-        ("revoked", ("ab" * 8,), True),
         ("model.d_model", 128, False),
-        ("model.rope_theta", 5e5, False),
         ("model.dropout", 0.1, True),
         ("model.autocast", "bf16", True),
-        ("model.gradient_checkpointing", True, True),
-        ("model.eos_token_ids", (2,), True),
         ("stages.num_stages", 2, True),
         ("data.seed", 1, False),
-        ("data.weights", (2.0,), True),
         ("data.microbatch_size", 4, False),
         ("data.digest", "ab" * 32, False),
         ("rounds.round_samples", 512, None),
-        ("rounds.inner_batch_samples", 32, True),
         ("optimizer.learning_rate", 3e-3, True),
-        ("outer.momentum", 0.0, True),
         ("averaging.codec", "int8", True),
-        ("wire.dtype", "bf16", True),
     ],
 )
 def test_what_may_change(run: RunConfig, name: str, value: Any, may_change: bool | None) -> None:
@@ -70,12 +62,6 @@ def test_the_setting_may_change_to_diloco_alone() -> None:
     assert allowed_changes(SYNCHRONOUS, DILOCO)["rounds.setting"] == ("synchronous", "diloco")
     longer = _set(DILOCO, "rounds.round_samples", 512)
     assert forbidden_changes(SYNCHRONOUS, longer) == {}
-
-
-@pytest.mark.parametrize("name", ["data.dataset", "data.tokenizer"])
-def test_another_path_is_no_change(name: str) -> None:
-    assert allowed_changes(_set(DILOCO, name, "elsewhere"), DILOCO) == {}
-    assert forbidden_changes(_set(DILOCO, name, "elsewhere"), DILOCO) == {}
 
 
 def test_an_outer_step_that_is_left_out_is_what_it_means() -> None:

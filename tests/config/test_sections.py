@@ -13,7 +13,6 @@ from swarm.config import RunConfig
     ("text", "line"),
     [
         ("[model]\nlayers = 3", "x.toml: unknown key 'model.layers'"),
-        ("colour = 1", "x.toml: unknown key 'colour'"),
         ("[model]\nnum_layers = 0", "x.toml: model.num_layers must be at least 1, not 0"),
         (
             "[model]\nd_model = 100\nnum_heads = 3",
@@ -21,7 +20,6 @@ from swarm.config import RunConfig
         ),
         ("[model]\nnum_heads = 4\nnum_kv_heads = 3", "model.num_kv_heads (3) must divide model.num_heads (4)"),
         ("[model]\nnum_layers = 2", "stages.num_stages (3) must not exceed model.num_layers (2)"),
-        ("[stages]\nlayers_per_stage = [4]", "stages.layers_per_stage has 1 entry for 3 stages"),
         ("[stages]\nlayers_per_stage = [1, 1, 1]", "stages.layers_per_stage adds up to 3, model.num_layers is 4"),
         (
             "[model]\ntied_embeddings = true\ncustom_class = 'a:B'",
@@ -35,12 +33,10 @@ from swarm.config import RunConfig
             "[model]\nbottleneck_dim = 16\ntied_embeddings = true",
             "model.tied_embeddings is not for model.bottleneck_dim",
         ),
-        ("[model]\nbottleneck_dim = 16\ncustom_class = 'a:B'", "model.bottleneck_dim is for the built-in model"),
         (
             "[model]\nbottleneck_dim = 16\n[stages]\nlayers_per_stage = [2, 2, 0]",
             "stages.layers_per_stage must not end with 0 where there is a model.bottleneck_dim",
         ),
-        ("[model]\nbottleneck = 'learned'", "model.bottleneck = 'learned' needs a model.bottleneck_dim"),
         (
             "[model]\nbottleneck_dim = 16\nbottleneck_layers = [2]",
             "model.bottleneck_layers is for learned and anchored bottlenecks",
@@ -64,14 +60,8 @@ from swarm.config import RunConfig
             "[model]\neos_token_ids = [1, 256]",
             "model.eos_token_ids must be at least 0 and below model.vocab_size (256), not 256",
         ),
-        (
-            "[model]\nbos_token_id = -2",
-            "model.bos_token_id must be at least -1 and below model.vocab_size (256), not -2",
-        ),
         (f"[model]\neos_token_ids = {[0] * 65}", "model.eos_token_ids must name at most 64 tokens, not 65"),
         ("[model]\nnum_shards = 2", "model.num_shards is for layers that have model.block_types"),
-        ("[model]\nblock_types = 'tp'", "model.block_types needs a model.num_shards of 2 or more"),
-        ("[model]\nnum_shards = 0", "model.num_shards must be at least 1, not 0"),
         ("[model]\nnum_shards = 2\nblock_types = ['tp', 'tp', 'spd']", "model.block_types has 3 entries for 4 layers"),
         (
             "[model]\nnum_shards = 2\nblock_types = ['tp', 'tp', 'dp', 'spd']",
@@ -86,14 +76,9 @@ from swarm.config import RunConfig
             "model.num_kv_heads (2) must be a multiple of model.num_shards (4)",
         ),
         (
-            "[model]\nnum_shards = 4\nblock_types = 'spd'\nd_ff = 90",
-            "model.d_ff (90) must be a multiple of model.num_shards (4)",
-        ),
-        (
             "[model]\nnum_shards = 2\nblock_types = 'spd'\nbottleneck_dim = 16",
             "model.block_types is not for a model with a model.bottleneck_dim",
         ),
-        ("[model]\nversions = 'bf16'\ncustom_class = 'a:B'", "model.versions = 'bf16' is for the built-in model"),
         (
             "[model]\nnum_shards = 2\nblock_types = 'spd'\n[lora]\nrank = 2\nbase = 'nf4'",
             "lora.base = 'nf4' is not for a model with model.block_types",
@@ -110,11 +95,6 @@ from swarm.config import RunConfig
             "is for rounds.setting = 'diloco' only",
         ),
         ("[averaging]\ntop_k = 6", "averaging.top_k must be a multiple of 4 between 4 and 1024, not 6"),
-        ("[averaging]\nclip_to_median = 0.5", "averaging.clip_to_median must be 0 or at least 1, not 0.5"),
-        ("[averaging]\nfeedback_decay = 2.0", "averaging.feedback_decay must be in [0, 1], not 2.0"),
-        ("[averaging]\ngather_members = 0", "averaging.gather_members must be at least 1, not 0"),
-        ("[averaging]\noverlap_steps = -1", "averaging.overlap_steps must not be negative, not -1"),
-        ("[averaging]\ngroup_size = 1", "averaging.group_size must be 0 or at least 2, not 1"),
         (
             "[averaging]\ngroup_size = 8\ncodec = 'int8'",
             "averaging.group_size is for the codecs fp32, fp16, bf16, which lose nothing when a result is encoded "
@@ -136,13 +116,9 @@ from swarm.config import RunConfig
         ),
         ("[rounds]\ninner_batch_samples = 12", "rounds.inner_batch_samples (12) must be a multiple of"),
         ("[optimizer]\nschedule = 'cosine'", "optimizer.schedule = 'cosine' needs optimizer.total_samples"),
-        ("[optimizer]\nschedule = 'linear'", "optimizer.schedule = 'linear' needs optimizer.total_samples"),
-        ("[optimizer]\nschedule = 'cosine-restarts'", "'cosine-restarts' needs optimizer.restart_samples"),
-        ("[averaging]\ncodec = 'int3'", "averaging.codec: Input should be"),
         ("[data]\nheld_out_fraction = 1.0", "data.held_out_fraction must be between 0 and 1, not 1.0"),
         ("[data]\ndataset = 'dummy'\nformat = 'chat'", "data.format 'chat' needs a data.dataset with such rows"),
         ("[data]\ndataset = []", "data.dataset must not be empty"),
-        ("[data]\ndataset = ['a', '']", "data.dataset must not be empty"),
         ("[data]\ndataset = ['a', 'b', 'a']", "data.dataset names 'a' twice: give it more of data.weights"),
         (f"[data]\ndataset = {[str(n) for n in range(65)]}", "data.dataset must name at most 64 datasets, not 65"),
         ("[data]\nweights = [1, 2]", "data.weights has 2 numbers, and data.dataset names 1: each needs one"),
@@ -150,27 +126,15 @@ from swarm.config import RunConfig
         ("[data]\npaths = ['a', 'b']", "data.paths names 2 datasets, and the run has 1 path: each needs one"),
         ("[data]\npaths = ['a']\ndataset = 'b'", "data.paths names all datasets: leave data.dataset out"),
         ("[data]\npaths = ['a', 'b']\nweights = [1, 2]", "data.weights needs data.dataset: all of data.paths"),
-        ("[data]\npaths = ['a', '']", "data.dataset must not be empty"),
-        ("[data]\npart_rows = -1\ndataset = 'hf:x'", "data.part_rows must not be negative, not -1"),
         (
             "[data]\npart_rows = 9\ndataset = ['hf:x', 'b']",
             "data.part_rows is for Hugging Face datasets, hf:NAME, and not for 'b'",
         ),
         ("[data]\npart_rows = 9\nmax_tokens = 9\ndataset = 'hf:x'", "data.part_rows and data.max_tokens exclude each"),
-        ("[data]\nseed = -1", "data.seed must be at least 0 and below 2^63, not -1"),
         (f"[data]\nseed = {1 << 63}", f"data.seed must be at least 0 and below 2^63, not {1 << 63}"),
         (f"[rounds]\nround_samples = {1 << 60}", f"rounds.round_samples must be at most {1 << 48}, not {1 << 60}"),
-        (f"[optimizer]\nwarmup_samples = {1 << 60}", f"optimizer.warmup_samples must be at most {1 << 48}, not"),
-        (f"[model]\nvocab_size = {1 << 60}", f"model.vocab_size must be at most {1 << 48}, not"),
         ("[optimizer]\nlearning_rate = inf", "optimizer.learning_rate must be finite, not inf"),
-        ("[optimizer]\nclip_norm = inf", "optimizer.clip_norm must be finite, not inf"),
-        ("[outer]\nlearning_rate = nan", "outer.learning_rate must be finite, not nan"),
-        ("[outer]\nlearning_rate = 0", "outer.learning_rate must be positive, or -1 to be left out, not 0.0"),
         ("[outer]\nmomentum = 1.0", "outer.momentum must be in [0, 1), or -1 to be left out, not 1.0"),
-        ("[optimizer]\nname = 'adam'", "optimizer.name: Input should be 'auto', 'adamw' or 'muon'"),
-        ("[optimizer]\nmomentum = 1", "optimizer.momentum must be in [0, 1), not 1"),
-        ("[averaging]\nclip_to_median = inf", "averaging.clip_to_median must be finite, not inf"),
-        ("[model]\nrope_theta = inf", "model.rope_theta must be finite, not inf"),
         ("[data]\ntokenizer_identity = 'x'", "data.tokenizer_identity must be 'bytes' or 64 hexadecimal digits, not"),
         ("run = 'a b'", "run must be 1 to 64 letters"),
         ("run = ", "x.toml is not valid TOML"),
@@ -207,41 +171,3 @@ def test_no_field_takes_another_type() -> None:
         for text in wrong:
             with pytest.raises(ValueError, match=rf"^x\.toml: {where}(\.0)?: Input should be [^\n]*$"):
                 config.from_toml(f"[{section}]\n{name} = {text}" if section else f"{name} = {text}", source="x.toml")
-
-
-def test_a_whole_number_passes_for_a_float() -> None:
-    assert repr(config.from_toml("[optimizer]\nlearning_rate = 1", source="x").optimizer.learning_rate) == "1.0"
-
-
-def test_the_largest_seed_is_one_that_torch_and_numpy_take() -> None:
-    seed = (1 << 63) - 1
-    assert config.from_toml(f"[data]\nseed = {seed}", source="x").data.seed == seed
-
-
-def test_synchronous_rounds_have_no_inner_batch() -> None:
-    text = "[rounds]\nsetting = 'synchronous'\ninner_batch_samples = 3"
-    assert config.from_toml(text, source="x").rounds.synchronous
-
-
-def test_a_list_of_one_dataset_is_that_one() -> None:
-    one, other = (config.from_toml(f"[data]\ndataset = {value}", source="x") for value in ("'a'", "['a']"))
-    assert one == other
-    assert one.digest == other.digest
-
-
-@pytest.mark.parametrize(
-    ("datasets", "names"),
-    [
-        (("stdlib",), ("stdlib",)),
-        (("~/books/", "/data/code/*.py"), ("books", "*.py")),
-        (("a/train.jsonl", "b/train.jsonl", "c/d.jsonl"), ("a/train.jsonl", "b/train.jsonl", "d.jsonl")),
-        (("x", "a/x", "hf:a/x"), ("x", "a/x", "hf:a/x")),
-        (("hf:some/bees:v1", "w\x1b[2Jasps"), ("bees:v1", "w?[2Jasps")),
-    ],
-)
-def test_datasets_are_called_by_as_much_of_their_paths_as_sets_them_apart(
-    datasets: tuple[str, ...], names: tuple[str, ...]
-) -> None:
-    data = config.DataConfig(dataset=datasets)
-    assert data.datasets == datasets
-    assert data.source_names == names

@@ -199,14 +199,6 @@ async def test_a_liar_is_not_asked_again() -> None:
     assert line.num_sent["honest"] == 40
 
 
-async def test_what_nobody_has_is_said() -> None:
-    line = FakeLine(a=shelf_of(*CONTENTS[1:]))
-    with pytest.raises(PeerUnavailable, match=r"no peer that answers has it: \d+ of 20 pieces missing"):
-        await _fetch(line)
-    with pytest.raises(PeerUnavailable, match="20 of 20"):
-        await _fetch(FakeLine())
-
-
 @in_virtual_time
 async def test_a_busy_donor_is_waited_for_but_not_for_ever() -> None:
     clock = LoopClock()

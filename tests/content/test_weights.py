@@ -1,6 +1,5 @@
 """A stage's initial weights are fetched from peers that have the model's folder, or a part of it."""
 
-import logging
 import random
 from pathlib import Path
 
@@ -65,17 +64,6 @@ async def test_a_stage_is_fetched_and_then_given_to_others(
         await second.of(parameter_shapes(config, 1))
 
 
-async def test_what_was_fetched_is_not_fetched_again(tmp_path: Path, run: tuple[RunConfig, Weights]) -> None:
-    config, full = run
-    line = FakeLine(whole=full.content)
-    shapes = parameter_shapes(config, 1)
-    await cache_of(tmp_path / "cache", config, line).of(shapes)
-    num_sent = line.num_sent["whole"]
-    assert cache_of(tmp_path / "cache", config, line).here(shapes) is not None
-    await cache_of(tmp_path / "cache", config, line).of(shapes)
-    assert line.num_sent["whole"] == num_sent
-
-
 async def test_a_damaged_part_of_the_cache_is_found(tmp_path: Path, run: tuple[RunConfig, Weights]) -> None:
     """The peer that loads it finds the damage, and so do peers that fetch it from here."""
     config, full = run
@@ -108,15 +96,6 @@ def test_of_a_part_only_the_segments_that_it_lies_in_are_checked(monkeypatch: py
             read(*damaged)
 
 
-async def test_the_user_s_own_folder_comes_first(tmp_path: Path, run: tuple[RunConfig, Weights]) -> None:
-    config, full = run
-    line = FakeLine()
-    cache = cache_of(tmp_path / "cache", config, line, own=full)
-    assert cache.here(parameter_shapes(config, 0)) is full
-    assert cache.content(full.index.digest) == full.index.content
-    assert not (tmp_path / "cache").exists()
-
-
 async def test_weights_of_another_shape_are_refused_before_they_come(
     tmp_path: Path, run: tuple[RunConfig, Weights]
 ) -> None:
@@ -126,33 +105,3 @@ async def test_weights_of_another_shape_are_refused_before_they_come(
     with pytest.raises(Fatal, match=r"do not fit its model: layers.1.attention.q.weight"):
         await cache_of(tmp_path / "cache", config, line).of(shapes)
     assert line.num_sent["whole"] == 1
-
-
-async def test_a_disk_without_room_is_said(
-    tmp_path: Path, run: tuple[RunConfig, Weights], caplog: pytest.LogCaptureFixture
-) -> None:
-    config, full = run
-    (tmp_path / "cache").write_text("a file is in the way")
-    caplog.set_level(logging.INFO)
-    with pytest.raises(Fatal, match="cannot be kept in"):
-        await cache_of(tmp_path / "cache", config, FakeLine(whole=full.content)).of(parameter_shapes(config, 1))
-
-
-async def test_what_is_tried_again_and_again_is_said_once(
-    tmp_path: Path, run: tuple[RunConfig, Weights], caplog: pytest.LogCaptureFixture
-) -> None:
-    """A joiner goes on looking while no peer has the weights of its stage, or one of them fails it each time."""
-    config, full = run
-    line = FakeLine(whole=lambda sha256: full.content(sha256) if sha256 == full.index.digest else None, dies=nothing)
-    line.faults["dies"] = after(0, PeerUnavailable("it hung up"))
-    cache, shapes = cache_of(tmp_path / "cache", config, line), parameter_shapes(config, 1)
-    with caplog.at_level(logging.INFO, "swarm.content"):
-        for _ in range(5):
-            with pytest.raises(PeerUnavailable):
-                await cache.of(shapes)
-    said = [record.getMessage().partition(":")[0].partition(" MB")[0] for record in caplog.records]
-    assert len(said) == len(set(said)) == 2
-    assert any(text.startswith("fetching ") for text in said)
-    line.shelves["whole"] = full.content
-    await cache.of(shapes)
-    assert cache.here(shapes) is not None

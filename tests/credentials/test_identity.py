@@ -8,7 +8,7 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
-from swarm.credentials import certificates, identity
+from swarm.credentials import identity
 from swarm.credentials.identity import load_or_create
 from swarm.errors import IntegrityError
 from tests.support import locked
@@ -27,12 +27,6 @@ def test_a_new_key_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
     identity.load_or_create(tmp_path / "identity.pem")
     assert synced == [(tmp_path / "identity.pem").stat().st_ino, tmp_path.stat().st_ino]
-
-
-def test_the_peer_id_belongs_to_the_certificate() -> None:
-    made = identity.generate()
-    assert certificates.peer_id_of(made.certificate_pem) == made.peer_id
-    assert identity.generate().peer_id != made.peer_id
 
 
 def test_a_signature_fits_one_key_and_one_message() -> None:
@@ -75,12 +69,6 @@ def test_a_broken_file_is_refused_in_one_line(tmp_path: Path, fault: str) -> Non
     path.write_bytes(content)
     with pytest.raises(IntegrityError, match=r"^\S+identity\.pem is not a peer's identity: delete it to start .*$"):
         identity.load_or_create(path)
-
-
-@pytest.mark.parametrize("text", ["", "no PEM", "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"])
-def test_only_certificates_have_a_peer_id(text: str) -> None:
-    with pytest.raises(IntegrityError):
-        certificates.peer_id_of(text)
 
 
 def test_a_peers_identity_file_is_none_of_the_runs(tmp_path: Path) -> None:

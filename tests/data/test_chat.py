@@ -3,8 +3,6 @@ import os
 import signal
 import subprocess
 import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -43,28 +41,6 @@ def test_parts_of_the_assistant_are_what_the_template_marks() -> None:
     assert _said(template, TALK[:2]) == []
 
 
-def test_without_marks_they_are_what_each_message_adds() -> None:
-    template = _template(WITHOUT_MARKS, eos_token="<|im_end|>")
-    assert _said(template, TALK) == ["na\u00efve \U0001f41d<|im_end|>\n", "No.<|im_end|>\n"]
-
-
-def test_marks_hold_inside_macros_and_blocks() -> None:
-    template = _template(
-        "{% macro turn(m) %}[{% generation %}{{ m.content }}{% endgeneration %}]{% endmacro %}"
-        "{% for m in messages %}{% set text %}{{ turn(m) }}{% endset %}{{ text }}{% endfor %}"
-    )
-    assert _said(template, [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": ""}]) == ["a", ""]
-
-
-def test_macros_that_are_called_mark_nothing() -> None:
-    template = _template(
-        "{% macro wrap() %}{{ caller() }}{% endmacro %}"
-        "{% for m in messages %}{% call wrap() %}{{ m.role[0] + m.content + '.' }}{% endcall %}{% endfor %}"
-        "{{ 'a' if add_generation_prompt }}"
-    )
-    assert _said(template, [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]) == ["y."]
-
-
 def test_template_that_changes_earlier_turns_is_refused() -> None:
     """An example is a template that leaves a model's reasoning out of all turns except the last."""
     template = _template(
@@ -95,11 +71,6 @@ def test_renders_as_transformers_does(name: str, tmp_path: Path) -> None:
         assert ours.render(TALK, add_generation_prompt=add) == expected
 
 
-def test_date_is_an_argument() -> None:
-    template = _template("{{ strftime_now('%d %b %Y') }}")
-    assert template.render([]) == "04 May 2026"
-
-
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -112,32 +83,6 @@ def test_what_a_template_may_not_do_is_one_line(text: str, reason: str) -> None:
     with pytest.raises(ValueError, match=f"cannot render.*{reason}") as raised:
         _template(text).render(TALK)
     assert "\n" not in str(raised.value)
-
-
-def test_message_with_a_mark_is_refused() -> None:
-    template = _template(CHAT_TEMPLATE, eos_token="")
-    with pytest.raises(ValueError, match="U\\+FDD0"):
-        template.render_training([{"role": "user", "content": "\ufdd0"}])
-
-
-@pytest.mark.parametrize("text", ["{% for %}", "{{ " + "(" * 5000 + " }}", "{% include 'x' "])
-def test_invalid_template_is_one_line(text: str) -> None:
-    with pytest.raises(ValueError, match="not valid") as raised:
-        _template(text).check()
-    assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{{ raise_exception('no') }}",
-        "{% for m in messages %}{{ m.text.strip() }}{% endfor %}",
-        "{% if messages[1].role == 'assistant' %}{{ raise_exception('no answers') }}{% endif %}",
-    ],
-)
-def test_a_template_that_fails_on_an_ordinary_conversation_is_found_out(text: str) -> None:
-    with pytest.raises(ValueError, match="cannot render these messages"):
-        _template(text).check()
 
 
 IN_LITTLE_TIME = Limits(seconds=0.2)
@@ -157,18 +102,10 @@ def test_a_template_that_computes_without_end_is_ended(text: str) -> None:
         _template(text, IN_LITTLE_TIME).render(TALK)
 
 
-def test_a_long_conversation_takes_its_time() -> None:
-    """The limit is for one rendering, and what the assistant says is found by many."""
-    messages = [TALK[1 + number % 2] for number in range(300)]
-    rendered = _template(WITHOUT_MARKS, IN_LITTLE_TIME, eos_token="").render_training(messages)
-    assert len(rendered.spans) == 150
-
-
 def test_a_conversation_that_would_take_hours_is_refused_on_every_machine_alike() -> None:
     messages = [{"role": "user", "content": "x" * 15_000}, *TALK[1:3] * 40]
     with pytest.raises(ValueError, match=r"too many messages to find what the assistant said; put \{% generation"):
         _template(WITHOUT_MARKS, Limits(characters=1 << 20), eos_token="").render_training(messages)
-    _template(WITHOUT_MARKS, Limits(), eos_token="").render_training(messages)
 
 
 @pytest.mark.parametrize(
@@ -232,18 +169,6 @@ def test_a_rendering_can_be_interrupted(number: signal.Signals) -> None:
         signal.signal(number, before)
 
 
-def test_what_waits_for_a_rendering_does_not_once_it_is_closed() -> None:
-    template = _endless()
-    with ThreadPoolExecutor(1) as thread:
-        rendering = thread.submit(template.render, [{"n": 9}])
-        # At the first signal the rendering may not have begun.
-        while not rendering.done():
-            time.sleep(0.1)
-            template.close()
-        with pytest.raises(ValueError, match=r"its process ended|closed file|was closed"):
-            rendering.result()
-
-
 def test_a_rendering_whose_process_begins_just_then_is_closed_too(monkeypatch: pytest.MonkeyPatch) -> None:
     template, start = _template("{{ messages[0].n }}"), subprocess.Popen
 
@@ -278,7 +203,6 @@ TOKEN = {"content": "<s>", "lstrip": False}
     ("files", "expected"),
     [
         ({"tokenizer_config.json": {"chat_template": "one", "bos_token": TOKEN}}, "one"),
-        ({"tokenizer_config.json": {"chat_template": "one"}, "chat_template.jinja": "two"}, "two"),
         (
             {
                 "chat_template.json": {"chat_template": "{{ bos_token }}"},
@@ -299,7 +223,6 @@ TOKEN = {"content": "<s>", "lstrip": False}
             },
             "b",
         ),
-        ({"tokenizer_config.json": {"bos_token": "<s>"}}, None),
         ({}, None),
     ],
 )
@@ -310,20 +233,3 @@ def test_template_is_found_where_transformers_keeps_it(
         (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
     template = chat.load(tmp_path, now=lambda: TRAINING_DATE)
     assert (template.render([]) if template is not None else None) == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("tokenizer_config.json", b"{"),
-        ("tokenizer_config.json", b'{"chat_template": 3}'),
-        ("chat_template.jinja", b"\xff"),
-        ("chat_template.jinja", b"x" * (1 << 21)),
-    ],
-)
-def test_unusable_template_is_one_line(name: str, content: bytes, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=r"chat template|cannot read") as raised:
-        chat.load(tmp_path, now=lambda: TRAINING_DATE)
-    assert "\n" not in str(raised.value)
-    assert str(tmp_path) in str(raised.value)

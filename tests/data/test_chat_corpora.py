@@ -1,6 +1,5 @@
 """Corpora of conversations and completions, and of texts in rows."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from swarm.data import corpora
 from swarm.data.microbatches import Microbatches
 from swarm.training import samples
 from swarm.training.samples import DOCUMENTS, TARGETS, TOKENS
-from tests.data.texts import assert_refused
 from tests.support.tokenizers import CHAT_TEMPLATE, write_chat_tokenizer
 
 NUM_TALKS = 120
@@ -68,13 +66,6 @@ def test_every_conversation_is_in_one_sample(talks: Path, cache: Path) -> None:
     )
 
 
-def test_without_packing_each_has_a_sample(talks: Path, cache: Path) -> None:
-    config = _config(talks, packing=False)
-    corpus = corpora.prepare(config, cache_dir=cache)
-    assert len(corpus.sources[0].tokens) == NUM_TALKS
-    assert Microbatches(corpus, config).samples(0).keys() == {TOKENS, TARGETS}
-
-
 def test_the_digest_is_of_what_is_learnt_and_how(talks: Path, tmp_path: Path) -> None:
     """Neither the file's place nor its kind is part of the digest."""
     config = _config(talks)
@@ -102,21 +93,6 @@ def test_another_template_is_another_corpus(talks: Path, cache: Path) -> None:
     before = corpora.prepare(config, cache_dir=cache)
     write_chat_tokenizer(talks.parent / "tokenizer", CHAT_TEMPLATE.replace("{{ '\n' }}", ""))
     assert corpora.prepare(config, cache_dir=cache).digest != before.digest
-
-
-def test_what_became_of_rows_is_told_each_time(tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
-    rows = [{"prompt": "a" * 5, "completion": "b" * length} for length in (1, 2, 3, 50)] * 5
-    rows += [{"prompt": "a" * 60, "completion": "b"}] * 3
-    config = _config(_write(tmp_path / "a.jsonl", rows), format="completion", sequence_length=9, packing=False)
-    for _ in range(2):
-        caplog.clear()
-        with caplog.at_level("INFO"):
-            corpora.prepare(config, cache_dir=cache)
-        assert caplog.messages == [
-            f"{config.dataset} has 20 completions in 20 samples of 9 tokens",
-            f"5 completions of {config.dataset} cut to 10 tokens",
-            f"3 completions of {config.dataset} left out, without a token to be learnt within 10",
-        ]
 
 
 @pytest.mark.parametrize("format", ["chat", "completion", "text"])
@@ -147,51 +123,3 @@ def test_texts_may_be_rows(suffix: str, tmp_path: Path, cache: Path) -> None:
     )
     corpus = corpora.prepare(config, cache_dir=cache)
     assert corpus.sources[0].tokens.tobytes().decode().splitlines() == [f"line {number}" for number in range(99)]
-
-
-def test_max_tokens_ends_it_sooner(talks: Path, cache: Path) -> None:
-    assert len(corpora.prepare(_config(talks, max_tokens=1000), cache_dir=cache).sources[0].tokens) == 11
-
-
-def test_rows_that_lack_their_fields_are_named(tmp_path: Path, cache: Path) -> None:
-    path = _write(tmp_path / "a.jsonl", [{"text": 3}])
-    assert_refused(_config(path), cache, "a.jsonl, row 1: there are no 'messages'; the row has text")
-    assert_refused(_config(path, format="completion"), cache, "a.jsonl, row 1: there is no text in 'prompt'")
-    assert_refused(
-        _config(path, format="text"), cache, "a.jsonl, row 1: there is no text in 'text'; set data.text_field"
-    )
-
-
-def test_what_has_no_rows_is_named(tmp_path: Path, cache: Path) -> None:
-    (tmp_path / "a.txt").write_text("no rows")
-    assert_refused(
-        _config(tmp_path / "a.txt"), cache, r"has no rows \(.*a.txt: it ends in none of .jsonl, .ndjson, .parquet"
-    )
-    _write(tmp_path / "b.jsonl", [{"messages": _talk(1)["messages"][:1]}])
-    assert_refused(
-        _config(tmp_path / "b.jsonl"), cache, r"has nothing to learn: 0 rows are longer .* and 1 have no token"
-    )
-    _write(tmp_path / "c.jsonl", [_talk(1)])
-    assert_refused(_config(tmp_path / "c.jsonl"), cache, "too short: it makes 0 samples to train on and 1 held out")
-
-
-@pytest.mark.parametrize("format", ["chat", "completion"])
-def test_several_datasets_have_held_out_parts_of_their_own(format: Any, tmp_path: Path, cache: Path) -> None:
-    rows = [{**_talk(number), "prompt": "one and", "completion": f" {number}"} for number in range(30)]
-    names = (str(_write(tmp_path / "a.jsonl", rows)), str(_write(tmp_path / "b.parquet", rows[:10])))
-    config = dataclasses.replace(_config(tmp_path / "a.jsonl", format=format, packing=False), dataset=names)
-    corpus = corpora.prepare(config, cache_dir=cache)
-    assert [(source.num_training, len(source.held_out)) for source in corpus.sources] == [(27, 3), (9, 1)]
-    data = Microbatches(corpus, config)
-    assert data.num_windows == 36
-    assert [(source.name, len(source.batches)) for source in data.held_out_by_source(10)] == [
-        ("a.jsonl", 2),
-        ("b.parquet", 1),
-    ]
-
-
-def test_chat_needs_a_template(talks: Path, cache: Path) -> None:
-    with pytest.raises(ValueError, match=r"no chat template beside data\.tokenizer"):
-        corpora.prepare(_config(talks, tokenizer="bytes"), cache_dir=cache)
-    with pytest.raises(ValueError, match=r"needs a data.dataset with such rows"):
-        DataConfig(format="chat")

@@ -1,7 +1,6 @@
 """Corpora of one or several datasets: which text they hold, in which order, and their digests."""
 
 import dataclasses
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,22 +22,6 @@ from tests.data.texts import NUM_FILES, config_of, decoded, text_of
 def test_every_document_once_and_whole(folder: Path, cache: Path) -> None:
     text = decoded(corpora.prepare(config_of(folder), cache_dir=cache))
     assert sorted(text.splitlines()) == sorted(text_of(number) for number in range(NUM_FILES))
-
-
-def test_order_is_not_the_order_of_names(folder: Path, cache: Path) -> None:
-    """The end is held out, and must not be the last folder alone."""
-    lines = decoded(corpora.prepare(config_of(folder), cache_dir=cache)).splitlines()
-    by_name = [text_of(int(path.stem)) for path in sorted(folder.rglob("*.txt"))]
-    assert lines != by_name
-    assert len({int(line.split()[1]) % 3 for line in lines[-8:]}) == 3
-
-
-def test_parts_cover_the_corpus(folder: Path, cache: Path) -> None:
-    corpus = corpora.prepare(config_of(folder, held_out_fraction=0.25), cache_dir=cache)
-    assert len(corpus.sources[0].held_out) == len(corpus.sources[0].tokens) // 4
-    assert np.array_equal(
-        np.concatenate([corpus.sources[0].training, corpus.sources[0].held_out]), corpus.sources[0].tokens
-    )
 
 
 def _several(*datasets: Path, **changes: Any) -> DataConfig:
@@ -121,18 +104,6 @@ def test_of_several_datasets_the_one_that_is_too_short_is_named(folder: Path, tm
         corpora.prepare(_several(folder, short), cache_dir=cache)
     with pytest.raises(ValueError, match="nowhere' does not exist"):
         corpora.prepare(_several(folder, tmp_path / "nowhere"), cache_dir=cache)
-
-
-def test_digest_is_independent_of_location(folder: Path, tmp_path: Path) -> None:
-    """The same text lies elsewhere, has other times, and is named by a glob."""
-    copy = tmp_path / "far" / "away"
-    shutil.copytree(folder, copy)
-    os.utime(copy / "part0" / "0.txt", (1, 1))
-    here = corpora.prepare(config_of(folder), cache_dir=tmp_path / "a")
-    there = corpora.prepare(config_of(copy), cache_dir=tmp_path / "b")
-    by_glob = corpora.prepare(config_of(f"{copy}/**/*.txt"), cache_dir=tmp_path / "c")
-    assert here.digest == there.digest == by_glob.digest
-    assert np.array_equal(here.sources[0].tokens, there.sources[0].tokens)
 
 
 def test_digest_depends_on_text_and_tokenizer(folder: Path, cache: Path) -> None:

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from swarm.config import DataConfig
 from swarm.data import chat, tokenizers
 from swarm.data.chat import ChatTemplate
-from swarm.data.documents import NUM_OPEN, Document, Documents, pack, sequences
+from swarm.data.documents import Document, Documents, sequences
 from swarm.data.rows import Row
 from swarm.training.samples import DOCUMENTS, TARGETS, TOKENS
 from tests.support.tokenizers import CHAT_TEMPLATE, write_chat_tokenizer
@@ -65,13 +65,6 @@ def test_of_a_conversation_the_assistants_words_are_learnt(tmp_path: Path) -> No
     assert document.targets.tolist() == [bool(value) for value in theirs["assistant_masks"]]
 
 
-def test_without_marks_the_end_of_the_turn_is_learnt_too(tmp_path: Path) -> None:
-    template = CHAT_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    documents = _documents(tmp_path, template)
-    (document,) = _of(documents, {"messages": TALK})
-    assert _learnt(documents, document) == "na\u00efve<|im_end|>\nNo \U0001f41d<|im_end|>\n"
-
-
 @pytest.mark.parametrize(("tokenizer", "end"), [("bytes", "\n"), ("chat", "<|im_end|>")])
 def test_of_a_completion_the_rest_is_learnt_with_its_end(tokenizer: str, end: str, tmp_path: Path) -> None:
     documents = _documents(tmp_path, format="completion")
@@ -81,13 +74,6 @@ def test_of_a_completion_the_rest_is_learnt_with_its_end(tokenizer: str, end: st
     text = documents.tokenizer.decode(document.tokens)
     assert text == f"2 + \u00fc = 4\u00fc{end}"
     assert _learnt(documents, document) == f" 4\u00fc{end}"
-
-
-def test_the_first_token_is_never_a_target(tmp_path: Path) -> None:
-    """Nothing comes before it that would predict it."""
-    documents = _documents(tmp_path, format="completion")
-    (document,) = _of(documents, {"prompt": "", "completion": "ab"})
-    assert _learnt(documents, document) == "b<|im_end|>"
 
 
 def test_what_is_too_long_is_cut_or_dropped_and_counted(tmp_path: Path) -> None:
@@ -104,21 +90,11 @@ def test_what_is_too_long_is_cut_or_dropped_and_counted(tmp_path: Path) -> None:
     assert (dropping.counts.taken, dropping.counts.cut, dropping.counts.dropped) == (1, 0, 2)
 
 
-def test_a_conversation_in_which_nobody_answers_is_left_out_and_counted(tmp_path: Path) -> None:
-    documents = _documents(tmp_path)
-    assert _of(documents, {"messages": TALK[:1]}, {"messages": []}) == []
-    assert documents.counts.without_target == 2
-
-
 @pytest.mark.parametrize(
     ("config", "values", "reason"),
     [
-        ({}, {"text": "x"}, "there are no 'messages'; the row has text"),
         ({}, {"messages": "x"}, "there are no 'messages'"),
         ({}, {"messages": [TALK[0], {"content": "x"}]}, "message 2 has no 'role'"),
-        ({}, {"messages": [TALK[0], "x"]}, "message 2 has no 'role'"),
-        ({}, {"messages": [{"role": "user", "content": None}]}, "message 1 has no text in 'content'"),
-        ({}, {"messages": [{"role": "user", "content": [1]}]}, "message 1 has a part in 'content' that is no text"),
         (
             {},
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
@@ -126,7 +102,6 @@ def test_a_conversation_in_which_nobody_answers_is_left_out_and_counted(tmp_path
         ),
         ({}, {"messages": [{**TALK[1], "weight": 0.5}]}, "message 1 has the weight 0.5"),
         ({}, {"messages": TALK, "tools": "{"}, "its 'tools' cannot be read"),
-        ({}, {"messages": TALK, "tools": [7]}, "its 'tools' are no list of objects"),
         ({}, {"messages": TALK, "tools": [{}]}, "the conversation has 'tools', and the chat template does not write"),
         (
             {},
@@ -134,7 +109,6 @@ def test_a_conversation_in_which_nobody_answers_is_left_out_and_counted(tmp_path
             "the conversation has 'tool_calls', and the chat template does not write",
         ),
         ({"format": "completion"}, {"prompt": "x"}, "there is no text in 'completion'; the row has prompt"),
-        ({"format": "completion"}, {"prompt": 1, "completion": "x"}, "there is no text in 'prompt'"),
     ],
 )
 def test_a_row_that_lacks_something_is_left_out_and_named(
@@ -146,13 +120,6 @@ def test_a_row_that_lacks_something_is_left_out_and_named(
     assert documents.faults.num_rows == 2
     assert documents.faults.first.startswith(f"a.jsonl, row 1: {reason}")
     assert "\n" not in documents.faults.first
-
-
-def test_a_conversation_that_the_template_refuses_is_left_out(tmp_path: Path) -> None:
-    template = "{% if messages[0].role != 'user' %}{{ raise_exception('roles\nmust alternate') }}{% endif %}"
-    documents = _documents(tmp_path, template + CHAT_TEMPLATE)
-    assert len(_of(documents, {"messages": TALK[1:]}, {"messages": TALK})) == 1
-    assert documents.faults.first.endswith("cannot render these messages: roles must alternate")
 
 
 def test_where_none_of_many_rows_can_be_learnt_the_dataset_is_not_read_to_its_end(tmp_path: Path) -> None:
@@ -223,15 +190,6 @@ def test_nulls_and_texts_in_parts_are_what_their_values_say(tmp_path: Path) -> N
     assert _learnt(documents, empty) == "na\u00efve<|im_end|>\n"
 
 
-def test_a_conversation_may_begin_with_the_assistant(tmp_path: Path) -> None:
-    """This template writes instructions of its own before the first message, and none where there is no message."""
-    opening = "{{ '<|im_start|>' + message.role"
-    documents = _documents(tmp_path, UNMARKED.replace(opening, "{{ 'Be good.' if loop.first }}" + opening))
-    (document,) = _of(documents, {"messages": TALK[1:]})
-    assert documents.tokenizer.decode(document.tokens).startswith("Be good.<|im_start|>assistant\nna")
-    assert _learnt(documents, document) == "na\u00efve<|im_end|>\nNo \U0001f41d<|im_end|>\n"
-
-
 def _document(number: int, length: int) -> Document:
     targets = np.ones(length, dtype=bool)
     targets[0] = False
@@ -266,26 +224,3 @@ def test_every_document_is_there_once_and_whole(lengths: list[int]) -> None:
 def test_little_is_left_empty() -> None:
     lengths = np.random.default_rng(0).integers(1, 10, 3000).tolist()
     assert len(_sequences(lengths)) * 10 < 1.03 * sum(lengths)
-
-
-def test_without_packing_each_has_a_sequence() -> None:
-    first, second = _sequences([3, 10], packing=False)
-    assert first.dtype.names == (TOKENS, TARGETS)
-    assert first[TOKENS].tolist() == [1, 1, 1, 0, 0, 0, 0, 0, 0, 0]
-    assert first[TARGETS].tolist() == [0, 1, 1, 0, 0, 0, 0, 0, 0, 0]
-    assert second[TOKENS].tolist() == [2] * 10
-
-
-@pytest.mark.parametrize("count", [1, 5000])
-def test_a_bounded_number_is_open(count: int) -> None:
-    """That is so however many documents fit nowhere."""
-    taken = 0
-
-    def documents() -> Any:
-        nonlocal taken
-        for number in range(count):
-            taken = number + 1
-            yield _document(number, 6)
-
-    for closed, _ in enumerate(pack(documents(), 10), start=1):
-        assert taken - closed <= NUM_OPEN

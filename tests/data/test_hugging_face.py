@@ -39,12 +39,6 @@ def test_shards_are_read_in_their_order_and_a_split_alone(stories: Path, tmp_pat
     assert corpus.sources[0].tokens.tobytes().decode().splitlines() == expected
 
 
-def test_an_unknown_configuration_is_one_line(stories: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"cannot load data\.dataset .*other") as caught:
-        corpora.prepare(_config(f"hf:{stories}:other"), cache_dir=tmp_path / "cache")
-    assert "\n" not in str(caught.value)
-
-
 def test_parts_go_over_the_ends_of_shards_and_of_the_dataset(stories: Path, tmp_path: Path) -> None:
     config = dataclasses.replace(_config(f"hf:{stories}"), part_rows=30)
     corpus = corpora.prepare(config, cache_dir=tmp_path / "cache")

@@ -41,20 +41,6 @@ def test_each_window_once_an_epoch(windows: int) -> None:
     assert sorted(_epoch(microbatches, 2)) == expected
 
 
-def test_shape_and_type() -> None:
-    tokens = _microbatches(training=1000).tokens(5)
-    assert tokens.shape == (3, SEQUENCE + 1)
-    assert tokens.dtype == np.int32
-    assert np.array_equal(tokens - tokens[:, :1], np.tile(np.arange(SEQUENCE + 1), (3, 1)))
-
-
-def test_epochs_and_seeds_differ() -> None:
-    microbatches = _microbatches(training=4001)
-    first = _epoch(microbatches, 0)
-    for other in (_epoch(microbatches, 1), _epoch(_microbatches(training=4001, seed=1), 0), sorted(first)):
-        assert sum(a == b for a, b in zip(first, other, strict=True)) < 20
-
-
 def test_order_is_well_mixed() -> None:
     """Neighbours in the order are no neighbours in the text, and each part of an epoch draws from the whole text."""
     first = np.array(_epoch(_microbatches(training=40_001), 0)) / 40_000
@@ -76,17 +62,6 @@ def test_order_never_changes() -> None:
     assert _microbatches(training=401, seed=7).tokens(40)[:, 0].tolist() == [212, 380, 136]
 
 
-def test_microbatch_size_only_groups_samples() -> None:
-    small = _samples(_microbatches(training=1000, microbatch_size=1), 300, microbatch_size=1)
-    large = _samples(_microbatches(training=1000, microbatch_size=7), 300, microbatch_size=7)
-    assert np.array_equal(small, large)
-
-
-def test_a_far_index() -> None:
-    tokens = _microbatches(training=1000, seed=2**63 - 1).tokens(10**15)
-    assert 0 <= tokens.min() <= tokens.max() < 1000
-
-
 @pytest.mark.parametrize("training", [400, 401, 402, 403])
 def test_training_never_sees_what_is_held_out(training: int) -> None:
     microbatches = _microbatches(training=training)
@@ -103,12 +78,6 @@ def test_held_out_is_spread_evenly() -> None:
     assert np.diff(firsts).min() >= 3 * SEQUENCE
     assert np.diff(firsts).max() <= 4 * SEQUENCE
     assert np.array_equal(np.concatenate([batch[TOKENS] for batch in microbatches.held_out(7)])[:, 0], firsts)
-
-
-def test_held_out_has_no_more_than_there_is() -> None:
-    batches = _microbatches(training=400, held_out=101).held_out(1000)
-    firsts = np.concatenate([batch[TOKENS] for batch in batches])[:, 0]
-    assert firsts.tolist() == [400 + window * SEQUENCE for window in range(25)]
 
 
 def _mixture(*windows: int, weights: tuple[float, ...] = (), microbatch_size: int = 3) -> Microbatches:
@@ -161,17 +130,6 @@ def test_amended_weights_make_the_microbatches_of_a_run_that_always_had_them() -
     first, second = (each.held_out_by_source(20) for each in (before, after))
     for one, other in zip(first, second, strict=True):
         assert all(np.array_equal(a[TOKENS], b[TOKENS]) for a, b in zip(one.batches, other.batches, strict=True))
-
-
-def test_what_is_held_out_is_told_apart_by_dataset() -> None:
-    microbatches = _mixture(200, 20)
-    one, other = microbatches.held_out_by_source(16)
-    assert (one.name, other.name) == ("0", "1")
-    assert [len(batch[TOKENS]) for batch in one.batches] == [len(batch[TOKENS]) for batch in other.batches] == [3, 3, 2]
-    assert min(batch[TOKENS].min() for batch in one.batches) == 200 * SEQUENCE + 1
-    assert min(batch[TOKENS].min() for batch in other.batches) == 10**6 + 20 * SEQUENCE + 1
-    assert (one.share, other.share) == (100 / 8, 10 / 8)
-    assert len(microbatches.held_out(16)) == 6
 
 
 def _by_path(paths: tuple[str, ...], wanted: tuple[int, ...] = (), **windows: int) -> Microbatches:

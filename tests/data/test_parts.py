@@ -237,14 +237,6 @@ def test_after_the_last_row_the_first_ones_come_again(
     assert _of(parts.want(1)) == expected[1], "a run may go back to a checkpoint"
 
 
-def test_a_dataset_that_is_smaller_than_a_part_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
-    Hub(15).install(monkeypatch)
-    with pytest.raises(ValueError, match=r"'hf:endless' has 15 rows, too few for data\.part_rows 20: leave that out$"):
-        _data(tmp_path)
-
-
 def test_a_part_that_the_hub_does_not_give_is_tried_again(
     hub: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -263,28 +255,3 @@ def test_instead_of_a_part_without_text_the_first_one_comes_again(hub: Hub, tmp_
     hub.without_text = range(HELD_OUT + PART, HELD_OUT + 2 * PART)
     data = _data(tmp_path)
     assert sorted(_rows_of_epoch(data, 1)) == sorted(_rows_of_epoch(data, 0))
-
-
-def test_weights_say_how_much_of_each_dataset_an_epoch_has(hub: Hub, tmp_path: Path) -> None:
-    """No dataset is repeated within an epoch, and all go on to the next part together."""
-    config = dataclasses.replace(CONFIG, dataset=("hf:one", "hf:two"), weights=(3.0, 1.0))
-    assert _data(tmp_path, config).num_windows == 39 + 13
-    assert _data(tmp_path, dataclasses.replace(config, weights=())).num_windows == 2 * 39
-
-
-def test_what_is_held_out_may_be_a_text_of_its_own(hub: Hub, tmp_path: Path) -> None:
-    (tmp_path / "own.txt").write_text("my own text, " * 20)
-    config = dataclasses.replace(CONFIG, validation=str(tmp_path / "own.txt"))
-    data = _data(tmp_path / "cache", config)
-    assert b"my own text" in bytes(data.held_out(1)[0][TOKENS][0].tolist())
-    assert hub.num_read == PART
-
-
-def test_too_few_rows_in_a_part_are_one_line(hub: Hub, tmp_path: Path) -> None:
-    for rows, told in (
-        (1, r"^part 0 of data\.dataset 'hf:endless' is too short: it has 32 tokens, and 49 are needed"),
-        (9, r"^what is held out of data\.dataset 'hf:endless' \(1 row\) is too short: it has 32 tokens, and 49"),
-    ):
-        config = dataclasses.replace(CONFIG, part_rows=rows, sequence_length=16 * (1 if rows == 1 else 3))
-        with pytest.raises(ValueError, match=told):
-            _data(tmp_path, config)

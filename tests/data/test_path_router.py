@@ -24,16 +24,6 @@ def _router() -> PathRouter:
     return PathRouter(weights_PF=weights_PF, biases_P=torch.tensor([0.0, 0.125]), tokenizer="bytes", model="there")
 
 
-def test_what_begins_alike_takes_one_path() -> None:
-    router = _router()
-    assert router.choose(list(b"hello hello"), hashed) == 0
-    assert router.choose(list(b"world 1 2"), hashed) == 1
-    assert router.choose([], hashed) == 1, "nothing but the biases tells"
-    same, other = list(b"h" * 32), list(b"h" * 31 + b"w")
-    assert router.choose(same + HELLO, hashed) == router.choose(same + WORLD, hashed), "only 32 tokens count"
-    assert not torch.equal(hashed(same), hashed(other))
-
-
 def test_hashes_never_change() -> None:
     """A router outlives a release: these places must stay."""
     places = [hashed(tokens).nonzero().ravel().tolist() for tokens in ([0], [65535], [1, 2], [1, 2, 3])]
@@ -50,14 +40,6 @@ def test_a_router_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert torch.equal(found.weights_PF, router.weights_PF)
     assert torch.equal(found.biases_P, router.biases_P)
     assert (found.tokenizer, found.model, found.num_paths) == ("bytes", "there", 2)
-
-
-def test_a_router_of_other_paths_or_another_tokenizer_is_refused() -> None:
-    _router().require(2, "bytes")
-    with pytest.raises(ValueError, match="chooses among 2 paths, and the run has 3"):
-        _router().require(3, "bytes")
-    with pytest.raises(ValueError, match=r"made with another tokenizer \(bytes\) than the run's \(0123\)"):
-        _router().require(2, "0123")
 
 
 def test_a_folder_without_a_sound_router_is_refused(tmp_path: Path) -> None:

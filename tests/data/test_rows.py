@@ -1,6 +1,5 @@
 import gzip
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,29 +30,10 @@ def test_rows_come_in_order_and_know_their_place(name: str, tmp_path: Path) -> N
     assert found[99].place == f"{path}, row 100"
 
 
-def test_a_damaged_compressed_file_is_named(tmp_path: Path) -> None:
-    path = _write(tmp_path / "a.jsonl.gz", VALUES)
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(ValueError, match=r"a\.jsonl\.gz is damaged"):
-        list(rows.of_file(path))
-
-
-def test_messages_come_alike_from_both_kinds(tmp_path: Path) -> None:
-    talk = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 2
-    found = [[row.values for row in rows.of_file(_write(tmp_path / name, talk))] for name in ("a.jsonl", "a.parquet")]
-    assert found == [talk, talk]
-
-
 def test_fields_that_a_table_adds_are_no_fields(tmp_path: Path) -> None:
     """In a Parquet file each record has the fields of all others, and null in them."""
     values: list[dict[str, Any]] = [{"call": {"city": "Bern"}}, {"call": {"count": 3}}]
     assert [row.values for row in rows.of_file(_write(tmp_path / "a.parquet", values))] == values
-
-
-def test_empty_lines_are_no_rows_but_count(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "a"}\n\n{"text": "b"}')
-    assert [row.place for row in rows.of_file(path)] == [f"{path}, row 1", f"{path}, row 3"]
 
 
 @pytest.mark.parametrize(
@@ -82,18 +62,3 @@ def test_a_line_without_end_is_not_read_whole(tmp_path: Path, monkeypatch: pytes
     long, good = rows.of_file(path)
     assert (long.flaw, good.values) == ("the line is longer than 1 MiB", {"a": 1})
     assert good.place.endswith("row 2")
-
-
-def test_a_file_that_is_no_parquet_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "a.parquet"
-    path.write_bytes(b"no parquet at all")
-    with pytest.raises(ValueError, match=r"a\.parquet is no Parquet file") as raised:
-        list(rows.of_file(path))
-    assert "\n" not in str(raised.value)
-
-
-def test_parquet_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = _write(tmp_path / "a.parquet", VALUES)
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ValueError, match=r"needs pyarrow; in swarm's folder: .*'\.\[parquet\]'"):
-        list(rows.of_file(path))

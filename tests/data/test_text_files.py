@@ -98,15 +98,3 @@ def test_files_that_cannot_be_opened_are_told(tmp_path: Path, monkeypatch: pytes
         tmp_path / "pipe": "not a regular file",
         tmp_path / "closed": "Permission denied",
     }
-
-
-def test_a_folder_of_the_standard_library_is_a_text() -> None:
-    files = text_files.find("stdlib:json").files
-    assert {file.name for file in files} >= {"decoder.py", "encoder.py"}
-    assert {file.parent.name for file in files} == {"json"}
-    with pytest.raises(ValueError, match="'stdlib:nosuch': this Python's standard library has no such folder"):
-        text_files.find("stdlib:nosuch")
-
-
-def test_a_file_that_can_no_longer_be_read(tmp_path: Path) -> None:
-    assert text_files.fault(tmp_path / "gone") == "No such file or directory"

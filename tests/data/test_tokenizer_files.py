@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from swarm.config import DataConfig
-from swarm.data import hub, tokenizer_files, tokenizers
+from swarm.data import tokenizer_files, tokenizers
 from swarm.data.tokenizer_files import MOST_BYTES, SERVED, TOKENIZER, TokenizerFiles
-from swarm.errors import IntegrityError, PeerUnavailable
+from swarm.errors import IntegrityError
 from tests.support.tokenizers import write_tokenizer
 
 
@@ -48,13 +48,6 @@ def test_what_is_kept_is_whole_and_mended(folder: Path, tmp_path: Path) -> None:
     assert tokenizer_files.is_at(kept, files.digest)
 
 
-def test_the_first_place_that_has_it_is_taken(folder: Path, tmp_path: Path) -> None:
-    digest = tokenizer_files.read(folder).digest
-    assert tokenizer_files.place_of(digest, SERVED, [tmp_path / "none", folder]) == str(folder)
-    assert tokenizer_files.place_of("0" * 64, "bytes", [folder]) == "bytes"
-    assert tokenizer_files.place_of("", "bytes", [folder]) == "bytes"
-
-
 def test_too_large_a_tokenizer_is_refused(folder: Path) -> None:
     with (folder / "vocab.json").open("wb") as file:
         file.truncate(MOST_BYTES)
@@ -73,23 +66,3 @@ def test_a_list_is_checked(folder: Path) -> None:
 def test_the_run_s_own_is_not_looked_for_on_the_hub() -> None:
     with pytest.raises(ValueError, match="the run's tokenizer is not on this machine: name a copy with --tokenizer"):
         tokenizers.load_for_run(DataConfig(tokenizer=SERVED), vocab_size=9)
-
-
-@pytest.mark.parametrize(
-    ("text", "is_name"),
-    [("gpt2", True), ("me/mine-2.5", True), ("./gpt2", False), ("/a/b", False), ("a/b/c", False), ("t.json", False)],
-)
-def test_names_on_the_hub(text: str, is_name: bool) -> None:
-    assert hub.is_name(text) is is_name
-
-
-def test_a_hub_that_is_out_of_reach_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import huggingface_hub
-
-    def fail(*arguments: object, **more: object) -> str:
-        raise OSError("no\ndisk")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(PeerUnavailable, match=r"^me/mine is no folder here, .* from the hub: no disk$"):
-        tokenizers.load("me/mine")

@@ -1,7 +1,6 @@
 """Tokenizers encode as transformers does, and end texts with the tokens that a model's files name."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from swarm.config import DataConfig, ModelConfig
 from swarm.data import tokenizers
 from swarm.data.tokenizers import end_tokens
 from swarm.errors import CorpusMismatch
-from swarm.training.samples import token_dtype
 from tests.support.tokenizers import write_tokenizer
 
 WORDS = {"[UNK]": 0, "the": 1, "swarm": 2, "trains": 3}
@@ -29,30 +27,6 @@ def _write(path: Path, vocabulary: dict[str, int]) -> str:
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.save(str(path))
     return str(path)
-
-
-@pytest.mark.parametrize("text", ["", "plain", "na\u00efve \u4e2d\u6587 \U0001f41d\r\n"])
-def test_bytes_round_trip(text: str) -> None:
-    tokenizer = tokenizers.load("bytes")
-    ids = tokenizer.encode(text)
-    assert ids.tolist() == list(text.encode())
-    assert tokenizer.decode(ids) == text
-
-
-def test_bytes_decode_what_a_model_may_generate() -> None:
-    """Half a character becomes a replacement, and ids beyond the bytes are left out."""
-    tokenizer = tokenizers.load("bytes")
-    assert tokenizer.decode([ord("a"), 0xC3, ord("b"), 256, 70_000]) == "a\ufffdb"
-    assert tokenizer.identity == "bytes"
-    assert tokenizer.separator.tolist() == [ord("\n")]
-
-
-def test_json_round_trip(tmp_path: Path) -> None:
-    tokenizer = tokenizers.load(_write(tmp_path / "tokenizer.json", WORDS))
-    ids = tokenizer.encode("the swarm trains bees")
-    assert ids.tolist() == [1, 2, 3, 0]
-    assert ids.dtype == np.uint8
-    assert tokenizer.decode(ids[:3]) == "the swarm trains"
 
 
 def test_the_bytes_of_tokens_are_those_of_the_text_that_they_write(tmp_path: Path) -> None:
@@ -83,27 +57,11 @@ def test_the_bytes_of_tokens_are_those_of_the_text_that_they_write(tmp_path: Pat
     assert [tokenizers.load("bytes").bytes_of(token) for token in (0xC3, 255, 256)] == [b"\xc3", b"\xff", b""]
 
 
-def test_json_identity_is_the_content(tmp_path: Path) -> None:
-    first = tokenizers.load(_write(tmp_path / "a.json", WORDS))
-    same = tokenizers.load(_write(tmp_path / "b.json", WORDS))
-    other = tokenizers.load(_write(tmp_path / "c.json", {**WORDS, "more": 4}))
-    assert first.identity == same.identity != other.identity
-
-
 def test_json_vocabulary_with_a_gap(tmp_path: Path) -> None:
     """The size follows the largest id, so that the embedding has a row for every token."""
     tokenizer = tokenizers.load(_write(tmp_path / "tokenizer.json", {**WORDS, "far": 299}))
     assert tokenizer.vocab_size == 300
     assert tokenizer.encode("far").dtype == np.uint16
-
-
-def test_json_separator(tmp_path: Path) -> None:
-    """The separator is the end-of-text token if there is one, and otherwise a newline."""
-    with_end = tokenizers.load(_write(tmp_path / "a.json", {**WORDS, "</s>": 4}))
-    newline = library.Tokenizer(BPE({"\n": 0, "a": 1}, []))
-    newline.save(str(tmp_path / "b.json"))
-    assert with_end.separator.tolist() == [4]
-    assert tokenizers.load(str(tmp_path / "b.json")).separator.tolist() == [0]
 
 
 def test_json_settings_for_batches_are_ignored(tmp_path: Path) -> None:
@@ -120,11 +78,7 @@ def test_json_settings_for_batches_are_ignored(tmp_path: Path) -> None:
     [
         (None, "cannot read .*No such file or directory; give --tokenizer 'bytes', a folder"),
         (b"\xff\xfe", "cannot read .*not UTF-8 text; give --tokenizer 'bytes', a folder"),
-        (b"", "is not a valid tokenizer.json: EOF while parsing"),
-        (b"{}", "is not a valid tokenizer.json: "),
         (b'{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}}', "is not a valid .*: Token `b` out of"),
-        (b'{"model": {"type": "BPE", "vocab": {}, "merges": []}}', "is not a valid .*: its vocabulary is empty$"),
-        (b'{"model": {"type": "Unigram", "vocab": []}}', "is not a valid .*: its vocabulary is empty$"),
     ],
 )
 def test_load_errors_are_one_line(tmp_path: Path, content: bytes | None, message: str) -> None:
@@ -135,21 +89,6 @@ def test_load_errors_are_one_line(tmp_path: Path, content: bytes | None, message
         tokenizers.load(str(path))
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("vocab_size", "dtype"), [(256, "u1"), (257, "<u2"), (65_536, "<u2"), (65_537, "<u4"), (300_000, "<u4")]
-)
-def test_token_dtype(vocab_size: int, dtype: str) -> None:
-    assert token_dtype(vocab_size) == np.dtype(dtype)
-
-
-def test_a_text_that_cannot_be_encoded_is_one_line(tmp_path: Path) -> None:
-    path = tmp_path / "tokenizer.json"
-    library.Tokenizer(WordLevel({"the": 0}, unk_token="[UNK]")).save(str(path))
-    tokenizer = tokenizers.load(str(path))
-    with pytest.raises(ValueError, match=f"the tokenizer {tokenizer.identity[:12]} cannot encode the text: .*UNK.*$"):
-        tokenizer.encode("swarm")
 
 
 def test_a_run_names_its_tokenizer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -229,12 +168,6 @@ def test_a_text_ends_in_the_token_that_its_tokenizer_names(tmp_path: Path) -> No
     assert named.identity != usual.identity, "they encode a text in different ways"
 
 
-def test_a_number_that_cannot_be_kept_is_one_line(tmp_path: Path) -> None:
-    told = "gives '<|im_end|>' the number 300, and in tokenizer.json it would be 259"
-    with pytest.raises(ValueError, match=re.escape(told)):
-        tokenizers.load(_save(tmp_path, {"added_tokens_decoder": {"300": _IM_END}}))
-
-
 @pytest.mark.parametrize("names", [["vocab.json", "merges.txt"], ["tokenizer.model"]])
 def test_a_tokenizer_in_older_files_is_not_read_as_bytes(names: list[str], tmp_path: Path) -> None:
     for name in names:
@@ -250,7 +183,6 @@ def test_a_tokenizer_in_older_files_is_not_read_as_bytes(names: list[str], tmp_p
     ("files", "expected"),
     [
         ({}, set()),
-        ({"generation_config.json": {"eos_token_id": 2}}, {2}),
         ({"generation_config.json": {"eos_token_id": [1, 3]}}, {1, 3}),
         ({"generation_config.json": {"eos_token_id": None}, "tokenizer_config.json": {"eos_token": "two"}}, {2}),
         (
@@ -259,7 +191,6 @@ def test_a_tokenizer_in_older_files_is_not_read_as_bytes(names: list[str], tmp_p
         ),
         # "one two" is no token.
         ({"tokenizer_config.json": {"eos_token": "one two"}}, set()),
-        ({"tokenizer_config.json": {"eos_token": None}, "generation_config.json": {}}, set()),
     ],
 )
 def test_they_are_named_in_several_places(files: dict[str, Any], expected: set[int], tmp_path: Path) -> None:
@@ -267,23 +198,6 @@ def test_they_are_named_in_several_places(files: dict[str, Any], expected: set[i
     for name, values in files.items():
         (tmp_path / name).write_text(json.dumps(values))
     assert end_tokens(ModelConfig(), [tmp_path, tmp_path / "nowhere"], tokenizer) == expected
-
-
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({}, {7, 9}),
-        ({"generation_config.json": {}}, {7, 9}),
-        ({"generation_config.json": {"eos_token_id": 1}}, {1}),
-        ({"tokenizer_config.json": {"eos_token": "a"}}, {7, 9, 97}),
-    ],
-)
-def test_the_model_s_own_count_where_no_folder_says_what_is_generated_with(
-    files: dict[str, Any], expected: set[int], tmp_path: Path
-) -> None:
-    for name, values in files.items():
-        (tmp_path / name).write_text(json.dumps(values))
-    assert end_tokens(ModelConfig(eos_token_ids=(7, 9)), [tmp_path], tokenizers.load("bytes")) == expected
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ KEYS = [
     "notes", "nothing", "forged.1", "forged.2", "forged.3", "prolonged", "ahead", "rubbish", "lies", "cached", "after",
     "and others can join there", "a client finds it", "own", "parted", "survives",
     "again", "whatever",
-    *(f"restart {number}" for number in range(3)), *keys.of_run("run.0", [Block(0)]),
+    *(f"restart {number}" for number in range(2)), *keys.of_run("run.0", [Block(0)]),
 ]  # fmt: skip
 Start = Callable[..., DhtNode]
 

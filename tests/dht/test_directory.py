@@ -16,7 +16,7 @@ from swarm.dht.directory import NUM_RENEWALS, RENEW_SECONDS, Announcement, Direc
 from swarm.dht.records import MAX_LIFETIME_SECONDS, seal
 from swarm.errors import IncompatibleVersion, PeerUnavailable
 from swarm.machine.clock import DOUBT_SECONDS
-from swarm.types import PROTOCOLS, AmendmentsRecord, Block, PeerRecord, PeerState, Protocols, TrainerRecord
+from swarm.types import PROTOCOLS, Block, PeerRecord, PeerState, Protocols, TrainerRecord
 from tests.support import locked
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
@@ -104,35 +104,12 @@ async def test_of_two_records_on_their_way_the_newer_one_stays(store: Store, clo
     assert [record.state for record in await ours.peers(Block(1))] == [PeerState.LEAVING]
 
 
-async def test_runs_are_apart(store: Store, clock: ManualClock) -> None:
-    await Directory(store, OURS, RUN, clock).announce(_record(OURS), 30)
-    assert await Directory(store, OURS, "another.run", clock).peers(Block(1)) == []
-
-
-async def test_trainers_are_listed(store: Store, clock: ManualClock) -> None:
-    directory = Directory(store, OURS, RUN, clock)
-    record = TrainerRecord(peer_id=OURS.peer_id, announced_at=1000.0, step=3)
-    await directory.announce(record, 30)
-    assert await directory.trainers() == [record]
-
-
 async def test_a_shorter_life_replaces_a_longer_one(store: Store, clock: ManualClock) -> None:
     """The new record counts although the DHT keeps the one that expires last."""
     directory = Directory(store, OURS, RUN, clock)
     await directory.announce(_record(OURS, queue_length=1), 60)
     await directory.announce(_record(OURS, queue_length=2), 10)
     assert [record.queue_length for record in await directory.peers(Block(1))] == [2]
-
-
-async def test_who_withdraws_is_leaving(store: Store, clock: ManualClock) -> None:
-    directory, reader = Directory(store, OURS, RUN, clock), Directory(store, THEIRS, RUN, clock)
-    await directory.withdraw(Block(1))
-    await directory.announce(_record(OURS), 60)
-    assert [record.state for record in await reader.peers(Block(1))] == [PeerState.SERVING]
-    await directory.withdraw(Block(1))
-    assert [record.state for record in await reader.peers(Block(1))] == [PeerState.LEAVING]
-    await directory.announce(_record(OURS, stage=2), 60)
-    assert [record.state for record in await reader.peers(Block(2))] == [PeerState.SERVING]
 
 
 async def test_a_peer_is_listed_at_each_block_that_it_serves_until_it_leaves_that_one(
@@ -155,12 +132,6 @@ async def test_a_peer_is_listed_at_each_block_that_it_serves_until_it_leaves_tha
     assert f"{RUN}.stage.7" not in store.records, "what was not announced is not withdrawn"
 
 
-async def test_a_refused_record_is_an_error(store: Store, clock: ManualClock) -> None:
-    await Directory(store, OURS, RUN, clock).announce(_record(OURS), 60)
-    with pytest.raises(PeerUnavailable, match="clock"):
-        await Directory(store, OURS, RUN, clock).announce(_record(OURS), 30)
-
-
 @pytest.mark.parametrize(
     "lie",
     [
@@ -177,13 +148,6 @@ async def test_what_a_signer_may_not_say_is_left_out(store: Store, clock: Manual
     directory = Directory(store, OURS, RUN, clock)
     await directory.announce(_record(OURS), 30)
     assert [record.peer_id for record in await directory.peers(Block(1))] == [OURS.peer_id]
-
-
-async def test_rubbish_is_left_out(store: Store, clock: ManualClock) -> None:
-    key = f"{RUN}.stage.1"
-    await store.store(key, THEIRS.peer_id, b"rubbish", 1060.0)
-    await store.store(key, "x", seal(THEIRS, key, _record(THEIRS), 1060.0), 1060.0)
-    assert await Directory(store, OURS, RUN, clock).peers(Block(1)) == []
 
 
 async def test_releases_without_a_protocol_in_common_are_left_out_and_said_once(
@@ -413,15 +377,6 @@ async def test_an_announcement_is_renewed_at_once_on_an_occasion_and_tells_its_f
     await now.sleep(15.0)
     assert len(stored) == num_stored, "there is nothing to announce"
     keeping.cancel()
-
-
-async def test_amendments_are_listed_as_each_peer_knows_them(store: Store, clock: ManualClock) -> None:
-    for peer, texts in ((OURS, ("first",)), (THEIRS, ("first", "second"))):
-        record = AmendmentsRecord(peer_id=peer.peer_id, announced_at=1000.0, amendments=texts)
-        await Directory(store, peer, RUN, clock).announce(record, 30)
-    found = await Directory(store, OURS, RUN, clock).amendments()
-    assert sorted(record.amendments for record in found) == [("first",), ("first", "second")]
-    assert await Directory(store, OURS, "another.run", clock).amendments() == []
 
 
 async def test_a_newcomer_that_half_of_a_block_does_not_understand_refuses_to_join(

@@ -12,7 +12,7 @@ from swarm.dht import keys
 from swarm.dht.directory import Directory
 from swarm.dht.discovery import discover_config, discover_runs
 from swarm.dht.records import seal
-from swarm.errors import IncompatibleVersion, PeerUnavailable
+from swarm.errors import IncompatibleVersion
 from swarm.types import PROTOCOLS, Protocols, RunRecord
 from tests.support import locked
 from tests.support.manual_clock import ManualClock
@@ -40,24 +40,11 @@ async def _publish(store: MemoryStore, who: Identity, run_id: str, clock: Manual
     await Directory(store, who, run_id, clock).announce(record, 60)
 
 
-async def test_a_joiner_finds_the_run(store: MemoryStore, clock: ManualClock) -> None:
-    for who in (OURS, THEIRS):
-        await _publish(store, who, CONFIG.run_id, clock, to_json(CONFIG))
-    assert await discover_config(store, clock, address="/x") == CONFIG
-
-
 async def test_a_run_without_sizes_is_refused(store: MemoryStore, clock: ManualClock) -> None:
     """Nobody could divide it into microbatches."""
     config = dataclasses.replace(CONFIG, data=DataConfig(microbatch_size=0))
     await _publish(store, OURS, config.run_id, clock, to_json(config))
     with pytest.raises(ValueError, match="leaves out sizes"):
-        await discover_config(store, clock, address="/x")
-
-
-async def test_no_run(store: MemoryStore, clock: ManualClock) -> None:
-    with pytest.raises(
-        PeerUnavailable, match=r"^no run is announced at /x: nobody has begun one there, or its peers have left; "
-    ):
         await discover_config(store, clock, address="/x")
 
 
@@ -184,14 +171,3 @@ async def test_all_runs_are_those_that_the_token_is_good_for(now: ManualClock) -
     both_locked = await _published(now, (locked.PEER, OWNED), (locked.FOREIGN, OTHERS))
     with pytest.raises(ValueError, match=r"^the run at /x is locked"):
         await discover_runs(both_locked, now, address="/x", run=OWNED.run_id.rpartition(".")[2])
-
-
-async def test_a_locked_run_that_is_not_there(now: ManualClock) -> None:
-    with pytest.raises(PeerUnavailable, match="no run is announced"):
-        await discover_config(MemoryStore(now), now, address="/x", authority=locked.OWNER.authority)
-
-
-def test_the_owner_is_part_of_the_runs_name() -> None:
-    assert len({CONFIG.run_id, OWNED.run_id, OTHERS.run_id}) == 3
-    with pytest.raises(ValueError, match="owner must be the 64 hexadecimal digits"):
-        dataclasses.replace(CONFIG, owner="me")

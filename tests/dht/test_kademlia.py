@@ -1,6 +1,5 @@
 """The bounds of one of hivemind's nodes, without p2pd."""
 
-import logging
 import os
 import time
 from pathlib import Path
@@ -59,9 +58,3 @@ def test_a_node_s_key_is_never_readable_by_others_and_survives_a_power_cut(
         os.umask(mask)
     assert modes == [0o600]
     assert synced == [path.stat().st_ino, path.parent.stat().st_ino]
-
-
-def test_a_warning_is_called_the_same_before_and_after_hivemind_is_imported() -> None:
-    from swarm.dht import kademlia  # noqa: F401 - it imports hivemind
-
-    assert logging.getLevelName(logging.WARNING) == "WARNING"

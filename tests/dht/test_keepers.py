@@ -129,22 +129,6 @@ async def test_a_node_keeps_what_is_near_to_it_itself(clock: ManualClock, key_id
         assert answer == {"a": (b"1", 2.0**40)} | ({"b": (b"2", 2.0**40)} if asked == "node 0" else {})
 
 
-async def test_alone_it_keeps_everything(clock: ManualClock) -> None:
-    network = Network(1)
-    keepers = Keepers(network.nodes["node 0"], KEY, clock, client_mode=False)
-    assert await keepers.store("a", b"1", 2.0**40) == (True, True)
-    assert await keepers.store("a", b"0", 1.0) == (False, True)
-    assert await keepers.read() is None
-
-
-async def test_what_it_keeps_itself_is_stored_though_nobody_answers(clock: ManualClock) -> None:
-    network = Network(3)
-    keepers = Keepers(network.nodes["node 0"], KEY, clock, client_mode=False)
-    assert await keepers.store("a", b"1", 2.0**40) == (True, True)
-    del network.nodes["node 1"], network.nodes["node 2"]
-    assert await keepers.store("a", b"2", 2.0**41) == (True, False)
-
-
 async def test_a_liar_cannot_name_itself_under_several_ids(
     clock: ManualClock, key_id: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,13 +207,3 @@ async def test_who_was_handed_the_record_already_has_not_refused_it(clock: Manua
     assert await keepers.store("a", b"1", 2.0**40) == (True, True)
     other.storage.store_subkey(key_id, "a", other.serializer.dumps(b"2"), 2.0**42)
     assert await keepers.store("a", b"3", 2.0**41) == (False, True), "it has a later one"
-
-
-async def test_without_an_answer_it_says_so(clock: ManualClock) -> None:
-    network = Network(3)
-    _, keepers = _client(network, clock)
-    assert await keepers.store("a", b"1", 2.0**40) == (True, True)
-    network.nodes.clear()
-    assert await keepers.store("a", b"2", 2.0**41) == (False, False)
-    assert await keepers.read() is None
-    assert await keepers.store("a", b"3", 2.0**42) == (False, False)

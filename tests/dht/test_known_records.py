@@ -25,15 +25,6 @@ def test_an_owner_has_so_many_records_and_others_have_theirs() -> None:
     assert (len(kept), kept.num_bytes) == (4, 40)
 
 
-def test_and_so_many_bytes() -> None:
-    kept = KeyQuota()
-    assert kept.take("a1", "a", 30, 5.0, 0.0)
-    assert not kept.take("a2", "a", 30, 5.0, 0.0)
-    assert kept.take("b", "b", 50, 5.0, 0.0)
-    assert not kept.take("c", "c", 30, 5.0, 0.0)
-    assert kept.num_bytes == 80
-
-
 def test_a_record_is_counted_in_the_place_of_the_one_before() -> None:
     kept = KeyQuota()
     for number in range(10):
@@ -49,8 +40,3 @@ def test_what_has_expired_makes_room_and_what_has_not_stays() -> None:
     assert not kept.take("a3", "a", 10, 9.0, 4.9)
     assert kept.take("a3", "a", 10, 9.0, 5.0)
     assert not kept.take("a1", "a", 10, 9.0, 5.0)
-
-
-def test_whoever_belongs_to_nobody_has_the_key_s_limits_alone() -> None:
-    kept = KeyQuota()
-    assert [kept.take(str(number), None, 20, 5.0, 0.0) for number in range(5)] == [True, True, True, True, False]

@@ -22,7 +22,6 @@ from swarm.rpc.endpoint import host_and_port
 from swarm.rpc.entry import Entry
 from swarm.rpc.probe import ProbeServicer
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server
-from swarm.rpc.v1 import directory_pb2 as pb
 from swarm.rpc.v1.directory_pb2_grpc import add_DirectoryServiceServicer_to_server
 from swarm.rpc.v1.probe_pb2_grpc import add_ProbeServiceServicer_to_server
 from swarm.types import Block, ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState, RunRecord, TrainerRecord
@@ -152,20 +151,6 @@ async def test_many_questions_cost_one_lookup(swarm: Swarm) -> None:
     assert swarm.dht.num_lookups == 3
 
 
-async def test_who_gives_up_does_not_cost_another_lookup(swarm: Swarm) -> None:
-    servicer = DirectoryServicer(store=swarm.dht, keys=keys.of_run(RUN, map(Block, range(2))), clock=swarm.clock)
-    swarm.dht.answers.clear()
-    for _ in range(5):
-        asking = asyncio.create_task(servicer.Read(pb.ReadRequest(key=keys.RUNS), None))
-        await asyncio.wait([asking], timeout=0.01)
-        asking.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asking
-    swarm.dht.answers.set()
-    assert not (await servicer.Read(pb.ReadRequest(key=keys.RUNS), None)).records
-    assert swarm.dht.num_lookups == 1
-
-
 async def test_a_peer_whose_dht_has_lost_all_others_still_shows_itself(swarm: Swarm) -> None:
     """It is passed over if another peer answers that knows of more nodes."""
     alone = Alone(swarm.clock)
@@ -207,18 +192,6 @@ async def test_when_the_asked_peer_is_gone_another_one_is_asked(swarm: Swarm) ->
     await store.get(keys.RUNS)
 
 
-async def test_when_nobody_answers_the_first_ones_reason_is_told(swarm: Swarm) -> None:
-    store = swarm.reader(await swarm.serve(OURS))
-    swarm.dht.is_gone = True
-    for _ in range(3):
-        with pytest.raises(PeerUnavailable, match="no peer of the run answers: the DHT did not answer"):
-            await store.get(keys.RUNS)
-    assert swarm.dht.num_lookups == 1
-    await swarm.stop(OURS)
-    with pytest.raises(PeerUnavailable, match="no peer of the run answers"):
-        await store.get(keys.RUNS)
-
-
 async def test_a_silent_peer_does_not_hold_up_the_next_one(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Like an address to which there is no way, the silent peer takes connections and says nothing."""
     monkeypatch.setattr(lookup, "NEXT_SECONDS", 0.05)
@@ -241,9 +214,3 @@ async def test_a_path_that_loses_large_packets_is_called_that(swarm: Swarm, monk
         with pytest.raises(PeerUnavailable, match="none that takes several packets: something in between"):
             await reader.get(keys.RUNS)
     assert len(await swarm.reader(record).get(keys.RUNS)) == 1
-
-
-async def test_a_reader_announces_nothing(swarm: Swarm) -> None:
-    store = swarm.reader(await swarm.serve(OURS))
-    assert not await store.store(keys.RUNS, OURS.peer_id, b"", 1060.0)
-    assert await swarm.dht.get(keys.RUNS) == {}

@@ -7,9 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -92,34 +90,6 @@ async def test_p2pd_that_cannot_start_is_tried_again_and_the_end_does_not_wait(
     begin = time.monotonic()
     node.shutdown()
     assert time.monotonic() - begin < dht_node.START_SECONDS / 2
-
-
-async def test_p2pd_is_brought_back_whatever_goes_wrong_at_first(
-    start: Start, first: DhtNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dht_node, "RESTART_SECONDS", 0.05)
-    from swarm.dht import kademlia
-
-    launch, stop = kademlia.launch, kademlia.Kademlia.stop
-    faults: Iterator[Exception | None] = iter([None, asyncio.IncompleteReadError(b"", 1), RuntimeError("odd")])
-
-    async def dies_meanwhile(*arguments: Any, **options: Any) -> Any:
-        if fault := next(faults, None):
-            raise fault
-        return await launch(*arguments, **options)
-
-    async def fails(dht: kademlia.Kademlia) -> None:
-        await stop(dht)
-        raise ConnectionResetError
-
-    monkeypatch.setattr(kademlia, "launch", dies_meanwhile)
-    node = start(first.addresses(), identity_path=tmp_path / "peer.p2p", port=free_ports(1)[0])
-    monkeypatch.setattr(kademlia.Kademlia, "stop", fails)
-    p2pd_of(node).kill()
-    await _store_once_it_is_back(node, "whatever")
-    assert next(faults, None) is None
-    monkeypatch.setattr(kademlia.Kademlia, "stop", stop)
-    node.shutdown()
 
 
 def _thread_states(pid: int) -> list[str]:

@@ -82,11 +82,6 @@ def test_even_its_owner_cannot_make_a_record_last(expiration: float) -> None:
         _open(value=value, expiration=expiration)
 
 
-def test_too_large_a_payload_is_not_sealed() -> None:
-    with pytest.raises(ValueError, match=r"^a record for key has \d+ bytes"):
-        seal(OWNER, "key", Note(text="x" * MAX_RECORD_BYTES), EXPIRATION)
-
-
 # -- in a locked run ---------------------------------------------------------------------------------------------------
 
 THEN = locked.NOW.timestamp()

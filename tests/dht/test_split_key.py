@@ -195,12 +195,3 @@ async def test_while_the_dht_is_gone_a_peer_goes_on_announcing_itself_where_it_d
     swarm.is_gone = True
     swarm.clock.advance(UPPER_SECONDS + 1)
     assert await swarm.peers[peers[0]].places() == before != [KEY]
-
-
-async def test_readings_at_the_same_time_read_each_key_once() -> None:
-    swarm = Swarm()
-    swarm.join(range(20))
-    await swarm.live(5)
-    swarm.num_read = 0
-    await asyncio.gather(swarm.reader("12" * 20).sample(is_own=False))
-    assert swarm.num_read == 20

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from swarm.config import DataConfig, ModelConfig, RunConfig, StagesConfig
 from swarm.config.reading import load_preset
-from swarm.interchange.export import Card, Origin, Target, export_model
+from swarm.interchange.export import Card, Origin, export_model
 from swarm.interchange.families.known import family_of, read_config
 from swarm.interchange.source import Source
 from swarm.model.stages import build_stage
@@ -61,19 +61,6 @@ def test_what_comes_in_goes_out_bit_by_bit(name: str, dtype: torch.dtype, tmp_pa
 
 
 @torch.no_grad()
-def test_the_exported_model_computes_the_same(tmp_path: Path) -> None:
-    model, tokens_BT = save("llama-3", tmp_path / "in"), make_tokens()
-    source = Source(tmp_path / "in")
-    config = RunConfig(model=source.model, stages=StagesConfig(num_stages=1), data=DataConfig(sequence_length=8))
-    origin = Origin(config=config, load=lambda names: dict(source.tensors(names)), card=CARD, tokenizer="bytes")
-    # Shards are small, so that there is an index.
-    files = export_model(origin, tmp_path / "out", Target(shard_bytes=20_000))
-    assert len([file for file in files if file.suffix == ".safetensors"]) > 3
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    assert torch.equal(loaded(tokens_BT).logits, model(tokens_BT).logits)
-
-
-@torch.no_grad()
 def test_a_gpt2_without_biases_is_exported_with_zeros_for_them(tmp_path: Path) -> None:
     model = load_preset("shakespeare-cpu").model
     config = RunConfig(model=model, stages=StagesConfig(num_stages=1), data=DataConfig(sequence_length=8))
@@ -106,15 +93,11 @@ def _changed(tmp_path: Path, name: str, **values: Any) -> Path:
         ),
         ("llama-2", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported, only 'silu'"),
         ("llama-2", {"residual_multiplier": 0.2}, "residual_multiplier = 0.2 is not known"),
-        ("llama-2", {"num_hidden_layers": "3"}, "num_hidden_layers is '3', and should be of type int"),
-        ("llama-2", {"hidden_size": None}, "hidden_size is missing"),
         ("llama-2", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "of type 'yarn' are not supported"),
         ("llama-3", {"rope_parameters": {"rope_type": "default", "mscale": 2}}, "mscale = 2 is not known"),
-        ("gpt2", {"activation_function": "relu"}, "activation_function = 'relu' is not supported"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True is not supported"),
         ("qwen3", {"quantization_config": {"bits": 4}}, "a quantized model cannot be trained"),
         ("llama-2", {"num_hidden_layers": 10**12}, "model.num_layers must be at most"),
-        ("llama-2", {"num_attention_heads": 5}, r"model.num_kv_heads \(4\) must divide"),
     ],
 )
 def test_what_changes_the_maths_is_refused_by_name(
@@ -122,16 +105,6 @@ def test_what_changes_the_maths_is_refused_by_name(
 ) -> None:
     with pytest.raises(ValueError, match=fault):
         read_config(_changed(tmp_path, name, **values))
-
-
-def test_a_fault_names_the_file_with_its_folder(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text('{"model_type": "llama"}')
-    with pytest.raises(ValueError, match=rf"^{path}: [a-z_]+ is missing$"):
-        read_config(path)
-    path.write_text('{"model_type": "abacus"}')
-    with pytest.raises(ValueError, match=rf"^{path}: the architecture 'abacus' is not supported"):
-        read_config(path)
 
 
 def test_older_spellings_of_rotary_positions_are_read(tmp_path: Path) -> None:
@@ -145,19 +118,6 @@ def test_two_spellings_that_differ_are_refused(kind: str, tmp_path: Path) -> Non
     default = {"rope_type": "default", "rope_theta": 5e5}
     path = _changed(tmp_path, "llama-2", rope_parameters=default, rope_scaling={"type": kind, "factor": 2.0})
     with pytest.raises(ValueError, match=r"describe different rotary|'yarn' are not supported"):
-        read_config(path)
-
-
-def test_two_spellings_of_the_same_are_read(tmp_path: Path) -> None:
-    default = {"rope_type": "default", "rope_theta": 5e5}
-    _, model = read_config(_changed(tmp_path, "llama-2", rope_parameters=default, rope_scaling={"type": "default"}))
-    assert (model.rope_theta, model.rope_scaling) == (5e5, "none")
-
-
-def test_a_file_that_is_nested_without_end_is_no_configuration(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text("[" * 200_000)
-    with pytest.raises(ValueError, match=r"config\.json: it is not valid JSON"):
         read_config(path)
 
 

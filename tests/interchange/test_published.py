@@ -99,9 +99,7 @@ def test_what_cannot_be_said_with_our_switches_is_refused_by_name(name: str, tmp
     ("name", "key", "value"),
     [
         ("HuggingFaceTB/SmolLM2-135M", "rope_interleaved", True),
-        ("Qwen/Qwen2.5-0.5B", "use_mrope", True),
         ("Qwen/Qwen3-0.6B", "logits_soft_cap", 30.0),
-        ("openai-community/gpt2", "embedding_multiplier", 0),
         ("openai-community/gpt2", "add_cross_attention", True),
     ],
 )

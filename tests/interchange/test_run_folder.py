@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from swarm import config as configs
-from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig
+from swarm.config import RunConfig
 from swarm.errors import IntegrityError
 from swarm.interchange import weights
-from swarm.interchange.run_folder import ImportOptions, import_model, load_config, open_weights, to_toml
+from swarm.interchange.run_folder import ImportOptions, import_model, load_config, open_weights
 from swarm.interchange.source import Source
 from tests.interchange.importing import write_model
 from tests.interchange.small_models import save
@@ -34,14 +33,6 @@ def test_what_the_configuration_cannot_name_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_the_configuration_is_read_back(tmp_path: Path) -> None:
-    config = _import(tmp_path, options=ImportOptions(num_stages=3, dataset=("stdlib",), run="mine"))
-    assert configs.load(tmp_path / "run" / "run.toml") == config
-    assert (config.run, config.stages.num_stages, config.begun().data.sequence_length) == ("mine", 3, 64)
-    assert config.data.tokenizer == "bytes"
-    assert open_weights(tmp_path / "run", config).index.digest == config.model.weights
-
-
 def test_a_run_folder_makes_nobody_import_code(tmp_path: Path) -> None:
     """It may come from others."""
     _import(tmp_path, options=ImportOptions(dataset=("hf:theirs",)))
@@ -50,33 +41,6 @@ def test_a_run_folder_makes_nobody_import_code(tmp_path: Path) -> None:
     file.write_text(file.read_text().replace("hf:theirs", "class:theirs:Rows"))
     with pytest.raises(ValueError, match=r"run\.toml must not name 'class:theirs:Rows': give it with --dataset"):
         load_config(tmp_path / "run")
-
-
-def test_every_tensor_comes_back(tmp_path: Path) -> None:
-    config = _import(tmp_path, "gpt2")
-    source, found = Source(tmp_path / "model"), open_weights(tmp_path / "run", config)
-    expected = dict(source.tensors(set(source.shapes)))
-    loaded = found.load(expected.keys())
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
-    files = {path.name for path in (tmp_path / "run" / "weights").iterdir()}
-    layers = {f"layers.{layer}.safetensors" for layer in range(3)}
-    assert files == {"index.json", "embedding.safetensors", "head.safetensors"} | layers
-
-
-def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
-    save("llama-2", tmp_path / "model")
-    write_tokenizer(tmp_path / "model" / "tokenizer.json", [f"word{number}" for number in range(90)])
-    config = import_model(Source(tmp_path / "model"), tmp_path / "run", ImportOptions())
-    assert config.data.tokenizer == str(tmp_path / "run")
-    assert (tmp_path / "run" / "tokenizer.json").read_bytes() == (tmp_path / "model" / "tokenizer.json").read_bytes()
-
-
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
-    save("llama-2", tmp_path / "model")
-    write_tokenizer(tmp_path / "model" / "tokenizer.json", [f"word{number}" for number in range(300)])
-    with pytest.raises(ValueError, match="is smaller than the tokenizer's"):
-        import_model(Source(tmp_path / "model"), tmp_path / "run", ImportOptions())
-    assert not (tmp_path / "run").exists()
 
 
 def test_what_no_run_could_begin_with_is_refused(tmp_path: Path) -> None:
@@ -99,12 +63,6 @@ def test_what_no_run_could_begin_with_is_refused(tmp_path: Path) -> None:
         assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert config.is_file()
     import_model(Source(tmp_path / "model"), tmp_path / "run", ImportOptions(dataset=("hf:not/asked",)))
-
-
-def test_nothing_is_written_over(tmp_path: Path) -> None:
-    _import(tmp_path)
-    with pytest.raises(ValueError, match="is there already"):
-        import_model(Source(tmp_path / "model"), tmp_path / "run", ImportOptions())
 
 
 def test_an_import_that_fails_leaves_nothing(tmp_path: Path) -> None:
@@ -146,17 +104,6 @@ def test_an_index_that_is_none_is_said(text: str, tmp_path: Path) -> None:
         weights.open_folder(tmp_path)
 
 
-def test_only_what_differs_is_written_to_toml() -> None:
-    assert to_toml(RunConfig()).strip() == ""
-    config = RunConfig(
-        run="r",
-        model=ModelConfig(num_layers=6, tied_embeddings=True, rope_theta=5e5),
-        data=DataConfig(dataset='a "text" with \\ and é'),
-        rounds=RoundsConfig(setting="synchronous"),
-    )
-    assert configs.from_toml(to_toml(config), source="test") == config
-
-
 @pytest.mark.slow
 def test_memory_is_bounded_by_a_shard_and_a_layer(tmp_path: Path) -> None:
     """A model of 24 layers in files of a layer or two each: what is held at once is far from all of it."""
@@ -168,16 +115,3 @@ def test_memory_is_bounded_by_a_shard_and_a_layer(tmp_path: Path) -> None:
     # Memory for a shard, of which the kernel may map more than is read, for a layer, and some more.
     layer_bytes = model_bytes // 24
     assert 0 < int(result.stdout) < shard_bytes + 2 * layer_bytes < model_bytes / 5
-
-
-def test_parts_are_those_that_a_stage_reads() -> None:
-    assert weights.part_of("embedding.weight") == weights.part_of("positions.weight") == "embedding"
-    assert weights.part_of("layers.11.attention.q.weight") == "layers.11"
-    assert weights.part_of("head.norm.weight") == "head"
-
-
-def test_another_model_s_weights_are_refused(tmp_path: Path) -> None:
-    config = _import(tmp_path)
-    other = dataclasses.replace(config, model=dataclasses.replace(config.model, weights="0" * 64))
-    with pytest.raises(IntegrityError, match="than the run begins with"):
-        open_weights(tmp_path / "run", other)

@@ -120,13 +120,3 @@ def test_a_run_from_scratch_gives_those_of_its_tokenizer(is_named: bool, tmp_pat
     end = 2 if is_named else None
     assert (model.config.eos_token_id, model.generation_config.eos_token_id) == (end, end)
     assert f"`{config.run_id}`" in (tmp_path / "out" / "README.md").read_text()
-
-
-def test_a_model_without_them_gets_none(tmp_path: Path) -> None:
-    """The keys are written all the same: without them transformers would end a Llama's text at token 2."""
-    save("llama-2", tmp_path / "in")
-    _write(tmp_path / "in", "config.json", bos_token_id=None, eos_token_id=None)
-    (tmp_path / "in" / "generation_config.json").unlink()
-    export_model(origin.from_model_folder(tmp_path / "in"), tmp_path / "out")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert (model.config.eos_token_id, model.generation_config.eos_token_id) == (None, None)

@@ -1,7 +1,6 @@
 """Time that the machine owns: its own clock, wall clocks that are set, and sleep."""
 
 import asyncio
-import sys
 import time
 
 import pytest
@@ -37,21 +36,6 @@ def test_steady_time_never_hears_of_a_clock_that_is_set_back_in_time() -> None:
     assert steady.now() == clock.time()
 
 
-def test_steady_time_is_in_doubt_for_a_while_after_each_jump() -> None:
-    clock = SetClock()
-    steady = SteadyTime(clock)
-    assert not steady.is_in_doubt
-    clock.ahead = 1.0
-    steady.now()
-    assert not steady.is_in_doubt
-    for clock.ahead in (100.0, 0.0):
-        steady.now()
-        clock.advance(DOUBT_SECONDS - 1)
-        assert steady.is_in_doubt
-    clock.advance(1.0)
-    assert not steady.is_in_doubt
-
-
 # -- a machine that sleeps ---------------------------------------------------------------------------------------------
 
 
@@ -65,18 +49,6 @@ def test_the_clock_of_each_platform_goes_on_while_it_sleeps(
     slept_seconds = 3600.0
     monkeypatch.setattr(time, "clock_gettime", {1: 10.0 + slept_seconds, 2: 10.0}.__getitem__)
     assert clock_through_sleep(platform, {right: 1, wrong: 2})() == 3610.0
-
-
-@pytest.mark.parametrize(("platform", "clocks"), [("win32", {}), ("linux", {}), ("freebsd14", {"CLOCK_BOOTTIME": 1})])
-def test_elsewhere_it_is_the_one_that_python_takes(platform: str, clocks: dict[str, int]) -> None:
-    assert clock_through_sleep(platform, clocks) is time.monotonic
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's file is Linux's")
-def test_this_machine_s_clock_counts_from_its_boot_sleep_included() -> None:
-    with open("/proc/uptime", encoding="ascii") as file:
-        uptime_seconds = float(file.read().split()[0])
-    assert SystemClock().monotonic() == pytest.approx(uptime_seconds, abs=2.0)
 
 
 def test_the_programs_event_loop_has_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,29 +34,6 @@ def test_what_holds_no_object_is_said(text: str, tmp_path: Path) -> None:
         json_file.read_object(path)
 
 
-def test_a_file_may_be_missing_where_it_is_optional(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    assert json_file.read_object(path, is_optional=True) == {}
-    with pytest.raises(ValueError, match=r"cannot read .*config\.json: No such file"):
-        json_file.read_object(path)
-    path.write_text('{"a": 1}')
-    assert json_file.read_object(path) == {"a": 1}
-
-
-def test_what_is_written_is_read_again(tmp_path: Path) -> None:
-    json_file.write_object(tmp_path / "summary.json", {"loss": 2.5, "files": ["a"]})
-    assert json_file.read_object(tmp_path / "summary.json") == {"loss": 2.5, "files": ["a"]}
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        json_file.write_object(tmp_path / "summary.json", {"loss": float("nan")})
-
-
-def test_several_writers_append(tmp_path: Path) -> None:
-    path = tmp_path / "lines"
-    one, other = LineFile(path, "words"), LineFile(path, "words")
-    assert all([one.append("a"), other.append("b"), one.append("c")])
-    assert path.read_text() == "a\nb\nc\n"
-
-
 @pytest.mark.parametrize(("before", "after"), [("", "x\n"), ("whole\n", "whole\nx\n"), ("torn", "torn\nx\n")])
 def test_a_line_that_its_writer_left_unfinished_is_left_alone(tmp_path: Path, before: str, after: str) -> None:
     path = tmp_path / "lines"
@@ -79,8 +56,3 @@ def test_a_full_disk_costs_lines_and_is_told_once(
     disk.room = 0
     file.append("lost")
     assert caplog.records[-1].getMessage() == f"words are not written to {path}: No space left on device"
-
-
-def test_a_file_that_cannot_be_made_is_an_error_at_once(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="Is a directory"):
-        LineFile(tmp_path, "words")

@@ -5,7 +5,7 @@ import errno
 import pytest
 import torch
 
-from swarm.machine.out_of_memory import in_words, is_out_of_memory, what_was_asked
+from swarm.machine.out_of_memory import is_out_of_memory, what_was_asked
 
 
 def _of_torch() -> RuntimeError:
@@ -19,16 +19,12 @@ def _of_torch() -> RuntimeError:
     [
         (_of_torch(), "1048576.0 TiB"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 40.50 GiB. GPU 0 has"), "40.50 GiB"),
-        (torch.OutOfMemoryError("HIP: no more"), "what was needed"),
-        (RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)"), "what was needed"),
         (RuntimeError("CUDA error: out of memory"), "what was needed"),
         (RuntimeError("std::bad_alloc"), "what was needed"),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "what was needed"),
         (RuntimeError("can't start new thread"), "another thread"),
         (MemoryError(), "what was needed"),
         (MemoryError("Unable to allocate 7.45 GiB for an array with shape (1000000000,)"), "7.45 GiB"),
         (ImportError("/x/libtorch_cpu.so: failed to map segment from shared object"), "the library libtorch_cpu.so"),
-        (ImportError("libx.so.1: cannot allocate memory in static TLS block"), "what was needed"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "what was needed"),
     ],
 )
@@ -48,10 +44,3 @@ def test_all_who_say_so(error: Exception, asked: str) -> None:
 )
 def test_what_is_about_something_else(error: Exception) -> None:
     assert not is_out_of_memory(error)
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "words"), [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.5 KiB"), (5 << 40, "5.0 TiB")]
-)
-def test_sizes_in_words(num_bytes: int, words: str) -> None:
-    assert in_words(num_bytes) == words

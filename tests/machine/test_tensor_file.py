@@ -12,14 +12,6 @@ from swarm.errors import IntegrityError
 from swarm.machine import tensor_file
 
 
-def test_what_is_written_is_read_again(tmp_path: Path) -> None:
-    path, matrix = tmp_path / "weights.safetensors", torch.arange(6.0).reshape(2, 3)
-    tensor_file.write(path, {"matrix": matrix.T}, {"format": "pt"})
-    with tensor_file.opened(path, IntegrityError) as file:
-        assert torch.equal(file.get_tensor("matrix"), matrix.T)
-        assert file.metadata() == {"format": "pt"}
-
-
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
 def test_others_may_read_a_file_as_the_umask_says(umask: int, mode: int, tmp_path: Path) -> None:
     path, before = tmp_path / "weights.safetensors", os.umask(umask)
@@ -46,9 +38,3 @@ def test_a_file_that_is_removed_while_it_is_opened_is_one_line(tmp_path: Path, m
 def _names(path: Path) -> Iterator[str]:
     with tensor_file.opened(path, IntegrityError) as file:
         yield from file.keys()
-
-
-def test_what_cannot_be_written_is_one_line_with_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "no such folder" / "weights.safetensors"
-    with pytest.raises(OSError, match=r"^cannot write .*no such folder/weights\.safetensors: [^\n]+$"):
-        tensor_file.write(path, {"matrix": torch.zeros(2)})

@@ -10,12 +10,9 @@ from swarm.machine.waits import (
     FIRST_SECONDS,
     JOIN_SECONDS,
     LONGEST_GAP_SECONDS,
-    LOOK_SECONDS,
-    SAY_SECONDS,
     Waits,
     patiently,
 )
-from swarm.rpc.transfers import Arriving
 from tests.support.virtual_time import LoopClock, in_virtual_time
 
 
@@ -36,46 +33,6 @@ def test_a_wait_is_told_within_five_seconds_and_then_less_and_less_often(caplog:
     caplog.clear()
     waits.look(1000.0)
     assert (caplog.messages, waits.present) == ([], "")
-
-
-def test_the_wait_within_another_is_what_it_comes_down_to() -> None:
-    waits = Waits()
-    with waits.on("the state"):
-        waits.look(0.0)
-        waits.look(3.0)
-        with waits.on("an offer of gpu-1"):
-            waits.look(3.5)
-            assert waits.present == "the state (4 s)"
-            waits.look(5.0)
-            assert waits.present == "an offer of gpu-1 (2 s)"
-        waits.look(6.0)
-        assert waits.present == "the state (6 s)"
-
-
-def test_what_is_waited_for_now_and_then_begins_anew_each_time(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    waits, stage = Waits(), ""
-    with waits.on(lambda _: stage):
-        for second in range(40):
-            stage = "" if second % 4 == 3 else "stage 2"
-            waits.look(float(second))
-        assert not caplog.messages
-        stage = "stage 2"
-        for second in range(40, 45):
-            waits.look(float(second))
-    assert caplog.messages == ["waiting for stage 2, 4 s so far"]
-
-
-def test_how_far_a_download_is() -> None:
-    arriving = Arriving("the state of stage 1", 500_000_000)
-    assert arriving.in_words(0.0) == "the state of stage 1: 0.0 of 500.0 MB, 0.00 MB/s"
-    arriving.add(20_000_000, "gpu-1")
-    arriving.add(20_000_000, "gpu-2")
-    expected = "the state of stage 1: 40.0 of 500.0 MB from gpu-1, gpu-2, 10.00 MB/s, 46 s left"
-    assert arriving.in_words(4.0) == expected
-    arriving.lost("gpu-1")
-    arriving.add(600_000_000, "gpu-2")
-    assert arriving.in_words(64.0) == "the state of stage 1: 500.0 of 500.0 MB from gpu-2, 10.00 MB/s, 0 s left"
 
 
 class _Hopeless(PeerUnavailable):
@@ -105,51 +62,6 @@ async def test_whoever_comes_later_is_found_and_whoever_is_there_not_waited_for(
     assert LoopClock().monotonic() == 0.0
     assert await patiently(_Peer(10).ask, LoopClock(), "a peer") == "here"
     assert LoopClock().monotonic() < JOIN_SECONDS
-
-
-def test_soon_it_says_what_it_looks_for(caplog: pytest.LogCaptureFixture) -> None:
-    times = list[float]()
-
-    @in_virtual_time
-    async def look() -> None:
-        peer = _Peer(30, seconds=0.5)
-        looking = asyncio.create_task(patiently(peer.ask, LoopClock(), "a peer"))
-        while not looking.done():
-            if len(caplog.records) > len(times):
-                times.append(LoopClock().monotonic())
-            await asyncio.sleep(0.1)
-        with pytest.raises(PeerUnavailable):
-            await looking
-
-    look()
-    assert times[0] == pytest.approx(SAY_SECONDS, abs=0.2)
-    assert times[1] == pytest.approx(3 * SAY_SECONDS, abs=2 * LOOK_SECONDS)
-    assert caplog.messages[0] == (
-        "waiting for a peer (25 s at most; tried 3 times, the last time because it is not there), 2 s so far"
-    )
-
-
-def test_an_attempt_that_takes_long_is_no_silence_either(caplog: pytest.LogCaptureFixture) -> None:
-    @in_virtual_time
-    async def look() -> None:
-        await patiently(_Peer(0, seconds=9.0).ask, LoopClock(), "a peer")
-
-    look()
-    assert caplog.messages == [
-        "waiting for a peer (25 s at most; tried 1 time), 2 s so far",
-        "waiting for a peer (25 s at most; tried 1 time), 6 s so far",
-    ]
-
-
-def test_a_reason_that_is_found_out_late_is_said_at_once(caplog: pytest.LogCaptureFixture) -> None:
-    @in_virtual_time
-    async def look() -> None:
-        await patiently(_Peer(1, seconds=7.0).ask, LoopClock(), "a peer")
-
-    look()
-    assert caplog.messages[2] == (
-        "waiting for a peer (25 s at most; tried 2 times, the last time because it is not there), 7 s so far"
-    )
 
 
 @in_virtual_time

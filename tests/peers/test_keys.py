@@ -46,16 +46,6 @@ def test_an_owner_issues_tokens_that_say_what_they_are(tmp_path: Path, capsys: p
         assert printed[60:90] not in shown
 
 
-def test_options_and_documentation_know_every_role(capsys: pytest.CaptureFixture[str]) -> None:
-    security = (Path(keys.__file__).parents[1] / "docs" / "security.md").read_text()
-    assert sorted(re.findall(r"^\| `(\w+)` \|", security, re.MULTILINE)) == sorted(Role)
-    with pytest.raises(SystemExit):
-        keys.main(["issue", "owner.pem", "--role", "none"])
-    complaint = re.search("--role takes (.+), not 'none'", capsys.readouterr().err)
-    assert complaint
-    assert re.split(", | or ", complaint[1]) == list(Role)
-
-
 @pytest.mark.parametrize(("role", "prog"), list(itertools.product(Role, PROGRAMS)))
 def test_a_token_joins_where_its_role_is_one_that_the_program_can_work_with(role: Role, prog: str) -> None:
     clock, token = ManualClock(locked.NOW.timestamp()), str(locked.issue(role))

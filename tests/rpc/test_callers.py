@@ -36,15 +36,6 @@ def test_no_caller_has_more_than_its_share_and_all_together_no_more_than_there_i
     assert not quota.callers
 
 
-def test_who_has_nothing_may_take_all_at_once_and_no_more() -> None:
-    quota = Quota("bytes", 100, each=10)
-    assert quota.fits(ONE, 100)
-    assert not quota.fits(ONE, 101)
-    with quota.taken(ONE, 100):
-        assert not quota.fits(OTHER)
-    assert not Quota("sessions", 0).fits(ONE), "there may be none"
-
-
 def test_calls_beyond_a_rate_wait() -> None:
     clock = ManualClock()
     callers = Callers(clock, max_calls=10**6)
@@ -95,12 +86,6 @@ def test_long_lists_are_refused_rather_than_not_counted_in_full() -> None:
         callers.enter(ONE, num_entries)
 
 
-def test_processes_beside_this_one_do_not_wait() -> None:
-    callers = Callers(ManualClock(), max_calls=10**6)
-    for here in ("ipv4:127.0.0.1", "ipv6:[::1]"):
-        assert {callers.enter(Caller(here)) for _ in range(3 * BURST_CALLS)} == {0.0}
-
-
 def test_what_comes_back_by_itself() -> None:
     clock = ManualClock()
     quota = Quota("bytes", 100, per_second=10.0, clock=clock)
@@ -116,13 +101,6 @@ def test_what_comes_back_by_itself() -> None:
         quota.take(ONE)
     clock.advance(5.0)
     assert not quota.callers
-
-
-def test_what_does_not_fit_may_wait() -> None:
-    quota = Quota("bytes", each=10, per_second=5.0, clock=ManualClock())
-    waits = [quota.wait_seconds(ONE, 10, longest=3.0) for _ in range(4)]
-    assert waits == [0.0, 2.0, 3.0, 3.0]
-    assert quota.held(ONE) == 25.0, "what would wait for longer is not counted"
 
 
 def test_no_number_of_callers_fills_the_memory() -> None:
@@ -178,11 +156,6 @@ class _Context:
 )
 def test_callers_without_certificates_are_addresses(peer: str, caller: str) -> None:
     assert caller_of(_Context(peer)) == caller
-
-
-def test_callers_with_certificates_are_members() -> None:
-    context = _Context("ipv4:192.0.2.1:5001", locked.PEER.certificate_pem)
-    assert caller_of(context) == Caller(locked.PEER.peer_id)
 
 
 def test_a_bearer_is_a_token_whatever_keys_it_is_used_with() -> None:

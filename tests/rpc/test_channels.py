@@ -16,8 +16,7 @@ from swarm.credentials import identity
 from swarm.rpc import channels, tls
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.failures import abort, abort_code, translate
-from swarm.rpc.serving import bind_server
-from swarm.rpc.tls import MAX_MESSAGE_BYTES, client_options
+from swarm.rpc.tls import client_options
 from swarm.types import PeerRecord, PeerState
 from tests.support.chain import eventually
 from tests.support.manual_clock import ManualClock
@@ -57,14 +56,6 @@ async def test_a_channel_is_pinned_to_the_record(serve: Serve, pool: ChannelPool
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await _call(pool.channel(_record(port, OTHER.certificate_pem)))
     assert isinstance(translate(caught.value), errors.PeerUnavailable)
-
-
-async def test_a_channel_is_reused(pool: ChannelPool) -> None:
-    record = _record(1, SERVER.certificate_pem)
-    again = record.model_copy(update={"queue_length": 5})
-    restarted = record.model_copy(update={"certificate_pem": OTHER.certificate_pem})
-    assert pool.channel(record) is pool.channel(again)
-    assert pool.channel(record) is not pool.channel(restarted)
 
 
 async def test_no_record_of_another_peer_changes_where_a_peer_is_called(serve: Serve, pool: ChannelPool) -> None:
@@ -112,31 +103,6 @@ async def test_who_accepts_a_connection_and_says_nothing_is_out_of_reach_and_not
     assert isinstance(error, errors.PeerUnavailable)
     assert (error.is_unreachable, error.is_gone) == (True, False)
     await pool.close()
-
-
-async def test_a_channel_is_connected_from_the_first_call_until_the_peer_goes(
-    serve: Serve, insecure_pool: ChannelPool
-) -> None:
-    async with Proxy("127.0.0.1", await serve()) as proxy:
-        record = _record(proxy.port)
-        assert not insecure_pool.is_connected(record)
-        await _call(insecure_pool.channel(record))
-        assert insecure_pool.is_connected(record)
-    await eventually(lambda: not insecure_pool.is_connected(record))
-
-
-async def test_bulk_transfers_have_a_connection_of_their_own(serve: Serve, insecure_pool: ChannelPool) -> None:
-    async def whence(request: bytes, context: Any) -> bytes:
-        return str(context.peer()).encode()
-
-    record = _record(await serve(whence))
-    short, bulk = insecure_pool.channel(record), insecure_pool.channel(record, bulk=True)
-    assert insecure_pool.channel(record, bulk=True) is bulk
-    connections = [await _call(channel) for channel in (short, bulk, short, bulk)]
-    assert connections == 2 * connections[:2]
-    assert len(set(connections)) == 2
-    await insecure_pool.close()
-    assert {short.get_state(), bulk.get_state()} == {grpc.ChannelConnectivity.SHUTDOWN}
 
 
 async def test_a_short_call_does_not_wait_behind_a_bulk_transfer(serve: Serve, insecure_pool: ChannelPool) -> None:
@@ -197,14 +163,6 @@ async def test_channels_that_nobody_uses_are_closed_once_their_calls_are_done(se
     await pool.close()
 
 
-async def test_messages_may_be_large(serve: Serve, insecure_pool: ChannelPool) -> None:
-    channel = insecure_pool.channel(_record(await serve()))
-    large = bytes(MAX_MESSAGE_BYTES - 1024)
-    assert await _call(channel, large) == large
-    with pytest.raises(grpc.aio.AioRpcError):
-        await _call(channel, bytes(MAX_MESSAGE_BYTES + 1))
-
-
 FROZEN = """
 import asyncio, sys, grpc
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server
@@ -245,17 +203,6 @@ async def test_a_frozen_server_is_noticed_and_a_slow_one_left_alone(
     finally:
         process.kill()
         await process.wait()
-
-
-# -- servers ---------------------------------------------------------------------------------------------------------
-
-
-async def test_a_port_that_cannot_be_had_is_one_line(serve: Serve) -> None:
-    port = await serve()
-    with pytest.raises(ValueError, match=rf"^cannot listen on 127.0.0.1:{port}: the port is in use, .*$"):
-        await serve(port=port)
-    with pytest.raises(ValueError, match=r"^cannot listen on \[2001:db8::1\]:0: "):
-        bind_server(grpc.aio.server(), "2001:db8::1", 0, None)
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------

@@ -8,11 +8,11 @@ import pytest
 
 from swarm.credentials.identity import Identity
 from swarm.rpc import guard
-from swarm.rpc.callers import BURST_CALLS, ENTRIES_PER_CALL, WASTED_CALLS
+from swarm.rpc.callers import BURST_CALLS, WASTED_CALLS
 from swarm.rpc.v1 import averaging_pb2
 from swarm.rpc.v1.averaging_pb2_grpc import AveragingServiceStub
 from swarm.rpc.v1.directory_pb2_grpc import DirectoryServiceStub
-from tests.rpc.guarded import LARGE, READ, SERVED, SMALL, asking_without_taking, calls_of, code_of, is_served
+from tests.rpc.guarded import LARGE, READ, SMALL, asking_without_taking, calls_of, code_of, is_served
 from tests.support import locked
 from tests.support.chain import eventually
 from tests.support.locked import OTHER_PEER, PEER
@@ -57,15 +57,6 @@ async def test_a_call_goes_on_until_its_answer_is_taken(start: Any) -> None:
     await eventually(lambda: server.callers.num_calls == server.callers.num_bytes == 0)
 
 
-async def test_small_answers_that_are_not_taken_are_calls_under_way(start: Any) -> None:
-    server = await start(locked.OPEN)
-    async with asking_without_taking(server, READ, SMALL, times=2):
-        await eventually(lambda: server.directory.num_answered == 2)
-        await asyncio.sleep(0.1)
-        assert (server.callers.num_calls, server.callers.num_bytes) == (2, 0)
-    await eventually(lambda: server.callers.num_calls == 0)
-
-
 async def test_answers_that_are_not_taken_have_a_limit(start: Any) -> None:
     server = await start(locked.OPEN, max_calls=1000, max_bytes=3 << 19)
     async with server.called_by(locked.OPEN) as channel:
@@ -77,45 +68,6 @@ async def test_answers_that_are_not_taken_have_a_limit(start: Any) -> None:
         await eventually(lambda: server.callers.num_bytes == 0)
         for _ in range(3):
             assert await code_of(stub.Read(LARGE)) is grpc.StatusCode.OK
-
-
-async def test_long_lists_wait_their_turn_as_well(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each entry is checked before it is known whether it makes sense."""
-    server = await start()
-    looked_at: list[Any] = []
-
-    def require_bounds(message: Any, *, finite: bool) -> None:
-        looked_at.append(message)
-
-    monkeypatch.setattr(guard, "require_bounds", require_bounds)
-    num_entries = 4096
-    partners = [averaging_pb2.Partner()] * num_entries
-    request = averaging_pb2.CommitRequest(peer_id=OTHER_PEER.peer_id, partners=partners)
-    async with server.called_by(OTHER_PEER) as channel:
-        stub: Any = AveragingServiceStub(channel)
-        num_at_once = BURST_CALLS // (num_entries // ENTRIES_PER_CALL + 1)
-        for _ in range(num_at_once):
-            assert await code_of(stub.Commit(request)) is SERVED
-        assert server.clock.num_waits == 0
-        del looked_at[:]
-        call = asyncio.ensure_future(code_of(stub.Commit(request)))
-        await eventually(lambda: server.clock.num_waits == 1)
-        assert not looked_at
-        assert await call is SERVED
-        assert looked_at == [request]
-
-
-async def test_who_takes_no_answer_is_cut_off(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """gRPC waits for a reader as long as its connection lives."""
-    monkeypatch.setattr(guard, "PIECE_SECONDS", 0.3)
-    server = await start()
-    async with server.called_by(OTHER_PEER) as channel:
-        stub: Any = AveragingServiceStub(channel)
-        call = stub.Shared(averaging_pb2.SharedRequest(peer_id=OTHER_PEER.peer_id))
-        await eventually(lambda: server.averaging.num_answering == 1)
-        await eventually(lambda: server.averaging.num_answering == 0)
-        call.cancel()
-        await eventually(lambda: server.callers.num_calls == 0)
 
 
 async def test_who_takes_no_byte_of_an_answer_is_cut_off_and_counted(

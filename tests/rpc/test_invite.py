@@ -65,22 +65,6 @@ def test_it_holds_as_much_as_fits(entries: list[Entry], fitting: list[Entry]) ->
     assert len(str(invite)) <= LONGEST or len(fitting) == 1
 
 
-def test_it_is_one_word_that_a_double_click_selects() -> None:
-    text = str(Invite.fitting(RUN, IPV4, is_locked=False))
-    assert text.removeprefix(SCHEME).isalnum()
-
-
-def test_a_name_that_no_invite_can_hold_is_refused() -> None:
-    with pytest.raises(ValueError, match="an invite names no host of more than 126 characters"):
-        Invite.fitting(RUN, [Entry(IDS[0], f"{'a' * 127}:1")], is_locked=False)
-
-
-@pytest.mark.parametrize("text", ["", "tiny", "192.0.2.1:4001", "/ip4/192.0.2.1/tcp/4001/p2p/12D3KooW", str(IPV4[0])])
-def test_what_is_no_invite_is_refused_in_one_line(text: str) -> None:
-    with pytest.raises(ValueError, match=r"is no invite, which begins with swarm://: .* behind --initial-peers$"):
-        Invite.parse(text)
-
-
 def test_any_damage_is_noticed() -> None:
     whole, rng = str(Invite.fitting(RUN, IPV4, is_locked=True)), random.Random(0)
     digits = string.ascii_letters + string.digits

@@ -9,11 +9,10 @@ import grpc
 import pytest
 
 from swarm.errors import NotReady, Overloaded, PeerUnavailable, SwarmError
-from swarm.machine.words import ABOUT, about
 from swarm.rpc.ask import Stream
 from swarm.rpc.callers import OWN, Caller, Callers, caller_of
 from swarm.rpc.failures import abort
-from swarm.rpc.local import MOST_MESSAGES, LocalBlock, LocalCall, is_local
+from swarm.rpc.local import LocalBlock, LocalCall, is_local
 from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.call import Incoming
@@ -97,45 +96,6 @@ async def test_a_refusal_is_the_servicers_error_after_what_it_has_said(call: Beg
         assert raised.value.retry_after_seconds == 0.5
 
 
-async def test_a_bug_in_a_servicer_ends_the_call_and_nothing_else(call: Begin) -> None:
-    async def fail(_: Any, context: Any) -> None:
-        raise ZeroDivisionError
-
-    with pytest.raises(PeerUnavailable, match="UNKNOWN"):
-        async with Stream(await call(fail)) as caller:
-            await caller.read(_SECONDS)
-
-
-async def test_who_writes_to_a_call_that_has_ended_learns_why(call: Begin) -> None:
-    async def refuse(_: Any, context: Any) -> None:
-        await context.read()
-        await abort(context, NotReady("not yet"))
-
-    stream = await call(refuse)
-
-    async def ask() -> None:
-        async with Stream(stream) as caller:
-            await caller.write(_message(), _SECONDS)
-            await stream.code()
-            await caller.write(_message(), _SECONDS)
-
-    with pytest.raises(NotReady, match="not yet"):
-        await ask()
-
-
-async def test_an_early_end_is_a_failure(call: Begin) -> None:
-    async def end(_: Any, context: Any) -> None:
-        await context.read()
-
-    async def ask() -> None:
-        async with Stream(await call(end)) as caller:
-            await caller.write(_message(), _SECONDS)
-            await caller.read(_SECONDS)
-
-    with pytest.raises(PeerUnavailable, match="ended the stream early"):
-        await ask()
-
-
 @pytest.mark.parametrize("how", ["by a call", "by its task", "by a deadline"])
 async def test_a_caller_that_goes_away_cancels_the_servicer(call: Begin, how: str) -> None:
     begun, ended = asyncio.Event(), asyncio.Event()
@@ -180,28 +140,6 @@ async def test_the_last_message_arrives_and_is_waited_for(call: Begin) -> None:
 
 
 # -- of local calls alone ----------------------------------------------------------------------------------------------
-
-
-async def test_few_messages_wait_for_a_side_that_does_not_read() -> None:
-    async def ignore(_: Any, context: Any) -> None:
-        await asyncio.sleep(60)
-
-    block = LocalBlock(_Servicer(ignore), None)
-    caller = Stream(block.Train())
-    for _ in range(MOST_MESSAGES):
-        await caller.write(_message(), 0.0)
-    with pytest.raises(PeerUnavailable, match="took nothing"):
-        await caller.write(_message(), 0.01)
-    await block.stop(0.0)
-
-
-async def test_what_a_call_logs_names_the_block_that_answers() -> None:
-    async def name(_: Any, context: Any) -> None:
-        await context.write(ABOUT.get())
-
-    with about("stage 0: "):
-        answer = await LocalBlock(_Servicer(name), None, "stage 1: ").Train().read()
-        assert (answer, ABOUT.get()) == ("stage 1: ", "stage 0: ")
 
 
 async def test_a_block_that_stops_ends_its_calls_after_a_while() -> None:

@@ -96,14 +96,6 @@ async def test_one_address_does_not_get_all_connections(monkeypatch: pytest.Monk
             writer.close()
 
 
-async def test_a_port_that_is_taken_is_named() -> None:
-    async with await asyncio.start_server(_node, "127.0.0.1", 0) as taken:
-        port = taken.sockets[0].getsockname()[1]
-        with pytest.raises(ValueError, match=f"cannot listen on port {port}: .*; choose another --port"):
-            async with Front(1, 2).listening("127.0.0.1", port):
-                pass
-
-
 async def test_the_calls_of_a_frozen_caller_end_and_those_of_one_that_waits_do_not() -> None:
     """A ping tells them apart: a frozen machine's kernel goes on acknowledging what it receives."""
     begun, ended = asyncio.Event(), asyncio.Event()
@@ -131,8 +123,3 @@ async def test_the_calls_of_a_frozen_caller_end_and_those_of_one_that_waits_do_n
             await ended.wait()
         calling.cancel()
     await server.stop(None)
-
-
-def test_a_frozen_caller_is_noticed_within_forty_seconds() -> None:
-    options = dict(SERVER_OPTIONS)
-    assert int(options["grpc.keepalive_time_ms"]) + int(options["grpc.http2.ping_timeout_ms"]) <= 40_000

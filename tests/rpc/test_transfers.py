@@ -1,7 +1,6 @@
 """Whose turn it is to download, how much of the line that leaves to training, and the rate at which it comes."""
 
 import asyncio
-import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
@@ -12,11 +11,9 @@ from swarm.rpc.callers import Caller
 from swarm.rpc.transfers import (
     HOLD_SECONDS,
     KEPT_SECONDS,
-    LONGEST_PAUSE_SECONDS,
     MOST_WAITING,
     RETRY_SECONDS,
     TURN_SECONDS,
-    Arriving,
     Turns,
 )
 from tests.support.virtual_time import LoopClock, in_virtual_time
@@ -80,16 +77,6 @@ async def test_a_download_leaves_half_of_the_time_to_training() -> None:
     began_at = busy.clock.monotonic()
     seconds = await busy.download("a", 20) - began_at
     assert busy.used_seconds / seconds == pytest.approx(0.5, abs=0.03)
-
-
-@in_virtual_time
-async def test_a_pause_is_no_longer_than_one_that_downloads_waits() -> None:
-    line = _Line(is_training=True)
-    await line.piece("a")
-    await line.clock.sleep(100.0)
-    began_at = line.clock.monotonic()
-    await line.piece("a")
-    assert line.clock.monotonic() - began_at == pytest.approx(LONGEST_PAUSE_SECONDS + PIECE_SECONDS)
 
 
 async def _place(line: _Line, who: str) -> str:
@@ -170,11 +157,3 @@ async def test_a_caller_that_makes_up_peers_holds_up_another_by_one_of_them_at_a
     assert len(served) <= 4, served
     # Whoever has another's name has not its turn.
     assert not await piece(served[-1], one if served[-1] in honest else two)
-
-
-def test_time_in_which_several_send_counts_once_and_pauses_do_not_count() -> None:
-    arriving = Arriving("the state", 100)
-    assert arriving.bytes_per_second == math.inf
-    for began_at, ended_at in ((10.0, 12.0), (1.0, 4.0), (3.0, 5.0), (1.5, 2.0)):
-        arriving.timed(15, began_at, ended_at)
-    assert (arriving.sending_seconds, arriving.bytes_per_second) == (6.0, 10.0)

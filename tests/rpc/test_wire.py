@@ -13,7 +13,6 @@ from swarm.rpc.v1.stage_pb2 import (
     Ack,
     Done,
     EvaluateOpen,
-    EvaluateReply,
     EvaluateRequest,
     Open,
     TrainReply,
@@ -83,19 +82,6 @@ def test_a_message_takes_what_fits_and_is_bounded() -> None:
     assert sizes == [[16, 16, CHUNK_BYTES], [CHUNK_BYTES], [4]]
     assert [message.HasField("ack") for message in messages] == [True, False, False]
     assert [serialized(frame) for frame in frames(first, {})] == [first.SerializeToString()], "there is always one"
-
-
-def test_non_contiguous_tensors_travel_in_c_order() -> None:
-    tensor = torch.arange(6, dtype=torch.float32).reshape(3, 2).T
-    assert torch.equal(_read(chunks("hidden", tensor), hidden=_SPEC)["hidden"], tensor)
-
-
-def test_several_tensors_in_any_order() -> None:
-    first, second = torch.zeros(2, 3), torch.ones(4, dtype=torch.int32)
-    messages = [*chunks("tokens", second), *chunks("hidden", first)]
-    received = _read(messages, hidden=_SPEC, tokens=TensorSpec(shape=(4,), encoding="int32"))
-    assert torch.equal(received["hidden"], first)
-    assert torch.equal(received["tokens"], second)
 
 
 def test_a_tensor_arrives_in_the_memory_that_is_made_for_it() -> None:
@@ -206,12 +192,6 @@ def test_a_frame_is_what_protobuf_would_write_and_is_read_without_copies(message
     assert piece.obj is data
 
 
-def test_fields_may_be_added_to_the_last_frame_of_a_tensor() -> None:
-    [frame] = frames(TrainReply(), {"hidden": _FRAME_DATA})
-    frame.message.MergeFrom(TrainReply(done=Done(loss=2.5)))
-    assert TrainReply.FromString(serialized(frame)) == _MESSAGES[2]
-
-
 def test_within_a_process_whole_tensors_are_passed_on_as_they_are_and_checked_as_others_are() -> None:
     strided = torch.arange(24, dtype=torch.int32).reshape(4, 6).T
     [frame] = frames(TrainReply(done=Done(loss=2.5)), {"hidden": _FRAME_DATA, "tokens": strided}, whole=True)
@@ -237,11 +217,6 @@ def test_within_a_process_whole_tensors_are_passed_on_as_they_are_and_checked_as
 
 def _no_memory(num_bytes: int) -> torch.Tensor:
     raise AssertionError(f"{num_bytes} bytes are copied")
-
-
-def test_a_message_without_chunks_is_only_read() -> None:
-    assert parsed(EvaluateReply, b"") == (EvaluateReply(), [])
-    assert parsed(TrainRequest, b"") == (TrainRequest(), [])
 
 
 @pytest.mark.parametrize(

@@ -205,20 +205,6 @@ async def _next(viewer: AsyncIterator[str]) -> Any:
     return json.loads(await asyncio.wait_for(anext(viewer), 5.0))
 
 
-async def test_a_viewer_gets_everything_and_then_what_changes() -> None:
-    hub = Hub(lambda: {"hour": [1, 2]})
-    viewer = hub.follow()
-    first = asyncio.create_task(_next(viewer))
-    await asyncio.sleep(0)
-    assert not first.done()
-    hub.publish({"a": 1, "b": {"c": 2, "d": 3}})
-    assert await first == {"number": 1, "whole": {"a": 1, "b": {"c": 2, "d": 3}}, "history": {"hour": [1, 2]}}
-    following = asyncio.create_task(_next(viewer))
-    await asyncio.sleep(0)
-    hub.publish({"a": 1, "b": {"c": 4}})
-    assert await following == {"number": 2, "patch": {"b": {"c": 4, "d": None}}}
-
-
 async def test_a_viewer_that_is_slow_gets_everything_again() -> None:
     hub = Hub(dict)
     viewer = hub.follow()

@@ -5,9 +5,6 @@ import dataclasses
 import json
 import re
 import signal
-import socket
-import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,6 @@ from websockets.asyncio.client import connect
 from peers.commands import command_line
 from peers.dashboard import program
 from peers.dashboard.program import DashboardOptions
-from peers.shared import stopping
 from swarm import config as configs
 from swarm.credentials.identity import generate
 from swarm.rpc.invite import Invite
@@ -27,29 +23,6 @@ from tests.support.shown_run import shown_run
 CONFIG = configs.load_preset("tiny")
 OTHER = dataclasses.replace(CONFIG, run="other")
 INVITE, NODE = "swarm://1abc", "/ip4/127.0.0.1/tcp/1/p2p/x"
-
-
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ({}, "which run?"),
-        ({"invites": (INVITE,), "peer": ("x",)}, "leave all but one out"),
-        ({"invites": (INVITE,), "initial_peers": ("y",)}, "leave all but one out"),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
-        DashboardOptions(**options)
-
-
-def test_a_port_that_is_taken_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        arguments = ["--peer", f"{'ab' * 20}@127.0.0.1:1", "--port", port]
-        assert stopping.run_program(program.PROG, lambda: program.main(arguments)) == 2
-    assert capsys.readouterr().err == (
-        f"swarm-dashboard: error: --port 127.0.0.1:{port}: Address already in use; choose another address or port\n"
-    )
 
 
 def test_a_locked_run_is_not_shown_to_everybody(capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,18 +37,6 @@ def test_a_locked_run_is_not_shown_to_everybody(capsys: pytest.CaptureFixture[st
     listener, token = program.take_address(locked, is_locked=True)
     listener.close()
     assert token == "s3cret"
-
-
-@pytest.mark.parametrize("missing", ["starlette", "uvicorn", "websockets"])
-def test_without_its_libraries_it_says_what_to_install(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("peers.shared.web", "peers.dashboard.app", "peers.dashboard.program"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    for name in [name for name in sys.modules if name.partition(".")[0] == missing]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, missing, None)
-    anew = import_module("peers.dashboard.program")
-    with pytest.raises(ValueError, match=r"needs starlette, uvicorn and websockets; in swarm's folder: .*\[serve\]"):
-        anew.take_address(DashboardOptions(invites=(INVITE,), port=0), is_locked=False)
 
 
 async def _told(arguments: list[str], runs: set[str], *, embed: bool = False) -> dict[str, Any]:

@@ -1,8 +1,6 @@
 """One view serves all viewers, a failure is shown, and the page has all figures of swarm-status."""
 
 import asyncio
-import contextlib
-import dataclasses
 import json
 
 import pytest
@@ -12,12 +10,11 @@ from peers.dashboard.watcher import Watcher
 from peers.status.contributions import Tallies
 from peers.status.view import Joining, SwarmView
 from swarm import config as configs
-from swarm.config import Amendment, Timeline
+from swarm.config import Timeline
 from swarm.errors import PeerUnavailable
 from swarm.training.tally import EMPTY, Given
 from swarm.types import Block
 from tests.support import virtual_time
-from tests.support.locked import OWNER
 from tests.support.views import peer, peer_id, view
 
 CONFIG = configs.load_preset("tiny")
@@ -85,20 +82,6 @@ async def test_a_look_that_fails_is_told_and_what_was_seen_stays() -> None:
     assert texts[-2:] == ["the run cannot be seen: nobody answers", "the run can be seen again"]
 
 
-def test_the_tally_is_asked_for_now_and_then() -> None:
-    place = _Place(view([peer("ann")]))
-    watcher = _watcher(place)
-
-    async def watch() -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(25.0):
-                await watcher.watch(lambda: None)
-
-    virtual_time.run(watch())
-    assert place.num_tallies == 3
-    assert watcher.state["contributions"][peer_id("ann")]["given"]["samples"] == 3
-
-
 @pytest.mark.parametrize(("num_peers", "num_looks"), [(1, 30), (1000, 6)])
 def test_many_peers_are_looked_at_less_often(num_peers: int, num_looks: int) -> None:
     place = _Place(view([peer(f"peer {number}") for number in range(num_peers)]))
@@ -117,18 +100,3 @@ def test_many_peers_are_looked_at_less_often(num_peers: int, num_looks: int) -> 
 
     virtual_time.run(watch())
     assert place.num_looks == published == num_looks
-
-
-async def test_the_page_knows_the_paths_and_what_each_variant_has_of_a_round() -> None:
-    stages = dataclasses.replace(CONFIG.stages, variants=(1, 2, 1))
-    place = _Place(view([peer("ann")]))
-    place.timeline = Timeline(dataclasses.replace(CONFIG, stages=stages, owner=OWNER.authority.fingerprint))
-    watcher = Watcher(place, History(run="run"), clock=virtual_time.LoopClock(), interval_seconds=2.0)
-    await watcher.look()
-    whole = CONFIG.rounds.round_samples
-    assert watcher.state["round_samples"]["2"] == whole
-    place.timeline.add([Amendment.sign(OWNER, place.timeline, 0, [f"rounds.round_samples={2 * whole}"]).text])
-    await watcher.look()
-    whole *= 2
-    assert watcher.state["paths"] == [[0, 1, 2], [0, "1.1", 2]]
-    assert watcher.state["round_samples"] == {"0": whole, "1": whole // 2, "1.1": whole // 2, "2": whole}

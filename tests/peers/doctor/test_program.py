@@ -27,7 +27,7 @@ from swarm.rpc.channels import ChannelPool
 from swarm.rpc.entry import Entry
 from swarm.rpc.invite import Invite
 from swarm.rpc.meeting import check
-from swarm.types import PROTOCOLS, PeerId, Protocols
+from swarm.types import PROTOCOLS, Protocols
 from tests.support.shown_run import ShownRun, shown_run
 
 CONFIG = configs.load_preset("tiny")
@@ -100,20 +100,6 @@ async def test_what_is_wrong_says_what_to_change() -> None:
     assert f"--port {port} cannot be had: Address already in use; choose another port" in found["gRPC port"].text
     wrong = {what for what, finding in found.items() if finding.state is State.WRONG}
     assert wrong == {"clock", "gRPC port", "DHT"}
-
-
-async def test_without_an_answer_the_machine_is_looked_at_all_the_same() -> None:
-    found = await _examine(_options(Entry(PeerId("ab" * 20), "127.0.0.1:1")))
-    assert found["run"].state is State.WRONG
-    assert "no swarm-peer answers at 127.0.0.1:1" in found["run"].text
-    assert found["device"].state is State.FINE
-    assert found["the rest"] == Finding("the rest", State.NOT_CHECKED, "nothing is known of the run")
-
-
-async def test_without_an_invite_it_says_what_it_could_not_look_at() -> None:
-    found = await _examine(_options())
-    assert found["the rest"].text == "it takes an INVITE, and so a run"
-    assert found["device"].state is State.FINE
 
 
 def test_lines_and_json_and_exit_codes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

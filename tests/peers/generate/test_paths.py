@@ -65,31 +65,6 @@ def test_the_beginning_of_a_prompt_chooses_the_path(
         assert _written(capsys, prompt, "--model", out, "--router", out, *more) == alone
 
 
-@pytest.mark.parametrize(
-    ("num_paths", "tokenizer", "fault"),
-    [
-        (3, "bytes", "the router chooses among 3 paths, and the run has 4"),
-        (4, "0" * 64, "the router was made with another tokenizer (000000000000) than the run's (bytes)"),
-    ],
-)
-def test_the_router_of_another_run_is_one_line(
-    num_paths: int, tokenizer: str, fault: str, checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    router = _router(tmp_path / "shards", num_paths, tokenizer)
-    assert fault in _refused(capsys, "--checkpoint", str(checkpoints), "--router", router)
-
-
-def test_a_path_that_is_not_there_is_one_line(checkpoints: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = ("--checkpoint", str(checkpoints))
-    assert "--path 4: the run has 4 paths, numbered from 0" in _refused(capsys, *source, "--path", "4")
-    with pytest.raises(SystemExit, match=str(EXIT_USAGE)):
-        program.main(["--prompt", "a", *source, "--path", "1", "--router", "x"])
-    assert "--path excludes --router" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match=str(EXIT_USAGE)):
-        program.main(["--prompt", "a", *source, "--reroute-every", "64"])
-    assert "--reroute-every needs --router DIR" in capsys.readouterr().err
-
-
 def _refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert stopping.run_program(PROG, lambda: program.main(["--prompt", "a", *arguments])) == EXIT_USAGE
     return capsys.readouterr().err

@@ -1,7 +1,6 @@
 """swarm-generate: what it writes and refuses."""
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -18,12 +17,11 @@ from peers.shared.process import EXIT_USAGE
 from swarm.checkpoint import file
 from swarm.checkpoint.file import Header
 from swarm.config import LoraConfig, StagesConfig
-from swarm.data import hub
 from swarm.interchange import run_folder
 from swarm.interchange.origin import from_model_folder, transformer
 from swarm.interchange.source import parameter_shapes
 from tests.checkpoint.states import CONFIG, cut, write_cut
-from tests.interchange.small_models import make, save
+from tests.interchange.small_models import save
 from tests.support.tokenizers import write_tokenizer
 
 
@@ -50,54 +48,12 @@ def test_a_model_s_folder_and_its_run_folder_write_the_same(tmp_path: Path, caps
     assert texts[0] != _run(capsys, "--model", str(tmp_path / "in"), *options[:-1], "5")
 
 
-def test_a_name_is_looked_for_on_the_hub(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save("gpt2", tmp_path / "snapshot")
-    monkeypatch.chdir(tmp_path)
-    options = ("--prompt", "def f", "--max-tokens", "5")
-    asked = list[str]()
-
-    def download(name: str, patterns: Sequence[str]) -> Path:
-        asked.append(name)
-        return tmp_path / "snapshot"
-
-    monkeypatch.setattr(hub, "download", download)
-    found = _run(capsys, "--model", "me/mine", *options)
-    assert found == _run(capsys, "--model", "snapshot", *options)
-    assert asked == ["me/mine"], "a folder that is here comes first"
-    assert "/no/such: there is no such folder" in _refused(capsys, "--model", "/no/such", *options)
-
-
 WORDS = [f"word{number}" for number in range(250)]
 
 
 def _save_with_words(folder: Path, name: str) -> None:
     save(name, folder)
     write_tokenizer(folder / "tokenizer.json", WORDS)
-
-
-def test_the_likeliest_words_are_those_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _save_with_words(tmp_path, "qwen2")
-    prompt = torch.tensor([[1, 2, 3]])
-    expected = make("qwen2").generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
-    options = ("--prompt", "word0 word1 word2", "--temperature", "0", "--max-tokens", "6")
-    said = _run(capsys, "--model", str(tmp_path), *options)
-    assert said.split() == [WORDS[token - 1] for token in expected[0].tolist() if 0 < token <= len(WORDS)]
-
-
-@pytest.mark.parametrize(("asked", "cut"), [(40, False), (60, True)])
-def test_that_fewer_tokens_fit_than_are_asked_for_is_a_line(
-    asked: int, cut: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    longest = save("gpt2", tmp_path).config.max_position_embeddings
-    fitting = longest - 5
-    assert program.main(["--model", str(tmp_path), "--prompt", "def f", "--max-tokens", str(fitting + asked - 40)]) == 0
-    line = (
-        f"--max-tokens {fitting + 20} is more than fits: at most {fitting} tokens will be written, since the model "
-        f"takes {longest} with the prompt"
-    )
-    assert (line in capsys.readouterr().err) == cut
 
 
 def test_a_text_ends_before_a_stop_and_with_the_model_s_end_token(
@@ -112,9 +68,7 @@ def test_a_text_ends_before_a_stop_and_with_the_model_s_end_token(
     assert _run(capsys, *options).split() == whole[: whole.index(whole[3])]
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "held"), [("llama-3", "bf16", torch.bfloat16), ("gpt2", "fp16", torch.float16)]
-)
+@pytest.mark.parametrize(("name", "dtype", "held"), [("llama-3", "bf16", torch.bfloat16)])
 def test_matrices_may_have_sixteen_bits(
     name: str, dtype: Literal["bf16", "fp16"], held: torch.dtype, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -130,12 +84,6 @@ def test_matrices_may_have_sixteen_bits(
         torch.testing.assert_close(narrow(tokens), expected, rtol=0, atol=0.02 * float(expected.abs().max()))
     options = ("--prompt", "a", "--max-tokens", "5", "--device", "cpu", "--model", str(tmp_path))
     assert _run(capsys, *options, "--dtype", dtype).split()
-
-
-def test_a_device_that_is_not_there_is_told_before_a_model_is_downloaded(capsys: pytest.CaptureFixture[str]) -> None:
-    refused = _refused(capsys, "--model", "no-such-model", "--prompt", "a", "--device", "cuda:99")
-    assert "--device cuda:99 cannot be used" in refused
-    assert "hub" not in refused
 
 
 def test_checkpoints_write_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,19 +133,9 @@ def test_a_run_on_bytes_ends_its_texts_where_the_model_does(tmp_path: Path, caps
     ("arguments", "fault"),
     [
         ([], "give one of INVITE, --lan, --initial-peers ADDRESS, --checkpoint DIR and --model DIR_OR_NAME"),
-        (
-            ["swarm://x", "--model", "m", "--prompt", "a"],
-            "--checkpoint DIR and --model DIR_OR_NAME, not both INVITE and --model DIR_OR_NAME",
-        ),
         (["--model", "m"], "give one of --prompt TEXT, --chat and --serve HOST:PORT"),
-        (["--model", "m", "--chat", "--prompt", "a"], "give one of --prompt TEXT, --chat and --serve HOST:PORT"),
-        (["--model", "m", "--prompt", "a", "--system", "b"], "--system needs --chat"),
-        (["--model", "m", "--prompt", "a", "--serve-token", "b"], "--serve-token needs --serve HOST:PORT"),
         (["--model", "m", "--serve", "host:99999"], "--serve takes HOST:PORT or PORT, not 'host:99999'"),
-        (["--prompt", "", "--model", "m"], "--prompt must not be empty"),
         (["swarm://x", "--prompt", "a", "--dtype", "bf16"], "--device and --dtype need --checkpoint DIR or --model"),
-        (["--prompt", "a", "--model", "m", "--base", "m"], "--base needs --checkpoint DIR"),
-        (["--prompt", "a", "--model", "m", "--round", "1"], "--round needs --checkpoint DIR"),
     ],
 )
 def test_bad_command_lines_are_one_line(arguments: list[str], fault: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,11 +145,3 @@ def test_bad_command_lines_are_one_line(arguments: list[str], fault: str, capsys
     said = capsys.readouterr().err
     assert fault in said
     assert said.count("\n") == 1
-
-
-def test_a_tokenizer_that_is_larger_than_the_model_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save("llama-2", tmp_path)
-    write_tokenizer(tmp_path / "tokenizer.json", [f"word{number}" for number in range(300)])
-    assert "is smaller than the tokenizer's" in _refused(capsys, "--model", str(tmp_path), "--prompt", "word1")

@@ -1,7 +1,6 @@
 """swarm-generate --serve: its address, its token, and what it needs."""
 
 import json
-import socket
 import sys
 
 import httpx2
@@ -18,27 +17,6 @@ def _end(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The line with which the program ends before it loads anything."""
     assert stopping.run_program(PROG, lambda: program.main(["--model", "nowhere", *arguments])) == 2
     return capsys.readouterr().err
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_an_address_that_is_taken_is_one_line(host: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        said = _end(capsys, "--serve", f"{host}:{port}")
-    assert said == (
-        f"swarm-generate: error: --serve {host}:{port}: Address already in use; choose another address or port\n"
-    )
-
-
-def test_an_address_of_nobody_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _end(capsys, "--serve", "192.0.2.1:8000").count("\n") == 1
-    assert "--serve no..host:8000: " in _end(capsys, "--serve", "no..host:8000")
-
-
-def test_a_port_alone_is_one_of_this_machine() -> None:
-    assert GenerateOptions(model="m", serve="8000").address == ("127.0.0.1", 8000)
-    assert GenerateOptions(model="m", serve="[::1]:0").address == ("::1", 0)
-    assert GenerateOptions(model="m", serve="0.0.0.0:80").address == ("0.0.0.0", 80)
 
 
 def test_without_its_libraries_it_says_what_to_install(

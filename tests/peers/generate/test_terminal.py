@@ -54,13 +54,6 @@ async def test_messages_are_answered_with_what_was_said_before(typed: int, capsy
     ]
 
 
-async def test_exit_ends_it(typed: int, capsys: pytest.CaptureFixture[str]) -> None:
-    _type(typed, "hi\n/exit\nmore\n", is_all=False)
-    await terminal.talk(scripted_model(ScriptedEngine()), _options())
-    os.close(typed)
-    assert capsys.readouterr().out == "hello\n"
-
-
 async def test_an_interrupt_stops_an_answer_and_another_one_the_program(
     typed: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -110,22 +103,3 @@ async def test_what_cannot_be_answered_is_a_line(typed: int, capsys: pytest.Capt
         "anew",
         "swarm-generate: error: stage 1 has no peer",
     ]
-
-
-async def test_one_answer_that_failed_is_told_by_the_exit_code(typed: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """That is so with a pipe; in a terminal the user has seen the failure."""
-    _type(typed, "x" * 90 + "\nhi\n")
-    assert await terminal.talk(scripted_model(ScriptedEngine()), _options()) == EXIT_FAILURE
-    assert capsys.readouterr().out == "hello\n"
-
-
-async def test_a_template_with_which_no_conversation_can_begin_ends_it_at_once(typed: int) -> None:
-    with pytest.raises(ValueError, match="cannot render these messages: no"):
-        await terminal.talk(scripted_model(ScriptedEngine(), template="{{ raise_exception('no') }}"), _options())
-    os.close(typed)
-
-
-async def test_a_model_without_a_template_takes_no_conversation(typed: int) -> None:
-    with pytest.raises(ValueError, match="--chat needs a model with a chat template, and this one has none"):
-        await terminal.talk(scripted_model(ScriptedEngine(), template=None), _options())
-    os.close(typed)

@@ -8,7 +8,6 @@ import pytest
 from peers.local import program as local
 from peers.local.options import LocalOptions
 from peers.shared import cli
-from tests.interchange.small_models import save
 from tests.peers.local.children import OLD, leave_old_files
 
 DEMO = Path(__file__).parents[3] / "scripts" / "demo"
@@ -18,9 +17,6 @@ DEMO = Path(__file__).parents[3] / "scripts" / "demo"
     ("argv", "complaint"),
     [
         ("--preset small --config x.toml", "--config, --preset and --model exclude each other"),
-        ("--wandb-online", "--wandb-online needs --wandb PROJECT"),
-        ("--checkpoint-every 5", "--checkpoint-every needs --checkpoint DIR: without it nothing is written"),
-        ("--steps 20 --kill-at 20", "--kill-at must be between 0 and 19, not 20"),
         (
             "--peers-per-stage 1 --kill-at 3 --join-at 4",
             "--kill-at needs --peers-per-stage 2 or more: a stage without a peer stops the run",
@@ -38,20 +34,6 @@ def test_what_cannot_be_is_refused_before_anything_is_touched(
     assert all((tmp_path / name).exists() for name in OLD)
 
 
-def test_the_run_is_that_of_the_model_with_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "cache_folder", lambda: tmp_path / "cache")
-    save("gpt2", tmp_path / "model")
-    found = local.run_config(LocalOptions(model=str(tmp_path / "model"), set=("stages.num_stages=1", "run=mine")))
-    assert (found.run, found.stages.num_stages) == ("mine", 1)
-    assert found.model.weights
-
-
-def test_a_setting_may_be_about_the_text_that_is_named_beside_it() -> None:
-    """The preset's own text has neither rows of conversations nor parts."""
-    found = local.run_config(LocalOptions(dataset=("hf:talks",), set=("data.part_rows=9", "data.format='chat'")))
-    assert (found.data.dataset, found.data.part_rows, found.data.format) == ("hf:talks", 9, "chat")
-
-
 # -- scripts/demo ------------------------------------------------------------------------------------------------------
 
 
@@ -59,7 +41,6 @@ def test_a_setting_may_be_about_the_text_that_is_named_beside_it() -> None:
     ("argv", "events"),
     [
         ("", "--kill-at 20 --join-at 30"),
-        ("--steps=25", "--kill-at 20"),
         ("--peers-per-stage 1", "--join-at 30"),
         ("--steps many", ""),
     ],

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from peers.local.supervisor import Exit, Supervisor, last_line
+from peers.local.supervisor import Exit, Supervisor
 from tests.support.processes import is_running, wait_until_gone
 
 FORKS = "sleep 61 & echo $!; wait"
@@ -60,33 +60,6 @@ def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path, caplog: pytest.L
     assert caplog.messages == ["killed, since they did not end by themselves: stubborn"]
 
 
-def test_a_frozen_child_is_killed(tmp_path: Path) -> None:
-    supervisor = Supervisor(tmp_path)
-    child = supervisor.start("frozen", ["sleep", "61"])
-    os.kill(child.pid, signal.SIGSTOP)
-    supervisor.terminate_all(grace_seconds=0.2)
-    assert not is_running(child.pid)
-
-
-def test_sigterm_lets_a_child_say_goodbye(tmp_path: Path) -> None:
-    supervisor = Supervisor(tmp_path)
-    child = supervisor.start("polite", ["sh", "-c", "trap 'echo bye; exit 0' TERM; echo ready; sleep 61 & wait"])
-    _first_line(child.log)
-    supervisor.terminate_all(grace_seconds=10)
-    assert child.process.returncode == 0
-    assert last_line(child.log) == "bye"
-
-
-def test_kill9_is_no_unexpected_exit(tmp_path: Path) -> None:
-    with Supervisor(tmp_path) as supervisor:
-        child = supervisor.start("forks", ["sh", "-c", FORKS])
-        grandchild = int(_first_line(child.log))
-        supervisor.kill9(child)
-        wait_until_gone(child.pid, grandchild)
-        assert supervisor.exits() == []
-        assert supervisor.running == []
-
-
 def test_an_unexpected_exit_is_told_once_with_its_reason(tmp_path: Path) -> None:
     with Supervisor(tmp_path) as supervisor:
         child = supervisor.start(
@@ -99,12 +72,6 @@ def test_an_unexpected_exit_is_told_once_with_its_reason(tmp_path: Path) -> None
         ]
         assert supervisor.exits() == []
         wait_until_gone(grandchild)
-
-
-def test_a_child_killed_from_outside_names_the_signal(tmp_path: Path) -> None:
-    with Supervisor(tmp_path) as supervisor:
-        os.kill(supervisor.start("sleeps", ["sleep", "61"]).pid, signal.SIGKILL)
-        assert _next_exits(supervisor)[0].reason == "ended by SIGKILL"
 
 
 def test_logs_are_for_the_user_alone(tmp_path: Path) -> None:

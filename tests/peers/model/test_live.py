@@ -127,13 +127,6 @@ async def test_all_stages_come_and_nothing_but_their_weights(
 
 
 @in_virtual_time
-async def test_a_model_that_transformers_lacks_is_refused_before_the_download(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, 1, 1)
-    with pytest.raises(ValueError, match="no architecture of transformers"):
-        world.model(dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, norm="layer")))
-
-
-@in_virtual_time
 async def test_a_round_that_one_peer_says_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, 2, 3)
 

@@ -1,7 +1,6 @@
 """swarm-model route: the shards that it writes, the router beside them, and what it refuses."""
 
 import collections
-import contextlib
 import json
 import tomllib
 from pathlib import Path
@@ -12,9 +11,7 @@ import torch
 
 from peers.model import program as model
 from peers.model import route
-from peers.model.options import PROG, RouteModelOptions
-from peers.shared import stopping
-from peers.shared.process import EXIT_USAGE
+from peers.model.options import RouteModelOptions
 from swarm import config as configs
 from swarm.data import path_router
 from swarm.data.path_router import hashed
@@ -66,20 +63,6 @@ def test_texts_that_begin_alike_come_into_one_shard_and_none_is_lost(
     assert settings["paths"] == [str(tmp_path / "shards" / f"path-0{path}.jsonl") for path in range(4)]
     run = {"stages": {"num_stages": 2, "variants": [2, 2]}, "data": settings}
     assert len(configs.from_dict(run, source="told").data.datasets) == 4
-
-
-def test_the_configuration_says_how_many_paths_there_are_and_which_text(tmp_path: Path) -> None:
-    kinds = _texts(tmp_path, 10)
-    (tmp_path / "run.toml").write_text(
-        f"[stages]\nnum_stages = 1\nvariants = [3]\n[rounds]\nround_samples = 96\n"
-        f"[data]\ndataset = '{tmp_path / 'text.jsonl'}'\n"
-    )
-    assert model.main(["route", "--config", str(tmp_path / "run.toml"), "--output", str(tmp_path / "shards")]) == 0
-    shards = _shards(tmp_path / "shards")
-    assert len(shards) == 3
-    sizes = [sum(map(len, shard)) for shard in shards]
-    assert max(sizes) <= 1.2 * sum(sizes) / 3
-    assert sorted(row for shard in shards for row in shard) == sorted(kinds)
 
 
 def test_a_random_cut_mixes_all_and_has_no_router(tmp_path: Path) -> None:
@@ -143,23 +126,3 @@ def test_the_path_with_the_least_loss_takes_a_text(tmp_path: Path, monkeypatch: 
             )
         )
     assert not (tmp_path / "three").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "fault"),
-    [
-        (["--paths", "4"], "--paths needs --dataset: which text?"),
-        (["--paths", "4", "--dataset", "x", "--random", "--model", "m"], "--random excludes --model and --refine"),
-        (["--dataset", "x"], "--config FILE"),
-        (["--paths", "4", "--dataset", "nowhere.txt"], "nowhere.txt' does not exist"),
-        (["--paths", "1", "--dataset", "x"], "the run has one path, which takes all of its text"),
-    ],
-)
-def test_bad_command_lines_are_one_line(
-    arguments: list[str], fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with contextlib.suppress(SystemExit):
-        arguments = ["route", "--output", str(tmp_path / "out"), *arguments]
-        assert stopping.run_program(PROG, lambda: model.main(arguments)) == EXIT_USAGE
-    assert fault in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()

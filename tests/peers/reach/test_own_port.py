@@ -73,11 +73,3 @@ async def test_a_node_that_does_not_start_again_is_announced_to_nobody() -> None
     node.can_start = False
     await reach.conclude(["192.0.2.1:5002"])
     assert reach.addresses == ()
-
-
-async def test_others_dial_the_outer_port_and_the_one_that_a_router_forwards() -> None:
-    reach = _reach(Node(), 5002, outer_port=41002)
-    async with reach.answering(None) as endpoints:
-        assert endpoints == ["192.0.2.1:41002", ":41002"]
-    async with reach.answering(6002) as endpoints:
-        assert endpoints == ["192.0.2.1:41002", ":6002"]

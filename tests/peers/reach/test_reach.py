@@ -208,25 +208,6 @@ async def test_a_peer_that_was_not_reached_by_accident_is_soon_reached_directly(
         assert not answers
 
 
-async def test_a_node_of_the_dht_that_was_not_reached_by_accident_is_soon_asked_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    answers, is_node = [False], checks.is_node
-
-    async def check(host: str, port: int) -> bool:
-        return answers.pop() if answers else await is_node(host, port)
-
-    monkeypatch.setattr(checks, "is_node", check)
-    monkeypatch.setattr(reaches, "DOUBT_SECONDS", 0.05)
-    monkeypatch.setattr(checks, "GAP_SECONDS", 0.0)
-    (port,) = free_ports(1)
-    async with _reach(dht_ports=(port, port)) as (reach, node, _):
-        await eventually(lambda: node.is_client)
-        assert reach.announced(reach.port).dht_addresses == ()
-        await eventually(lambda: not node.is_client)
-        assert reach.announced(reach.port).dht_addresses == (f"/ip4/127.0.0.1/tcp/{port}/p2p/{NODE_ID}",)
-
-
 async def test_one_port_that_grpc_and_the_dht_share_is_reached_and_announced_for_both(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -247,36 +228,6 @@ async def test_one_port_that_grpc_and_the_dht_share_is_reached_and_announced_for
             announced = reach.announced(reach.port)
     assert announced.endpoints == (f"127.0.0.1:{port}",)
     assert announced.dht_addresses == (f"/ip4/127.0.0.1/tcp/{port}/p2p/{NODE_ID}",)
-
-
-@pytest.mark.usefixtures("nobody_gets_through")
-@pytest.mark.parametrize("is_one", [False, True])
-async def test_a_router_is_asked_for_the_ports_of_this_machine_and_not_for_outer_ones(
-    is_one: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reaches, "GAP_SECONDS", 0.0)
-    router, (one, other) = Router(), free_ports(2)
-    inner = (one, other) if is_one else None
-    async with _reach(dht_ports=(5002, 41002), router=router, behind_front=inner) as (reach, _, _):
-        await reach.found_out()
-        both = [(reach.port, reach.port), (5002, 5002)]
-        assert router.asked == ([(5002, 5002)] if is_one else both)
-
-
-@pytest.mark.usefixtures("nobody_gets_through")
-async def test_a_port_that_is_reached_is_not_to_be_opened(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def is_node(host: str, port: int) -> bool:
-        return True
-
-    monkeypatch.setattr(checks, "is_node", is_node)
-    async with _reach(host="") as (reach, node, _):
-        await reach.found_out()
-        line = next(record.message for record in caplog.records if "by way of further peers" in record.message)
-        assert f"no answer at 127.0.0.1:{reach.port} (gRPC). To be reached directly, open that TCP port" in line
-        assert reach.announced(reach.port).dht_addresses
-        assert not node.is_client
 
 
 @pytest.mark.usefixtures("nobody_gets_through")
@@ -347,33 +298,6 @@ async def test_a_peer_to_which_only_short_messages_pass_does_not_serve_and_says_
         finding_out.cancel()
         await asyncio.wait([finding_out])
         assert finding_out.cancelled()
-
-
-async def test_a_peer_with_one_version_of_ip_also_waits_at_one_that_has_both() -> None:
-    async with _reach(others=["[2001:db8::7]:5001"]) as (reach, _, host):
-        await eventually(lambda: len(reach.endpoints) > 1)
-        entry = host.entry
-        assert reach.endpoints == (
-            f"127.0.0.1:{reach.port}", f"tunnel:{entry}", f"tunnel:{entry.peer_id}@[2001:db8::7]:5001",
-        )  # fmt: skip
-
-
-def test_an_address_that_nobody_could_try_stays_behind_one_that_was_reached() -> None:
-    named = pb.CheckRequest(endpoints=["[2001:db8::1]:1", "192.0.2.1:1"], dht_endpoints=["[2001:db8::1]:2"])
-    untried = ["[2001:db8::1]:1", "[2001:db8::1]:2"]
-    blind = pb.CheckReply(observed_host="192.0.2.1", endpoints=["192.0.2.1:1"], untried=untried)
-    verdict = Verdict.of(named, [blind])
-    assert verdict.endpoints == ("192.0.2.1:1", "[2001:db8::1]:1")
-    assert verdict.dht_endpoints == (), "none of its addresses is known to be reached"
-    seeing = pb.CheckReply(observed_host="192.0.2.1", endpoints=["192.0.2.1:1"])
-    assert Verdict.of(named, [blind, seeing]).endpoints == ("192.0.2.1:1",)
-
-
-async def test_where_nobody_can_be_asked_what_the_machine_has_is_announced() -> None:
-    async with _reach(is_known=False) as (reach, node, _):
-        await reach.found_out()
-        assert reach.endpoints == (f"127.0.0.1:{reach.port}",)
-        assert not node.is_client
 
 
 @pytest.mark.parametrize(
@@ -452,10 +376,3 @@ async def test_the_first_peer_asks_its_router_and_announces_what_that_says(host:
         assert reach.endpoints == ((f"{host}:{reach.port}", *own) if is_told else own)
         dht = f"/ip4/{host}/tcp/5002/p2p/{NODE_ID}"
         assert (dht in reach.announced(reach.port).dht_addresses) is is_told
-
-
-async def test_on_the_loopback_no_router_is_asked() -> None:
-    router = Router()
-    async with _reach(is_known=False, router=router) as (reach, _, _):
-        await reach.found_out()
-        assert not router.asked

@@ -11,14 +11,9 @@ from functools import partial
 import pytest
 
 from peers.reach import router_ports
-from peers.reach.router_ports import NatPmp, Pcp, RouterPorts, default_gateway
+from peers.reach.router_ports import NatPmp, Pcp, RouterPorts
 from tests.support.chain import eventually
 from tests.support.manual_clock import ManualClock
-
-ROUTES = """Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT
-eth0\t0000000A\t00000000\t0001\t0\t0\t0\t00FFFFFF\t0\t0\t0
-eth0\t00000000\t0100000A\t0003\t0\t0\t0\t00000000\t0\t0\t0
-"""
 
 Request = tuple[int, int, int]
 """Own port, outer port and lease."""
@@ -149,8 +144,3 @@ async def test_of_pcp_and_nat_pmp_the_one_that_the_router_speaks_forwards_the_po
         assert ports.outer == {5001: 6001, 5002: 6002}
         if version:
             assert await ports.outer_host() == "11.0.0.7"
-
-
-def test_the_default_gateway_is_read_from_the_table_of_routes() -> None:
-    assert default_gateway(ROUTES) == "10.0.0.1"
-    assert default_gateway(ROUTES.rpartition("eth0")[0]) is None

@@ -2,14 +2,13 @@
 
 import asyncio
 import dataclasses
-import json
 import logging
 from pathlib import Path
 
 import pytest
 
 from peers.shared.entrance import Entrance, find_entrance
-from peers.shared.run_options import EntranceOptions, RunOptions, joins
+from peers.shared.run_options import EntranceOptions, RunOptions
 from scripts.benches.shared.ports import free_ports
 from swarm import config as configs
 from swarm.credentials.identity import generate
@@ -51,14 +50,6 @@ async def test_an_invite_leads_to_the_addresses_that_its_peer_knows() -> None:
         assert await _find(_options(), str(run.entry)).dht_addresses(SystemClock()) == (NODE,)
 
 
-@pytest.mark.parametrize("content", [f"{_invite()}\n", json.dumps({"stage": 0, "invite": _invite()})])
-def test_an_invite_may_be_in_a_file(content: str, tmp_path: Path) -> None:
-    """The file has the invite alone, or is a peer's --ready-file."""
-    path = tmp_path / "ready.json"
-    path.write_text(content)
-    assert _find(_options(f"@{path}")).entries == (ENTRY,)
-
-
 @pytest.mark.parametrize("content", ['{"stage": 0}', "A book # with a chapter\n", "[1]", "5", ""])
 def test_a_file_without_an_invite_is_refused(content: str, tmp_path: Path) -> None:
     path = tmp_path / "ready.json"
@@ -69,12 +60,6 @@ def test_a_file_without_an_invite_is_refused(content: str, tmp_path: Path) -> No
         _find(_options(f"@{tmp_path / 'other'}"))
     with pytest.raises(ValueError, match=r"^@ names no file: write @FILE$"):
         _find(_options("@"))
-
-
-async def test_addresses_are_taken_as_they_are() -> None:
-    entrance = _find(_options(None, NODE))
-    assert (entrance.entries, entrance.run) == ((), "")
-    assert await entrance.dht_addresses(SystemClock()) == (NODE,)
 
 
 async def test_an_invite_to_another_run_is_refused() -> None:
@@ -97,13 +82,6 @@ async def test_a_locked_run_wants_a_token_before_anybody_is_called() -> None:
         assert entrance.entries == (ENTRY,)
 
 
-def test_a_run_is_named_once() -> None:
-    assert not joins(_options())
-    assert joins(_options(None, NODE))
-    with pytest.raises(ValueError, match="INVITE and --initial-peers both say which run to enter"):
-        joins(_options(_invite(), NODE))
-
-
 async def test_a_peer_that_starts_at_the_same_moment_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -119,13 +97,6 @@ async def test_a_peer_that_starts_at_the_same_moment_is_waited_for(
             assert await finding == (NODE,)
     assert f"waiting for the run at 127.0.0.1:{port} (25 s at most; tried " in caplog.text
     assert "the last time because no peer of the run answers: no swarm-peer answers at" in caplog.text
-
-
-async def test_nobody_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waits, "JOIN_SECONDS", 0.1)
-    entrance = _find(_options(_invite(Entry(PeerId("cd" * 20), "127.0.0.1:1"))))
-    with pytest.raises(PeerUnavailable, match=r"^no peer of the run answers: no swarm-peer answers at 127\.0\.0\.1:1 "):
-        await entrance.dht_addresses(SystemClock())
 
 
 async def test_a_run_with_tls_is_not_entered_without(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from swarm import config as configs
 from swarm.compression.feedback import ErrorFeedback, Residual
 from swarm.config import (
     AveragingConfig,
-    LoraConfig,
     OptimizerConfig,
     OuterConfig,
     RoundsConfig,
@@ -46,21 +45,6 @@ def test_needs_are_the_formulas_of_the_docs() -> None:
         assert gpu.checkpoint == (12 if setting == "synchronous" else 8) * size
 
 
-def test_muon_has_one_moment_of_a_matrix() -> None:
-    """Each layer has matrices of 4 d_model^2 (attention) and 3 d_model * feed-forward width numbers."""
-    plain, muon = (_config(optimizer=OptimizerConfig(name=name)) for name in ("adamw", "muon"))
-    model = plain.model
-    matrices = model.num_layers * (4 * model.d_model**2 + 3 * model.d_model * model.feed_forward_width)
-    difference = Needs.of(plain, 0, on_gpu=True).device - Needs.of(muon, 0, on_gpu=True).device
-    assert difference == 4 * matrices
-
-
-def test_with_adapters_the_model_takes_two_bytes_a_parameter() -> None:
-    whole, adapted = Needs.of(_config(), 0, on_gpu=True), Needs.of(_config(lora=LoraConfig(rank=1)), 0, on_gpu=True)
-    assert adapted.device < whole.device / 3
-    assert adapted.device > 2 * _num_parameters()
-
-
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_stages_of_one_peer_take_turns_with_gradients_and_share_the_program(on_gpu: bool) -> None:
     config = configs.load_preset("tiny")
@@ -84,17 +68,3 @@ def test_what_codecs_drop_is_kept_from_round_to_round() -> None:
     assert residual_bytes(exact, 0) == 0
     assert residual_bytes(sparse, 0) == pytest.approx(2 * feedback.num_bytes, abs=8)
     assert Needs.of(sparse, 0, on_gpu=True).ram > residual_bytes(sparse, 0)
-
-
-def test_in_groups_a_peer_keeps_its_groups_average_as_well_and_the_last_result() -> None:
-    without, within = (_config(averaging=AveragingConfig(group_size=size)) for size in (0, 8))
-    more = Needs.of(within, 0, on_gpu=True).ram - Needs.of(without, 0, on_gpu=True).ram
-    assert more == 2 * 4 * _num_parameters()
-
-
-def test_more_peers_of_a_stage_keep_fewer_microbatches_each() -> None:
-    config = dataclasses.replace(configs.load_preset("tiny"), rounds=RoundsConfig(setting="synchronous"))
-    alone, among_many = (of_stages(config, on_gpu=True, num_peers=number)[0] for number in (1, 1000))
-    assert among_many.ram < alone.ram
-    assert among_many.in_flight == 1 < alone.in_flight
-    assert among_many.least < alone.least

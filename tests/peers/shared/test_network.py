@@ -15,7 +15,6 @@ from swarm.credentials.identity import generate
 from swarm.credentials.token import Token
 from swarm.dht.directory import Directory
 from swarm.errors import NotAllowed, PeerUnavailable
-from swarm.machine import waits
 from swarm.machine.clock import Clock, SystemClock
 from swarm.routing.router import Router
 from swarm.types import AmendmentsRecord, Block, PeerId, PeerRecord, PeerState
@@ -71,16 +70,6 @@ async def test_whoever_is_back_where_it_was_waits_for_those_who_remember_it(
     monkeypatch.setattr(network, "RETURN_SECONDS", 0.1)
     await known.look_first(cast(Directory, _Directory(0)), [Block(0), Block(1)], clock, returns=True)
     assert known.others(Block(1)) == []
-
-
-async def test_the_first_look_is_tried_again_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = SystemClock()
-    known = KnownPeers(Router(clock, random.Random(0)))
-    await known.look_first(cast(Directory, _Directory(1)), [Block(0), Block(1)], clock)
-    assert known.records == {Block(0): [], Block(1): []}
-    monkeypatch.setattr(waits, "JOIN_SECONDS", 0.2)
-    with pytest.raises(PeerUnavailable, match="no other node"):
-        await known.look_first(cast(Directory, _Directory(1000)), [Block(0), Block(1)], clock)
 
 
 def test_whom_a_process_leaves_alone_it_says_in_its_announcement() -> None:
@@ -165,11 +154,3 @@ async def test_whose_token_is_revoked_does_not_enter() -> None:
     await _enter(store, locked.PEER_TOKEN, clock).require_own_token()
     with pytest.raises(NotAllowed, match=r"^the run's owner has revoked the token 'test' of "):
         await _enter(store, token, clock).require_own_token()
-
-
-async def test_an_open_run_has_no_amendments() -> None:
-    store = MemoryStore(ManualClock(0.0))
-    member = Membership.enter(load_preset("tiny"), store, generate(), ManualClock(0.0), insecure=False)
-    await member.require_own_token()
-    await member.follow_amendments()
-    assert member.timeline.texts == ()

@@ -15,7 +15,7 @@ from peers.doctor.options import DoctorOptions
 from peers.generate.options import GenerateOptions
 from peers.local.options import LocalOptions
 from peers.model.options import COMMANDS
-from peers.shared.cli import arguments, parse
+from peers.shared.cli import parse
 from peers.shared.option_types import StageChoice
 from peers.stage_peer.options import PeerOptions
 from peers.static.options import StaticOptions
@@ -115,48 +115,12 @@ def test_every_number_that_an_option_cannot_take_is_refused_in_a_line_that_says_
     [
         (PeerOptions, "--name", "x" * 65, "takes at most 64 characters, not 65"),
         (PeerOptions, "--name", "x\udcff", "takes UTF-8 text, and has the byte 0xff after 1 character"),
-        (GenerateOptions, "--prompt", "x\udcff", "takes UTF-8 text, and has the byte 0xff after 1 character"),
     ],
 )
 def test_a_text_is_refused_before_it_goes_anywhere(
     options: type[Any], option: str, word: str, complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _refused(options, [option, word], capsys) == f"{option} {complaint}"
-
-
-@pytest.mark.parametrize(
-    ("options", "option", "takes_a_folder"),
-    [
-        (PeerOptions, "--identity", False),
-        (PeerOptions, "--checkpoint", True),
-        (GenerateOptions, "--checkpoint", True),
-    ],
-)
-def test_a_file_and_a_folder_do_not_take_each_others_place(
-    options: type[Any], option: str, takes_a_folder: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    wrong = file if takes_a_folder else tmp_path
-    said = f"takes a folder, and {wrong} is none" if takes_a_folder else f"takes a file, and {wrong} is a folder"
-    assert _refused(options, [option, str(wrong)], capsys) == f"{option} {said}"
-    assert _refused(options, [option, ""], capsys) == f"{option} takes a path, not ''"
-
-
-@pytest.mark.parametrize(
-    ("options", "argv"),
-    [
-        (PeerOptions, "--preset tiny --port 0 --lora-dropout 0 --stage auto --steps 1000000000 --checkpoint to-come"),
-        (PeerOptions, "--preset tiny --port 65535 --lora-dropout 0.99 --stage 0 --threads 1024 --name me"),
-        (GenerateOptions, "--model m --prompt x --temperature 0 --top-p 1 --seed 9223372036854775807"),
-    ],
-)
-def test_the_bounds_themselves_are_taken(options: type[Any], argv: str) -> None:
-    words = argv.split()
-    read = parse(options, prog="swarm-x", argv=words)
-    for option, word in zip(words[::2], words[1::2], strict=True):
-        name = option.strip("-").replace("-", "_")
-        assert str(getattr(read, name, getattr(getattr(read, "sampling", None), name, None))).removesuffix(".0") == word
 
 
 PATHS = RunConfig(
@@ -182,35 +146,3 @@ def test_blocks_are_named_by_stages_and_a_variant_or_a_path(word: str, path: int
     assert span is not None
     assert str(span) == word
     assert " ".join(map(str, dataclasses.replace(span, path=path).of(PATHS))) == blocks
-
-
-@pytest.mark.parametrize(
-    ("span", "line"),
-    [
-        (StageChoice(2, 2, variant=3), "--stage 2.3 does not exist: this run has the blocks 0, 0.1, 1, 2, 2.1, 2.2"),
-        (StageChoice(2, 3, path=0), "--stage 2-3 does not exist: this run has the stages 0 to 2"),
-        (StageChoice(0, 0, path=3), "--path 3 does not exist: this run has the paths 0 to 2"),
-    ],
-)
-def test_blocks_that_a_run_does_not_have_are_one_line(span: StageChoice, line: str) -> None:
-    with pytest.raises(ValueError, match=f"^{line}$"):
-        span.of(PATHS)
-
-
-def test_a_path_is_of_all_stages_unless_some_are_named() -> None:
-    alone = parse(PeerOptions, prog="swarm-x", argv=["swarm://x", "--path", "5"])
-    assert (alone.span, alone.label) == (StageChoice(path=5), "path 5")
-    some = parse(PeerOptions, prog="swarm-x", argv=["swarm://x", "--stage", "1-2", "--path", "5"])
-    assert (some.span, some.label) == (StageChoice(1, 2, path=5), "stage 1-2 of path 5")
-    for stage in ("auto", "1.2"):
-        with pytest.raises(SystemExit):
-            parse(PeerOptions, prog="swarm-x", argv=["swarm://x", "--stage", stage, "--path", "5"])
-
-
-@pytest.mark.parametrize(
-    ("word", "num_bytes"), [("20GiB", 20 << 30), ("1.5 GiB", 3 << 29), ("512MiB", 512 << 20), ("2TiB", 2 << 40)]
-)
-def test_sizes_have_a_unit_but_for_those_that_a_program_writes(word: str, num_bytes: int) -> None:
-    assert parse(DoctorOptions, prog="swarm-x", argv=["--memory", word]).memory == num_bytes
-    again = parse(DoctorOptions, prog="swarm-x", argv=arguments(DoctorOptions(memory=num_bytes)))
-    assert again.memory == num_bytes

@@ -2,7 +2,6 @@
 
 import pytest
 
-from peers.shared.devices import Device
 from peers.shared.needs import PROGRAM_BYTES
 from peers.shared.room import Room
 from tests.peers.shared.rooms import GIB, some_needs
@@ -28,23 +27,6 @@ def test_spans_that_fit_are_adjacent_and_take_turns(gib: float, spans: list[rang
     assert _room(gib).spans(EACH) == spans
 
 
-@pytest.mark.parametrize(
-    ("gib", "wanted", "fitting"),
-    [
-        (7.0, range(3), range(3)),
-        (6.9, range(3), range(2)),
-        (4.5, range(3), range(1, 3)),
-        (4.5, range(2), range(1, 3)),
-        (3.9, range(1), range(1, 2)),
-        (1.0, range(3), None),
-    ],
-)
-def test_the_longest_span_that_fits_is_as_much_of_the_wanted_one_as_can_be(
-    gib: float, wanted: range, fitting: range | None
-) -> None:
-    assert _room(gib).largest(EACH, wanted) == fitting
-
-
 def test_a_gpu_needs_ram_beside_it_and_the_program_is_there_once() -> None:
     each = [some_needs(1.0, 2.0), some_needs(1.0, 2.0)]
     both = 4.0 - PROGRAM_BYTES / GIB
@@ -54,15 +36,3 @@ def test_a_gpu_needs_ram_beside_it_and_the_program_is_there_once() -> None:
         "stages 0 to 1 take 2.0 GiB or more, and 8.0 GiB of cuda:0 are there; beside it 3.5 GiB of RAM, and 1.0 GiB "
         "are there: close other programs, take a run with more stages, or another --device"
     )
-
-
-def test_a_span_that_does_not_fit_is_told_which_one_does() -> None:
-    assert _room(6.0).fault(EACH, range(3)) == (
-        "stages 0 to 2 take 7.0 GiB or more, and 6.0 GiB of cuda:0 are there: take --stage 0-1, which fits, or a run "
-        "with more stages"
-    )
-    assert _room(7.0).fault(EACH, range(3)) == ""
-
-
-def test_what_the_process_has_taken_already_is_its_own() -> None:
-    assert Room.on(Device(name="cpu", free_bytes=3 * GIB, own_bytes=GIB)).spans(EACH[:1]) == [range(1)]

@@ -1,7 +1,5 @@
 """One process at a time may write to an event log or an output folder. When it ends, the next one may at once."""
 
-import errno
-import fcntl
 import logging
 import os
 import subprocess
@@ -145,23 +143,6 @@ def test_a_named_file_in_use_is_refused(claim: Claim, tmp_path: Path) -> None:
         claim(path, tmp_path, "stage-0")
     claimed.lock.close()
     assert claim(path, tmp_path, "stage-0").identity == claimed.identity
-
-
-def test_files_whose_names_differ_in_their_ending_are_two(claim: Claim, tmp_path: Path) -> None:
-    one, other = (claim(tmp_path / name, tmp_path, "stage-0") for name in ("peer.0", "peer.1"))
-    assert one.libp2p_path != other.libp2p_path
-    claimed = claim(tmp_path / "peer.pem", tmp_path, "stage-0")
-    assert claimed.libp2p_path == tmp_path / "peer.p2p"
-
-
-def test_without_locks_an_identity_is_claimed_all_the_same(
-    claim: Claim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    assert claim(None, tmp_path, "stage-1").identity.peer_id
 
 
 def test_a_file_that_is_no_identity_is_refused_and_left_alone(claim: Claim, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from peers.shared.stopping import FAREWELL_SECONDS
-from peers.shared.token_option import admitted, find_token, read_token
+from peers.shared.token_option import find_token
 from tests.support import locked
 from tests.support.manual_clock import ManualClock
 
@@ -20,19 +20,6 @@ def _find(
 ) -> tuple[tuple[str, ...], str]:  # fmt: skip
     found, token = find_token(option, addresses, environment or {}, prog=prog, insecure=insecure, clock=CLOCK)
     return found, str(token or "")
-
-
-def test_a_token_comes_from_any_of_four_places(tmp_path: Path) -> None:
-    file = tmp_path / "token"
-    file.write_text(f"{PEER}\n")
-    assert _find(None, *ADDRESSES) == (ADDRESSES, "")
-    assert _find(PEER, *ADDRESSES) == (ADDRESSES, PEER)
-    assert _find(f"@{file}") == ((), PEER)
-    assert _find(None, f"{ADDRESSES[0]}#{PEER}", ADDRESSES[1]) == (ADDRESSES, PEER)
-    assert _find(None, ADDRESSES[0], f"{ADDRESSES[1]}#{PEER}") == (ADDRESSES, PEER)
-    assert _find(None, environment={"SWARM_TOKEN": PEER}) == ((), PEER)
-    assert _find(PEER, f"{ADDRESSES[0]}#{PEER}") == (ADDRESSES[:1], PEER)
-    assert _find(PEER, environment={"SWARM_TOKEN": "of another run"}) == ((), PEER)
 
 
 def test_wrong_tokens_are_one_line(tmp_path: Path) -> None:
@@ -67,13 +54,3 @@ def test_an_empty_token_is_not_the_same_as_none() -> None:
     with pytest.raises(ValueError, match=f"^SWARM_TOKEN{rest}"):
         _find(None, *ADDRESSES, environment={"SWARM_TOKEN": ""})
     assert _find(PEER, environment={"SWARM_TOKEN": ""}) == ((), PEER)
-
-
-def test_trainers_may_use_any_token() -> None:
-    assert _find(TRAINER, prog="swarm-trainer")[1] == TRAINER
-    assert _find(PEER, prog="swarm-trainer")[1] == PEER
-
-
-def test_who_has_no_token_stays_who_he_is() -> None:
-    assert admitted(locked.OPEN, None) is locked.OPEN
-    assert admitted(locked.OPEN, read_token(PEER)).peer_id == locked.OPEN.peer_id

@@ -21,15 +21,6 @@ def _find(option_value: str | None, environment: dict[str, str]) -> str | None:
     return find_secret(option_value, environment, option="--some-token", variable=VARIABLE)
 
 
-def test_a_secret_is_of_the_option_a_file_or_the_environment(tmp_path: Path) -> None:
-    (tmp_path / "token").write_text("of-file\n")
-    environment = {VARIABLE: "of-environment"}
-    assert _find(None, {}) is None
-    assert _find(None, environment) == "of-environment"
-    assert _find("of-option", environment) == "of-option"
-    assert _find(f"@{tmp_path / 'token'}", environment) == "of-file"
-
-
 @pytest.mark.parametrize("secret", ["", "a b", "é", "a\n"])
 def test_a_secret_that_no_client_can_send_is_refused(secret: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--some-token must be"):

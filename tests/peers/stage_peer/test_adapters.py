@@ -1,7 +1,6 @@
 """A swarm that trains adapters. Its peers average, write to checkpoints and give to joiners only the adapters."""
 
 import dataclasses
-import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -140,21 +139,3 @@ async def test_a_run_that_stopped_goes_on_from_checkpoints_of_its_adapters(tuned
         assert await tuned.train(range(1, 2), first, second) == pytest.approx(losses[4:], abs=1e-4)
         for peer, expected in zip((first, second), whole, strict=True):
             assert_close((await peer.state())[1], expected, 1e-4)
-
-
-@pytest.mark.slow
-async def test_a_peer_that_moves_fetches_the_frozen_weights_of_its_new_stage_and_goes_on(tuned: Tuned) -> None:
-    async with tuned.pair() as (first, second), tuned.peer().running(0) as mover:
-        _assert_holds(mover, tuned.frozen(0))
-        await tuned.train(range(1), first, second, mover)
-        mover.rebalancer.orders.put_nowait(1)
-        assert await mover.next_served() == 1
-        _assert_holds(mover, tuned.frozen(1))
-        assert _round(mover) == 1
-        await tuned.train(range(1, 2), first, second, mover)
-        assert_close((await mover.state())[1], (await second.state())[1], 0.0)
-        # Then all microbatches go through the first peer.
-        second.stop.set()
-        await second.has_left()
-        losses = await tuned.train(range(2, 3), first, mover)
-    assert all(map(math.isfinite, losses))

@@ -96,24 +96,9 @@ async def another(incarnation: Incarnation) -> AsyncIterator[Host]:
         yield host
 
 
-async def test_who_is_alone_may_serve() -> None:
-    async with rivals_of(record(OWN, NOBODY), record(ELDER, NOBODY, who=OTHER)) as rivals:
-        await rivals.require_alone()
-
-
 async def test_a_record_of_a_process_that_has_died_is_nobody() -> None:
     """After a kill -9 the record lasts until it expires, 20 seconds later."""
     async with rivals_of(record(ELDER, NOBODY)) as rivals:
-        await rivals.require_alone()
-
-
-async def test_another_peer_at_the_dead_one_s_address_is_not_taken_for_it() -> None:
-    async with serving(Host(OTHER.peer_id, 1), OTHER) as host, rivals_of(record(ELDER, host.endpoint)) as rivals:
-        await rivals.require_alone()
-
-
-async def test_this_very_process_at_the_dead_one_s_address_is_no_rival() -> None:
-    async with another(OWN) as host, rivals_of(record(ELDER, host.endpoint)) as rivals:
         await rivals.require_alone()
 
 

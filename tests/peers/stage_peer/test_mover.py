@@ -3,7 +3,7 @@
 import asyncio
 import gc
 import weakref
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,9 @@ from peers.stage_peer.served_block import ServedBlock
 from swarm.averaging.averager import Averager
 from swarm.checkpoint import file
 from swarm.config import RunConfig
-from swarm.dht.directory import Directory
 from swarm.errors import NotReady
 from swarm.events import Install, Join, Leave
-from swarm.routing.poll import Poll
-from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.types import Block, ClaimState, PeerRecord, PeerState
+from swarm.types import Block, ClaimState, PeerState
 from tests.peers.stage_peer.movers import ROUND, LocalPeer, trainer
 from tests.support.chain import eventually
 from tests.support.memory_store import MemoryStore
@@ -66,40 +63,6 @@ async def test_a_peer_takes_the_other_stage_s_state_and_writes_its_checkpoints(
     assert peer.log.blocks == [Block(0)] * 4 + [Block(1)] * 4
 
 
-async def test_of_a_stage_s_peers_the_leader_alone_has_the_directory_read_all(
-    config: RunConfig, store: MemoryStore, trained: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = dict[Directory, bool]()
-    monkeypatch.setattr(Directory, "lead", lambda self, block, leads: told.__setitem__(self, leads))
-    async with (
-        LocalPeer(config, store, resume=trained).running(1),
-        LocalPeer(config, store, resume=trained).running(0) as one,
-        LocalPeer(config, store, resume=trained).running(0) as other,
-    ):
-        first, second = sorted((one, other), key=lambda peer: peer.peer_id)
-        await eventually(lambda: (told.get(first.directory), told.get(second.directory)) == (True, False))
-
-
-async def test_a_peer_tells_which_one_a_stage_without_a_peer_had_last(
-    config: RunConfig, store: MemoryStore, trained: Path
-) -> None:
-    async with LocalPeer(config, store, resume=trained).running(0) as peer:
-        server = peer.server
-        assert server is not None
-
-        def last_peers() -> list[pb.LastPeer]:
-            return list(server.presence.describe(server.averager).last_peers)
-
-        async with LocalPeer(config, store, resume=trained).running(1) as other:
-            record = await other.record(1)
-            assert record is not None
-            await eventually(lambda: bool(peer.known.others(Block(1))))
-            assert not last_peers()
-        await eventually(lambda: bool(last_peers()))
-        (last,) = last_peers()
-        assert (last.stage, last.name, last.has_left) == (1, record.display_name, True)
-
-
 async def test_a_joiner_serves_no_initial_weights_though_its_first_question_was_lost(
     config: RunConfig, store: MemoryStore, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,20 +75,6 @@ async def test_a_joiner_serves_no_initial_weights_though_its_first_question_was_
         monkeypatch.setattr(Averager, "join", lost)
         async with LocalPeer(config, store, resume=nothing).running(0) as peer:
             assert (await peer.state())[0] == ROUND
-
-
-async def test_to_and_fro(config: RunConfig, store: MemoryStore, trained: Path) -> None:
-    async with (
-        LocalPeer(config, store, resume=trained).running(0),
-        LocalPeer(config, store, resume=trained).running(1),
-        LocalPeer(config, store, resume=trained).running(0) as peer,
-    ):
-        for stage in (1, 0, 1):
-            peer.rebalancer.orders.put_nowait(stage)
-            assert await peer.next_served() == stage
-        record = await peer.record(1)
-        assert record is not None
-        assert record.moves == 3
 
 
 async def test_it_goes_back_if_nobody_gives_it_the_state(
@@ -160,23 +109,6 @@ async def test_it_goes_back_if_nobody_gives_it_the_state(
         assert record is not None
         assert (record.state, record.moves) == (PeerState.SERVING, 0)
     assert "cannot begin at stage 1: nobody holds stage 1 any more" in caplog.text
-
-
-async def test_holders_that_are_announced_and_silent_send_it_back(
-    config: RunConfig, store: MemoryStore, trained: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with AsyncExitStack() as stack:
-        await stack.enter_async_context(LocalPeer(config, store, resume=trained).running(0))
-        peer = await stack.enter_async_context(LocalPeer(config, store, resume=trained).running(0))
-        async with LocalPeer(config, store, resume=trained).running(1) as holder:
-            record = await holder.record(1)
-            assert record is not None
-        # The record is as if the peer had died without a word.
-        dead = record.model_copy(update={"state": PeerState.SERVING})
-        await holder.directory.announce(dead, 60.0)
-        peer.rebalancer.orders.put_nowait(1)
-        assert await peer.next_served() == 0
-    assert "cannot begin at stage 1: those who hold it do not answer" in caplog.text
 
 
 async def test_it_serves_nothing_that_it_could_not_download(
@@ -245,35 +177,6 @@ async def test_a_peer_that_is_told_to_stop_while_it_enters_a_stage_ends(
         assert not patience.expired()
 
 
-async def test_a_process_that_is_told_to_stop_while_it_enters_its_second_stage_leaves_the_first_one(
-    config: RunConfig, store: MemoryStore, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def hang(*_: object) -> AsyncIterator[None]:
-        asked.set()
-        await asyncio.Event().wait()
-        yield
-
-    asked = asyncio.Event()
-    nothing = tmp_path / "nothing"
-    nothing.mkdir()
-    async with (
-        LocalPeer(config, store, resume=trained).running(0),
-        LocalPeer(config, store, resume=trained).running(1) as holder,
-    ):
-        assert holder.server is not None
-        monkeypatch.setattr(holder.server.averager.handlers, "download", hang)
-        peer = LocalPeer(config, store, resume=nothing)
-        peer.served.put_nowait(0)  # The block begins at once.
-        async with asyncio.timeout(60.0), peer.running(0, 1):
-            await asked.wait()
-            record = await peer.record(0)
-            assert record is not None
-            assert record.state is PeerState.SERVING
-        assert (peer.log.events[-1], peer.log.blocks[-1]) == (Leave(), Block(0))
-        record = await peer.record(0)
-        assert record is None or record.state is PeerState.LEAVING
-
-
 async def test_it_stays_if_nobody_else_serves_its_stage(
     config: RunConfig, store: MemoryStore, trained: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -290,28 +193,6 @@ async def test_it_stays_if_nobody_else_serves_its_stage(
         assert record is not None
         assert record.state is PeerState.SERVING
         assert peer.served.empty()
-
-
-async def test_it_stays_if_the_others_of_its_stage_hold_another_state(
-    config: RunConfig, store: MemoryStore, trained: Path, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
-    honest = Poll.replies
-
-    async def began_anew(poll: Poll, records: Sequence[PeerRecord]) -> list[pb.DescribeReply]:
-        replies = await honest(poll, records)
-        for reply in replies:
-            reply.lineage = "anew"
-        return replies
-
-    monkeypatch.setattr(Poll, "replies", began_anew)
-    async with (
-        LocalPeer(config, store, resume=trained).running(0),
-        LocalPeer(config, store, resume=trained).running(1),
-        LocalPeer(config, store, resume=trained).running(0) as peer,
-    ):
-        peer.rebalancer.orders.put_nowait(1)
-        await eventually(lambda: "stays at stage 0: too few others serve it with its state" in caplog.text)
 
 
 async def test_a_peer_that_is_told_to_stop_while_it_drains_leaves(

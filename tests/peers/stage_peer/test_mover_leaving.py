@@ -3,23 +3,20 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from peers.stage_peer import mover, own_state
-from peers.stage_peer import server as stage_server
 from swarm.checkpoint import file
 from swarm.config import RunConfig
 from swarm.events import Leave
 from swarm.hop.answers import HopReply
 from swarm.rpc.callers import Caller
 from swarm.rpc.v1 import averaging_pb2
-from swarm.stage.context import StageLimits
-from swarm.types import Block, ClaimState, PeerState
+from swarm.types import Block, PeerState
 from tests.peers.stage_peer.movers import ROUND, LocalPeer, train_all, trainer
-from tests.support.chain import PATIENCE_SECONDS, eventually, held
+from tests.support.chain import eventually, held
 from tests.support.memory_store import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -182,25 +179,6 @@ async def test_a_peer_whose_disk_hangs_ends_all_the_same(
     assert f"no checkpoint of round {ROUND} in {folder}: not written within 0 s; does the disk hang?" in caplog.text
 
 
-async def test_a_peer_that_ends_waits_for_no_retry(
-    config: RunConfig, store: MemoryStore, trained: Path, last_peer: LocalPeer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No caller can reach the peer any more."""
-    monkeypatch.setattr(mover, "LAST_DRAIN_SECONDS", 0.0)
-    monkeypatch.setattr(stage_server, "StageLimits", partial(StageLimits, orphan_seconds=60.0))
-    async with asyncio.timeout(45.0) as patience, LocalPeer(config, store, resume=trained).running(0) as peer:
-        server = peer.server
-        assert server is not None
-        async with trainer(config, [peer]) as train:
-            first = ROUND * config.microbatches_per_round
-            gone, _ = await train(first), await train(first + 1)
-            gone.close()
-            await eventually(lambda: server.stage.answers.num_unacknowledged == 1)
-            peer.stop.set()
-            await peer.has_left()
-    assert not patience.expired()
-
-
 @pytest.fixture
 async def idle_peer(
     config: RunConfig, mates: tuple[LocalPeer, LocalPeer], monkeypatch: pytest.MonkeyPatch
@@ -210,13 +188,6 @@ async def idle_peer(
     _, peer = mates
     await train_all(config, [peer], [ROUND * config.microbatches_per_round])
     return peer
-
-
-async def test_a_peer_that_is_told_to_stop_where_nobody_trains_does_not_wait_for_its_round(
-    idle_peer: LocalPeer,
-) -> None:
-    idle_peer.stop.set()
-    await idle_peer.has_left()
 
 
 async def test_a_peer_that_is_told_to_stop_while_its_round_waits_for_a_silent_mate_waits_as_well(
@@ -230,19 +201,3 @@ async def test_a_peer_that_is_told_to_stop_while_its_round_waits_for_a_silent_ma
     assert Leave() not in idle_peer.log.events
     monkeypatch.undo()
     await idle_peer.has_left()
-
-
-async def test_a_peer_that_is_told_to_stop_before_it_moves_gives_up_its_claim(idle_peer: LocalPeer) -> None:
-    """Others would believe for a while that it comes to their stage."""
-
-    async def claims() -> list[ClaimState]:
-        found = await idle_peer.directory.claims()
-        return [claim.state for claim in found if claim.peer_id == idle_peer.peer_id]
-
-    idle_peer.rebalancer.orders.put_nowait(1)
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while not await claims():  # noqa: ASYNC110 - others write to the store
-            await asyncio.sleep(0.01)
-    idle_peer.stop.set()
-    await idle_peer.has_left()
-    assert await claims() == [ClaimState.WITHDRAWN]

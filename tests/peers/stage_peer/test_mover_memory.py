@@ -15,9 +15,8 @@ from swarm.events import Leave
 from swarm.model.stages import build_stage
 from swarm.stage.admission import TRIES
 from swarm.training.samples import Microbatch
-from swarm.types import Block, PeerState
+from swarm.types import PeerState
 from tests.peers.stage_peer.movers import ROUND, LocalPeer
-from tests.support.here import HERE
 from tests.support.memory_store import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -27,7 +26,6 @@ pytestmark = pytest.mark.usefixtures("quick")
     ("error", "reason"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 40.00 GiB\nand much more to say"), "40.00 GiB"),
-        (MemoryError(), "what was needed"),
     ],
 )
 async def test_a_stage_that_does_not_fit_is_one_line(
@@ -50,30 +48,6 @@ async def test_a_stage_that_does_not_fit_is_one_line(
         peer.rebalancer.orders.put_nowait(1)
         assert await peer.next_served() == 0
     assert f"stage 1 does not fit on cpu (no room for {reason}): take more stages" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("error", "expected", "message"),
-    [
-        (torch.OutOfMemoryError("Tried to allocate 2.00 GiB.\n"), Fatal, "ran out of memory (no room for 2.00 GiB)"),
-        (RuntimeError("a bug"), RuntimeError, "a bug"),
-    ],
-)
-async def test_a_stage_that_runs_out_of_memory_while_it_serves_is_one_line(
-    config: RunConfig, store: MemoryStore, trained: Path, error: Exception, expected: type[Exception], message: str
-) -> None:
-    async def fail() -> None:
-        raise error
-
-    async def serve() -> None:
-        async with LocalPeer(config, store, resume=trained).running(0) as peer:
-            assert peer.tasks is not None
-            peer.tasks.create_task(fail())
-            await asyncio.Event().wait()
-
-    with pytest.raises(ExceptionGroup) as raised:
-        await serve()
-    assert all(isinstance(leaf, expected) and message in str(leaf) for leaf in stopping.leaves(raised.value))
 
 
 async def test_a_peer_that_has_no_memory_for_one_microbatch_leaves_in_good_order_and_says_why(
@@ -103,18 +77,3 @@ async def test_a_peer_that_has_no_memory_for_one_microbatch_leaves_in_good_order
     record = await peer.record(0)
     assert record is not None
     assert record.state is PeerState.LEAVING
-
-
-async def test_what_is_not_about_memory_is_not_said_to_be(
-    config: RunConfig, store: MemoryStore, trained: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(run: RunConfig, stage: int, **more: Any) -> torch.nn.Module:
-        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-
-    monkeypatch.setattr(own_stage, "build_stage", broken)
-    peer = LocalPeer(config, store, resume=trained)
-    blocks = (Block(0),)
-    async with asyncio.TaskGroup() as tasks, peer.make_server(tasks).serving(HERE):
-        assert peer.whole is not None
-        with pytest.raises(RuntimeError, match=r"^mat1 and mat2 shapes cannot be multiplied$"):
-            await peer.whole.enter(await peer.make_options(blocks, False))

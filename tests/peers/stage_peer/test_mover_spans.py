@@ -1,6 +1,5 @@
 """A peer that moves from some stages to others keeps serving those that it has in both."""
 
-import asyncio
 import dataclasses
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -89,43 +88,6 @@ async def test_a_peer_that_cannot_begin_at_a_further_stage_stays_at_its_own(
         assert await peer.record(0) is None
     assert "cannot begin at stages 0 to 1: " in caplog.text
     assert _events(peer, Block(1)) == [Join, Leave]
-
-
-async def test_a_peer_that_cannot_be_spared_at_the_stage_that_it_would_give_up_keeps_both(
-    config: RunConfig, store: MemoryStore, trained: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with (
-        LocalPeer(config, store, resume=trained).running(0),
-        LocalPeer(config, store, resume=trained).running(0, 1) as peer,
-    ):
-        peer.rebalancer.orders.put_nowait(FIRST)
-        await eventually(lambda: "stays at stages 0 to 1: too few others serve it" in caplog.text)
-        records = [await peer.record(stage) for stage in (0, 1)]
-        whole = peer.whole
-        assert whole is not None
-        assert list(whole.blocks) == [Block(0), Block(1)]
-        await eventually(lambda: all(block.presence.state is PeerState.SERVING for block in whole.blocks.values()))
-        assert all(records)
-
-
-async def test_a_peer_that_is_told_to_stop_while_it_begins_at_a_further_stage_leaves_its_own_in_good_order(
-    config: RunConfig, store: MemoryStore, trained: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with (
-        LocalPeer(config, store, resume=trained).running(0),
-        LocalPeer(config, store, resume=trained).running(1),
-        LocalPeer(config, store, resume=trained).running(1) as peer,
-    ):
-
-        async def stops(blocks: object) -> None:
-            peer.stop.set()
-            await asyncio.Event().wait()
-
-        monkeypatch.setattr(peer.whole, "enter", stops)
-        peer.rebalancer.orders.put_nowait(BOTH)
-        await peer.has_left()
-        assert _events(peer, Block(1)) == [Join, Leave]
-        assert await peer.record(0) is None
 
 
 async def test_a_peer_of_a_path_goes_to_another_variant_of_one_stage(

@@ -118,18 +118,6 @@ async def _find(
         return found, directory.num_looks
 
 
-async def test_those_who_hold_the_stage_are_all_that_matters() -> None:
-    others, _ = await _find({0: [7], 1: [6], 2: [7]}, patient=True)
-    assert others == Others(held_at=6)
-
-
-@pytest.mark.parametrize("number", [0, STAGE])
-async def test_a_joiner_learns_whether_anybody_was_given_a_microbatch_yet(number: int) -> None:
-    for num_forwards in (0, 1):
-        others, _ = await _find({number: [0]}, num_forwards=num_forwards)
-        assert others.has_begun == bool(num_forwards)
-
-
 async def test_only_peers_that_answer_count() -> None:
     others, num_looks = await _find({0: [7], 2: [8]})
     assert others == Others(rounds={Block(0): 7, Block(2): 8}, latest=8, samples=128)

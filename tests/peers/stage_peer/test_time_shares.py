@@ -12,10 +12,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from peers.stage_peer.presence import KEPT_SECONDS, TimeWatch, microbatch_flops
+from peers.stage_peer.presence import TimeWatch, microbatch_flops
 from swarm.config import LoraConfig, ModelConfig, RunConfig
 from swarm.model.stages import build_stage
-from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.stage import Stage
 from tests.stage.backends import CONFIG
 from tests.support.manual_clock import ManualClock
@@ -56,30 +55,6 @@ def test_time_goes_to_what_is_waited_for_when_nothing_is_computed() -> None:
     assert shares.utilisation == shares.flops_per_second / 100.0 > 0.0
 
 
-def test_only_the_last_minute_counts() -> None:
-    peer = _Peer()
-    for second in range(600):
-        peer.live(0.25, busy=0.25 if second < 300 else 0.05, tasks=1)
-    assert peer.watch.shares.computing == pytest.approx(0.2)
-    assert peer.watch.shares.waiting_for_input == pytest.approx(0.8)
-
-
-def test_a_peer_without_microbatches_has_no_shares() -> None:
-    peer = _Peer()
-    assert peer.watch.shares == pb.TimeShares()
-    peer.live(10.0, busy=1.0, tasks=1)
-    assert peer.watch.shares.computing > 0.0
-    for _ in range(int(KEPT_SECONDS / 0.25)):
-        peer.live(0.25)
-    assert peer.watch.shares == pb.TimeShares()
-
-
-def test_a_task_that_ends_late_counts_for_no_more_than_the_time_that_passed() -> None:
-    peer = _Peer()
-    peer.live(1.0, busy=3.0, tasks=1)
-    assert peer.watch.shares.computing == 1.0
-
-
 GROUPED = ModelConfig(num_layers=3, d_model=32, num_heads=4, num_kv_heads=2, vocab_size=64, tied_embeddings=True)
 
 
@@ -102,8 +77,3 @@ def test_operations_are_those_that_torch_counts(config: RunConfig, stage: int) -
         forward = counted.get_total_flops()
         outputs.sum().backward()
     assert microbatch_flops(config, stage, module) == (forward, counted.get_total_flops() - forward)
-
-
-def test_the_operations_of_a_custom_class_are_not_known() -> None:
-    model = dataclasses.replace(CONFIG.model, custom_class="package.module:Class")
-    assert microbatch_flops(dataclasses.replace(CONFIG, model=model), 0, nn.Linear(2, 2)) == (0.0, 0.0)

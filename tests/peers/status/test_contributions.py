@@ -155,22 +155,6 @@ def test_who_is_named_is_shown_with_those_that_have_signed_it() -> None:
     assert json.loads(fewer.to_json())["blocks"]["0"]["named"] == {}, "two of them are nobody that is announced"
 
 
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        (["--checkpoint", "x"], "--checkpoint names files for --contributions"),
-        (["--contributions", "--watch", "--peer", "x"], "leave --watch and --runs out"),
-        (["--contributions"], "which run?"),
-    ],
-)
-def test_options_that_do_not_go_together(
-    options: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        program.main(options)
-    assert complaint in capsys.readouterr().err
-
-
 def test_files_that_are_no_checkpoints_are_refused_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"\xff" * 100)

@@ -19,7 +19,6 @@ from peers.status.exporter import OwnFigures, exporting
 from peers.status.figure import figures
 from peers.status.peer_row import PeerRow
 from peers.status.view import TrainerRow
-from peers.trainer import program as trainer
 from scripts.benches.shared.ports import free_ports
 
 PEER = PeerRow(
@@ -71,13 +70,6 @@ async def test_every_number_of_status_is_a_metric_of_the_same_name() -> None:
     assert samples["process_cpu_seconds_total"][()] > 0.0
 
 
-async def test_a_trainer_s_figures() -> None:
-    samples = await _scrape(TrainerRow(name="t", step=5, loss=2.5, tokens_per_second=99.0), "swarm_trainer")
-    assert (samples["swarm_trainer_step"], samples["swarm_trainer_loss"]) == ({(): 5.0}, {(): 2.5})
-    # A trainer that has no loss yet exports none, rather than 0.
-    assert "swarm_trainer_loss" not in await _scrape(TrainerRow(name="t"), "swarm_trainer")
-
-
 async def test_the_figures_are_those_of_the_moment_and_none_once_there_are_none() -> None:
     own, (port,) = OwnFigures(), free_ports(1)
     row = PEER
@@ -94,15 +86,7 @@ async def test_the_figures_are_those_of_the_moment_and_none_once_there_are_none(
         await asyncio.to_thread(_read, url)
 
 
-async def test_a_port_in_use_is_one_line() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(ValueError, match=rf"^--metrics-port {port}: Address already in use; choose another port$"):
-            async with exporting(OwnFigures(), "swarm_peer", host="127.0.0.1", port=port):
-                pass
-
-
-@pytest.mark.parametrize(("program", "run"), [(stage_peer, "--preset tiny"), (trainer, "--initial-peers x")])
+@pytest.mark.parametrize(("program", "run"), [(stage_peer, "--preset tiny")])
 def test_what_cannot_be_served_is_told_before_the_run_is_looked_up(
     program: ModuleType, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,13 +46,6 @@ async def _seen(*invites: str) -> list[SwarmView]:
         return await views(lookouts)
 
 
-async def test_several_invites_show_each_run_once_in_their_order() -> None:
-    async with shown_run(CONFIG, generate(), NODE) as one, shown_run(OTHER, generate(), NODE) as other:
-        seen = await _seen(_invite(other), _invite(one), _invite(other))
-        assert [view.run for view in seen] == [OTHER.run_id, CONFIG.run_id]
-        assert [view.stages[0].peers[0].peer_id for view in seen] == [other.entry.peer_id, one.entry.peer_id]
-
-
 async def test_a_run_that_is_not_there_hides_no_other(caplog: pytest.LogCaptureFixture) -> None:
     gone = str(Invite.fitting(OTHER.run_id, [NOBODY], is_locked=False))
     async with shown_run(CONFIG, generate(), NODE) as one:

@@ -12,7 +12,7 @@ import pytest
 from peers.status.answer import LONGEST_REFUSAL, MOST_REFUSALS, LastPeer
 from peers.status.lookout import observe, with_last_peers, with_moves
 from peers.status.peer_row import PeerRow
-from peers.status.view import StageRow, SwarmView
+from peers.status.view import StageRow
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import Block, ClaimRecord, ClaimState, PeerRecord, PeerState
@@ -53,21 +53,9 @@ def _seen(
 SERVES = (OTHER, 0, PeerState.SERVING, "serving")
 
 
-def test_a_peer_that_drains_moves_to() -> None:
-    seen = _seen([_claim(2, 0)], SERVES, (MOVER, 0, PeerState.LEAVING, "leaving"))
-    assert seen == {0: [("b", "serving", None, None), ("a", "moving", None, 2)], 1: [], 2: []}
-
-
 def test_a_peer_that_downloads_moves_from() -> None:
     seen = _seen([_claim(2, 0)], SERVES, (MOVER, 0, PeerState.LEAVING, "unreachable"))
     assert seen == {0: [("b", "serving", None, None)], 1: [], 2: [("mover", "moving", 0, None)]}
-
-
-def test_a_peer_that_has_arrived_just_serves() -> None:
-    arrived = (MOVER, 2, PeerState.SERVING, "serving")
-    for claim in (_claim(2, 0), _claim(2, 0, ClaimState.WITHDRAWN)):
-        seen = _seen([claim], SERVES, (MOVER, 0, PeerState.LEAVING, "unreachable"), arrived)
-        assert seen == {0: [("b", "serving", None, None)], 1: [], 2: [("a", "serving", None, None)]}
 
 
 def test_a_newcomer_joins() -> None:
@@ -78,14 +66,6 @@ def test_a_newcomer_joins() -> None:
 def test_a_peer_that_left_for_good_is_told_from_one_that_died() -> None:
     assert _seen([], (OTHER, 0, PeerState.LEAVING, "unreachable"))[0] == [("b", "leaving", None, None)]
     assert _seen([], (OTHER, 0, PeerState.SERVING, "unreachable"))[0] == [("b", "unreachable", None, None)]
-
-
-def test_a_stage_that_everybody_leaves_is_empty_and_one_that_somebody_goes_to_is_not() -> None:
-    rows = (
-        StageRow(stage=0, peers=(PeerRow(name="a", peer_id="", state="moving", moving_to=1),)),
-        StageRow(stage=1, peers=(PeerRow(name="b", peer_id="", state="moving", moving_from=0),)),
-    )
-    assert SwarmView(run="r", stages=rows).empty_stages == [0]
 
 
 async def _ask(replies: Sequence[pb.DescribeReply], *others: PeerRecord) -> list[dict[str, Any]]:
@@ -107,42 +87,8 @@ async def _rows(replies: Sequence[pb.DescribeReply], *others: PeerRecord) -> lis
     return rows
 
 
-def test_a_peer_that_serves_several_blocks_is_listed_at_each_and_moves_to_none_of_them() -> None:
-    serving = PeerState.SERVING
-    rows = [(MOVER, stage, serving, "serving") for stage in (0, 1)]
-    shown = _seen([_claim(1, None)], *rows)
-    assert {stage: [state for _, state, _, _ in peers] for stage, peers in shown.items()} == {
-        0: ["serving"], 1: ["serving"], 2: []
-    }  # fmt: skip
-
-
-def test_a_variant_of_a_stage_has_a_row_of_its_own_and_its_name_for_a_label() -> None:
-    peer = PeerRow(name="p", peer_id=OTHER, state="serving")
-    records = {block: [_record(MOVER, 1, PeerState.SERVING)] for block in (Block(1), Block(1, 1))}
-    records[Block(1, 1)][0] = records[Block(1, 1)][0].model_copy(update={"name": "gpu-2"})
-    claim = _claim(1, 1).model_copy(update={"variant": 1})
-    answers = [StageRow(stage=1, peers=(peer,)), StageRow(stage=1, variant=1)]
-    rows = with_last_peers(answers, records, [])
-    view = SwarmView(run="r", stages=rows)
-    assert (view.empty_stages, view.last_peers) == (["1.1"], {"1.1": _last("gpu-2", 1.0)})
-    assert json.loads(view.to_json())["empty_stages"] == ["1.1"]
-    moved = with_moves([StageRow(stage=1), StageRow(stage=1, variant=1)], {}, [claim])
-    assert [[row.state for row in each.peers] for each in moved] == [[], ["moving"]]
-
-
 def _last(name: str, last_at: float, *, has_left: bool = False) -> LastPeer:
     return LastPeer(name=name, last_at=last_at, has_left=has_left)
-
-
-def test_of_a_stage_that_is_announced_and_does_not_answer_the_newest_announcement_tells_when_it_was_there() -> None:
-    records = [_record(MOVER, 1, PeerState.SERVING), _record(OTHER, 1, PeerState.SERVING)]
-    records[1] = records[1].model_copy(update={"announced_at": 60.0, "name": "gpu-2"})
-    silent = StageRow(stage=1, peers=tuple(PeerRow(name="p", peer_id=r.peer_id, state="unreachable") for r in records))
-    served = StageRow(stage=0, peers=(PeerRow(name="p", peer_id=OTHER, state="serving"),))
-    told = [{Block(stage): _last("another", 99.0) for stage in (0, 1)}]
-    zero, one = with_last_peers([served, silent], {Block(1): records}, told)
-    assert zero.last_peer is None
-    assert one.last_peer == _last("gpu-2", 60.0)
 
 
 def test_of_a_stage_that_is_not_announced_any_more_the_others_tell_and_a_single_liar_does_not_count() -> None:
@@ -184,12 +130,6 @@ async def test_what_a_peer_tells_of_its_waits_and_lines_is_bounded_text_and_figu
     assert (len(second["waiting_for"]), len(second["links"]), len(second["links"][0]["peer_id"])) == (200, 16, 64)
     assert "\x1b" not in str(second)
     assert third["state"] == "unreachable"
-
-
-def test_what_a_joiner_waits_for_is_shown_though_it_cannot_be_asked() -> None:
-    claim = _claim(1, None).model_copy(update={"waiting_for": "the state of stage 1 (7 s)"})
-    (row,) = with_moves([StageRow(stage=1)], {Block(1): []}, [claim])
-    assert [(peer.state, peer.waiting_for) for peer in row.peers] == [("joining", "the state of stage 1 (7 s)")]
 
 
 async def test_a_peer_is_shown_under_the_name_and_id_that_it_announces() -> None:
@@ -244,14 +184,6 @@ async def test_every_figure_is_read_from_its_own_field() -> None:
         "refusals": ["a line"], "waiting_for": "round 3", "bans": [],
         "links": [{"peer_id": OTHER, "round_trip_seconds": 4.5, "bytes_per_second": 5.5}],
     }  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "value"), [("device", "cuda:1"), ("device", ""), ("started_at", 20.0)])
-async def test_what_a_peer_announces_is_shown_though_it_does_not_answer(name: str, value: str | float) -> None:
-    """Older releases announce no device."""
-    silent = _record(OTHER, 9, PeerState.SERVING).model_copy(update={name: value})
-    (shown,) = await _ask([], silent)
-    assert (shown["state"], shown[name]) == ("unreachable", value)
 
 
 @pytest.mark.parametrize(("run_id", "state"), [("", "serving"), (RUN, "serving"), ("another", "unreachable")])

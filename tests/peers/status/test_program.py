@@ -3,8 +3,6 @@
 import asyncio
 import json
 import logging
-import os
-import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -16,7 +14,6 @@ import pytest
 from peers.shared import stopping
 from peers.shared.process import EXIT_FAILURE, EXIT_USAGE
 from peers.status import program as status
-from peers.status.program import StatusOptions
 from peers.status.view import SwarmView
 from swarm import config as configs
 from swarm.credentials.identity import generate
@@ -32,7 +29,6 @@ from swarm.rpc.serving import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1.directory_pb2_grpc import add_DirectoryServiceServicer_to_server
 from swarm.types import PeerRecord, PeerState, RunRecord, TrainerRecord
 from tests.audit.honest import HonestRun, edit
-from tests.support.chain import PATIENCE_SECONDS
 from tests.support.memory_store import MemoryStore
 
 CONFIG = configs.load_preset("tiny")
@@ -83,42 +79,6 @@ async def test_it_imports_neither_torch_nor_hivemind(entry: Entry) -> None:
     assert [(trainer["name"], trainer["step"]) for trainer in view["trainers"]] == [("reader", 5)]
 
 
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ({}, "which run\\? type swarm-status INVITE"),
-        ({"peer": ("x",), "initial_peers": ("y",)}, "INVITE, --lan, --peer and --initial-peers all say"),
-        ({"peer": ("x",), "audit": ("z",)}, "--audit reads files"),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
-        StatusOptions(**options)
-
-
-@pytest.mark.parametrize("watch", [True, False])
-async def test_a_look_that_takes_long_can_be_ended(watch: bool) -> None:
-    """With --watch in order; without, nothing stands between the signals and Python's own answer to them."""
-    is_asked = asyncio.Event()
-
-    async def silent() -> list[SwarmView]:
-        is_asked.set()
-        await asyncio.Event().wait()
-        raise AssertionError("nobody answers")
-
-    looking = asyncio.create_task(status.look(StatusOptions(peer=("x",), watch=watch), silent))
-    await is_asked.wait()
-    loop = asyncio.get_running_loop()
-    try:
-        if watch:
-            os.kill(os.getpid(), signal.SIGTERM)
-            await asyncio.wait_for(looking, PATIENCE_SECONDS)
-    finally:
-        is_caught = [loop.remove_signal_handler(number) for number in (signal.SIGINT, signal.SIGTERM)]
-        looking.cancel()
-    assert is_caught == [watch, watch]
-
-
 async def test_watching_goes_on_after_a_look_that_fails(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     seen, fault = SwarmView(run="x"), PeerUnavailable("nobody answers")
@@ -140,23 +100,6 @@ async def test_watching_goes_on_after_a_look_that_fails(caplog: pytest.LogCaptur
     watching.cancel()
     assert shown == [[seen]] * 4
     assert caplog.messages == ["the swarm cannot be seen, looking again: nobody answers"] * 2
-
-
-async def test_a_first_look_that_fails_is_the_last() -> None:
-    async def view() -> list[SwarmView]:
-        raise PeerUnavailable("nobody answers")
-
-    with pytest.raises(PeerUnavailable, match="nobody answers"):
-        await status.watch(view, lambda _: None, 0.0)
-
-
-def test_a_proven_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = HonestRun(tmp_path)
-    run.round(0)
-    assert status.main(["--audit", *map(str, run.files)]) == 0
-    out = capsys.readouterr().out
-    assert "rounds_committed" in out
-    assert out.splitlines()[-1] == "proven"
 
 
 def test_a_refuted_run_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

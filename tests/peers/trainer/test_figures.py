@@ -40,13 +40,6 @@ def test_against_plain_counting(monkeypatch: pytest.MonkeyPatch, chunk: int) -> 
     assert bigram_entropy(corpus) == pytest.approx(sum(expected) / len(expected))
 
 
-def test_large_vocabulary() -> None:
-    """Pairs that were never seen fall back on the unigram, and cost no memory."""
-    tokens = _random(5000, 60_000)
-    corpus = _corpus(tokens, training=4000, vocab_size=60_000)
-    assert bigram_entropy(corpus) == pytest.approx(unigram_entropy(corpus), abs=0.1)
-
-
 def test_neighbours_of_two_texts_are_no_pair() -> None:
     """Counts and means are of all texts, but the first text's end and the second's beginning form no pair."""
     texts = [np.array(tokens, dtype=np.uint16) for tokens in ([0, 1] * 500, [2, 3] * 200)]

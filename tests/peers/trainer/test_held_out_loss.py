@@ -121,22 +121,6 @@ async def test_each_dataset_has_a_loss_and_weighs_in_the_mean_as_much_as_it_is_l
 
 
 @in_virtual_time
-async def test_who_cannot_evaluate_says_at_which_round() -> None:
-    scorer = Scorer(1.0, Fatal("nobody holds it"), 4.0)
-    with pytest.raises(Fatal, match=r"^evaluation at round 3: nobody holds it$"):
-        await evaluation(scorer, (2, 2, 1))
-    assert scorer.num_held == 0
-
-
-@in_virtual_time
-async def test_four_batches_at_once_and_no_more() -> None:
-    scorer = Scorer(*[1.0] * 11)
-    await evaluation(scorer, [2] * 11)
-    assert scorer.most_running == 4
-    assert scorer.num_held == 0
-
-
-@in_virtual_time
 async def test_each_dataset_of_its_own_paths_is_evaluated_along_these() -> None:
     scorer = Scorer(*map(float, range(5)))
     found = await evaluation(scorer, (2, 2), (2, 2, 2), shares=[1.0, 1.0], paths=range(4), own=[(1,), (0, 3)])
@@ -160,11 +144,3 @@ async def test_a_dataset_whose_paths_stand_still_is_left_out() -> None:
     found = await evaluation(scorer, (2,), (2,), (2,), shares=[1.0, 1.0, 1.0], paths=(0, 2), own=[(0,), (1,), (2,)])
     assert found.by_source == {"text 0": 1.0, "text 2": 4.0}
     assert 1 not in scorer.path_of
-
-
-@in_virtual_time
-async def test_a_window_whose_path_stands_still_has_the_path_before_it() -> None:
-    scorer = Scorer(1.0, 2.0)
-    found = await evaluation(scorer, (2, 2), paths=(0, 1), rerouting=Rerouting(lambda tokens: 2, 4))
-    assert scorer.path_of == {0: 0, 1: 1}
-    assert found.mean == 1.5

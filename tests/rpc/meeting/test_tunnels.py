@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from swarm.credentials.identity import Identity, generate
-from swarm.errors import DeadlineExceeded, NotAllowed, NotReady, Overloaded, SwarmError, WrongRun
+from swarm.errors import DeadlineExceeded, NotAllowed, Overloaded, SwarmError, WrongRun
 from swarm.machine.clock import SystemClock
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.entry import Entry
@@ -160,32 +160,12 @@ async def test_a_peer_that_slept_waits_at_once_where_it_waited_before() -> None:
         assert host.point.num_waiting == 1
 
 
-async def test_a_meeting_point_is_waited_at_where_it_answers_and_announced_at_all_its_endpoints() -> None:
-    async with meeting_point() as host:
-        dead = Entry(host.entry.peer_id, "127.0.0.1:1")
-        async with hidden_peer([dead, host.entry]) as hidden:
-            assert hidden.waiting.endpoints == (f"tunnel:{host.entry}", f"tunnel:{dead}")
-            assert host.point.num_waiting == 1
-
-
 @pytest.mark.usefixtures("no_punching")
 async def test_a_direct_endpoint_that_is_dead_does_not_hide_the_tunnel(pool: ChannelPool) -> None:
     async with meeting_point() as host, hidden_peer([host.entry]) as hidden:
         dead = hidden.record.model_copy(update={"endpoint": "127.0.0.1:1", "other_endpoints": hidden.record.endpoints})
         assert await echo(pool.channel(dead)) == b"a"
         assert host.point.budget.num_connections == 1
-
-
-async def test_of_several_endpoints_the_one_that_works_is_dialled_by_grpc_itself(pool: ChannelPool) -> None:
-    async with meeting_point() as host, hidden_peer([host.entry]) as hidden:
-        others = (hidden.endpoint, *hidden.record.endpoints)
-        record = hidden.record.model_copy(update={"endpoint": "127.0.0.1:1", "other_endpoints": others})
-        first = pool.channel(record)
-        assert await echo(first) == b"a"
-        await eventually(lambda: pool.channel(record) is not first)
-        assert pool.is_connected(record)
-        assert await echo(pool.channel(record)) == b"a"
-        assert host.point.budget.num_connections == 0
 
 
 async def test_whoever_answers_in_the_place_of_a_peer_fails_the_handshake(pool: ChannelPool) -> None:
@@ -195,12 +175,6 @@ async def test_whoever_answers_in_the_place_of_a_peer_fails_the_handshake(pool: 
         with pytest.raises(grpc.aio.AioRpcError):
             await echo(pool.channel(forged), b"a", seconds=1.0)
         assert hidden.callers == []
-
-
-async def test_a_peer_that_does_not_wait_is_not_connected() -> None:
-    async with meeting_point() as host:
-        error = await _refusal(host, "Connect", pb.Carried(to=generate().peer_id))
-        assert isinstance(error, NotReady)
 
 
 @pytest.mark.usefixtures("no_punching")

@@ -19,8 +19,3 @@ def test_what_peers_have_is_used_and_back_soon_after_a_change_with_no_more_block
     )
     assert exit_code(figures) == 0
     assert exit_code(figures | {"room_for_all": whole | {"share_of_capacity": 0.94}}) == 1
-
-
-def test_too_many_layouts_are_refused() -> None:
-    with pytest.raises(ValueError, match="all of their layouts are compared"):
-        Options(num_peers=5)
