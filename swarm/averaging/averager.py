@@ -26,12 +26,11 @@ from swarm.averaging.led_exchanges import LedExchanges
 from swarm.averaging.missed_rounds import MissedRounds
 from swarm.averaging.own_round import OwnRound
 from swarm.averaging.participant import Participant
-from swarm.averaging.reporter import Reporter
+from swarm.averaging.reporter import Reporter, Survey
 from swarm.averaging.roster import Roster
 from swarm.averaging.round import Round
 from swarm.averaging.servicer import Handlers, ReportAnswers
 from swarm.averaging.state_transfer import StateTransfer
-from swarm.averaging.survey import Survey
 from swarm.averaging.vectors.shared import TiedParameters
 from swarm.averaging.watch import GroupView, RoundWatch
 from swarm.averaging.wire.context import Context
@@ -125,7 +124,7 @@ class Averager:
         self.catch_up = CatchUp(
             context, place, advance=advance, transfer=transfer, survey=survey, entry=entry, missed_rounds=missed_rounds
         )
-        self.reporter = reporter = Reporter(context, place, member, roster, own_round, survey, self.catch_up)
+        self.reporter = reporter = Reporter(context, place, member, roster, own_round, survey, self.catch_up.look)
         self.watch = watch = RoundWatch(context, place, member, roster, reporter)
         barrier = Barrier(context, place, shared, watch, call, own_round)
         self.succession = Succession(context, place, member, roster, survey, own_round, barrier, watch)

@@ -17,8 +17,8 @@ from swarm.averaging.agreement.messages import Standing
 from swarm.averaging.agreement.pace import Entry
 from swarm.averaging.agreement.place import Place
 from swarm.averaging.missed_rounds import MissedRounds
+from swarm.averaging.reporter import Survey
 from swarm.averaging.state_transfer import StateTransfer
-from swarm.averaging.survey import Survey
 from swarm.averaging.wire.context import Context
 from swarm.errors import IntegrityError, Overloaded, SwarmError
 from swarm.machine.words import Repeats, counted

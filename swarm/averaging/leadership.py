@@ -17,10 +17,9 @@ from swarm.averaging.agreement.place import Place
 from swarm.averaging.agreement.rules import is_complete
 from swarm.averaging.barrier import Barrier
 from swarm.averaging.own_round import OwnRound
-from swarm.averaging.reporter import Reporter
+from swarm.averaging.reporter import Reporter, Survey
 from swarm.averaging.roster import MOST_ASKED, Roster
 from swarm.averaging.round import Round
-from swarm.averaging.survey import Survey
 from swarm.averaging.watch import RoundWatch
 from swarm.averaging.wire.context import Context
 from swarm.errors import SwarmError
