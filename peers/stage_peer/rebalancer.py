@@ -13,7 +13,7 @@ from pathlib import Path
 
 from peers.shared.network import Membership
 from peers.shared.room import named, written
-from swarm.averaging.agreement.rules import has_quorum
+from swarm.averaging.watch import has_quorum
 from swarm.checkpoint import file
 from swarm.dht.directory import Announcement
 from swarm.errors import Fatal, SwarmError

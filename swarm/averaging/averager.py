@@ -29,10 +29,10 @@ from swarm.averaging.participant import Participant
 from swarm.averaging.reporter import Reporter, Survey
 from swarm.averaging.roster import Roster
 from swarm.averaging.round import Round
-from swarm.averaging.servicer import Handlers, ReportAnswers
+from swarm.averaging.servicer import Handlers
 from swarm.averaging.state_transfer import StateTransfer
 from swarm.averaging.vectors.shared import TiedParameters
-from swarm.averaging.watch import GroupView, RoundWatch
+from swarm.averaging.watch import GroupView, ReportAnswers, RoundWatch
 from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import Broadcast, Method, Reply, Request
 from swarm.errors import DeadlineExceeded, NotReady, PeerUnavailable

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from swarm.averaging.agreement.blame import AttemptFailed
 from swarm.averaging.agreement.place import Place
-from swarm.averaging.agreement.rules import leader_of
 from swarm.averaging.own_round import OwnRound
+from swarm.averaging.roster import leader_of
 from swarm.averaging.vectors.shared import TiedParameters
 from swarm.averaging.watch import RoundWatch
 from swarm.averaging.wire.context import Context

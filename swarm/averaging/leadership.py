@@ -14,7 +14,6 @@ from swarm.averaging.agreement.blame import AttemptFailed
 from swarm.averaging.agreement.group import Ballot
 from swarm.averaging.agreement.pace import Tenure
 from swarm.averaging.agreement.place import Place
-from swarm.averaging.agreement.rules import is_complete
 from swarm.averaging.barrier import Barrier
 from swarm.averaging.own_round import OwnRound
 from swarm.averaging.reporter import Reporter, Survey
@@ -24,7 +23,7 @@ from swarm.averaging.watch import RoundWatch
 from swarm.averaging.wire.context import Context
 from swarm.errors import SwarmError
 from swarm.machine.clock import wait
-from swarm.training.round_member import Progress, RoundMember
+from swarm.training.round_member import RoundMember
 from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
@@ -194,7 +193,7 @@ class Succession:
         leader_id, own = self.watch.leader_id, self.member.progress()
         if self.place.standing != standing or self.watch.reporter.may_be_behind:
             return
-        if leader_id == self.context.own_id or not self._is_whole(told | {self.context.own_id: own}):
+        if leader_id == self.context.own_id or not self.watch.is_whole(told | {self.context.own_id: own}):
             self._tenure.restart()
             return
         idleness = self._tenure.idleness(
@@ -208,15 +207,6 @@ class Succession:
         elif self.place.standing == standing:
             logger.warning("round %d is whole, and stands still under %s: %s", standing.round, leader_id, idleness)
             self.roster.passed_over.see(leader_id)
-
-    def _is_whole(self, told: dict[PeerId, Progress]) -> bool:
-        standing = self.place.standing
-        here = {peer: progress for peer, progress in told.items() if progress.round == standing.round}
-        committed = frozenset[int]().union(*(progress.committed for progress in here.values()))
-        num_samples = sum(progress.num_samples for progress in here.values())
-        config = self.place.timeline.at(standing.round)
-        is_whole = is_complete(config, self.context.own.block, standing.run_samples, committed, num_samples)
-        return is_whole and self.watch.has_quorum(here.keys())
 
     async def _pass_over(self, peer_id: PeerId) -> None:
         logger.warning(

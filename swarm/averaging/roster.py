@@ -7,13 +7,13 @@ Pure but for its clock.
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Collection, Set
+from collections.abc import Callable, Collection, Iterable, Set
 from functools import partial
+from typing import TypeVar
 
 from swarm.averaging.agreement import messages
 from swarm.averaging.agreement.messages import Standing
 from swarm.averaging.agreement.reports import PassedOver, Report, RoundReports, Suspicions
-from swarm.averaging.agreement.rules import leader_of
 from swarm.averaging.agreement.shares import most_samples
 from swarm.averaging.wire.context import Contacts, Context
 from swarm.averaging.wire.transport import record_of
@@ -24,6 +24,16 @@ from swarm.types import Block, PeerId, PeerRecord
 
 MOST_ASKED = 32
 """The most peers that are asked for their standing at once."""
+
+_Id = TypeVar("_Id", bound=str)
+
+
+def leader_of(peer_ids: Iterable[_Id]) -> _Id:
+    """The leader of these peers of a stage: the one with the lowest id. There must be one at least.
+
+    `Roster.leader` says which peers these are. Another rule must be the same at all peers of a run.
+    """
+    return min(peer_ids)
 
 
 def _microbatches_at(timeline: Timeline, block: Block, standing: Standing) -> Collection[int]:

@@ -132,7 +132,7 @@ class Round:
     def _require_whole_round(self, standing: Standing, begun: Begun, unreached: dict[PeerId, SwarmError]) -> None:
         committed = frozenset[int]().union(*(messages.unpack_indices(r.committed_gaps) for r in begun.values()))
         num_samples = sum(reply.round_samples for reply in begun.values())
-        if not self.watch.is_complete(standing, committed, num_samples, begun.keys()):
+        if not self.watch.may_end(standing, committed, num_samples, begun.keys()):
             failed = self.blame.failure("the round is not complete any more", unreached)
             failed.void = True
             raise failed

@@ -1,22 +1,27 @@
-"""This peer's view of its group's round: what the members have of it, whether that is all of it, and who may commit it.
+"""What a leader hears of its group's round, and what follows: what the members have of it, whether that is all of it,
+and who may commit it.
 
-It combines the reports of peers with this peer's own progress. Changes nothing.
+Members report, and are answered here. With the reports goes this peer's own progress.
 """
 
-from collections.abc import Collection, Mapping, Set
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Collection, Mapping, Set
+from dataclasses import dataclass, field
 from functools import partial
+from typing import assert_never
 
+from swarm.averaging.agreement import messages
 from swarm.averaging.agreement.messages import Standing
 from swarm.averaging.agreement.place import Place
-from swarm.averaging.agreement.rules import has_quorum, is_complete
 from swarm.averaging.reporter import Reporter
 from swarm.averaging.roster import Roster
 from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import contact_of
+from swarm.config import Quorum, RunConfig
+from swarm.errors import NotReady
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import Progress, RoundMember
-from swarm.types import PeerId
+from swarm.types import Block, PeerId
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +90,7 @@ class RoundWatch:
             # This peer's microbatches count even while it is left out, because it may come back before the round ends.
             counted=self.roster.reports.counted | committed | (own.committed if is_own_round else frozenset()),
             lost=self.roster.reports.lost - committed,
-            complete=self.is_complete(standing, committed, num_samples, progress.keys()),
+            complete=self.may_end(standing, committed, num_samples, progress.keys()),
             highest_microbatch=max([own.highest_microbatch, *(p.highest_microbatch for p in progress.values())]),
             quiet_seconds=self.context.changes.quiet_seconds,
         )
@@ -107,16 +112,27 @@ class RoundWatch:
 
     # -- what may be done --------------------------------------------------------------------------------------------
 
-    def is_complete(
+    def may_end(
         self, standing: Standing, committed: Collection[int], num_samples: int, present: Collection[PeerId]
     ) -> bool:
-        """Whether the peers that are present hold all that a round needs; see rules.is_complete. `committed` are the
+        """Whether the round is complete, or so late that it ends, with the peers that are present. `committed` are the
         microbatches that these peers have committed in the round, and `num_samples` is how many samples they have in
         it."""
         return is_complete(
             self.place.timeline.at(standing.round), self.context.own.block, standing.run_samples, committed,
             num_samples, absent_samples=self._absent_samples(present), is_late=partial(self._is_late, standing.round),
         )  # fmt: skip
+
+    def is_whole(self, progress: Mapping[PeerId, Progress]) -> bool:
+        """Whether these peers have all that this round needs, and may commit it. That the round is late does not count,
+        because its leader may not know that."""
+        standing = self.place.standing
+        here = {peer: each for peer, each in progress.items() if each.round == standing.round}
+        committed = frozenset[int]().union(*(each.committed for each in here.values()))
+        num_samples = sum(each.num_samples for each in here.values())
+        config = self.place.timeline.at(standing.round)
+        is_whole = is_complete(config, self.context.own.block, standing.run_samples, committed, num_samples)
+        return is_whole and self.has_quorum(here.keys())
 
     def _absent_samples(self, present: Collection[PeerId]) -> int:
         """Samples of the round at living members, this peer included, that are not `present`.
@@ -146,3 +162,118 @@ class RoundWatch:
             last_members=self.place.last_members,
             announced=lambda: {self.context.own_id, *self.roster.contacts.serving()},
         )
+
+
+@dataclass(eq=False)
+class ReportAnswers:
+    """Takes the members' reports, and answers them."""
+
+    context: Context
+    place: Place
+    member: RoundMember
+    roster: Roster
+    reporter: Reporter
+    watch: RoundWatch
+    _told_round: int = field(default=-1, init=False)
+    _told_at: dict[PeerId, float] = field(default_factory=dict, init=False)
+    """When this peer, in `_told_round`, last sent to each member what all members have committed."""
+
+    async def answer(self, request: pb.ReportRequest) -> pb.ReportReply:
+        """Take a report in and answer it. Raises NotReady while this peer catches up, and MalformedMessage."""
+        if self.place.is_catching_up:
+            # This peer neither leads nor takes part. A peer that takes it for the leader must look for another one.
+            raise NotReady("this peer is catching up")
+        # A sender that gets no answers from this peer does not count as a member, because it would only hold up
+        # attempts.
+        if not request.unanswered and self.roster.hear(request):
+            self.context.changes.progressed()
+        peer_id, standing = PeerId(request.sender.peer_id), self.place.standing
+        theirs = messages.unpack_standing(request.standing)
+        # A peer on another branch never leads here, and is not asked again. If it has come to this branch since, only
+        # its reports say so.
+        self.place.branches.reported(peer_id, theirs)
+        if not self.place.branches.is_known(theirs) and self.place.leads is None:
+            self.reporter.nudge(peer_id)
+        reply = pb.ReportReply(
+            standing=messages.pack_standing(standing), active=messages.pack_ballot(self.place.leads),
+            outcome=self.place.outcomes.get(theirs.round), leader=self.watch.leader_contact(),
+            num_alive=len(self.roster.alive()), idle_leader_ids=self.roster.passed_over.told,
+        )  # fmt: skip
+        if theirs != standing:
+            reply.past.extend(self.place.branches.told)
+        elif self.context.config.rounds.synchronous and request.unanswered:
+            reply.committed_gaps.extend(messages.pack_indices(self.member.progress().committed))
+        elif self.context.config.rounds.synchronous:
+            self._tell_of_microbatches(peer_id, reply)
+        else:
+            own = self.member.progress()
+            reply.num_samples = own.num_samples if own.round == standing.round else 0
+        return reply
+
+    def _tell_of_microbatches(self, peer_id: PeerId, reply: pb.ReportReply) -> None:
+        """If this peer leads, add to the reply what all members have committed: the next leader needs to know it."""
+        view, now = self.watch.view(), self.context.clock.monotonic()
+        if not view.is_leader:
+            return
+        if view.round != self._told_round:
+            self._told_round, self._told_at = view.round, {}
+        # Sent only now and then, because a round may have thousands of microbatches, and each of them causes reports.
+        heartbeat_seconds = self.context.timing.heartbeat_seconds
+        if now - self._told_at.get(peer_id, -math.inf) >= heartbeat_seconds:
+            latest = now - heartbeat_seconds
+            self._told_at = {peer: at for peer, at in self._told_at.items() if at > latest} | {peer_id: now}
+            reply.committed_gaps.extend(messages.pack_indices(self.member.progress().committed))
+            reply.counted_gaps.extend(messages.pack_indices(view.counted))
+
+
+def is_complete(
+    config: RunConfig, block: Block, run_samples: int, committed: Collection[int], num_samples: int, *,
+    absent_samples: int = 0, is_late: Callable[[], bool] = lambda: False,
+) -> bool:  # fmt: skip
+    """Whether a group holds everything that a round needs.
+
+    Synchronous: all its microbatches. DiLoCo: its number of samples. But a stage that lost samples with a peer ends its
+    round early when it is late, or else it would stay behind the others for ever. A stage that shares a block with it
+    cannot get ahead: it waits, and admits no more samples once it has enough for a round.
+
+    With DiLoCo, a round that has its samples is not committed while the members that would be left out hold more
+    samples of it than the others. A round that ends early leaves no living member out. Otherwise a newcomer with one
+    inner step could commit a round without the member that has nearly all samples of it.
+
+    Args:
+        run_samples: the samples that the block had before this round.
+        committed: microbatches of the members that would commit the round.
+        num_samples: samples of the members that would commit the round.
+        absent_samples: samples of the round at living members that would be left out.
+        is_late: tells whether another stage is at a later round, or has waited long for this stage to decide. Called
+            only when needed.
+    """
+    if config.rounds.synchronous:
+        return all(index in committed for index in config.microbatches_after(run_samples, block))
+    if num_samples >= config.round_samples_of(block):
+        return num_samples >= absent_samples
+    return absent_samples == 0 < num_samples and is_late()
+
+
+def has_quorum(
+    quorum: Quorum, present: Collection[str], *, last_members: Collection[str], announced: Callable[[], Collection[str]]
+) -> bool:
+    """Whether the peers that are present may commit a round.
+
+    With a majority, two parts of a group cannot both commit the same round. The exception is a member that is started
+    again: it forgets what it had prepared, and may join the majority for another result of that round.
+
+    Args:
+        last_members: the members of the last round; empty for a peer that knows of none. If a majority is wanted, most
+            of them must be present.
+        announced: gives all peers of the stage in the directory, including this one. Called only if no last round is
+            known.
+    """
+    match quorum:
+        case "available":
+            return True
+        case "majority":
+            electorate = set(last_members or announced())
+            return 2 * len(electorate & set(present)) > len(electorate)
+        case other:
+            assert_never(other)

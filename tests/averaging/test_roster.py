@@ -9,7 +9,7 @@ from swarm.averaging.agreement import messages
 from swarm.averaging.agreement.messages import Standing
 from swarm.averaging.agreement.reports import MOST_FAILURES
 from swarm.averaging.agreement.timing import Timing
-from swarm.averaging.roster import Roster
+from swarm.averaging.roster import Roster, leader_of
 from swarm.averaging.wire.context import MOST_UNLISTED
 from swarm.averaging.wire.transport import contact_of
 from swarm.errors import MalformedMessage
@@ -396,3 +396,7 @@ def test_long_texts_are_not_kept(fields: dict[str, Any]) -> None:
     with pytest.raises(MalformedMessage, match="has 65 characters, at most 64 are taken"):
         group.report(by=record(3), **fields)
     assert group.roster.contacts.record(PeerId(record(3).peer_id)) is None
+
+
+def test_the_lowest_id_leads() -> None:
+    assert leader_of(["b", "a", "c"]) == "a"

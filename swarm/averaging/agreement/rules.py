@@ -1,19 +1,18 @@
-"""The rules of a group's rounds: which candidate leads, when a round is complete, which members may commit it, which
-earlier result must be finished first, who drops what two members count, and what a leader may say that members gave.
+"""The rules of an attempt: which earlier result must be finished first, who drops what two members count, what a leader
+may say that members gave, and how groups are drawn.
 
-Another rule for who leads goes into `leader_of`, and must be the same at all peers of a run. The roster says who the
-candidates are, and leadership which peers are passed over.
+When a round is complete, and who may commit it, is in watch, and who leads in the roster.
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Container, Mapping, Sequence, Set
 from hashlib import sha256
-from typing import TypeVar, assert_never
+from typing import TypeVar
 
 from swarm.averaging.agreement import messages
 from swarm.averaging.agreement.shares import Counts
-from swarm.config import Quorum, RunConfig
+from swarm.config import RunConfig
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.tally import NOTHING_GIVEN, Given
 from swarm.types import Block, PeerId
@@ -22,67 +21,6 @@ Begun = Mapping[PeerId, pb.BeginReply]
 """The answers of the members that began an attempt."""
 
 _Id = TypeVar("_Id", bound=str)
-
-
-def leader_of(peer_ids: Iterable[_Id]) -> _Id:
-    """The leader of these peers of a stage: the one with the lowest id. There must be one at least.
-
-    Roster.leader says which peers these are.
-    """
-    return min(peer_ids)
-
-
-def is_complete(
-    config: RunConfig, block: Block, run_samples: int, committed: Collection[int], num_samples: int, *,
-    absent_samples: int = 0, is_late: Callable[[], bool] = lambda: False,
-) -> bool:  # fmt: skip
-    """Whether a group holds everything that a round needs.
-
-    Synchronous: all its microbatches. DiLoCo: its number of samples. But a stage that lost samples with a peer ends its
-    round early when it is late, or else it would stay behind the others for ever. A stage that shares a block with it
-    cannot get ahead: it waits, and admits no more samples once it has enough for a round.
-
-    With DiLoCo, a round that has its samples is not committed while the members that would be left out hold more
-    samples of it than the others. A round that ends early leaves no living member out. Otherwise a newcomer with one
-    inner step could commit a round without the member that has nearly all samples of it.
-
-    Args:
-        run_samples: the samples that the block had before this round.
-        committed: microbatches of the members that would commit the round.
-        num_samples: samples of the members that would commit the round.
-        absent_samples: samples of the round at living members that would be left out.
-        is_late: tells whether another stage is at a later round, or has waited long for this stage to decide. Called
-            only when needed.
-    """
-    if config.rounds.synchronous:
-        return all(index in committed for index in config.microbatches_after(run_samples, block))
-    if num_samples >= config.round_samples_of(block):
-        return num_samples >= absent_samples
-    return absent_samples == 0 < num_samples and is_late()
-
-
-def has_quorum(
-    quorum: Quorum, present: Collection[str], *, last_members: Collection[str], announced: Callable[[], Collection[str]]
-) -> bool:
-    """Whether the peers that are present may commit a round.
-
-    With a majority, two parts of a group cannot both commit the same round. The exception is a member that is started
-    again: it forgets what it had prepared, and may join the majority for another result of that round.
-
-    Args:
-        last_members: the members of the last round; empty for a peer that knows of none. If a majority is wanted, most
-            of them must be present.
-        announced: gives all peers of the stage in the directory, including this one. Called only if no last round is
-            known.
-    """
-    match quorum:
-        case "available":
-            return True
-        case "majority":
-            electorate = set(last_members or announced())
-            return 2 * len(electorate & set(present)) > len(electorate)
-        case other:
-            assert_never(other)
 
 
 def drawn_groups(has_samples: Mapping[_Id, bool], size: int, seed: str) -> list[list[_Id]]:
