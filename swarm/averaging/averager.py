@@ -22,7 +22,6 @@ from swarm.averaging.barrier import Barrier
 from swarm.averaging.catch_up import CatchUp
 from swarm.averaging.donor import Donor
 from swarm.averaging.leadership import LeadLoop, Succession
-from swarm.averaging.led_exchanges import LedExchanges
 from swarm.averaging.missed_rounds import MissedRounds
 from swarm.averaging.own_round import OwnRound
 from swarm.averaging.participant import Participant
@@ -130,8 +129,7 @@ class Averager:
         self.succession = Succession(context, place, member, roster, survey, own_round, barrier, watch)
         broadcast = Broadcast(call=call, is_silent=roster.is_silent, timing=context.timing)
         blame = Blame(context.own_id, own_round.exchanges.suspects)
-        exchanges = LedExchanges(context, roster, broadcast, blame)
-        attempts = Round(context, place, watch, broadcast, barrier, shared, blame, exchanges)
+        attempts = Round(context, place, watch, broadcast, barrier, blame)
         self.lead_loop = LeadLoop(context, place, roster, own_round, reporter, watch, attempts)
         reports = ReportAnswers(context, place, member, roster, reporter, watch)
         self.handlers = Handlers(context, participant, donor, shared, barrier, reports)

@@ -9,18 +9,18 @@ of the whole model.
 import asyncio
 import logging
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass
 
 from swarm.averaging.agreement.blame import AttemptFailed
-from swarm.averaging.agreement.place import Place
+from swarm.averaging.agreement.place import Decision, Place
 from swarm.averaging.own_round import OwnRound
 from swarm.averaging.roster import leader_of
 from swarm.averaging.vectors.shared import TiedParameters
 from swarm.averaging.watch import RoundWatch
 from swarm.averaging.wire.context import Context
-from swarm.averaging.wire.transport import BARRIER, Caller, contact_of, record_of
+from swarm.averaging.wire.transport import BARRIER, Caller, Members, contact_of, record_of
 from swarm.errors import MalformedMessage, SwarmError
 from swarm.machine.clock import wait
 from swarm.rpc.v1 import averaging_pb2 as pb
@@ -48,6 +48,54 @@ class Barrier:
     own_round: OwnRound
 
     # -- for this stage ----------------------------------------------------------------------------------------------
+
+    async def before_commit(
+        self, round_number: int, prepared: pb.Prepared, holders: Members
+    ) -> pb.CommitRequest | None:
+        """Note that this stage has decided the round, and wait for the stages that it waits for: with DiLoCo those with
+        the same tied parameters, which mostly are none.
+
+        Returns:
+            The call that has the holders commit; None if another leader of this stage committed the round meanwhile.
+
+        Raises:
+            AttemptFailed: another stage has decided under later amendments.
+            IntegrityError: the result was made under amendments that are not known here.
+        """
+        block, norm, partners = self.context.own.block, prepared.squared_norm, self.shared.partners(round_number)
+        shares = [_partner(block, prepared.digest, contact_of(next(iter(holders.values()))))]
+        ready: dict[Block, pb.BarrierReply] = {}
+        if self.shared.counts_norm(block, round_number):
+            # The other stages need this stage's norm, which depends on the partners' averages. So the partners are
+            # awaited first: they decide without waiting for this stage.
+            first = await self.wait_for(partners, round_number, prepared.amended)
+            if first is None:
+                return None
+            ready |= first
+            averaging, parts = self.place.timeline.under(prepared.amended).averaging, _partners(ready, partners)
+            norm += await self.shared.squared_norm_of_sum(round_number, [*shares, *parts], averaging)
+        self.place.decide(Decision(round=round_number, prepared=prepared, squared_norm=norm))
+        self.context.changes.signal()
+        others = await self.wait_for(self.awaited(round_number) - ready.keys(), round_number, prepared.amended)
+        if others is None:
+            return None
+        ready |= others
+        norms = {block: norm} | {other: reply.squared_norm for other, reply in ready.items()}
+        # Added one by one and in the same order at every stage, so that the total has the same bits. `sum` rounds
+        # differently in some releases of Python.
+        total_squared_norm = 0.0
+        for each in sorted(norms):
+            total_squared_norm += norms[each]
+        return pb.CommitRequest(
+            address=self.context.address,
+            peer_id=self.context.own_id,
+            round=round_number,
+            digest=prepared.digest,
+            total_squared_norm=total_squared_norm,
+            stage_squared_norm=norm,
+            partners=[*shares, *_partners(ready, partners)] if partners else [],
+            signatures=prepared.signatures,
+        )
 
     async def wait_for(
         self, blocks: Collection[Block], round_number: int, amended: str
@@ -106,7 +154,7 @@ class Barrier:
         except (TimeoutError, AttemptFailed):
             return False
 
-    def awaited(self, round_number: int) -> Collection[Block]:
+    def awaited(self, round_number: int) -> Set[Block]:
         config = self.context.config
         if config.rounds.synchronous:
             return set(config.blocks) - {self.context.own.block}
@@ -272,3 +320,11 @@ class Barrier:
             leader=own, amended=prepared.amended,
             amendments=self.place.timeline.texts if prepared.amended != request.amended else (),
         )  # fmt: skip
+
+
+def _partner(block: Block, digest: str, contact: pb.Contact) -> pb.Partner:
+    return pb.Partner(stage=block.stage, variant=block.variant, digest=digest, contact=contact)
+
+
+def _partners(ready: Mapping[Block, pb.BarrierReply], blocks: Collection[Block]) -> list[pb.Partner]:
+    return [_partner(block, ready[block].digest, ready[block].leader) for block in sorted(blocks)]

@@ -1,7 +1,9 @@
 """One attempt at a round, from closing to commit, as its leader drives it.
 
     Begin to all, and again to those that are still closing
-    -> Average to all -> Barrier with the other stages -> Commit to all
+    -> Average to all
+    -> Barrier with the other stages; with DiLoCo only with those that have the same tied parameters
+    -> Commit to all
 
 If an earlier result may have been decided, Average is left out and that result is committed. If the attempt fails
 before a result is decided, Abort goes to all. A result is decided once this leader has the answers of all members of
@@ -13,24 +15,30 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 from swarm.averaging.agreement import messages
 from swarm.averaging.agreement.blame import SLOW, AttemptFailed, Blame, require_true_results, without_the_useless
 from swarm.averaging.agreement.group import Ballot
 from swarm.averaging.agreement.messages import Standing
-from swarm.averaging.agreement.place import Decision, Place
-from swarm.averaging.agreement.rules import Begun, superfluous, unfinished
-from swarm.averaging.agreement.timing import deadline_seconds
+from swarm.averaging.agreement.place import Place
+from swarm.averaging.agreement.rules import Begun, agreed, superfluous, unfinished
+from swarm.averaging.agreement.shares import Shares, clip_of, divide, prepared_of
+from swarm.averaging.agreement.timing import OWNER_PATIENCE, deadline_seconds
 from swarm.averaging.barrier import Barrier
-from swarm.averaging.led_exchanges import LedExchanges
-from swarm.averaging.vectors.shared import TiedParameters
+from swarm.averaging.groups import Groups, Results
+from swarm.averaging.vectors.exchange import given_after
 from swarm.averaging.watch import RoundWatch
 from swarm.averaging.wire.context import Context
-from swarm.averaging.wire.transport import ABORT, BEGIN, COMMIT, Broadcast, Members, contact_of
+from swarm.averaging.wire.transport import ABORT, AVERAGE, BEGIN, COMMIT, Broadcast, Members, contact_of
+from swarm.compression.codec import Codec, contribution_codec
+from swarm.config import RunConfig
 from swarm.errors import DeadlineExceeded, NotReady, SwarmError
 from swarm.rpc.v1 import averaging_pb2 as pb
-from swarm.types import Block, PeerId
+from swarm.training.tally import Given
+from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +49,21 @@ TELL_SECONDS = 10.0
 """Least time between two lines about members that are still closing."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Attempt:
+    """An attempt that this peer leads. `config` is the one under the amendments up to `amended`."""
+
+    members: Members
+    standing: Standing
+    ballot: Ballot
+    amended: str
+    config: RunConfig
+
+    @property
+    def codec(self) -> Codec:
+        return contribution_codec(self.config.averaging)
+
+
 @dataclass(eq=False)
 class Round:
     context: Context
@@ -48,15 +71,17 @@ class Round:
     watch: RoundWatch
     broadcast: Broadcast
     barrier: Barrier
-    shared: TiedParameters
     blame: Blame
-    exchanges: LedExchanges
     _told_at: float = field(default=-math.inf, init=False)
     _num_late: Counter[PeerId] = field(default_factory=Counter, init=False)
     """How often each member has used up the longest time for closing, since it last closed in time. Each time it gets
     half as long, because it may only pretend to close."""
     _num_commits: Counter[tuple[int, str]] = field(default_factory=Counter, init=False)
     """How often the commit of a round's result was sent, by round and digest."""
+    _exchange_seconds: float = field(default=0.0, init=False)
+    """How long the last exchange took."""
+    _vector_bytes: int = field(default=0, init=False)
+    """The size of a contribution in float32, once one was exchanged."""
     _commit_seconds: float = field(default=0.0, init=False)
     """How long the last commit took."""
 
@@ -71,12 +96,14 @@ class Round:
             SwarmError: the averages of tied parameters that the commit needs cannot be had. The result stays prepared.
         """
         ballot, amended = Ballot(number, self.context.own_id), self.place.timeline.digest_at(standing.round)
+        config = self.place.timeline.under(amended)
+        attempt = _Attempt(members=members, standing=standing, ballot=ballot, amended=amended, config=config)
         with self.place.leading(ballot):
             try:
-                begun = await self._ask_to_begin(members, standing, ballot, amended)
+                begun = await self._ask_to_begin(attempt)
                 prepared = unfinished(begun)
                 if prepared is None:
-                    prepared, holders = await self.exchanges.run(members, begun, standing, ballot, amended)
+                    prepared, holders = await self._ask_to_average(attempt, begun)
                 else:
                     logger.info("finishing attempt %d of %s", prepared.ballot.attempt, prepared.ballot.leader_id)
                     holders = [peer for peer, reply in begun.items() if reply.prepared.digest == prepared.digest]
@@ -91,16 +118,16 @@ class Round:
 
     # -- all promise the attempt, and close their contributions
 
-    async def _ask_to_begin(self, members: Members, standing: Standing, ballot: Ballot, amended: str) -> Begun:
+    async def _ask_to_begin(self, attempt: _Attempt) -> Begun:
         """Ask members to begin an attempt. Returns the answers of the members that began. Either they show that an
         earlier attempt's result has to be finished, or these members together hold all that the round needs, and no
         microbatch twice. Raises AttemptFailed if the attempt cannot go on."""
-
         timeline, amendments = self.place.timeline, self.place.timeline.texts
+        members, standing, amended = attempt.members, attempt.standing, attempt.amended
 
         def request(drop: Collection[int] = ()) -> pb.BeginRequest:
             return pb.BeginRequest(
-                address=self.context.address, peer_id=self.context.own_id, ballot=messages.pack_ballot(ballot),
+                address=self.context.address, peer_id=self.context.own_id, ballot=messages.pack_ballot(attempt.ballot),
                 standing=messages.pack_standing(standing), drop_gaps=messages.pack_indices(drop), amended=amended,
                 amendments=amendments,
             )  # fmt: skip
@@ -111,10 +138,10 @@ class Round:
         for peer, told in begun.items():
             timeline.hear(told.amendments, peer)  # Those that refused for want of them; the next attempt has them.
         self.blame.require_obedience(begun, unreached, self.watch.has_quorum)
-        require_true_results(begun, ballot)
+        require_true_results(begun, attempt.ballot)
         if unfinished(begun) is not None:
             return begun
-        block, config = self.context.own.block, timeline.under(amended)
+        block, config = self.context.own.block, attempt.config
         if self.context.config.rounds.synchronous:
             of_round = config.microbatches_after(standing.run_samples, block)
             # This can take long: a member computes again the microbatches that it drops, or those that it keeps.
@@ -190,60 +217,106 @@ class Round:
             return DeadlineExceeded(f"it has been closing for {seconds:.0f} s, and makes no progress")
         return None
 
-    async def _tell_abort(self, members: Members, round_number: int, ballot: Ballot, failed: AttemptFailed) -> None:
-        request = pb.AbortRequest(
-            address=self.context.address, peer_id=self.context.own_id, round=round_number,
-            ballot=messages.pack_ballot(ballot), reason=str(failed), void=failed.void,
-        )  # fmt: skip
-        await self.broadcast(members, ABORT, dict.fromkeys(members, request), self.context.timing.begin_seconds)
+    # -- they average ------------------------------------------------------------------------------------------------
 
-    # -- once a result is decided: the barrier, and the commit
+    async def _ask_to_average(self, attempt: _Attempt, begun: Begun) -> tuple[pb.Prepared, list[PeerId]]:
+        """Have the members that began the attempt average. Returns the result, which is decided, and the members that
+        hold it. Raises AttemptFailed if nothing is decided."""
+        begun, size = dict(sorted(begun.items())), self.context.config.averaging.group_size
+        if 0 < size < len(begun):
+            groups = Groups(
+                begun=begun, size=size, standing=attempt.standing, tile=attempt.codec.tile,
+                exchange=partial(self._exchange, attempt), hand_down=partial(self._hand_down, attempt),
+                roster=self.watch.roster, blame=self.blame,
+            )  # fmt: skip
+            prepared, held = await groups.average(attempt.ballot)
+        else:
+            held = await self._exchange(attempt, begun)
+            prepared = messages.unsigned(agreed(held, self.context.own_id))
+            self.blame.exchanged(begun)
+        return messages.signed_by_all(prepared, held.values()), list(held)
+
+    async def _exchange(
+        self, attempt: _Attempt, begun: Begun, given: Mapping[str, Given] | None = None, *, is_part: bool = False
+    ) -> Results:
+        """Have these members exchange: weigh each, give each its part of the vector, and send Average. With groups,
+        `is_part` says that this is one of a group. Or each gives its group's average, and `given` says what those in
+        it have given. Raises AttemptFailed unless all have prepared the same."""
+        started_at, number = self.context.clock.monotonic(), attempt.standing.round
+        is_whole = not is_part and not given
+        through_one = is_whole and self.blame.goes_through_one(number, begun)
+        shares = divide(
+            {peer: begun[PeerId(peer)] for peer in self.blame.suspects.in_order(begun, number)},
+            num_elements=next(iter(begun.values())).num_elements, tile=attempt.codec.tile,
+            clip_to_median=clip_of(attempt.config), only_owner=self.context.own_id if through_one else None,
+        )  # fmt: skip
+        shares = replace(shares, amended=attempt.amended)
+        self._vector_bytes = 4 * shares.num_elements
+        request = self._average_request(attempt, shares, num_times=2 * (len(begun) - 1) if through_one else 4)
+        request.is_part = is_part
+        if given:
+            request.member_ids.extend(sorted(given))
+            request.given.extend(messages.pack_given(given, request.member_ids))
+        replies = await self._call_average(attempt, request)
+        told = _results(replies)
+        if len(told) < len(begun):
+            took_long = self.context.clock.monotonic() - started_at >= OWNER_PATIENCE * request.timeout_seconds
+            raise self.blame.failed_exchange(replies, begun, number, attempt.ballot, took_long=took_long)
+        digests = {peer: prepared.digest for peer, prepared in told.items()}
+        if len(set(digests.values())) > 1:
+            raise self.blame.different_results(digests)
+        self._exchange_seconds = self.context.clock.monotonic() - started_at
+        after = given_after(given or {}, shares, attempt.config.averaging)
+        return {
+            peer: messages.signed_by_all(
+                prepared_of(request, shares, told[peer].digest, told[peer].squared_norm, after), [told[peer]]
+            )
+            for peer in begun
+        }
+
+    async def _hand_down(self, attempt: _Attempt, shares: Shares, prepared: pb.Prepared) -> Results:
+        request = self._average_request(attempt, shares)
+        request.handed_down.CopyFrom(prepared)
+        return _results(await self._call_average(attempt, request))
+
+    def _average_request(self, attempt: _Attempt, shares: Shares, *, num_times: int = 4) -> pb.AverageRequest:
+        """A call for an exchange in which a line carries the vector so many times at worst. Four times, if every member
+        sends the whole vector and gets it back, and all of that goes over one line."""
+        floor_seconds = self.context.timing.exchange_seconds(num_times * attempt.codec.num_bytes(shares.num_elements))
+        named = [
+            pb.Share(
+                contact=contact_of(attempt.members[PeerId(share.peer_id)]), num_samples=share.counts.num_samples,
+                num_targets=share.counts.num_targets, round_samples=share.counts.round_samples,
+                norm=share.counts.norm, num_elements=share.num_elements,
+            )
+            for share in shares.members
+        ]  # fmt: skip
+        return pb.AverageRequest(
+            address=self.context.address, peer_id=self.context.own_id, round=attempt.standing.round,
+            ballot=messages.pack_ballot(attempt.ballot), shares=named,
+            timeout_seconds=deadline_seconds(floor_seconds, self._exchange_seconds, self.blame.num_timeouts),
+        )  # fmt: skip
+
+    async def _call_average(self, attempt: _Attempt, request: pb.AverageRequest) -> dict[PeerId, Any]:
+        asked = {peer: attempt.members[peer] for peer in (PeerId(share.contact.peer_id) for share in request.shares)}
+        timeout_seconds = request.timeout_seconds + self.context.timing.grace_seconds
+        requests = dict.fromkeys(asked, request)
+        replies = await self.broadcast(asked, AVERAGE, requests, timeout_seconds, until=_is_prepared)
+        return {peer: messages.checked_average(reply) for peer, reply in replies.items()}
+
+    # -- the attempt ends --------------------------------------------------------------------------------------------
 
     async def _finish(self, round_number: int, prepared: pb.Prepared, holders: Members) -> None:
-        """Commit the decided result, once the stages that it waits for have decided theirs. Raises AttemptFailed if one
-        of them has decided under later amendments, and IntegrityError if the result was made under unknown ones."""
-        block, norm, partners = self.context.own.block, prepared.squared_norm, self.shared.partners(round_number)
-        shares = [_partner(block, prepared.digest, contact_of(next(iter(holders.values()))))]
-        ready: dict[Block, pb.BarrierReply] = {}
-
-        async def wait_for(blocks: Collection[Block]) -> bool:
-            replies = await self.barrier.wait_for(blocks, round_number, prepared.amended)
-            ready.update(replies or {})
-            return replies is not None
-
-        if self.shared.counts_norm(block, round_number):
-            # The other stages need this stage's norm, which depends on the partners' averages. So the partners are
-            # awaited first: they decide without waiting for this stage.
-            if not await wait_for(partners):
-                return
-            averaging, parts = self.place.timeline.under(prepared.amended).averaging, _partners(ready, partners)
-            norm += await self.shared.squared_norm_of_sum(round_number, [*shares, *parts], averaging)
-        self.place.decide(Decision(round=round_number, prepared=prepared, squared_norm=norm))
-        self.context.changes.signal()
-        if not await wait_for(self.barrier.awaited(round_number) - ready.keys()):
-            return
-        norms = {block: norm} | {other: reply.squared_norm for other, reply in ready.items()}
-        # Added one by one and in the same order at every stage, so that the total has the same bits. `sum` rounds
-        # differently in some releases of Python.
-        total_squared_norm = 0.0
-        for each in sorted(norms):
-            total_squared_norm += norms[each]
-        request = pb.CommitRequest(
-            address=self.context.address,
-            peer_id=self.context.own_id,
-            round=round_number,
-            digest=prepared.digest,
-            total_squared_norm=total_squared_norm,
-            stage_squared_norm=norm,
-            partners=[*shares, *_partners(ready, partners)] if partners else [],
-            signatures=prepared.signatures,
-        )
-        await self._tell_commit(holders, request)
+        """Commit the decided result, once the stages that this one waits for have decided theirs. DiLoCo without tied
+        parameters waits for nobody. Raises what Barrier.before_commit does."""
+        request = await self.barrier.before_commit(round_number, prepared, holders)
+        if request is not None:
+            await self._tell_commit(holders, request)
 
     async def _tell_commit(self, holders: Members, request: pb.CommitRequest) -> None:
         started_at, key = self.context.clock.monotonic(), (request.round, request.digest)
         self._num_commits = Counter({key: self._num_commits[key] + 1})
-        floor_seconds = self.context.timing.applying_seconds(self.exchanges.vector_bytes)
+        floor_seconds = self.context.timing.applying_seconds(self._vector_bytes)
         timeout_seconds = deadline_seconds(floor_seconds, self._commit_seconds, self.blame.num_timeouts)
         replies = await self.broadcast(holders, COMMIT, dict.fromkeys(holders, request), timeout_seconds)
         if not any(isinstance(reply, SLOW) for reply in replies.values()):
@@ -259,10 +332,17 @@ class Round:
         if len(digests) > 1:
             logger.error("members differ after the same round %d: %s", request.round, digests)
 
+    async def _tell_abort(self, members: Members, round_number: int, ballot: Ballot, failed: AttemptFailed) -> None:
+        request = pb.AbortRequest(
+            address=self.context.address, peer_id=self.context.own_id, round=round_number,
+            ballot=messages.pack_ballot(ballot), reason=str(failed), void=failed.void,
+        )  # fmt: skip
+        await self.broadcast(members, ABORT, dict.fromkeys(members, request), self.context.timing.begin_seconds)
 
-def _partner(block: Block, digest: str, contact: pb.Contact) -> pb.Partner:
-    return pb.Partner(stage=block.stage, variant=block.variant, digest=digest, contact=contact)
+
+def _results(replies: Mapping[PeerId, Any]) -> Results:
+    return {peer: reply.prepared for peer, reply in replies.items() if _is_prepared(reply)}
 
 
-def _partners(ready: Mapping[Block, pb.BarrierReply], blocks: Collection[Block]) -> list[pb.Partner]:
-    return [_partner(block, ready[block].digest, ready[block].leader) for block in sorted(blocks)]
+def _is_prepared(reply: Any) -> bool:
+    return isinstance(reply, pb.AverageReply) and reply.HasField("prepared")

@@ -1,14 +1,11 @@
-"""The rules of an attempt: which earlier result must be finished first, who drops what two members count, what a leader
-may say that members gave, and how groups are drawn.
+"""The rules of an attempt: which earlier result must be finished first, who drops what two members count, and what a
+leader may say that members gave.
 
 When a round is complete, and who may commit it, is in watch, and who leads in the roster.
 """
 
-import math
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence, Set
-from hashlib import sha256
-from typing import TypeVar
 
 from swarm.averaging.agreement import messages
 from swarm.averaging.agreement.shares import Counts
@@ -19,16 +16,6 @@ from swarm.types import Block, PeerId
 
 Begun = Mapping[PeerId, pb.BeginReply]
 """The answers of the members that began an attempt."""
-
-_Id = TypeVar("_Id", bound=str)
-
-
-def drawn_groups(has_samples: Mapping[_Id, bool], size: int, seed: str) -> list[list[_Id]]:
-    """Divide members into groups of `size` at most, which differ from seed to seed. Each group has a member with
-    samples; so with very few of these the groups are larger."""
-    order = sorted(has_samples, key=lambda peer: (not has_samples[peer], sha256(f"{seed} {peer}".encode()).digest()))
-    number = min(math.ceil(len(order) / size), max(1, sum(has_samples.values())))
-    return [order[first::number] for first in range(number)]
 
 
 def agreed(results: Mapping[PeerId, pb.Prepared], own_id: PeerId) -> pb.Prepared:
