@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from swarm.averaging.agreement import messages
-from swarm.averaging.agreement.group import Refused
+from swarm.averaging.agreement.messages import Refused
 from swarm.averaging.agreement.place import Place
 from swarm.averaging.donor import Donor
 from swarm.averaging.own_round import OwnRound
@@ -51,6 +51,21 @@ class Advance:
                 yield
             finally:
                 self.member.set_behind(False)
+
+    async def commit(self, request: pb.CommitRequest) -> pb.CommitReply:
+        """Answer the leader's Commit: apply the prepared result. Runs to its end even if the leader hangs up."""
+        outcome = pb.Outcome(
+            round=request.round,
+            prepared=pb.Prepared(digest=request.digest, signatures=request.signatures),
+            partners=request.partners,
+            total_squared_norm=request.total_squared_norm,
+            stage_squared_norm=request.stage_squared_norm,
+        )
+        try:
+            await self.apply(outcome)
+        except Refused as refused:
+            return pb.CommitReply(refusal=self.place.refusal(refused))
+        return pb.CommitReply(state_digest=await self.state_digest())
 
     async def apply(self, outcome: pb.Outcome) -> None:
         """Apply the prepared result, once. Raises Refused if `outcome` is about another result."""

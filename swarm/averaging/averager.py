@@ -14,10 +14,9 @@ from swarm.averaging.advance import Advance
 from swarm.averaging.agreement import messages
 from swarm.averaging.agreement.blame import Blame
 from swarm.averaging.agreement.branches import Branches
-from swarm.averaging.agreement.group import Phase
 from swarm.averaging.agreement.messages import Standing
 from swarm.averaging.agreement.pace import Entry
-from swarm.averaging.agreement.place import Place
+from swarm.averaging.agreement.place import Phase, Place
 from swarm.averaging.barrier import Barrier
 from swarm.averaging.catch_up import CatchUp
 from swarm.averaging.donor import Donor

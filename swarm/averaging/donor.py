@@ -13,8 +13,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 
 from swarm.averaging.agreement import messages
-from swarm.averaging.agreement.group import Phase
-from swarm.averaging.agreement.place import Place
+from swarm.averaging.agreement.place import Phase, Place
 from swarm.averaging.vectors import results
 from swarm.averaging.vectors.results import Committed
 from swarm.averaging.vectors.snapshots import TensorBytes, describe

@@ -17,8 +17,7 @@ from typing import Protocol
 
 from swarm.averaging.agreement import messages
 from swarm.averaging.agreement.blame import AttemptFailed, Blame
-from swarm.averaging.agreement.group import Ballot
-from swarm.averaging.agreement.messages import Standing
+from swarm.averaging.agreement.messages import Ballot, Standing
 from swarm.averaging.agreement.rules import Begun, agreed
 from swarm.averaging.agreement.shares import Counts, Shares, divide
 from swarm.averaging.roster import Roster

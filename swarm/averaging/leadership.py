@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from swarm.averaging.agreement.blame import AttemptFailed
-from swarm.averaging.agreement.group import Ballot
+from swarm.averaging.agreement.messages import Ballot
 from swarm.averaging.agreement.pace import Tenure
 from swarm.averaging.agreement.place import Place
 from swarm.averaging.barrier import Barrier

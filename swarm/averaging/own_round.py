@@ -11,8 +11,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from swarm.averaging.agreement.group import Ballot, Refused
-from swarm.averaging.agreement.messages import MemberFailed
+from swarm.averaging.agreement.messages import Ballot, MemberFailed, Refused
 from swarm.averaging.agreement.place import Place
 from swarm.averaging.agreement.shares import Shares
 from swarm.averaging.vectors.allreduce import AllReduceTransport, Average

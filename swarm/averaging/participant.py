@@ -1,4 +1,4 @@
-"""A member's duties: how it answers a leader's Begin, Average, Commit and Abort.
+"""A member's duties: how it answers a leader's Begin, Average and Abort; Commit is answered by advance.
 
 The leader is a participant too. Keeps the pure group state consistent with this member's work (own_round) and with the
 exchange. Never decides anything about a round.
@@ -11,8 +11,7 @@ from typing import Any
 
 from swarm.averaging.advance import Advance
 from swarm.averaging.agreement import messages
-from swarm.averaging.agreement.group import Ballot, Refused
-from swarm.averaging.agreement.messages import MemberFailed
+from swarm.averaging.agreement.messages import Ballot, MemberFailed, Refused
 from swarm.averaging.agreement.place import Place
 from swarm.averaging.agreement.rules import given_fault
 from swarm.averaging.agreement.shares import Counts, Shares, most_samples, prepared_of, shares_of
@@ -40,7 +39,8 @@ class Participant:
 
     @property
     def answers(self) -> dict[str, Callable[[Any], Any]]:
-        return {BEGIN.name: self.begin, AVERAGE.name: self.average, COMMIT.name: self.commit, ABORT.name: self.abort}
+        commit = self.advance.commit
+        return {BEGIN.name: self.begin, AVERAGE.name: self.average, COMMIT.name: commit, ABORT.name: self.abort}
 
     # -- first phase -------------------------------------------------------------------------------------------------
 
@@ -66,7 +66,7 @@ class Participant:
                 self._require_same_amendments(request)
                 self.place.group.begin(request.standing.round, ballot)
             except Refused as refused:
-                return pb.BeginReply(refusal=self._refusal(refused), amendments=self.place.timeline.texts)
+                return pb.BeginReply(refusal=self.place.refusal(refused), amendments=self.place.timeline.texts)
             self.own_round.end_exchange(f"attempt {ballot.attempt} of {ballot.leader_id} began")
             closing = self.own_round.close(frozenset(messages.unpack_indices(request.drop_gaps)), request.amended)
         finally:
@@ -78,7 +78,7 @@ class Participant:
         closed = closing.closed
         async with self.place.lock:
             if not self.own_round.begin(ballot, closing):
-                return pb.BeginReply(refusal=self._refusal(Refused(f"attempt {ballot.attempt} was given up")))
+                return pb.BeginReply(refusal=self.place.refusal(Refused(f"attempt {ballot.attempt} was given up")))
             standing, result = self.place.standing, self.own_round.result
             counts, config = self._counts(closed, closing.amended), self.place.timeline.under(closing.amended)
             self.context.events.write(
@@ -150,7 +150,7 @@ class Participant:
                 if prepared.decider_ids:
                     self.own_round.go_on(attempt, closed, cost, result.round_result.given)
         except Refused as refused:
-            return pb.AverageReply(refusal=self._refusal(refused))
+            return pb.AverageReply(refusal=self.place.refusal(refused))
         except MemberFailed as failed:
             return pb.AverageReply(failure=messages.pack_failure(failed))
         return pb.AverageReply(prepared=prepared)
@@ -272,22 +272,7 @@ class Participant:
         stated = Stated(sorted(messages.unpack_indices(opening.sketched_gaps)), opening.sketches)
         return await attempt.serve(opening.peer_id, opening.shares_digest, pieces, stated)
 
-    # -- second phase ------------------------------------------------------------------------------------------------
-
-    async def commit(self, request: pb.CommitRequest) -> pb.CommitReply:
-        """Apply the prepared result. Runs to its end even if the leader hangs up."""
-        outcome = pb.Outcome(
-            round=request.round,
-            prepared=pb.Prepared(digest=request.digest, signatures=request.signatures),
-            partners=request.partners,
-            total_squared_norm=request.total_squared_norm,
-            stage_squared_norm=request.stage_squared_norm,
-        )
-        try:
-            await self.advance.apply(outcome)
-        except Refused as refused:
-            return pb.CommitReply(refusal=self._refusal(refused))
-        return pb.CommitReply(state_digest=await self.advance.state_digest())
+    # -- the attempt is given up -------------------------------------------------------------------------------------
 
     async def abort(self, request: pb.AbortRequest) -> pb.AbortReply:
         """Give the attempt up, with what it prepared, and go on training.
@@ -296,7 +281,7 @@ class Participant:
         """
         ballot = messages.own_ballot(request)
         refused: Refused | None = await asyncio.shield(self.context.tasks.spawn(self._abort(request, ballot)))
-        return pb.AbortReply(refusal=self._refusal(refused)) if refused is not None else pb.AbortReply()
+        return pb.AbortReply(refusal=self.place.refusal(refused)) if refused is not None else pb.AbortReply()
 
     async def _abort(self, request: pb.AbortRequest, ballot: Ballot) -> Refused | None:
         async with self.place.lock:
@@ -314,10 +299,6 @@ class Participant:
         """Raise Refused if the leader of an attempt is passed over here: its numbers would outbid its successor's."""
         if ballot.leader_id in self.roster.passed_over.peers - {self.context.own_id}:
             raise Refused(f"{ballot.leader_id} does not lead here any more")
-
-    def _refusal(self, refused: Refused) -> pb.Refusal:
-        promised = messages.pack_ballot(self.place.group.promised)
-        return pb.Refusal(reason=str(refused), promised=promised, round=self.place.group.round)
 
 
 def _hands_down(request: pb.AverageRequest, shares: Shares, own_id: str) -> bool:

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from swarm.averaging.advance import Advance
 from swarm.averaging.agreement import messages
 from swarm.averaging.agreement.branches import voice_of
-from swarm.averaging.agreement.group import Ballot, Refused
-from swarm.averaging.agreement.messages import Standing
+from swarm.averaging.agreement.messages import Ballot, Refused, Standing
 from swarm.averaging.agreement.place import Place
 from swarm.averaging.own_round import OwnRound
 from swarm.averaging.roster import Roster

@@ -9,8 +9,7 @@ from typing import cast
 import torch
 
 from swarm.averaging.agreement import messages
-from swarm.averaging.agreement.group import Ballot
-from swarm.averaging.agreement.messages import Standing, lineage_after
+from swarm.averaging.agreement.messages import Ballot, Standing, lineage_after
 from swarm.averaging.averager import place_of
 from swarm.averaging.donor import Donor, snapshot_id
 from swarm.averaging.state_transfer import StateTransfer

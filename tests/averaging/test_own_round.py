@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from swarm.averaging.agreement.group import Ballot, Refused
-from swarm.averaging.agreement.messages import MemberFailed
+from swarm.averaging.agreement.messages import Ballot, MemberFailed, Refused
 from swarm.averaging.agreement.shares import Shares, divide
 from swarm.averaging.own_round import Attempt
 from swarm.averaging.vectors.exchange import Closed, Closing

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from swarm.averaging.agreement import messages
-from swarm.averaging.agreement.group import Ballot
+from swarm.averaging.agreement.messages import Ballot
 from swarm.averaging.agreement.rules import Begun
 from swarm.averaging.agreement.shares import Counts
 from swarm.config import RunConfig

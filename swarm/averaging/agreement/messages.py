@@ -5,7 +5,6 @@ import math
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from swarm.averaging.agreement.group import Ballot
 from swarm.errors import MalformedMessage, SwarmError, TryLater
 from swarm.honesty.comparison import Deviation
 from swarm.machine.words import printable
@@ -45,6 +44,18 @@ class MemberFailed(TryLater):
         passed through, and so to the vectors of a whole exchange. They would stay in memory until Python collects
         cycles."""
         return MemberFailed(self.peer_id, str(self), noticed_by=self.noticed_by)
+
+
+@dataclass(frozen=True, order=True)
+class Ballot:
+    """Names one attempt at a round: its number, then the peer id of its leader."""
+
+    attempt: int
+    leader_id: str
+
+
+class Refused(TryLater):
+    """A leader's request is refused. The answer holds the member's promise and round."""
 
 
 @dataclass(frozen=True, order=True, kw_only=True)

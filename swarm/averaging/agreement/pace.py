@@ -12,8 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from swarm.averaging.agreement.group import Ballot
-from swarm.averaging.agreement.messages import Standing
+from swarm.averaging.agreement.messages import Ballot, Standing
 from swarm.averaging.agreement.timing import Timing
 from swarm.compression.codec import contribution_codec
 from swarm.config import RunConfig

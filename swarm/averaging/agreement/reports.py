@@ -6,8 +6,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Set
 from dataclasses import dataclass, field
 
 from swarm.averaging.agreement import messages
-from swarm.averaging.agreement.group import Ballot
-from swarm.averaging.agreement.messages import Standing
+from swarm.averaging.agreement.messages import Ballot, Standing
 from swarm.averaging.agreement.timing import Timing
 from swarm.machine.clock import Clock
 from swarm.rpc.bounds import LONGEST_LIST

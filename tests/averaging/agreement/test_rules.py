@@ -2,8 +2,7 @@
 
 import pytest
 
-from swarm.averaging.agreement.group import Ballot
-from swarm.averaging.agreement.messages import pack_ballot, pack_indices
+from swarm.averaging.agreement.messages import Ballot, pack_ballot, pack_indices
 from swarm.averaging.agreement.rules import agreed, duplicates, unfinished
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerId

@@ -12,7 +12,7 @@ from peers.stage_peer.served_block import ServedBlock
 from peers.status import program
 from peers.status.contributions import Tallies, of_checkpoints, of_logs
 from swarm.audit.audit import audit
-from swarm.averaging.agreement.group import Phase
+from swarm.averaging.agreement.place import Phase
 from swarm.averaging.agreement.timing import Timing
 from swarm.checkpoint import file
 from swarm.checkpoint.file import Header

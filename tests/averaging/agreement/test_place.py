@@ -2,7 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.averaging.agreement.group import Ballot, Group, Phase, Refused
+from swarm.averaging.agreement.messages import Ballot, Refused
+from swarm.averaging.agreement.place import Group, Phase
 
 OLD, MIDDLE, NEW = Ballot(1, "b"), Ballot(2, "a"), Ballot(2, "c")
 
