@@ -57,7 +57,7 @@ class Deviation:
         peer_id: empty if the contributions of too few members differ much, and nobody can say whose is wrong.
         reason: in words that follow "its contribution is out of line: ".
         is_computed: whether the owner found by computing that the member's answer to a microbatch is wrong, or its
-            contribution not the sum of its answers' gradients.
+            contribution not the sum of its answers' gradients; or the same that it has given before.
         is_clear: whether honest contributions are never so far out of line; of what was computed, whether an honest
             member never looks so.
     """
@@ -96,7 +96,11 @@ class Comparison:
         amounts = np.array([max(1, self.amounts[peer]) for peer in peers], dtype=float)
         products = [(name, rows, _products([parts[peer][rows] for peer in peers])) for name, rows in self._places()]
         whole = sum(each for _, _, each in products)
-        found: dict[str, Deviation] = {}
+        # To send one vector twice is no matter of chance.
+        found = {
+            peer: Deviation(peer_id=peer, reason="it is the one that it gave before", is_computed=True, is_clear=True)
+            for peer in self.memory.repeated({peer: parts[peer] for peer in peers}, self.part)
+        }
         for name, size, each in [
             ("", length, whole), *((name, rows.stop - rows.start, each) for name, rows, each in products)
         ]:  # fmt: skip
@@ -105,8 +109,6 @@ class Comparison:
                 for index, reason, is_clear in _out_of_line(np.asarray(each), amounts, size):
                     deviation = Deviation(peer_id=peers[index], reason=reason + where, is_clear=is_clear and not name)
                     found.setdefault(peers[index], deviation)
-        for peer in self.memory.repeated({peer: parts[peer] for peer in peers}, self.part):
-            found.setdefault(peer, Deviation(peer_id=peer, reason="it is the one that it gave before"))
         return tuple(each for _, each in sorted(found.items()))
 
     def _undecided(self, parts: Sequence[torch.Tensor]) -> tuple[Deviation, ...]:

@@ -21,7 +21,7 @@ LEAST_SEEN = 2
 """As many other peers must have been checked by a peer before it can say of one that it is out of line."""
 LEAST_COSINE = 0.4
 """Directions are compared only if the usual cosine is as large as this."""
-COSINE_SHARE, NORM_FACTOR = 0.2, 4.0
+COSINE_SHARE, NORM_FACTOR = 0.2, 2.5
 """An answer is in line with at least this share of the usual cosine, and with a norm between the usual one divided by
 this and times this, whatever the deviation."""
 MOST_SEEN = 64

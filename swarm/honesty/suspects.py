@@ -218,7 +218,7 @@ class Suspects:
             peer,
             Named(
                 round_number,
-                f"{peer} lies: its answers are wrong, or not what it contributes, by the word of {by} in round "
+                f"{peer} lies: its answers or its contributions are wrong, by the word of {by} in round "
                 f"{round_number}; {why}",
             ),
         )

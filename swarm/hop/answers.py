@@ -201,6 +201,8 @@ class HopReply:
     num_busy: int
     """How often a peer of this hop had no room. Peers that merely left the microbatch to others are not counted."""
     _call: Stream = field(repr=False)
+    anchor_round: int | None = None
+    """With DiLoCo the round whose anchor the peer says it has used; None if it says nothing."""
     on_ack: Callable[["HopReply", pb.Statement | None], None] = field(default=lambda *_: None, repr=False)
     """Called once the answer counts, with what the peer has signed then."""
 

@@ -150,6 +150,7 @@ class Calls:
                     loss=done.loss, tensors=reader.tensors,
                     route={**unpack_route(done.route), self._block: peer_id},
                     num_reroutes=done.num_reroutes + retries.num_failures, num_busy=retries.num_busy, _call=call,
+                    anchor_round=done.anchor_round if done.HasField("anchor_round") else None,
                 )  # fmt: skip
 
     def _patience(self, record: PeerRecord, there: Tensors, back: Mapping[str, TensorSpec]) -> Patience:

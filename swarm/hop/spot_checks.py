@@ -6,8 +6,10 @@ that checks gets the tensors from the one that is checked, and compares them wit
 and got (stage/spot_check). A peer whose answer two others or more find wrong, and fewer find right, gets no more work
 from this sender.
 
-With DiLoCo the weights of the peers drift apart within a round, so an answer is only found unlike what others compute.
-After one that was, the next ones are checked too, and some of them have to be found wrong before anything follows.
+With DiLoCo all peers of a block begin a round with the same weights, its anchor, and say which answers they computed
+with it: these are checked like those of a synchronous round. Then the weights drift apart, and an answer is only found
+unlike what others compute. After one that was, the next ones are checked too, and some of them have to be found wrong
+before anything follows.
 
 In synchronous rounds the peer signs a sketch of the gradient that it adds to its sum, for every answer. The sender
 passes that on to one other peer, which compares it with what the peer says when it contributes the sum
@@ -43,6 +45,9 @@ WITNESS_SECONDS = 5.0
 """Longest wait until a peer has taken statements. Meanwhile others gather."""
 MOST_SIGNED = 256
 """The most statements that wait to be passed on. Further ones are let go."""
+MOST_DRAWN = 4
+"""The most answers that wait to be checked. Further ones are let go: a check must not wait until the round is over, or
+keep many tensors."""
 MOST_ASKED = 7
 """How many peers are asked about one answer at most."""
 SIGNING_PROTOCOL = 13
@@ -56,14 +61,17 @@ alone."""
 MOST_UNSIGNED, UNSIGNED_SHARE = 8, 0.125
 """A peer may leave so many answers unsigned while others sign theirs, and beside them this share of what it signs."""
 
+MOST_ANCHORED = 0.5
+"""The largest share of answers from a round's anchor that are checked. Each of them stands for those since the last
+one, as far as that allows; others are then checked half as often."""
 LEAST_ANSWERS = 3
-"""With DiLoCo so many answers of a peer, less those that are found right, have to be found wrong before it is at fault.
-"""
+"""So many other answers of a peer, less those that are found right, have to be found wrong before it is at fault."""
 LEAST_OTHERS = 3
-"""With DiLoCo nothing is checked where a peer has fewer others: they would not know what is usual (honesty/drift)."""
+"""These are not checked where a peer has fewer others: they would not know what is usual (honesty/drift)."""
 
-LOSS = "loss"
-"""The loss that a peer answers, as a tensor: it is shown and compared like the others."""
+LOSS, ANCHOR_ROUND = "loss", "anchor_round"
+"""The loss that a peer answers, and the round whose anchor it says it has used, as tensors. What it shows of them has
+to be the same, as with the others."""
 
 _Reply = pb.SpotCheckReply
 
@@ -77,6 +85,8 @@ class _Drawn:
     next_peer: str
     statement: pb.Statement | None
     tensors: Tensors
+    is_exact: bool
+    """Whether others that compute it again have to get the same."""
 
 
 @dataclass(eq=False)
@@ -90,6 +100,10 @@ class _Standing:
         num_since: how many came since one was not shown.
         num_signed: how many it signed.
         num_unsigned: how many it left unsigned while others signed theirs.
+        first_unsigned: the round of the first one of these. It does not count: a peer that was alone in the round
+            before signs nothing yet.
+        num_unanchored: with DiLoCo, how many came since the last one that was computed with an anchor.
+        num_anchored_right: how many of those were found right. They say nothing of the others.
     """
 
     num_right: int = 0
@@ -98,6 +112,9 @@ class _Standing:
     num_since: int = 0
     num_signed: int = 0
     num_unsigned: int = 0
+    first_unsigned: int | None = None
+    num_unanchored: int = 0
+    num_anchored_right: int = 0
 
 
 class SpotChecks:
@@ -115,13 +132,11 @@ class SpotChecks:
         drifts: bool = False, rng: random.Random | None = None,
     ) -> None:  # fmt: skip
         self._run_id, self._block, self.share = run_id, block, share
-        self._least_others, self._least_answers = (LEAST_OTHERS, LEAST_ANSWERS) if drifts else (1, 1)
-        self._drifts, self._first_round = drifts, FIRST_ROUND if drifts else 0
+        self._drifts = drifts
         self._router = router
         self._stub = stub
         self._rng = rng or random.SystemRandom()
-        self._drawn: asyncio.Queue[_Drawn] = asyncio.Queue(maxsize=1)
-        """Further ones are let go: a check must not wait until the round is over, or keep many tensors."""
+        self._drawn: asyncio.Queue[_Drawn] = asyncio.Queue(maxsize=MOST_DRAWN)
         self._signed: asyncio.Queue[tuple[PeerId, pb.Statement]] = asyncio.Queue(maxsize=MOST_SIGNED)
         self._standings: defaultdict[PeerId, _Standing] = defaultdict(_Standing)
         self._last_signer: PeerId | None = None
@@ -133,22 +148,41 @@ class SpotChecks:
         """Draw whether an answer that counts is checked, and let another peer witness what the peer has signed."""
         peer, statement = reply.route[self._block], None if self._drifts else statement
         self._standings[peer].num_since += 1
-        if not microbatch.is_replay:
-            self._note_signed(peer, microbatch, is_signed=statement is not None)
         if statement is not None and not self._signed.full():
             self._signed.put_nowait((peer, statement))
-        if microbatch.is_replay or self._drawn.full() or microbatch.round < self._first_round:
+        if microbatch.is_replay:
             return
-        is_drawn = self._rng.random() < max(self.share, (1 + self._standings[peer].num_right) ** -2)
+        self._note_signed(peer, microbatch, is_signed=statement is not None)
+        is_exact = not self._drifts or reply.anchor_round is not None
+        least_others, is_drawn = 1 if is_exact else LEAST_OTHERS, self._draws(peer, microbatch, is_exact=is_exact)
         # The others are looked up only now: that takes as long as there are peers, and few answers are drawn.
-        if is_drawn and len(self._others(peer)) >= self._least_others:
+        if is_drawn and len(self._others(peer)) >= least_others:
             following = (other for block, other in reply.route.items() if block.stage == self._block.stage + 1)
+            made = {**tensors, **reply.tensors, LOSS: loss_tensor(reply.loss)}
+            if self._drifts and reply.anchor_round is not None:
+                made[ANCHOR_ROUND] = anchor_tensor(reply.anchor_round)
             self._drawn.put_nowait(
                 _Drawn(
-                    microbatch=microbatch, peer=peer, next_peer=next(following, ""), statement=statement,
-                    tensors={**tensors, **reply.tensors, LOSS: loss_tensor(reply.loss)},
+                    microbatch=microbatch, peer=peer, next_peer=next(following, ""), statement=statement, tensors=made,
+                    is_exact=is_exact,
                 )
             )  # fmt: skip
+
+    def _draws(self, peer: PeerId, microbatch: Microbatch, *, is_exact: bool) -> bool:
+        """Draw whether an answer is checked."""
+        standing, share = self._standings[peer], self.share
+        num_right = standing.num_right
+        standing.num_unanchored += 1
+        if self._drawn.full() or not (is_exact or microbatch.round >= FIRST_ROUND):
+            return False
+        if self._drifts:
+            of_anchored = min(MOST_ANCHORED, share * standing.num_unanchored)
+            if is_exact:
+                num_right, standing.num_unanchored = standing.num_anchored_right, 0
+                share = max(share, of_anchored)
+            elif of_anchored < MOST_ANCHORED:
+                share /= 2
+        return self._rng.random() < max(share, (1 + num_right) ** -2)
 
     def _note_signed(self, peer: PeerId, microbatch: Microbatch, *, is_signed: bool) -> None:
         """Leave a peer alone that leaves its answers unsigned, while others sign theirs: of these it could contribute
@@ -159,7 +193,11 @@ class SpotChecks:
         if is_signed or not others_sign or not self._others(peer):
             return
         record = self._router.record(self._block, peer)
-        standing.num_unsigned += record is not None and record.protocol_version >= SIGNING_PROTOCOL
+        if record is None or record.protocol_version < SIGNING_PROTOCOL:
+            return
+        if standing.first_unsigned is None:
+            standing.first_unsigned = microbatch.round
+        standing.num_unsigned += microbatch.round != standing.first_unsigned
         if standing.num_unsigned > MOST_UNSIGNED + UNSIGNED_SHARE * standing.num_signed:
             self._distrust(peer, microbatch, f"it has left {standing.num_unsigned} answers unsigned")
             standing.num_unsigned = 0
@@ -199,18 +237,22 @@ class SpotChecks:
             digests=await asyncio.to_thread(digests_of, drawn.tensors),
             statements=[] if drawn.statement is None else [drawn.statement],
         )  # fmt: skip
-        wrong, right = dict[PeerId, str](), list[PeerId]()
+        wrong, right, num_proofs = dict[PeerId, str](), list[PeerId](), 0
         others = self._others(drawn.peer)
         for other in self._rng.sample(others, min(MOST_ASKED, len(others))):
             reply = await self._ask(other, request)
             if reply.verdict == _Reply.VERDICT_DIFFERS:
                 wrong[other] = printable(reply.reason[:LONGEST_REASON])
+                num_proofs += reply.is_proof
             elif reply.verdict == _Reply.VERDICT_AGREES:
                 right.append(other)
                 if not wrong:
-                    standing.num_right += 1
-                    standing.num_wrong = max(0, standing.num_wrong - 1)
-                    if standing.num_right % FORGOTTEN_AFTER == 0:
+                    if drawn.is_exact and self._drifts:
+                        standing.num_anchored_right += 1
+                    else:
+                        standing.num_right += 1
+                        standing.num_wrong = max(0, standing.num_wrong - 1)
+                    if (standing.num_right + standing.num_anchored_right) % FORGOTTEN_AFTER == 0:
                         standing.not_shown_to.clear()
                     return
             elif reply.verdict == _Reply.VERDICT_NOT_SHOWN and not wrong:
@@ -223,7 +265,8 @@ class SpotChecks:
                 return
         if len(wrong) >= LEAST_WRONG and len(wrong) > len(right):
             standing.num_right, standing.num_wrong = 0, standing.num_wrong + 1
-            if standing.num_wrong < self._least_answers:
+            is_proven = not self._drifts or num_proofs >= LEAST_WRONG
+            if not is_proven and standing.num_wrong < LEAST_ANSWERS:
                 return  # The next answer is checked, too.
             reason = f"it computes wrongly, say {len(wrong)} others: {next(iter(wrong.values()))}"
             self._distrust(drawn.peer, microbatch, reason)
@@ -269,6 +312,10 @@ class SpotChecks:
 
 def loss_tensor(loss: float) -> torch.Tensor:
     return torch.tensor([loss], dtype=torch.float32)
+
+
+def anchor_tensor(anchor_round: int) -> torch.Tensor:
+    return torch.tensor([anchor_round])
 
 
 def digests_of(tensors: Tensors) -> list[pb.TensorDigest]:

@@ -68,11 +68,8 @@ class Again(NamedTuple):
 
 @dataclass
 class StageBackend:
-    """
-    Attributes:
-        recorder: records the computation in `warm_up`, and the decoder's steps, if they can be recorded; None: nothing
-            is recorded.
-    """
+    """The `recorder` records the computation in `warm_up`, and the decoder's steps, if they can be recorded; None:
+    nothing is recorded."""
 
     config: RunConfig
     stage: int
@@ -133,8 +130,7 @@ class StageBackend:
 
         The forward is released, whatever happens.
 
-        Args, here and below:
-            only_at: the stage that lacks the microbatch, for the record, if it is a replay.
+        `only_at` is the stage that lacks the microbatch, for the record, if it is a replay, here and below.
 
         Raises:
             MalformedMessage: the gradient cannot be decoded, or the gradient of the weights is not finite.
@@ -160,26 +156,28 @@ class StageBackend:
             MalformedMessage: inputs out of range, or a loss or gradient that is not finite.
             NotReady: see StageWeights.version_for.
         """
-        with self._at_once(microbatch, round_number, wire_inputs) as forward:
+        with self._at_once(self._begun(microbatch, round_number, wire_inputs)) as forward:
             return self._collect(forward, None, accumulate=accumulate, only_at=only_at)
 
     def compute_again(
-        self, microbatch: int, round_number: int, wire_inputs: WireInputs, wire_gradient: torch.Tensor | None
-    ) -> Again:
+        self, microbatch: int, round_number: int, wire_inputs: WireInputs, wire_gradient: torch.Tensor | None,
+        *, at_anchor: bool = False,
+    ) -> Again:  # fmt: skip
         """Compute what another peer says it has computed, and add it to no sum. `wire_gradient` is that of the output,
-        as the other peer got it; None at the last stage. Raises what `forward_loss` and `backward` do."""
+        as the other peer got it; None at the last stage. `at_anchor`: with the weights that began the round. Raises
+        what `forward_loss` and `backward` do."""
         is_sketched = self.weights.sketch is not None
-        with self._at_once(microbatch, round_number, wire_inputs) as forward:
+        version = (self.weights.anchored if at_anchor else self.weights.version_for)(round_number)
+        with self._at_once(Forward(microbatch, wire_inputs, version, self.boundary_in(round_number))) as forward:
             assert forward._graph is not None
             hidden = None if self.is_last else forward.boundary.encode(forward._graph.outputs, self.staging)
             loss, gradient, gradients, scale = self._differentiate(forward, wire_gradient, of_weights=is_sketched)
             return Again(loss, hidden, gradient, self._sketch_of(gradients, scale))
 
     @contextmanager
-    def _at_once(self, microbatch: int, round_number: int, wire_inputs: WireInputs) -> Iterator[Forward]:
+    def _at_once(self, forward: Forward) -> Iterator[Forward]:
         """A forward whose backward follows in the block; afterwards it is released."""
-        self.function.check(wire_inputs)
-        forward = self._begun(microbatch, round_number, wire_inputs)
+        self.function.check(forward.wire_inputs)
         forward.version.taken()
         try:
             self._compute(forward)
@@ -319,7 +317,8 @@ class StageBackend:
         """The sketch of a gradient, on its way to the CPU as answers are; empty if the round is not sketched."""
         if (sketch := self.weights.sketch) is None:
             return Download(torch.empty(0))
-        return self.staging.download(sketch.of(dict(zip(self.weights.masters, gradients, strict=True))) / scale)
+        sketch_N = sketch.of(dict(zip(self.weights.masters, gradients, strict=True)))
+        return self.staging.download(sketch_N if scale == 1.0 else sketch_N / scale)
 
     def _gradients(
         self, forward: Forward, wire_gradient: torch.Tensor | None, *, of_weights: bool

@@ -20,6 +20,8 @@ from swarm.training import samples
 
 TOKENS = samples.TOKENS
 HIDDEN, GRADIENT = wire.HIDDEN, wire.GRADIENT
+OUTPUT, OUTPUT_GRADIENT = "output", "output_gradient"
+"""What a stage sends on and gets back, in spot checks; the next stage calls them HIDDEN and GRADIENT."""
 
 
 @dataclass(frozen=True, kw_only=True)

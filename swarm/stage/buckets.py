@@ -26,11 +26,13 @@ class Version:
         number: counts the versions of this peer, from 0.
         users: unfinished microbatches that may still need it.
         casts: with autocast, copies of some parameters that all matrix products use in their place; made once.
+        anchor_round: with DiLoCo the round that all peers of the block began with these weights; None for others.
     """
 
     parameters: Tensors
     number: int = 0
     users: int = 0
+    anchor_round: int | None = None
     casts: Tensors = field(default_factory=dict)
 
     def taken(self) -> None:
@@ -76,6 +78,11 @@ class Versions:
         """Make a version of the present masters. Earlier versions no longer count as old ones in use."""
         self._old.clear()
         self.newest = self._make({})
+
+    def of(self, tensors: Mapping[str, torch.Tensor]) -> Version:
+        """A version of other weights than the masters. It may share their memory."""
+        moved = {name: tensors[name].to(master.device, self._types[name]) for name, master in self._masters.items()}
+        return Version(parameters={name: value.detach().requires_grad_() for name, value in moved.items()})
 
     def _make(self, copies: Mapping[str, torch.Tensor]) -> Version:
         taken = {

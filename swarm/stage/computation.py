@@ -2,8 +2,7 @@
 
     forward -> hop to the next stage -> backward -> (tentative) -> acknowledged | undone
 
-A computation belongs to the stage, not to the call that asked for it: it goes on when that call dies, so that a retry
-can join it.
+A computation belongs to the stage, and goes on when the call dies that asked for it, so that a retry can join it.
 """
 
 import asyncio
@@ -18,10 +17,10 @@ import torch
 from swarm.errors import MalformedMessage, NotReady, PeerUnavailable
 from swarm.hop.answers import HopListener, HopReply, Obstacle
 from swarm.hop.hop import Hop
-from swarm.hop.spot_checks import LOSS, loss_tensor
+from swarm.hop.spot_checks import ANCHOR_ROUND, LOSS, anchor_tensor, loss_tensor
 from swarm.machine.clock import spawn, wait
 from swarm.stage.backend import Forward, StageBackend
-from swarm.stage.boundary import GRADIENT, HIDDEN
+from swarm.stage.boundary import GRADIENT, HIDDEN, OUTPUT, OUTPUT_GRADIENT
 from swarm.stage.buckets import Accumulated
 from swarm.stage.runtime import Priority, Runtime
 from swarm.stage.staging import Download
@@ -30,9 +29,6 @@ from swarm.training.samples import Microbatch
 from swarm.types import Block, PeerId
 
 _Result = TypeVar("_Result")
-
-OUTPUT, OUTPUT_GRADIENT = "output", "output_gradient"
-"""What a stage sends on and gets back, in spot checks; the next stage calls them HIDDEN and GRADIENT."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,10 +147,8 @@ class Computation(HopListener):
         self._news.set()
 
     def orphan(self) -> object:
-        """Note that no call waits for the answer any more. Nothing is computed until a call subscribes again.
-
-        Returns the object that takes the subscriber's place.
-        """
+        """Note that no call waits for the answer any more. Nothing is computed until a call subscribes again. Returns
+        the object that takes the subscriber's place."""
         self.subscribe(object())
         self._is_wanted.clear()
         return self.subscriber
@@ -199,7 +193,13 @@ class Computation(HopListener):
             return None
         made = {OUTPUT: self._wire_hidden, GRADIENT: self._result.gradient, **self.order.wire_inputs}
         made |= {OUTPUT_GRADIENT: self._accumulated.source.wire_gradient, LOSS: loss_tensor(self._result.loss)}
+        made[ANCHOR_ROUND] = None if self.anchor_round is None else anchor_tensor(self.anchor_round)
         return {name: tensor for name, tensor in made.items() if tensor is not None}
+
+    @property
+    def anchor_round(self) -> int | None:
+        """The round whose anchor its gradient in the sum was computed with; None if there is none, or no anchor."""
+        return None if self._accumulated is None else self._accumulated.source.version.anchor_round
 
     @property
     def sketch(self) -> torch.Tensor:

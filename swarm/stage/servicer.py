@@ -122,11 +122,11 @@ class StageServicer(StageServiceServicer):
             self._stage.endings.abandon(computation, context)
 
     async def _acknowledge(self, context: Context, computation: Computation, wants_statement: bool) -> None:
-        if not self._spot_check.may_count(computation):
+        if not self._spot_check.own.may_count(computation):
             raise StaleMicrobatch("it had other inputs before, so it counts at another peer")
         self._stage.endings.acknowledge(computation)
-        # Within one process nobody would check it.
-        if wants_statement and not is_local(context) and (signed := self._spot_check.state(computation)) is not None:
+        wants_statement &= not is_local(context)  # Within one process nobody would check it.
+        if wants_statement and (signed := self._spot_check.own.state(computation)) is not None:
             await send(context, pb.TrainReply(statement=signed))
 
     async def _read_ack(self, incoming: Incoming, opening: pb.Open) -> bool:
@@ -230,6 +230,7 @@ class StageServicer(StageServiceServicer):
                 queue_length=self._stage.context.runtime.queue_length,
                 credits=self._stage.admission.grants(has_others=opening.has_others),
                 num_reroutes=result.num_reroutes,
+                anchor_round=computation.anchor_round,
             )
             last.message.MergeFrom(pb.TrainReply(done=done))
             await send(context, last)
@@ -276,7 +277,7 @@ class StageServicer(StageServiceServicer):
 
     # A coroutine, like Train.
     async def Show(self, request: pb.ShowRequest, context: Context) -> None:  # type: ignore[override]
-        await self._spot_check.show(context, request)
+        await self._spot_check.own.show(context, request)
 
 
 async def _send_tensors(context: Context, tensors: Mapping[str, torch.Tensor], chunk_bytes: int) -> Frame:

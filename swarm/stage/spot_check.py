@@ -1,9 +1,10 @@
-"""A stage peer's part in spot checks: it shows what it computed of a microbatch, or computes again what another did.
+"""Spot checks: a stage peer computes again what another peer of its block answered.
 
 The peer that answers a check gets from the checked one all that this has received, sent on, got back and answered. Its
 neighbours on both sides say the digests of what they sent and got, so it cannot show other tensors than it computed
 with. From the tensors that it received this peer computes those that it sent, and compares. In a synchronous round both
-work with the same weights. With DiLoCo these have drifted apart since the round began (honesty/drift).
+work with the same weights, and so they do with DiLoCo if the answer was computed with the round's anchor. Later in the
+round weights have drifted apart (honesty/drift).
 
 hop/spot_checks decides what is checked, and what comes of it.
 """
@@ -19,19 +20,34 @@ import torch
 from swarm.errors import MalformedMessage, NotReady, Overloaded, PeerUnavailable, RoundMismatch, SwarmError
 from swarm.events import Checked
 from swarm.honesty.drift import FIRST_ROUND, Drift, Likeness
-from swarm.hop.spot_checks import LEAST_ANSWERS, LOSS, MOST_SIGNED, digests_of, loss_tensor
+from swarm.hop.spot_checks import (
+    ANCHOR_ROUND,
+    LEAST_ANSWERS,
+    LOSS,
+    MOST_SIGNED,
+    anchor_tensor,
+    digests_of,
+    loss_tensor,
+)
 from swarm.rpc.ask import Stream, address_of
 from swarm.rpc.callers import Quota, caller_of
 from swarm.rpc.channels import ChannelPool
-from swarm.rpc.serving import Context, check_address, send
+from swarm.rpc.serving import Context, check_address
 from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.rpc.wire import TensorReader, TensorSpec, frames, parsed, stage_stub
-from swarm.stage.boundary import GRADIENT, HIDDEN, boundary_of, reply_specs, request_specs
-from swarm.stage.computation import OUTPUT, OUTPUT_GRADIENT, Computation
-from swarm.stage.ledger import EntryState
+from swarm.rpc.wire import TensorReader, TensorSpec, parsed, stage_stub
+from swarm.stage.boundary import (
+    GRADIENT,
+    HIDDEN,
+    OUTPUT,
+    OUTPUT_GRADIENT,
+    boundary_of,
+    reply_specs,
+    request_specs,
+)
+from swarm.stage.own_answers import OwnAnswers
 from swarm.stage.runtime import Priority
 from swarm.stage.stage import Stage
-from swarm.training.sketches import RESTATED_TOLERANCE, SIGNED_TOLERANCE, Sketch, Statement, share_of_difference
+from swarm.training.sketches import SIGNED_TOLERANCE, Sketch, Statement, share_of_difference
 from swarm.training.tally import Sign
 from swarm.types import Block, PeerRecord
 
@@ -41,8 +57,8 @@ TOLERANCE = 0.05
 """The largest difference of two tensors, as a share of the larger norm, that kinds of hardware and of code may make;
 likewise of two losses."""
 SILENCE_SECONDS = 15.0
-MOST_CHECKS, MOST_SHOWN = 2, 16
-"""Checks that this peer makes at once, and showings to peers that check; of each, one caller may have half."""
+MOST_CHECKS = 2
+"""Checks that this peer makes at once; one caller may have half."""
 MOST_DISPROVED = 64
 """The peers that are remembered."""
 
@@ -58,6 +74,9 @@ class SpotCheck:
     Args:
         peers: the peers of a block, of this one or of the next.
         sign: signs with the key of this peer; None: nothing is signed.
+
+    Attributes:
+        own: what this peer itself has answered.
     """
 
     def __init__(
@@ -69,74 +88,17 @@ class SpotCheck:
         self._backend = stage.context.backend
         self._peers = peers
         self._channels = channels
-        self._sign = sign
+        self.own = OwnAnswers(stage, sign)
         self._is_drifting = not self._config.rounds.synchronous
         """Whether the peers of the block have other weights within a round."""
-        self._drift = Drift()
-        self._wrong = defaultdict[str, set[int]](set)
-        """By peer, the microbatches of which its answers were found wrong. With DiLoCo each answer that is found right
+        self._drift, self._anchored = Drift(), Drift()
+        """What is usual later in a round, and of answers that were computed with its anchor."""
+        self._unlike = defaultdict[str, set[int]](set)
+        """By peer, the microbatches of which its answers were found unlike this peer's. Each that is found like them
         takes one away."""
+        self._proved = set[str]()
+        """The peers of which an answer was found wrong that had to be the same."""
         self._checks = Quota("checks", MOST_CHECKS)
-        self._showings = Quota("showings", MOST_SHOWN)
-
-    # -- the peer that is checked, and its neighbour -------------------------------------------------------------------
-
-    def may_count(self, computation: Computation) -> bool:
-        """Whether a microbatch may count here that this peer has signed before in this round. If a sender lied then,
-        its gradient is another one now, and others would take this peer for the liar."""
-        signed_N, sketch_N = self._own.get(computation.microbatch.index), computation.sketch
-        return signed_N is None or not sketch_N.numel() or share_of_difference(signed_N, sketch_N) <= RESTATED_TOLERANCE
-
-    def state(self, computation: Computation) -> pb.Statement | None:
-        """Sign that a microbatch counts here, with its sketch; None if it does not, or nothing is sketched."""
-        index, sketch_N, present = computation.microbatch.index, computation.sketch, self._stage.round
-        entry = self._stage.ledger.find(index)
-        counts = entry is not None and (entry.state, entry.round) == (EntryState.COMMITTED, present)
-        if self._sign is None or not sketch_N.numel() or not counts:
-            return None
-        self._own.setdefault(index, sketch_N)
-        return pb.Statement(**Statement.signed(self._sign, self._place, index, present, sketch_N)._asdict())
-
-    @property
-    def _own(self) -> dict[int, torch.Tensor]:
-        """What this peer has signed in this round."""
-        return self._signed.setdefault("", {})
-
-    @property
-    def _signed(self) -> dict[str, dict[int, torch.Tensor]]:
-        return self._stage.context.records.witnessed.of(self._backend.weights.sketch)
-
-    @property
-    def _place(self) -> tuple[str, str, str]:
-        """What a statement of this round is about, beside the microbatch."""
-        return self._config.run_id, str(self._stage.block), self._backend.weights.round.lineage
-
-    async def show(self, context: Context, request: pb.ShowRequest) -> None:
-        """Answer a peer that checks this one, or the one before it. Raises RoundMismatch if the microbatch is not kept
-        any more, and Overloaded."""
-        check_address(request.address, run_id=self._config.run_id, block=self._stage.block)
-        tensors = self._exchanged(request)
-        if tensors is None:
-            raise RoundMismatch(f"microbatch {request.microbatch} is not kept, this peer is at {self._stage.round}")
-        with self._showings.taken(caller_of(context)):
-            digests = await asyncio.to_thread(digests_of, tensors)
-            for frame in frames(pb.ShowReply(digests=digests), tensors if request.tensors else {}):
-                await send(context, frame)
-
-    def _exchanged(self, request: pb.ShowRequest) -> Mapping[str, torch.Tensor] | None:
-        """All that this peer had of a microbatch of a round. With DiLoCo each stage ends rounds by itself, so the stage
-        before does not know the round."""
-        entry, kept = self._stage.ledger.find(request.microbatch), self._stage.context.records.exchanged
-        may_be_of_any = self._is_drifting and not request.tensors
-        if entry is None or not (may_be_of_any or entry.round == request.round):
-            return None
-        if entry.computation is not None:
-            return entry.computation.exchanged()
-        if request.microbatch in kept:
-            kept[request.microbatch] = kept.pop(request.microbatch)  # Others may ask for it, too.
-        return kept.get(request.microbatch)
-
-    # -- the peer that checks ------------------------------------------------------------------------------------------
 
     async def answer(self, context: Context, request: pb.SpotCheckRequest) -> pb.SpotCheckReply:
         """Compute again what another peer of the block answered. Cancellation ends it.
@@ -147,15 +109,17 @@ class SpotCheck:
         if not request.checked_id:
             await self._witness(request)
             return _Reply()
+        is_exact = True
         if self._is_drifting:
             # Each stage ends rounds by itself, so the sender does not know them: what counts is this peer's own.
-            request.round = self._stage.round
-            if request.round < FIRST_ROUND:
+            anchored = self._anchor_round(request)
+            request.round, is_exact = (self._stage.round, False) if anchored is None else (anchored, True)
+            if not is_exact and request.round < FIRST_ROUND:
                 return _Reply(reason="the run has just begun")
         with self._checks.taken(caller_of(context)):
             try:
                 tensors = await self._get_shown(request)
-                reason = await self._difference(request, tensors)
+                reason, is_sure = await self._difference(request, tensors, is_exact=is_exact)
             except _NotShown as error:
                 reply = _Reply(verdict=_Reply.VERDICT_NOT_SHOWN, reason=str(error))
             except (SwarmError, TimeoutError) as error:
@@ -164,7 +128,8 @@ class SpotCheck:
                 if reason is None:
                     return _Reply(reason="this peer has seen too little of others to tell")
                 reply = _Reply(verdict=_Reply.VERDICT_DIFFERS if reason else _Reply.VERDICT_AGREES, reason=reason)
-                self._take_in(request, reason)
+                reply.is_proof = is_sure
+                self._take_in(request, reason, is_sure=is_sure)
         self._stage.context.events.write(
             Checked(
                 round=request.round, microbatch=request.microbatch, peer=request.checked_id,
@@ -173,12 +138,18 @@ class SpotCheck:
         )  # fmt: skip
         return reply
 
+    def _anchor_round(self, request: pb.SpotCheckRequest) -> int | None:
+        """The round whose anchor the checked peer says it has used, if that is the present one or the one before."""
+        told, present = _told(request).get(ANCHOR_ROUND), self._stage.round
+        possible = {each: {ANCHOR_ROUND: anchor_tensor(each)} for each in range(max(0, present - 1), present + 1)}
+        return next((each for each, made in possible.items() if _by_name(made)[ANCHOR_ROUND] == told), None)
+
     async def _witness(self, request: pb.SpotCheckRequest) -> None:
         """Remember what other peers of the block have signed. With DiLoCo nothing is signed."""
-        if self._is_drifting:
+        if self._backend.weights.sketch is None:
             return
         present, indices = self._stage.round, self._stage.context.indices
-        place, signed = self._place, self._signed
+        place, signed = self.own.place, self.own.signed
         statements = [Statement.read(each) for each in request.statements[:MOST_SIGNED]]
         signers = await asyncio.to_thread(lambda: [each.signer(place) for each in statements])
         members = {record.peer_id for record in self._peers(self._stage.block)}
@@ -197,20 +168,22 @@ class SpotCheck:
                     return each.sketch_N
         return None
 
-    def _take_in(self, request: pb.SpotCheckRequest, reason: str) -> None:
+    def _take_in(self, request: pb.SpotCheckRequest, reason: str, *, is_sure: bool) -> None:
         """Count what was found, and say of a peer in the next exchanges that it computes wrongly, or do so no more."""
-        peer, disproved = request.checked_id, self._stage.context.records.disproved
-        if reason and (peer in self._wrong or len(self._wrong) < MOST_DISPROVED):
-            self._wrong[peer].add(request.microbatch)
-            if len(self._wrong[peer]) >= (LEAST_ANSWERS if self._is_drifting else 1):
-                logger.warning("%s computes wrongly: of microbatch %d, %s", peer, request.microbatch, reason)
-                disproved[peer] = f"of microbatch {request.microbatch}, {reason}"
-        elif self._is_drifting and not reason and peer in self._wrong:
-            self._wrong[peer].pop()
-            if len(self._wrong[peer]) < LEAST_ANSWERS:
+        peer, disproved, unlike = request.checked_id, self._stage.context.records.disproved, self._unlike
+        if reason and not is_sure and (peer in unlike or len(unlike) < MOST_DISPROVED):
+            unlike[peer].add(request.microbatch)
+        elif not reason and not is_sure and peer in unlike:
+            unlike[peer].pop()
+            if len(unlike[peer]) < LEAST_ANSWERS and peer not in self._proved:
                 disproved.pop(peer, None)
-            if not self._wrong[peer]:
-                del self._wrong[peer]
+            if not unlike[peer]:
+                del unlike[peer]
+        if reason and is_sure and len(self._proved) < MOST_DISPROVED:
+            self._proved.add(peer)
+        if reason and (peer in self._proved or len(unlike.get(peer, ())) >= LEAST_ANSWERS):
+            logger.warning("%s computes wrongly: of microbatch %d, %s", peer, request.microbatch, reason)
+            disproved[peer] = f"of microbatch {request.microbatch}, {reason}"
 
     async def _get_shown(self, request: pb.SpotCheckRequest) -> Mapping[str, torch.Tensor]:
         """All that the peer had of the microbatch, if its neighbours sent and got the same.
@@ -226,15 +199,17 @@ class SpotCheck:
         spec = boundary_of(config).spec(size.microbatch_size, size.sequence_length)
         inner = {} if self._backend.is_last else {OUTPUT: spec, OUTPUT_GRADIENT: spec}
         try:
-            tensors, _ = await self._ask(request, self._stage.block, request.checked_id, {**outer, **inner})
+            tensors, shown = await self._ask(request, self._stage.block, request.checked_id, {**outer, **inner})
         except (RoundMismatch, MalformedMessage, Overloaded, PeerUnavailable) as error:
             # Whether it has just died the sender sees: then it answers nothing more. With DiLoCo a peer keeps few
             # microbatches, and counts one that was asked for again only once.
             if isinstance(error, RoundMismatch) and (self._is_drifting or self._stage.round > request.round):
                 raise
             raise _NotShown(f"it shows nothing: {error}") from None
-        digests = await asyncio.to_thread(_by_name, tensors)
-        told = {each.name: each.digest for each in request.digests}
+        digests, told = await asyncio.to_thread(_by_name, tensors), _told(request)
+        # What the sender says accuses nobody, so it counts only if the peer says so itself.
+        if ANCHOR_ROUND in told and told[ANCHOR_ROUND] != shown.get(ANCHOR_ROUND):
+            raise _NotShown("it says otherwise than before whether it has used the round's anchor")
         for name in outer:
             if name not in told:
                 raise MalformedMessage(f"the digest of {name} is missing")
@@ -274,49 +249,58 @@ class SpotCheck:
             stream.cancel()
         return reader.tensors, digests
 
-    async def _difference(self, request: pb.SpotCheckRequest, tensors: Mapping[str, torch.Tensor]) -> str | None:
+    async def _difference(
+        self, request: pb.SpotCheckRequest, tensors: Mapping[str, torch.Tensor], *, is_exact: bool
+    ) -> tuple[str | None, bool]:
         """What is wrong with the tensors that the peer sent, in words; empty if they follow from those that it got, and
-        None if that cannot be told."""
+        None if that cannot be told; and whether no honest peer looks so."""
         inputs = {name: tensors[name] for name in request_specs(self._config, self._backend.stage)}
-        sketch, place = self._backend.weights.sketch, self._place
+        sketch, place = self._backend.weights.sketch, self.own.place
         signed_N = await asyncio.to_thread(self._signed_sketch, request, place)
-        reason, _ = await self._stage.context.runtime.run(
-            lambda: self._compare(request, inputs, tensors, sketch, signed_N),
+        found, _ = await self._stage.context.runtime.run(
+            lambda: self._compare(request, inputs, tensors, sketch, signed_N, is_exact=is_exact),
             priority=Priority.FORWARD, age=self._stage.context.runtime.next_age(),
         )  # fmt: skip
-        return reason
+        return found
 
     def _compare(
         self, request: pb.SpotCheckRequest, inputs: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor],
-        sketch: Sketch | None, signed_N: torch.Tensor | None,
-    ) -> str | None:  # fmt: skip
+        sketch: Sketch | None, signed_N: torch.Tensor | None, *, is_exact: bool,
+    ) -> tuple[str | None, bool]:  # fmt: skip
         backend = self._backend
 
         def decode(wire: torch.Tensor) -> torch.Tensor:
             return backend.function.decode(wire, inputs)
 
-        if self._is_drifting and request.round != backend.weights.round.number:
-            return None  # Another round has begun here.
-        again = backend.compute_again(request.microbatch, request.round, inputs, tensors.get(OUTPUT_GRADIENT))
+        if not is_exact and request.round != backend.weights.round.number:
+            return None, False  # Another round has begun here.
+        again = backend.compute_again(
+            request.microbatch, request.round, inputs, tensors.get(OUTPUT_GRADIENT), at_anchor=is_exact
+        )
         told_and_made = {LOSS: (tensors[LOSS], loss_tensor(again.loss))} if backend.is_last else {}
         for name, download in ((OUTPUT, again.hidden), (GRADIENT, again.gradient)):
             if download is not None:
                 told_and_made[name] = decode(tensors[name]), decode(download.wait())
+        for name, (told, made) in told_and_made.items() if is_exact else ():
+            share = share_of_difference(told, made)
+            if not share <= TOLERANCE:
+                return f"its {name} differs by {share:.0%} from what follows from its inputs", True
         if self._is_drifting:
             came = {OUTPUT: decode(tensors[HIDDEN])} if HIDDEN in tensors else {}
             found = {name: Likeness.of(*pair, came.get(name)) for name, pair in told_and_made.items()}
-            return self._drift.fault(request.checked_id, found)
-        for name, (told, made) in told_and_made.items():
-            share = share_of_difference(told, made)
-            if not share <= TOLERANCE:
-                return f"its {name} differs by {share:.0%} from what follows from its inputs"
+            reason = (self._anchored if is_exact else self._drift).fault(request.checked_id, found)
+            return (reason or "", not reason) if is_exact else (reason, False)
         # Another round may have begun here, whose signs are others.
         if signed_N is not None and sketch is not None and backend.weights.sketch is sketch:
             share = share_of_difference(again.sketch.wait(), signed_N)
             if not share <= SIGNED_TOLERANCE:
-                return f"the gradient that it has signed differs by {share:.0%} from what follows from its inputs"
-        return ""
+                return f"the gradient that it has signed differs by {share:.0%} from what follows from its inputs", True
+        return "", True
 
 
 def _by_name(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, bytes]:
     return {each.name: each.digest for each in digests_of(tensors)}
+
+
+def _told(request: pb.SpotCheckRequest) -> Mapping[str, bytes]:
+    return {each.name: each.digest for each in request.digests}

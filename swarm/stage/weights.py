@@ -14,6 +14,7 @@ from torch import nn
 
 from swarm.config import RunConfig, Timeline
 from swarm.config.schedule import learning_rate
+from swarm.errors import NotReady
 from swarm.machine.memory import Recycler
 from swarm.model.adapters import trained_parameters
 from swarm.model.functions import fuses
@@ -103,6 +104,12 @@ class StageWeights(ABC):
     @abstractmethod
     def version_for(self, round_number: int) -> Version:
         """The weights with which a microbatch of a round is computed. Raises NotReady if they are not kept."""
+
+    def anchored(self, round_number: int) -> Version:
+        """The weights that began a round, as a version. Raises NotReady if they are not kept."""
+        if (anchor := self.anchor(round_number)) is None:
+            raise NotReady(f"the weights of round {round_number} are not kept: this peer is at {self.round.number}")
+        return self._versions.of(anchor)
 
     def anchor(self, round_number: int) -> Tensors | None:
         """The weights that began a round; None unless it is this round or the one before.

@@ -116,6 +116,6 @@ def test_who_leaves_answers_unsigned_while_others_sign_theirs_gets_no_more_work(
         is_signed = index // 2 % unsigned_every > 0 if is_other else honest_signs
         peer, call = OTHER if is_other else HONEST, cast("Any", None)
         reply = HopReply(loss=1.0, tensors={}, route={BLOCK: peer}, num_reroutes=0, num_busy=0, _call=call)
-        microbatch = Microbatch(index=index, round=0, num_samples=1)
+        microbatch = Microbatch(index=index, round=index // 100, num_samples=1)
         checks.acknowledged(microbatch, {}, reply, pb.Statement() if is_signed else None)
     assert router.banned(BLOCK) == ({OTHER} if is_found else set())

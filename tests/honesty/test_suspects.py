@@ -248,7 +248,7 @@ def test_what_most_others_have_computed_again_is_no_chance() -> None:
     suspects = Suspects()
     assert computed(suspects, "abc") == ["f"] == suspects.out_of(1)
     assert suspects.lines == [
-        "f lies: its answers are wrong, or not what it contributes, by the word of a, b, c in round 1; 3 of 5 others "
+        "f lies: its answers or its contributions are wrong, by the word of a, b, c in round 1; 3 of 5 others "
         "have found it by computing: it differs"
     ]
 

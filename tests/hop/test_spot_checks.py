@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,11 +24,12 @@ RIGHT, WRONG = pb.SpotCheckReply.VERDICT_AGREES, pb.SpotCheckReply.VERDICT_DIFFE
 
 
 async def _checked(
-    verdicts: Sequence[Any], *, num_peers: int = 4, share: float = 1.0, drawn: Sequence[float] = ()
-) -> tuple[bool, list[int]]:
+    verdicts: Sequence[Any], *, num_peers: int = 4, share: float = 1.0, drawn: Sequence[float] = (),
+    anchored: Collection[int] = (), round_number: int = FIRST_ROUND,
+) -> tuple[bool, list[int]]:  # fmt: skip
     """Let answers of one peer be checked one after the other, each with the same verdict of all. `drawn` are the random
-    numbers that say which ones. Returns whether the peer is left alone in the end, and the microbatches of the checks
-    that were asked for."""
+    numbers that say which ones, and `anchored` has those that were computed with an anchor. Returns whether the peer is
+    left alone in the end, and the microbatches of the checks that were asked for."""
     router, asked, numbers = Router(SystemClock(), random.Random(0)), list[int](), iter(drawn)
     records = [
         PeerRecord(peer_id=f"{number:040x}", stage=1, announced_at=0.0, state=PeerState.SERVING, endpoint="127.0.0.1:1")
@@ -38,7 +39,8 @@ async def _checked(
 
     async def verdict(request: pb.SpotCheckRequest) -> pb.SpotCheckReply:
         asked.append(request.microbatch)
-        return pb.SpotCheckReply(verdict=verdicts[request.microbatch])
+        is_proof = request.microbatch in anchored
+        return pb.SpotCheckReply(verdict=verdicts[request.microbatch], is_proof=is_proof)
 
     rng: Any = SimpleNamespace(random=lambda: next(numbers, 0.0), sample=lambda others, number: others[:number])
     checks = SpotChecks(
@@ -49,8 +51,9 @@ async def _checked(
     call: Any = None
     for index in range(len(verdicts)):
         reply = HopReply(loss=1.0, tensors={}, route={BLOCK: CHECKED}, num_reroutes=0, num_busy=0, _call=call)
+        reply.anchor_round = round_number if index in anchored else None
         checks.acknowledged(
-            Microbatch(index=index, round=FIRST_ROUND, num_samples=1), {"tokens": torch.zeros(1)}, reply, None
+            Microbatch(index=index, round=round_number, num_samples=1), {"tokens": torch.zeros(1)}, reply, None
         )
         await asyncio.sleep(0.02)
     running.cancel()
@@ -74,6 +77,21 @@ async def test_after_a_wrong_answer_the_next_one_is_checked() -> None:
     drawn = (0.0, 0.0, 0.5)
     assert (await _checked([RIGHT, RIGHT, RIGHT], share=0.1, drawn=drawn))[1] == [0, 1]
     assert (await _checked([RIGHT, WRONG, RIGHT], share=0.1, drawn=drawn))[1] == [0, 1, 1, 1, 2]
+
+
+async def test_of_answers_from_the_anchor_one_is_enough_in_any_round_and_among_three() -> None:
+    assert await _checked([WRONG], anchored=[0], num_peers=3, round_number=0) == (True, [0, 0])
+    assert await _checked([WRONG], num_peers=3, round_number=0) == (False, [])
+    assert await _checked([WRONG], round_number=0) == (False, [])
+
+
+async def test_an_answer_from_the_anchor_stands_for_those_since_the_last_one() -> None:
+    # The first ones are checked more often, of either kind.
+    drawn = (0.0, 0.2, 1.0, 1.0, 1.0, 0.35, 0.2)
+    assert (await _checked([RIGHT] * 7, share=0.1, drawn=drawn, anchored=[0, 1, 5, 6]))[1] == [0, 1, 5]
+    # Others are checked half as often for a while.
+    drawn = (0.0, 0.0, 0.0, 0.0, 0.12, 0.12, 0.12)
+    assert (await _checked([RIGHT] * 7, share=0.2, drawn=drawn, anchored=[3]))[1] == [0, 1, 2, 3, 6]
 
 
 async def test_where_nobody_could_know_what_is_usual_nobody_is_asked() -> None:

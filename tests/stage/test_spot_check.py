@@ -13,12 +13,11 @@ from swarm.config import RoundsConfig, RunConfig, WireConfig
 from swarm.credentials.identity import generate
 from swarm.errors import PeerUnavailable, RoundMismatch, SwarmError
 from swarm.honesty.drift import FIRST_ROUND
-from swarm.hop.spot_checks import LOSS, digests_of, loss_tensor
+from swarm.hop.spot_checks import ANCHOR_ROUND, LOSS, anchor_tensor, digests_of, loss_tensor
 from swarm.rpc.ask import address_of, ask
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.wire import stage_stub
-from swarm.stage.boundary import GRADIENT, HIDDEN
-from swarm.stage.computation import OUTPUT, OUTPUT_GRADIENT
+from swarm.stage.boundary import GRADIENT, HIDDEN, OUTPUT, OUTPUT_GRADIENT
 from swarm.stage.endings import MOST_KEPT
 from swarm.stage.spot_check import SpotCheck
 from swarm.stage.staging import Download
@@ -265,7 +264,7 @@ async def test_a_peer_that_shows_nothing_is_left_alone(error: SwarmError, monkey
         async def hide(context: object, request: pb.ShowRequest) -> None:
             raise error
 
-        monkeypatch.setattr(hiding.spot_check, "show", hide)
+        monkeypatch.setattr(hiding.spot_check.own, "show", hide)
         await _train_until(chain, lambda: _is_distrusted(chain, hiding))
 
 
@@ -347,6 +346,46 @@ async def test_with_diloco_a_peer_that_answers_wrongly_is_found_and_left_alone(
         _change(monkeypatch, liar, method, change)
         # It is chance when all know what is usual.
         await _train_until(chain, lambda: _is_distrusted(chain, liar), most_rounds=64)
+        found = [list(peer.stage.context.records.disproved) for peer in honest]
+        assert found.count([liar.peer_id]) >= 2
+        assert found.count([]) + found.count([liar.peer_id]) == 3
+        assert not any(_is_distrusted(chain, peer) for peer in honest)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+async def test_with_diloco_what_was_computed_with_the_anchor_has_to_be_the_same(stage: int) -> None:
+    num_peers = [1, 1, 1]
+    num_peers[stage] = 2
+    async with running_chain(DRIFTING, num_peers=num_peers, spans=False) as chain:
+        pairs = [chain.at(stage), chain.at(stage)[::-1]]
+        for index in range(MOST_KEPT):
+            await chain.train_all([index])
+        for checked, checker in pairs:
+            kept = checked.stage.context.records.exchanged
+            (first,) = (index for index, made in kept.items() if ANCHOR_ROUND in made)
+            said = _request(chain, checked, first, **{ANCHOR_ROUND: anchor_tensor(0)})
+            assert checker.weights.inner_steps.count > 0
+            assert (await _ask(chain, checker, said)).verdict == _Reply.VERDICT_AGREES
+            unsaid = await _ask(chain, checker, _request(chain, checked, first))
+            assert unsaid.reason == "the run has just begun"
+            # A sender says it in its place.
+            later = max(kept.keys() - {first})
+            false = await _ask(chain, checker, _request(chain, checked, later, **{ANCHOR_ROUND: anchor_tensor(0)}))
+            assert (false.verdict, false.reason) == (
+                _Reply.VERDICT_NOT_SHOWN,
+                "it says otherwise than before whether it has used the round's anchor",
+            )
+        await begin_next_round(chain.peers)
+        assert (await _ask(chain, checker, said)).verdict == _Reply.VERDICT_AGREES, "the last anchor is kept"
+        assert _disproved(chain, stage) == [[], []]
+
+
+async def test_with_diloco_one_wrong_answer_from_the_anchor_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_chain(DRIFTING, num_peers=(1, 1, 4), spans=False, check_share=1.0) as chain:
+        liar, *honest = chain.at(2)
+        _change(monkeypatch, liar, "forward_loss", _noise)
+        await _train_until(chain, lambda: _is_distrusted(chain, liar))
+        assert chain.peers[0].stage.round < FIRST_ROUND
         found = [list(peer.stage.context.records.disproved) for peer in honest]
         assert found.count([liar.peer_id]) >= 2
         assert found.count([]) + found.count([liar.peer_id]) == 3

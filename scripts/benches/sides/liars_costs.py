@@ -16,21 +16,22 @@ from unittest import mock
 
 from swarm.honesty.comparison import Comparison
 from swarm.hop import spot_checks
-from swarm.stage import spot_check
+from swarm.stage import own_answers, spot_check
 from swarm.stage.backend import StageBackend
+from swarm.stage.own_answers import OwnAnswers
 from swarm.stage.spot_check import SpotCheck
 from swarm.training.sketches import Sketch, Sketched, Statement
 
 COUNTED = {
     "comparing": ((Comparison, "deviations"),),
     "sketching": (
-        (Sketch, "of"), (Sketched, "stated"), (Sketched, "fault"), (SpotCheck, "state"), (Statement, "signer"),
+        (Sketch, "of"), (Sketched, "stated"), (Sketched, "fault"), (OwnAnswers, "state"), (Statement, "signer"),
     ),
     "checking": (
         (StageBackend, "compute_again"), (SpotCheck, "answer"), (spot_checks, "ask"),
         (spot_checks, "digests_of"), (spot_check, "digests_of"),
     ),
-    "showing": ((SpotCheck, "show"),),
+    "showing": ((OwnAnswers, "show"), (own_answers, "digests_of")),
 }  # fmt: skip
 """What each defence does, by the classes and modules that have these functions."""
 

@@ -411,6 +411,7 @@ class Done(_message.Message):
     QUEUE_LENGTH_FIELD_NUMBER: _builtins.int
     CREDITS_FIELD_NUMBER: _builtins.int
     NUM_REROUTES_FIELD_NUMBER: _builtins.int
+    ANCHOR_ROUND_FIELD_NUMBER: _builtins.int
     loss: _builtins.float
     """The mean loss over the microbatch's targets, in nats; 0 if it has none."""
     num_targets: _builtins.int
@@ -424,6 +425,8 @@ class Done(_message.Message):
     """
     num_reroutes: _builtins.int
     """How often a hop of this microbatch was handed to another peer."""
+    anchor_round: _builtins.int
+    """DiLoCo: the round whose anchor the peer computed the microbatch with. Not set if its weights were others."""
     @_builtins.property
     def route(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouteEntry]: ...
     def __init__(
@@ -436,12 +439,15 @@ class Done(_message.Message):
         queue_length: _builtins.int = ...,
         credits: _builtins.int = ...,
         num_reroutes: _builtins.int = ...,
+        anchor_round: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_anchor_round", b"_anchor_round", "anchor_round", b"anchor_round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_seconds", b"busy_seconds", "credits", b"credits", "loss", b"loss", "num_reroutes", b"num_reroutes", "num_targets", b"num_targets", "queue_length", b"queue_length", "route", b"route"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_anchor_round", b"_anchor_round", "anchor_round", b"anchor_round", "busy_seconds", b"busy_seconds", "credits", b"credits", "loss", b"loss", "num_reroutes", b"num_reroutes", "num_targets", b"num_targets", "queue_length", b"queue_length", "route", b"route"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__anchor_round: _TypeAlias = _typing.Literal["anchor_round"]  # noqa: Y015
+    _WhichOneofArgType__anchor_round: _TypeAlias = _typing.Literal["_anchor_round", b"_anchor_round"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__anchor_round) -> _WhichOneofReturnType__anchor_round | None: ...
 
 Global___Done: _TypeAlias = Done  # noqa: Y015
 
@@ -690,7 +696,9 @@ class SpotCheckRequest(_message.Message):
     def address(self) -> Global___Address: ...
     @_builtins.property
     def digests(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorDigest]:
-        """Of all tensors that the caller sent it and got from it. One is the loss, as a float32."""
+        """Of all tensors that the caller sent it and got from it. One is the loss, as a float32, and one `Done.anchor_round`,
+        as an int64, if that was set.
+        """
 
     @_builtins.property
     def statements(self) -> _containers.RepeatedCompositeFieldContainer[Global___Statement]:
@@ -767,18 +775,22 @@ class SpotCheckReply(_message.Message):
 
     VERDICT_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    IS_PROOF_FIELD_NUMBER: _builtins.int
     verdict: Global___SpotCheckReply.Verdict.ValueType
     reason: _builtins.str
     """In words: what differs and by how much, or why nothing is known."""
+    is_proof: _builtins.bool
+    """With DiLoCo: the weights were the same, so no honest peer's answer differs so."""
     def __init__(
         self,
         *,
         verdict: Global___SpotCheckReply.Verdict.ValueType = ...,
         reason: _builtins.str = ...,
+        is_proof: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_proof", b"is_proof", "reason", b"reason", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

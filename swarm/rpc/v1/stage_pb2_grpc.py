@@ -98,7 +98,7 @@ class StageServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SpotCheck(self, request, context):
-        """Synchronous setting: computes again what another peer of this block answered, and says whether that was right.
+        """Computes again what another peer of this block answered, and says whether that was right.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

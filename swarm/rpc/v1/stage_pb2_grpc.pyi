@@ -42,7 +42,7 @@ class StageServiceStub:
     Describe: _grpc.UnaryUnaryMultiCallable[_stage_pb2.DescribeRequest, _stage_pb2.DescribeReply]
     """Describes this peer, for people and for trainers that follow the rounds."""
     SpotCheck: _grpc.UnaryUnaryMultiCallable[_stage_pb2.SpotCheckRequest, _stage_pb2.SpotCheckReply]
-    """Synchronous setting: computes again what another peer of this block answered, and says whether that was right."""
+    """Computes again what another peer of this block answered, and says whether that was right."""
     Show: _grpc.UnaryStreamMultiCallable[_stage_pb2.ShowRequest, _stage_pb2.ShowReply]
     """Shows what this peer received, sent and answered of a microbatch whose round is not over."""
 
@@ -58,7 +58,7 @@ class StageServiceAsyncStub(StageServiceStub):
     Describe: _aio.UnaryUnaryMultiCallable[_stage_pb2.DescribeRequest, _stage_pb2.DescribeReply]  # type: ignore[assignment]
     """Describes this peer, for people and for trainers that follow the rounds."""
     SpotCheck: _aio.UnaryUnaryMultiCallable[_stage_pb2.SpotCheckRequest, _stage_pb2.SpotCheckReply]  # type: ignore[assignment]
-    """Synchronous setting: computes again what another peer of this block answered, and says whether that was right."""
+    """Computes again what another peer of this block answered, and says whether that was right."""
     Show: _aio.UnaryStreamMultiCallable[_stage_pb2.ShowRequest, _stage_pb2.ShowReply]  # type: ignore[assignment]
     """Shows what this peer received, sent and answered of a microbatch whose round is not over."""
 
@@ -101,7 +101,7 @@ class StageServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _stage_pb2.SpotCheckRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_stage_pb2.SpotCheckReply, _abc.Awaitable[_stage_pb2.SpotCheckReply]]:
-        """Synchronous setting: computes again what another peer of this block answered, and says whether that was right."""
+        """Computes again what another peer of this block answered, and says whether that was right."""
 
     @_abc_1.abstractmethod
     def Show(

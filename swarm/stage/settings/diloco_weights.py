@@ -84,6 +84,9 @@ class DilocoWeights(StageWeights):
     def version_for(self, round_number: int) -> Version:
         return self.version
 
+    def anchored(self, round_number: int) -> Version:
+        return self.version if self.version.anchor_round == round_number else super().anchored(round_number)
+
     # -- inner steps -------------------------------------------------------------------------------------------
 
     def step_if_due(self) -> None:
@@ -233,6 +236,8 @@ class DilocoWeights(StageWeights):
         self._num_more_steps = 0
         self.inner_steps = InnerSteps(configured_samples=self._config.rounds.inner_batch_samples)
         super()._begin(new_round, anchor)
+        if not any(amount.samples for amount in self._unaveraged):
+            self.version.anchor_round = new_round.number
 
     def _amend(self, config: RunConfig) -> bool:
         if is_new := super()._amend(config):

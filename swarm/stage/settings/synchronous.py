@@ -52,13 +52,13 @@ class SynchronousWeights(StageWeights):
     def version_for(self, round_number: int) -> Version:
         """The weights of the microbatch's round. Raises NotReady if its round is neither this one nor the one
         before."""
+        return self.anchored(round_number)
+
+    def anchored(self, round_number: int) -> Version:
         if round_number == self.round.number:
             return self.version
-        anchor = self.anchor(round_number)
-        if anchor is None:
-            raise NotReady(f"the weights of round {round_number} are not kept: this peer is at {self.round.number}")
-        if self._earlier is None:
-            self._earlier = Version(parameters=anchor)
+        if self._earlier is None or self.anchor(round_number) is None:
+            self._earlier = super().anchored(round_number)
         return self._earlier
 
     def accumulate(self, gradients: Iterable[torch.Tensor], source: Source) -> GradientBucket:
@@ -128,9 +128,10 @@ class SynchronousWeights(StageWeights):
     def _begin(self, new_round: Round, anchor: Tensors) -> None:
         self._earlier = None
         super()._begin(new_round, anchor)
-        rounds = self._config.rounds
-        if rounds.check_share and self._config.microbatches_per_round <= MOST_SKETCHED:
-            self.sketch = Sketch(self.masters, f"{new_round.lineage} {new_round.number}")
+        # Where one peer holds the block nobody could check it. All peers know the members of the last round.
+        is_alone, is_small = len(new_round.tally.members) == 1, self._config.microbatches_per_round <= MOST_SKETCHED
+        is_sketched = self._config.rounds.check_share and is_small and not is_alone
+        self.sketch = Sketch(self.masters, f"{new_round.lineage} {new_round.number}") if is_sketched else None
 
     def _stepped(self) -> optim.Parameters:
         return self.masters

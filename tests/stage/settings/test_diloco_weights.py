@@ -168,6 +168,8 @@ def test_diloco_commits_are_nesterov_on_the_anchor() -> None:
             anchor[name] = anchor[name] - 0.7 * (average[name] + 0.9 * velocity[name])
         assert_same(weights.masters, anchor)
         assert_same(weights.version.parameters, anchor)
+        assert weights.version.anchor_round == number + 1
+        assert weights.anchored(number + 1) is weights.version
 
 
 def test_without_overlap_a_closed_round_takes_no_inner_step_until_it_commits_or_reopens() -> None:
@@ -215,11 +217,14 @@ def test_what_was_learnt_during_an_exchange_is_carried_over_to_the_new_anchor() 
     # A second closing includes what was learnt meanwhile, and its result is the one that is committed here.
     average = {name: 0.5 * value for name, value in closing.tensors.items()}
     end_round(weights, average, num_samples=8, num_members=2)
+    assert weights.version.anchor_round is None
     weights.step_if_due()
     moved = {name: anchor[name] - 0.7 * 1.9 * average[name] for name in anchor}
     new_anchor = weights.anchor(1)
     assert new_anchor is not None
     assert_same(new_anchor, moved)
+    assert_same(weights.anchored(1).parameters, moved)
+    assert_same(weights.anchored(0).parameters, anchor)
     # The steps of the backlog were taken at once, after the batches that were carried over.
     assert weights.round_samples == 8
     assert weights.num_unstepped_samples == 0
@@ -340,6 +345,7 @@ def test_who_was_left_out_of_a_round_keeps_what_it_has_learnt(num_fragments: int
     for _ in range(2):
         commit_without_steps(others)
     commit_without_steps(weights, contributed=False)
+    assert weights.version.anchor_round is None
     assert weights.state_digest() == others.state_digest()
     assert_same(
         dict(weights.masters), {name: value + learnt[name] for name, value in values_of(others.masters).items()}
@@ -359,6 +365,7 @@ def test_who_was_away_keeps_what_it_has_learnt_on_top_of_the_state_that_it_takes
     for _ in range(4):
         commit_without_steps(others)
     weights.install(others.state_tensors(), Round(number=4), carry=True)
+    assert weights.version.anchor_round is None
     assert weights.state_digest() == others.state_digest()
     assert_same(
         dict(weights.masters), {name: value + learnt[name] for name, value in values_of(others.masters).items()}
@@ -414,6 +421,7 @@ def test_who_went_astray_keeps_nothing(moment: str) -> None:
     else:
         weights.install(others.state_tensors(), Round(number=2), carry=True)
     assert_same(dict(weights.masters), dict(others.masters))
+    assert weights.version.anchor_round == weights.round.number
     assert weights.round.stepped.samples == 0
     assert weights.contribute().num_samples == 0
 

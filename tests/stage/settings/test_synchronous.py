@@ -10,8 +10,9 @@ from swarm.config.schedule import learning_rate
 from swarm.errors import IntegrityError
 from swarm.stage.stage import weights_of
 from swarm.stage.weights import Round, StageWeights
+from swarm.training.tally import Given
 from tests.stage.linear import accumulate, assert_same, config_of, gradients, linear, weights_in
-from tests.support.commits import end_round
+from tests.support.commits import end_round, result_of
 from tests.support.locked import OWNER
 
 
@@ -87,3 +88,16 @@ def test_a_round_is_stepped_under_the_amendments_of_its_result() -> None:
     assert amended.state_digest() == from_now_on.state_digest()
     with pytest.raises(IntegrityError, match="is not known here"):
         learn(amended, 3, "another")
+
+
+def test_a_round_is_sketched_unless_one_peer_alone_made_the_last_one() -> None:
+    weights = weights_in("synchronous")
+    found = [weights.sketch is not None]
+    for members in (["ann"], ["ann", "bob"], ["ann"]):
+        average = {name: torch.zeros_like(master) for name, master in weights.masters.items()}
+        result = result_of(weights.round.number, average)
+        given = dict.fromkeys(members, Given(samples=1))
+        tally = weights.round.tally.after(result.round, parent="", result="", given=given)
+        weights.commit(dataclasses.replace(result, tally=tally))
+        found.append(weights.sketch is not None)
+    assert found == [True, False, True, False]
