@@ -61,7 +61,8 @@ class RoundsConfig:
     check_share: float = field(default=0.02, metadata=ADDED)
     """The share of microbatches that a second peer of the stage computes again, to find peers that compute wrongly
     (docs/security.md); with DiLoCo, but for those from a round's beginning, where a stage has four peers or more. Each
-    costs the second peer as much as a microbatch. 0: none, and in the synchronous setting what peers contribute is not tied to what they have answered.
+    costs the second peer as much as a microbatch. 0: none, and in the synchronous setting what peers contribute is not
+    tied to what they have answered.
     """
 
     def __post_init__(self) -> None:
