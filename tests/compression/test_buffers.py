@@ -10,14 +10,12 @@ from hypothesis import strategies as st
 from swarm.compression.buffers import (
     CHUNK_ELEMENTS,
     Received,
-    as_tensor,
     check_finite,
     check_scales,
     concatenate,
     cut,
     flatten,
     in_chunks,
-    slices,
     unflatten,
 )
 from swarm.errors import MalformedMessage
@@ -37,16 +35,6 @@ def test_what_is_not_finite_is_found_wherever_it_is(dtype: torch.dtype, wrong: f
                 check_scales(vector_N, "it")
 
 
-def test_writable_memory_is_shared_and_read_only_memory_is_copied() -> None:
-    buffer = bytearray(b"abc")
-    as_tensor(buffer, 3, "it")[0] = ord("x")
-    assert buffer == b"xbc"
-    constant = b"abc"
-    for view in (constant, memoryview(constant)):
-        as_tensor(view, 3, "it")[0] = ord("x")
-    assert constant == b"abc"
-
-
 @pytest.mark.parametrize("length", [0, 1, 100, CHUNK_ELEMENTS, CHUNK_ELEMENTS + 1, 3 * CHUNK_ELEMENTS + 250])
 def test_chunks_are_the_vector_with_zeros_behind(length: int) -> None:
     vector_N = torch.arange(1.0, length + 1)
@@ -57,11 +45,6 @@ def test_chunks_are_the_vector_with_zeros_behind(length: int) -> None:
     padded_N = torch.cat([torch.empty(0), *(piece_RE.flatten() for _, piece_RE in chunks)])
     assert torch.equal(padded_N[:length], vector_N)
     assert not padded_N[length:].any()
-
-
-def test_slices_cover_a_length() -> None:
-    assert list(slices(7, 3)) == [slice(0, 3), slice(3, 6), slice(6, 7)]
-    assert list(slices(0, 3)) == []
 
 
 def test_received_bytes_are_neither_more_nor_fewer_than_expected() -> None:
@@ -132,14 +115,6 @@ def test_other_types_and_strides_become_plain_float32() -> None:
     assert not vector_D.requires_grad
     for name, tensor in unflatten(vector_D, tensors).items():
         assert torch.equal(tensor, tensors[name].detach().float())
-
-
-def test_what_comes_back_shares_no_memory_with_the_vector() -> None:
-    tensors = {"matrix": torch.ones(64, 70), "vector": torch.ones(3)}
-    vector_D = flatten(tensors, _vector(tensors))
-    again = unflatten(vector_D, tensors)
-    vector_D.zero_()
-    assert all(bool((tensor == 1).all()) for tensor in again.values())
 
 
 def test_concatenation_goes_by_name_and_back_without_a_copy() -> None:

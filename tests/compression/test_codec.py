@@ -1,4 +1,4 @@
-"""What every codec promises, and the choice that the configuration makes."""
+"""What every codec promises."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.compression.codec import Codec, contribution_codec, result_codec, simple_codec
+from swarm.compression.codec import Codec, result_codec
 from swarm.config import AveragingConfig
 from swarm.errors import MalformedMessage
 from tests.compression.all_codecs import CODECS, make_vector, relative_error
@@ -115,28 +115,6 @@ def test_whatever_the_bytes_a_decoder_refuses_or_gives_finite_numbers(codec: Cod
     assert torch.isfinite(decoded_N).all()
 
 
-@pytest.mark.parametrize(
-    ("name", "tile", "needs_feedback", "is_sparse"),
-    [
-        ("fp32", 1, False, False),
-        ("fp16", 1, False, False),
-        ("bf16", 1, False, False),
-        ("int8", 128, False, False),
-        ("int4", 64, True, False),
-        ("topk", 4096, True, True),
-        ("dct-topk", 4096, True, True),
-        ("dct-lowpass", 4096, True, False),
-    ],
-)
-def test_the_configuration_picks_the_codec(name: str, tile: int, needs_feedback: bool, is_sparse: bool) -> None:
-    config = AveragingConfig(codec=name)  # type: ignore[arg-type]  # One of the literals.
-    for codec in (contribution_codec(config), result_codec(config)):
-        properties = (codec.name, codec.tile, codec.needs_feedback, codec.is_sparse)
-        assert properties == (name, tile, needs_feedback, is_sparse)
-    grows = result_codec(config).num_bytes(1 << 20) > contribution_codec(config).num_bytes(1 << 20)
-    assert grows == is_sparse
-
-
 @every_codec
 def test_only_contributions_that_err_by_less_than_the_tolerance_are_compared_with_sketches(codec: Codec) -> None:
     vector_N = make_vector(9000)
@@ -150,10 +128,3 @@ def test_a_sum_keeps_four_times_as_many_and_at_most_everything() -> None:
     for top_k, kept in ((64, 256), (1024, 4096)):
         codec = result_codec(AveragingConfig(codec="topk", top_k=top_k))
         assert int((codec.decode(codec.encode(vector_N), 4096) != 0).sum()) == kept
-
-
-def test_names_without_options() -> None:
-    for name in ("fp32", "fp16", "bf16", "int8", "int4"):
-        assert simple_codec(name).name == name
-    with pytest.raises(ValueError, match="fp16, bf16, int8, int4"):
-        simple_codec("topk")

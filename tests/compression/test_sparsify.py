@@ -1,4 +1,3 @@
-import math
 import struct
 from collections.abc import Iterator
 
@@ -93,16 +92,6 @@ def test_a_short_last_tile_keeps_real_elements_first(num_elements: int) -> None:
         assert relative_error(decoded_N[last:], vector_N[last:]) <= 0.5
 
 
-def test_two_groups_are_the_best_single_magnitudes() -> None:
-    """The first k / 4 by rank share one mean, and the others share another."""
-    vector_N = torch.zeros(4096)
-    vector_N[::32] = torch.arange(128.0)
-    decoded_N = _codec().decode(_codec().encode(vector_N), 4096)
-    largest, others = torch.arange(112.0, 128).mean(), torch.arange(64.0, 112).mean()
-    assert decoded_N[32 * 112 :: 32].tolist() == [largest] * 16
-    np.testing.assert_allclose(decoded_N[32 * 64 : 32 * 112 : 32], others.expand(48), rtol=0.022, atol=0)
-
-
 @pytest.mark.parametrize("indices", ["12bit", "elias-fano"])
 def test_the_layout_is_the_documented_one(indices: Indices) -> None:
     num_elements = 2 * 4096 + 100
@@ -159,21 +148,6 @@ def test_an_element_in_both_groups_is_refused() -> None:
         codec.decode(encoded, 4096)
 
 
-def test_indices_in_the_padding_are_ignored() -> None:
-    codec = _codec("sign", "12bit")
-    encoded = codec.encode(make_vector(4096))
-    short_N = codec.decode(encoded, 1000)
-    assert torch.equal(short_N, codec.decode(encoded, 4096)[:1000])
-
-
-def test_coefficients_of_smooth_tiles_are_few() -> None:
-    """A ramp has most of its energy in a few frequencies; the transform is meant for such vectors."""
-    vector_N = torch.linspace(-1, 1, 64).repeat(3 * 64)
-    plain, transformed = _codec("lut8"), _codec("lut8", transform=True)
-    assert relative_error(plain.decode(plain.encode(vector_N), vector_N.numel()), vector_N) > 0.9
-    assert relative_error(transformed.decode(transformed.encode(vector_N), vector_N.numel()), vector_N) < 0.05
-
-
 def test_a_transform_that_overflows_is_refused() -> None:
     codec = _codec("lut8", top_k=1024, transform=True)
     encoded = bytearray(codec.encode(make_vector(4096)))
@@ -191,16 +165,6 @@ def _indices(num_rows: int, count: int, seed: int) -> Numbers:
     return np.array(rows, dtype=np.uint16).reshape(num_rows, count)
 
 
-def _elias_fano(indices: list[int]) -> tuple[list[int], list[int]]:
-    """The low parts and the unary bits, computed one number at a time."""
-    count = len(indices)
-    low_bits = math.floor(math.log2(4096 / count))
-    unary = [0] * (count + 4096 // 2**low_bits - 1)
-    for i, index in enumerate(indices):
-        unary[index // 2**low_bits + i] = 1
-    return [index % 2**low_bits for index in indices], unary
-
-
 @settings(max_examples=40)
 @given(count=st.sampled_from(COUNTS), num_rows=st.integers(0, 5), seed=st.integers(0, 1 << 30))
 def test_both_coders_read_back_what_they_write(count: int, num_rows: int, seed: int) -> None:
@@ -209,14 +173,6 @@ def test_both_coders_read_back_what_they_write(count: int, num_rows: int, seed: 
         packed = pack(coder.encode(indices_RG), coder.fields)
         columns = unpack(packed, coder.fields, num_rows)
         np.testing.assert_array_equal(coder.decode(columns), indices_RG)
-
-
-@pytest.mark.parametrize("count", COUNTS)
-def test_elias_fano_is_what_the_textbook_says(count: int) -> None:
-    indices_RG = _indices(3, count, seed=count)
-    low_RG, unary = EliasFano(count).encode(indices_RG)
-    for row, indices in enumerate(indices_RG.tolist()):
-        assert (low_RG[row].tolist(), unary[row].tolist()) == _elias_fano(indices)
 
 
 @pytest.mark.parametrize("coder", [EliasFano(4), TwelveBit(4)], ids=["elias-fano", "12bit"])

@@ -3,7 +3,6 @@ import struct
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +12,6 @@ from swarm.compression.values import (
     Numbers,
     Signs,
     Table,
-    ValueCoder,
     num_bytes,
     pack,
     quantize_statistically,
@@ -24,49 +22,12 @@ from swarm.errors import MalformedMessage
 from tests.compression.all_codecs import make_vector
 
 
-def _round_trip(coder: ValueCoder, values_TK: torch.Tensor, is_real_TK: torch.Tensor | None = None) -> torch.Tensor:
-    if is_real_TK is None:
-        is_real_TK = torch.ones_like(values_TK, dtype=torch.bool)
-    header, columns = coder.encode(values_TK, is_real_TK)
-    assert len(header) == coder.header_bytes
-    table = coder.read_header(np.frombuffer(header, dtype=np.uint8))
-    return torch.from_numpy(coder.decode(table, columns))
-
-
 def test_levels_are_powers_of_the_sixteenth_root() -> None:
     for code, level in enumerate(LEVELS.tolist()):
         assert level == (pytest.approx(2 ** (-code / 16), rel=1e-7) if code < 255 else 0)
     # Every peer has to have these very bits.
     digits = [LEVELS[code].tobytes().hex() for code in (0, 1, 16, 100, 254)]
     assert digits == ["0000803f", "7d25753f", "0000003f", "fd44573c", "c2958b37"]
-
-
-def test_signs_keep_the_mean_magnitude_of_each_group() -> None:
-    values_TK = make_vector(50 * 8).view(50, 8) * torch.logspace(0, -4, 50)[:, None]
-    decoded_TK = _round_trip(Signs([2, 6]), values_TK)
-    assert torch.equal(decoded_TK.sign(), values_TK.sign())
-    for group in (slice(0, 2), slice(2, 8)):
-        means_T1 = values_TK[:, group].abs().mean(1, keepdim=True)
-        np.testing.assert_allclose(
-            decoded_TK[:, group].abs(), means_T1.expand(50, group.stop - group.start), rtol=0.0219, atol=0
-        )
-
-
-def test_signs_of_magnitudes_too_small_for_the_scale_become_zero() -> None:
-    decoded_TK = _round_trip(Signs([1]), torch.tensor([[1.0], [2.0**-15.95], [2.0**-15.8], [-(2.0**-16)], [0.0]]))
-    assert decoded_TK[:, 0].tolist() == [1.0, 0.0, LEVELS[253], 0.0, 0.0]
-
-
-def test_padding_does_not_count() -> None:
-    values_TK = torch.tensor([[4.0, -2.0, 0.0, 0.0]])
-    is_real_TK = torch.tensor([[True, True, False, False]])
-    assert _round_trip(Signs([2, 2]), values_TK, is_real_TK)[0, :2].tolist() == [3.0, -3.0]
-    assert _round_trip(Table(4), values_TK, is_real_TK)[0, :2].tolist() == [4.0, -2.0]
-
-
-@pytest.mark.parametrize("coder", [Signs([2, 2]), Table(4)], ids=["signs", "table"])
-def test_no_tiles_have_values_too(coder: ValueCoder) -> None:
-    assert _round_trip(coder, torch.empty(0, 4)).shape == (0, 4)
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -1.0])
@@ -93,12 +54,6 @@ def test_the_statistical_quantiser_is_the_published_one(num_bins: int) -> None:
         assert table[code] == pytest.approx(sum(members) / len(members) if members else mean, rel=1e-6)
 
 
-@pytest.mark.parametrize("values", [[], [2.0], [3.0, 3.0]])
-def test_the_statistical_quantiser_without_a_spread(values: list[float]) -> None:
-    codes, table = quantize_statistically(np.array(values, dtype=np.float32), 256)
-    assert table[codes].tolist() == values
-
-
 fields_of_a_row = st.lists(st.builds(Field, st.integers(1, 9), st.integers(0, 16)), min_size=1, max_size=4)
 
 
@@ -122,11 +77,3 @@ def test_the_stream_has_no_gap_and_reads_back(fields: list[Field], num_rows: int
     assert packed.tobytes() == expected.to_bytes(num_bytes(fields, num_rows), "little")
     for column, again in zip(columns, unpack(packed, fields, num_rows), strict=True):
         np.testing.assert_array_equal(again, column)
-
-
-def test_spare_bits_are_ignored() -> None:
-    fields = [Field(3, 3)]
-    packed = pack(_columns(fields, 1, 0), fields)
-    spoilt = packed.copy()
-    spoilt[-1] |= 0xFE
-    np.testing.assert_array_equal(unpack(packed, fields, 1), unpack(spoilt, fields, 1))

@@ -194,16 +194,6 @@ async def test_a_look_at_many_connections_takes_no_time() -> None:
     assert looks[2] - looks[1] < 0.1
 
 
-async def test_a_peer_that_is_announced_elsewhere_is_not_banned() -> None:
-    async with probed() as peer:
-        await peer.serve_and_be_called()
-        moved = peer.record.model_copy(update={"endpoint": "127.0.0.1:1", "announced_at": 1.0})
-        peer.router.update(Block(0), [moved])
-        await peer.server.stop(None)
-        await asyncio.sleep(2 * GAP_SECONDS)
-        assert not peer.is_banned
-
-
 @in_virtual_time
 async def test_a_microbatch_of_a_path_that_stands_still_is_given_back_after_a_while_and_later_ones_at_once() -> None:
     clock, microbatch = LoopClock(), Microbatch(index=0, round=0, num_samples=1)

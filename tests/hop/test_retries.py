@@ -23,12 +23,10 @@ from swarm.errors import (
 from swarm.hop.answers import LONGEST_CAUSES, Obstacle, pack_obstacle
 from swarm.hop.retries import PAUSE_SECONDS, SHORTEST_WAIT_SECONDS, HopLimits, Retries, most_sent_on
 from swarm.machine.words import Repeats
-from swarm.routing.peer_queue import LeftAlone
 from swarm.routing.router import Router
 from swarm.routing.throughput import Observation
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import Block, PeerId, PeerRecord, PeerState
-from tests.routing.records import id_of, record_of
 from tests.support.manual_clock import ManualClock
 
 LIMITS = HopLimits()
@@ -281,26 +279,6 @@ def test_a_peer_that_fails_many_microbatches_is_one_line_a_cause(caplog: pytest.
         "stage 0: gpu-0 failed: died",
         "stage 0: gpu-0 failed: no result after 240 s, 20 times since this was said last",
     ]
-
-
-def test_of_many_peers_a_few_are_named() -> None:
-    world = World(40)
-    for record in world.records:
-        world.another().note(record, PeerUnavailable("slow line", is_unreachable=True))
-    assert world.retries.choose(4) is None
-    told = world.retries.candidates.obstacle()
-    assert told is not None
-    line = told.in_words(Block(0))
-    assert line.startswith(
-        "all 40 peers of stage 0 failed just now (gpu-0 at 192.0.2.0:5001, gpu-1 at 192.0.2.1:5001, "
-    )
-    assert " and 37 more: no answer), tried again in 5 s; if they run, see that their --port can be reached" in line
-
-
-def test_a_peer_behind_a_meeting_point_is_told_of_by_the_address_there() -> None:
-    record = record_of(0, name="gpu-0", endpoint=f"tunnel:{id_of(1)}@192.0.2.9:5001")
-    silent = LeftAlone(record, "no answer", until=4.0, is_busy=False, is_silent=True)
-    assert "(gpu-0 by way of 192.0.2.9:5001: no answer)" in Obstacle.of([silent], now=0.0).in_words(Block(1))
 
 
 @given(st.builds(

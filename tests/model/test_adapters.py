@@ -81,14 +81,6 @@ def test_adapters_begin_as_the_model_itself_and_are_all_that_is_trained(model: M
     torch.testing.assert_close(module(tokens), plain(tokens), atol=1e-6, rtol=1e-6)
 
 
-def test_frozen_matrices_are_in_16_bits_and_vectors_in_32() -> None:
-    module = build_stage(make_config(), 0, device="cpu")
-    for name, parameter in module.named_parameters():
-        is_frozen_matrix = parameter.ndim > 1 and ".adapter." not in name
-        assert parameter.dtype is (torch.bfloat16 if is_frozen_matrix else torch.float32)
-        assert parameter.requires_grad is (".adapter." in name)
-
-
 @pytest.mark.parametrize("model", [LLAMA, GPT2], ids=["llama", "gpt2"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradients_are_those_of_the_merged_weights(model: ModelConfig, checkpointing: bool) -> None:
@@ -141,23 +133,6 @@ def test_given_matrices_keep_their_type_and_memory() -> None:
             assert held[name].dtype is torch.float16
             assert held[name].data_ptr() == weight.data_ptr()
         assert torch.equal(held[name], weight)
-
-
-@pytest.mark.parametrize("autocast", ["off", "bf16"])
-def test_a_graph_keeps_no_copy_of_frozen_matrices(autocast: Any) -> None:
-    config = make_config(dataclasses.replace(LLAMA, d_model=64, autocast=autocast), targets=("q_proj",))
-    module = build_transformer(config, device="cpu")
-    saved: list[tuple[int, ...]] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saved.append(tuple(tensor.shape))
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        module(make_tokens()[:, :-1])
-    frozen = [tuple(p.shape) for p in module.parameters() if p.ndim > 1 and not p.requires_grad]
-    assert saved
-    assert not {*frozen, *(shape[::-1] for shape in frozen)} & {*saved}
 
 
 @pytest.mark.parametrize(

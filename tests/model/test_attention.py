@@ -7,7 +7,7 @@ import torch
 
 from swarm.config import ModelConfig, RunConfig
 from swarm.model import attention as attention_module
-from swarm.model.attention import CausalSelfAttention, has_grouped_kernel, rotary_tables
+from swarm.model.attention import CausalSelfAttention, rotary_tables
 from swarm.model.functions import rotate
 from swarm.model.stages import build_transformer
 
@@ -28,27 +28,6 @@ def test_rotary_turns_by_the_frequencies_of_the_paper() -> None:
     cos_TJ, sin_TJ = rotary_tables(ModelConfig(d_model=4, num_heads=1, rope_theta=100.0), torch.arange(3))
     expected = [[position * 100.0 ** (-2 * pair / 4) for pair in range(2)] for position in range(3)]
     torch.testing.assert_close(torch.atan2(sin_TJ, cos_TJ), torch.tensor(expected))
-
-
-@pytest.mark.parametrize(
-    ("device", "capability", "dtype", "head_width", "expected"),
-    [
-        ("cpu", None, torch.float32, 64, True),
-        ("cpu", None, torch.bfloat16, 512, True),
-        ("cuda", (9, 0), torch.float32, 64, False),
-        ("cuda", (9, 0), torch.bfloat16, 64, True),
-        ("cuda", (8, 0), torch.float16, 256, True),
-        ("cuda", (8, 0), torch.bfloat16, 257, False),
-        ("cuda", (7, 5), torch.float16, 64, False),
-        ("mps", None, torch.float32, 64, False),
-        ("mps", None, torch.float16, 64, False),
-    ],
-)
-def test_groups_are_left_to_the_kernels_that_know_them(
-    device: str, capability: tuple[int, int] | None, dtype: torch.dtype, head_width: int, expected: bool
-) -> None:
-    """On other devices torch would take the kernel that writes out all T x T weights."""
-    assert has_grouped_kernel(device, capability, dtype, head_width) is expected
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])

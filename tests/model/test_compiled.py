@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounter
 
 from swarm import config as configs
 from swarm.config import LoraConfig, ModelConfig, RunConfig
-from swarm.model.compiled import Compile, compiles
+from swarm.model.compiled import compiles
 from swarm.model.masks import DropoutKey
 from swarm.model.stage_module import MOST_VARIANTS, StageModule
 from swarm.model.stages import build_stage
@@ -69,18 +69,6 @@ def _counted(
     return counter, module
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_a_dozen_shapes_are_compiled_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches may end short, and conversations may have any width."""
-    counter, module = _counted(monkeypatch)
-    for size, length in [(4, 32), *((size, length) for size in (3, 2) for length in (32, 17, 8))]:
-        tokens = torch.ones(size, length, dtype=torch.int64)
-        module(tokens, targets_BT=tokens).backward()
-    assert 1 < counter.frame_count <= 3
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_a_thread_of_its_own_may_have_more_kinds_of_calls_than_torch_allows_by_itself(
@@ -100,24 +88,6 @@ def test_a_thread_of_its_own_may_have_more_kinds_of_calls_than_torch_allows_by_i
 
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-
-
-@pytest.mark.parametrize(
-    ("wanted", "device", "dropout", "expected"),
-    [
-        ("auto", GPU, 0.0, True),
-        ("auto", CPU, 0.0, False),
-        ("auto", GPU, 0.1, False),
-        ("on", CPU, 0.0, True),
-        ("off", GPU, 0.0, False),
-    ],
-)
-def test_what_is_compiled(
-    wanted: Compile, device: torch.device, dropout: float, expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch, "zeros", lambda *shape, device: torch.ones(*shape))
-    monkeypatch.setattr(torch, "compile", lambda function: function)
-    assert compiles(wanted, RunConfig(model=ModelConfig(dropout=dropout)), device) is expected
 
 
 @pytest.mark.parametrize("model", [{"dropout": 0.1}, {"custom_class": "package.module:Class"}])

@@ -1,6 +1,5 @@
 """The loss in chunks is compared with torch's cross entropy of all logits at once."""
 
-import contextlib
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -8,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from swarm.model import loss as loss_module
@@ -117,37 +115,6 @@ def test_a_frozen_weight_may_be_of_another_type(ours: _Loss) -> None:
     assert _errors([found], [expected])[0] < 1e-6
 
 
-def test_what_is_not_differentiated_is_not_computed(ours: _Loss) -> None:
-    hidden, weight, targets = _inputs(_SMALL)
-    expected = _all_at_once(hidden, weight, targets)
-    for gradients in (torch.no_grad(), torch.inference_mode(), contextlib.nullcontext()):
-        with gradients, _Saved() as saved:
-            assert float(ours(hidden, weight, targets)) == pytest.approx(float(expected), rel=1e-6)
-        assert saved.shapes == []
-    with _Saved() as saved:
-        summed_loss(hidden.requires_grad_(), weight, targets)
-    assert saved.shapes == [(2 * 60, 8)]
-
-
-class _Saved:
-    """Collects the shapes of the tensors that autograd saves."""
-
-    def __init__(self) -> None:
-        self.shapes: list[tuple[int, ...]] = []
-        self._hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor)
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        self.shapes.append(tuple(tensor.shape))
-        return tensor
-
-    def __enter__(self) -> "_Saved":
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._hooks.__exit__(*error)
-
-
 class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     """Collects the bytes of memory of all operations' results, by address."""
 
@@ -174,23 +141,3 @@ def test_logits_are_never_there_for_all_positions() -> None:
     assert logits_bytes == 4 * chunk_length(120, 8, 50_000) * 50_000 == 4 * 80 * 50_000
     assert gradient_bytes == weight.nbytes
     assert max(others) < 10 * hidden.nbytes
-
-
-@pytest.mark.parametrize(
-    ("num_positions", "d_model", "vocab_size", "length"),
-    [
-        (4096, 256, 256, 4096),
-        (512, 64, 8192, 512),
-        (4096, 384, 128_000, 32),
-        (4096, 4096, 128_000, 384),
-        (8, 16, 10_000_000, 8),
-    ],
-)
-def test_a_small_vocabulary_is_one_chunk(num_positions: int, d_model: int, vocab_size: int, length: int) -> None:
-    assert chunk_length(num_positions, d_model, vocab_size) == length
-
-
-def test_the_mean_is_over_targets() -> None:
-    hidden, weight, targets = _inputs(_SMALL)
-    expected = F.cross_entropy(F.linear(hidden, weight).flatten(0, 1), targets.flatten())
-    torch.testing.assert_close(summed_loss(hidden, weight, targets) / (2 * 60 - 21), expected)

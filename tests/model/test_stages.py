@@ -18,9 +18,8 @@ from torch.func import functional_call
 from swarm.config import DataConfig, ModelConfig, RunConfig, StagesConfig
 from swarm.machine.out_of_memory import is_out_of_memory
 from swarm.model.attention import rotary_tables
-from swarm.model.layers import FIXED_STD
 from swarm.model.masks import DropoutKey
-from swarm.model.stage_module import StageModule, stage_loss, with_weights
+from swarm.model.stage_module import StageModule, stage_loss
 from swarm.model.stages import build_stage, build_transformer, layer_ranges
 
 MODEL = ModelConfig(num_layers=4, d_model=32, num_heads=4, num_kv_heads=2, vocab_size=40, dropout=0.2)
@@ -64,22 +63,6 @@ def loss_and_gradients(stages: list[nn.Module], key: DropoutKey | None) -> tuple
         torch.autograd.backward(output, passed_on.grad)
         gradients |= {name: parameter.grad for name, parameter in stage.named_parameters()}
     return loss.detach(), gradients
-
-
-@pytest.mark.parametrize("options", [{}, {"tied_embeddings": True, "autocast": "bf16"}, {"bottleneck_dim": 8}])
-def test_a_module_with_other_weights_is_called_with_them_and_copies_none(options: dict[str, Any]) -> None:
-    own = build_stage(make_config((4,), **options), 0, device="cpu")
-    assert isinstance(own, StageModule)
-    before = {name: parameter.detach().clone() for name, parameter in own.named_parameters()}
-    others = {name: torch.randn(parameter.shape) for name, parameter in own.named_parameters()}
-    module, arguments = with_weights(own, others), {"dropout_key": None}
-    with torch.no_grad():
-        wanted = functional_call(own, others, (make_tokens(),), arguments)
-        assert torch.equal(module(make_tokens(), **arguments), wanted)
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    for name, tensor in {**others, **dict(own.named_buffers())}.items():
-        assert tensors[name].dtype != tensor.dtype or tensors[name].data_ptr() == tensor.data_ptr()
-    assert all(torch.equal(parameter, before[name]) for name, parameter in own.named_parameters())
 
 
 NARROW: dict[str, Any] = {"bottleneck_dim": 6}
@@ -162,47 +145,6 @@ def test_learned_bottlenecks_compute_what_their_formulas_say(cut: tuple[int, ...
         torch.testing.assert_close(gradients[name].double(), gradient, rtol=1e-3, atol=1e-6, msg=name)
 
 
-def test_training_begins_with_the_first_columns_alone() -> None:
-    first, last = make_stages(make_config((2, 2), **LEARNED | {"bottleneck_layers": (2,)}))
-    whole, _ = make_stages(make_config((2, 2)))
-    tokens = make_tokens()[:, :-1]
-    assert torch.equal(first(tokens, dropout_key=None), whole(tokens, dropout_key=None)[..., :6])
-    assert not [*first.buffers()], "only a layer behind a bottleneck looks tokens up"
-    assert [tuple(buffer.shape) for buffer in last.buffers()] == [(40, 26)]
-
-
-def test_what_an_anchored_bottleneck_adds_for_a_token_is_drawn_and_what_travels_at_first_is_not() -> None:
-    model = LEARNED | {"bottleneck": "anchored", "bottleneck_layers": (2,)}
-    first, last = make_stages(make_config((2, 2), **model))
-    whole, _ = make_stages(make_config((2, 2)))
-    tokens = make_tokens()[:, :-1]
-    assert torch.equal(first(tokens, dropout_key=None), whole(tokens, dropout_key=None)[..., :6])
-    std = float(dict(last.named_parameters())["layers.2.decoder.weight"].detach().std())
-    assert std == pytest.approx(MODEL.init_std, rel=0.1)
-
-
-def test_through_a_bottleneck_few_numbers_travel_and_the_rest_is_looked_up() -> None:
-    first, middle, last = make_stages(make_config((1, 2, 1), bottleneck_dim=6))
-    tokens = make_tokens()[:, :-1]
-    hidden = first(tokens, dropout_key=None)
-    assert hidden.shape == (3, 12, 6)
-    tables = [dict(stage.named_buffers())["fixed_columns.table_VC"] for stage in (first, middle, last)]
-    assert tables[0].shape == (40, 26)
-    assert torch.equal(tables[0], tables[1])
-    assert torch.equal(tables[0], tables[2])
-    assert tables[0].std().item() == pytest.approx(FIXED_STD, rel=0.05)
-    shapes = {name: tuple(p.shape) for stage in (first, middle, last) for name, p in stage.named_parameters()}
-    assert shapes["embedding.weight"] == (40, 6)
-    assert shapes["layers.1.attention.output.weight"] == (6, 32)
-    assert shapes["layers.2.feed_forward.down.weight"][0] == 6
-    assert shapes["layers.3.attention.output.weight"] == (32, 32), "nothing travels after the last layer"
-    assert shapes["head.output.weight"] == (40, 32)
-    other = (tokens + 1) % 40
-    assert not torch.equal(
-        middle(hidden, dropout_key=None, tokens_BT=tokens), middle(hidden, dropout_key=None, tokens_BT=other)
-    )
-
-
 @pytest.mark.parametrize("cut", CUTS)
 def test_initial_weights_do_not_depend_on_the_cut_or_the_global_state(cut: tuple[int, ...]) -> None:
     torch.manual_seed(len(cut))
@@ -278,14 +220,6 @@ def test_bf16_autocast_stays_near_float32() -> None:
     hidden = cast_stages[0](make_tokens(), dropout_key=None)
     assert hidden.dtype == torch.float32
     assert cast_stages[2](hidden, dropout_key=None).dtype == torch.float32
-
-
-def test_weights_seen_under_inference_mode_can_be_trained_afterwards() -> None:
-    (stage,) = make_stages(make_config((4,)))
-    with torch.inference_mode():
-        stage(make_tokens(), dropout_key=None)
-    torch.autograd.backward(stage(make_tokens(), dropout_key=KEY).sum())
-    assert all(parameter.grad is not None for parameter in stage.parameters())
 
 
 @given(num_layers=st.integers(1, 60), data=st.data())

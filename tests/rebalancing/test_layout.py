@@ -86,17 +86,6 @@ def test_what_a_former_process_of_the_peer_announced_does_not_count() -> None:
     assert list(layout_of(records, [], COSTS).num_serving.values()) == [0, 1, 0]
 
 
-def test_a_claim_of_stages_that_the_run_does_not_have_does_not_count() -> None:
-    now = layout_of(_by_stage(_record(1, 0)), [_claim(1, 2, from_stage=0, num_stages=4096)], COSTS)
-    assert list(now.num_serving.values()) == [1, 0, 0]
-
-
-def test_a_leaving_peer_counts_only_if_it_is_on_its_way() -> None:
-    records = _by_stage(_record(1, 0, state=PeerState.LEAVING), _record(2, 0), _record(3, 1))
-    assert list(layout_of(records, [], COSTS).throughput.values()) == [6.0, 6.0, 0.0]
-    assert list(layout_of(records, [_claim(1, 2, from_stage=0)], COSTS).throughput.values()) == [6.0, 6.0, 6.0]
-
-
 def test_a_peer_that_has_arrived_is_counted_once_and_where_it_is() -> None:
     old = _record(1, 0, state=PeerState.LEAVING, announced_at=101.0)
     new = _record(1, 2, announced_at=105.0, samples_per_second=4.0)
@@ -105,11 +94,6 @@ def test_a_peer_that_has_arrived_is_counted_once_and_where_it_is() -> None:
     assert list(now.throughput.values()) == [6.0, 0.0, 4.0]
     assert list(now.num_serving.values()) == [1, 0, 1]
     assert not now.workers[_id(1)].movable, "not before it has said so"
-
-
-def test_newcomers_count_as_usual_peers() -> None:
-    now = layout_of(_by_stage(_record(1, 0)), [_claim(9, 1, state=ClaimState.CONFIRMED)], COSTS)
-    assert list(now.throughput.values()) == [6.0, 3.0, 0.0]
 
 
 def test_at_the_second_look_only_what_comes_before_counts() -> None:

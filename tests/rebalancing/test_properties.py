@@ -33,25 +33,6 @@ def layouts(draw: st.DrawFn, *, min_peers: int = 1, equal: bool = False) -> Layo
     return Layout(workers, by_block(costs))
 
 
-@settings(max_examples=60)
-@given(layouts(), st.integers(0, 2**32))
-def test_a_move_never_lowers_the_throughput_nor_empties_a_stage(now: Layout, seed: int) -> None:
-    for peer_id, _, after in settle(now, random.Random(seed)):
-        [source] = now.workers[peer_id].span
-        assert after.pipeline_throughput >= now.pipeline_throughput
-        # That holds also while the peer is on its way, when it counts nowhere.
-        assert now.throughput[source] - now.speed(now.workers[peer_id]) / now.costs[source] >= now.pipeline_throughput
-        assert after.num_serving[source] >= 1
-        now = after
-
-
-@settings(max_examples=60)
-@given(layouts(), st.integers(0, 2**32))
-def test_it_settles(now: Layout, seed: int) -> None:
-    moves = settle(now, random.Random(seed), limit=3 * len(now.workers))
-    assert len(moves) <= 2 * len(now.workers)
-
-
 def test_a_peer_does_not_go_to_and_fro_for_the_sake_of_a_move_that_another_does_not_make() -> None:
     """The fast peer stays at the stage where a sample costs little: its figure there is too uncertain for a move."""
     slow = [Worker(peer_id=PeerId(f"slow {n}"), span=span(0), movable=n > 0) for n in range(5)]
@@ -126,19 +107,3 @@ def _any_layout(rng: random.Random) -> Layout:
         for number in range(rng.randint(2, 25))
     ]  # fmt: skip
     return Layout(workers, by_block([rng.uniform(0.2, 3) for _ in range(num_stages)]))
-
-
-@settings(max_examples=60)
-@given(layouts(min_peers=2), st.integers(0, 2**32))
-def test_of_two_movers_the_later_one_counts_the_first(now: Layout, seed: int) -> None:
-    """Both may go only if there are two gaps: the second move must gain something after the first one."""
-    movers = [(p, t) for p in now.workers if (t := decide(now, p)) is not None]
-    if len(movers) < 2:
-        return
-    (first, to_first), (second, _) = random.Random(seed).sample(movers, 2)
-    after = moved(now, first, to_first)
-    again = decide(after, second)
-    if again is not None:
-        [source] = after.workers[second].span
-        assert after.num_serving[source] >= 2
-        assert moved(after, second, again).pipeline_throughput >= after.pipeline_throughput

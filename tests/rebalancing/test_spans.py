@@ -58,27 +58,10 @@ def test_a_peer_takes_over_what_another_left_beside_its_own() -> None:
     assert decide(now, A, spans=_spans(3, 3), closed={span(0, 2)}) is None
 
 
-def test_two_stages_that_a_peer_left_alone_are_taken_together_by_one_of_those_that_share_the_others() -> None:
-    now = _swarm((A, span(0, 1), 1.0), (B, span(0, 1), 4.0), num_stages=4)
-    assert {decide(now, peer, spans=_spans(4, 2), waited=True) for peer in (A, B)} == {span(2, 3)}
-
-
 def test_a_peer_gives_up_what_another_does_for_it() -> None:
     now = _swarm((A, span(0, 1), 1.0), (B, span(1), 1.0))
     assert decide(_swarm((A, span(0, 1), 1.0), (B, span(1), 1.0), num_stages=2), A, spans=_spans(2, 2)) == span(0)
     assert decide(now, A, spans=_spans(3, 2)) is None, "stage 2 is empty, and it has no room for it beside stage 0"
-
-
-def test_it_never_leaves_what_it_serves_alone() -> None:
-    now = _swarm((A, span(0, 1), 9.0), (B, span(2), 1.0))
-    assert decide(now, A, spans=_spans(3, 2)) is None
-    assert decide(now, A, spans=_spans(3, 3)) == span(0, 2)
-
-
-def test_what_it_measured_elsewhere_counts_for_a_span_too() -> None:
-    now = _swarm((A, span(0), 1.0), (B, span(1), 0.2), num_stages=2)
-    assert decide(now, A, spans=_spans(2, 2)) == span(0, 1)
-    assert decide(now, A, spans=_spans(2, 2), own_rates={Block(1): 0.01}) is None
 
 
 def test_a_span_to_which_a_peer_could_not_narrow_is_avoided_for_a_while() -> None:

@@ -106,11 +106,6 @@ def test_a_path_that_nobody_can_make_whole_holds_up_nothing() -> None:
     assert decide(_swarm(both, at("0"), at("1"), at("0.1")), PeerId("0")) is None
 
 
-def test_of_two_gaps_that_one_peer_alone_can_fill_the_one_is_filled() -> None:
-    now = _swarm(_paths([1, 3]), at("0"), at("0"), at("1"))
-    assert decide(now, PeerId("0")) == at("1.1")
-
-
 def test_paths_that_trainers_feed_come_first() -> None:
     paths = _paths([1, 2])
     config = RunConfig(model=ModelConfig(num_layers=2), stages=StagesConfig(num_stages=2, variants=(1, 2)))

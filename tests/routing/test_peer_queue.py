@@ -88,17 +88,6 @@ def test_a_newcomer_gets_its_share_and_no_more() -> None:
     assert _serve(queue, seconds, 1000)[4] / 1000 == pytest.approx(0.2, rel=0.1)
 
 
-def test_trainers_do_not_all_start_with_the_newcomer() -> None:
-    num_first = 0
-    for seed in range(200):
-        queue = PeerQueue(random.Random(seed))
-        queue.update([record_of(number) for number in range(4)], 0.0)
-        _serve(queue, {number: 1.0 for number in range(4)}, 40)
-        queue.update([record_of(number) for number in range(5)], 0.0)
-        num_first += _choose(queue) == 4
-    assert num_first / 200 < 0.4
-
-
 def test_a_boast_draws_no_herd() -> None:
     queue = _queue(*(record_of(number) for number in range(8)))
     _serve(queue, {number: 1.0 for number in range(8)}, 100)
@@ -106,16 +95,6 @@ def test_a_boast_draws_no_herd() -> None:
     boaster = Counter(_choose(queue) for _ in range(240))[8]
     # Four times a peer of the typical time, which the boast itself has shortened by 19 %.
     assert boaster / 240 == pytest.approx(4.9 / 12.9, abs=0.03)
-
-
-def test_a_modest_newcomer_is_still_probed() -> None:
-    queue = _queue(*(record_of(number) for number in range(4)))
-    seconds = {number: 1.0 for number in range(5)}
-    _serve(queue, seconds, 500)
-    queue.update([*(record_of(number) for number in range(4)), record_of(4, 1e-9)], 0.0)
-    assert _serve(queue, seconds, int(4 * MAX_SLOWNESS))[4] > 0
-    _serve(queue, seconds, int(4 * MAX_SLOWNESS * 6))
-    assert _serve(queue, seconds, 1000)[4] / 1000 == pytest.approx(0.2, rel=0.1)
 
 
 def test_a_recovered_peer_gets_its_share_back() -> None:
@@ -135,13 +114,6 @@ def test_absurd_replies_do_not_spoil_the_others() -> None:
         assert counts[number] == pytest.approx((3000 - counts[3]) / 3, rel=0.05)
 
 
-def test_passed_over_peers_keep_no_credit() -> None:
-    queue = _queue(record_of(1), record_of(2))
-    for _ in range(100):
-        queue.choose(1, 0.0, exclude={id_of(1)}, prefer=())
-    assert Counter(_choose(queue) for _ in range(20))[1] <= 13
-
-
 def test_bans_double_and_are_capped() -> None:
     queue = _queue(record_of(1))
     now, waits = 0.0, []
@@ -154,23 +126,6 @@ def test_bans_double_and_are_capped() -> None:
         now += wait
     assert waits == pytest.approx([5, 10, 20, 40, 80, 160, 300, 300, LONGEST_BAN_SECONDS])
     assert _choose(queue, now) == 1
-
-
-def test_failures_that_were_in_flight_together_are_one() -> None:
-    queue = _queue(record_of(1))
-    for _ in range(8):
-        queue.failed(id_of(1), 0.0)
-    assert queue.next_available_seconds(0.0) == pytest.approx(BASE_BAN_SECONDS)
-
-
-def test_a_success_ends_ban_and_back_off() -> None:
-    queue = _queue(record_of(1))
-    queue.failed(id_of(1), 0.0)
-    queue.failed(id_of(1), 6.0)
-    _succeed(queue, 1, 1.0, now=7.0)
-    assert _choose(queue, 7.0) == 1
-    queue.failed(id_of(1), 8.0)
-    assert queue.next_available_seconds(8.0) == pytest.approx(BASE_BAN_SECONDS)
 
 
 def test_only_a_later_announcement_shortens_a_ban() -> None:
@@ -229,17 +184,6 @@ def test_who_still_does_not_answer_stays_banned() -> None:
     assert {_choose(queue, 7.0) for _ in range(10)} == {1, 2}, "nobody asks it any more, so that a ban ends by itself"
 
 
-def test_vanishing_does_not_end_a_ban() -> None:
-    queue = _queue(record_of(1))
-    queue.failed(id_of(1), 0.0)
-    queue.update([], 1.0)
-    assert len(queue) == 0
-    assert queue.next_available_seconds(1.0) is None
-    queue.update([record_of(1)], 2.0)
-    assert queue.choose(1, 2.0, exclude=(), prefer=()) is None
-    assert _choose(queue, 5.0) == 1
-
-
 def test_busy_is_no_ban() -> None:
     queue = _queue(record_of(1), record_of(2))
     queue.busy(id_of(1), 0.0, 3.0)
@@ -258,22 +202,6 @@ def test_a_senseless_retry_after_is_bounded(nonsense: float) -> None:
     wait = queue.next_available_seconds(0.0)
     assert wait is not None
     assert 0 <= wait <= LONGEST_BUSY_SECONDS
-
-
-def test_returning_after_long_is_neither_credit_nor_debt() -> None:
-    queue = _queue(record_of(1), record_of(2))
-    queue.busy(id_of(1), 0.0, 10.0)
-    for _ in range(500):
-        _choose(queue, 5.0)
-    assert Counter(_choose(queue, 10.0) for _ in range(40))[1] == pytest.approx(20, abs=4)
-
-
-def test_preferred_peers_pay_for_it() -> None:
-    queue = _queue(record_of(1), record_of(2))
-    for _ in range(20):
-        queue.choose(1, 0.0, exclude=(), prefer=[id_of(1)])
-    assert Counter(_choose(queue) for _ in range(15))[1] == 0
-    assert Counter(_choose(queue) for _ in range(100))[1] == pytest.approx(48, abs=6)
 
 
 def test_a_new_endpoint_starts_from_its_own_announcement() -> None:

@@ -42,14 +42,6 @@ def _path(router: Router, num_choices: int, *, links: dict[int, float] | None = 
     return path
 
 
-def test_shares_of_three_peers_follow_their_throughputs() -> None:
-    router, _ = _router(*(record_of(number, samples_per_second=float(number)) for number in (1, 2, 3)))
-    counts = Counter(_path(router, 3000))
-    for number, count in counts.items():
-        assert count / 3000 == pytest.approx(number / 6, rel=0.05)
-        assert router.expected_seconds(Block(0), id_of(number), 1) == pytest.approx(1 / number, rel=1e-3)
-
-
 def test_a_seed_is_a_path() -> None:
     records = [record_of(number, samples_per_second=float(number)) for number in (1, 2, 3)]
     paths = [_path(_router(*records, seed=seed)[0], 100) for seed in (7, 7, 8)]
@@ -104,15 +96,6 @@ def test_a_far_peer_is_used_fully_once_the_near_one_is_saturated() -> None:
     assert _keep_in_flight(32, [0.0, 0.1])[1] == pytest.approx(0.5, abs=0.02)
 
 
-def test_only_serving_peers_are_chosen() -> None:
-    router, _ = _router(record_of(1), record_of(2, state="joining"), record_of(3, state="leaving"))
-    assert set(_path(router, 20)) == {1}
-    assert router.choose(Block(0), 1, exclude=[id_of(1)], prefer=[id_of(2), id_of(3)]) is None
-    assert router.record(Block(0), id_of(2)) is None
-    router.update(Block(0), [record_of(1, state="leaving"), record_of(2)])
-    assert set(_path(router, 20)) == {2}
-
-
 def test_hints_come_first_unless_excluded_banned_or_gone() -> None:
     router, _ = _router(record_of(1), record_of(2), record_of(3))
     hints = [id_of(9), id_of(1), id_of(2)]
@@ -151,24 +134,6 @@ def test_the_own_peer_comes_after_hints_and_before_all_others_unless_it_is_busy_
     assert router.links(Block(0)).keys() == {id_of(1), id_of(3)}
     other = router.choose(Block(1), 4)
     assert other is not None, "a stage that the own peer does not serve"
-
-
-def test_empty_and_available() -> None:
-    router, clock = _router()
-    assert router.next_available_seconds(Block(0)) is None
-    assert router.next_available_seconds(Block(5)) is None
-    assert router.choose(Block(5), 1) is None
-    router.update(Block(0), [record_of(1), record_of(2)])
-    assert router.next_available_seconds(Block(0)) == 0.0
-    router.failed(Block(0), id_of(1))
-    assert router.next_available_seconds(Block(0)) == 0.0
-    router.busy(Block(0), id_of(2), 2.0)
-    clock.advance(0.5)
-    assert router.choose(Block(0), 1) is None
-    assert router.next_available_seconds(Block(0)) == pytest.approx(1.5)
-    assert router.next_available_seconds(Block(0)) is not None
-    clock.advance(1.5)
-    assert router.next_available_seconds(Block(0)) == 0.0
 
 
 def test_a_peer_is_at_each_block_until_its_record_there_is_gone_or_says_that_it_leaves() -> None:
@@ -212,41 +177,6 @@ def test_a_process_that_does_not_answer_at_one_block_is_left_alone_at_all(how: s
     clock.advance(2.0)
     router.answered(second, id_of(1))
     assert router.banned(first) == (set() if how == "is_unreachable" else {id_of(1)})
-
-
-def test_outcomes_of_peers_that_have_vanished_are_ignored() -> None:
-    router, _ = _router(record_of(1))
-    router.update(Block(0), [])
-    router.failed(Block(0), id_of(1))
-    router.busy(Block(0), id_of(1), 1.0)
-    router.succeeded(
-        Block(0), id_of(1), Observation(num_samples=1, busy_seconds=1.0, link_seconds=None, queue_length=0)
-    )
-    assert router.records(Block(0)) == []
-    router.update(Block(0), [record_of(1)])
-    assert router.next_available_seconds(Block(0)) == 0.0
-
-
-def test_what_a_peer_is_expected_to_take_counts_its_queue() -> None:
-    router, _ = _router(record_of(1), record_of(2, samples_per_second=2.0))
-    assert router.expected_seconds(Block(0), id_of(2), 4) == pytest.approx(2.0)
-    for _ in range(50):
-        router.succeeded(
-            Block(0), id_of(1), Observation(num_samples=4, busy_seconds=4.0, link_seconds=0.0, queue_length=9)
-        )
-    assert router.expected_seconds(Block(0), id_of(1), 4) == pytest.approx(40.0, rel=0.01)
-    assert router.expected_seconds(Block(0), id_of(3), 4) is None
-
-
-def test_the_others_are_those_of_the_stage_that_are_not_banned() -> None:
-    router, clock = _router(record_of(1), record_of(2), record_of(3))
-    router.update(Block(1), [record_of(4, stage=1)])
-    router.failed(Block(0), id_of(2))
-    assert router.others(Block(0), id_of(1)) == [id_of(3)]
-    assert (router.banned(Block(0)), router.banned(Block(1))) == ({id_of(2)}, set())
-    clock.advance(5.0)
-    assert router.others(Block(0), id_of(1)) == [id_of(2), id_of(3)]
-    assert router.others(Block(0), id_of(5)) == []
 
 
 def test_of_a_stage_without_peers_it_is_known_which_was_the_last_one_and_what_became_of_it() -> None:

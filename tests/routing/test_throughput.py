@@ -35,36 +35,12 @@ def test_average_is_corrected_for_its_start() -> None:
     assert average.value == pytest.approx((0.36 + 0.1) / 0.19)
 
 
-def test_announcement_weighs_as_one_observation() -> None:
-    seconds = _announced(0.5)
-    assert seconds.expected == pytest.approx(2.0)
-    assert not seconds.observed
-    _observe(seconds, busy=1.0)
-    assert seconds.observed
-    assert seconds.expected == pytest.approx((0.8 * 2.0 + 1.0) / 1.8)
-
-
-def test_without_a_throughput_nothing_is_expected() -> None:
-    seconds = _announced(0.0)
-    assert seconds.expected is None
-    _observe(seconds, busy=3.0, num_samples=6)
-    assert seconds.expected == pytest.approx(0.5)
-
-
 def test_queue_and_link_add_up() -> None:
     seconds = _announced(0.0)
     observed = _observe(seconds, busy=2.0, link=1.0, num_samples=4, queue_length=3)
     assert observed == pytest.approx(4 * 0.5 + 0.25)
     assert seconds.expected == pytest.approx(observed, rel=1e-4)
     assert _announced(2.0, queue_length=3).expected == pytest.approx(2.0)
-
-
-def test_a_reply_that_cannot_tell_the_link_leaves_it_alone() -> None:
-    seconds = _announced(0.0)
-    _observe(seconds, busy=1.0, link=0.5)
-    for _ in range(50):
-        _observe(seconds, busy=1.0, link=None)
-    assert seconds.expected == pytest.approx(1.5)
 
 
 def test_announcements_count_only_while_there_are_no_replies() -> None:

@@ -1,6 +1,5 @@
 """Work on tensors in pieces treats every element once, on any number of threads."""
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,22 +45,6 @@ def test_rows_need_not_lie_one_after_the_other(num_threads: int, together: bool)
     assert torch.equal(sums, expected)
 
 
-def test_pieces_are_small_and_spread_over_the_threads(num_threads: int) -> None:
-    sizes, threads = list[int](), set[str]()
-    together = threading.Barrier(num_threads)
-
-    def look(xp: Any, scratch: Any, piece: Any) -> None:
-        together.wait(10.0)
-        assert scratch.shape == piece.shape
-        sizes.append(piece.size)
-        threads.add(threading.current_thread().name)
-
-    treat(look, [[torch.zeros(1000)]], together=False)
-    assert sum(sizes) == 1000
-    assert max(sizes) <= 64
-    assert len(threads) == num_threads
-
-
 def test_what_is_no_number_warns_of_nothing_and_what_fails_is_raised(num_threads: int) -> None:
     """Any warning fails a test."""
     sums = torch.full((200,), 3e38)
@@ -73,13 +56,3 @@ def test_what_is_no_number_warns_of_nothing_and_what_fails_is_raised(num_threads
 
     with pytest.raises(ZeroDivisionError):
         treat(fail, [[sums]], together=False)
-
-
-def test_small_tensors_share_operations_and_large_ones_are_cut(num_threads: int) -> None:
-    sizes = list[list[int]]()
-
-    def look(xp: Any, scratch: Any, values: Any) -> None:
-        sizes.append([piece.numel() for piece in values])
-
-    treat(look, [[torch.zeros(size)] for size in (40, 40, 30, 250)], together=True)
-    assert sizes == [[40, 40], [30], [100], [100], [50]]

@@ -1,4 +1,4 @@
-"""The figures of inner steps, and which of them are worth a warning."""
+"""Which figures of inner steps are worth a warning."""
 
 import pytest
 
@@ -11,19 +11,6 @@ def _steps(*, samples: int = 16, staleness: int = 0) -> InnerSteps:
     for number in range(10, 20):
         steps.add(samples, {number: 1, number - staleness: 1} if staleness else {number: 2}, newest=number)
     return steps
-
-
-def test_means_are_over_steps_and_microbatches() -> None:
-    steps = _steps(samples=24, staleness=3)
-    assert (steps.count, steps.samples_per_step) == (10, 24.0)
-    assert (steps.microbatches, steps.mean_staleness, steps.largest_staleness) == (20, 1.5, 3)
-    assert (InnerSteps().samples_per_step, InnerSteps().mean_staleness) == (0.0, 0.0)
-
-
-def test_versions_of_which_nothing_is_left_do_not_count() -> None:
-    steps = InnerSteps(configured_samples=16)
-    steps.add(16, {3: 0, 7: 2}, newest=8)
-    assert (steps.microbatches, steps.staleness, steps.largest_staleness) == (2, 2, 1)
 
 
 @pytest.mark.parametrize("steps", [_steps(), _steps(samples=24), _steps(staleness=2), InnerSteps(), _steps(samples=8)])

@@ -56,20 +56,6 @@ def test_steps_are_those_of_torchs_own_optimizers(kind: str) -> None:
     assert not state
 
 
-def test_a_step_leaves_no_gradient_behind_and_its_arguments_alone() -> None:
-    parameters, gradients = _parameters(), _gradients(0)
-    optim.step(optim.OuterSgd(OuterConfig(momentum=0.9)), parameters, gradients, 0.7)
-    assert all(parameter.grad is None for parameter in parameters.values())
-    assert all(torch.equal(gradients[name], value) for name, value in _gradients(0).items())
-
-
-def test_adamw_without_matrices_or_without_vectors() -> None:
-    for name, parameter in _parameters().items():
-        before = parameter.detach().clone()
-        optim.step(optim.AdamW(OptimizerConfig()), {name: parameter}, _gradients(0), 0.1)
-        assert not torch.equal(parameter.detach(), before)
-
-
 # -- state -------------------------------------------------------------------------------------------------------------
 
 
@@ -97,20 +83,3 @@ def test_an_optimizer_goes_on_from_a_transferred_state(kind: str) -> None:
         optim.step(other, taker, _gradients(step), 0.1)
     for name in giver:
         assert torch.equal(giver[name], taker[name])
-
-
-def test_loading_copies_and_replaces() -> None:
-    parameters = _parameters()
-    optimizer = optim.OuterSgd(OuterConfig(momentum=0.9))
-    optim.step(optimizer, parameters, _gradients(0), 0.1)
-    given = {"matrix/momentum_buffer": torch.ones(4, 3)}
-    optim.load_state_tensors(optimizer, parameters, given)
-    loaded = optim.state_tensors(optimizer, parameters)
-    assert loaded.keys() == given.keys(), "the vector's old momentum is gone"
-    loaded["matrix/momentum_buffer"] += 1
-    assert torch.equal(given["matrix/momentum_buffer"], torch.ones(4, 3))
-
-
-def test_there_is_no_state_before_the_first_step() -> None:
-    parameters = _parameters()
-    assert optim.state_tensors(optim.AdamW(OptimizerConfig()), parameters) == {}

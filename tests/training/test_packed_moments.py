@@ -71,24 +71,3 @@ def test_who_gets_the_state_goes_on_with_the_same_bits(kind: str) -> None:
         for each, weights in ((optimizer, giver), (other, taker)):
             optim.step(each, weights, _drawn(step), 0.01)
     assert all(torch.equal(giver[name], taker[name]) for name in SHAPES)
-
-
-def test_moments_of_float32_are_taken_over() -> None:
-    giver, optimizer = _drawn(0), _made("adamw", "fp32")
-    optim.step(optimizer, giver, _drawn(1), 0.01)
-    state, other = optim.state_tensors(optimizer, giver), _made("adamw", "int8")
-    optim.load_state_tensors(other, giver, state)
-    for name, value in optim.state_views(other, giver).items():
-        parameter, key = name.split("/")
-        assert torch.equal(value, _rounded(key, state[name]) if parameter in PACKED else state[name])
-
-
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_the_bytes_are_those_that_are_counted(kind: str) -> None:
-    for moments in ("fp32", "int8"):
-        optimizer, weights = _made(kind, moments), _drawn(0)
-        optim.step(optimizer, weights, _drawn(1), 0.01)
-        for name, shape in SHAPES.items():
-            held = [tensor for key, tensor in optimizer.state.get(name, {}).items() if key != "step"]
-            held += [part for each in optimizer.packed.get(name, {}).values() for row in each.rows() for part in row]
-            assert sum(tensor.nbytes for tensor in held) == optimizer.num_bytes(name, shape)

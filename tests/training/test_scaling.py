@@ -67,16 +67,6 @@ def test_overflows_halve_the_factor_and_successes_in_a_row_double_it() -> None:
     assert scale.factor == MEAN_SCALE
 
 
-@pytest.mark.parametrize("scale", [LossScale.of_means("bf16"), LossScale.of_sums("off", 100)])
-def test_other_types_have_no_factor(scale: LossScale) -> None:
-    for _ in range(2 * GROWS_AFTER):
-        scale.succeeded()
-    assert scale.factor == 1.0
-    assert scale.is_fixed
-    assert not scale.halve()
-    assert scale.factor == 1.0
-
-
 def test_the_factor_of_a_sum_is_a_power_of_two_within_bounds() -> None:
     scale = LossScale.of_sums("fp16", 100)
     first = scale.factor

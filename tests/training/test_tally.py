@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from swarm.credentials import certificates
 from swarm.credentials.identity import Identity, generate
 from swarm.errors import IntegrityError
 from swarm.training.complaints import Complaints, Named
@@ -173,17 +172,3 @@ def test_blocks_are_put_together_by_peer() -> None:
     assert list(found) == ["a", "b"]
     assert total(found["a"]) == Given(11, 22, 33, 2)
     assert list(found["a"]) == [Block(0), Block(1)]
-
-
-def test_what_was_verified_for_the_tally_is_not_verified_again_for_complaints(monkeypatch: pytest.MonkeyPatch) -> None:
-    tally, verified = _telling(dict.fromkeys((ANN, BOB, CAT), _naming())), list[bytes]()
-
-    def verify(key: Any, message: bytes, signature: bytes) -> None:
-        verified.append(signature)
-        genuine(key, message, signature)
-
-    genuine = certificates.verify
-    monkeypatch.setattr(certificates, "verify", verify)
-    assert len(tally.signers(RUN, BLOCK)) == 4
-    assert _named(tally) == {LIAR: Named(0, "it lies")}
-    assert len(verified) == 4

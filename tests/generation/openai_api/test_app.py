@@ -120,13 +120,6 @@ async def test_a_text_ends_with_an_end_token_which_counts_and_is_not_said() -> N
         assert [event["choices"][0]["finish_reason"] for event in events] == ["stop"]
 
 
-async def test_characters_come_whole_and_unescaped() -> None:
-    async with client_of(ScriptedEngine("→🙂\u2028")) as client:
-        response = await client.post("/completions", json=COMPLETION | {"stream": True, "max_tokens": 10})
-        pieces = [event["choices"][0]["text"] for event in events_of(response)]
-        assert [piece for piece in pieces if piece] == ["→", "🙂", "\u2028"]
-
-
 async def test_a_template_that_takes_for_ever_is_refused_and_holds_up_nobody(engine: ScriptedEngine) -> None:
     """Other requests are answered meanwhile, however many conversations wait."""
     num_begun = 0
@@ -212,17 +205,6 @@ async def test_what_the_template_refuses_and_a_model_without_one(engine: Scripte
         assert response.status_code == 400
         assert "no chat template" in response.json()["error"]["message"]
         assert (await client.post("/completions", json=COMPLETION)).status_code == 200
-
-
-async def test_there_is_nothing_elsewhere(client: httpx2.AsyncClient) -> None:
-    for response, status in (
-        (await client.get("/nothing"), 404),
-        (await client.post("/embeddings", json={}), 404),
-        (await client.get("/completions"), 405),
-        (await client.post("/models", json={}), 405),
-    ):
-        assert response.status_code == status
-        assert response.json()["error"]["type"] == "invalid_request_error"
 
 
 @pytest.mark.parametrize(
