@@ -91,7 +91,7 @@ def planned(options: DoctorOptions) -> RunConfig:
     settings += [f"lora.rank={options.lora_rank}"] if options.lora_rank is not None else []
     config = configs.with_settings(config, settings)
     if config.model.custom_class:
-        raise ValueError("only its code knows the size of a run with a model.custom_class")
+        raise ValueError("what a model.custom_class takes is measured by a swarm-peer only, as it starts")
     return begun(config, None, cache_folder()) if has_text else config.begun()
 
 
@@ -203,7 +203,7 @@ def report(options: DoctorOptions) -> int:
         settings = helpful(config, free_bytes, num_peers, on_gpu=on_gpu) if lacks else []
         # RAM is not bounded here: of the GPUs of other machines it is not known.
         room = Room(device=name, device_bytes=free_bytes, ram_bytes=sys.maxsize)
-        span = room.largest([stage.needs for stage in there], range(len(there)))
+        span = room.largest({number: stage.needs for number, stage in enumerate(there)}, range(len(there)))
         fits.append({"device": name, "free_bytes": free_bytes, "stages": verdicts, "would_fit_with": settings})
         fits[-1]["together"] = None if span is None else written(span)
         fits[-1]["fits"] = not lacks

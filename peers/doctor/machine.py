@@ -7,7 +7,7 @@ import re
 import resource
 import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from peers.doctor.finding import Finding, fine, wrong
@@ -79,12 +79,12 @@ def judge_files(limit: int | None, num_peers: int) -> Finding:
     return wrong("files", f"{limit} may be open, and about {needed} are needed: ulimit -n {max(1024, 2 * needed)}")
 
 
-def judge_memory(each: Sequence[Needs], room: Room, span: Served | None) -> Finding:
+def judge_memory(each: Mapping[int, Needs], room: Room, span: Served | None) -> Finding:
     """Compare what stages need with the memory that a peer may have. `each` has the needs of all of a run's stages,
     and `span` the blocks that it is to serve together; None: one that it takes by itself."""
     if fault := room.fault(each, span):
         return wrong("memory", fault)
-    fitting = [str(stage) for stage, needs in enumerate(each) if room.holds(needs)]
+    fitting = [str(stage) for stage, needs in each.items() if room.holds(needs)]
     some = f": --stage auto takes {' or '.join(fitting)}" if span is None and len(fitting) < len(each) else ""
     return fine("memory", room.comparison(each, span) + some)
 

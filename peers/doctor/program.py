@@ -90,7 +90,7 @@ async def _to_peers(run: Membership) -> list[Finding]:
 def _for_run(plan: DoctorOptions, run: Membership, device: Device | None) -> list[Finding]:
     findings = [machine.files(len(run.known.everyone()))]
     if run.config.model.custom_class:
-        why = "the run has a model of its own, whose size only its code knows"
+        why = "the run has a model of its own, which a peer measures as it starts"
         return [*findings, not_checked("memory", why), not_checked("disk", why)]
     span = None if plan.stage == "auto" else plan.stage.of(run.config)
     num_peers = 1 + min(len(run.known.others(block)) for block in span or run.blocks)
@@ -99,7 +99,7 @@ def _for_run(plan: DoctorOptions, run: Membership, device: Device | None) -> lis
         findings.append(not_checked("memory", "there is no device"))
     else:
         findings.append(machine.judge_memory(each, Room.on(device), span))
-    needs = each if span is None else [together(each, span)]
+    needs = [*each.values()] if span is None else [together(each, span)]
     findings.append(machine.disk(cache_folder(), max(need.cache for need in needs), "what is fetched may"))
     if plan.checkpoint is not None:
         # There is one more for a while: the next checkpoint is whole before the oldest is deleted.

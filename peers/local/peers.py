@@ -72,7 +72,6 @@ class LocalPeers:
         self.running: list[LocalPeer] = []
         self._options = options
         self._config = config
-        self._custom_class = config.model.custom_class
         named = dict(config.data.named_by_users)
         self.own_text: dict[str, Any] = named | ({"dataset": config.data.datasets} if "dataset" in named else {})
         """What the trainer has to name, because it is code of the user's own."""
@@ -104,7 +103,7 @@ class LocalPeers:
         begins the run."""
         options = self._options
         if addresses := self.addresses:
-            return {"initial_peers": addresses, "allow_class": self._custom_class or None}
+            return {"initial_peers": addresses, "allow_class": self._config.own_classes}
         preset = None if options.config or options.model else options.preset or PRESET
         names = ("config", "model", "stages", "dataset", "validation", "tokenizer", "max_tokens", "lora_rank", "set")
         # A preset, or a file, has a schedule of its own.

@@ -1,23 +1,26 @@
 """What a stage takes of a machine and of its line, by the formulas of docs/operations.md and docs/performance.md. Pure.
 
-The formulas are for the built-in model, without dropout, bottleneck and compiled layers.
+The formulas are for the built-in model, without dropout, bottleneck and compiled layers. What the weights and graphs of
+a `model.custom_class` take is measured instead, and needs a configuration with one class for all blocks (`of_class`).
 """
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 
 from torch import Size
 
 from swarm.compression.codec import contribution_codec, result_codec
 from swarm.config import DataConfig, LoraConfig, ModelConfig, RunConfig, StagesConfig
 from swarm.model import nf4
+from swarm.model.custom_class import Measured, measured
 from swarm.model.loss import loss_bytes
 from swarm.model.stages import layer_ranges, parameter_shapes, trained_shapes
 from swarm.stage.boundary import HIDDEN, TOKENS, request_specs
 from swarm.training.optimizers import gradient_optimizer
+from swarm.types import Block
 
 PROGRAM_BYTES = 512 << 20
 """Python, PyTorch and the DHT."""
@@ -81,7 +84,7 @@ class Needs:
         turns = gradient
         if is_last:
             turns += loss_bytes(config.model, config.data.tokens_per_microbatch, fused=on_gpu)
-        if config.model.gradient_checkpointing:
+        if config.model.gradient_checkpointing and not config.model.custom_class:
             turns += layer_graph_bytes(config, fused=on_gpu)
         # The last stage goes backward at once.
         in_flight = 1 if is_last else min(config.stages.num_stages + 2, share)
@@ -106,6 +109,10 @@ class Needs:
         cache = values["cache"] - _TOKENIZER_BYTES
         return Needs(**values | {"turns": max(self.turns, more.turns), "ram": ram, "cache": cache})
 
+    def or_more(self, other: "Needs") -> "Needs":
+        """Of each figure the larger one."""
+        return Needs(**{name: max(value, getattr(other, name)) for name, value in vars(self).items()})
+
     @property
     def device(self) -> int:
         """Memory of the device besides microbatches in flight; if that is the CPU, all such memory."""
@@ -122,12 +129,36 @@ class Needs:
         return self.device + self.fewest
 
 
-def of_stages(config: RunConfig, *, on_gpu: bool, num_peers: int = 1, anchors_on_disk: bool = False) -> list[Needs]:
-    ranges = layer_ranges(config)
-    shapes = [(len(layers), stage == 0, stage == len(ranges) - 1) for stage, layers in enumerate(ranges)]
-    of = partial(Needs.of, config, on_gpu=on_gpu, num_peers=num_peers, anchors_on_disk=anchors_on_disk)
-    found = {shape: of(shapes.index(shape)) for shape in set(shapes)}
-    return [found[shape] for shape in shapes]
+def of_stages(
+    config: RunConfig, *, on_gpu: bool, num_peers: int = 1, anchors_on_disk: bool = False,
+    blocks: Collection[Block] | None = None,
+) -> dict[int, Needs]:  # fmt: skip
+    """The needs for each stage of these blocks, or of the run: of variants with classes of their own, each figure of
+    the one that needs most. Empty if the size of a class cannot be measured. Raises what `measured` raises."""
+    ranges, found, needs = layer_ranges(config), dict[tuple[object, ...], Needs](), dict[int, Needs]()
+    for block in config.blocks if blocks is None else blocks:
+        stage, name = block.stage, config.classes[block]
+        shape = (len(ranges[stage]), stage == 0, stage == len(ranges) - 1, name, stage if name else None)
+        if shape not in found:
+            own = of_class(config, block)
+            if name and _measured(own, stage) is None:
+                return {}
+            found[shape] = Needs.of(
+                own, stage, on_gpu=on_gpu, num_peers=num_peers, anchors_on_disk=anchors_on_disk
+            )  # fmt: skip
+        needs[stage] = found[shape].or_more(needs.get(stage, found[shape]))
+    return needs
+
+
+def of_class(config: RunConfig, block: Block) -> RunConfig:
+    """The configuration as if all blocks were made by the class of this one."""
+    if isinstance(config.model.custom_class, str):
+        return config
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, custom_class=config.classes[block]))
+
+
+def _measured(config: RunConfig, stage: int) -> Measured | None:
+    return measured(config, Block(stage), layer_ranges(config)[stage])
 
 
 def most_microbatches(config: RunConfig, stage: int) -> int:
@@ -145,6 +176,9 @@ def computing_on(config: RunConfig, *, on_gpu: bool) -> RunConfig:
 
 def _shapes(config: RunConfig, stage: int) -> tuple[dict[str, Size], dict[str, Size]]:
     """The shapes of a stage's parameters, and of those that are trained. They take a while to find out."""
+    if config.model.custom_class:
+        trained = {} if (found := _measured(config, stage)) is None else found.trained
+        return trained, trained
     model = dataclasses.replace(config.model, autocast="off", gradient_checkpointing=False)
     # All variants of a stage have the same shapes.
     return _known_shapes(model, config.lora, dataclasses.replace(config.stages, variants=(), paths=()), stage)
@@ -187,6 +221,8 @@ def state_bytes(config: RunConfig, stage: int) -> dict[str, int]:
         held["frozen"] = sum(_frozen_bytes(config, *named) for named in _shapes(config, stage)[0].items())
     elif config.model.autocast not in ("off", config.model.versions):
         held["casts"] = _HALF_BYTES * sum(math.prod(shape) for shape in shapes.values() if len(shape) > 1)
+    if config.model.custom_class and (found := _measured(config, stage)) is not None:
+        held["frozen"] = found.frozen_bytes
     return held
 
 
@@ -234,6 +270,8 @@ def passing_bytes(config: RunConfig, stage: int) -> int:
 def graph_bytes(config: RunConfig, stage: int, *, fused: bool = False) -> int:
     """Bytes that autograd keeps of one microbatch's layers, including the stage's input. `fused` says whether the stage
     computes as on a GPU."""
+    if config.model.custom_class:
+        return 0 if (found := _measured(config, stage)) is None else found.graph_bytes
     model, num_layers = config.model, len(layer_ranges(config)[stage])
     # On a GPU the tables of rotary positions are as wide as a head, twice.
     tables = (1 + fused) * config.data.sequence_length * model.width_of_heads * model.is_rotary

@@ -1,6 +1,6 @@
 """How much memory one process may have on its device, and which stages it can serve with it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -36,27 +36,27 @@ class Room:
     def holds(self, needs: Needs) -> bool:
         return needs.least <= self.device_bytes and needs.ram <= self.ram_bytes
 
-    def spans(self, each: Sequence[Needs]) -> list[range]:
-        """All spans of adjacent stages for which there is room, of a run whose stages need so much each, with one
-        variant of each."""
+    def spans(self, each: Mapping[int, Needs]) -> list[range]:
+        """All spans of adjacent stages for which there is room, of stages that need so much each, with one variant of
+        each."""
         found = list[range]()
-        for first in range(len(each)):
-            for last in range(first, len(each)):
-                if not self.holds(together(each, range(first, last + 1))):
-                    break
-                found.append(range(first, last + 1))
+        for first in each:
+            end = first
+            while end in each and self.holds(together(each, range(first, end + 1))):
+                end += 1
+                found.append(range(first, end))
         return found
 
-    def largest(self, each: Sequence[Needs], wanted: Served) -> range | None:
+    def largest(self, each: Mapping[int, Needs], wanted: Served) -> range | None:
         """The longest span for which there is room, no longer than the wanted one, and as much of that as can be; None
         if no stage fits."""
         spans = [span for span in self.spans(each) if len(span) <= len(wanted)]
         stages = {block.stage for block in blocks_of(wanted)}
         return max(spans, key=lambda span: (len(span), len({*span} & stages), -span.start), default=None)
 
-    def comparison(self, each: Sequence[Needs], span: Served | None) -> str:
+    def comparison(self, each: Mapping[int, Needs], span: Served | None) -> str:
         """What a span takes, or with None a single stage of the run, and what there is, in words."""
-        needs = each if span is None else [together(each, span)]
+        needs = [*each.values()] if span is None else [together(each, span)]
         least, most = (in_words(choose(one.least for one in needs)) for choose in (min, max))
         what = "a stage" if span is None else named(span)
         text = f"{what} {'take' if span is not None and len(span) > 1 else 'takes'} "
@@ -66,10 +66,10 @@ class Room:
             text += f"; beside it {in_words(ram)} of RAM, and {in_words(self.ram_bytes)} are there"
         return text
 
-    def fault(self, each: Sequence[Needs], span: Served | None) -> str:
+    def fault(self, each: Mapping[int, Needs], span: Served | None) -> str:
         """What is wrong, and what to do, if there is no room for a span, or with None for any stage; empty if there is
         room."""
-        if self.holds(together(each, span)) if span is not None else any(map(self.holds, each)):
+        if self.holds(together(each, span)) if span is not None else any(map(self.holds, each.values())):
             return ""
         fitting = self.largest(each, span or range(1))
         advice = "close other programs, take a run with more stages, or another --device"
@@ -80,7 +80,7 @@ class Room:
         return f"{self.comparison(each, span)}: {advice}"
 
 
-def together(each: Sequence[Needs], span: Served) -> Needs:
+def together(each: Mapping[int, Needs], span: Served) -> Needs:
     return reduce(add, (each[block.stage] for block in blocks_of(span)))
 
 

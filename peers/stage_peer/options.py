@@ -46,8 +46,9 @@ class PeerOptions(CheckpointOptions, TextOptions):
     token: str | None = None
     """A peer's token, or @FILE: a new run that is begun with one is locked, and one is needed to join it. It may also
     come with the invite (INVITE#TOKEN), with an address (ADDRESS#TOKEN), or in SWARM_TOKEN."""
-    allow_class: str | None = None
-    """The run's model.custom_class, as MODULE:CLASS: joining a run that has one, this machine imports and runs it."""
+    allow_class: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """The run's model.custom_class, as MODULE:CLASS: joining a run that has one, this machine imports and runs it. May
+    be given several times, for paths with classes of their own."""
     config: takes.File | None = None
     """TOML file of a new run."""
     model: takes.FolderOrName | None = None

@@ -48,7 +48,7 @@ def own_config(
         config = dataclasses.replace(config, lora=dataclasses.replace(config.lora, **options.lora_options))
         if not config.lora.is_on and options.lora_options.keys() != {"rank"}:
             raise ValueError("--lora-alpha, --lora-dropout and --lora-targets need a --lora-rank above 0")
-    require_blocks(options, config)
+    require_blocks(options, config, config)
     owner = token.authority.fingerprint if token is not None else ""
     if config.owner not in ("", owner):
         raise ValueError(f"the run is locked by owner {config.owner[:16]}: give a token of that owner's with --token")
@@ -66,10 +66,17 @@ def own_config(
     return config
 
 
-def require_blocks(options: PeerOptions, config: RunConfig) -> None:
-    """Raise ValueError if the run has not all that the peer is to serve."""
-    if options.span != "auto":
-        options.span.of(config)
+def require_blocks(options: PeerOptions, config: RunConfig, own: RunConfig | None) -> None:
+    """Raise ValueError if the run has not all that the peer is to serve, or would have it run a custom class that our
+    user has named neither in a configuration of their own nor in an option."""
+    blocks = config.blocks if options.span == "auto" else options.span.of(config)
+    missing = sorted({config.classes[block] for block in blocks} - {"", *options.allow_class})
+    # If the user has named a configuration, `agree_on_config` has made sure that the run's is the same.
+    if missing and own is None:
+        raise ValueError(
+            f"this run would have this machine import and run {', '.join(map(repr, missing))}, its model.custom_class: "
+            f"if you trust that code, add {' '.join(f'--allow-class {shlex.quote(name)}' for name in missing)}"
+        )
 
 
 def _sizes_in_words(config: RunConfig, num_samples: int) -> str:
@@ -81,14 +88,3 @@ def _sizes_in_words(config: RunConfig, num_samples: int) -> str:
         told += f" and inner steps of {rounds.inner_batch_samples}"
     steps = num_samples / rounds.round_samples
     return f"{told}; {f'{steps:,.0f}' if steps >= 100 else f'{steps:.3g}'} steps are one pass through the text"
-
-
-def require_allowed_class(config: RunConfig, own: RunConfig | None, allowed: str | None) -> None:
-    """Raise ValueError if the run has a custom class that our user has named neither in a file nor in an option."""
-    name = config.model.custom_class
-    # If the user has named a configuration, `agree_on_config` has made sure that the run's is the same.
-    if name and own is None and name != allowed:
-        raise ValueError(
-            f"this run would have this machine import and run {name!r}, its model.custom_class: "
-            f"if you trust that code, add --allow-class {shlex.quote(name)}"
-        )

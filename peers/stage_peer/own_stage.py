@@ -75,20 +75,21 @@ class OwnRoom:
     """What this peer's process may have of its device's memory, and what the run's stages need of it."""
 
     room: Room
-    each: Sequence[Needs]
-    """By stage; empty for a run with a class of its own, whose size only its code knows."""
+    each: Mapping[int, Needs]
+    """By stage; empty if the run has a class of its own whose size cannot be measured."""
 
     @classmethod
     def of(
         cls, member: Membership, device: torch.device, *, dtype: Dtype | None, memory_bytes: int | None,
-        anchors_on_disk: bool = False,
+        anchors_on_disk: bool = False, blocks: Collection[Block] | None = None,
     ) -> "OwnRoom":  # fmt: skip
-        """Blocks for a moment, while the stages' shapes are found out."""
-        config, each = devices.computing_in(member.config, dtype, device), list[Needs]()
-        if not config.model.custom_class:
-            num_peers = 1 + min(len(member.known.others(block)) for block in member.blocks)
-            on_gpu = device.type == "cuda"
-            each = needs.of_stages(config, on_gpu=on_gpu, num_peers=num_peers, anchors_on_disk=anchors_on_disk)
+        """Blocks for a moment, while the shapes of the stages of these blocks, or of all, are found out. Raises
+        ValueError if a class of theirs cannot be imported."""
+        num_peers = 1 + min(len(member.known.others(block)) for block in member.blocks)
+        each = needs.of_stages(
+            devices.computing_in(member.config, dtype, device), on_gpu=device.type == "cuda", num_peers=num_peers,
+            anchors_on_disk=anchors_on_disk, blocks=blocks,
+        )  # fmt: skip
         return cls(room=Room.on(devices.here(device, memory_bytes)), each=each)
 
     def require(self, span: Served | None) -> None:
@@ -99,8 +100,7 @@ class OwnRoom:
 
     @property
     def spans(self) -> list[range] | None:
-        """All adjacent stages for which there is room together, with one variant of each; None where only the run's own
-        code knows their size."""
+        """All adjacent stages for which there is room together, with one variant of each; None if that is not known."""
         return self.room.spans(self.each) if self.each else None
 
 
@@ -133,8 +133,9 @@ def _dealt(sizes: Sequence[int], num_devices: int, limit: int) -> list[int]:
 def dealt(config: RunConfig, blocks: Sequence[Block], num_devices: int) -> list[int]:
     if num_devices == 1:
         return [0] * len(blocks)
-    shapes = (parameter_shapes(config, block.stage).values() for block in blocks)
-    return deal([sum(shape.numel() for shape in own) for own in shapes], num_devices)
+    return deal(
+        [max(1, needs.num_own_parameters(needs.of_class(config, block), block.stage)) for block in blocks], num_devices
+    )
 
 
 async def require_room(options: PeerOptions, member: Membership, on: Sequence[torch.device]) -> OwnRoom:
@@ -142,6 +143,7 @@ async def require_room(options: PeerOptions, member: Membership, on: Sequence[to
     of = partial(
         OwnRoom.of, member, dtype=options.dtype, memory_bytes=options.memory,
         anchors_on_disk=options.anchors is not None,
+        blocks=None if options.span == "auto" else options.span.of(member.config),
     )  # fmt: skip
     rooms = [await asyncio.to_thread(of, device) for device in on]
     if options.span == "auto":
@@ -223,7 +225,7 @@ def _weights(
     """`timeline` has the configuration that the run's id and lineages follow from, whatever this device computes in."""
     given = options.weights
     tensors = None if given is None else given.load(parameter_shapes(config, block.stage))
-    module = build_stage(config, block.stage, device=options.device, weights=tensors)
+    module = build_stage(config, block, device=options.device, weights=tensors)
     del tensors
     if options.compiles and isinstance(module, StageModule):
         module.compile_layers()

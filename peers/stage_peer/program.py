@@ -46,7 +46,7 @@ from peers.stage_peer.mover import Mover
 from peers.stage_peer.news import Arrival, require_ready_file, say_what_is_wrong
 from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_dashboard import OwnDashboard, require_page
-from peers.stage_peer.own_model import own_config, require_allowed_class, require_blocks
+from peers.stage_peer.own_model import own_config, require_blocks
 from peers.stage_peer.own_stage import ServerOptions, dealt, require_room
 from peers.stage_peer.own_state import open_checkpoints
 from peers.stage_peer.rebalancer import Claim, Rebalancer
@@ -201,13 +201,12 @@ async def run(start: Start) -> None:
 
 
 async def enter(start: Start) -> Membership:
-    """Enter the run. Raises what agree_on_config, require_allowed_class, require_blocks and
-    Membership.require_own_token raise."""
+    """Enter the run. Raises what agree_on_config, require_blocks and Membership.require_own_token
+    raise."""
     options, identity, clock = start.options, start.identity, SystemClock()
     run, others = start.entrance.run, start.addresses if options.joins else ()
     config = await agree_on_config(start.node, start.config, others, clock, identity.authority, run=run)
-    require_allowed_class(config, start.config, options.allow_class)
-    require_blocks(options, config)
+    require_blocks(options, config, start.config)
     member = Membership.enter(config, start.node, identity, clock, insecure=options.insecure)
     await member.require_own_token()
     return member

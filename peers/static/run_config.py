@@ -69,6 +69,8 @@ def _fitted(config: RunConfig, options: StaticOptions, shape: Shape) -> RunConfi
     model = config.model
     if model.custom_class and (shape.pp > 1 or shape.tp > 1):
         raise ValueError("--pp and --tp are for the built-in model, not for a model.custom_class")
+    if len(config.own_classes) > 1:
+        raise ValueError("model.custom_class names several classes, and swarm-static trains a model of one")
     if len(config.paths) > 1:
         raise ValueError(f"the run has {len(config.paths)} paths (stages.variants), and swarm-static trains one")
     if shape.pp > model.num_layers:

@@ -41,10 +41,10 @@ class Joining:
         invite = Invite.fitting(config.run_id, entries, is_locked=bool(config.owner))
         word = f"{invite}#TOKEN" if config.owner else str(invite)
         options = " --insecure" if insecure else ""
-        own_class = f" --allow-class {shlex.quote(config.model.custom_class)}" if config.model.custom_class else ""
+        classes = "".join(f" --allow-class {shlex.quote(name)}" for name in config.own_classes)
         own_text = "".join(f" --{option} {shlex.quote(name)}" for option, name in config.data.named_by_users)
         return cls(
-            peer=f"swarm-peer {word}{own_class}{options}",
+            peer=f"swarm-peer {word}{classes}{options}",
             trainer=f"swarm-trainer {word} --steps 100{own_text}{options}",
             status=f"swarm-status {word} --watch{options}",
         )

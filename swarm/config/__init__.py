@@ -8,6 +8,8 @@ from swarm.config.optimizer import OptimizerConfig
 from swarm.config.reading import (
     Preset,
     allowed_changes,
+    check_same,
+    differences,
     forbidden_changes,
     from_dict,
     from_json,
@@ -19,7 +21,7 @@ from swarm.config.reading import (
     with_settings,
 )
 from swarm.config.rounds import AveragingConfig, OuterConfig, Quorum, RoundsConfig, Setting
-from swarm.config.run import RunConfig, check_same, differences, to_json
+from swarm.config.run import RunConfig, to_json
 from swarm.config.sizes import TextSize
 from swarm.config.stages import StagesConfig, WireConfig
 

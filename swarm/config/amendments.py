@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Self, get_args
 
 from swarm.config.checks import is_sha256
-from swarm.config.reading import with_settings
-from swarm.config.run import RunConfig, differences
+from swarm.config.reading import differences, with_settings
+from swarm.config.run import RunConfig
 from swarm.config.stages import WireDtype
 from swarm.credentials import certificates
 from swarm.credentials.token import OwnerKey

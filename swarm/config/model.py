@@ -132,8 +132,10 @@ class ModelConfig:
     weights: str = _inert("")
     """Digest of the weights that the run begins with, which swarm-model import shows; empty: they are drawn from
     data.seed."""
-    custom_class: str = ""
-    """`package.module:Class` of your own model (docs/operations.md has the requirements); empty: the built-in one."""
+    custom_class: str | tuple[str | tuple[str, ...], ...] = ""
+    """`package.module:Class` of your own model (docs/operations.md has the requirements); empty: the built-in one. Or a
+    list with an entry for each path: a class for all of its blocks, or a list with one for each stage. Paths that share
+    a block name the same class for it."""
 
     def __post_init__(self) -> None:
         require_usable_numbers("model", self)

@@ -1,4 +1,4 @@
-"""Reads a RunConfig from TOML, JSON or a preset, changes settings by name, and tells what a resumed run may change.
+"""Reads a RunConfig from TOML, JSON or a preset, changes settings by name, and compares configurations.
 
 A fault is a ValueError of one line.
 """
@@ -15,7 +15,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from swarm.config.run import RunConfig, differences, to_json
+from swarm.config.run import RunConfig, to_json
+from swarm.errors import ConfigMismatch
 
 _ADAPTER = TypeAdapter(RunConfig)
 
@@ -158,6 +159,31 @@ def _meant(where: str) -> str:
     if near:
         return f"did you mean {' or '.join(near)}?"
     return f"{section if prefix else 'a configuration'} has {', '.join(known)}"
+
+
+# -- how two configurations differ -------------------------------------------------------------------------------------
+
+
+def check_same(ours: RunConfig, theirs: RunConfig) -> None:
+    """Raise ConfigMismatch naming the first field in which two configurations differ."""
+    for name, (here, there) in differences(ours, theirs).items():
+        raise ConfigMismatch(
+            f"{name} is {here!r} here and {there!r} in the run; "
+            "leave --config and --preset out to use the run's own configuration"
+        )
+
+
+def differences(one: RunConfig, other: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Both values of every field in which two configurations differ, by `section.field`, in the order of the fields."""
+    flat_one, flat_other = _flatten(dataclasses.asdict(one)), _flatten(dataclasses.asdict(other))
+    return {name: (value, flat_other[name]) for name, value in flat_one.items() if value != flat_other[name]}
+
+
+def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
 
 
 # -- what may change when a run goes on from a checkpoint --------------------------------------------------------------

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Literal
@@ -23,7 +23,6 @@ from swarm.config.rounds import AveragingConfig, OuterConfig, RoundsConfig
 from swarm.config.sizes import PLENTY, TextSize, sized, sizes_of
 from swarm.config.stages import StagesConfig, WireConfig
 from swarm.credentials.authority import TOKEN_DIGITS, is_token_id
-from swarm.errors import ConfigMismatch
 from swarm.machine.words import counted
 from swarm.types import Block
 
@@ -108,6 +107,8 @@ class RunConfig:
             not (self.data.is_packed and model.custom_class),
             "data.packing is not for a model.custom_class, which would not keep documents apart: set it to false",
         )
+        if not isinstance(model.custom_class, str):
+            require(any(self.classes.values()), "model.custom_class names no class: leave it out")
         require(
             model.max_positions == 0 or self.data.sequence_length <= model.max_positions,
             f"data.sequence_length ({self.data.sequence_length}) must not exceed model.max_positions "
@@ -185,6 +186,16 @@ class RunConfig:
         """The configuration of a run with the same model in one stage, without variants."""
         data = dataclasses.replace(self.data, paths=(), dataset=self.data.datasets)
         return dataclasses.replace(self, stages=StagesConfig(num_stages=1), data=data)
+
+    @functools.cached_property
+    def classes(self) -> Mapping[Block, str]:
+        """The `package.module:Class` that makes each block; empty for the built-in one."""
+        return self.stages.classes(self.model.custom_class)
+
+    @property
+    def own_classes(self) -> tuple[str, ...]:
+        """All classes of the users' own."""
+        return tuple(sorted({*self.classes.values()} - {""}))
 
     # -- paths -------------------------------------------------------------------------------------------------------
 
@@ -325,25 +336,3 @@ def _stated(part: Any) -> dict[str, Any]:
         if "is_added" not in each.metadata or value != getattr(usual, each.name):
             stated[each.name] = _stated(value) if dataclasses.is_dataclass(value) else value
     return stated
-
-
-def check_same(ours: RunConfig, theirs: RunConfig) -> None:
-    """Raise ConfigMismatch naming the first field in which two configurations differ."""
-    for name, (here, there) in differences(ours, theirs).items():
-        raise ConfigMismatch(
-            f"{name} is {here!r} here and {there!r} in the run; "
-            "leave --config and --preset out to use the run's own configuration"
-        )
-
-
-def differences(one: RunConfig, other: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Both values of every field in which two configurations differ, by `section.field`, in the order of the fields."""
-    flat_one, flat_other = _flatten(dataclasses.asdict(one)), _flatten(dataclasses.asdict(other))
-    return {name: (value, flat_other[name]) for name, value in flat_one.items() if value != flat_other[name]}
-
-
-def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return flat

@@ -3,12 +3,13 @@
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from swarm.config.checks import AMENDABLE, STRICT, may_change, require, require_usable_numbers
 from swarm.machine.words import counted
-from swarm.types import LARGEST_STAGE, LARGEST_VARIANT
+from swarm.types import LARGEST_STAGE, LARGEST_VARIANT, Block
 
 MOST_PATHS = 1024
 """The most paths of one run: each takes its turn in the order of the microbatches."""
@@ -84,6 +85,31 @@ class StagesConfig:
     def all_paths(self) -> tuple[tuple[int, ...], ...]:
         """Every path: the variant of each stage that it leads through. A run without variants has one path."""
         return self.paths or tuple(itertools.product(*map(range, self.variants or (1,) * self.num_stages)))
+
+    def classes(self, named: str | Sequence[str | Sequence[str]]) -> dict[Block, str]:
+        """The class that `model.custom_class` names for each block. Raises ValueError if a block has none, or two."""
+        paths, found = self.all_paths, dict[Block, str]()
+        of_paths = (named,) * len(paths) if isinstance(named, str) else named
+        require(
+            len(of_paths) == len(paths),
+            f"model.custom_class has {counted(len(of_paths), 'entry')}, and the run has {counted(len(paths), 'path')}: "
+            "each needs one",
+        )
+        for number, (path, of_path) in enumerate(zip(paths, of_paths, strict=True)):
+            of_stages = (of_path,) * self.num_stages if isinstance(of_path, str) else of_path
+            require(
+                len(of_stages) == self.num_stages,
+                f"model.custom_class has {counted(len(of_stages), 'entry')} for path {number}, and the run has "
+                f"{counted(self.num_stages, 'stage')}: name one class for the whole path, or one for each stage",
+            )
+            for block, name in zip(map(Block, range(self.num_stages), path), of_stages, strict=True):
+                other = found.setdefault(block, name)
+                require(
+                    name == other,
+                    f"model.custom_class names two classes for stage {block}, {other!r} and {name!r} (of path "
+                    f"{number}): paths that share it name the same one",
+                )
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)

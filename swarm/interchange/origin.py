@@ -121,6 +121,11 @@ def _restored(folder: Path, round_number: int | None, path: int) -> Restored:
         try:
             config = config_of_checkpoints(folder)
             require_path(config, path)
+            if not isinstance(config.model.custom_class, str):
+                raise ValueError(
+                    f"{folder}: paths of this run have classes of their own (model.custom_class), and its "
+                    "checkpoints are only for swarm-peer --resume"
+                )
             restored = _of_path(folder, config, round_number, path)
         except IntegrityError:
             if not looks_left or file.names(folder) == names:

@@ -4,9 +4,10 @@ Nothing is kept between two forward passes.
 
 A model of your own
 -------------------
-`model.custom_class = "package.module:Class"` replaces StageModule, on every peer of the run. The class
+`model.custom_class = "package.module:Class"` replaces StageModule, on every peer of the run, or in the blocks of some
+paths, if it is a list. The class
 
-- is a torch.nn.Module, constructed as `Class(config, stage, layer_range)`, once for each stage;
+- is a torch.nn.Module, constructed as `Class(config, stage, layer_range)`, once for each block;
 - has `forward(inputs, *, dropout_key)`, with inputs, outputs and key as in StageModule.forward without targets, which
   takes all randomness from the key (`swarm.model.masks.Dropout`), keeps nothing between calls, and changes no buffer;
 - holds float32 parameters, named by their place in the whole model, so that under any cut the stages together have the

@@ -14,9 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from swarm.config import RunConfig
-from swarm.machine.extras import own_class
-from swarm.machine.out_of_memory import is_out_of_memory
-from swarm.model import adapters
+from swarm.model import adapters, custom_class
 from swarm.model.adapters import trained_parameters
 from swarm.model.functions import fuses
 from swarm.model.layers import draw
@@ -27,6 +25,7 @@ from swarm.model.shards import Shards, stretches
 from swarm.model.stage_module import StageModule
 from swarm.training import samples
 from swarm.training.samples import TOKENS, Samples
+from swarm.types import Block
 
 _Module = TypeVar("_Module", bound=StageModule)
 _INTO_RESIDUAL = (".attention.output.weight", ".feed_forward.down.weight")
@@ -60,42 +59,41 @@ def shared_parameters(config: RunConfig) -> list[SharedParameter]:
 
 
 def build_stage(
-    config: RunConfig, stage: int, *, device: torch.device | str, weights: Mapping[str, Tensor] | None = None,
+    config: RunConfig, block: Block | int, *, device: torch.device | str, weights: Mapping[str, Tensor] | None = None,
     fused: bool | None = None,
 ) -> nn.Module:  # fmt: skip
-    """Make a stage's module with its initial weights, which are the same bits at every peer and under any cut.
+    """Make a block's module with its initial weights, which are the same bits at every peer and under any cut. A number
+    is that of a stage, and stands for its variant 0.
 
     With adapters (`lora`) the weights are frozen: matrices are held in the type that they are given in, or in bfloat16
     if they are drawn.
 
     Args:
-        weights: the initial values of all of the stage's parameters except adapters; None draws them. Frozen matrices
+        weights: the initial values of all of the block's parameters except adapters; None draws them. Frozen matrices
             are used as they are, without a copy.
         fused: whether the built-in model computes with the operations for a GPU; None: as functions.fuses says.
 
     Raises:
-        ValueError: `model.custom_class` cannot be imported, is not a module class, or fails.
+        ValueError: the block's `model.custom_class` cannot be imported, is not a module class, or fails, or it does not
+            fit what stands before and behind it.
     """
-    layers = layer_ranges(config)[stage]
-    if not config.model.custom_class:
+    block = Block(block) if isinstance(block, int) else block
+    stage, layers = block.stage, layer_ranges(config)[block.stage]
+    if not config.classes[block]:
         fused = fuses(device) if fused is None else fused
         if weights is not None or config.lora.is_on:
             return filled(lambda: StageModule(config, stage, layers, fused=fused), config, weights).to(device)
         built_in = StageModule(config, stage, layers, fused=fused)
         initialise(built_in, config)
         return built_in.to(device)
-    stage_class = _custom_class(config.model.custom_class)
-    try:
-        module: nn.Module = stage_class(config, stage, layers)
+    made = custom_class.imported(config, block)
+    with custom_class.blamed(config, block, "cannot be made for"):
+        module = made(config, stage, layers)
         _set_own_initial_weights(module, config)
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(
-            f"model.custom_class {config.model.custom_class!r} cannot be made for stage {stage}: {reason}"
-        ) from error
-    return module.to(device)
+    module = module.to(device)
+    with torch.no_grad():
+        custom_class.try_out(module, config, block, device)
+    return module
 
 
 @torch.no_grad()
@@ -130,14 +128,6 @@ def _set_initial(name: str, parameter: Tensor, config: RunConfig) -> None:
         return
     depth_scale = math.sqrt(2 * config.model.num_layers) if name.endswith(_INTO_RESIDUAL) else 1.0
     draw(parameter, math.sqrt(3) * config.model.init_std / depth_scale, config.data.seed, name)
-
-
-def _custom_class(name: str) -> type[nn.Module]:
-    """Import the class of this name. Raises ValueError if that fails, or if this is no class of torch modules."""
-    found = own_class("model.custom_class", name)
-    if not (isinstance(found, type) and issubclass(found, nn.Module)):
-        raise ValueError(f"model.custom_class {name!r} is not a class derived from torch.nn.Module")
-    return found
 
 
 def _set_own_initial_weights(module: nn.Module, config: RunConfig) -> None:

@@ -23,9 +23,7 @@ class SwarmEngine:
     def __init__(self, hop: Hop, config: RunConfig, *, round_number: int | None = None, path: int = 0) -> None:
         """`hop` leads to the path's first block. Raises ValueError if the run's model cannot generate text."""
         if config.model.custom_class:
-            raise ValueError(
-                f"no text from a run with model.custom_class {config.model.custom_class!r}: it has no cache"
-            )
+            raise ValueError("no text from a run with model.custom_class: such a model has no cache")
         self.round = round_number
         self._hop = hop
         self._path = path

@@ -9,7 +9,8 @@ from typing import cast
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
+from torch import nn
+from torch.nn.functional import cross_entropy, pad
 
 from peers.trainer.held_out_loss import Along, Rerouting, held_out_loss
 from swarm.audit.audit import audit
@@ -18,6 +19,7 @@ from swarm.config.schedule import learning_rate
 from swarm.data.microbatches import HeldOut, Microbatches
 from swarm.data.path_router import NUM_TOKENS
 from swarm.hop.answers import HopListener
+from swarm.model.masks import DropoutKey
 from swarm.model.stages import build_stage
 from swarm.stage.weights import StageWeights
 from swarm.training.samples import TOKENS
@@ -50,7 +52,7 @@ def _weights(swarm: WholeSwarm) -> dict[Block, StageWeights]:
 def _reference(config: RunConfig, steps: int) -> dict[Block, dict[str, torch.Tensor]]:
     """The parameters of every block after so many steps of one process. It knows nothing of rounds: each block steps by
     the mean gradient over the targets that its own microbatches have, and all are clipped by one norm."""
-    modules = {block: build_stage(config, block.stage, device="cpu") for block in config.blocks}
+    modules = {block: build_stage(config, block, device="cpu") for block in config.blocks}
     wanted = config.gradient_step
     adamw = {
         block: torch.optim.AdamW(
@@ -63,11 +65,10 @@ def _reference(config: RunConfig, steps: int) -> dict[Block, dict[str, torch.Ten
         for index in range(step * config.microbatches_per_round, (step + 1) * config.microbatches_per_round):
             batch = tokens(config, index).long()
             travels = batch[:, :-1]
-            for block in (Block(0), Block(1, index % 2)):
-                travels = modules[block](travels)
+            for block in config.blocks_of(index % 2):
+                travels = modules[block](travels, dropout_key=None)
                 num_targets[block] += batch[:, 1:].numel()
-            num_targets[Block(2)] += batch[:, 1:].numel()
-            modules[Block(2)](travels, targets_BT=batch[:, 1:]).backward()
+            torch.autograd.backward(cross_entropy(travels.transpose(1, 2), batch[:, 1:], reduction="sum"))
         gradients = {
             block: [p.grad.div_(num_targets[block]) for p in module.parameters() if p.grad is not None]
             for block, module in modules.items()
@@ -143,6 +144,68 @@ async def test_two_paths_train_and_are_evaluated_as_one_process_does(tmp_path: P
     assert report.findings.violations == []
     assert (report.findings.duplicates, report.findings.missing, report.findings.digests_differing) == (0, 0, 0)
     assert report.rounds_committed >= STEPS
+
+
+class Mixing(nn.Module):
+    """Mixes each position with those before it."""
+
+    def __init__(self, config: RunConfig, stage: int, layer_range: range) -> None:
+        super().__init__()
+        width, vocab_size = config.model.d_model, config.model.vocab_size
+        self.embedding = nn.Embedding(vocab_size, width) if stage == 0 else None
+        self.layers = nn.ModuleDict({str(layer): nn.Linear(width, width) for layer in layer_range})
+        self.head = nn.Linear(width, vocab_size) if stage == config.stages.num_stages - 1 else None
+
+    def forward(self, inputs: torch.Tensor, *, dropout_key: DropoutKey | None) -> torch.Tensor:
+        hidden = inputs if self.embedding is None else self.embedding(inputs)
+        for layer in self.layers.values():
+            hidden = hidden + layer(hidden).cumsum(dim=1) / hidden.shape[1]
+        return hidden if self.head is None else self.head(hidden)
+
+
+class Convolving(Mixing):
+    """Mixes each position with its predecessor, by parameters of other shapes."""
+
+    def __init__(self, config: RunConfig, stage: int, layer_range: range) -> None:
+        super().__init__(config, stage, layer_range)
+        width = config.model.d_model
+        self.layers = nn.ModuleDict({str(layer): nn.Conv1d(width, width, 2) for layer in layer_range})
+
+    def forward(self, inputs: torch.Tensor, *, dropout_key: DropoutKey | None) -> torch.Tensor:
+        hidden = inputs if self.embedding is None else self.embedding(inputs)
+        for layer in self.layers.values():
+            hidden = hidden + layer(pad(hidden.transpose(1, 2), (1, 0))).transpose(1, 2).tanh()
+        return hidden if self.head is None else self.head(hidden)
+
+
+async def test_two_models_that_share_a_block_train_as_one_process_does(tmp_path: Path) -> None:
+    """Each path has a class of its own, and the block in the middle is the built-in one. Each machine serves a path."""
+    config = _two_paths(SYNCHRONOUS)
+    own = [f"{one.__module__}:{one.__qualname__}" for one in (Mixing, Convolving)]
+    config = dataclasses.replace(
+        config, stages=StagesConfig(num_stages=3, variants=(2, 1, 2), paths=((0, 0, 0), (1, 0, 1))),
+        model=dataclasses.replace(config.model, custom_class=tuple((name, "", name) for name in own)),
+    )  # fmt: skip
+    async with whole_swarm(config, tmp_path / "events", num_peers=()) as swarm:
+        for path in range(2):
+            await swarm.start(0, 1, 2, path=path)
+        await swarm.train(STEPS)
+        trained: dict[Block, list[dict[str, torch.Tensor]]] = {block: [] for block in config.blocks}
+        for peer in swarm.peers:
+            for block, served in peer.servers.items():
+                masters = served.stage.context.backend.weights.masters
+                trained[block].append({name: master.detach().clone() for name, master in masters.items()})
+    assert [len(holders) for holders in trained.values()] == [1, 1, 2, 1, 1]
+    for block, expected in _reference(config, STEPS).items():
+        begun = build_stage(config, block, device="cpu").state_dict()
+        assert any(float((value.detach() - begun[name]).abs().max()) > 1e-3 for name, value in expected.items())
+        for holder in trained[block]:
+            assert holder.keys() == expected.keys()
+            for name, parameter in expected.items():
+                torch.testing.assert_close(holder[name], parameter.detach(), rtol=0.0, atol=1e-4)
+    report = audit(swarm.logs)
+    assert report.findings.violations == []
+    assert (report.findings.duplicates, report.findings.missing, report.findings.digests_differing) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ def test_what_was_left_out_stays_as_it_was_filled_in() -> None:
     ("setting", "complaint"),
     [
         ("model.d_model=64", "model.d_model cannot be amended"),
+        ("model.custom_class=a:B", "model.custom_class cannot be amended"),
         ("rounds.setting=synchronous", "rounds.setting cannot be amended"),
         ("data.dataset=other", "names its data.digest as well"),
         ("data.weights=[1, 2]", "data.weights has 2 numbers, and data.dataset names 1"),

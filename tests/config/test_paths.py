@@ -5,7 +5,16 @@ from typing import Any
 
 import pytest
 
-from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.config import (
+    DataConfig,
+    ModelConfig,
+    RoundsConfig,
+    RunConfig,
+    StagesConfig,
+    forbidden_changes,
+    from_json,
+    to_json,
+)
 from swarm.types import Block
 
 BLOCKS = (Block(0), Block(1, 0), Block(1, 1), Block(2, 0), Block(2, 1), Block(3))
@@ -63,6 +72,50 @@ def test_a_block_gets_its_share_of_every_round() -> None:
 def test_impossible_paths_are_refused(options: dict[str, Any], line: str) -> None:
     with pytest.raises(ValueError, match=line):
         StagesConfig(num_stages=4, **options)
+
+
+def _of_classes(custom_class: Any) -> RunConfig:
+    return RunConfig(
+        model=ModelConfig(num_layers=3, custom_class=custom_class),
+        stages=StagesConfig(num_stages=3, variants=(2, 1, 2), paths=((0, 0, 0), (1, 0, 1))),
+    )
+
+
+def test_each_path_may_have_classes_of_its_own() -> None:
+    config = _of_classes((("a:B", "", "a:C"), ("d:E", "", "d:E")))
+    assert dict(config.classes) == {
+        Block(0): "a:B", Block(1): "", Block(2): "a:C", Block(0, 1): "d:E", Block(2, 1): "d:E"
+    }  # fmt: skip
+    assert config.own_classes == ("a:B", "a:C", "d:E")
+    assert from_json(to_json(config), source="DHT") == config
+    one = _of_classes("a:B")
+    assert set(one.classes.values()) == {*one.own_classes} == {"a:B"}
+    assert _of_classes(("a:B", "a:B")).classes == one.classes
+    assert _of_classes("").own_classes == ()
+
+
+def test_a_run_that_goes_on_keeps_its_classes() -> None:
+    before, after = _of_classes("a:B"), _of_classes((("a:B", "a:B", "a:B"), ("c:D", "a:B", "c:D")))
+    assert forbidden_changes(before, after).keys() == {"model.custom_class"}
+    assert to_json(before).count('"custom_class":"a:B"') == 1, "as earlier releases write it"
+    assert before.digest != after.digest
+
+
+@pytest.mark.parametrize(
+    ("classes", "line"),
+    [
+        (("a:B",), "model.custom_class has 1 entry, and the run has 2 paths: each needs one"),
+        ((), "model.custom_class has 0 entries, and the run has 2 paths: each needs one"),
+        (("a:B", ("a:B", "c:D")), "has 2 entries for path 1, and the run has 3 stages: name one class for the whole"),
+        (("a:B", "c:D"), r"two classes for stage 1, 'a:B' and 'c:D' \(of path 1\): paths that share it name the same"),
+        (("a:B", ("c:D", "", "c:D")), r"two classes for stage 1, 'a:B' and '' \(of path 1\)"),
+        (("", ""), "model.custom_class names no class: leave it out"),
+    ],
+)
+def test_every_block_has_one_class(classes: Any, line: str) -> None:
+    with pytest.raises(ValueError, match=line) as raised:
+        _of_classes(classes)
+    assert "\n" not in str(raised.value)
 
 
 def test_every_path_has_as_many_microbatches_of_a_round() -> None:

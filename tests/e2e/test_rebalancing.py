@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 
 from peers.local.supervisor import Supervisor
+from peers.shared.needs import of_stages
 from peers.shared.network import agree_on_config
+from peers.shared.room import together
 from scripts.benches.sides.paced_stage import PACE
+from swarm import config as configs
 from swarm.credentials.identity import generate
 from swarm.dht import node as dht_node
 from swarm.dht.directory import Directory
@@ -116,8 +119,19 @@ def _by_id(swarm: RealSwarm) -> dict[str, RealPeer]:
     return {peer.ready["peer_id"]: peer for peer in swarm.peers}
 
 
+def _room_for_one(path: Path) -> int:
+    """Bytes for any stage, and for no two: those of a stage are fewer, the more peers it has."""
+    config = configs.load(path)
+    most = max(one.least for one in of_stages(config, on_gpu=False).values())
+    many = of_stages(config, on_gpu=False, num_peers=NUM_STAGES * PEERS_PER_STAGE)
+    fewest = min(together(many, range(first, first + 2)).least for first in range(NUM_STAGES - 1))
+    assert most < fewest
+    return (most + fewest) // 2
+
+
 def test_a_peer_moves_to_the_stage_that_lost_two(swarm: Swarm) -> None:
     options = ["--rebalance-every", str(PERIOD_SECONDS), "--allow-class", CUSTOM_CLASS]
+    options += ["--memory", str(_room_for_one(swarm.config))]
     swarm.start_peers(["auto"], *options)
     swarm.start_peers(["auto"] * (NUM_STAGES * PEERS_PER_STAGE - 1), *options)
     with Watch(swarm.address) as watch:

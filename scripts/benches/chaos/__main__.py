@@ -92,7 +92,7 @@ def run(options: Options) -> dict[str, Any]:
         cast = Cast(
             folder=folder, config=folder / "run.toml", children=children, throttle=throttle,
             environment={PACE: str(SECONDS_PER_SAMPLE)}, disk=disk or folder / "checkpoints",
-            checkpoint_every=1 if options.setting == "synchronous" else 5, allow_class=config.model.custom_class,
+            checkpoint_every=1 if options.setting == "synchronous" else 5, allow_class=config.own_classes,
         )  # fmt: skip
         peers = [*mixed_spans(STAGES, 2), "auto"] if options.spans else [*range(STAGES)] * PEERS_A_STAGE
         cast.add(STAGES, peers, TRAINERS)

@@ -88,7 +88,7 @@ class Cast:
     checkpoint_every: int
     disk: Path  # Where all checkpoints are written
     environment: Mapping[str, str] = field(default_factory=dict)
-    allow_class: str = ""  # The run's model.custom_class, which a peer that joins has to allow
+    allow_class: tuple[str, ...] = ()  # The classes that a peer that joins has to allow
     roles: list[Role] = field(default_factory=list)
     unexpected: list[Exit] = field(default_factory=list)  # Processes that ended without having been told to, and why
     capacity: list[tuple[float, float]] = field(default_factory=list)
@@ -217,7 +217,7 @@ class Cast:
             dht_port=role.dht_port, threads=1, device="cpu", ready_file=role.ready_file,
             identity=role.folder / "identity.pem", checkpoint=checkpoints, checkpoint_every=self.checkpoint_every,
             resume=checkpoints, events=role.events, initial_peers=addresses,
-            allow_class=(self.allow_class or None) if addresses else None, config=None if addresses else self.config,
+            allow_class=self.allow_class if addresses else (), config=None if addresses else self.config,
         )  # fmt: skip
         return cli.arguments(options)
 

@@ -154,7 +154,7 @@ class SwarmProcesses:
             stage=StageChoice(stage, stage) if isinstance(stage, int) else stage, name=name[:64], host="127.0.0.1",
             threads=self.threads, device=self.device,
             identity=self.folder / f"{name}.pem", ready_file=self.ready_file(name), events=self._event_log(name),
-            initial_peers=addresses, allow_class=(self.config.model.custom_class or None) if addresses else None,
+            initial_peers=addresses, allow_class=self.config.own_classes if addresses else (),
             config=None if addresses or self.model else self.folder / "run.toml",
             model=None if self.model is None else str(self.model), **more,
         )  # fmt: skip

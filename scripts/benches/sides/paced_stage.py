@@ -128,8 +128,7 @@ class Identity(nn.Module):
 
 
 def main(program: str, *arguments: str) -> None:
-    """Run one of the project's programs, where the built-in model is paced. How much memory a model of a class of its
-    own needs only that class knows, so a peer that chooses its stages would choose one alone.
+    """Run one of the project's programs, where the built-in model is paced.
 
     Pauses are at the end of a task of the compute thread, and shorter by what it has taken. So a busy machine does not
     make a peer slower, as long as what is computed takes less time than it is to take.

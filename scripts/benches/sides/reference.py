@@ -15,6 +15,7 @@ from swarm.data.microbatches import Microbatches
 from swarm.model.adapters import trained_parameters
 from swarm.model.loss import NO_TARGET
 from swarm.model.masks import DropoutKey
+from swarm.model.stage_module import stage_loss
 from swarm.model.stages import Transformer, build_stage, build_transformer
 from swarm.training import optim, samples
 from swarm.training.optimizers import gradient_optimizer
@@ -58,7 +59,7 @@ def model_of_paths(config: RunConfig) -> Model:
     A block's gradient is the mean over the targets of its own microbatches. These all have as many, so that it is the
     mean over all microbatches, over the block's share of them.
     """
-    modules = {block: build_stage(config, block.stage, device="cpu") for block in config.blocks}
+    modules = {block: build_stage(config, block, device="cpu") for block in config.blocks}
     parameters = dict[str, nn.Parameter]()
     for block, module in modules.items():
         share = float(config.share_of(block))
@@ -72,8 +73,8 @@ def model_of_paths(config: RunConfig) -> Model:
         *before, last = config.blocks_of(config.path_of(key.microbatch))
         for block in before:
             travels = modules[block](travels, dropout_key=key)
-        loss: torch.Tensor = modules[last](travels, dropout_key=key, targets_BT=samples.targets(microbatch, NO_TARGET))
-        return loss
+        targets_BT = samples.targets(microbatch, NO_TARGET)
+        return stage_loss(modules[last], dict(modules[last].named_parameters()), travels, targets_BT, dropout_key=key)
 
     return Model(summed_loss=summed_loss, parameters=parameters)
 

@@ -17,6 +17,7 @@ from swarm.config import (
     StagesConfig,
 )
 from swarm.model.loss import loss_bytes
+from swarm.model.stage_module import StageModule
 from swarm.model.stages import build_transformer
 
 
@@ -48,7 +49,7 @@ def test_needs_are_the_formulas_of_the_docs() -> None:
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_stages_of_one_peer_take_turns_with_gradients_and_share_the_program(on_gpu: bool) -> None:
     config = configs.load_preset("tiny")
-    first, middle, last = of_stages(config, on_gpu=on_gpu)
+    first, middle, last = of_stages(config, on_gpu=on_gpu).values()
     gradients = [4 * num_parameters(config, stage) for stage in range(3)]
     loss = loss_bytes(config.model, config.data.tokens_per_microbatch, fused=on_gpu)
     both = first + middle + last
@@ -68,3 +69,24 @@ def test_what_codecs_drop_is_kept_from_round_to_round() -> None:
     assert residual_bytes(exact, 0) == 0
     assert residual_bytes(sparse, 0) == pytest.approx(2 * feedback.num_bytes, abs=8)
     assert Needs.of(sparse, 0, on_gpu=True).ram > residual_bytes(sparse, 0)
+
+
+class _Twice(StageModule):
+    def __init__(self, config: RunConfig, stage: int, layer_range: range) -> None:
+        super().__init__(config, stage, layer_range)
+        self.more = StageModule(config, stage, layer_range)
+
+
+def test_a_stage_takes_what_the_largest_of_its_variants_takes() -> None:
+    twice = f"{_Twice.__module__}:{_Twice.__qualname__}"
+    stages = StagesConfig(num_stages=3, variants=(2, 1, 2), paths=((0, 0, 0), (1, 0, 1)))
+    config = dataclasses.replace(configs.load_preset("tiny"), stages=stages)
+    built_in = of_stages(config, on_gpu=True)
+    classes = ((twice, "", ""), ("no.such:Class", "", ""))
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, custom_class=classes))
+    mine = of_stages(config, on_gpu=True, blocks=config.blocks_of(0)[:2])
+    assert mine[0].weights == 2 * built_in[0].weights
+    assert mine == {0: mine[0], 1: built_in[1]}, "nothing of the other path is imported"
+    classes = ((twice, "", ""), ("", "", ""))
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, custom_class=classes))
+    assert of_stages(config, on_gpu=True) == {**built_in, 0: mine[0].or_more(built_in[0])}

@@ -6,7 +6,7 @@ from peers.shared.needs import PROGRAM_BYTES
 from peers.shared.room import Room
 from tests.peers.shared.rooms import GIB, some_needs
 
-EACH = [some_needs(4.0, turns_gib=1.0), some_needs(2.0, turns_gib=1.0), some_needs(3.0, turns_gib=1.0)]
+EACH = {stage: some_needs(gib, turns_gib=1.0) for stage, gib in enumerate((4.0, 2.0, 3.0))}
 
 
 def _room(gib: float, ram_gib: float = 64.0) -> Room:
@@ -28,7 +28,7 @@ def test_spans_that_fit_are_adjacent_and_take_turns(gib: float, spans: list[rang
 
 
 def test_a_gpu_needs_ram_beside_it_and_the_program_is_there_once() -> None:
-    each = [some_needs(1.0, 2.0), some_needs(1.0, 2.0)]
+    each = {stage: some_needs(1.0, 2.0) for stage in range(2)}
     both = 4.0 - PROGRAM_BYTES / GIB
     assert _room(8.0, both).spans(each) == [range(1), range(2), range(1, 2)]
     assert _room(8.0, both - 0.1).spans(each) == [range(1), range(1, 2)]

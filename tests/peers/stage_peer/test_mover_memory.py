@@ -15,7 +15,7 @@ from swarm.events import Leave
 from swarm.model.stages import build_stage
 from swarm.stage.admission import TRIES
 from swarm.training.samples import Microbatch
-from swarm.types import PeerState
+from swarm.types import Block, PeerState
 from tests.peers.stage_peer.movers import ROUND, LocalPeer
 from tests.support.memory_store import MemoryStore
 
@@ -34,10 +34,10 @@ async def test_a_stage_that_does_not_fit_is_one_line(
 ) -> None:  # fmt: skip
     """A peer that moves there goes back."""
 
-    def no_memory(run: RunConfig, stage: int, **more: Any) -> torch.nn.Module:
-        if stage == 1:
+    def no_memory(run: RunConfig, block: Block, **more: Any) -> torch.nn.Module:
+        if block.stage == 1:
             raise error
-        return build_stage(run, stage, **more)
+        return build_stage(run, block, **more)
 
     async with (
         LocalPeer(config, store, resume=trained).running(0),

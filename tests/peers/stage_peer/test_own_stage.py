@@ -21,6 +21,7 @@ from swarm.credentials.identity import generate
 from swarm.errors import Fatal
 from swarm.events import Events
 from swarm.machine.recording import Recorder
+from swarm.model.stage_module import StageModule
 from swarm.stage.backend import StageBackend
 from swarm.stage.graphs import GraphBudget
 from swarm.stage.staging import Staging
@@ -129,3 +130,36 @@ def test_anchors_on_disk_need_no_ram_and_their_folder_is_there(tmp_path: Path) -
         with pytest.raises(Fatal, match=fault):
             _backend(config, 1, anchors=folder)
     assert _backend(diloco, 1, anchors=tmp_path).weights.anchor(0) is not None
+
+
+class Unmeasured(StageModule):
+    def forward(self, inputs: torch.Tensor, **options: Any) -> torch.Tensor:
+        assert inputs.device.type != "meta"
+        return super().forward(inputs, **options)
+
+
+def _of_class(custom_class: Any) -> RunConfig:
+    return dataclasses.replace(SYNCHRONOUS, model=dataclasses.replace(SYNCHRONOUS.model, custom_class=custom_class))
+
+
+def test_a_class_of_the_user_s_own_is_measured_and_several_stages_of_it_fit() -> None:
+    config = _of_class(f"{StageModule.__module__}:{StageModule.__qualname__}")
+    room = _room(config, 1 << 30)
+    assert room.spans == _room(SYNCHRONOUS, 1 << 30).spans
+    assert range(3) in (room.spans or ())
+    built_in = needs.of_stages(SYNCHRONOUS, on_gpu=False)
+    for stage, own in room.each.items():
+        assert (own.weights, own.optimizer, own.ram) == (
+            built_in[stage].weights, built_in[stage].optimizer, built_in[stage].ram
+        )  # fmt: skip
+        assert own.graphs == pytest.approx(built_in[stage].graphs, rel=0.25)
+    with pytest.raises(ValueError, match=r"stages 0 to 2 take .* or more, and 512.1 MiB of cpu are there: "):
+        _room(config, (512 << 20) + (100 << 10)).require(range(3))
+
+
+def test_where_a_class_cannot_be_measured_one_stage_is_taken_alone() -> None:
+    room = _room(_of_class(f"{Unmeasured.__module__}:{Unmeasured.__qualname__}"), 1 << 20)
+    room.require(range(1))
+    assert room.spans is None
+    with pytest.raises(ValueError, match=r"^model.custom_class 'a:B' cannot be imported"):
+        _room(_of_class("a:B"), 1 << 20)

@@ -140,6 +140,7 @@ MISFITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"block_types": "parallel", "num_shards": 2}, {"tp": 2}, "parallel blocks meet at the ends of the run's 2 stages"),
     ({"bottleneck_dim": 8}, {"tp": 2}, "--tp 2 cuts layers as model.block_types = 'tp' does, and model.block_types is"),
     ({"custom_class": "some.module:Class"}, {"tp": 2}, "--pp and --tp are for the built-in model"),
+    ({"custom_class": (("a:B", "c:D"),)}, {}, "names several classes, and swarm-static trains a model of one"),
     ({"dropout": 0.1}, {"compile": "on"}, "--compile on is not for runs with dropout"),
     ({"weights": 64 * "a"}, {}, "the run begins with a model (model.weights): give --model with its folder"),
 ]
