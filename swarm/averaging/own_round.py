@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from swarm.averaging.agreement.messages import Ballot, MemberFailed, Refused
 from swarm.averaging.agreement.place import Place
 from swarm.averaging.agreement.shares import Shares
-from swarm.averaging.vectors.allreduce import AllReduceTransport, Average
-from swarm.averaging.vectors.exchange import Closed, Closing, Exchanges
-from swarm.averaging.vectors.reduction import Reduction, Side
+from swarm.averaging.vectors.allreduce import Reduction
+from swarm.averaging.vectors.exchange import Closed, Closing, Exchanges, Side
+from swarm.averaging.vectors.terms import AllReduceTransport, Average
 from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import Payload
 from swarm.compression.buffers import Received

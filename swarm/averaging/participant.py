@@ -17,9 +17,9 @@ from swarm.averaging.agreement.rules import given_fault
 from swarm.averaging.agreement.shares import Counts, Shares, most_samples, prepared_of, shares_of
 from swarm.averaging.own_round import Attempt, OwnRound, Result
 from swarm.averaging.roster import Roster
-from swarm.averaging.vectors.allreduce import Average, digest_of_whole
 from swarm.averaging.vectors.exchange import Closed, given_after
 from swarm.averaging.vectors.shared import TiedParameters
+from swarm.averaging.vectors.terms import Average, digest_of_whole
 from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import ABORT, AVERAGE, BEGIN, COMMIT, OtherMembers, Payload, record_of
 from swarm.events import Begin, Prepare

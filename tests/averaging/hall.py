@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from swarm.averaging.vectors.reduction import Reduction, Side
+from swarm.averaging.vectors.allreduce import Reduction
+from swarm.averaging.vectors.exchange import Side
 from swarm.averaging.wire.transport import Payload
 from swarm.compression.codec import Buffer
 from swarm.errors import PeerUnavailable

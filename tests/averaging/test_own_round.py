@@ -11,8 +11,8 @@ import torch
 from swarm.averaging.agreement.messages import Ballot, MemberFailed, Refused
 from swarm.averaging.agreement.shares import Shares, divide
 from swarm.averaging.own_round import Attempt
+from swarm.averaging.vectors.allreduce import Reduction
 from swarm.averaging.vectors.exchange import Closed, Closing
-from swarm.averaging.vectors.reduction import Reduction
 from swarm.averaging.wire.transport import Payload
 from swarm.compression.codec import simple_codec
 from swarm.rpc.v1 import averaging_pb2 as pb

@@ -21,8 +21,8 @@ from scripts.benches.shared.common import compute_like_peers, cpu_backend, with_
 from scripts.benches.sides.reference import Reference, is_point
 from swarm import config as configs
 from swarm.averaging.agreement.shares import clip_of, divide
-from swarm.averaging.vectors.exchange import Closed, Exchanges
-from swarm.averaging.vectors.reduction import Reduction, Side
+from swarm.averaging.vectors.allreduce import Reduction
+from swarm.averaging.vectors.exchange import Closed, Exchanges, Side
 from swarm.averaging.wire.transport import Payload
 from swarm.compression.codec import Buffer
 from swarm.config import RunConfig

@@ -1,171 +1,153 @@
 """All-reduce: the members' vectors become one weighted sum, the same bits at every member.
 
-Butterfly: every member owns one part of the vector and sums that part for all. It encodes the sum once and sends it to
-all members, which apply the same bytes. A part has one owner throughout the attempt: nobody takes it over. If the owner
-fails, so does the exchange, and with it the attempt (agreement/blame.py), or in the first exchanges its group alone.
-Gather, for sparse codecs in small groups: every member gets all contributions as they are and sums them itself, in the
-same order and with the same roundings. Rounds and gRPC are not known here. Work on whole vectors runs in threads, never
-on the event loop.
+It is a butterfly: every member owns one part of the vector and sums that part for all. It encodes the sum once and
+sends it to all members, which apply the same bytes. A part has one owner throughout the attempt: nobody takes it over.
+If the owner fails, so does the exchange, and with it the attempt (agreement/blame.py), or in the first exchanges its
+group alone. Rounds and gRPC are not known here. Work on whole vectors runs in threads, never on the event loop.
 
-Shapes: D elements of the vector.
+Shapes: D elements of the vector, P of a part.
 """
 
 import asyncio
 import math
 import statistics
-import struct
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
 
 import torch
-from blake3 import blake3
 
 from swarm.averaging.agreement.messages import MemberFailed
-from swarm.averaging.agreement.shares import Share, Shares
+from swarm.averaging.agreement.shares import Shares
 from swarm.averaging.agreement.timing import OWNER_PATIENCE
-from swarm.averaging.vectors.reduction import HandOut, Reduction, Side, decode_bounded
+from swarm.averaging.vectors.terms import (
+    Answer,
+    Average,
+    Compare,
+    Terms,
+    compression_ratio,
+    decode_bounded,
+    digest_of,
+    late,
+    no_deviations,
+    sent_bytes,
+    with_all,
+)
 from swarm.averaging.wire.transport import Payload
-from swarm.compression.codec import Buffer, Codec, simple_codec
+from swarm.compression.buffers import slices
+from swarm.compression.codec import Buffer, Codec
 from swarm.compression.feedback import Residual
-from swarm.errors import MalformedMessage, SwarmError
-from swarm.honesty.comparison import Deviation
+from swarm.errors import MalformedMessage
 from swarm.machine.memory import Recycler
 from swarm.training.scaling import squared_norm_of_vector
-from swarm.training.tally import Given
+from swarm.training.sketches import NOTHING_STATED, Stated
+
+CACHED_ELEMENTS = 1 << 17
+"""How many elements are summed at a time, so that the sum stays in the processor's cache."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Average:
-    """The result of an exchange. The vector, the digest and the samples are the same at every member.
+class Reduction(Answer):
+    """The owner's side in a butterfly: it collects one part from every member with samples, and sums them once, by
+    weight.
 
-    Attributes:
-        squared_norm: of the vector. In a gather its last bits may differ between kinds of processors.
-        compression_ratio: the bytes that this member would have sent in a float32 butterfly among the same members,
-            divided by `bytes_sent`; 1 if it sent nothing.
-        residual: what error feedback is to keep if this average is committed.
-        upload_bytes_per_second: the rate at which this member sent; 0 if that was not measured.
-        deviations: by owner of a part, the members whose contributions to it are out of line. In a gather this member
-            knows what all others find, since they have the same bytes.
+    The owner encodes the sum, and all members apply the decoded bytes, the owner too. Its own contribution goes into
+    the sum as it is, because it does not travel.
     """
 
-    vector_D: torch.Tensor
-    digest: str
-    squared_norm: float
-    num_samples: int
-    bytes_sent: int
-    bytes_received: int
-    compression_ratio: float
-    residual: Residual
-    upload_bytes_per_second: float
-    deviations: Mapping[str, Sequence[Deviation]]
-
-
-class AllReduceTransport(Protocol):
-    """How a member reaches another one."""
-
-    async def exchange(self, peer_id: str, part: Buffer, reply_bytes: int, *, waits: bool = True) -> Payload:
-        """Send a part (or nothing) and wait for the answer, which is `reply_bytes` long. `waits` says whether the peer
-        itself has to wait for other members before it can answer; if not, a long silence counts as a failure. Raises
-        MemberFailed if the peer says that another member failed, and SwarmError if the peer itself failed, or
-        refused."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Terms:
-    """The terms of one member's exchange.
-
-    Attributes:
-        codec: of the contributions.
-        result_codec: of the sums; in a gather no sum travels.
-        timeout_seconds: for the whole exchange.
-    """
-
-    own_id: str
-    shares: Shares
-    codec: Codec
-    result_codec: Codec
-    transport: AllReduceTransport
-    timeout_seconds: float
+    def __init__(
+        self, shares: Shares, own_id: str, *, codec: Codec, result_codec: Codec,
+        owed: Callable[[], torch.Tensor | None] = lambda: None, compare: Compare = no_deviations,
+    ) -> None:  # fmt: skip
+        """`codec` is that of the contributions, and `result_codec` that of the sum. `owed` gives the debt of earlier
+        sums, to be added to this one; it is called on the thread that sums."""
+        super().__init__()
+        part = shares.part_of[own_id]
+        self.num_elements = part.stop - part.start
+        self.residual_P: torch.Tensor | None = None
+        """What was dropped when the sum was encoded; None before there is a result, or without error feedback."""
+        self.sum_P: torch.Tensor | None = None
+        """The sum, decoded from its encoded bytes; None before there is a result."""
+        self._shares = shares
+        self._own_id = own_id
+        self._codec = codec
+        self._result_codec = result_codec
+        self._owed = owed
+        self._compare = compare
+        self._parts: dict[str, torch.Tensor] = {}
+        self._stated: dict[str, Stated] = {}
+        self._arrived: set[str] = set()
 
     @property
-    def own(self) -> Share:
-        return self.shares.of(self.own_id)
+    def missing(self) -> Sequence[str]:
+        return [share.peer_id for share in self._shares.senders if share.peer_id not in self._arrived]
 
+    def num_bytes_from(self, peer_id: str) -> int:
+        """Bytes that a member has to send. Raises MalformedMessage for a peer that is no member."""
+        return self._codec.num_bytes(self.num_elements) if self._shares.of(peer_id).contributes else 0
 
-async def with_all(fetches: Mapping[str, Callable[[], Coroutine[Any, Any, None]]], own_id: str, side: Side) -> None:
-    """Run all fetches at once. If one fails, the others are cancelled, and members that wait for this one get the
-    reason."""
+    async def add(self, peer_id: str, encoded: Buffer, stated: Stated = NOTHING_STATED) -> None:
+        """Take a member's part, and what it states of it; the last one starts the sum.
 
-    # Failures are collected here, because an exception that left the task group would keep the group, and all frames
-    # with their vectors, in a reference cycle.
-    failures: list[MemberFailed] = []
+        A part that is malformed or out of range ends the exchange for all members, and names its sender.
 
-    async def one(peer_id: str) -> None:
+        Raises MalformedMessage for a part that is there already.
+        """
+        self._require_missing(peer_id)
         try:
-            await fetches[peer_id]()
-        except MemberFailed as error:
-            failures.append(error.anew())
-        except SwarmError as error:
-            failures.append(MemberFailed(peer_id, str(error), noticed_by=own_id))
-        if failures:
-            for other in running:
-                other.cancel()
+            part_P = await asyncio.to_thread(decode_bounded, self._codec, encoded, self.num_elements)
+        except MalformedMessage as error:
+            self.fail(MemberFailed(peer_id, f"its contribution is refused: {error}", noticed_by=self._own_id))
+            return
+        self._require_missing(peer_id)  # Again: the same part may have come twice at once.
+        self._stated[peer_id] = stated
+        self.add_decoded(peer_id, part_P)
 
-    running: list[asyncio.Task[None]] = []
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            running += [tasks.create_task(one(peer_id)) for peer_id in fetches]
-    except BaseException as error:
-        side.fail(MemberFailed(own_id, "the exchange was given up", noticed_by=own_id))
-        # A cancellation leaves the group, and would make two reference cycles. The error's traceback refers to the
-        # group's frame, which refers to the error. And the group refers to the task that ends with the error.
-        error.__traceback__ = None
-        raise
-    finally:
-        running.clear()
-        del tasks
-    if failures:
-        side.fail(failures[0])
-        raise failures[0].anew()
+    def _require_missing(self, peer_id: str) -> None:
+        if peer_id not in self.missing:
+            raise MalformedMessage(f"{peer_id} has sent its part already")
 
+    def add_decoded(self, peer_id: str, part_P: torch.Tensor) -> None:
+        """Take a part that needs no decoding: the owner's own."""
+        self._parts[peer_id] = part_P
+        self._arrived.add(peer_id)
+        if not self.missing and not self._result.done():
+            # Not awaited here, because a caller that hangs up must not stop the sum for the others.
+            work = asyncio.get_running_loop().run_in_executor(None, self._reduce)
+            work.add_done_callback(self._finish)
 
-def late(peer_id: str, seconds: float, own_id: str) -> MemberFailed:
-    return MemberFailed(peer_id, f"its contribution did not come within {seconds:.1f} s", noticed_by=own_id)
+    def _reduce(self) -> Payload:
+        deviations = self._compare(self._parts, self._stated)
+        weighted = [(self._parts.pop(share.peer_id), share.weight) for share in self._shares.senders]
+        sum_P = self._sum(weighted)
+        encoded = self._result_codec.encode(sum_P)
+        self.sum_P = self._result_codec.decode(encoded, self.num_elements)
+        if self._result_codec.needs_feedback:
+            self.residual_P = sum_P.sub_(self.sum_P)
+        return Payload(encoded=encoded, squared_norm=squared_norm_of_vector(self.sum_P), deviations=deviations)
 
+    def _sum(self, weighted: list[tuple[torch.Tensor, float]]) -> torch.Tensor:
+        """The weighted sum of the parts. A single part of weight 1 is returned as it is, if nothing is owed or
+        dropped."""
+        owed_P = self._owed()
+        adds_nothing = owed_P is None and [weight for _, weight in weighted] == [1.0]
+        if adds_nothing and not self._result_codec.needs_feedback:
+            return weighted[0][0]
+        sum_P = torch.empty(self.num_elements) if owed_P is None else owed_P
+        for rows in slices(self.num_elements, CACHED_ELEMENTS):
+            if owed_P is None:
+                sum_P[rows] = 0.0
+            for part_P, weight in weighted:
+                sum_P[rows].add_(part_P[rows], alpha=weight)
+        return sum_P
 
-def digest_of(shares: Shares, payloads: dict[str, Payload], *, with_norms: bool) -> str:
-    """BLAKE3 digest of the members and the bytes that they apply, in hexadecimal."""
-    digest = blake3(shares.digest.encode())
-    for share in shares.members:
-        if (payload := payloads.get(share.peer_id)) is not None:
-            digest.update(payload.encoded)
-            if with_norms:
-                digest.update(struct.pack("<d", payload.squared_norm))
-    return digest.hexdigest()
-
-
-def digest_of_whole(given: Mapping[str, Given], vector_D: torch.Tensor, amended: str = "") -> str:
-    """BLAKE3 digest of a result that was averaged in groups, in hexadecimal: the same in whatever parts it came."""
-    rows = [" ".join(map(str, [peer_id, *gave])) for peer_id, gave in given.items()]
-    digest = blake3("\n".join([*rows, amended]).encode())
-    digest.update(vector_D.numpy().data.cast("B"))
-    return digest.hexdigest()
-
-
-def sent_bytes(shares: Shares, own: Share, codec: Codec, result_codec: Codec, *, gathers: bool) -> int:
-    """How many bytes a member sends in an exchange: its contribution to all others, or in a butterfly each part of it
-    to the part's owner, and its sum to all others."""
-    others = [share for share in shares.members if share is not own]
-    sizes = [shares.num_elements if gathers else other.num_elements for other in others]
-    contributed = sum(map(codec.num_bytes, filter(None, sizes))) if own.contributes else 0
-    return contributed + (0 if gathers else result_codec.num_bytes(own.num_elements) * len(others))
-
-
-def compression_ratio(shares: Shares, own: Share, bytes_sent: int) -> float:
-    fp32 = simple_codec("fp32")
-    return sent_bytes(shares, own, fp32, fp32, gathers=False) / bytes_sent if bytes_sent else 1.0
+    def _finish(self, work: "asyncio.Future[Payload]") -> None:
+        self._parts.clear()
+        if work.cancelled() or self._result.done():
+            return
+        error = work.exception()
+        if error is None:
+            self._result.set_result(work.result())
+        else:
+            self._result.set_exception(error)
 
 
 async def butterfly(vector_D: torch.Tensor, reduction: Reduction, terms: Terms, memory: Recycler) -> Average:
@@ -274,59 +256,3 @@ def _upload_rate(payloads: dict[str, Payload], sent_bytes: dict[str, int]) -> fl
     count."""
     rates = [sent_bytes[peer] / p.upload_seconds for peer, p in payloads.items() if p.upload_seconds > 0]
     return len(rates) * statistics.median(rates) if rates else 0.0
-
-
-async def gather(vector_D: torch.Tensor, hand_out: HandOut, terms: Terms) -> Average:
-    """Get every member's contribution and sum them here. Raises and is cancelled like `butterfly`. `hand_out` gives
-    this member's contribution to the others."""
-    own_id, shares, codec, num_elements = terms.own_id, terms.shares, terms.codec, vector_D.numel()
-    own = terms.own
-    payloads: dict[str, Payload] = {}
-    decoded: dict[str, torch.Tensor] = {}
-
-    def encode() -> Payload:
-        encoded = codec.encode(vector_D)
-        decoded[own_id] = codec.decode(encoded, num_elements)
-        return Payload(encoded=encoded, squared_norm=0.0)
-
-    async def fetch(peer_id: str) -> None:
-        if peer_id == own_id:
-            payload = await asyncio.to_thread(encode)
-            hand_out.offer(payload)
-        else:
-            # This ends before the attempt is given up, so that the late member can be blamed.
-            seconds = OWNER_PATIENCE * terms.timeout_seconds
-            try:
-                async with asyncio.timeout(seconds):
-                    payload = await terms.transport.exchange(peer_id, b"", codec.num_bytes(num_elements), waits=False)
-            except TimeoutError:
-                raise late(peer_id, seconds, own_id) from None
-            decoded[peer_id] = await asyncio.to_thread(decode_bounded, codec, payload.encoded, num_elements)
-        payloads[peer_id] = payload
-
-    def add_up() -> tuple[torch.Tensor, Residual, float, Sequence[Deviation]]:
-        deviations = hand_out.compare(decoded, {})
-        sum_D = torch.zeros(num_elements)
-        for share in shares.senders:
-            # Multiplied and added in two operations, because a fused one gives other bits on some processors.
-            sum_D += decoded[share.peer_id] * share.weight
-        residual_D = None
-        if codec.needs_feedback and own.contributes:
-            residual_D = torch.sub(vector_D, decoded[own_id])
-        residual = Residual(contribution_D=residual_D, part=slice(0, 0), sum_P=None)
-        return sum_D, residual, squared_norm_of_vector(sum_D), deviations
-
-    await with_all({share.peer_id: partial(fetch, share.peer_id) for share in shares.senders}, own_id, hand_out)
-    sum_D, residual, norm, deviations = await asyncio.to_thread(add_up)
-    if not math.isfinite(norm):
-        # The other contributions are bounded, so the cause can only be this member's own.
-        raise MemberFailed(own_id, "the average is not finite", noticed_by=own_id)
-    size = codec.num_bytes(num_elements)
-    sent = sent_bytes(shares, own, codec, terms.result_codec, gathers=True)
-    return Average(
-        vector_D=sum_D, digest=await asyncio.to_thread(digest_of, shares, payloads, with_norms=False),
-        squared_norm=norm, num_samples=shares.round_samples, bytes_sent=sent,
-        bytes_received=size * sum(share.peer_id != own_id for share in shares.senders),
-        compression_ratio=compression_ratio(shares, own, sent), residual=residual, upload_bytes_per_second=0.0,
-        deviations={share.peer_id: deviations for share in shares.members},
-    )  # fmt: skip

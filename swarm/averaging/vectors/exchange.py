@@ -13,9 +13,10 @@ import torch
 
 from swarm.averaging.agreement.messages import MemberFailed
 from swarm.averaging.agreement.shares import Shares
-from swarm.averaging.vectors.allreduce import AllReduceTransport, Average, Terms, butterfly, gather, sent_bytes
-from swarm.averaging.vectors.reduction import Compare, HandOut, Reduction, Side, no_deviations
+from swarm.averaging.vectors.allreduce import Reduction, butterfly
+from swarm.averaging.vectors.gather import HandOut, gather
 from swarm.averaging.vectors.scrutiny import Scrutiny
+from swarm.averaging.vectors.terms import AllReduceTransport, Average, Compare, Terms, no_deviations, sent_bytes
 from swarm.compression import buffers
 from swarm.compression.codec import contribution_codec, result_codec
 from swarm.compression.feedback import ErrorFeedback, Owed, Residual
@@ -28,6 +29,8 @@ from swarm.training.scaling import squared_norm_of_vector
 from swarm.training.sketches import Stated
 from swarm.training.tally import Given
 
+Side = Reduction | HandOut
+"""One member's side of an exchange, as the others see it."""
 SMOOTHING = 0.3
 """Weight of the newest measurement of this member's line."""
 LEAST_WEIGHT = 0.01

@@ -10,8 +10,8 @@ import torch
 from swarm.averaging.agreement import messages
 from swarm.averaging.agreement.messages import Standing
 from swarm.averaging.agreement.shares import most_samples
-from swarm.averaging.vectors.reduction import LARGEST_CONTRIBUTION
 from swarm.averaging.vectors.snapshots import TensorBytes, allocate, describe
+from swarm.averaging.vectors.terms import LARGEST_CONTRIBUTION
 from swarm.config import RunConfig
 from swarm.errors import IntegrityError, MalformedMessage
 from swarm.rpc.v1 import averaging_pb2 as pb

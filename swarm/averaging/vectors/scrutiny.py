@@ -15,8 +15,7 @@ import torch
 
 from swarm.averaging.agreement.messages import MemberFailed
 from swarm.averaging.agreement.shares import Shares
-from swarm.averaging.vectors.allreduce import Average
-from swarm.averaging.vectors.reduction import Compare
+from swarm.averaging.vectors.terms import Average, Compare
 from swarm.compression import buffers
 from swarm.compression.codec import Codec
 from swarm.events import Events, OutOfLine

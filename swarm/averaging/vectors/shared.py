@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from blake3 import blake3
 
-from swarm.averaging.vectors.reduction import decode_bounded
+from swarm.averaging.vectors.terms import decode_bounded
 from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import record_of
 from swarm.compression.codec import Buffer, Codec, contribution_codec, simple_codec

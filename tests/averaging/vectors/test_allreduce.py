@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from swarm.averaging.agreement.messages import MemberFailed
 from swarm.averaging.agreement.shares import Shares, divide
-from swarm.averaging.vectors.allreduce import Average, Terms, butterfly, gather
-from swarm.averaging.vectors.reduction import HandOut, Reduction
+from swarm.averaging.vectors.allreduce import Reduction, butterfly
+from swarm.averaging.vectors.gather import HandOut, gather
+from swarm.averaging.vectors.terms import Average, Terms
 from swarm.averaging.wire.transport import Payload
 from swarm.compression.codec import Buffer, Codec, contribution_codec, result_codec, simple_codec
 from swarm.config import AveragingConfig

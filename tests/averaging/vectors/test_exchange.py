@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from swarm.averaging.agreement.messages import MemberFailed
 from swarm.averaging.agreement.shares import Shares, divide
-from swarm.averaging.vectors.allreduce import Average
 from swarm.averaging.vectors.exchange import Closed, Exchanges
-from swarm.averaging.vectors.reduction import HandOut
+from swarm.averaging.vectors.gather import HandOut
+from swarm.averaging.vectors.terms import Average
 from swarm.compression.buffers import TILE
 from swarm.config import AveragingConfig
 from swarm.rpc.v1 import averaging_pb2 as pb
