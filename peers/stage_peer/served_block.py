@@ -12,7 +12,7 @@ from peers.shared.network import LOOK_SECONDS, Membership
 from peers.stage_peer.news import StageNews
 from peers.stage_peer.own_process import OwnProcess
 from peers.stage_peer.own_stage import ServerOptions, warm_up
-from peers.stage_peer.own_state import Checkpoints, OwnState
+from peers.stage_peer.own_state import OwnState
 from peers.stage_peer.presence import Presence, TimeWatch
 from peers.stage_peer.services import block_handlers
 from peers.status.peer_row import PeerRow
@@ -20,6 +20,7 @@ from swarm.averaging.averager import Averager
 from swarm.averaging.servicer import Handlers
 from swarm.averaging.wire.context import Context
 from swarm.averaging.wire.transport import Transport
+from swarm.checkpoint.writer import Checkpoints
 from swarm.events import Join
 from swarm.hop.hop import Hop
 from swarm.hop.retries import HopLimits
@@ -71,7 +72,7 @@ class ServedBlock:
         self.averager: Averager
         self.local: LocalBlock
         self.checkpoints = Checkpoints(
-            options.checkpoints, config, block, self.member, tasks,
+            options.checkpoints, config, block, self.member, self.member.timeline, tasks,
             highest_microbatch=lambda: self.averager.view().highest_microbatch,
         )  # fmt: skip
         self._own_state = OwnState(membership, self.stage, self.member, options)

@@ -18,13 +18,17 @@ import torch
 from swarm.checkpoint import file
 from swarm.checkpoint.file import Draft, FileName, Header, Tensors
 from swarm.checkpoint.keeping import Keeping
-from swarm.config import RunConfig
+from swarm.config import RunConfig, Timeline
 from swarm.errors import IntegrityError
+from swarm.machine.out_of_memory import is_out_of_memory
+from swarm.training.round_member import RoundMember
 from swarm.types import Block
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+LAST_CHECKPOINT_SECONDS = 120.0
+"""How long a peer that leaves waits for its checkpoint. Large ones take a while; a disk that hangs takes for ever."""
 
 
 class CheckpointWriter:
@@ -146,6 +150,69 @@ class CheckpointWriter:
         former = {number for number, name in named.items() if name in self._former}
         for number in self._keeping.superfluous(rounds, former):
             (self.folder / str(named[number])).unlink(missing_ok=True)
+
+
+class Checkpoints:
+    """The checkpoints of one block while the peer serves it. Without a writer nothing is written."""
+
+    def __init__(
+        self, writer: CheckpointWriter | None, config: RunConfig, block: Block, member: RoundMember, timeline: Timeline,
+        tasks: asyncio.TaskGroup, highest_microbatch: Callable[[], int],
+    ) -> None:  # fmt: skip
+        """`highest_microbatch` gives the largest id that was granted so far, as the averager knows it."""
+        self._writer = writer
+        self._config = config
+        self._block = block
+        self._member = member
+        self._timeline = timeline
+        self._tasks = tasks
+        self._highest_microbatch = highest_microbatch
+        self._writing: set[asyncio.Task[None]] = set()
+
+    def committed(self) -> None:
+        if self._writer is not None and self._writer.is_due(self._member.progress().round):
+            self.begin()
+
+    def begin(self) -> None:
+        if self._writer is not None:
+            writing = self._tasks.create_task(self._write(self._writer))
+            self._writing.add(writing)
+            writing.add_done_callback(self._writing.discard)
+
+    async def last(self) -> None:
+        """Write a last checkpoint if the newest one is older. Give up after a while if the disk hangs."""
+        writer = self._writer
+        if writer is None:
+            return
+        try:
+            async with asyncio.timeout(LAST_CHECKPOINT_SECONDS):
+                if self._writing:
+                    await asyncio.wait(self._writing)
+                if self._member.progress().round > writer.newest_round(self._block):
+                    await self._write(writer)
+        except TimeoutError:
+            writer.failed(
+                f"no checkpoint of round {self._member.progress().round} in {writer.folder}: not written within "
+                f"{LAST_CHECKPOINT_SECONDS:.0f} s; does the disk hang?"
+            )
+        for writing in self._writing:
+            writing.cancel()
+
+    async def _write(self, writer: CheckpointWriter) -> None:
+        """Write the state at the beginning of the present round, which no inner step changes."""
+        try:
+            snapshot = await self._member.snapshot()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            writer.failed(f"no checkpoint of round {self._member.progress().round}, for want of memory: {error}")
+            return
+        header = Header(
+            config=self._config, stage=self._block.stage, variant=self._block.variant, round=snapshot.round,
+            run_samples=snapshot.run_samples, lineage=snapshot.lineage, highest_microbatch=self._highest_microbatch(),
+            state_digest=snapshot.digest, amendments=self._timeline.texts, tally=snapshot.tally.to_text(),
+        )  # fmt: skip
+        await writer.write(header, snapshot.tensors)
 
 
 async def _apart(work: Callable[[], Result]) -> Result:

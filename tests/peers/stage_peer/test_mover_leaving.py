@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from peers.stage_peer import mover, own_state
-from swarm.checkpoint import file
+from peers.stage_peer import mover
+from swarm.checkpoint import file, writer
 from swarm.config import RunConfig
 from swarm.events import Leave
 from swarm.hop.answers import HopReply
@@ -164,7 +164,7 @@ async def test_a_peer_whose_disk_hangs_ends_all_the_same(
     caplog: pytest.LogCaptureFixture, *, regular: bool,
 ) -> None:  # fmt: skip
     """This holds while its last checkpoint is being written, and while a regular one is."""
-    monkeypatch.setattr(own_state, "LAST_CHECKPOINT_SECONDS", 0.2)
+    monkeypatch.setattr(writer, "LAST_CHECKPOINT_SECONDS", 0.2)
     disk, folder = threading.Event(), tmp_path / "written"
     monkeypatch.setattr(file, "write", lambda *_, **__: disk.wait())
     peer = LocalPeer(config, store, resume=trained, checkpoints=folder)
