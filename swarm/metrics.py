@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import queue
+import statistics
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +26,8 @@ logger = logging.getLogger(__name__)
 BEGINS = "training begins"
 """The event that a trainer writes when it begins, with the swarm's present step."""
 
+ID_LENGTH = 8
+"""How much of a peer's id names its figures."""
 OF_SOURCE = "val/loss/"
 """The prefix of the names of single datasets' held-out losses."""
 
@@ -137,8 +140,8 @@ class StepMetrics:
     """The most device memory that any stage peer has used."""
     inner_steps: Mapping[Block, InnerSteps] = field(default_factory=dict)
     """DiLoCo only: the inner steps of one peer of each block."""
-    time_shares: Mapping[Block, Mapping[str, float]] = field(default_factory=dict)
-    """By block: what its peers did with the last minute."""
+    time_shares: Mapping[Block, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
+    """By block and peer id: what a few of its peers did with the last minute."""
 
     def named(self) -> dict[str, Value]:
         """The figures under their names in the JSONL file, in Weights & Biases and in TensorBoard."""
@@ -146,11 +149,13 @@ class StepMetrics:
         return {**figures, **_by_source(self.validation_losses), **self._inner(), **self._times()}
 
     def _times(self) -> dict[str, Value]:
-        return {
-            f"time/stage_{block}/{name}": share
-            for block, shares in self.time_shares.items()
-            for name, share in shares.items()
-        }
+        named: dict[str, Value] = {}
+        for block, of_peers in self.time_shares.items():
+            for name in next(iter(of_peers.values()), {}):
+                mean = statistics.fmean(shares[name] for shares in of_peers.values())
+                figure = {f"{peer_id[:ID_LENGTH]}/{name}": shares[name] for peer_id, shares in of_peers.items()}
+                named |= {f"time/stage_{block}/{each}": value for each, value in {name: mean, **figure}.items()}
+        return named
 
     def _inner(self) -> dict[str, Value]:
         named: dict[str, Value] = {}

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from swarm.metrics import BEGINS, MetricsLog, StepMetrics, read, read_current
+from swarm.types import Block
 
 METRICS = StepMetrics(
     step=1, loss=5.5, gradient_norm=0.5, learning_rate=1e-3, tokens_per_sec=100.0, total_tokens=4096, step_time=2.0,
@@ -54,6 +55,16 @@ def test_the_training_that_a_file_ends_with(tmp_path: Path) -> None:
                 log.step(replace(METRICS, step=step))
     steps = [row["step"] for row in read_current(path) if "train/loss" in row]
     assert steps == [1, 2, 3, 4]
+
+
+def test_shares_of_time_have_names_by_block_and_peer() -> None:
+    shares = {name * 20: {"computing_share": share} for name, share in (("ab", 0.25), ("cd", 0.75))}
+    named = replace(METRICS, time_shares={Block(1, 2): shares}).named()
+    assert {name: value for name, value in named.items() if name.startswith("time/")} == {
+        "time/stage_1.2/computing_share": 0.5,
+        "time/stage_1.2/abababab/computing_share": 0.25,
+        "time/stage_1.2/cdcdcdcd/computing_share": 0.75,
+    }
 
 
 def test_a_training_that_goes_on_from_an_earlier_step_has_each_step_once(tmp_path: Path) -> None:

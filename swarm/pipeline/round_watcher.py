@@ -7,7 +7,6 @@ committed a round when most of those that answer say so. A round that all follow
 import asyncio
 import dataclasses
 import math
-import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,8 +51,8 @@ class StepReport:
     """The most that a peer reported; 0 without an accelerator."""
     inner_steps: Mapping[Block, InnerSteps]
     """DiLoCo: how the inner steps went at the peer that was asked, by block."""
-    time_shares: Mapping[Block, Mapping[str, float]]
-    """By block: what the peers that answered did with the last minute, as a mean, under the names of docs/status.md."""
+    time_shares: Mapping[Block, Mapping[str, Mapping[str, float]]]
+    """By block and peer id: what those that answered did with the last minute, under the names of docs/status.md."""
 
 
 class RoundWatcher:
@@ -76,7 +75,7 @@ class RoundWatcher:
         self._obstacles: dict[Block, Obstacle] = {}
         """By block: why none of its peers answered."""
         self._device_bytes = 0
-        self._time_shares: dict[Block, dict[str, float]] = {}
+        self._time_shares: dict[Block, dict[str, dict[str, float]]] = {}
         self._aborted: dict[str, int] = {}
 
     @property
@@ -105,15 +104,15 @@ class RoundWatcher:
         answers = await asyncio.gather(*(self._describe(block, wait_seconds) for block in followed))
         rows = dict(zip(followed, answers, strict=True))
         self._num_polls += 1
-        found = RunRounds.of({block: [reply.round for reply in row] for block, row in rows.items()})
+        found = RunRounds.of({block: [reply.round for reply in row.values()] for block, row in rows.items()})
         self._latest = max(self._latest, found.latest)
         for block, said in found.blocks.items():
-            reply = next(reply for reply in rows[block] if reply.round == said)
+            reply = next(reply for reply in rows[block].values() if reply.round == said)
             present = self._present[block] = min(said, found.middle + MOST_APART)
             self._rounds[block] = max(self._rounds.get(block, 0), present)
             self._device_bytes = max(self._device_bytes, reply.device_bytes)
             self._aborted[reply.peer_id] = sum(reply.averaging.aborted.values())
-            self._time_shares[block] = _time_shares(rows[block])
+            self._time_shares[block] = {peer_id: _time_shares(reply) for peer_id, reply in rows[block].items()}
             reports = self._reports[block]
             reports.update({report.round: report for report in reply.rounds if report.round < present})
             for round_number in sorted(reports)[:-_KEPT_REPORTS]:
@@ -166,14 +165,14 @@ class RoundWatcher:
             samples[block.stage] += 0 if last is None else reports[last].run_samples
         return min(samples.values())
 
-    async def _describe(self, block: Block, wait_seconds: float) -> list[pb.DescribeReply]:
-        """The answers of some peers; no more are awaited once most of these are at a new round."""
+    async def _describe(self, block: Block, wait_seconds: float) -> dict[str, pb.DescribeReply]:
+        """The answers of some peers, by their ids; no more are awaited once most of these are at a new round."""
         serving = [record for record in self._peers(block) if record.state is PeerState.SERVING]
         serving.sort(key=lambda record: record.peer_id)
         first = self._num_polls % max(1, len(serving))
         asked = (serving[first:] + serving[:first])[:_NUM_ASKED]
         heard = await self._poll.ask(asked, after_round=self._present.get(block), wait_seconds=wait_seconds)
-        if replies := [one.reply for one in heard if one.reply is not None]:
+        if replies := {one.record.peer_id: one.reply for one in heard if one.reply is not None}:
             self._obstacles.pop(block, None)
             return replies
         failed = [left_alone(one.record, one.fault, 0.0) for one in heard if one.fault is not None]
@@ -181,15 +180,15 @@ class RoundWatcher:
         self._obstacles[block] = dataclasses.replace(
             Obstacle.of(failed, 0.0), num_peers=len(serving), num_busy=len(serving) - len(failed)
         )
-        return []
+        return {}
 
 
-def _time_shares(replies: Sequence[pb.DescribeReply]) -> dict[str, float]:
-    said = [reply.time_shares for reply in replies]
+def _time_shares(reply: pb.DescribeReply) -> dict[str, float]:
+    said = reply.time_shares
     return {
-        "computing_share": statistics.fmean(shares.computing for shares in said),
-        "input_wait_share": statistics.fmean(shares.waiting_for_input for shares in said),
-        "room_wait_share": statistics.fmean(shares.waiting_for_room for shares in said),
-        "averaging_share": statistics.fmean(shares.averaging for shares in said),
-        "flops_utilisation": statistics.fmean(shares.utilisation for shares in said),
+        "computing_share": said.computing,
+        "input_wait_share": said.waiting_for_input,
+        "room_wait_share": said.waiting_for_room,
+        "averaging_share": said.averaging,
+        "flops_utilisation": said.utilisation,
     }

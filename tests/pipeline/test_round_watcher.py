@@ -90,8 +90,10 @@ async def test_a_step_has_the_figures_of_all_stages(synchronous: bool) -> None:
         else {Block(stage): InnerSteps(count=stage, configured_samples=16) for stage in range(3)},
         time_shares={
             Block(stage): {
-                "computing_share": 0.5, "input_wait_share": 0.25, "room_wait_share": 0.125, "averaging_share": 0.0625,
-                "flops_utilisation": stage,
+                chain.peers[stage].peer_id: {
+                    "computing_share": 0.5, "input_wait_share": 0.25, "room_wait_share": 0.125,
+                    "averaging_share": 0.0625, "flops_utilisation": stage,
+                }
             }
             for stage in range(3)
         },
