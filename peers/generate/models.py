@@ -19,7 +19,7 @@ from peers.shared.devices import computing_in, device_of, warn_of_emulation
 from peers.shared.entrance import find_entrance, reading
 from peers.shared.named_model import chooser, open_model
 from peers.shared.network import REFRESH_SECONDS, Membership
-from peers.shared.process import cache_folder
+from peers.shared.process import cache_folder, keep_compiled_code
 from peers.shared.run_options import naming_options
 from peers.shared.tokenizer import folder_of, have_tokenizer
 from swarm.config import RunConfig
@@ -33,6 +33,7 @@ from swarm.interchange import origin
 from swarm.interchange.export import Origin
 from swarm.machine.clock import SystemClock
 from swarm.machine.recording import recorder_of
+from swarm.model import compiled
 from swarm.model.cache import cache_bytes
 from swarm.pipeline.round_watcher import RoundWatcher
 from swarm.pipeline.swarm_engine import SwarmEngine
@@ -60,6 +61,12 @@ async def open_local_model(options: GenerateOptions) -> AsyncIterator[TextModel]
         )
         for each in found
     ]  # fmt: skip
+    wanted = "off" if options.compile == "auto" and options.serve is None else options.compile
+    if await asyncio.to_thread(compiled.compiles, wanted, config, device):
+        tell("compiling the model's layers, which takes a minute the first time")
+        keep_compiled_code(os.environ)
+        for each in engines:
+            await asyncio.to_thread(each.warm_up)
     # The chat template and end tokens may be beside the tokenizer, or in the model's folder.
     named = [Path(folder) for folder in (options.model, options.base) if folder is not None]
     folders = [*folder_of(data.tokenizer), *named]

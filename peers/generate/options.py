@@ -72,6 +72,9 @@ class GenerateOptions(RunOptions):
     """Where a model in this process computes: cpu, cuda, cuda:1, ... or mps; auto takes a GPU if there is one."""
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Type of its matrices. Left out, it is what model.autocast of its run says, and fp32 for a model's folder."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Compile its layers for prompts (torch.compile) before it writes, which takes a minute the first time. auto does
+    so on a CUDA GPU with --serve."""
     threads: takes.Threads = 0
     """CPU threads for computing; 0 leaves the choice to PyTorch."""
 
@@ -83,8 +86,9 @@ class GenerateOptions(RunOptions):
             "--checkpoint DIR": self.checkpoint is not None,
             "--model DIR_OR_NAME": self.model is not None,
         })  # fmt: skip
-        if (self.device != "auto" or self.dtype is not None) and self.checkpoint is None and self.model is None:
-            raise ValueError("--device and --dtype need --checkpoint DIR or --model DIR_OR_NAME")
+        computes = self.device != "auto" or self.dtype is not None or self.compile != "auto"
+        if computes and self.checkpoint is None and self.model is None:
+            raise ValueError("--device, --dtype and --compile need --checkpoint DIR or --model DIR_OR_NAME")
         if self.round is not None and self.checkpoint is None:
             raise ValueError("--round needs --checkpoint DIR: a model's folder has no rounds")
         if self.path is not None and self.router is not None:

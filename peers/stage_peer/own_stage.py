@@ -5,7 +5,7 @@ What does not fit fails at the start, and not after an hour.
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -247,11 +247,13 @@ def _no_room(blocks: Collection[Block], device: torch.device, asked: str) -> str
 
 
 async def warm_up(
-    backend: StageBackend, runtime: Runtime, clock: Clock, *, device: torch.device, compiles: bool
-) -> None:
+    backend: StageBackend, runtime: Runtime, clock: Clock, *, device: torch.device, compiles: bool,
+    texts: Callable[[], None] = lambda: None,
+) -> None:  # fmt: skip
     """Compile and record what is to be, and have a GPU choose its kernels, before others count on this peer.
 
-    On a CPU without compiled layers there is nothing to do. Layers that cannot be compiled run uncompiled.
+    On a CPU without compiled layers there is nothing to do. Layers that cannot be compiled run uncompiled. `texts`
+    compiles what texts need beside that.
     """
     if not compiles and device.type != "cuda":
         return
@@ -266,6 +268,8 @@ async def warm_up(
         go_on_uncompiled(error, device)
         compiles = False
         await runtime.control(backend.warm_up)
+    if compiles:
+        await runtime.control(texts)
     verb, seconds = "compiled" if compiles else "warmed up", clock.monotonic() - began_at
     recorded_bytes = backend.budget.recorded_bytes
     graphs = f"; their CUDA graphs take {in_words(recorded_bytes)}" if recorded_bytes else ""

@@ -91,7 +91,7 @@ class ServedBlock:
         with self._membership.waits.on(f"the first computation of stage {self.stage.block}"):
             await warm_up(
                 context.backend, context.runtime, self._membership.clock, device=self._options.device,
-                compiles=self._options.compiles,
+                compiles=self._options.compiles, texts=self._generation.warm_up,
             )  # fmt: skip
         await self._own_state.begin(self._process.described())
 

@@ -38,6 +38,9 @@ _SLACK, _SLACK_ROUNDED = 1e-4, 3e-2
 rounded to fewer bits. There the order of sums alone makes dozens of layers differ by 1e-2."""
 _ROWS = 32
 """How many positions are scored together, which takes as much memory again as their logits."""
+_WARM_UP_TOKENS = (9, 7)
+"""The pieces of the text that warms up: one begins it, and one goes on. torch takes different lengths for different
+variables."""
 NO_SCORING = Scoring(first=sys.maxsize, num_top=0)
 """Scores no token of any sequence."""
 
@@ -121,6 +124,26 @@ class Decoding:
             except BaseException as error:  # noqa: BLE001 - the caller raises it
                 outputs.append(error)
         return outputs
+
+    @torch.inference_mode()
+    def warm_up(self, own: StageModule, module: Callable[[], StageModule]) -> None:
+        """Compile the layers for pieces of prompts of any length, so that no text waits for it. Blocks for a minute.
+
+        From then on `own` and its copies run what was compiled. If that fails, a line in the log says so.
+
+        Args:
+            module: gives `own`, or the copy with which texts are computed.
+        """
+        own.compiles_prompts, cache = True, self.cache(sum(_WARM_UP_TOKENS))
+        try:
+            made = module()
+            device = next(made.parameters()).device
+            for count in _WARM_UP_TOKENS:
+                hidden = None if made.is_first else torch.zeros(1, count, made.model.hidden_width, device=device)
+                self._plainly(made, [NextPositions(cache=cache, tokens=[0] * count, hidden_1TR=hidden)])
+        except Exception as error:  # noqa: BLE001 - torch, Triton and compilers raise errors of many kinds
+            own.compiles_prompts = False
+            logger.warning("prompts are computed uncompiled, and so slower: %s", in_one_line(error))
 
     def _plainly(self, module: StageModule, together: Sequence[NextPositions]) -> Tensor:
         caches = [positions.cache for positions in together]

@@ -110,6 +110,11 @@ class LocalEngine:
         self._sequences: list[_Sequence] = []
         self._changed = asyncio.Event()
 
+    def warm_up(self) -> None:
+        """Compile the model's layers for prompts. Blocks for a minute. To be called before `run`."""
+        self._model.compile_layers()
+        self._decoding.warm_up(self._model, lambda: self._model)
+
     async def run(self) -> None:
         """Compute until cancelled."""
         loop = asyncio.get_running_loop()

@@ -126,6 +126,18 @@ class KeyValueCache:
         self.num_positions = num_positions
 
     def attend(self, layer: str, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
+        heads, end = self.add(layer, k_BGTK, v_BGTK), self.start + self.num_positions + k_BGTK.shape[2]
+        k_BGSK, v_BGSK = (heads_PGK[None, self.start : end].transpose(1, 2) for heads_PGK in heads)
+        return attention(q_BHTK, k_BGSK, v_BGSK)
+
+    def earlier(self, layer: str) -> tuple[Tensor, ...]:
+        """The keys_SGK and values_SGK of a layer's cached positions; empty if there are none."""
+        end = self.start + self.num_positions
+        heads = self._pool.heads(layer) if self.num_positions else ()
+        return tuple(heads_PGK[self.start : end] for heads_PGK in heads)
+
+    def add(self, layer: str, k_BGTK: Tensor, v_BGTK: Tensor) -> tuple[Tensor, ...]:
+        """Cache the keys and values of the next positions. Returns those of all positions of the pool."""
         first, end = self.start + self.num_positions, self.start + self.num_positions + k_BGTK.shape[2]
         assert self.start >= 0, "the cache has no memory"
         assert len(k_BGTK) == 1, "each text has a cache of its own"
@@ -133,8 +145,25 @@ class KeyValueCache:
         heads = self._pool.heads(layer, k_BGTK, v_BGTK)
         for heads_PGK, new_BGTK in zip(heads, (k_BGTK, v_BGTK), strict=True):
             heads_PGK[first:end] = new_BGTK[0].transpose(0, 1)
-        k_BGSK, v_BGSK = (heads_PGK[None, self.start : end].transpose(1, 2) for heads_PGK in heads)
-        return attention(q_BHTK, k_BGSK, v_BGSK)
+        return heads
+
+
+class LayerPiece:
+    """The next positions of one text in one layer, for compiled code, which cannot follow a cache that grows: it reads
+    the keys_SGK and values_SGK of the earlier positions, if there are any, and leaves those of the next ones as `new`,
+    for KeyValueCache.add."""
+
+    def __init__(self, earlier: tuple[Tensor, ...]) -> None:
+        self.earlier = earlier
+        self.new: tuple[Tensor, ...] = ()
+
+    def attend(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
+        self.new = k_BGTK, v_BGTK
+        if self.earlier:
+            earlier_k_SGK, earlier_v_SGK = self.earlier
+            k_BGTK = torch.cat((earlier_k_SGK[None].transpose(1, 2), k_BGTK), dim=2)
+            v_BGTK = torch.cat((earlier_v_SGK[None].transpose(1, 2), v_BGTK), dim=2)
+        return attention(q_BHTK, k_BGTK, v_BGTK)
 
 
 class CacheRows:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from swarm.config import ModelConfig
 from swarm.model.attention import Attend, CausalSelfAttention, Documents, attention
-from swarm.model.cache import Cache
+from swarm.model.cache import Cache, LayerPiece
 from swarm.model.functions import make_norm, product, rows, swiglu
 from swarm.model.loss import summed_loss
 from swarm.model.masks import Dropout, DropoutKey, key_digest
@@ -134,14 +134,15 @@ class TransformerLayer(nn.Module):
 
     def forward(
         self, hidden_BTR: Tensor, fixed_BTC: Tensor | None, cos_TJ: Tensor | None, sin_TJ: Tensor | None,
-        key: DropoutKey | None, reach: Cache | Documents | None = None, sublayers: Sequence[Sublayer] = SUBLAYERS,
+        key: DropoutKey | None, reach: Cache | LayerPiece | Documents | None = None,
+        sublayers: Sequence[Sublayer] = SUBLAYERS,
     ) -> Tensor:  # fmt: skip
         """
         Args:
             fixed_BTC: the columns that are not trained, if there is a bottleneck.
             cos_TJ, sin_TJ: as rotary_tables makes them, if positions are rotary.
-            reach: what positions attend to: the positions in a cache, to which these are added, or their document; if
-                None, all earlier positions of their row.
+            reach: what positions attend to: the positions in a cache, to which these are added, or to which the caller
+                adds them; or their document; if None, all earlier positions of their row.
             sublayers: the parts of the layer that are computed.
         """
         if fixed_BTC is not None and self.writes_all:
@@ -172,11 +173,11 @@ class TransformerLayer(nn.Module):
             return normed_BTD
         return normed_BTD.to(torch.get_autocast_dtype(device))
 
-    def _attend(self, reach: Cache | Documents | None) -> Attend:
+    def _attend(self, reach: Cache | LayerPiece | Documents | None) -> Attend:
         # The layer's name is read for a cache alone: compiled code that depends on it holds for a single layer.
         if reach is None:
             return attention
-        return reach.attend if isinstance(reach, Documents) else functools.partial(reach.attend, self.site)
+        return reach.attend if isinstance(reach, Documents | LayerPiece) else functools.partial(reach.attend, self.site)
 
 
 def all_columns(hidden_BTR: Tensor, fixed_BTC: Tensor | None) -> Tensor:
@@ -234,7 +235,7 @@ class Head(nn.Module):
 
     def forward(
         self, hidden_BTD: Tensor, embedding_VD: Tensor | None, targets_BT: Tensor | None = None,
-        gradient_scale: float = 1.0,
+        gradient_scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Return logits_BTV, or with targets the sum of their losses, whose gradients are scaled."""
         weight_VD = embedding_VD if self.output is None else self.output.weight

@@ -38,8 +38,9 @@ _VOCABULARY_BLOCK = 16_384
 
 
 def summed_loss(
-    hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *, fused: bool = False, gradient_scale: float = 1.0
-) -> Tensor:
+    hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *, fused: bool = False,
+    gradient_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Cross entropy in nats, summed over all targets: a scalar, float32 or wider.
 
     Matrix products are computed in autocast's type, or without autocast in the hidden state's type. Everything else is
@@ -48,8 +49,8 @@ def summed_loss(
 
     Args:
         targets_BT: int64, each below V, or NO_TARGET.
-        gradient_scale: all gradients become those of the loss times this. The factor is there before a gradient is
-            rounded to the products' type.
+        gradient_scale: a scalar on the same device; all gradients become those of the loss times this. The factor is
+            there before a gradient is rounded to the products' type.
     """
     device = hidden_BTD.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_BTD.dtype
@@ -85,7 +86,7 @@ class _SummedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, dtype: torch.dtype, differentiates: bool,
-        fused: bool, gradient_scale: float,
+        fused: bool, gradient_scale: Tensor | None,
     ) -> Tensor:  # fmt: skip
         wide = torch.promote_types(dtype, torch.float32)
         wants_hidden, wants_weight = (differentiates and wanted for wanted in ctx.needs_input_grad[:2])
@@ -132,7 +133,7 @@ class _SummedLoss(torch.autograd.Function):
 
 
 def _in_large_chunks(
-    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, dtype: torch.dtype, gradient_scale: float,
+    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, dtype: torch.dtype, gradient_scale: Tensor | None,
     hidden_gradient_ND: Tensor | None, weight_gradient_VD: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """The summed loss. Writes the gradients, where there is a tensor for them."""
@@ -146,7 +147,7 @@ def _in_large_chunks(
         with torch.autocast(hidden_ND.device.type, enabled=False), torch.set_grad_enabled(differentiates):
             logits_CV = F.linear(hidden_CD, cast_VD).detach().requires_grad_(differentiates)
             loss = F.cross_entropy(logits_CV.to(wide), targets_N[chunk], ignore_index=NO_TARGET, reduction="sum")
-            scaled = loss if gradient_scale == 1.0 else loss * gradient_scale
+            scaled = loss if gradient_scale is None else loss * gradient_scale
         losses.append(loss.detach())
         if not differentiates:
             continue
@@ -168,7 +169,7 @@ def _multiply(left: Tensor, right: Tensor, product: Tensor, *, adds: bool) -> No
         product.copy_(left @ right)
 
 
-def _to_gradient(logits_CV: Tensor, targets_C: Tensor, scale: float) -> Tensor:
+def _to_gradient(logits_CV: Tensor, targets_C: Tensor, scale: Tensor | None) -> Tensor:
     """Replace logits by the gradient of `scale` times the sum of their losses, and return these losses."""
     has_target_C1 = (targets_C != NO_TARGET).unsqueeze(1)
     targets_C1 = targets_C.clamp(min=0).unsqueeze(1)
@@ -176,6 +177,7 @@ def _to_gradient(logits_CV: Tensor, targets_C: Tensor, scale: float) -> Tensor:
     target_logits_C1 = logits_CV.gather(1, targets_C1) - largest_C1
     sums_C1 = logits_CV.sub_(largest_C1).exp_().sum(dim=1, keepdim=True)
     losses_C1 = (sums_C1.log() - target_logits_C1).where(has_target_C1, 0.0)
-    ones_C1 = has_target_C1.to(logits_CV.dtype) * scale
+    ones_C1 = has_target_C1.to(logits_CV.dtype)
+    ones_C1 = ones_C1 if scale is None else ones_C1 * scale
     logits_CV.mul_(ones_C1 / sums_C1).scatter_add_(1, targets_C1, -ones_C1)
     return losses_C1.squeeze(1)

@@ -27,6 +27,7 @@ Shape suffixes: B samples, T positions, D model width, R the numbers that travel
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import assert_never
 
@@ -38,7 +39,7 @@ from torch.utils.checkpoint import checkpoint
 from swarm.config import ModelConfig, RunConfig
 from swarm.model.adapters import trained_parameters
 from swarm.model.attention import Documents, rotary_tables
-from swarm.model.cache import Cache, KeyValueCache
+from swarm.model.cache import Cache, KeyValueCache, LayerPiece
 from swarm.model.functions import as_cast, whole_tables
 from swarm.model.layers import Embedding, FixedColumns, Head, Positions, TransformerLayer
 from swarm.model.loss import summed_loss_of_logits
@@ -65,7 +66,10 @@ class StageModule(nn.Module):
         has_places = bool(config.model.bottleneck_layers) or not config.model.learns_bottlenecks
         assert has_places, "the peer that begins a run says where bottlenecks are"
         self.fused = fused
-        self._compiles = False
+        self.compiles = False
+        """Whether layers are compiled."""
+        self.compiles_prompts = False
+        """Whether there is compiled code for pieces of prompts, too."""
         self.model = config.model
         if config.model.block_types and shards is None:
             shards = Shards(num_shards=config.model.num_shards, num_held=config.model.num_shards)
@@ -91,18 +95,19 @@ class StageModule(nn.Module):
         self.head = Head(config.model, fused=fused) if is_last else None
 
     def compile_layers(self) -> None:
-        """Let torch.compile compile the layers at their next call. With a cache, which grows, they run uncompiled.
+        """Let torch.compile compile the layers at their next call. With a cache they run uncompiled, but for pieces of
+        prompts if `compiles_prompts` is set.
 
         All layers share their code. The first shape has code of its own, and all others share one that fits any shape.
         """
-        self._compiles = True
+        self.compiles = True
         for layer in self.layers.values():
             layer.compile()
 
     def forward(
         self, inputs: Tensor, *, dropout_key: DropoutKey | None = None, tokens_BT: Tensor | None = None,
         documents_BT: Tensor | None = None, cache: Cache | None = None, num_logits: int = 1,
-        targets_BT: Tensor | None = None, gradient_scale: float = 1.0,
+        targets_BT: Tensor | None = None, gradient_scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Run the stage.
 
@@ -116,15 +121,17 @@ class StageModule(nn.Module):
             cache: when text is generated, the cache of the earlier positions; these positions are added to it.
             num_logits: with a cache, of how many positions the last stage gives logits: the last ones.
             targets_BT: int64, for the last stage, with NO_TARGET where a position has no target.
-            gradient_scale: with targets, all gradients become those of the loss times this.
+            gradient_scale: with targets, all gradients become those of the loss times this scalar.
 
         Returns:
             Before the last stage: hidden_BTR. At the last stage with targets: the sum of their losses in nats, a
             scalar. At the last stage without targets: logits_BTV. Always float32.
         """
-        if self._compiles and torch._dynamo.config.recompile_limit != MOST_VARIANTS:
+        if self.compiles and torch._dynamo.config.recompile_limit != MOST_VARIANTS:
             # Set here because it counts for the present thread alone.
             torch._dynamo.config.recompile_limit = MOST_VARIANTS
+        # Compiled layers have no dropout, and with a key they would be compiled once more.
+        dropout_key = None if self.compiles else dropout_key
         num_positions, device = inputs.shape[1], inputs.device
         reach = cache if documents_BT is None else Documents(documents_BT)
         # Without a cache or documents, positions begin with 0.
@@ -139,7 +146,9 @@ class StageModule(nn.Module):
             if self.fused and tables[0] is not None:
                 tables = whole_tables(*tables)
             context = (fixed_BTC, *tables, dropout_key, reach)
-            run = self._run_layer if cache is None else _run_uncompiled
+            run: Callable[..., Tensor] = self._run_layer
+            if cache is not None:
+                run = self._run_with(cache, num_positions)
             if self.shards is not None:
                 hidden_BTR = self._run_spans(self.shards, run, hidden_BTR, context)
             else:
@@ -171,6 +180,12 @@ class StageModule(nn.Module):
                 streams_NBTD = run(self.layers[str(layer)], streams_NBTD, *context, sublayers)
             hidden_BTD = hidden_BTD + shards.meet(streams_NBTD - begun_NBTD)
         return hidden_BTD
+
+    def _run_with(self, cache: Cache, num_positions: int) -> Callable[..., Tensor]:
+        if not (self.compiles_prompts and isinstance(cache, KeyValueCache)) or num_positions == 1:
+            return _run_uncompiled
+        # torch makes code of its own for a length of 1.
+        return _run_uncompiled if cache.num_positions == 1 else functools.partial(_run_piece, cache)
 
     def _run_layer(self, layer: nn.Module, *arguments: object) -> Tensor:
         output_BTR: Tensor
@@ -254,19 +269,23 @@ def with_weights(module: StageModule, parameters: Mapping[str, Tensor]) -> Stage
     # Tells deepcopy what to use as the copy of each tensor of the module.
     copies: dict[int, object] = {id(buffer): buffer for buffer in module.buffers()}
     copies |= {id(own[name]): nn.Parameter(values[name], requires_grad=False) for name in own}
-    return copy.deepcopy(module, copies)
+    copied = copy.deepcopy(module, copies)
+    if module.compiles_prompts:
+        # Such code is left out when a module is copied. All share what torch has made.
+        copied.compile_layers()
+    return copied
 
 
 def stage_loss(
     module: nn.Module, parameters: Mapping[str, Tensor], inputs: Tensor, targets_BT: Tensor, *,
-    gradient_scale: float = 1.0, **options: object,
+    gradient_scale: Tensor | None = None, **options: object,
 ) -> Tensor:  # fmt: skip
     """The last stage's loss with these parameters: the sum over targets in nats, a scalar.
 
     A custom class gives logits, so those of all positions are in memory at once.
 
     Args:
-        gradient_scale: all gradients become those of the loss times this.
+        gradient_scale: a scalar; all gradients become those of the loss times this.
     """
     if isinstance(module, StageModule):
         options |= {"targets_BT": targets_BT, "gradient_scale": gradient_scale}
@@ -274,7 +293,23 @@ def stage_loss(
         return loss
     logits_BTV = functional_call(module, dict(parameters), (inputs,), options)
     loss = summed_loss_of_logits(logits_BTV, targets_BT)
-    return loss if gradient_scale == 1.0 else loss.detach() + gradient_scale * (loss - loss.detach())
+    return loss if gradient_scale is None else loss.detach() + gradient_scale * (loss - loss.detach())
+
+
+def _run_piece(
+    cache: KeyValueCache, layer: TransformerLayer, hidden_BTR: Tensor, fixed_BTC: Tensor | None, cos_TJ: Tensor | None,
+    sin_TJ: Tensor | None, key: DropoutKey | None, _: Cache, *sublayers: object,
+) -> Tensor:  # fmt: skip
+    piece = LayerPiece(cache.earlier(layer.site))
+    lengths = [(hidden_BTR, hidden_BTR.ndim - 2), (fixed_BTC, 1), (cos_TJ, 0), (sin_TJ, 0)]
+    for tensor, dimension in (*lengths, *((heads_SGK, 0) for heads_SGK in piece.earlier)):
+        if tensor is not None:
+            # So one piece of code fits all lengths.
+            torch._dynamo.maybe_mark_dynamic(tensor, dimension)
+    output_BTR: Tensor = layer(hidden_BTR, fixed_BTC, cos_TJ, sin_TJ, key, piece, *sublayers)
+    if piece.new:
+        cache.add(layer.site, *piece.new)
+    return output_BTR
 
 
 def _run_uncompiled(layer: nn.Module, *arguments: object) -> Tensor:

@@ -100,13 +100,11 @@ class StageBackend:
 
         Args:
             has_backward: whether `backward` or `release` will follow; if not, nothing is kept for them.
+            wire_inputs: here and below, StageFunction.checked has found no fault with them.
 
-        Raises:
-            MalformedMessage: the inputs hold numbers out of range, or an unknown token.
-            NotReady: see StageWeights.version_for.
+        Raises NotReady, see StageWeights.version_for.
         """
         forward = self._begun(microbatch, round_number, wire_inputs)
-        self.function.check(wire_inputs)
         outputs, graph = self.function.forward(microbatch, forward.version, wire_inputs, has_backward=has_backward)
         try:
             forward.wire_hidden = forward.boundary.encode(outputs, self.staging)
@@ -137,8 +135,7 @@ class StageBackend:
         """
         try:
             if forward._graph is None:
-                self._compute(forward)
-                self.budget.keep(recomputed=True)
+                self._compute(forward, recomputed=True)
             _, answer, accumulated = self._collect(forward, wire_gradient, accumulate=accumulate, only_at=only_at)
             return answer, accumulated
         finally:
@@ -153,7 +150,7 @@ class StageBackend:
         The gradients are those of the sum over the targets. Without any target they are 0, and so is the loss.
 
         Raises:
-            MalformedMessage: inputs out of range, or a loss or gradient that is not finite.
+            MalformedMessage: a loss or gradient that is not finite.
             NotReady: see StageWeights.version_for.
         """
         with self._at_once(self._begun(microbatch, round_number, wire_inputs)) as forward:
@@ -164,24 +161,23 @@ class StageBackend:
         *, at_anchor: bool = False,
     ) -> Again:  # fmt: skip
         """Compute what another peer says it has computed, and add it to no sum. `wire_gradient` is that of the output,
-        as the other peer got it; None at the last stage. `at_anchor`: with the weights that began the round. Raises
-        what `forward_loss` and `backward` do."""
+        as the other peer got it; None at the last stage. `at_anchor`: with the weights that began the round. Checks the
+        inputs. Raises what `forward_loss` and `backward` do."""
+        self.function.check(wire_inputs)
         is_sketched = self.weights.sketch is not None
         version = (self.weights.anchored if at_anchor else self.weights.version_for)(round_number)
         with self._at_once(Forward(microbatch, wire_inputs, version, self.boundary_in(round_number))) as forward:
             assert forward._graph is not None
             hidden = None if self.is_last else forward.boundary.encode(forward._graph.outputs, self.staging)
-            loss, gradient, gradients, scale = self._differentiate(forward, wire_gradient, of_weights=is_sketched)
-            return Again(loss, hidden, gradient, self._sketch_of(gradients, scale))
+            loss, gradient, _, _, sketch = self._differentiate(forward, wire_gradient, of_weights=is_sketched)
+            return Again(loss, hidden, gradient, sketch)
 
     @contextmanager
     def _at_once(self, forward: Forward) -> Iterator[Forward]:
         """A forward whose backward follows in the block; afterwards it is released."""
-        self.function.check(forward.wire_inputs)
         forward.version.taken()
         try:
             self._compute(forward)
-            self.budget.keep()
             yield forward
         finally:
             self.release(forward)
@@ -195,12 +191,15 @@ class StageBackend:
 
     def release(self, forward: Forward) -> None:
         """Forget a forward's graph and version, after its backward or because its gradient will never come."""
+        self._let_go(forward)
+        forward.version.left()
+        self.weights.step_if_due()
+
+    def _let_go(self, forward: Forward) -> None:
         if forward._graph is not None:
             forward._graph.let_go()
             self.budget.let_go()
             forward._graph = None
-        forward.version.left()
-        self.weights.step_if_due()
 
     # -- what became of an accumulated gradient ------------------------------------------------------------------
 
@@ -243,6 +242,9 @@ class StageBackend:
         )  # fmt: skip
         self._again(made_up)
         self.evaluate(wire_inputs, version.parameters)
+        if not self.is_last:
+            # So it is where there is no room for a graph.
+            self.function.forward(0, version, wire_inputs, has_backward=False)
         if self.recorder is not None:
             self.function.record(self.recorder, version)
 
@@ -265,17 +267,18 @@ class StageBackend:
 
     # -- helpers -------------------------------------------------------------------------------------------------
 
-    def _compute(self, forward: Forward) -> None:
-        """Compute a forward whose backward follows at once."""
+    def _compute(self, forward: Forward, *, recomputed: bool = False) -> None:
+        """Compute a forward whose backward follows at once; `recomputed`: because there was no room for its graph."""
         forward._graph = self.function.graph(
             forward.microbatch, forward.version, forward.wire_inputs, self._scale.factor
         )
+        self.budget.keep(recomputed=recomputed)
 
     def _collect(
         self, forward: Forward, wire_gradient: torch.Tensor | None, *, accumulate: bool, only_at: int | None
     ) -> tuple[float, Download | None, Accumulated | None]:
         """Compute the gradients, and use them. Also returns the last stage's mean loss; at others it is 0."""
-        mean_loss, answer, gradients, scale = self._differentiate(forward, wire_gradient, of_weights=accumulate)
+        mean_loss, answer, gradients, scale, sketch = self._differentiate(forward, wire_gradient, of_weights=accumulate)
         if not accumulate:
             return mean_loss, answer, None
         assert forward._graph is not None
@@ -284,7 +287,6 @@ class StageBackend:
             microbatch=forward.microbatch, amount=amount, wire_inputs=forward.wire_inputs, wire_gradient=wire_gradient,
             version=forward.version, scale=scale, is_recorded=forward._graph.is_recorded,
         )  # fmt: skip
-        sketch = self._sketch_of(gradients, scale)
         bucket = self.weights.accumulate(gradients, source)
         self.events.write(
             Accumulate(microbatch=source.microbatch, samples=amount.samples, bucket=bucket.number, only_at=only_at)
@@ -293,53 +295,48 @@ class StageBackend:
 
     def _differentiate(
         self, forward: Forward, wire_gradient: torch.Tensor | None, *, of_weights: bool
-    ) -> tuple[float, Download | None, list[torch.Tensor], float]:
-        """The last stage's mean loss (0 at others), the encoded gradient of the inputs (None at stage 0), and finite
-        gradients of the parameters, if wanted, times a power of two, with this factor."""
-        gradients, scale, answer = list[torch.Tensor](), 1.0, None
-        if self.stage or of_weights:
-            gradients, scale = self._gradients(forward, wire_gradient, of_weights=of_weights)
-        if self.stage:
-            input_gradient, *gradients = gradients
-            answer = forward.boundary.encode(input_gradient if scale == 1.0 else input_gradient / scale, self.staging)
-        graph = forward._graph
-        assert graph is not None
-        # Waits for the device, because a gradient that is not finite could not be taken out of the sum again.
-        to_check = gradients if self._scale.is_fixed else []
-        loss, are_all_finite = read_back(graph.outputs if self.is_last else None, to_check)
-        mean_loss = loss / max(1, samples.amount(forward.wire_inputs).targets)
-        require_in_range("loss", mean_loss)
-        if not are_all_finite:
-            raise MalformedMessage("the gradient of the weights is not finite")
-        return float(mean_loss), answer, gradients, scale
-
-    def _sketch_of(self, gradients: Sequence[torch.Tensor], scale: float) -> Download:
-        """The sketch of a gradient, on its way to the CPU as answers are; empty if the round is not sketched."""
-        if (sketch := self.weights.sketch) is None:
-            return Download(torch.empty(0))
-        sketch_N = sketch.of(dict(zip(self.weights.masters, gradients, strict=True)))
-        return self.staging.download(sketch_N if scale == 1.0 else sketch_N / scale)
-
-    def _gradients(
-        self, forward: Forward, wire_gradient: torch.Tensor | None, *, of_weights: bool
-    ) -> tuple[list[torch.Tensor], float]:
-        """The gradients of the inputs (not at stage 0) and of the parameters times a power of two, and this factor.
-
-        With a factor that is not fixed they are finite, or MalformedMessage is raised: no factor makes them so.
-        """
+    ) -> tuple[float, Download | None, list[torch.Tensor], float, Download]:
+        """The last stage's mean loss (0 at others), the encoded gradient of the inputs (None at stage 0), finite
+        gradients of the parameters, if wanted, times a power of two, this factor, and their sketch, if there is any."""
         while True:
-            scale = self._scale.factor
-            assert forward._graph is not None
-            gradient_BTR = self._scaled(wire_gradient, forward.wire_inputs, scale)
-            gradients = forward._graph.gradients(gradient_BTR, of_inputs=self.stage > 0, of_weights=of_weights)
-            if self._scale.is_fixed or read_back(None, gradients)[1]:
+            graph, scale, answer = forward._graph, self._scale.factor, None
+            assert graph is not None
+            gradients = list[torch.Tensor]()
+            if self.stage or of_weights:
+                gradient_BTR = self._scaled(wire_gradient, forward.wire_inputs, scale)
+                gradients = graph.gradients(gradient_BTR, of_inputs=self.stage > 0, of_weights=of_weights)
+            to_check = gradients
+            if self.stage:
+                input_gradient, *gradients = gradients
+                unscaled = input_gradient if scale == 1.0 else input_gradient / scale
+                answer = forward.boundary.encode(unscaled, self.staging)
+            # Queued before the wait, so that the device has no gap after it.
+            sketch = self._sketch_of(gradients, scale) if of_weights else None
+            # Waits for the device, because a gradient that is not finite could not be taken out of the sum again. The
+            # next stage checks that of the inputs; with a factor it is checked here, since another factor may mend it.
+            loss, are_finite = read_back(
+                graph.outputs if self.is_last else None, gradients if self._scale.is_fixed else to_check
+            )
+            mean_loss = loss / max(1, samples.amount(forward.wire_inputs).targets)
+            require_in_range("loss", mean_loss)
+            if are_finite:
                 self._scale.succeeded()
-                return gradients, scale
+                sent = Download(torch.empty(0)) if sketch is None else self.staging.download(sketch)
+                return float(mean_loss), answer, gradients, scale, sent
             if not self._scale.halve():
-                raise MalformedMessage("the gradient is not finite, whatever its scale")
+                whose, why = (" of the weights", "") if self._scale.is_fixed else ("", ", whatever its scale")
+                raise MalformedMessage(f"the gradient{whose} is not finite{why}")
             logger.info("microbatch %d overflows float16: computed again with half the scale", forward.microbatch)
-            del gradients
+            # The forward comes again, too: a backward may use up what its forward has kept.
+            del graph, gradients, to_check, sketch
+            self._let_go(forward)
             self._compute(forward)
+
+    def _sketch_of(self, gradients: Sequence[torch.Tensor], scale: float) -> torch.Tensor | None:
+        if (sketch := self.weights.sketch) is None:
+            return None
+        sketch_N = sketch.of(dict(zip(self.weights.masters, gradients, strict=True)))
+        return sketch_N if scale == 1.0 else sketch_N / scale
 
     def _scaled(self, wire_gradient: torch.Tensor | None, wire_inputs: WireInputs, scale: float) -> torch.Tensor | None:
         """The gradient of the stage's output times the scale; None at the last stage, whose graph has the scale."""

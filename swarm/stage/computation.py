@@ -252,6 +252,7 @@ class Computation(HopListener):
     async def _run(self) -> None:
         try:
             async with self._turn:
+                await self._backend.function.checked(self.order.wire_inputs)
                 run = self._run_last if self._backend.is_last else self._run_through
                 result = self._earlier_answer() or await run()
                 if self._accumulated is not None:

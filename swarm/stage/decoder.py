@@ -71,6 +71,12 @@ class Decoder:
     def cache(self, order: Order) -> KeyValueCache:
         return self._decoding.cache(order.num_positions)
 
+    def warm_up(self, held: HeldRound) -> None:
+        """Compile the layers for pieces of prompts, if layers are compiled here. For the compute thread. `held` has the
+        stage's weights."""
+        if isinstance(own := self._module, StageModule) and own.compiles:
+            self._decoding.warm_up(own, partial(held.module, own, self._device))
+
     async def compute(self, computed: Computed, pieces: Sequence[Piece], *, sample: bool) -> Piece | Token | None:
         """Compute the next positions of a session, at least one.
 

@@ -5,12 +5,14 @@ Inputs are checked on the CPU, where they arrive, and brought to the stage's dev
 Shapes: B samples of a microbatch, T tokens, D numbers a token that travel.
 """
 
+import asyncio
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from swarm.config import RunConfig
@@ -19,6 +21,7 @@ from swarm.machine.recording import Recorder
 from swarm.model.loss import NO_TARGET
 from swarm.model.masks import DropoutKey
 from swarm.model.stage_module import StageModule, cast_types, stage_loss, with_shared_casts
+from swarm.rpc.bounds import CHUNK_BYTES
 from swarm.rpc.wire import require_in_range
 from swarm.stage.boundary import HIDDEN, TOKENS, Boundary
 from swarm.stage.buckets import Version
@@ -65,6 +68,14 @@ class StageFunction:
         if self.stage:
             require_in_range(HIDDEN, wire_inputs[HIDDEN])
 
+    async def checked(self, wire_inputs: WireInputs) -> None:
+        """`check`, for the event loop: what takes long is done in a thread of its own, because a GPU would wait for the
+        compute thread."""
+        if self.stage and wire_inputs[HIDDEN].nbytes > CHUNK_BYTES:
+            await asyncio.to_thread(self.check, wire_inputs)
+        else:
+            self.check(wire_inputs)
+
     def made_up(self, number: int) -> tuple[WireInputs, torch.Tensor]:
         """Random inputs of the run's shape, as they would arrive, and such a gradient of the stage's output."""
         data, shape, generator = self.config.data, self._shape, torch.Generator().manual_seed(number)
@@ -84,10 +95,8 @@ class StageFunction:
 
     def record(self, recorder: Recorder, version: Version) -> None:
         """Record the function for microbatches of the run's shape, if the stage can be recorded."""
-        model = self.config.model
-        has_dropout = model.dropout or self.config.lora.dropout
-        # The factor by which float16 scales gradients changes, and would be a constant of the recording.
-        if not isinstance(self.module, StageModule) or has_dropout or model.autocast == "fp16":
+        has_dropout = self.config.model.dropout or self.config.lora.dropout
+        if not isinstance(self.module, StageModule) or has_dropout:
             return
 
         def made_up(number: int) -> Example:
@@ -117,33 +126,51 @@ class StageFunction:
             graph = self._live(version, arguments, microbatch)
         else:
             with torch.no_grad():
-                return self._apply(version, arguments, microbatch), None
+                parameters = with_shared_casts(self.module, version.parameters, version.casts)
+            return self._without_gradient(parameters, arguments, self._key(microbatch)), None
         return graph.outputs, graph if keeps else None
 
     def graph(
         self, microbatch: int, version: Version, wire_inputs: WireInputs, scale: float = 1.0, *, records: bool = True
     ) -> Graph:
         """Compute a forward whose backward follows at once. At the last stage all gradients become those of the loss
-        times `scale`. `records` says whether recordings may compute it."""
-        captured, arguments = self._recordings(wire_inputs), self._arguments(wire_inputs)
+        times `scale`, which is 1 but in float16. `records` says whether recordings may compute it."""
+        captured, arguments = self._recordings(wire_inputs), self._arguments(wire_inputs, scale)
         if captured is not None and records:
             return captured.forward(version, arguments, keeps=False)
-        return self._live(version, arguments, microbatch, scale)
+        return self._live(version, arguments, microbatch)
 
     def evaluate(self, parameters: Weights, wire_inputs: WireInputs) -> torch.Tensor:
-        with torch.no_grad():
-            return self._call(parameters, self._arguments(wire_inputs))
+        """The outputs, without dropout. A batch may be shorter than the run's. For compiled layers it is made as long,
+        because they would be compiled anew for another shape, while training waits."""
+        arguments, (num_samples, length) = self._arguments(wire_inputs), wire_inputs[TOKENS].shape
+        is_whole = wire_inputs[TOKENS].shape == self._shape
+        if not is_whole and isinstance(self.module, StageModule) and self.module.compiles:
+            arguments = {name: self._lengthened(name, tensor) for name, tensor in arguments.items()}
+        outputs = self._without_gradient(parameters, arguments)
+        return outputs if self.is_last else outputs[:num_samples, : length - 1].contiguous()
+
+    def _lengthened(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """An argument with as many samples and tokens as the run's. What is added has no targets, and comes after the
+        others, which do not attend to it."""
+        if tensor.ndim == 0:
+            return tensor
+        num_samples, length = self._shape
+        added = (0, length - 1 - tensor.shape[1], 0, num_samples - len(tensor))
+        value = NO_TARGET if name == "targets_BT" else 0
+        return F.pad(tensor, (0, 0) * (tensor.ndim - 2) + added, value=value)
 
     @property
     def _shape(self) -> tuple[int, int]:
         """That of the tokens of the run's microbatches."""
         return self.config.data.microbatch_size, self.config.data.sequence_length + 1
 
-    def _arguments(self, wire_inputs: WireInputs) -> Mapping[str, torch.Tensor]:
+    def _arguments(self, wire_inputs: WireInputs, scale: float = 1.0) -> Mapping[str, torch.Tensor]:
         """The tensors that the module takes, by name, on the device.
 
         `inputs` are tokens [B, T] at stage 0, and the hidden state [B, T, D] at any other. The last stage has
-        `targets_BT` as well: the next tokens, or NO_TARGET.
+        `targets_BT` as well: the next tokens, or NO_TARGET. In float16 it has `gradient_scale` too, as a tensor,
+        because a number of Python would be a constant of recordings.
         """
         tokens = None
         if not self.stage or self.config.model.bottleneck_dim:
@@ -157,7 +184,9 @@ class StageFunction:
         }
         if self.is_last:
             whole = {name: self.staging.upload(tensor) for name, tensor in samples.of(wire_inputs).items()}
-            found["targets_BT"] = samples.targets(whole, NO_TARGET)
+            targets_BT = found["targets_BT"] = samples.targets(whole, NO_TARGET)
+            if self.config.model.autocast == "fp16":
+                found["gradient_scale"] = torch.full((), scale, device=targets_BT.device)
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def _recordings(self, wire_inputs: WireInputs) -> CapturedStage | None:
@@ -167,25 +196,33 @@ class StageFunction:
             self._captured, self.budget.recorded_bytes = None, 0
         return self._captured if wire_inputs[TOKENS].shape == self._shape else None
 
-    def _live(self, version: Version, arguments: Arguments, microbatch: int = 0, scale: float = 1.0) -> Graph:
+    def _live(self, version: Version, arguments: Arguments, microbatch: int = 0) -> Graph:
         inputs = arguments["inputs"]
         if self.stage:
             inputs.requires_grad_()
         with torch.enable_grad():
-            outputs = self.budget.build(lambda: self._apply(version, arguments, microbatch, scale), version)
+            outputs = self.budget.build(lambda: self._apply(version, arguments, microbatch), version)
         return Graph(inputs, outputs, list(version.parameters.values()))
 
-    def _apply(self, version: Version, arguments: Arguments, microbatch: int, scale: float = 1.0) -> torch.Tensor:
+    def _apply(self, version: Version, arguments: Arguments, microbatch: int) -> torch.Tensor:
         parameters = with_shared_casts(self.module, version.parameters, version.casts)
-        return self._call(parameters, arguments, DropoutKey(seed=self.config.data.seed, microbatch=microbatch), scale)
+        return self._call(parameters, arguments, self._key(microbatch))
 
-    def _call(
-        self, parameters: Weights, arguments: Arguments, key: DropoutKey | None = None, scale: float = 1.0
+    def _key(self, microbatch: int) -> DropoutKey:
+        return DropoutKey(seed=self.config.data.seed, microbatch=microbatch)
+
+    @torch.no_grad()
+    def _without_gradient(
+        self, parameters: Weights, arguments: Arguments, key: DropoutKey | None = None
     ) -> torch.Tensor:
+        # Those that require a gradient, as some anchors do, would have compiled code of their own.
+        return self._call({name: parameter.detach() for name, parameter in parameters.items()}, arguments, key)
+
+    def _call(self, parameters: Weights, arguments: Arguments, key: DropoutKey | None = None) -> torch.Tensor:
         """The hidden state; at the last stage the loss in nats, summed over the targets."""
         options: dict[str, Any] = {"dropout_key": key, **arguments}
         inputs = options.pop("inputs")
         if self.is_last:
-            return stage_loss(self.module, parameters, inputs, gradient_scale=scale, **options)
+            return stage_loss(self.module, parameters, inputs, **options)
         outputs: torch.Tensor = torch.func.functional_call(self.module, dict(parameters), (inputs,), options)
         return outputs

@@ -176,6 +176,11 @@ class GenerationServicer(GenerationServiceServicer):
         self._bytes = Quota("bytes of sessions", limits.max_bytes)
         self._num_tokens = 0
 
+    def warm_up(self) -> None:
+        """Compile what texts need, for the compute thread; nothing if this peer takes no sessions."""
+        if self._limits.max_sessions:
+            self._decoder.warm_up(self._stage.held_rounds.find(self._stage.round))
+
     def counters(self) -> stage_pb2.GenerationCounters:
         """The numbers of sessions and held rounds now, and of tokens since the peer started."""
         return stage_pb2.GenerationCounters(

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 from swarm.config import RunConfig
 from swarm.generation.decoding import Decoding, NextPositions
@@ -52,6 +53,42 @@ GPT2: dict[str, Any] = {
 def test_recorded_steps_give_the_logits_of_plain_ones(config: RunConfig) -> None:
     tolerance = 1e-5 if config.model.autocast == "off" else 2e-2
     assert_recorded_steps_are_plain(config, TapeRecorder, device="cpu", tolerance=tolerance)
+
+
+# torch.compile makes an instance of autograd.Function.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.slow  # Each compiles. One kind is in tests/pipeline/test_swarm_engine, too.
+@pytest.mark.parametrize(
+    "config",
+    [
+        make_config(num_kv_heads=2, qk_norm=True),
+        make_config(**GPT2),
+        make_config(bottleneck_dim=8),
+        make_config(bottleneck_dim=8, bottleneck="learned", bottleneck_layers=(2,)),
+        make_config(block_types=("parallel", "tp", "spd", "tp"), num_shards=2),
+        make_config(lora_rank=4),
+        make_config(autocast="bf16"),
+    ],
+    ids=["qwen", "gpt2", "bottleneck", "learned", "shards", "lora", "bf16"],
+)
+def test_prompts_of_any_length_run_what_the_warm_up_has_compiled(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.reset()
+    counter, compile_layer = CompileCounter(), nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self: compile_layer(self, backend=counter))
+    plain = Chain(config, "cpu", lambda: None)
+    compiled = Chain(config, "cpu", TapeRecorder, compiles=True)
+    num_compiled = counter.frame_count
+    assert num_compiled
+    tolerance = 1e-5 if config.model.autocast == "off" else 2e-2
+    for sequence, counts in enumerate([(9, 9, 1, 5), (2, 30, 64, 3), (1, 4, 1, 1), (256, 20, 2)]):
+        for chain in (plain, compiled):
+            chain.begin(sequence, LONGEST)
+        for count in counts:
+            (expected,), (found,) = (chain.compute([sequence], count) for chain in (plain, compiled))
+            assert float((found - expected).norm()) <= tolerance * float(expected.norm())
+    assert counter.frame_count == num_compiled
 
 
 @torch.inference_mode()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from swarm.config import LoraConfig, ModelConfig, RunConfig, WireConfig
 from swarm.errors import Overloaded, PeerUnavailable, SwarmError
@@ -19,6 +20,7 @@ from swarm.generation.sampling import Sampling, Scores, Scoring
 from swarm.hop import continuation, session
 from swarm.machine.recording import recorder_of
 from swarm.model.cache import CacheRows, KeyValueCache
+from swarm.model.stage_module import StageModule
 from swarm.model.stages import build_transformer
 from swarm.pipeline.swarm_engine import SwarmEngine
 from swarm.stage import decoder
@@ -55,6 +57,26 @@ def _expected(config: RunConfig, prompt: Sequence[int], sampling: Sampling, coun
         logits_V = model(torch.tensor([tokens[cache.num_positions :]]), cache=cache)[0, -1]
         tokens.append(choose(logits_V, sampling, len(tokens)))
     return tokens[len(prompt) :]
+
+
+async def test_prompts_of_any_round_run_what_peers_compile_before_they_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is really compiled here; tests/generation/test_decoding does that."""
+    compiled_layers = list[nn.Module]()
+    monkeypatch.setattr(nn.Module, "compile", lambda self: compiled_layers.append(self))
+    async with running_chain(CONFIG) as chain:
+        for peer in chain.peers:
+            module = peer.backend.module
+            assert isinstance(module, StageModule)
+            module.compile_layers()
+            await peer.runtime.control(peer.generation.warm_up)
+            assert module.compiles_prompts
+        engine = SwarmEngine(chain.trainer, CONFIG)
+        # A round's weights have a module of their own.
+        for num_modules in (3, 4):
+            found = await collect(engine, PROMPT, GREEDY, 3)
+            assert found == _expected(CONFIG, PROMPT, GREEDY, 3) or num_modules > 3
+            assert len(compiled_layers) == num_modules * CONFIG.model.num_layers
+            await begin_next_round(chain.peers)
 
 
 class Pace:

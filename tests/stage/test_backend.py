@@ -171,24 +171,26 @@ def _unchanged(backend: StageBackend) -> bool:
 
 @pytest.mark.parametrize("token", [-1, 64])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_tokens_outside_the_vocabulary_are_refused(stage: int, token: int) -> None:
+async def test_tokens_outside_the_vocabulary_are_refused(stage: int, token: int) -> None:
     backend = backend_of(CONFIG, stage)
     tokens = tokens_of(0)
     tokens[1, 3] = token
     inputs = {TOKENS: tokens, HIDDEN: hidden_of(0)}
     with pytest.raises(MalformedMessage, match="outside the vocabulary of 64"):
-        backend.forward_loss(0, 0, inputs, accumulate=True) if backend.is_last else backend.forward(0, 0, inputs)
-    assert _unchanged(backend)
+        await backend.function.checked(inputs)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("bad", [float("nan"), 1e30])
-def test_activations_out_of_range_are_refused(stage: int, bad: float) -> None:
-    backend = backend_of(CONFIG, stage)
-    inputs = {TOKENS: tokens_of(0), HIDDEN: hidden_of(0).index_fill(1, torch.tensor([3]), bad)}
+@pytest.mark.parametrize("repeats", [1, 600])
+async def test_activations_out_of_range_are_refused(stage: int, bad: float, repeats: int) -> None:
+    """What has many bytes is checked in another thread."""
+    hidden = hidden_of(0).repeat(repeats, 1, 1)
+    inputs = {TOKENS: tokens_of(0), HIDDEN: hidden.index_fill(1, torch.tensor([3]), bad)}
+    function = backend_of(CONFIG, stage).function
+    await function.checked({**inputs, HIDDEN: hidden})
     with pytest.raises(MalformedMessage, match="'hidden' holds NaN"):
-        backend.forward_loss(0, 0, inputs, accumulate=True) if backend.is_last else backend.forward(0, 0, inputs)
-    assert _unchanged(backend)
+        await function.checked(inputs)
 
 
 def test_a_loss_that_is_not_finite_is_never_accumulated() -> None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import shutil
-from collections.abc import Callable
 from typing import Literal
 
 import pytest
@@ -10,7 +9,20 @@ import torch
 from torch import nn
 
 from swarm.config import RunConfig
-from tests.stage.backends import CONFIG, DILOCO, Tensors, backend_of, inputs_of, require_near, story, sums_of
+from swarm.stage.boundary import HIDDEN, TOKENS
+from tests.stage.backends import (
+    CONFIG,
+    DILOCO,
+    Tensors,
+    arrived,
+    backend_of,
+    hidden_of,
+    inputs_of,
+    require_near,
+    story,
+    sums_of,
+    tokens_of,
+)
 
 # torch.compile looks at .grad of the tensors that it finds, and makes an instance of autograd.Function.
 pytestmark = [
@@ -21,31 +33,54 @@ pytestmark = [
 
 
 @pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def _compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compile with this backend of torch.compile; aot_eager traces what the other one makes code of."""
+def everything_compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Compile with this backend of torch.compile; aot_eager traces what the other one makes code of. Returns a list of
+    all that is compiled from now on."""
     if request.param == "inductor" and shutil.which("g++") is None:
         pytest.skip("there is no C++ compiler")
     torch._dynamo.reset()
-    compile_layer: Callable[..., None] = nn.Module.compile
-    monkeypatch.setattr(nn.Module, "compile", lambda self: compile_layer(self, backend=request.param))
+    compile_layer, compiled = nn.Module.compile, list[object]()
+    make_code = torch._dynamo.lookup_backend(request.param)
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        compiled.append(graph)
+        return make_code(graph, inputs)
+
+    monkeypatch.setattr(nn.Module, "compile", lambda self: compile_layer(self, backend=backend))
+    return compiled
 
 
-def _story(config: RunConfig, *, compiles: bool) -> Tensors:
+def _story(config: RunConfig, *, compiles: bool, compiled: list[object]) -> Tensors:
+    """Also asserts that nothing is compiled once the stage is warm, while training waits."""
     backend = backend_of(config, 1, compiles=compiles)
     backend.warm_up()
+    num_before = len(compiled)
+    assert num_before or not compiles
     found = story(backend)
-    return found | {"evaluation": backend.evaluate(inputs_of(9), backend.weights.version.parameters)}
+    # As on a GPU, where DiLoCo's anchors come from the CPU.
+    anchor = {name: value.detach().clone() for name, value in backend.weights.version.parameters.items()}
+    found["evaluation"] = backend.evaluate(inputs_of(9), anchor)
+    short = {TOKENS: tokens_of(9)[:1, :6], HIDDEN: hidden_of(9)[:1, :5]}
+    found["short evaluation"] = backend.evaluate(short, anchor)
+    backend.budget.allow(0)
+    forward = backend.forward(5, backend.weights.round.number, inputs_of(5))
+    found["without room"] = arrived(forward.wire_hidden)
+    found["its answer"] = arrived(backend.backward(forward, hidden_of(6), accumulate=False)[0])
+    again = backend.compute_again(5, backend.weights.round.number, inputs_of(5), hidden_of(6))
+    found["again"] = arrived(again.gradient)
+    assert len(compiled) == num_before
+    return found
 
 
-@pytest.mark.usefixtures("_compiler")
 @pytest.mark.parametrize(("autocast", "tolerance"), [("off", 1e-6), pytest.param("bf16", 1e-2, marks=pytest.mark.slow)])
 def test_gradients_are_those_of_layers_that_are_not_compiled(
-    autocast: Literal["off", "bf16"], tolerance: float
+    autocast: Literal["off", "bf16"], tolerance: float, everything_compiled: list[object]
 ) -> None:
     # A bucket has room for two microbatches, so one is taken out of a sum.
     rounds = dataclasses.replace(DILOCO.rounds, inner_batch_samples=4)
     config = dataclasses.replace(DILOCO, rounds=rounds, model=dataclasses.replace(DILOCO.model, autocast=autocast))
-    require_near(_story(config, compiles=True), _story(config, compiles=False), tolerance)
+    found, expected = (_story(config, compiles=compiles, compiled=everything_compiled) for compiles in (True, False))
+    require_near(found, expected, tolerance)
 
 
 @pytest.mark.parametrize("stage", range(3))

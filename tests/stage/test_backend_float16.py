@@ -88,7 +88,10 @@ def test_a_custom_class_gets_scaled_gradients_of_the_same_loss() -> None:
     logits = torch.nn.Linear(4, 8)
     hidden_BTD, targets_BT = torch.randn(2, 3, 4), torch.arange(6).reshape(2, 3)
     parameters = dict(logits.named_parameters())
-    losses = [stage_loss(logits, parameters, hidden_BTD, targets_BT, gradient_scale=scale) for scale in (1.0, 8.0)]
+    losses = [
+        stage_loss(logits, parameters, hidden_BTD, targets_BT, gradient_scale=scale)
+        for scale in (None, torch.tensor(8.0))
+    ]
     plain, scaled = (torch.autograd.grad(loss, list(parameters.values())) for loss in losses)
     assert torch.equal(*losses)
     assert all(torch.equal(8 * a, b) for a, b in zip(plain, scaled, strict=True))

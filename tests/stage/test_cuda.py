@@ -25,7 +25,7 @@ from swarm.stage.staging import PIECE_ELEMENTS, CudaStaging
 from swarm.stage.state import digest_of
 from swarm.training.samples import TOKENS
 from swarm.training.scaling import squared_norm_of
-from tests.support import reproducible
+from tests.support import decoding, reproducible
 from tests.support.chain import DILOCO, LORA, SYNCHRONOUS, Chain, assert_close, reference, running_chain, tokens
 from tests.support.chain_rounds import member_of
 from tests.support.commits import end_round
@@ -110,6 +110,25 @@ def test_recorded_steps_of_texts_give_the_logits_of_plain_ones(compute: str) -> 
         assert_recorded_steps_are_plain(
             config, lambda: recorder_of(torch.device(DEVICE)), device=DEVICE, tolerance=tolerance
         )
+
+
+# The same as in test_backend_compiled.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*script_method. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("compute", ["off", "bf16"])
+def test_compiled_prompts_of_any_length_give_the_logits_of_plain_ones(compute: str) -> None:
+    tolerance = 1e-4 if compute == "off" else 3e-2
+    config = make_config(autocast=compute, num_kv_heads=2)
+    plain, compiled = (
+        decoding.Chain(config, DEVICE, lambda: recorder_of(torch.device(DEVICE)), compiles=compiles)
+        for compiles in (False, True)
+    )
+    for sequence, counts in enumerate([(9, 9, 1, 5), (2, 30, 64, 3), (256, 20, 2)]):
+        for chain in (plain, compiled):
+            chain.begin(sequence, decoding.LONGEST)
+        for count in counts:
+            (expected,), (found,) = (chain.compute([sequence], count) for chain in (plain, compiled))
+            assert float((found - expected).norm()) <= tolerance * float(expected.norm())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

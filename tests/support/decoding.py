@@ -45,7 +45,9 @@ class Chain:
         num_forwards: how often Python has run a stage.
     """
 
-    def __init__(self, config: RunConfig, device: str, new_recorder: Callable[[], Recorder | None]) -> None:
+    def __init__(
+        self, config: RunConfig, device: str, new_recorder: Callable[[], Recorder | None], *, compiles: bool = False
+    ) -> None:
         self.num_forwards = 0
         self._modules = [make_module(config, stage, device) for stage in range(NUM_STAGES)]
         for module in self._modules:
@@ -54,6 +56,10 @@ class Chain:
             Decoding(lambda tensor: tensor.to(device), new_recorder(), most_positions=4 * LONGEST)
             for _ in range(NUM_STAGES)
         ]
+        for module, decoding in zip(self._modules, self._decodings, strict=True):
+            if compiles:
+                module.compile_layers()
+                decoding.warm_up(module, lambda module=module: module)  # type: ignore[misc]  # mypy knows no defaults
         self._caches: dict[int, list[KeyValueCache]] = {}
 
     def _count(self, *_: object) -> None:

@@ -6,6 +6,7 @@ from typing import Literal
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from peers.generate import program
@@ -20,6 +21,7 @@ from swarm.config import LoraConfig, StagesConfig
 from swarm.interchange import run_folder
 from swarm.interchange.origin import from_model_folder, transformer
 from swarm.interchange.source import parameter_shapes
+from swarm.model import compiled
 from tests.checkpoint.states import CONFIG, cut, write_cut
 from tests.interchange.small_models import save
 from tests.support.tokenizers import write_tokenizer
@@ -46,6 +48,25 @@ def test_a_model_s_folder_and_its_run_folder_write_the_same(tmp_path: Path, caps
     assert texts[0] == texts[1]
     assert texts[0].startswith("def f")
     assert texts[0] != _run(capsys, "--model", str(tmp_path / "in"), *options[:-1], "5")
+
+
+def test_a_model_is_compiled_before_it_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is really compiled here."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
+    monkeypatch.setattr(compiled, "compiles", lambda wanted, *_: wanted == "on")
+    compiled_layers = list[nn.Module]()
+    monkeypatch.setattr(nn.Module, "compile", lambda self: compiled_layers.append(self))
+    theirs = save("llama-3", tmp_path)
+    options = ("--model", str(tmp_path), "--prompt", "def f", "--max-tokens", "20", "--temperature", "0")
+    expected = _run(capsys, *options)
+    assert not compiled_layers
+    assert program.main((*options, "--compile", "on")) == 0
+    said = capsys.readouterr()
+    assert said.out == expected
+    assert "compiling the model's layers, which takes a minute the first time" in said.err
+    assert len(compiled_layers) == theirs.config.num_hidden_layers
 
 
 WORDS = [f"word{number}" for number in range(250)]
@@ -135,7 +156,7 @@ def test_a_run_on_bytes_ends_its_texts_where_the_model_does(tmp_path: Path, caps
         ([], "give one of INVITE, --lan, --initial-peers ADDRESS, --checkpoint DIR and --model DIR_OR_NAME"),
         (["--model", "m"], "give one of --prompt TEXT, --chat and --serve HOST:PORT"),
         (["--model", "m", "--serve", "host:99999"], "--serve takes HOST:PORT or PORT, not 'host:99999'"),
-        (["swarm://x", "--prompt", "a", "--dtype", "bf16"], "--device and --dtype need --checkpoint DIR or --model"),
+        (["swarm://x", "--prompt", "a", "--dtype", "bf16"], "--device, --dtype and --compile need --checkpoint DIR or"),
     ],
 )
 def test_bad_command_lines_are_one_line(arguments: list[str], fault: str, capsys: pytest.CaptureFixture[str]) -> None:
