@@ -49,11 +49,16 @@ async def test_one_that_is_given_up_before_it_began_says_so() -> None:
         computation.result()
 
 
+async def _checked(_: object) -> None:
+    pass
+
+
 class LastBackend:
     """A backend of the last stage that counts what is computed."""
 
     stage, is_last, num_computed = 1, True, 0
     weights = SimpleNamespace(require_sound=lambda: None)
+    function = SimpleNamespace(checked=_checked)
 
     def forward_loss(self, *_: Any, **__: Any) -> tuple[float, None, None]:
         self.num_computed += 1
